@@ -1,0 +1,1 @@
+"""Baton: disaggregated LLM serving. The public face: stubs, clients, settings, command line."""

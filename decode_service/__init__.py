@@ -1,0 +1,1 @@
+"""What a decode worker adds to the engine."""

@@ -1,0 +1,1 @@
+"""Moving KV pages between processes: the hand-off protocol and its transports. Sees addresses."""

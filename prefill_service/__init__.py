@@ -1,0 +1,1 @@
+"""What a prefill worker adds to the engine."""

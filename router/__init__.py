@@ -1,0 +1,1 @@
+"""The front doors: admission, tokenizing, worker selection and failover. Runs without torch."""

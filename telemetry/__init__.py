@@ -1,0 +1,1 @@
+"""Spans, metrics and logs; every name in one file."""
