@@ -1,0 +1,169 @@
+"""What the front doors hand to the dispatcher, and what they hear back.
+
+A *job* is one request after validation and tokenizing. A front door makes it and reads
+`Dispatcher.run(job)`:
+
+1. `JobStarted`, once, when the first token is known;
+2. `JobTokens`, per choice without gap or duplicate, and `ChoiceEnded`, once per choice after its
+   last token, unless the front door ended that choice itself (`Dispatcher.end_choice`);
+3. `JobFinished`, once every choice has ended, and then the iterator is exhausted.
+
+Anything else is a `RouterError`, raised out of the iterator. Closing or cancelling the iterator at
+any point cancels the work. Failover happens behind it: a resumed job goes on at the next index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from opentelemetry.context import Context
+
+from baton.worker.v1 import worker_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model that at least one attached worker serves."""
+
+    name: str
+    revision: str
+    path: str
+    """Folder with config and tokenizer."""
+    max_context_tokens: int
+    """Prompt and output together."""
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    page_size_tokens: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """One request, ready to run. Compared and hashed by identity: see `id`."""
+
+    id: str
+    """The trace id, 32 hex digits. Two requests of one trace share it, so it is no key."""
+    model: ServedModel
+    prompt_ids: NDArray[np.uint32]
+    """Shape (prompt_tokens,), at least one, all below the vocabulary's size."""
+    sampling: worker_pb2.Sampling
+    """Every default filled in, the seed drawn. Read only."""
+    stopping: worker_pb2.Stopping
+    """`max_tokens` fits the context. Read only."""
+    choices: int
+    arrived_ns: int
+    """Unix nanoseconds, as every time here."""
+    deadline_ns: int
+    """The front door closes the iterator then; workers and admission need it too."""
+    context: Context
+    """Holds the request's span: the parent of the dispatcher's spans."""
+    priority: int = 0
+    prompt_logprobs: bool = False
+    tenant: str = ""
+    cache_salt: bytes = b""
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.prompt_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probability of one token and of the likeliest alternatives, best first."""
+
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class JobStarted:
+    """The first token is known."""
+
+    cached_prompt_tokens: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the prompt's tokens from the second on, where the job asks for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobTokens:
+    """New tokens of one choice, continuing exactly where the previous ones ended."""
+
+    choice: int
+    first_index: int
+    """Index of the first of them in the choice's whole output."""
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per token where `sampling.top_logprobs` is set, else empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceEnded:
+    """A choice ended by the rules that workers judge."""
+
+    choice: int
+    reason: worker_pb2.EndReason.ValueType
+    output_tokens: int
+    """Of the choice's whole output."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobTimings:
+    """Where the time went, nanoseconds; the fields of the public `Timings`."""
+
+    queue_ns: int = 0
+    """In the router's and in the prefill worker's queue."""
+    prefill_ns: int = 0
+    kv_transfer_ns: int = 0
+    """After the last chunk was computed."""
+    decode_queue_ns: int = 0
+    decode_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class JobFinished:
+    """Every choice has ended; the last event."""
+
+    timings: JobTimings = JobTimings()
+
+
+JobEvent = JobStarted | JobTokens | ChoiceEnded | JobFinished
+
+
+class Dispatcher(Protocol):
+    """Runs jobs on workers. Every method belongs to the event loop's thread."""
+
+    def models(self) -> Sequence[ServedModel]:
+        """Models served now, by name."""
+        ...
+
+    def model(self, name: str) -> ServedModel:
+        """The model of that name; an empty name selects the only one, where there is just one.
+
+        Raises:
+            RouterError: MODEL_NOT_FOUND, or NO_WORKERS where no model is served at all.
+        """
+        ...
+
+    def run(self, job: Job) -> AsyncGenerator[JobEvent, None]:
+        """Queues and runs a job. `aclose()` and cancellation end the work wherever it is.
+
+        Work starts with the first `anext`. Events wait in the iterator without blocking anyone
+        else's; a reader that stops costs the memory of its own tokens only.
+
+        Raises (out of the iterator):
+            RouterError: why the job could not be finished.
+        """
+        ...
+
+    def end_choice(self, job: Job, choice: int) -> None:
+        """A stop text was met: the choice needs no more tokens.
+
+        Tokens and the `ChoiceEnded` of that choice may still come and are ignored; `JobFinished`
+        does not wait for it any more. Unknown, ended or already closed: no-op.
+        """
+        ...
