@@ -1,0 +1,62 @@
+"""How every gRPC channel and server of Baton is set up, so that both ends of a connection agree.
+
+A peer whose machine or network froze is noticed within `DETECTION_MS` by HTTP/2 pings, which both
+ends send. Pings are answered by gRPC's own threads: they see neither a hung step loop nor a held
+GIL, for which workers report a progress counter.
+
+Two options are easy to miss. Without `grpc.http2.ping_timeout_ms` a ping waits a minute for its
+answer, whatever the keepalive timeout says. Without `grpc.http2.min_ping_interval_without_data_ms`
+a server counts the pings on a long silent stream as abuse and closes it ("Too many pings").
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+Options = list[tuple[str, int]]
+
+KEEPALIVE_INTERVAL_MS: Final = 1_000
+"""A connection that was silent this long is pinged."""
+PING_TIMEOUT_MS: Final = 1_500
+"""A ping unanswered this long closes the connection."""
+DETECTION_MS: Final = KEEPALIVE_INTERVAL_MS + PING_TIMEOUT_MS
+"""A silent peer is noticed within this time; kept below 3 s."""
+MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
+"""Room for the longest prompts as packed ids, and for log probabilities of all their tokens."""
+
+
+def _options() -> Options:
+    return [
+        ("grpc.keepalive_time_ms", KEEPALIVE_INTERVAL_MS),
+        ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+        ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ]
+
+
+def channel_options() -> Options:
+    """Options of `grpc.aio.insecure_channel` and its siblings.
+
+    Reconnecting starts after 100 ms and never waits longer than a second. Each channel has a
+    connection of its own, so that closing one says something about it alone.
+    """
+    return [
+        *_options(),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1_000),
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+
+
+def server_options() -> Options:
+    """Options of `grpc.aio.server`; a port is never shared with another process by accident."""
+    return [
+        *_options(),
+        ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_INTERVAL_MS // 2),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.so_reuseport", 0),
+    ]
