@@ -1,0 +1,221 @@
+"""Settings of a worker process, and how every process reads its settings.
+
+Flags beat the environment (`BATON_*`), the environment beats the file, the file beats the
+defaults: `resolve` merges the four once, at start, into one frozen model; nothing reads the
+environment after that. `baton config` prints the result and where each value came from.
+
+The file is TOML, one table a process kind: `[worker]` and `[router]`. It is the one named by
+`--config`, else by `BATON_CONFIG`, else `baton.toml` in the working directory, where there is one.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import tomllib
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, TypeVar
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, SettingsConfigDict
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+CONFIG_VARIABLE: Final = "BATON_CONFIG"
+DEFAULT_FILE: Final = Path("baton.toml")
+ROUTER_ADDRESS: Final = "127.0.0.1:50051"
+"""Where a router serves clients and workers unless told otherwise."""
+
+Settings = TypeVar("Settings", bound=BaseSettings)
+
+
+class SettingsError(Exception):
+    """Settings that cannot be used; the message names the field and says what is wrong."""
+
+
+class Role(StrEnum):
+    """What a worker does. Every worker can do both: the role decides what routers send it."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
+def _split(value: object) -> object:
+    """`a,b` and a list of such strings are both lists."""
+    parts = [value] if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple):
+        return value
+    return tuple(item.strip() for part in parts for item in str(part).split(",") if item.strip())
+
+
+def _host_and_port(value: str) -> str:
+    """`HOST:PORT`, `[V6]:PORT`; port 0 lets the system choose."""
+    host, separator, port = value.rpartition(":")
+    if not (host and separator and port.isdecimal() and int(port) < 1 << 16):
+        raise ValueError("must be HOST:PORT")
+    return value
+
+
+Address = Annotated[str, AfterValidator(_host_and_port)]
+Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_split)]
+
+_ADMIN_PORT: Final = {Role.PREFILL: 9091, Role.DECODE: 9092, Role.BOTH: 9093}
+
+
+class WorkerSettings(BaseSettings):
+    """One worker process: engine, KV pool, transfer agent and the services of its role."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="BATON_", frozen=True, extra="forbid", use_attribute_docstrings=True
+    )
+
+    role: Role = Role.BOTH
+    """What the worker offers. `both` is a whole server in one process."""
+    name: str = Field(
+        default_factory=lambda data: f"{data['role']}-{socket.gethostname()}", min_length=1
+    )
+    """Stable name in logs, metrics and the router's list; unique among a router's workers."""
+    model: str = Field(min_length=1)
+    """Folder with config.json, safetensors and tokenizer; `demo` fetches a small model."""
+    served_name: str = ""
+    """Name that clients use. Empty: the folder's name."""
+    load_format: Literal["safetensors", "dummy"] = "safetensors"
+    """`dummy` draws random weights from `seed`: measuring speed needs no checkpoint."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of weights and KV. `auto`: what config.json says, on a CPU float32 (the fast one there)."""
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    """`auto`, `cpu`, `cuda` or `cuda:N`. `auto`: the first GPU, where there is one."""
+    threads: int = Field(default=0, ge=0)
+    """CPU threads of torch. 0: every core; share them out when workers share a machine."""
+
+    listen: Address = "127.0.0.1:0"
+    """Where routers reach the worker. Port 0 is fine: the worker announces the real one."""
+    advertise: str = ""
+    """Address announced to routers. Empty: `listen`; set it behind NAT or when listening on all."""
+    routers: Addresses = (ROUTER_ADDRESS,)
+    """Routers to announce to. The worker keeps trying: start order does not matter."""
+    admin: Address = Field(
+        default_factory=lambda data: f"127.0.0.1:{_ADMIN_PORT[data.get('role', Role.BOTH)]}"
+    )
+    """Where metrics and health are served."""
+
+    page_size_tokens: int = Field(default=16, ge=1, le=256)
+    """Tokens in a KV page: small wastes less, large moves in fewer pieces. Same on all workers."""
+    kv_memory_gib: float = Field(default=0, ge=0)
+    """Memory of the KV pool, GiB. 0: 1 GiB on a CPU, most of what is free on a GPU."""
+    num_pages: int = Field(default=0, ge=0)
+    """Pages of the KV pool; overrides `kv_memory_gib`. 0: as many as fit."""
+    max_sequences: int = Field(default=64, ge=1)
+    """Sequences decoded in one step: more is more throughput and a slower token for each."""
+    max_step_tokens: int = Field(default=2048, ge=16)
+    """Prompt tokens computed in one step: the chunk. Larger fills a GPU, smaller stalls less."""
+    max_context_tokens: int = Field(default=0, ge=0)
+    """Longest prompt and output together. 0: the model's own limit."""
+    prefix_cache: bool = True
+    """Keep the KV of finished prompts and reuse it for prompts that begin alike."""
+    transport: Literal["nixl", "loopback", "null"] = "nixl"
+    """How KV pages move. `null` moves nothing: benchmarks of decoding alone."""
+
+    otlp_endpoint: str = ""
+    """OTLP/gRPC address for spans, such as http://127.0.0.1:4317. Empty: no spans."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe line that is logged."""
+    log_format: Literal["text", "json"] = "text"
+    """`json` writes one object a line, for log collectors."""
+    drain_s: float = Field(default=30, ge=0)
+    """Seconds that running requests get to finish after SIGTERM."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of `dummy` weights. Sampling seeds belong to requests."""
+
+    @model_validator(mode="after")
+    def _a_step_fits_a_page(self) -> WorkerSettings:
+        if self.max_step_tokens < self.page_size_tokens:
+            raise ValueError("max_step_tokens must be at least page_size_tokens")
+        return self
+
+
+class Resolved(NamedTuple):
+    """Settings and, per field, where the value came from."""
+
+    settings: BaseSettings
+    sources: Mapping[str, str]
+    """"flag", the environment variable's name, the file's path or "default"."""
+
+
+def resolve(
+    kind: type[BaseSettings], table: str, flags: Mapping[str, Any], file: Path | None = None
+) -> Resolved:
+    """Merges flags, environment, file and defaults.
+
+    Args:
+        kind: the settings model.
+        table: its table in the file.
+        flags: what the command line set; None counts as not set.
+        file: None: `BATON_CONFIG`, else `baton.toml` where it exists.
+
+    Raises:
+        SettingsError: the file cannot be read, or a value does not fit its field.
+    """
+    path = _file(file)
+    from_file = _table(path, table) if path else {}
+    from_environment = EnvSettingsSource(kind)()
+    given = {name: value for name, value in flags.items() if value is not None}
+    try:
+        settings = kind(**{**from_file, **from_environment, **given})
+    except ValidationError as error:
+        raise SettingsError(_explain(error, table)) from None
+    prefix = str(kind.model_config.get("env_prefix", ""))
+    sources = dict.fromkeys(kind.model_fields, "default")
+    sources |= dict.fromkeys(from_file, str(path))
+    sources |= {name: (prefix + name).upper() for name in from_environment}
+    sources |= dict.fromkeys(given, "flag")
+    return Resolved(settings, sources)
+
+
+def load(
+    kind: type[Settings], table: str, flags: Mapping[str, Any], file: Path | None = None
+) -> Settings:
+    """`resolve` without the sources."""
+    settings = resolve(kind, table, flags, file).settings
+    assert isinstance(settings, kind)
+    return settings
+
+
+def _file(named: Path | None) -> Path | None:
+    if named is None and (variable := os.environ.get(CONFIG_VARIABLE)):
+        named = Path(variable)
+    if named is None:
+        return DEFAULT_FILE if DEFAULT_FILE.is_file() else None
+    return named
+
+
+def _table(path: Path, table: str) -> dict[str, Any]:
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"cannot read {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path} is not TOML: {error}") from None
+    content = tables.get(table, {})
+    if not isinstance(content, dict):
+        raise SettingsError(f"{path}: [{table}] must be a table")
+    return content
+
+
+def _explain(error: ValidationError, table: str) -> str:
+    """One line per wrong field, in the words of the command line."""
+    lines = []
+    for problem in error.errors():
+        field = ".".join(str(part) for part in problem["loc"]) or table
+        if problem["type"] == "default_factory_not_called":
+            continue  # follows from another problem
+        if problem["type"] == "missing":
+            lines.append(f"{table}: `{field}` is not set (--{field.replace('_', '-')})")
+        elif problem["type"] == "extra_forbidden":
+            lines.append(f"{table}: there is no setting `{field}`")
+        else:
+            lines.append(f"{table}: `{field}`: {problem['msg']} (got {problem['input']!r})")
+    return "\n".join(lines)
