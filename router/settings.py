@@ -1,0 +1,83 @@
+"""Settings of a router process: one frozen model, validated once, at start."""
+
+from __future__ import annotations
+
+import socket
+from typing import Annotated, Final, Literal
+
+from pydantic import AfterValidator, Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+PUBLIC_ADDRESS: Final = "127.0.0.1:50051"
+"""Where clients find a router unless told otherwise."""
+INTERNAL_ADDRESS: Final = "127.0.0.1:50050"
+"""Where workers announce themselves unless told otherwise."""
+
+
+def _host_and_port(value: str) -> str:
+    host, separator, port = value.rpartition(":")
+    if not (host and separator and port.isdecimal() and int(port) < 1 << 16):
+        raise ValueError("must be HOST:PORT")
+    return value
+
+
+Address = Annotated[str, AfterValidator(_host_and_port)]
+"""`HOST:PORT`, `[V6]:PORT`; port 0 lets the system choose."""
+
+
+class RouterSettings(BaseSettings):
+    """One router process: front doors, queue, dispatcher and registry."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="BATON_", frozen=True, extra="forbid", use_attribute_docstrings=True
+    )
+
+    name: str = Field(default_factory=lambda: f"router-{socket.gethostname()}", min_length=1)
+    """Name in logs, traces and the workers' lists of routers."""
+    listen: Address = PUBLIC_ADDRESS
+    """Where clients reach the gRPC API."""
+    internal_listen: Address = INTERNAL_ADDRESS
+    """Where workers announce themselves. Whoever reaches it can join: keep it off public nets."""
+    http_listen: Address = "127.0.0.1:8000"
+    """Where clients reach the OpenAI-compatible HTTP API."""
+    admin: Address = "127.0.0.1:9090"
+    """Where metrics, health and traces are served."""
+
+    policy: Literal["least_work", "round_robin"] = "least_work"
+    """How workers are chosen. `round_robin` ignores load: good for comparisons only."""
+    max_queued_requests: int = Field(default=1024, ge=1)
+    """Requests waiting in the router. One more is refused at once: it would wait too long anyway."""
+    max_queued_tokens: int = Field(default=2_000_000, ge=1)
+    """Prompt tokens waiting in the router: bounds the wait where prompts are long."""
+    queue_timeout_s: float = Field(default=60, gt=0)
+    """Longest wait in the router's queue, seconds."""
+    max_retries: int = Field(default=2, ge=0, le=10)
+    """Further attempts at a request that failed before its first token was sent."""
+    stale_after_s: float = Field(default=3, ge=1)
+    """A worker whose progress counter stands still this long is taken for frozen, seconds."""
+    attach_timeout_s: float = Field(default=3, gt=0)
+    """Longest wait for a worker's answer when a stream to it is opened, seconds."""
+
+    max_request_duration_s: float = Field(default=600, gt=0)
+    """Deadline of requests whose client set none, and the longest allowed, seconds."""
+    default_max_tokens: int = Field(default=1024, ge=1)
+    """`max_tokens` of requests that set none, where the context leaves as many."""
+    max_output_tokens: int = Field(default=32_768, ge=1)
+    """Largest `max_tokens` accepted, where the context leaves as many."""
+    max_choices: int = Field(default=16, ge=1)
+    """Largest number of choices of a request."""
+    tokenizer_threads: int = Field(default=2, ge=1)
+    """Threads that tokenize prompts: long ones must not hold up the event loop."""
+
+    otlp_endpoint: str = ""
+    """OTLP/gRPC address for spans, such as http://127.0.0.1:4317. Empty: no spans."""
+    trace_store: bool = False
+    """Keep the latest traces in memory; the internal port then takes spans over OTLP."""
+    max_stored_traces: int = Field(default=256, ge=1)
+    """Traces kept by the trace store; older ones go first."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe line that is logged."""
+    log_format: Literal["text", "json"] = "text"
+    """`json` writes one object a line, for log collectors."""
+    drain_s: float = Field(default=30, ge=0)
+    """Seconds that running requests get to finish after SIGTERM."""
