@@ -46,7 +46,7 @@ class RouterSettings(BaseSettings):
     policy: Literal["least_work", "round_robin"] = "least_work"
     """How workers are chosen. `round_robin` ignores load: good for comparisons only."""
     max_queued_requests: int = Field(default=1024, ge=1)
-    """Requests waiting in the router. One more is refused at once: it would wait too long anyway."""
+    """Requests waiting in the router; one more is refused at once."""
     max_queued_tokens: int = Field(default=2_000_000, ge=1)
     """Prompt tokens waiting in the router: bounds the wait where prompts are long."""
     queue_timeout_s: float = Field(default=60, gt=0)
