@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-from opentelemetry.context import Context
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from opentelemetry.context import Context
 
-from baton.worker.v1 import worker_pb2
+    from baton.worker.v1 import worker_pb2
 
 
 @dataclass(frozen=True, slots=True)

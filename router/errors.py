@@ -1,0 +1,298 @@
+"""Every error a client can meet, and how it reaches the client.
+
+Errors are raised where they are known, as one of the constructors below: one for each row of the
+error table in docs/architecture.md. They are mapped once, at the edge: `to_status` gives the
+`google.rpc.Status`, `describe` turns any exception into a `RouterError` first. The text of a
+foreign exception goes nowhere: it may hold a prompt.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
+logger = logging.getLogger(__name__)
+
+DOMAIN: Final = "baton.inference.v1"
+"""`ErrorInfo.domain` of every error: the package whose reasons these are."""
+MAX_VIOLATIONS: Final = 32
+"""Violations reported at once; statuses travel in trailers, which have room for a few KiB."""
+_MAX_VALUE_CHARS: Final = 128
+"""A client's own words in an error are cut here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One field that breaks a rule."""
+
+    field: str
+    """Path from the request, such as `input.sampling.top_p`."""
+    description: str
+    """The rule; never the value."""
+
+
+@dataclass(eq=False)
+class RouterError(Exception):
+    """A status for the client. Use the constructors of this module."""
+
+    code: grpc.StatusCode
+    reason: str
+    """`ErrorInfo.reason`, stable."""
+    message: str
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """`ErrorInfo.metadata`: every dynamic value of the message."""
+    retry_after_s: float | None = None
+    """Set where trying again can help."""
+    violations: Sequence[Violation] = ()
+    resource: tuple[str, str] | None = None
+    """Type and name of what is missing."""
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.message}"
+
+
+def malformed_request() -> RouterError:
+    """The bytes are no message of the method's type."""
+    message = "the request could not be parsed"
+    return RouterError(grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_REQUEST", message)
+
+
+def invalid_fields(violations: Sequence[Violation]) -> RouterError:
+    """Fields out of range, an empty prompt, ids outside the vocabulary: all of them at once."""
+    shown = violations[:MAX_VIOLATIONS]
+    first = shown[0]
+    others = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
+    return RouterError(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "INVALID_FIELD",
+        f"{first.field}: {first.description}{others}",
+        {"field": first.field, "violations": str(len(violations))},
+        violations=shown,
+    )
+
+
+def context_length_exceeded(prompt_tokens: int, max_tokens: int, limit_tokens: int) -> RouterError:
+    """Prompt and `max_tokens` together do not fit the context, or the largest pool."""
+    message = (
+        f"{prompt_tokens} prompt tokens and max_tokens {max_tokens} exceed {limit_tokens} tokens"
+    )
+    at_fault = "input" if prompt_tokens >= limit_tokens else "input.stop.max_tokens"
+    return RouterError(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "CONTEXT_LENGTH_EXCEEDED",
+        message,
+        {
+            "prompt_tokens": str(prompt_tokens),
+            "max_tokens": str(max_tokens),
+            "max_context_tokens": str(limit_tokens),
+        },
+        violations=[Violation(at_fault, message)],
+    )
+
+
+def model_not_found(name: str) -> RouterError:
+    """No model of that name is served; an empty name where several are."""
+    name = name[:_MAX_VALUE_CHARS]
+    message = f"model {name!r} is not served" if name else "several models are served: name one"
+    return RouterError(
+        grpc.StatusCode.NOT_FOUND,
+        "MODEL_NOT_FOUND",
+        message,
+        {"model": name},
+        resource=("model", name),
+    )
+
+
+def unauthenticated() -> RouterError:
+    """No token, or one that is not known."""
+    message = "a valid token is needed"
+    return RouterError(grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED", message)
+
+
+def permission_denied() -> RouterError:
+    """The caller is known and may not do this."""
+    message = "the caller may not do this"
+    return RouterError(grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED", message)
+
+
+def queue_full(queued_requests: int, retry_after_s: float) -> RouterError:
+    """The queue, or its token budget, is full; `retry_after_s` from the measured drain rate."""
+    return RouterError(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "QUEUE_FULL",
+        f"the queue is full: {queued_requests} requests wait",
+        {"queued_requests": str(queued_requests)},
+        retry_after_s,
+    )
+
+
+def queue_timeout(waited_s: float, retry_after_s: float) -> RouterError:
+    """The request waited longer than the queue lets one wait."""
+    return RouterError(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "QUEUE_TIMEOUT",
+        f"no worker had room within {waited_s:.1f} s",
+        {"waited_s": f"{waited_s:.1f}"},
+        retry_after_s,
+    )
+
+
+def deadline_unreachable(needed_s: float, left_s: float, retry_after_s: float) -> RouterError:
+    """What waits ahead takes longer than the deadline leaves."""
+    return RouterError(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "DEADLINE_UNREACHABLE",
+        f"about {needed_s:.1f} s to the first token, and {left_s:.1f} s to the deadline",
+        {"needed_s": f"{needed_s:.1f}", "left_s": f"{left_s:.1f}"},
+        retry_after_s,
+    )
+
+
+def no_workers(model: str = "", retry_after_s: float = 1.0) -> RouterError:
+    """No worker is attached that could run the request."""
+    message = f"no worker for model {model!r}" if model else "no worker is attached"
+    return _unavailable("NO_WORKERS", message, {"model": model}, retry_after_s)
+
+
+def model_loading(model: str, retry_after_s: float = 5.0) -> RouterError:
+    """Workers of the model are attached and still loading it."""
+    return _unavailable("MODEL_LOADING", f"model {model!r} loads", {"model": model}, retry_after_s)
+
+
+def draining(retry_after_s: float = 1.0) -> RouterError:
+    """This router takes no new work."""
+    return _unavailable("DRAINING", "this router shuts down", {}, retry_after_s)
+
+
+def worker_lost(attempts: int, retry_after_s: float = 1.0) -> RouterError:
+    """A worker was lost before the first token, and the router's own retries are spent."""
+    message = f"the worker was lost, attempts: {attempts}"
+    return _unavailable("WORKER_LOST", message, {"attempts": str(attempts)}, retry_after_s)
+
+
+def kv_transfer_failed(attempts: int, retry_after_s: float = 1.0) -> RouterError:
+    """The KV pages could not be moved, nor computed again."""
+    message = f"the KV pages could not be moved, attempts: {attempts}"
+    return _unavailable("KV_TRANSFER_FAILED", message, {"attempts": str(attempts)}, retry_after_s)
+
+
+def worker_lost_mid_stream(tokens_sent: int) -> RouterError:
+    """A worker was lost after the first token, and the stream could not be resumed."""
+    return RouterError(
+        grpc.StatusCode.ABORTED,
+        "WORKER_LOST_MID_STREAM",
+        f"the worker was lost after {tokens_sent} tokens",
+        {"tokens_sent": str(tokens_sent)},
+    )
+
+
+def reader_too_slow(tokens_sent: int, tokens_waiting: int) -> RouterError:
+    """The client left more tokens unread than the router keeps for one stream."""
+    return RouterError(
+        grpc.StatusCode.ABORTED,
+        "READER_TOO_SLOW",
+        f"{tokens_waiting} tokens were left unread after {tokens_sent}",
+        {"tokens_sent": str(tokens_sent), "tokens_waiting": str(tokens_waiting)},
+    )
+
+
+def kv_integrity() -> RouterError:
+    """KV pages arrived damaged, and computing them again failed."""
+    message = "KV pages arrived damaged"
+    return RouterError(grpc.StatusCode.DATA_LOSS, "KV_INTEGRITY", message)
+
+
+def numerical_error() -> RouterError:
+    """The model's logits held NaN or infinity."""
+    message = "the model computed NaN or infinity"
+    return RouterError(grpc.StatusCode.INTERNAL, "NUMERICAL_ERROR", message)
+
+
+def cancelled() -> RouterError:
+    """The caller went away."""
+    return RouterError(grpc.StatusCode.CANCELLED, "CANCELLED", "the caller cancelled")
+
+
+def deadline_exceeded(tokens_sent: int) -> RouterError:
+    """The deadline was met while the request ran; tokens already sent stay valid."""
+    return RouterError(
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        "DEADLINE_EXCEEDED",
+        f"the deadline was met after {tokens_sent} tokens",
+        {"tokens_sent": str(tokens_sent)},
+    )
+
+
+def internal() -> RouterError:
+    """Any bug. Says nothing; the trace id in the details leads to the log."""
+    return RouterError(grpc.StatusCode.INTERNAL, "INTERNAL", "an internal error occurred")
+
+
+def describe(error: BaseException) -> RouterError:
+    """The error as a client may see it; one that is not ours is logged without its text."""
+    if isinstance(error, RouterError):
+        return error
+    logger.error(
+        "internal error",
+        extra={"error_type": type(error).__qualname__, "frames": frames(error)},
+    )
+    return internal()
+
+
+def frames(error: BaseException) -> list[str]:
+    """Where an exception came from, outermost call first; its message stays out."""
+    stack = traceback.extract_tb(error.__traceback__)
+    return [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in stack]
+
+
+def to_status(error: RouterError, trace_id: str = "") -> status_pb2.Status:
+    """The status with its details; `trace_id` becomes RequestInfo."""
+    details: list[Message] = [
+        error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata)
+    ]
+    if error.violations:
+        details.append(
+            error_details_pb2.BadRequest(
+                field_violations=[
+                    error_details_pb2.BadRequest.FieldViolation(
+                        field=violation.field, description=violation.description
+                    )
+                    for violation in error.violations
+                ]
+            )
+        )
+    if error.resource is not None:
+        kind, name = error.resource
+        details.append(error_details_pb2.ResourceInfo(resource_type=kind, resource_name=name))
+    if error.retry_after_s is not None:
+        delay = duration_pb2.Duration()
+        delay.FromMilliseconds(round(error.retry_after_s * 1e3))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    if trace_id:
+        details.append(error_details_pb2.RequestInfo(request_id=trace_id))
+    return status_pb2.Status(
+        code=error.code.value[0], message=error.message, details=[_packed(one) for one in details]
+    )
+
+
+def _unavailable(
+    reason: str, message: str, metadata: Mapping[str, str], retry_after_s: float
+) -> RouterError:
+    return RouterError(grpc.StatusCode.UNAVAILABLE, reason, message, metadata, retry_after_s)
+
+
+def _packed(detail: Message) -> any_pb2.Any:
+    packed = any_pb2.Any()
+    packed.Pack(detail)
+    return packed
