@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 CONFIG_VARIABLE: Final = "BATON_CONFIG"
 DEFAULT_FILE: Final = Path("baton.toml")
 ROUTER_ADDRESS: Final = "127.0.0.1:50051"
-"""Where a router serves clients and workers unless told otherwise."""
+"""Where a router serves clients unless told otherwise."""
+ROUTER_INTERNAL_ADDRESS: Final = "127.0.0.1:50050"
+"""Where workers announce themselves unless told otherwise."""
 
 Settings = TypeVar("Settings", bound=BaseSettings)
 
@@ -95,8 +97,8 @@ class WorkerSettings(BaseSettings):
     """Where routers reach the worker. Port 0 is fine: the worker announces the real one."""
     advertise: str = ""
     """Address announced to routers. Empty: `listen`; set it behind NAT or when listening on all."""
-    routers: Addresses = (ROUTER_ADDRESS,)
-    """Routers to announce to. The worker keeps trying: start order does not matter."""
+    routers: Addresses = (ROUTER_INTERNAL_ADDRESS,)
+    """Internal addresses of the routers to announce to. The worker keeps trying: start order does not matter."""
     admin: Address = Field(
         default_factory=lambda data: f"127.0.0.1:{_ADMIN_PORT[data.get('role', Role.BOTH)]}"
     )

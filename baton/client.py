@@ -1,0 +1,355 @@
+"""Python clients of a Baton router. Needs neither torch nor OpenTelemetry.
+
+    with Client("127.0.0.1:50051") as client:
+        print(client.generate("The capital of France is", max_tokens=8).text)
+        with client.stream(messages=[{"role": "user", "content": "Hello!"}]) as stream:
+            for delta in stream:
+                print(delta.text, end="", flush=True)
+        print(stream.result.usage)
+
+`AsyncClient` is the same with `await` and `async for`. A stream is open until it is read to its
+end, closed, or its `with` block is left; closing it cancels the generation on the servers. Where
+OpenTelemetry is installed, calls carry the caller's current trace context. Every failure is a
+`baton.errors.BatonError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Self, Unpack
+
+import grpc
+import grpc.aio
+
+from baton.errors import BatonError, from_rpc_error
+from baton.generation import (
+    Delta,
+    Gathering,
+    Generation,
+    Message,
+    Model,
+    Options,
+    chat_prompt,
+    generation_input,
+)
+from baton.grpc_options import channel_options
+from baton.inference.v1 import inference_pb2 as pb
+from baton.inference.v1 import inference_pb2_grpc as pb_grpc
+from baton.settings import ROUTER_ADDRESS
+
+Metadata = tuple[tuple[str, str], ...]
+
+
+def _inject_nothing(carrier: dict[str, str]) -> None:
+    """Without OpenTelemetry there is no trace to join."""
+
+
+def _find_inject() -> Callable[[dict[str, str]], None]:
+    try:
+        from opentelemetry.propagate import inject
+    except ImportError:
+        return _inject_nothing
+    return inject
+
+
+_inject = _find_inject()
+
+
+def _trace_context() -> Metadata:
+    carrier: dict[str, str] = {}
+    _inject(carrier)
+    return tuple(carrier.items())
+
+
+class _Stream:
+    """What a stream knows of its generation."""
+
+    def __init__(self, cancel: Callable[[], object], choices: int) -> None:
+        self._cancel = cancel
+        self._gathering = Gathering(choices)
+        self._result: Generation | None = None
+
+    @property
+    def trace_id(self) -> str:
+        """Of the request's spans; "" before the first delta."""
+        return self._gathering.trace_id
+
+    @property
+    def result(self) -> Generation:
+        """The whole generation, once the stream was read to its end.
+
+        Raises:
+            RuntimeError: it was not.
+        """
+        if self._result is None:
+            raise RuntimeError("the stream was not read to its end")
+        return self._result
+
+    def close(self) -> None:
+        """Cancels the generation if it still runs."""
+        self._cancel()
+
+    @contextmanager
+    def _typed_errors(self) -> Iterator[None]:
+        """Whatever breaks the stream comes out as a `BatonError` and ends the call."""
+        try:
+            yield
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        except BatonError:
+            self.close()
+            raise
+
+
+class GenerationStream(_Stream):
+    """A running generation: iterate for its deltas, then read `result`."""
+
+    def __init__(
+        self,
+        events: Iterator[pb.StreamGenerateResponse],
+        cancel: Callable[[], object],
+        choices: int,
+    ) -> None:
+        super().__init__(cancel, choices)
+        self._events = events
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Delta:
+        with self._typed_errors():
+            for event in self._events:
+                if (delta := self._gathering.add(event)) is not None:
+                    return delta
+            self._result = self._gathering.result()
+        raise StopIteration
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class AsyncGenerationStream(_Stream):
+    """A running generation: iterate for its deltas, then read `result`."""
+
+    def __init__(
+        self,
+        events: AsyncIterator[pb.StreamGenerateResponse],
+        cancel: Callable[[], object],
+        choices: int,
+    ) -> None:
+        super().__init__(cancel, choices)
+        self._events = events
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Delta:
+        with self._typed_errors():
+            async for event in self._events:
+                if (delta := self._gathering.add(event)) is not None:
+                    return delta
+            self._result = self._gathering.result()
+        raise StopAsyncIteration
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+
+class Client:
+    """Talks to a router; safe to share between threads."""
+
+    def __init__(self, address: str = ROUTER_ADDRESS) -> None:
+        """Connects lazily: the first call finds out whether a router is there."""
+        self._channel = grpc.insecure_channel(address, options=channel_options())
+        self._stub = pb_grpc.InferenceServiceStub(self._channel)
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        token_ids: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[Options],
+    ) -> Generation:
+        """Generates and returns the whole result.
+
+        Args:
+            prompt: raw text; or
+            messages: chat turns, rendered with the model's template; or
+            token_ids: ids, used as they are.
+            timeout_s: bounds the whole generation. None: the server's limit.
+            options: see `baton.generation.Options`.
+
+        Raises:
+            BatonError: the call failed.
+            ValueError: not exactly one form of prompt was given.
+        """
+        request = pb.GenerateRequest(
+            input=generation_input(prompt, messages, token_ids, options),
+            client_tag=options.get("client_tag", ""),
+        )
+        try:
+            response = self._stub.Generate(request, timeout=timeout_s, metadata=_trace_context())
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        return Gathering(options.get("choices", 1)).add_whole(response)
+
+    def stream(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        token_ids: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[Options],
+    ) -> GenerationStream:
+        """Generates and returns the deltas as they come. Arguments as `generate`."""
+        request = pb.StreamGenerateRequest(
+            input=generation_input(prompt, messages, token_ids, options),
+            client_tag=options.get("client_tag", ""),
+        )
+        call = self._stub.StreamGenerate(request, timeout=timeout_s, metadata=_trace_context())
+        return GenerationStream(iter(call), call.cancel, options.get("choices", 1))
+
+    def models(self, *, timeout_s: float | None = 10.0) -> tuple[Model, ...]:
+        """The models served now."""
+        try:
+            response = self._stub.ListModels(pb.ListModelsRequest(), timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        return _models(response)
+
+    def tokenize(
+        self,
+        text: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        model: str = "",
+        timeout_s: float | None = 10.0,
+    ) -> tuple[int, ...]:
+        """The token ids of a text, or of chat turns in the model's template."""
+        try:
+            response = self._stub.Tokenize(
+                _tokenize_request(text, messages, model), timeout=timeout_s
+            )
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        return tuple(response.token_ids)
+
+    def close(self) -> None:
+        """Closes the connection; running calls are cancelled."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class AsyncClient:
+    """Talks to a router; belongs to the event loop it was made in."""
+
+    def __init__(self, address: str = ROUTER_ADDRESS) -> None:
+        """Connects lazily: the first call finds out whether a router is there."""
+        self._channel = grpc.aio.insecure_channel(address, options=channel_options())
+        self._stub: pb_grpc.InferenceServiceAsyncStub = pb_grpc.InferenceServiceStub(self._channel)
+
+    async def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        token_ids: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[Options],
+    ) -> Generation:
+        """Generates and returns the whole result. Arguments and errors as `Client.generate`."""
+        request = pb.GenerateRequest(
+            input=generation_input(prompt, messages, token_ids, options),
+            client_tag=options.get("client_tag", ""),
+        )
+        try:
+            response = await self._stub.Generate(
+                request, timeout=timeout_s, metadata=_trace_context()
+            )
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        return Gathering(options.get("choices", 1)).add_whole(response)
+
+    def stream(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        token_ids: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+        **options: Unpack[Options],
+    ) -> AsyncGenerationStream:
+        """Generates and returns the deltas as they come. Arguments as `Client.generate`."""
+        request = pb.StreamGenerateRequest(
+            input=generation_input(prompt, messages, token_ids, options),
+            client_tag=options.get("client_tag", ""),
+        )
+        call = self._stub.StreamGenerate(request, timeout=timeout_s, metadata=_trace_context())
+        return AsyncGenerationStream(aiter(call), call.cancel, options.get("choices", 1))
+
+    async def models(self, *, timeout_s: float | None = 10.0) -> tuple[Model, ...]:
+        """The models served now."""
+        try:
+            response = await self._stub.ListModels(pb.ListModelsRequest(), timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        return _models(response)
+
+    async def tokenize(
+        self,
+        text: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        model: str = "",
+        timeout_s: float | None = 10.0,
+    ) -> tuple[int, ...]:
+        """The token ids of a text, or of chat turns in the model's template."""
+        try:
+            response = await self._stub.Tokenize(
+                _tokenize_request(text, messages, model), timeout=timeout_s
+            )
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        return tuple(response.token_ids)
+
+    async def close(self) -> None:
+        """Closes the connection; running calls are cancelled."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+def _tokenize_request(
+    text: str | None, messages: Sequence[Message] | None, model: str
+) -> pb.TokenizeRequest:
+    if (text is None) == (messages is None):
+        raise ValueError("give exactly one of text and messages")
+    if messages is not None:
+        return pb.TokenizeRequest(model=model, chat=chat_prompt(messages))
+    return pb.TokenizeRequest(model=model, text=text or "")
+
+
+def _models(response: pb.ListModelsResponse) -> tuple[Model, ...]:
+    return tuple(
+        Model(m.name, m.revision, m.max_context_tokens, m.max_output_tokens, m.has_tokenizer)
+        for m in response.models
+    )

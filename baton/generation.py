@@ -1,0 +1,371 @@
+"""What a client asks for and what it gets: requests built, streams checked and gathered.
+
+The life of a stream: `started`, then deltas of every choice, one `finished` per choice, then OK.
+`Gathering` follows that grammar event by event and raises `ProtocolError` where it is broken. For
+each choice, the tokens seen so far are exactly [0, n), in order: a delta must begin at n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TypedDict
+
+from baton.errors import ProtocolError
+from baton.inference.v1 import inference_pb2 as pb
+
+
+class FinishReason(StrEnum):
+    """Why a choice ended."""
+
+    END_OF_SEQUENCE = "end_of_sequence"
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class Message(TypedDict):
+    """One turn of a chat."""
+
+    role: str
+    """"system", "user" or "assistant"."""
+    content: str
+
+
+class Options(TypedDict, total=False):
+    """How to generate. What is left out takes the server's default."""
+
+    model: str
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    seed: int
+    logit_bias: Mapping[int, float]
+    stop: Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    include_stop: bool
+    logprobs: bool
+    top_logprobs: int
+    prompt_logprobs: bool
+    omit_text: bool
+    choices: int
+    priority: int
+    client_tag: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities at one position; `top` is (id, log probability), likeliest first."""
+
+    logprob: float | None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New tokens of one choice and the text that became complete with them."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    choice: int = 0
+    first_token_index: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts over all choices."""
+
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    output_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Where the time went, seconds, as the servers measured it."""
+
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    kv_transfer_s: float = 0.0
+    decode_queue_s: float = 0.0
+    decode_s: float = 0.0
+    time_to_first_token_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One whole choice."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop_sequence: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A finished request. `text`, `token_ids` and `finish_reason` are the first choice's."""
+
+    choices: tuple[Completion, ...]
+    usage: Usage
+    timings: Timings
+    trace_id: str
+    model: str
+    model_revision: str
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """Text of the first choice."""
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Tokens of the first choice."""
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why the first choice ended."""
+        return self.choices[0].finish_reason
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model that the router serves."""
+
+    name: str
+    revision: str
+    max_context_tokens: int
+    max_output_tokens: int
+    has_tokenizer: bool
+
+
+def generation_input(
+    prompt: str | None,
+    messages: Sequence[Message] | None,
+    token_ids: Sequence[int] | None,
+    options: Options,
+) -> pb.GenerationInput:
+    """The request's message.
+
+    Raises:
+        ValueError: not exactly one of prompt, messages and token ids, or a role nobody knows.
+        TypeError: an option has the wrong type.
+    """
+    if sum(form is not None for form in (prompt, messages, token_ids)) != 1:
+        raise ValueError("give exactly one of prompt, messages and token_ids")
+    request = pb.GenerationInput(model=options.get("model", ""))
+    if prompt is not None:
+        request.text = prompt
+    elif messages is not None:
+        request.chat.CopyFrom(chat_prompt(messages))
+    else:
+        request.token_ids.ids.extend(token_ids or ())
+        request.token_ids.SetInParent()
+    for name in ("choices", "priority"):
+        if name in options:
+            setattr(request, name, options[name])
+    _set(request.sampling, options, _SAMPLING)
+    _set(request.stop, options, _STOP)
+    _set(request.output, options, _OUTPUT)
+    request.sampling.logit_bias.update(options.get("logit_bias", {}))
+    request.stop.sequences.extend(options.get("stop", ()))
+    request.stop.token_ids.extend(options.get("stop_token_ids", ()))
+    return request
+
+
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "seed",
+)
+_STOP = ("max_tokens", "min_tokens", "ignore_eos", "include_stop")
+_OUTPUT = ("logprobs", "top_logprobs", "prompt_logprobs", "omit_text")
+
+
+def _set(
+    message: pb.SamplingOptions | pb.StopOptions | pb.OutputOptions,
+    options: Options,
+    names: Sequence[str],
+) -> None:
+    values: Mapping[str, object] = options
+    for name in names:
+        if name in values:
+            setattr(message, name, values[name])
+
+
+def chat_prompt(messages: Sequence[Message]) -> pb.ChatPrompt:
+    """The turns as a message.
+
+    Raises:
+        ValueError: a role nobody knows.
+    """
+    return pb.ChatPrompt(
+        messages=[pb.ChatMessage(role=_role(m["role"]), content=m["content"]) for m in messages]
+    )
+
+
+def _role(name: str) -> pb.Role.ValueType:
+    try:
+        return {
+            "system": pb.ROLE_SYSTEM,
+            "user": pb.ROLE_USER,
+            "assistant": pb.ROLE_ASSISTANT,
+        }[name]
+    except KeyError:
+        raise ValueError(f"a role is system, user or assistant, not {name!r}") from None
+
+
+_REASONS = {
+    pb.FINISH_REASON_END_OF_SEQUENCE: FinishReason.END_OF_SEQUENCE,
+    pb.FINISH_REASON_STOP: FinishReason.STOP,
+    pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+}
+
+
+@dataclass(slots=True)
+class _Growing:
+    """A choice that is being received."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finished: Completion | None = None
+
+
+class Gathering:
+    """Checks one generation's events and puts the result together."""
+
+    def __init__(self, choices: int = 1) -> None:
+        self._started: pb.GenerationStarted | None = None
+        self._choices = [_Growing() for _ in range(choices)]
+        self._usage = Usage()
+        self._timings = Timings()
+
+    @property
+    def trace_id(self) -> str:
+        """Of the request's spans; "" until the first event."""
+        return self._started.generation_id if self._started else ""
+
+    def add(self, event: pb.StreamGenerateResponse) -> Delta | None:
+        """Takes the next event; the delta, where it is one.
+
+        Raises:
+            ProtocolError: the event may not come here.
+        """
+        match event.WhichOneof("event"):
+            case "started":
+                self._start(event.started)
+            case "delta":
+                return self._extend(event.delta)
+            case "finished":
+                ended = event.finished
+                self._finish(ended.choice_index, ended.finish_reason, ended.stop_sequence)
+                if ended.HasField("usage"):
+                    self._close(ended.usage, ended.timings)
+            case _:
+                raise ProtocolError("an event of the stream is empty")
+        return None
+
+    def add_whole(self, response: pb.GenerateResponse) -> Generation:
+        """Takes the answer of the unary call.
+
+        Raises:
+            ProtocolError: a choice is missing, doubled or does not begin at token 0.
+        """
+        self._start(response.started)
+        for choice in response.choices:
+            self._extend(choice.output, of=choice.index)
+            self._finish(choice.index, choice.finish_reason, choice.stop_sequence)
+        self._close(response.usage, response.timings)
+        return self.result()
+
+    def result(self) -> Generation:
+        """The generation.
+
+        Raises:
+            ProtocolError: it is not complete.
+        """
+        finished = tuple(choice.finished for choice in self._choices if choice.finished)
+        if self._started is None or len(finished) != len(self._choices):
+            raise ProtocolError("the stream ended before every choice was finished")
+        return Generation(
+            choices=finished,
+            usage=self._usage,
+            timings=self._timings,
+            trace_id=self._started.generation_id,
+            model=self._started.model,
+            model_revision=self._started.model_revision,
+            prompt_logprobs=tuple(map(_logprobs, self._started.prompt_logprobs)),
+        )
+
+    def _start(self, started: pb.GenerationStarted) -> None:
+        if self._started is not None:
+            raise ProtocolError("the stream started twice")
+        self._started = started
+
+    def _extend(self, delta: pb.TokenDelta, of: int | None = None) -> Delta:
+        index = delta.choice_index if of is None else of
+        choice = self._running(index)
+        if delta.first_token_index != len(choice.token_ids):
+            raise ProtocolError(
+                f"choice {index} went on at token {delta.first_token_index}, "
+                f"not at {len(choice.token_ids)}"
+            )
+        logprobs = tuple(map(_logprobs, delta.logprobs))
+        choice.texts.append(delta.text)
+        choice.token_ids.extend(delta.token_ids)
+        choice.logprobs.extend(logprobs)
+        return Delta(delta.text, tuple(delta.token_ids), index, delta.first_token_index, logprobs)
+
+    def _finish(self, index: int, reason: pb.FinishReason.ValueType, stop_sequence: str) -> None:
+        choice = self._running(index)
+        if reason not in _REASONS:
+            raise ProtocolError(f"choice {index} ended without a reason")
+        choice.finished = Completion(
+            text="".join(choice.texts),
+            token_ids=tuple(choice.token_ids),
+            finish_reason=_REASONS[reason],
+            stop_sequence=stop_sequence,
+            logprobs=tuple(choice.logprobs),
+        )
+
+    def _running(self, index: int) -> _Growing:
+        if self._started is None:
+            raise ProtocolError("the stream did not begin with `started`")
+        if index >= len(self._choices) or self._choices[index].finished:
+            raise ProtocolError(f"choice {index} is unknown or has ended")
+        return self._choices[index]
+
+    def _close(self, usage: pb.Usage, timings: pb.Timings) -> None:
+        self._usage = Usage(usage.prompt_tokens, usage.cached_prompt_tokens, usage.output_tokens)
+        self._timings = Timings(
+            queue_s=timings.queue.ToNanoseconds() / 1e9,
+            prefill_s=timings.prefill.ToNanoseconds() / 1e9,
+            kv_transfer_s=timings.kv_transfer.ToNanoseconds() / 1e9,
+            decode_queue_s=timings.decode_queue.ToNanoseconds() / 1e9,
+            decode_s=timings.decode.ToNanoseconds() / 1e9,
+            time_to_first_token_s=timings.time_to_first_token.ToNanoseconds() / 1e9,
+        )
+
+
+def _logprobs(message: pb.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(
+        logprob=message.logprob if message.HasField("logprob") else None,
+        top=tuple((item.token_id, item.logprob) for item in message.top),
+    )
