@@ -98,7 +98,7 @@ class WorkerSettings(BaseSettings):
     advertise: str = ""
     """Address announced to routers. Empty: `listen`; set it behind NAT or when listening on all."""
     routers: Addresses = (ROUTER_INTERNAL_ADDRESS,)
-    """Internal addresses of the routers to announce to. The worker keeps trying: start order does not matter."""
+    """Routers' internal addresses to announce to, until they answer: start order is free."""
     admin: Address = Field(
         default_factory=lambda data: f"127.0.0.1:{_ADMIN_PORT[data.get('role', Role.BOTH)]}"
     )
