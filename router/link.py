@@ -1,0 +1,270 @@
+"""One Work stream to one worker: work channel, load report, lease and cancel path in one.
+
+Life of a link:
+
+1. CONNECTING: the stream is opened and attach sent.
+2. ATTACHED: the worker answered with the identity and epoch that it had announced.
+3. LOST, once and for good: the stream ended, the progress counter stood still for too long, or the
+   router let go of it. The owner is told at once, and nothing is sent any more.
+
+The stream is the lease: whatever it carried ends with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from collections import deque
+from typing import TYPE_CHECKING, Final, Protocol
+
+import grpc
+
+from baton.grpc_options import channel_options
+from baton.worker.v1 import worker_pb2, worker_pb2_grpc
+from router.ledger import Ledger, Room
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    Call = grpc.aio.StreamStreamCall[worker_pb2.WorkRequest, worker_pb2.WorkResponse]
+
+logger = logging.getLogger(__name__)
+
+MAX_QUEUED_MESSAGES: Final = 4096
+"""Messages waiting to be written; a worker that leaves more unread is given up."""
+_CLOSED_BY_KERNEL: Final = ("Socket closed", "Connection reset by peer")
+"""How gRPC describes a connection that the peer's kernel closed without a goodbye of the peer."""
+
+
+class LinkState(enum.IntEnum):
+    """State of a link; failure is the smallest."""
+
+    LOST = 0
+    CONNECTING = 1
+    ATTACHED = 2
+
+
+class Loss(enum.Enum):
+    """Why a link was lost."""
+
+    SOCKET_CLOSED = "socket closed"
+    """By the peer's kernel, without a goodbye: as when its process dies."""
+    STREAM_ENDED = "stream ended"
+    """In any other way: by the worker, or because the connection gave no sign of life."""
+    FROZEN = "frozen"
+    """The progress counter stood still."""
+    REFUSED = "refused"
+    """Who answered is not who announced itself."""
+    CONGESTED = "congested"
+    """The worker does not read its stream."""
+    REPLACED = "replaced"
+    """A newer start of the same worker is attached."""
+    CLOSED = "closed"
+    """This router closes."""
+
+
+class LinkOwner(Protocol):
+    """Hears of a link. Called on the event loop; must not block and must not raise."""
+
+    def attached(self, link: WorkerLink) -> None:
+        """The worker answered."""
+        ...
+
+    def loaded(self, link: WorkerLink) -> None:
+        """A load report came."""
+        ...
+
+    def received(self, link: WorkerLink, message: worker_pb2.WorkResponse) -> None:
+        """Anything else came."""
+        ...
+
+    def lost(self, link: WorkerLink, loss: Loss, was: LinkState) -> None:
+        """The link is over; said once."""
+        ...
+
+
+class Outbox:
+    """Messages to be written, in order, but with Cancel and Abort first.
+
+    Invariant: nothing of an attempt is behind its own Cancel or Abort: what these overtake is
+    dropped, so that no worker is handed an attempt that has ended.
+    """
+
+    def __init__(self) -> None:
+        self._urgent: deque[worker_pb2.WorkRequest] = deque()
+        self._ordinary: deque[worker_pb2.WorkRequest] = deque()
+        self._filled = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._urgent) + len(self._ordinary)
+
+    def put(self, message: worker_pb2.WorkRequest) -> None:
+        """Queues a message."""
+        match message.WhichOneof("message"):
+            case "cancel":
+                self._overtake(message.cancel.attempt_id)
+                self._urgent.append(message)
+            case "abort":
+                self._overtake(message.abort.attempt_id)
+                self._urgent.append(message)
+            case _:
+                self._ordinary.append(message)
+        self._filled.set()
+
+    async def get(self) -> worker_pb2.WorkRequest:
+        """The next message, as soon as there is one."""
+        while not len(self):
+            self._filled.clear()
+            await self._filled.wait()
+        return (self._urgent or self._ordinary).popleft()
+
+    def _overtake(self, attempt_id: bytes) -> None:
+        kept = [message for message in self._ordinary if _attempt_of(message) != attempt_id]
+        self._ordinary = deque(kept)
+
+
+class WorkerLink:
+    """A worker, as the router holds it: its stream, its identity, and the room it has."""
+
+    def __init__(
+        self,
+        identity: worker_pb2.WorkerIdentity,
+        router_id: str,
+        owner: LinkOwner,
+        *,
+        stale_after_s: float,
+        attach_timeout_s: float,
+    ) -> None:
+        self.identity = identity
+        self.state = LinkState.CONNECTING
+        self.ledger = Ledger()
+        self._owner = owner
+        self._stale_after_s = stale_after_s
+        self._outbox = Outbox()
+        self._lost = asyncio.Event()
+        self._clock = asyncio.get_running_loop().time
+        self._progress = -1
+        self._alive_until_s = self._clock() + attach_timeout_s
+        self.send(worker_pb2.WorkRequest(attach=worker_pb2.Attach(router_id=router_id)))
+
+    def __repr__(self) -> str:
+        return f"WorkerLink({self.worker_id}, {self.state.name})"
+
+    @property
+    def worker_id(self) -> str:
+        """The worker's stable name."""
+        return self.identity.worker_id
+
+    @property
+    def agent_name(self) -> str:
+        """Name of its transfer agent; empty where it has none."""
+        return self.identity.endpoint.agent_name
+
+    @property
+    def draining(self) -> bool:
+        """The worker takes no new work."""
+        return self.ledger.load.draining
+
+    def room(self) -> Room:
+        """What the worker has, by the router's estimate."""
+        return self.ledger.room()
+
+    def send(self, message: worker_pb2.WorkRequest) -> None:
+        """Queues a message; to a lost worker, drops it."""
+        if self.state is LinkState.LOST:
+            return
+        self._outbox.put(message)
+        if len(self._outbox) > MAX_QUEUED_MESSAGES:
+            asyncio.get_running_loop().call_soon(self.end, Loss.CONGESTED)
+
+    async def run(self) -> None:
+        """Runs the stream until it is lost. Cancelling it closes the link."""
+        options = channel_options()
+        async with grpc.aio.insecure_channel(self.identity.address, options=options) as channel:
+            call: Call = worker_pb2_grpc.WorkerServiceStub(channel).Work()
+            parts: Iterable[asyncio.Task[None]] = [
+                asyncio.create_task(part)
+                for part in (self._read(call), self._write(call), self._watch())
+            ]
+            try:
+                await self._lost.wait()
+            finally:
+                self.end(Loss.CLOSED)
+                call.cancel()
+                for part in parts:
+                    part.cancel()
+                await asyncio.gather(*parts, return_exceptions=True)
+
+    def end(self, loss: Loss) -> None:
+        """Ends the link now, once; the owner hears of it before this returns."""
+        if self.state is LinkState.LOST:
+            return
+        was, self.state = self.state, LinkState.LOST
+        self._lost.set()
+        self._owner.lost(self, loss, was)
+
+    async def _read(self, call: Call) -> None:
+        try:
+            async for message in call:
+                self._receive(message)
+            self.end(Loss.STREAM_ENDED)
+        except grpc.aio.AioRpcError as error:
+            by_kernel = any(text in (error.details() or "") for text in _CLOSED_BY_KERNEL)
+            self.end(Loss.SOCKET_CLOSED if by_kernel else Loss.STREAM_ENDED)
+        except Exception as error:
+            logger.error("a message broke its handler: %s", type(error).__qualname__)  # noqa: TRY400
+            self.end(Loss.STREAM_ENDED)
+            raise
+
+    async def _write(self, call: Call) -> None:
+        try:
+            while True:
+                await call.write(await self._outbox.get())
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return  # the stream is over; its reader learns why
+
+    async def _watch(self) -> None:
+        while (left_s := self._alive_until_s - self._clock()) > 0:
+            await asyncio.sleep(left_s)
+        self.end(Loss.FROZEN)
+
+    def _receive(self, message: worker_pb2.WorkResponse) -> None:
+        if self.state is LinkState.LOST:
+            return
+        kind = message.WhichOneof("message")
+        if self.state is LinkState.CONNECTING:
+            self._attach(message)
+        elif kind == "load":
+            self._report(message.load)
+        else:
+            self._owner.received(self, message)
+
+    def _attach(self, message: worker_pb2.WorkResponse) -> None:
+        expected, answered = self.identity, message.attached.worker
+        if (answered.worker_id, answered.epoch) != (expected.worker_id, expected.epoch):
+            self.end(Loss.REFUSED)
+            return
+        self.identity = answered
+        self.state = LinkState.ATTACHED
+        self._alive_until_s = self._clock() + self._stale_after_s
+        self._owner.attached(self)
+
+    def _report(self, load: worker_pb2.Load) -> None:
+        """A counter that moves is a sign of life; a long step is announced before it begins."""
+        now_s = self._clock()
+        if load.progress != self._progress:
+            self._progress = load.progress
+            self._alive_until_s = now_s + self._stale_after_s + load.long_step_ms / 1e3
+        self.ledger.report(load, now_s)
+        self._owner.loaded(self)
+
+
+def _attempt_of(message: worker_pb2.WorkRequest) -> bytes:
+    match message.WhichOneof("message"):
+        case "submit":
+            return message.submit.attempt_id
+        case "grant":
+            return message.grant.attempt_id
+        case _:
+            return b""

@@ -1,0 +1,115 @@
+"""Tokens of one choice, put in order whichever worker was faster.
+
+The prefill worker sends token 0 over its stream; the decode worker may repeat it over its own and
+goes on from there; a later attempt may repeat more. Life of a choice: OPEN -> its end is known ->
+every token below that end has come -> ENDED. One that the front door ends is ENDED at once.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+
+from baton.worker.v1 import worker_pb2
+from router.jobs import ChoiceEnded, JobEvent, JobTokens, TokenLogprobs
+
+
+class ChoiceMerger:
+    """Merges runs of tokens by index.
+
+    Invariant: tokens [0, len(token_ids)) were returned once each, in order; every run that waits
+    begins beyond them.
+    """
+
+    def __init__(self, choice: int) -> None:
+        self.choice = choice
+        self.token_ids: list[int] = []
+        """Returned so far: what a resumed attempt would be forced to repeat."""
+        self.ended = False
+        self._waiting: list[JobTokens] = []
+        self._end: ChoiceEnded | None = None
+
+    def add(self, run: JobTokens) -> list[JobEvent]:
+        """Takes a run in any order; returns what it makes known: tokens, the end, or nothing."""
+        if self.ended:
+            return []
+        self._waiting.append(run)
+        return [*self._take_contiguous(), *self._take_end()]
+
+    def end(self, end: ChoiceEnded) -> list[JobEvent]:
+        """Takes the end, which may overtake tokens; returns it once they have all come."""
+        if not self.ended:
+            self._end = end
+        return self._take_end()
+
+    def close(self) -> None:
+        """The choice needs no more tokens."""
+        self.ended = True
+        self._waiting.clear()
+
+    def _take_contiguous(self) -> Iterable[JobEvent]:
+        self._waiting.sort(key=lambda run: run.first_index)
+        while self._waiting and self._waiting[0].first_index <= len(self.token_ids):
+            run = self._waiting.pop(0)
+            fresh = _without_first(run, len(self.token_ids) - run.first_index)
+            if fresh.token_ids:
+                self.token_ids += fresh.token_ids
+                yield fresh
+
+    def _take_end(self) -> list[JobEvent]:
+        end = self._end
+        if self.ended or end is None or len(self.token_ids) < end.output_tokens:
+            return []
+        self.close()
+        return [end]
+
+
+def first_tokens(message: worker_pb2.FirstToken) -> list[JobTokens]:
+    """The first token of every choice."""
+    return [
+        JobTokens(choice, 0, (record.token_id,), _logprobs([record]))
+        for choice, record in enumerate(message.records)
+    ]
+
+
+def step_tokens(message: worker_pb2.SequenceTokens) -> JobTokens:
+    """The tokens that one sequence got in one step."""
+    token_ids = unpack_ids(message.token_ids)
+    return JobTokens(
+        message.choice_index, message.first_index, token_ids, _logprobs(message.records)
+    )
+
+
+def prompt_logprobs(message: worker_pb2.PromptLogprobs) -> tuple[TokenLogprobs, ...]:
+    """Log probabilities of the prompt's tokens from the second on."""
+    return _logprobs(message.records)
+
+
+def unpack_ids(packed: bytes) -> tuple[int, ...]:
+    """Token or page ids from packed little-endian uint32."""
+    return struct.unpack(f"<{len(packed) // 4}I", packed)
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """Packs ids as little-endian uint32."""
+    return struct.pack(f"<{len(ids)}I", *ids)
+
+
+def _without_first(run: JobTokens, count: int) -> JobTokens:
+    if count == 0:
+        return run
+    return JobTokens(
+        run.choice, run.first_index + count, run.token_ids[count:], run.logprobs[count:]
+    )
+
+
+def _logprobs(records: Sequence[worker_pb2.TokenRecord]) -> tuple[TokenLogprobs, ...]:
+    return tuple(
+        TokenLogprobs(
+            record.logprob,
+            unpack_ids(record.top_ids),
+            struct.unpack(f"<{len(record.top_logprobs) // 4}f", record.top_logprobs),
+        )
+        for record in records
+        if record.HasField("logprob")
+    )

@@ -1,0 +1,205 @@
+"""Membership: which workers there are, and who may hand KV pages to whom.
+
+Life of a member: announced -> its stream is opened -> attached, and introduced to every worker that
+it may exchange pages with -> lost, and its peers are told. Announcing again changes nothing while
+the stream lives, and a registry that is lost drops nobody: the stream is the lease.
+
+Invariant: at most one link per start of a worker, and at most one attached link per worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import logging
+from typing import TYPE_CHECKING, Final
+
+import grpc
+
+from baton.worker.v1 import worker_pb2, worker_pb2_grpc
+from router.link import LinkOwner, LinkState, Loss, WorkerLink
+
+if TYPE_CHECKING:
+    from router.settings import RouterSettings
+
+logger = logging.getLogger(__name__)
+
+PREFILLS: Final = frozenset({worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_BOTH})
+DECODES: Final = frozenset({worker_pb2.WORKER_ROLE_DECODE, worker_pb2.WORKER_ROLE_BOTH})
+_PROBE_TIMEOUT_S: Final = 0.5
+
+Key = tuple[str, int]
+"""One start of a worker: id and epoch."""
+
+
+class Registry:
+    """Owns the links. What comes over an attached one goes on to `owner`."""
+
+    def __init__(self, settings: RouterSettings, owner: LinkOwner) -> None:
+        self._settings = settings
+        self._owner = owner
+        self._links: dict[Key, WorkerLink] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def members(self) -> list[WorkerLink]:
+        """Attached workers."""
+        return [link for link in self._links.values() if link.state is LinkState.ATTACHED]
+
+    def announce(self, worker: worker_pb2.WorkerIdentity) -> bool:
+        """A worker says that it exists; returns whether it is attached.
+
+        An unknown epoch is a new start. It gets a stream of its own, and only when it has answered
+        on that does it replace the older one: an announcement alone, perhaps a late one of a start
+        that is gone, must not cost a healthy worker its stream.
+        """
+        key = _key(worker)
+        if key not in self._links:
+            self._links[key] = link = WorkerLink(
+                worker,
+                self._settings.name,
+                self,
+                stale_after_s=self._settings.stale_after_s,
+                attach_timeout_s=self._settings.attach_timeout_s,
+            )
+            self._spawn(link.run())
+        return self._links[key].state is LinkState.ATTACHED
+
+    async def close(self) -> None:
+        """Ends every link."""
+        for link in list(self._links.values()):
+            link.end(Loss.CLOSED)
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def attached(self, link: WorkerLink) -> None:
+        """Replaces older starts, introduces the worker, tells the owner."""
+        others = [member for member in self.members if member is not link]
+        for other in [other for other in others if other.worker_id == link.worker_id]:
+            others.remove(other)
+            other.end(Loss.REPLACED)
+        logger.info("worker attached", extra=_describe(link))
+        for other in others:
+            if may_exchange(link, other):
+                _introduce(link, other)
+        self._owner.attached(link)
+
+    def loaded(self, link: WorkerLink) -> None:
+        """Passed on."""
+        self._owner.loaded(link)
+
+    def received(self, link: WorkerLink, message: worker_pb2.WorkResponse) -> None:
+        """Passed on."""
+        self._owner.received(link, message)
+
+    def lost(self, link: WorkerLink, loss: Loss, was: LinkState) -> None:
+        """Forgets the link; where it had been attached, tells the owner and the peers."""
+        self._links.pop(_key(link.identity), None)
+        details = _describe(link) | {"cause": loss.value}
+        if was is not LinkState.ATTACHED:
+            logger.info("worker did not attach", extra=details)
+            return
+        logger.warning("worker lost", extra=details)
+        self._owner.lost(link, loss, was)
+        if loss is not Loss.CLOSED and link.agent_name:
+            self._spawn(self._part(link, loss))
+
+    async def _part(self, link: WorkerLink, loss: Loss) -> None:
+        proven_dead = await process_is_gone(link.identity.address, loss)
+        members = self.members
+        if any(member.agent_name == link.agent_name for member in members):
+            return  # the same start is back on a new stream
+        part = worker_pb2.Part(agent_name=link.agent_name, proven_dead=proven_dead)
+        for member in members:
+            if may_exchange(link, member):
+                member.send(worker_pb2.WorkRequest(part=part))
+
+    def _spawn(self, work: asyncio._CoroutineLike[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class RegistryServicer(worker_pb2_grpc.RegistryServiceServicer):
+    """`RegistryService`, mounted on the internal port."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    async def Announce(  # noqa: N802
+        self,
+        request: worker_pb2.AnnounceRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.AnnounceRequest, worker_pb2.AnnounceResponse],
+    ) -> worker_pb2.AnnounceResponse:
+        """Takes an announcement."""
+        worker = request.worker
+        if not (worker.worker_id and worker.address and worker.role and worker.model.name):
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, "worker_id, address, role and model are needed"
+            )
+        return worker_pb2.AnnounceResponse(attached=self._registry.announce(worker))
+
+
+def can_hand_off(prefill: WorkerLink, decode: WorkerLink) -> bool:
+    """Whether KV pages may go from the first to the second: roles, transports and model agree."""
+    source, target = prefill.identity, decode.identity
+    return (
+        prefill is not decode
+        and source.role in PREFILLS
+        and target.role in DECODES
+        and bool(prefill.agent_name and decode.agent_name)
+        and source.model.fingerprint == target.model.fingerprint
+    )
+
+
+def may_exchange(one: WorkerLink, other: WorkerLink) -> bool:
+    """Whether KV pages may go between the two, in either direction."""
+    return can_hand_off(one, other) or can_hand_off(other, one)
+
+
+async def process_is_gone(address: str, loss: Loss) -> bool:
+    """Whether the worker's process provably exists no more.
+
+    Pages that it could still write must stay quarantined until that is certain, so every doubt is
+    a no. It is certain where all of this holds:
+
+    - The kernel over there closed the connection, without the goodbye that gRPC sends when a server
+      stops. The kernel closes a process's sockets when its last thread has left user mode. A ping
+      timeout or a counter that stands still says nothing: a stopped process still has its memory
+      mapped and goes on with its writes when it wakes.
+    - Connecting to its address is refused: nobody listens there any more. A process that lost only
+      this one connection would still listen.
+    - The address is this host's own, so that both facts come from its kernel and no proxy between.
+    """
+    host, _, port = address.rpartition(":")
+    if loss is not Loss.SOCKET_CLOSED or not _is_loopback(host.strip("[]")):
+        return False
+    try:
+        async with asyncio.timeout(_PROBE_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except OSError as error:
+        return error.errno == errno.ECONNREFUSED
+    writer.close()
+    return False
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _introduce(one: WorkerLink, other: WorkerLink) -> None:
+    one.send(worker_pb2.WorkRequest(meet=worker_pb2.Meet(worker=other.identity)))
+    other.send(worker_pb2.WorkRequest(meet=worker_pb2.Meet(worker=one.identity)))
+
+
+def _key(worker: worker_pb2.WorkerIdentity) -> Key:
+    return worker.worker_id, worker.epoch
+
+
+def _describe(link: WorkerLink) -> dict[str, str]:
+    role = worker_pb2.WorkerRole.Name(link.identity.role).removeprefix("WORKER_ROLE_").lower()
+    return {"worker": link.worker_id, "role": role, "address": link.identity.address}
