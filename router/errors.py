@@ -239,13 +239,17 @@ def internal() -> RouterError:
     return RouterError(grpc.StatusCode.INTERNAL, "INTERNAL", "an internal error occurred")
 
 
-def describe(error: BaseException) -> RouterError:
+def describe(error: BaseException, trace_id: str = "") -> RouterError:
     """The error as a client may see it; one that is not ours is logged without its text."""
     if isinstance(error, RouterError):
         return error
     logger.error(
         "internal error",
-        extra={"error_type": type(error).__qualname__, "frames": frames(error)},
+        extra={
+            "error_type": type(error).__qualname__,
+            "frames": frames(error),
+            "trace_id": trace_id,
+        },
     )
     return internal()
 

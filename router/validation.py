@@ -21,13 +21,12 @@ from router.errors import Violation
 if TYPE_CHECKING:
     from router.jobs import ServedModel
 
-MAX_CHOICES: Final = 128
 MAX_TOP_LOGPROBS: Final = 20
 MAX_PRIORITY: Final = 100
 MAX_LOGIT_BIAS: Final = 100.0
 MAX_LOGIT_BIASES: Final = 1024
-MAX_STOP_TEXTS: Final = 64
-MAX_STOP_TEXT_BYTES: Final = 1024
+MAX_STOP_TEXTS: Final = 16
+MAX_STOP_TEXT_BYTES: Final = 256
 MAX_STOP_TOKENS: Final = 1024
 MAX_CLIENT_TAG_BYTES: Final = 128
 
@@ -35,6 +34,20 @@ _MAX_REPORTED_IDS: Final = 8
 """Of one list; a prompt of another model's tokens would name thousands."""
 _GREEDY_BELOW: Final = 1e-5
 """Temperatures at which nothing but the likeliest token can be drawn, and logits overflow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What an operator may set; the defaults are those of the router's settings."""
+
+    default_max_tokens: int = 1024
+    """Where a request sets none and the context leaves as many."""
+    max_output_tokens: int = 32_768
+    max_choices: int = 16
+    max_request_duration_s: float = 600.0
+    """Deadline of a request that has none, and the longest allowed."""
+    max_unread_tokens: int = 8192
+    """Tokens kept for a client that does not read its stream; one more aborts it."""
 
 
 @dataclass(slots=True)
@@ -62,7 +75,9 @@ class Violations:
             raise errors.invalid_fields(self.found)
 
 
-def check_request(request: api.GenerateRequest | api.StreamGenerateRequest) -> Violations:
+def check_request(
+    request: api.GenerateRequest | api.StreamGenerateRequest, limits: Limits
+) -> Violations:
     """All that can be judged before the model is known."""
     found = Violations()
     tag_bytes = len(request.client_tag.encode())
@@ -72,11 +87,11 @@ def check_request(request: api.GenerateRequest | api.StreamGenerateRequest) -> V
     generation = request.input
     _check_prompt(found, generation, "input")
     _check_sampling(found, generation.sampling)
-    _check_stop(found, generation.stop)
+    _check_stop(found, generation.stop, limits)
     _check_output(found, generation.output)
     if generation.HasField("choices"):
-        ok = 1 <= generation.choices <= MAX_CHOICES
-        found.unless(ok, "input.choices", f"in [1, {MAX_CHOICES}]")
+        ok = 1 <= generation.choices <= limits.max_choices
+        found.unless(ok, "input.choices", f"in [1, {limits.max_choices}]")
     ok = abs(generation.priority) <= MAX_PRIORITY
     found.unless(ok, "input.priority", f"in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
     return found
@@ -103,7 +118,7 @@ def check_against_model(
         found.add(f"input.sampling.logit_bias[{token_id}]", _vocabulary_rule(model.vocab_size))
 
 
-def check_tokenizer_needs(found: Violations, generation: api.GenerationInput) -> None:
+def check_without_tokenizer(found: Violations, generation: api.GenerationInput) -> None:
     """What a model without a tokenizer cannot do: ids in, ids out."""
     _check_tokenizable(found, generation, "input")
     found.unless(
@@ -137,7 +152,7 @@ def fill_sampling(
 
 
 def fill_stopping(
-    stop: api.StopOptions, prompt_tokens: int, model: ServedModel, default_max_tokens: int
+    stop: api.StopOptions, prompt_tokens: int, model: ServedModel, limits: Limits
 ) -> worker_pb2.Stopping:
     """Stopping rules with `max_tokens` in place: prompt and output fit the context.
 
@@ -145,8 +160,7 @@ def fill_stopping(
         RouterError: CONTEXT_LENGTH_EXCEEDED, or INVALID_FIELD where `min_tokens` exceeds it.
     """
     room = model.max_context_tokens - prompt_tokens
-    max_tokens = stop.max_tokens if stop.HasField("max_tokens") else min(room, default_max_tokens)
-    max_tokens = max(max_tokens, 1)
+    max_tokens = stop.max_tokens or max(1, min(room, limits.default_max_tokens))
     if max_tokens > room:
         raise errors.context_length_exceeded(prompt_tokens, max_tokens, model.max_context_tokens)
     if stop.min_tokens > max_tokens:
@@ -215,9 +229,10 @@ def _check_logit_bias(found: Violations, sampling: api.SamplingOptions) -> None:
         found.add(f"{path}[{token_id}]", f"in [-{MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}]")
 
 
-def _check_stop(found: Violations, stop: api.StopOptions) -> None:
+def _check_stop(found: Violations, stop: api.StopOptions, limits: Limits) -> None:
     if stop.HasField("max_tokens"):
-        found.unless(stop.max_tokens >= 1, "input.stop.max_tokens", "at least 1")
+        ok = 1 <= stop.max_tokens <= limits.max_output_tokens
+        found.unless(ok, "input.stop.max_tokens", f"in [1, {limits.max_output_tokens}]")
     path = "input.stop.sequences"
     found.unless(len(stop.sequences) <= MAX_STOP_TEXTS, path, f"at most {MAX_STOP_TEXTS} sequences")
     for index, text in enumerate(stop.sequences[:MAX_STOP_TEXTS]):

@@ -1,0 +1,153 @@
+"""The edge of the gRPC API: what a method is given, and what may leave it.
+
+Methods are plain coroutines and generators of (request, `Call`). Around each one stands the only
+place where errors become statuses. Without it gRPC answers bytes that do not parse with UNKNOWN and
+the name of a Python class, and any exception with its text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Final, NoReturn, Protocol, TypeVar, cast
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+from opentelemetry import context as otel_context
+from opentelemetry import trace
+from opentelemetry.context import Context
+
+from router import errors
+
+DETAILS_KEY: Final = "grpc-status-details-bin"
+_MALFORMED: Final = object()
+"""Stands for a request whose bytes did not parse."""
+
+Request = TypeVar("Request", bound=Message)
+Response = TypeVar("Response", bound=Message)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a front door's method."""
+
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Trace id of the call's span, 32 hex digits; random where nothing is traced."""
+    arrived_ns: int = field(default_factory=time.time_ns)
+    time_left_s: float | None = None
+    """Until the caller's deadline; None where there is none."""
+    context: Context = field(default_factory=Context)
+    """Holds the span of the call."""
+
+
+class ServerContext(Protocol):
+    """What is used of `grpc.aio.ServicerContext`."""
+
+    def time_remaining(self) -> float | None:
+        """Seconds until the caller's deadline."""
+        ...
+
+    async def write(self, message: Message) -> None:
+        """Sends one message of a stream; returns when the connection has taken it."""
+        ...
+
+    async def abort(
+        self,
+        code: grpc.StatusCode,
+        details: str,
+        trailing_metadata: tuple[tuple[str, str | bytes], ...],
+    ) -> NoReturn:
+        """Ends the call with a status."""
+        ...
+
+
+def unary_method(
+    request_type: type[Request], method: Callable[[Request, Call], Awaitable[Response]]
+) -> grpc.RpcMethodHandler[Request, Response]:
+    """Handler of a method with one response."""
+
+    async def handle(request: Request, context: ServerContext) -> Response:
+        call = _call(context)
+        try:
+            return await method(_parsed(request), call)
+        except asyncio.CancelledError as error:
+            await _abort_unless_ours(error, context, call)
+        except Exception as error:
+            await _abort(error, context, call)
+
+    return grpc.unary_unary_rpc_method_handler(
+        handle, request_deserializer=_parser(request_type), response_serializer=_serialize
+    )
+
+
+def stream_method(
+    request_type: type[Request],
+    method: Callable[[Request, Call], AsyncGenerator[Response, None]],
+) -> grpc.RpcMethodHandler[Request, Response]:
+    """Handler of a method with a stream of responses; `method` is closed however the call ends."""
+
+    async def handle(request: Request, context: ServerContext) -> None:
+        call = _call(context)
+        try:
+            async with aclosing(method(_parsed(request), call)) as responses:
+                async for response in responses:
+                    await context.write(response)
+        except asyncio.CancelledError as error:
+            await _abort_unless_ours(error, context, call)
+        except Exception as error:
+            await _abort(error, context, call)
+
+    return grpc.unary_stream_rpc_method_handler(
+        handle, request_deserializer=_parser(request_type), response_serializer=_serialize
+    )
+
+
+def _call(context: ServerContext) -> Call:
+    current = otel_context.get_current()
+    span = trace.get_current_span(current).get_span_context()
+    time_left_s = context.time_remaining()
+    if not span.is_valid:
+        return Call(time_left_s=time_left_s, context=current)
+    trace_id = trace.format_trace_id(span.trace_id)
+    return Call(trace_id, time_left_s=time_left_s, context=current)
+
+
+def _parser(message_type: type[Request]) -> Callable[[bytes], Request]:
+    def parse(data: bytes) -> Request:
+        try:
+            return message_type.FromString(data)
+        except DecodeError:
+            return cast("Request", _MALFORMED)
+
+    return parse
+
+
+def _parsed(request: Request) -> Request:
+    if request is _MALFORMED:
+        raise errors.malformed_request()
+    return request
+
+
+def _serialize(message: Message) -> bytes:
+    return message.SerializeToString()
+
+
+async def _abort_unless_ours(
+    error: asyncio.CancelledError, context: ServerContext, call: Call
+) -> NoReturn:
+    """The caller's cancellation goes on; one that leaked out of something inside is a bug."""
+    task = asyncio.current_task()
+    if task is None or task.cancelling():
+        raise error
+    await _abort(error, context, call)
+
+
+async def _abort(error: BaseException, context: ServerContext, call: Call) -> NoReturn:
+    described = errors.describe(error, call.id)
+    status = errors.to_status(described, call.id)
+    details = ((DETAILS_KEY, status.SerializeToString()),)
+    await context.abort(described.code, described.message, details)

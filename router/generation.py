@@ -1,0 +1,292 @@
+"""One generation, from the request to the last message; every front door goes through here.
+
+1. Admit: validate, find the model and its tokenizer. All violations are reported at once.
+2. Tokenize, fill in every default, draw a seed: a `Job`.
+3. Run: a *pump* task reads the dispatcher, judges stop texts and fills an `Outbox`, so that a
+   client that reads slowly holds up neither the dispatcher nor its own stop texts.
+4. The messages are taken out at the client's pace.
+
+However it ends, the dispatcher's iterator is closed before `Generations.stream` returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from baton.inference.v1 import inference_pb2 as api
+from router import errors, validation
+from router.detokenization import CONTEXT_TOKENS, Detokenizer, StopTexts
+from router.errors import Violation
+from router.jobs import (
+    ChoiceEnded,
+    Dispatcher,
+    Job,
+    JobFinished,
+    JobStarted,
+    JobTimings,
+    JobTokens,
+    ServedModel,
+)
+from router.outputs import (
+    FINISH_REASONS,
+    ChoiceOutput,
+    Delta,
+    Finished,
+    Outbox,
+    Output,
+    delta_message,
+    finished_message,
+    started_message,
+)
+from router.request_span import RequestSpan
+from router.tokenization import ChatTemplateError, PromptIds, Tokenizer, Tokenizers
+
+if TYPE_CHECKING:
+    from router.calls import Call
+    from router.validation import Limits
+
+GenerationRequest = api.GenerateRequest | api.StreamGenerateRequest
+
+
+class Generations:
+    """Runs the requests of all front doors of a process."""
+
+    def __init__(self, dispatcher: Dispatcher, tokenizers: Tokenizers, limits: Limits) -> None:
+        self._dispatcher = dispatcher
+        self._tokenizers = tokenizers
+        self._limits = limits
+
+    async def stream(
+        self, request: GenerationRequest, call: Call
+    ) -> AsyncGenerator[api.StreamGenerateResponse, None]:
+        """The messages of one generation; see StreamGenerate for their grammar.
+
+        Raises:
+            RouterError: why it was refused or could not be finished.
+        """
+        with RequestSpan(call, request) as span:
+            with span.step("router.admit"):
+                model, tokenizer = await self._admit(request)
+            with span.step("router.tokenize"):
+                prompt_ids = await self._tokenize(request.input, tokenizer, "input")
+            job = self._job(request.input, call, span, model, prompt_ids)
+            span.describe_job(job)
+            generation = _Generation(self._dispatcher, job, request.input, tokenizer, self._limits)
+            async with aclosing(generation.messages()) as messages:
+                async for message in messages:
+                    span.observe(message)
+                    yield message
+
+    async def tokenize(self, request: api.TokenizeRequest) -> PromptIds:
+        """Token ids of a text or of chat turns.
+
+        Raises:
+            RouterError: INVALID_FIELD, or the model is not served.
+        """
+        found = validation.check_tokenize(request)
+        found.raise_if_any()
+        model = self._dispatcher.model(request.model)
+        tokenizer = await self._tokenizers.get(model.path)
+        if tokenizer is None:
+            validation.check_tokenizable(found, request)
+            found.raise_if_any()
+        return await self._tokenize(request, tokenizer, "")
+
+    async def _admit(self, request: GenerationRequest) -> tuple[ServedModel, Tokenizer | None]:
+        found = validation.check_request(request, self._limits)
+        try:
+            model = self._dispatcher.model(request.input.model)
+        except errors.RouterError:
+            # What can be mended comes before what can only be waited for.
+            found.raise_if_any()
+            raise
+        validation.check_against_model(found, request.input, model)
+        tokenizer = await self._tokenizers.get(model.path)
+        if tokenizer is None:
+            validation.check_without_tokenizer(found, request.input)
+        found.raise_if_any()
+        return model, tokenizer
+
+    async def _tokenize(
+        self,
+        holder: api.GenerationInput | api.TokenizeRequest,
+        tokenizer: Tokenizer | None,
+        path: str,
+    ) -> PromptIds:
+        kind = holder.WhichOneof("prompt")
+        if isinstance(holder, api.GenerationInput) and kind == "token_ids":
+            return np.asarray(holder.token_ids.ids, dtype=np.uint32)
+        assert tokenizer is not None  # Validated: text and chat need one.
+        field = f"{path}.{kind}".lstrip(".")
+        try:
+            prompt = holder.chat if kind == "chat" else holder.text
+            prompt_ids = await self._tokenizers.encode(tokenizer, prompt)
+        except ChatTemplateError as error:
+            raise errors.invalid_fields([Violation(field, error.rule)]) from None
+        if not len(prompt_ids):
+            raise errors.invalid_fields([Violation(field, "has no tokens")])
+        return prompt_ids
+
+    def _job(
+        self,
+        generation: api.GenerationInput,
+        call: Call,
+        span: RequestSpan,
+        model: ServedModel,
+        prompt_ids: PromptIds,
+    ) -> Job:
+        longest_s = self._limits.max_request_duration_s
+        duration_s = longest_s if call.time_left_s is None else min(call.time_left_s, longest_s)
+        return Job(
+            id=call.id,
+            model=model,
+            prompt_ids=prompt_ids,
+            sampling=validation.fill_sampling(
+                generation.sampling, generation.output, model.vocab_size
+            ),
+            stopping=validation.fill_stopping(
+                generation.stop, len(prompt_ids), model, self._limits
+            ),
+            choices=generation.choices or 1,
+            arrived_ns=call.arrived_ns,
+            deadline_ns=call.arrived_ns + int(duration_s * 1e9),
+            context=span.context,
+            priority=generation.priority,
+            prompt_logprobs=generation.output.prompt_logprobs,
+        )
+
+
+class _Generation:
+    """A job on its way through the dispatcher."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        job: Job,
+        generation: api.GenerationInput,
+        tokenizer: Tokenizer | None,
+        limits: Limits,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._job = job
+        self._output = generation.output
+        self._outbox = Outbox(limits.max_unread_tokens)
+        self._choices = [
+            _choice_output(index, job, generation, tokenizer) for index in range(job.choices)
+        ]
+        self._started: JobStarted | None = None
+        self._last: Finished | None = None
+        self._first_token_ns = 0
+
+    async def messages(self) -> AsyncGenerator[api.StreamGenerateResponse, None]:
+        """The messages, at the reader's pace."""
+        pump = asyncio.create_task(self._pump())
+        try:
+            while (output := await self._outbox.take()) is not None:
+                yield self._message(output)
+        finally:
+            pump.cancel()
+            await asyncio.wait([pump])
+
+    async def _pump(self) -> None:
+        """Reads the dispatcher to the end, and closes the outbox whatever happens."""
+        left_s = (self._job.deadline_ns - time.time_ns()) / 1e9
+        try:
+            async with asyncio.timeout(left_s) as deadline:
+                await self._run()
+        except Exception as error:
+            if isinstance(error, TimeoutError) and deadline.expired():
+                error = errors.deadline_exceeded(self._outbox.tokens_put)
+            self._outbox.close(error)
+        except asyncio.CancelledError:
+            # The reader left; or, if it did not, one leaked out of the dispatcher.
+            self._outbox.close(RuntimeError("cancelled from inside"))
+            raise
+        else:
+            self._outbox.close()
+
+    async def _run(self) -> None:
+        finished = False
+        async with aclosing(self._dispatcher.run(self._job)) as events:
+            async for event in events:
+                match event:
+                    case JobStarted():
+                        self._started = event
+                        self._outbox.put(event)
+                    case JobTokens():
+                        self._take_tokens(event)
+                    case ChoiceEnded():
+                        self._end_by_worker(event)
+                    case JobFinished(timings):
+                        self._finish(timings)
+                        finished = True
+        if not finished:
+            raise RuntimeError("the dispatcher's iterator ended before JobFinished")
+
+    def _take_tokens(self, event: JobTokens) -> None:
+        if self._started is None:
+            raise RuntimeError("tokens before JobStarted")
+        choice = self._choices[event.choice]
+        if choice.ended:
+            return
+        self._outbox.put(choice.push(event))
+        if choice.stop_text is not None:
+            self._dispatcher.end_choice(self._job, choice.choice)
+            self._end(choice, Finished(choice.choice, api.FINISH_REASON_STOP, choice.stop_text))
+
+    def _end_by_worker(self, event: ChoiceEnded) -> None:
+        choice = self._choices[event.choice]
+        if choice.ended:
+            return
+        if choice.num_tokens != event.output_tokens:
+            raise RuntimeError("a choice ended before all its tokens came")
+        if (rest := choice.rest()) is not None:
+            self._outbox.put(rest)
+        self._end(choice, Finished(choice.choice, FINISH_REASONS[event.reason]))
+
+    def _end(self, choice: ChoiceOutput, finished: Finished) -> None:
+        """Announces the end of a choice; the last one's waits for the totals."""
+        choice.ended = True
+        if all(one.ended for one in self._choices):
+            self._last = finished
+        else:
+            self._outbox.put(finished)
+
+    def _finish(self, timings: JobTimings) -> None:
+        if self._last is None or self._started is None:
+            raise RuntimeError("JobFinished before every choice ended")
+        usage = api.Usage(
+            prompt_tokens=self._job.prompt_tokens,
+            cached_prompt_tokens=self._started.cached_prompt_tokens,
+            output_tokens=sum(choice.num_tokens for choice in self._choices),
+        )
+        self._outbox.put(
+            Finished(self._last.choice, self._last.reason, self._last.stop_text, usage, timings)
+        )
+
+    def _message(self, output: Output) -> api.StreamGenerateResponse:
+        match output:
+            case JobStarted():
+                return started_message(self._job, output, self._output)
+            case Delta():
+                self._first_token_ns = self._first_token_ns or time.time_ns()
+                return delta_message(output)
+            case Finished():
+                return finished_message(output, self._first_token_ns - self._job.arrived_ns)
+
+
+def _choice_output(
+    index: int, job: Job, generation: api.GenerationInput, tokenizer: Tokenizer | None
+) -> ChoiceOutput:
+    stop, output = generation.stop, generation.output
+    texts = StopTexts(stop.sequences, stop.include_stop) if stop.sequences else None
+    detokenizer = None
+    if tokenizer is not None and (texts is not None or not output.omit_text):
+        detokenizer = Detokenizer(tokenizer, job.prompt_ids[-CONTEXT_TOKENS:].tolist())
+    return ChoiceOutput(index, job, detokenizer, texts, output, stop.include_stop)

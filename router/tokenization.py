@@ -1,0 +1,238 @@
+"""Text to token ids: the tokenizer and chat template of a served model.
+
+Built on `tokenizers` and `jinja2` alone. `transformers.AutoTokenizer` reads the same files through
+the same Rust library, but importing it takes seconds and pulls torch in wherever torch is
+installed, and a router holds no torch. The template gets the variables and helpers that chat
+templates are written against, in a sandbox: it comes with a checkpoint, from anywhere.
+
+A model folder is read once, on the first request for it. Encoding releases the GIL and runs on a
+small pool, so that a prompt of a megabyte holds up nobody else's tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final, NoReturn, Protocol, cast
+
+import jinja2
+import jinja2.nodes
+import jinja2.parser
+import numpy as np
+import tokenizers
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from numpy.typing import NDArray
+
+from baton.inference.v1 import inference_pb2 as api
+
+PromptIds = NDArray[np.uint32]
+
+_INLINE_CHARS: Final = 2048
+"""Texts up to this length take less time to encode than handing them to a thread does."""
+
+_ROLES: Final[Mapping[int, str]] = {
+    api.ROLE_SYSTEM: "system",
+    api.ROLE_USER: "user",
+    api.ROLE_ASSISTANT: "assistant",
+}
+
+
+class ChatTemplateError(Exception):
+    """The model has no chat template, or it refuses these turns; `rule` says which."""
+
+    def __init__(self, rule: str) -> None:
+        super().__init__(rule)
+        self.rule = rule
+
+
+class Template(Protocol):
+    """A compiled chat template."""
+
+    def render(self, **variables: object) -> str:
+        """Text of a conversation."""
+        ...
+
+
+class Tokenizer:
+    """One model's tokenizer. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        template: Template | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+    ) -> None:
+        self._backend = backend
+        self._template = template
+        self._special_tokens = dict(special_tokens or {})
+        self.special_ids = frozenset(
+            token_id
+            for token_id, token in backend.get_added_tokens_decoder().items()
+            if token.special
+        )
+        """Ids that have no text."""
+
+    @classmethod
+    def load(cls, folder: str) -> Tokenizer | None:
+        """Reads a model folder; None where it holds no `tokenizer.json`: ids in, ids out."""
+        path = Path(folder)
+        if not (path / "tokenizer.json").is_file():
+            return None
+        backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+        backend.no_truncation()
+        backend.no_padding()
+        config = _read_json(path / "tokenizer_config.json")
+        source = _template_source(path, config)
+        template = _compile_template(source) if source is not None else None
+        return cls(backend, template, _special_tokens(config))
+
+    def encode(self, text: str) -> PromptIds:
+        """Ids of a raw text, with what the model expects around one (a beginning of text)."""
+        return _ids(self._backend.encode(text))
+
+    def encode_chat(self, chat: api.ChatPrompt) -> PromptIds:
+        """Ids of a conversation up to where the assistant speaks.
+
+        Raises:
+            ChatTemplateError: there is no template, or it does not take these turns.
+        """
+        return _ids(self._backend.encode(self.render_chat(chat), add_special_tokens=False))
+
+    def render_chat(self, chat: api.ChatPrompt) -> str:
+        """Text of a conversation up to where the assistant speaks.
+
+        Raises:
+            ChatTemplateError: there is no template, or it does not take these turns.
+        """
+        if self._template is None:
+            raise ChatTemplateError("the model has no chat template")
+        turns = [{"role": _ROLES[turn.role], "content": turn.content} for turn in chat.messages]
+        try:
+            return self._template.render(
+                messages=turns,
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **self._special_tokens,
+            )
+        except Exception as error:  # A template is a program: it may raise anything.
+            raise ChatTemplateError("the chat template refused the turns") from error
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of ids; special tokens have none, half characters are U+FFFD."""
+        return self._backend.decode(token_ids, skip_special_tokens=True)
+
+
+class Tokenizers:
+    """Tokenizers by model folder, and the threads that run them. Belongs to the event loop."""
+
+    def __init__(self, threads: int = 2) -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
+        self._loads: dict[str, asyncio.Future[Tokenizer | None]] = {}
+
+    async def get(self, folder: str) -> Tokenizer | None:
+        """The tokenizer of a model folder, read at most once unless reading it fails."""
+        load = self._loads.get(folder)
+        if load is None or (load.done() and (load.cancelled() or load.exception())):
+            loop = asyncio.get_running_loop()
+            load = loop.run_in_executor(self._pool, Tokenizer.load, folder)
+            self._loads[folder] = load
+        # Shielded: a caller that gives up must not spoil the load for those who wait with it.
+        return await asyncio.shield(load)
+
+    async def encode(self, tokenizer: Tokenizer, prompt: str | api.ChatPrompt) -> PromptIds:
+        """Ids of a text or a conversation; long ones are encoded on the pool.
+
+        Raises:
+            ChatTemplateError: the conversation cannot be rendered.
+        """
+        if _chars(prompt) <= _INLINE_CHARS:
+            return _encode(tokenizer, prompt)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, _encode, tokenizer, prompt)
+
+    def close(self) -> None:
+        """Lets the threads go, once what they run is done."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _encode(tokenizer: Tokenizer, prompt: str | api.ChatPrompt) -> PromptIds:
+    return tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.encode_chat(prompt)
+
+
+def _chars(prompt: str | api.ChatPrompt) -> int:
+    if isinstance(prompt, str):
+        return len(prompt)
+    return sum(len(turn.content) for turn in prompt.messages)
+
+
+def _ids(encoding: tokenizers.Encoding) -> PromptIds:
+    return np.asarray(encoding.ids, dtype=np.uint32)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    return cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """The named special tokens, such as `bos_token`: variables of a chat template."""
+    tokens: dict[str, str] = {}
+    for name, value in config.items():
+        token = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(token, str):
+            tokens[name] = token
+    return tokens
+
+
+def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """The default chat template: a file of its own, or an entry of the config."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        found = {entry["name"]: entry["template"] for entry in found}.get("default")
+    return found if isinstance(found, str) else None
+
+
+def _compile_template(source: str) -> Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", _GenerationBlock],
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment.from_string(source)
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}`, which marks the assistant's words for training, renders as its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - declared so by the base class
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        """Returns the statements inside."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(value: object, indent: int | None = None, **options: Any) -> str:
+    # Jinja's own filter escapes for HTML, which a model was never trained on.
+    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
