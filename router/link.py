@@ -213,7 +213,7 @@ class WorkerLink:
             by_kernel = any(text in (error.details() or "") for text in _CLOSED_BY_KERNEL)
             self.end(Loss.SOCKET_CLOSED if by_kernel else Loss.STREAM_ENDED)
         except Exception as error:
-            logger.error("a message broke its handler: %s", type(error).__qualname__)  # noqa: TRY400
+            logger.error("a message broke its handler: %s", type(error).__qualname__)
             self.end(Loss.STREAM_ENDED)
             raise
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from baton.worker.v1 import worker_pb2
 from router.jobs import ChoiceEnded, JobEvent, JobTokens, TokenLogprobs
+
+if TYPE_CHECKING:
+    from baton.worker.v1 import worker_pb2
 
 
 class ChoiceMerger:
@@ -46,6 +49,11 @@ class ChoiceMerger:
         """The choice needs no more tokens."""
         self.ended = True
         self._waiting.clear()
+
+    def forget_waiting(self) -> None:
+        """Drops what has come out of order: its attempt is over."""
+        self._waiting.clear()
+        self._end = None
 
     def _take_contiguous(self) -> Iterable[JobEvent]:
         self._waiting.sort(key=lambda run: run.first_index)

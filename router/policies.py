@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
-from router.ledger import Room
+if TYPE_CHECKING:
+    from router.ledger import Room
 
 
 class Choosable(Protocol):

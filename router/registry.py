@@ -13,7 +13,7 @@ import asyncio
 import errno
 import ipaddress
 import logging
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 
@@ -21,6 +21,8 @@ from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from router.link import LinkOwner, LinkState, Loss, WorkerLink
 
 if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
     from router.settings import RouterSettings
 
 logger = logging.getLogger(__name__)
@@ -115,8 +117,8 @@ class Registry:
             if may_exchange(link, member):
                 member.send(worker_pb2.WorkRequest(part=part))
 
-    def _spawn(self, work: asyncio._CoroutineLike[None]) -> None:
-        task = asyncio.ensure_future(work)
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

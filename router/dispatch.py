@@ -1,0 +1,338 @@
+"""The dispatcher: jobs in, events out, workers between.
+
+Life of a job:
+
+1. Admitted: refused at once where no worker could run it, or the queue is full.
+2. Waiting, in the router's own queue, until a route has room: credit at a prefill worker, slots and
+   pages at a decode worker. Whatever may make room (a load report, a worker, an end) pumps.
+3. Running: one attempt at a time. An attempt that fails before the first token was sent is followed
+   by another, `max_retries` times.
+4. Over: finished, failed, or left by its reader; its attempt is ended at every worker involved.
+
+Everything runs on the event loop, and every handler is synchronous: no state changes between two of
+its lines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import TYPE_CHECKING, Final
+
+from opentelemetry import trace
+
+from baton.worker.v1 import worker_pb2
+from router import errors, routing
+from router.attempt import Attempt, Fault
+from router.job_run import JobRun
+from router.jobs import Job, JobEvent, JobFinished, ServedModel
+from router.policies import POLICIES
+from router.queue import AdmissionQueue
+
+if TYPE_CHECKING:
+    from router.link import LinkState, Loss, WorkerLink
+    from router.routing import Route
+    from router.settings import RouterSettings
+
+CLOSING_GRACE_S: Final = 0.05
+"""A prefill worker's last word, with its timings, is waited for this long after the last token."""
+_FINAL: Final = frozenset(
+    {worker_pb2.FAILURE_REASON_TOO_LARGE, worker_pb2.FAILURE_REASON_NUMERICAL}
+)
+"""Failures that another worker would only repeat."""
+
+_tracer = trace.get_tracer("baton.router")
+
+
+class JobDispatcher:
+    """`router.jobs.Dispatcher` over attached workers; also the registry's `LinkOwner`."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self._settings = settings
+        self._policy = POLICIES[settings.policy]()
+        self._workers: list[WorkerLink] = []
+        self._queue: AdmissionQueue[JobRun] = AdmissionQueue(
+            settings.max_queued_requests, settings.max_queued_tokens
+        )
+        self._runs: dict[Job, JobRun] = {}
+        self._attempts: dict[bytes, Attempt] = {}
+        self._pump_due = False
+
+    @property
+    def active_jobs(self) -> int:
+        """Jobs waiting or running."""
+        return len(self._runs)
+
+    @property
+    def active_attempts(self) -> int:
+        """Attempts under way."""
+        return len(self._attempts)
+
+    @property
+    def queued_jobs(self) -> int:
+        """Jobs waiting for room."""
+        return len(self._queue)
+
+    # What the front doors call.
+
+    def models(self) -> Sequence[ServedModel]:
+        """Models served now, by name."""
+        served = {worker.identity.model.name: worker.identity.model for worker in self._workers}
+        return [_served_model(served[name]) for name in sorted(served)]
+
+    def model(self, name: str) -> ServedModel:
+        """The model of that name; an empty one selects the only model.
+
+        Raises:
+            RouterError: NO_WORKERS or MODEL_NOT_FOUND.
+        """
+        served = self.models()
+        if not served:
+            raise errors.no_workers(name)
+        matching = [model for model in served if model.name == name] if name else served
+        if len(matching) != 1:
+            raise errors.model_not_found(name)
+        return matching[0]
+
+    async def run(self, job: Job) -> AsyncGenerator[JobEvent, None]:
+        """Runs a job; see `router.jobs.Dispatcher.run`."""
+        run = self._runs[job] = JobRun(job)
+        try:
+            self._admit(run)
+            while not isinstance(event := await run.next_event(), JobFinished):
+                yield event
+            yield event
+        finally:
+            self._leave(run)
+
+    def end_choice(self, job: Job, choice: int) -> None:
+        """The choice needs no more tokens."""
+        run = self._runs.get(job)
+        if run is None or run.over or choice >= len(run.choices):
+            return
+        run.choices[choice].close()
+        if run.complete:
+            self._finish(run)
+
+    # What the registry calls.
+
+    def attached(self, link: WorkerLink) -> None:
+        """A worker joins; it gets work with its first load report."""
+        self._workers.append(link)
+        self._workers.sort(key=lambda worker: worker.worker_id)
+
+    def loaded(self, _link: WorkerLink) -> None:
+        """A worker may have room."""
+        self._pump_soon()
+
+    def received(self, link: WorkerLink, message: worker_pb2.WorkResponse) -> None:
+        """Hands a message to its attempt; one for an attempt that is over is late, and dropped."""
+        kind = message.WhichOneof("message")
+        if kind == "tokens":
+            for tokens in message.tokens.sequences:
+                if (attempt := self._attempts.get(tokens.attempt_id)) is not None:
+                    attempt.tokens(link, tokens)
+                    self._settle(attempt)
+        elif kind is not None and kind != "attached":
+            attempt_id: bytes = getattr(message, kind).attempt_id
+            if (attempt := self._attempts.get(attempt_id)) is not None:
+                attempt.receive(link, message)
+                self._settle(attempt)
+                self._pump_soon()
+
+    def lost(self, link: WorkerLink, _loss: Loss, _was: LinkState) -> None:
+        """A worker left: its attempts end, and so does the wait of jobs only it could run."""
+        if link in self._workers:
+            self._workers.remove(link)
+        for attempt in list(self._attempts.values()):
+            attempt.worker_lost(link)
+        for run in list(self._queue):
+            if not routing.is_servable(run.job, self._workers):
+                self._fail(run, self._nobody(run))
+        self._pump_soon()
+
+    # Waiting.
+
+    def _admit(self, run: JobRun) -> None:
+        now_s = self._now_s()
+        if not routing.is_servable(run.job, self._workers):
+            raise self._nobody(run)
+        left_s = (run.job.deadline_ns - time.time_ns()) / 1e9
+        wait_s = self._queue.wait_s(now_s)
+        if wait_s is not None and wait_s > left_s:
+            retry_after_s = self._queue.retry_after_s(now_s)
+            raise errors.deadline_unreachable(wait_s, left_s, retry_after_s)
+        self._enqueue(run, bounded=True)
+
+    def _enqueue(self, run: JobRun, *, bounded: bool) -> None:
+        self._queue.push(run, self._now_s(), bounded=bounded)
+        run.queue_span = _tracer.start_span("router.queue", context=run.job.context)
+        run.timer = asyncio.get_running_loop().call_later(
+            self._settings.queue_timeout_s, self._wait_over, run
+        )
+        self._pump()
+
+    def _wait_over(self, run: JobRun) -> None:
+        retry_after_s = self._queue.retry_after_s(self._now_s())
+        self._fail(run, errors.queue_timeout(self._settings.queue_timeout_s, retry_after_s))
+
+    def _pump_soon(self) -> None:
+        """Pumps once after all that is being handled now."""
+        if not self._pump_due and len(self._queue):
+            self._pump_due = True
+            asyncio.get_running_loop().call_soon(self._pump)
+
+    def _pump(self) -> None:
+        """Dispatches from the head of every lane for as long as there is room."""
+        self._pump_due = False
+        heads = self._queue.heads()
+        while heads:
+            heads = [run for run in heads if self._try_dispatch(run)]
+            if heads:
+                heads = self._queue.heads()
+
+    def _try_dispatch(self, run: JobRun) -> bool:
+        route = routing.choose(run.job, self._workers, self._policy, run.avoid)
+        if route is None:
+            return False
+        self._queue.take(run, self._now_s())
+        self._stop_waiting(run)
+        self._dispatch(run, route)
+        return True
+
+    def _stop_waiting(self, run: JobRun, fault: str = "") -> None:
+        self._queue.remove(run, self._now_s())
+        if run.timer is not None:
+            run.timer.cancel()
+            run.timer = None
+        if run.queue_span is not None:
+            if fault:
+                run.queue_span.set_status(trace.StatusCode.ERROR, fault)
+            run.queue_span.end()
+            run.queue_span = None
+
+    # Running.
+
+    def _dispatch(self, run: JobRun, route: Route) -> None:
+        with _tracer.start_as_current_span("router.route", context=run.job.context) as span:
+            span.set_attribute("baton.route.policy", self._policy.name)
+            span.set_attribute("baton.route.prefill", route.prefill.worker_id)
+            if route.decode is not None:
+                span.set_attribute("baton.route.decode", route.decode.worker_id)
+            span.set_attribute("baton.route.attempt", run.attempts + 1)
+        attempt = Attempt(run, route, self._attempt_failed)
+        self._attempts[attempt.id] = attempt
+        run.begin_attempt(attempt)
+        attempt.start(self._now_s())
+
+    def _attempt_failed(self, attempt: Attempt, fault: Fault) -> None:
+        run = attempt.run
+        del self._attempts[attempt.id]
+        run.attempt = None
+        run.avoid.add(fault.worker)
+        if run.over:
+            return
+        if self._may_retry(run, fault):
+            self._enqueue(run, bounded=False)
+        else:
+            self._fail(run, _error_of(run, fault))
+
+    def _may_retry(self, run: JobRun, fault: Fault) -> bool:
+        """Before the first token was sent, and where somebody is left to try."""
+        return (
+            not run.started
+            and fault.reason not in _FINAL
+            and run.attempts <= self._settings.max_retries
+            and routing.is_servable(run.job, self._workers)
+        )
+
+    def _settle(self, attempt: Attempt) -> None:
+        """Finishes the job once every choice has ended.
+
+        The decode worker is let go at once (a first token may have ended them all). The prefill
+        worker is about to say how long it took, if it has not yet; that is worth a short wait.
+        """
+        run = attempt.run
+        if not run.complete or run.over or run.attempt is not attempt:
+            return
+        attempt.decode_enough()
+        if not attempt.prefill_open:
+            self._finish(run)
+        elif run.timer is None:
+            loop = asyncio.get_running_loop()
+            run.timer = loop.call_later(CLOSING_GRACE_S, self._finish, run)
+
+    # Over.
+
+    def _finish(self, run: JobRun) -> None:
+        if run.attempt is not None:
+            run.finish(run.attempt.timings())
+        self._release(run)
+
+    def _fail(self, run: JobRun, error: errors.RouterError) -> None:
+        run.fail(error)
+        self._release(run, error.reason)
+
+    def _leave(self, run: JobRun) -> None:
+        """The reader is done, for whatever reason."""
+        run.over = True
+        self._release(run, "cancelled")
+        del self._runs[run.job]
+
+    def _release(self, run: JobRun, fault: str = "") -> None:
+        """Frees all that the job holds, wherever it is; what is free already stays so."""
+        self._stop_waiting(run, fault)
+        if run.attempt is not None:
+            run.attempt.end(fault)
+            del self._attempts[run.attempt.id]
+            run.attempt = None
+            self._pump_soon()
+
+    @staticmethod
+    def _nobody(run: JobRun) -> errors.RouterError:
+        if run.started:
+            return errors.worker_lost_mid_stream(run.tokens_sent)
+        if run.attempts:
+            return errors.worker_lost(run.attempts)
+        return errors.no_workers(run.job.model.name)
+
+    @staticmethod
+    def _now_s() -> float:
+        return asyncio.get_running_loop().time()
+
+
+def _served_model(model: worker_pb2.ModelInfo) -> ServedModel:
+    return ServedModel(
+        name=model.name,
+        revision=model.revision,
+        path=model.path,
+        max_context_tokens=model.max_context_tokens,
+        vocab_size=model.vocab_size,
+        eos_token_ids=tuple(model.eos_token_ids),
+        page_size_tokens=model.page_size_tokens,
+    )
+
+
+def _error_of(run: JobRun, fault: Fault) -> errors.RouterError:
+    """What the client is told when no attempt follows."""
+    match fault.reason:
+        case worker_pb2.FAILURE_REASON_NUMERICAL:
+            return errors.numerical_error()
+        case worker_pb2.FAILURE_REASON_INTERNAL:
+            return errors.internal()
+        case worker_pb2.FAILURE_REASON_TOO_LARGE:
+            job, room = run.job, fault.worker.room()
+            limit_tokens = room.total_pages * job.model.page_size_tokens
+            return errors.context_length_exceeded(
+                job.prompt_tokens, job.stopping.max_tokens, limit_tokens
+            )
+    if run.started:
+        return errors.worker_lost_mid_stream(run.tokens_sent)
+    match fault.reason:
+        case None | worker_pb2.FAILURE_REASON_DRAINING:
+            return errors.worker_lost(run.attempts)
+        case worker_pb2.FAILURE_REASON_QUEUE_FULL:
+            return errors.queue_full(0, retry_after_s=1.0)
+        case _:
+            return errors.kv_transfer_failed(run.attempts)

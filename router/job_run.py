@@ -1,0 +1,162 @@
+"""A job between `Dispatcher.run` and its last event: what its reader has been told.
+
+Life: WAITING in the queue -> attempts, one at a time -> OVER: finished, failed, or left by its
+reader. What happens to the attempts stays hidden: the reader sees one start, tokens without gap or
+duplicate, and one end.
+
+Invariant: nothing is told before `JobStarted`, and nothing after the last event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from router.jobs import (
+    ChoiceEnded,
+    Job,
+    JobEvent,
+    JobFinished,
+    JobStarted,
+    JobTimings,
+    JobTokens,
+    TokenLogprobs,
+)
+from router.merge import ChoiceMerger
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
+    from router.attempt import Attempt
+    from router.errors import RouterError
+    from router.link import WorkerLink
+
+
+class JobRun:
+    """One job, its choices, and the events that its reader has not read yet."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.choices = [ChoiceMerger(choice) for choice in range(job.choices)]
+        self.attempt: Attempt | None = None
+        """The attempt under way; set by the dispatcher, as all below."""
+        self.attempts = 0
+        """Attempts begun."""
+        self.avoid: set[WorkerLink] = set()
+        """Workers that failed it."""
+        self.timer: asyncio.TimerHandle | None = None
+        """What it waits for at the longest."""
+        self.queue_span: Span | None = None
+        self.started = False
+        self.over = False
+        self._events: asyncio.Queue[JobEvent | RouterError] = asyncio.Queue()
+        self._held: list[JobEvent] = []
+        self._cached_prompt_tokens = 0
+        self._prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+
+    @property
+    def lane(self) -> str:
+        """Where it queues: jobs of one model compete with each other only."""
+        return self.job.model.name
+
+    @property
+    def tokens(self) -> int:
+        """What it weighs in the queue."""
+        return self.job.prompt_tokens
+
+    @property
+    def order(self) -> tuple[bool, int]:
+        """Work that was begun before goes first, then the higher priority."""
+        return self.attempts == 0, -self.job.priority
+
+    @property
+    def tokens_sent(self) -> int:
+        """Over all choices."""
+        return sum(len(choice.token_ids) for choice in self.choices) if self.started else 0
+
+    @property
+    def complete(self) -> bool:
+        """Every choice has ended."""
+        return all(choice.ended for choice in self.choices)
+
+    def begin_attempt(self, attempt: Attempt) -> None:
+        """An attempt begins: what an earlier one left out of order is void.
+
+        Before the start the choices begin anew; after it what was sent stays, and the attempt goes
+        on behind it.
+        """
+        self.attempt = attempt
+        self.attempts += 1
+        self._held.clear()
+        if self.started:
+            for choice in self.choices:
+                choice.forget_waiting()
+        else:
+            self.choices = [ChoiceMerger(choice.choice) for choice in self.choices]
+            self._prompt_logprobs = None
+
+    def first_known(self, cached_prompt_tokens: int) -> None:
+        """The prefill side knows the first token."""
+        self._cached_prompt_tokens = cached_prompt_tokens
+
+    def scored(self, prompt_logprobs: tuple[TokenLogprobs, ...]) -> None:
+        """The prefill side knows the prompt's log probabilities."""
+        self._prompt_logprobs = prompt_logprobs
+        self._tell(())
+
+    def prefill_over(self) -> None:
+        """Nothing more comes from the prefill side: nothing is waited for any more."""
+        self._prompt_logprobs = self._prompt_logprobs or ()
+        self._tell(())
+
+    def add(self, runs: Iterable[JobTokens]) -> None:
+        """Takes tokens in any order."""
+        for run in runs:
+            if run.choice < len(self.choices):
+                self._tell(self.choices[run.choice].add(run))
+
+    def end_choice(self, end: ChoiceEnded) -> None:
+        """Takes a choice's end, which may overtake its tokens."""
+        if end.choice < len(self.choices):
+            self._tell(self.choices[end.choice].end(end))
+
+    def finish(self, timings: JobTimings) -> None:
+        """Tells the last event."""
+        if not self.over:
+            self._start()
+            self.over = True
+            self._events.put_nowait(JobFinished(timings))
+
+    def fail(self, error: RouterError) -> None:
+        """Tells the error."""
+        if not self.over:
+            self.over = True
+            self._events.put_nowait(error)
+
+    async def next_event(self) -> JobEvent:
+        """What the reader is told next, as soon as there is something.
+
+        Raises:
+            RouterError: as given to `fail`.
+        """
+        event = await self._events.get()
+        if isinstance(event, Exception):
+            raise event
+        return event
+
+    def _tell(self, events: Sequence[JobEvent]) -> None:
+        """Passes events on; holds them while the prompt's log probabilities are owed first."""
+        self._held += events
+        owed = self.job.prompt_logprobs and self._prompt_logprobs is None
+        if self._held and not self.over and not owed:
+            self._start()
+
+    def _start(self) -> None:
+        if not self.started:
+            self.started = True
+            scores = self._prompt_logprobs or ()
+            self._events.put_nowait(JobStarted(self._cached_prompt_tokens, scores))
+        for event in self._held:
+            self._events.put_nowait(event)
+        self._held.clear()
