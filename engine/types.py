@@ -228,6 +228,8 @@ class EngineLoad:
     quarantined_pages: int = 0
     step_ms: float = 0.0
     """Duration of the last step, launch to settled."""
+    long_step_ms: float = 0.0
+    """Expected duration of the step in flight, where progress may pause for so long; else 0."""
     prefill_tokens_per_s: float = 0.0
     """Moving rate of computing prompt tokens; 0 while unknown."""
     steps: int = 0

@@ -1,0 +1,254 @@
+"""The block manager: who holds which page of the KV pool. Knows no tensor and no request.
+
+Every page but the scratch page is in exactly one state:
+
+    FREE      refcount 0, no key, no step in flight may write it: may be allocated
+    SETTLING  refcount 0, but a launched step may still write it: free (or evictable) once settled
+    EVICTABLE refcount 0, keyed: only the prefix cache holds it; allocated when FREE runs out
+    HELD      refcount > 0
+
+`free + evictable + settling + held == num_pages - 1`. A page with a key is complete, and no step
+in flight writes it; `by_key[key] == page` iff `key_of[page] == key`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.eviction import EvictionPolicy, LruEviction
+from engine.types import PageIds
+
+SCRATCH_PAGE = 0
+
+
+class OutOfPagesError(Exception):
+    """Fewer pages are free or evictable than were asked for; nothing was allocated."""
+
+
+class CacheEventKind(enum.Enum):
+    """What happened to a cached page."""
+
+    STORED = "stored"
+    HIT = "hit"
+    EVICTED = "evicted"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEvent:
+    """One event of the prefix cache; `sequence` counts them without gaps from 1."""
+
+    sequence: int
+    kind: CacheEventKind
+    key: bytes
+    page: int
+
+
+class BlockManager:
+    """Reference-counted pages, the prefix cache's index, and the last-writer rule."""
+
+    def __init__(self, num_pages: int, eviction: EvictionPolicy | None = None) -> None:
+        if num_pages < 2:
+            raise ValueError("a pool has a scratch page and at least one more")
+        self.num_pages = num_pages
+        self._refcount = np.zeros(num_pages, np.int32)
+        self._last_writer = np.full(num_pages, -1, np.int64)
+        self._is_free = np.ones(num_pages, np.bool_)
+        self._is_free[SCRATCH_PAGE] = False
+        self._free = num_pages - 1
+        self._settling: list[int] = []
+        self._settled_step = -1
+        self._key_of: dict[int, tuple[bytes, int]] = {}
+        self._by_key: dict[bytes, int] = {}
+        self._evictable: EvictionPolicy = LruEviction() if eviction is None else eviction
+        self._listeners: list[Callable[[CacheEvent], None]] = []
+        self._event_sequence = 0
+
+    @property
+    def total(self) -> int:
+        """Pages that can be allocated at all."""
+        return self.num_pages - 1
+
+    @property
+    def free(self) -> int:
+        """Pages in state FREE."""
+        return self._free
+
+    @property
+    def evictable(self) -> int:
+        """Pages in state EVICTABLE."""
+        return len(self._evictable)
+
+    @property
+    def available(self) -> int:
+        """Pages that `allocate` can give now."""
+        return self._free + len(self._evictable)
+
+    @property
+    def settling(self) -> int:
+        """Pages in state SETTLING."""
+        return len(self._settling)
+
+    def subscribe(self, listener: Callable[[CacheEvent], None]) -> None:
+        """Calls `listener` for every event of the cache from now on, on the caller's thread."""
+        self._listeners.append(listener)
+
+    # -- allocation ---------------------------------------------------------------------------
+
+    def allocate(self, count: int) -> PageIds:
+        """Takes `count` pages with reference count 1, ascending runs where there are any.
+
+        Raises:
+            OutOfPagesError: fewer are available.
+        """
+        if count > self.available:
+            raise OutOfPagesError(f"{count} pages wanted, {self.available} available")
+        while self._free < count:
+            self._evict()
+        pages = self._pick(count)
+        self._is_free[pages] = False
+        self._refcount[pages] = 1
+        self._free -= count
+        return pages
+
+    def _pick(self, count: int) -> PageIds:
+        """The first ascending run of `count` free pages, else the lowest free pages."""
+        free = np.flatnonzero(self._is_free).astype(np.int32)
+        if count > 1 and count < free.size:
+            # free[i + count - 1] - free[i] == count - 1 iff the pages in between are all free.
+            starts = np.flatnonzero(free[count - 1 :] - free[: free.size - count + 1] == count - 1)
+            if starts.size:
+                first = int(starts[0])
+                return free[first : first + count]
+        return free[:count]
+
+    def _evict(self) -> None:
+        page = self._evictable.pop()
+        key, _ = self._key_of.pop(page)
+        del self._by_key[key]
+        self._make_free(page)
+        self._emit(CacheEventKind.EVICTED, key, page)
+
+    def share(self, pages: PageIds) -> None:
+        """One more holder for pages that are held already."""
+        self._refcount[pages] += 1
+
+    def release(self, pages: PageIds) -> None:
+        """One holder fewer. Give pages in sequence order: the tail is evicted first."""
+        self._refcount[pages] -= 1
+        for page in pages[self._refcount[pages] == 0][::-1].tolist():
+            if self._last_writer[page] > self._settled_step:
+                self._settling.append(page)
+            else:
+                self._retire(page)
+
+    def _retire(self, page: int) -> None:
+        keyed = self._key_of.get(page)
+        if keyed is None:
+            self._make_free(page)
+        else:
+            self._evictable.add(page, keyed[1])
+
+    def _make_free(self, page: int) -> None:
+        self._is_free[page] = True
+        self._free += 1
+
+    # -- the last-writer rule -----------------------------------------------------------------
+
+    def mark_written(self, pages: PageIds, step: int) -> None:
+        """Step `step`, about to be launched, may write these pages."""
+        self._last_writer[pages] = step
+
+    def settle(self, step: int) -> None:
+        """Step `step` and all before it are done: what they wrote last is theirs no more."""
+        self._settled_step = step
+        if not self._settling:
+            return
+        waiting = [p for p in self._settling if self._last_writer[p] > step]
+        done = [p for p in self._settling if self._last_writer[p] <= step]
+        self._settling = waiting
+        for page in done:
+            self._retire(page)
+
+    # -- the prefix cache ---------------------------------------------------------------------
+
+    def count_cached(self, keys: Sequence[bytes]) -> int:
+        """How many leading keys are in the cache."""
+        count = 0
+        for key in keys:
+            if key not in self._by_key:
+                break
+            count += 1
+        return count
+
+    def count_evictable(self, keys: Sequence[bytes]) -> int:
+        """How many of the leading cached pages only the cache holds: acquiring them makes that
+        many fewer available."""
+        pages = [self._by_key[key] for key in keys[: self.count_cached(keys)]]
+        return int((self._refcount[pages] == 0).sum()) if pages else 0
+
+    def acquire(self, keys: Sequence[bytes]) -> PageIds:
+        """Holds the pages of the leading keys that are cached, and returns them in order."""
+        pages = []
+        for key in keys:
+            page = self._by_key.get(key)
+            if page is None:
+                break
+            if self._refcount[page] == 0:
+                self._evictable.remove(page)
+            self._refcount[page] += 1
+            pages.append(page)
+            self._emit(CacheEventKind.HIT, key, page)
+        return np.array(pages, np.int32)
+
+    def publish(self, pages: PageIds, keys: Sequence[bytes], first: int = 0) -> None:
+        """Keys complete, settled, held pages; `first` is the index of `pages[0]` in its sequence.
+
+        Pages that have a key already, and keys that have a page already, are left as they are.
+        """
+        assert (self._last_writer[pages] <= self._settled_step).all(), "page not settled"
+        for depth, (page, key) in enumerate(zip(pages.tolist(), keys, strict=True), first):
+            if page not in self._key_of and key not in self._by_key:
+                self._key_of[page] = (key, depth)
+                self._by_key[key] = page
+                self._emit(CacheEventKind.STORED, key, page)
+
+    def drop_cache(self) -> None:
+        """Frees every page that only the cache holds."""
+        while len(self._evictable):
+            self._evict()
+
+    def _emit(self, kind: CacheEventKind, key: bytes, page: int) -> None:
+        self._event_sequence += 1
+        if self._listeners:
+            event = CacheEvent(self._event_sequence, kind, key, page)
+            for listener in self._listeners:
+                listener(event)
+
+    # -- integrity ----------------------------------------------------------------------------
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError where the module's invariant does not hold."""
+        held = self._refcount > 0
+        assert (self._refcount >= 0).all(), "negative reference count"
+        assert not held[SCRATCH_PAGE], "scratch page held"
+        assert not self._is_free[SCRATCH_PAGE], "scratch page free"
+        assert not (held & self._is_free).any(), "page both held and free"
+        assert int(self._is_free.sum()) == self._free, "free count is off"
+        assert len(set(self._settling)) == len(self._settling), "page settling twice"
+        assert not held[self._settling].any(), "page both held and settling"
+        states = self._free + len(self._evictable) + len(self._settling) + int(held.sum())
+        assert states == self.total, "a page is in no state or in two"
+        assert len(self._by_key) == len(self._key_of), "key index is off"
+        for key, page in self._by_key.items():
+            assert self._key_of[page][0] == key, "key index is off"
+            assert not self._is_free[page], "free page has a key"
+            assert self._last_writer[page] <= self._settled_step, "keyed page not settled"
+
+    def check_holders(self, holders: NDArray[np.int32]) -> None:
+        """Raises AssertionError where the counts differ from `holders` ([num_pages])."""
+        assert (self._refcount == holders).all(), "reference counts and holders differ"

@@ -1,0 +1,41 @@
+"""How an engine is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything `Engine.build` needs; validated there."""
+
+    model: str
+    """Hugging Face id, folder or GGUF file."""
+    name: str = ""
+    """Name that clients use; empty: the last part of `model`."""
+    load_format: str = "auto"
+    """"auto", "safetensors", "gguf" or "dummy"."""
+    dtype: str = "auto"
+    """"float32", "bfloat16" or "float16"; auto: float32 on CPU, the model's own elsewhere."""
+    device: str = "auto"
+    """"cpu", "cuda", "cuda:1"; auto: cuda where there is one."""
+    seed: int = 0
+    """Of dummy weights."""
+    attention: str = "auto"
+    page_size: int = 16
+    """Tokens in a page."""
+    num_pages: int = 0
+    """Pages in the pool, scratch page included; 0: as many as `kv_memory_bytes` holds."""
+    kv_memory_bytes: int = 1 << 30
+    """Memory of the pool where `num_pages` is 0."""
+    max_sequences: int = 64
+    """Slots of the batch."""
+    max_step_tokens: int = 0
+    """New tokens in a step: the chunk budget; 0: 512 on CPU, 2048 elsewhere."""
+    mixed_prefill_tokens: int = 0
+    """Prefill tokens in a step that also decodes; 0: as `max_step_tokens`."""
+    max_context_tokens: int = 0
+    """Prompt and output together; 0: what the model takes, or less where the pool is smaller."""
+    policy: str = "fcfs"
+    eviction: str = "lru"
+    prefix_cache: bool = True

@@ -1,0 +1,29 @@
+"""Keys of KV pages: equal keys mean equal tokens at equal positions, for the same tenant.
+
+The key of a page is SHA-256 over its parent's key and its token ids; the first page's parent is
+the tenant's salt. A collision would serve foreign KV, hence a cryptographic hash (as in vLLM's
+prefix caching, which made it the default for this reason).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from engine.types import TokenIds
+
+
+def page_keys(
+    token_ids: TokenIds, page_size: int, salt: bytes = b"", known: Sequence[bytes] = ()
+) -> list[bytes]:
+    """Keys of all complete pages of `token_ids` (int32, from position 0).
+
+    `known` are keys computed earlier for a prefix of the same tokens; they are not computed again.
+    """
+    keys = list(known)
+    parent = keys[-1] if keys else hashlib.sha256(b"baton-kv-page\0" + salt).digest()
+    for start in range(len(keys) * page_size, len(token_ids) - page_size + 1, page_size):
+        page = token_ids[start : start + page_size].astype("<i4", copy=False)
+        parent = hashlib.sha256(parent + page.tobytes()).digest()
+        keys.append(parent)
+    return keys

@@ -1,0 +1,507 @@
+"""The scheduler: which requests are admitted, and what the next step does.
+
+A request's life:
+
+    WAITING -> (slots and pages) -> ACTIVE [prefilling -> running] -> ended
+    WAITING -> RESERVED -> deliver -> ACTIVE -> ended              (RECEIVE)
+    WAITING -> ACTIVE -> HELD -> release -> gone                   (PREFILL)
+    RESERVED -> cancel -> HELD -> release -> gone                  (quarantine)
+
+A running sequence that finds no page is preempted, youngest first: its pages go back, and it
+waits, before all new requests and oldest first, to compute prompt and output again.
+
+This module moves requests between these states. `engine.planning` decides what a step does, and
+`engine.settling` reads what a step did; planning runs one step ahead of settling.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.blocks import BlockManager
+from engine.policies import Fcfs, SchedulingPolicy
+from engine.prefix import page_keys
+from engine.sampling import Sampler
+from engine.sequences import Job, PrefillTask, RequestState, Sequence
+from engine.slots import SlotState, SlotTable
+from engine.stopping import end_ids, end_reason
+from engine.types import (
+    ChoiceEnded,
+    EndReason,
+    Event,
+    FailureReason,
+    Joined,
+    Mode,
+    Request,
+    RequestFailed,
+    Reserved,
+    Sink,
+    TokenRecord,
+)
+
+NO_IDS = np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Bounds of the scheduler."""
+
+    max_sequences: int
+    """Slots."""
+    max_step_tokens: int
+    """Most new tokens in one step: the chunk budget of prefill."""
+    mixed_prefill_tokens: int
+    """Most prefill tokens in a step that also decodes."""
+    max_context_tokens: int
+    """Prompt and output of one sequence."""
+    page_size: int
+    eos_token_ids: frozenset[int]
+    reserve_pages: int = 1
+    """Pages kept back at admission for the growth of each active sequence."""
+    max_passed_over: int = 16
+    """How often smaller requests may be admitted before one that does not fit yet."""
+    prefix_cache: bool = True
+
+
+class Scheduler:
+    """Owned by the step loop's thread; nothing here is thread-safe."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        blocks: BlockManager,
+        sampler: Sampler,
+        policy: SchedulingPolicy | None = None,
+    ) -> None:
+        self.config = config
+        self.blocks = blocks
+        self.sampler = sampler
+        self.policy = policy or Fcfs()
+        self.slots = SlotTable(
+            config.max_sequences, -(-config.max_context_tokens // config.page_size), config.page_size
+        )
+        self.owners: list[Sequence | None] = [None] * config.max_sequences
+        """The sequence in each slot."""
+        self.jobs: dict[bytes, Job] = {}
+        self.waiting: list[Job] = []
+        self.preempted: list[Sequence] = []
+        self.prefills: list[PrefillTask] = []
+        """Tasks with tokens left to launch, in order of admission."""
+        self.next_step = 0
+        self.preemptions = 0
+        self.cached_tokens = 0
+        self._arrivals = 0
+        self._copies: dict[int, int] = {}
+        """Target page -> source page, for the next step."""
+        self._writes: dict[int, int] = {}
+        """Slot -> token for the token table, for the next step."""
+        self._outbox: list[tuple[Sink, Event]] = []
+
+    # -- intake ---------------------------------------------------------------------------------
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """A new request."""
+        job = Job(request, sink, self._arrivals)
+        self._arrivals += 1
+        if request.id in self.jobs:
+            self.emit(job, RequestFailed(request.id, FailureReason.INTERNAL))
+        elif not self._can_ever_fit(request):
+            self.emit(job, RequestFailed(request.id, FailureReason.TOO_LARGE))
+        else:
+            self.jobs[request.id] = job
+            self.waiting.append(job)
+
+    def deliver(self, request_id: bytes, records: Seq[TokenRecord]) -> None:
+        """RECEIVE: the KV of the prompt is in its pages; `records` are the choices' next tokens."""
+        job = self.jobs.get(request_id)
+        if job is None or job.state is not RequestState.RESERVED:
+            return
+        job.state = RequestState.ACTIVE
+        leader = job.sequences[0]
+        prompt = leader.tokens()
+        self.slots.kv_len[leader.slot] = len(prompt)
+        complete = len(prompt) // self.config.page_size
+        if self.config.prefix_cache:
+            keys = page_keys(prompt, self.config.page_size, job.request.cache_salt, job.keys)
+            self.blocks.publish(self.slots.page_table[leader.slot, :complete], keys)
+        self.fork(job.sequences)
+        self.join(job)
+        for sequence, record in zip(list(job.sequences), records, strict=True):
+            self._accept_delivered(sequence, record)
+
+    def _accept_delivered(self, sequence: Sequence, record: TokenRecord) -> None:
+        slot, index = sequence.slot, len(sequence.outputs)
+        self.slots.outputs[slot, index] = record.token_id
+        self.slots.output_len[slot] = index + 1
+        stop = sequence.job.request.stop
+        reason = end_reason(
+            record.token_id, index, stop, self.config.eos_token_ids, context_room=1
+        )
+        if reason is None:
+            self._assign_sampler(sequence)
+            self._writes[slot] = record.token_id
+        else:
+            self.end(sequence, reason)
+
+    def cancel(self, request_id: bytes) -> None:
+        """Ends a request at any point. Pages that others may write or read wait for release."""
+        job = self.jobs.get(request_id)
+        if job is None or job.state is RequestState.HELD:
+            return
+        if job.state is RequestState.WAITING:
+            self.waiting.remove(job)
+            del self.jobs[request_id]
+        elif job.state is RequestState.RESERVED or job.request.mode is Mode.PREFILL:
+            self.hold(job)
+        else:
+            self.drop(job)
+
+    def release(self, request_id: bytes) -> None:
+        """Nothing outside touches the pages of this request any more."""
+        job = self.jobs.get(request_id)
+        if job is not None and job.state is RequestState.HELD:
+            self.blocks.release(job.held_pages)
+            del self.jobs[request_id]
+
+    def hold(self, job: Job) -> None:
+        """Takes a request out of its slots and keeps its pages until `release`."""
+        self.blocks.release(job.spare_pages)
+        job.spare_pages = NO_IDS
+        job.held_pages = self.slots.pages(job.sequences[0].slot)
+        for sequence in job.sequences:
+            self._leave_slot(sequence)
+        job.sequences.clear()
+        job.state = RequestState.HELD
+
+    def drop(self, job: Job) -> None:
+        """Frees all that a request holds and forgets it."""
+        self.blocks.release(job.spare_pages)
+        self.preempted = [s for s in self.preempted if s.job is not job]
+        for sequence in job.sequences:
+            if sequence.slot >= 0:
+                self.blocks.release(self.slots.pages(sequence.slot))
+                self._leave_slot(sequence)
+        job.sequences.clear()
+        del self.jobs[job.request.id]
+
+    def fail(self, job: Job, reason: FailureReason) -> None:
+        """Gives a request up, and says so."""
+        if job.request.mode is Mode.PREFILL and job.state is RequestState.ACTIVE:
+            self.hold(job)
+            self.release(job.request.id)
+        else:
+            self.drop(job)
+        self.emit(job, RequestFailed(job.request.id, reason))
+
+    def _can_ever_fit(self, request: Request) -> bool:
+        size, config = self.config.page_size, self.config
+        longest = len(request.prompt_ids) + request.stop.max_tokens
+        slots = 1 if request.mode is Mode.PREFILL else request.choices
+        grown = len(request.prompt_ids) if request.mode is Mode.PREFILL else longest
+        return (
+            len(request.prompt_ids) > 0
+            and longest <= config.max_context_tokens
+            and slots <= config.max_sequences
+            and -(-grown // size) + 2 * (slots - 1) <= self.blocks.total
+            and len(request.generated) in (0, 1, request.choices)
+            and not (request.generated and slots > 1 and request.mode is not Mode.WHOLE)
+        )
+
+    # -- admission ------------------------------------------------------------------------------
+
+    def admit(self) -> None:
+        """Gives slots and pages to whoever may have them: preempted sequences first."""
+        while self.preempted and self._readmit(min(self.preempted, key=_age)):
+            pass
+        if self.preempted or not self.waiting or self.slots.num_free == 0:
+            return
+        active = [job for job in self.jobs.values() if job.state is RequestState.ACTIVE]
+        for job in list(self.policy.order(self.waiting, active)):
+            if self._try_admit(job):
+                self.waiting.remove(job)
+                for older in self.waiting:
+                    older.passed_over += older.seniority < job.seniority
+            elif job.passed_over >= self.config.max_passed_over or self.slots.num_free == 0:
+                break
+
+    def _readmit(self, sequence: Sequence) -> bool:
+        tokens = sequence.tokens()
+        pages = -(-len(tokens) // self.config.page_size)
+        wanted = pages + self._growth(sequence.job.request, pages)
+        reserve = self.config.reserve_pages * self.slots.num_used
+        if self.slots.num_free == 0 or wanted > self.blocks.available - reserve:
+            return False
+        self.preempted.remove(sequence)
+        keys = self._keys(sequence.job.request, tokens, [])
+        self._start_prefill([sequence], tokens, keys)
+        return True
+
+    def _try_admit(self, job: Job) -> bool:
+        request = job.request
+        num_sequences = request.choices if request.mode is not Mode.PREFILL else 1
+        outputs = job.initial_outputs
+        tokens = np.concatenate([request.prompt_ids, outputs[0]])
+        job.keys = self._keys(request, tokens, job.keys)
+        pages = -(-len(tokens) // self.config.page_size)
+        spare = num_sequences - 1 if len(tokens) % self.config.page_size else 0
+        growth = 0 if request.mode is Mode.PREFILL else self._growth(request, pages)
+        cached = self.blocks.count_cached(job.keys)
+        wanted = pages - cached + self.blocks.count_evictable(job.keys)
+        wanted += spare + growth * num_sequences
+        kept_back = max(
+            self.config.reserve_pages * self.slots.num_used, self.slots.largest_need()
+        )
+        if num_sequences > self.slots.num_free or wanted > self.blocks.available - kept_back:
+            return False
+        job.sequences = [Sequence(job, i, outputs[i]) for i in range(num_sequences)]
+        if num_sequences > 1 and request.generated:
+            self._admit_resumed(job)
+            return True
+        job.spare_pages = self.blocks.allocate(spare)
+        if request.mode is Mode.RECEIVE:
+            self._reserve(job, tokens)
+        else:
+            job.state = RequestState.ACTIVE
+            self._start_prefill(job.sequences, tokens, job.keys)
+        return True
+
+    def _growth(self, request: Request, pages: int) -> int:
+        """Pages that a sequence with `pages` pages will want soon: one, unless it is complete."""
+        longest = len(request.prompt_ids) + request.stop.max_tokens
+        return min(1, -(-longest // self.config.page_size) - pages)
+
+    def _admit_resumed(self, job: Job) -> None:
+        """Choices that differ already are computed one by one, as if they had been preempted."""
+        job.state = RequestState.ACTIVE
+        self.preempted.extend(job.sequences)
+
+    def _keys(self, request: Request, tokens: NDArray[np.int32], known: list[bytes]) -> list[bytes]:
+        """Keys that may be looked up: at least one token is left to compute."""
+        if not self.config.prefix_cache or request.prompt_logprobs:
+            return []
+        limit = (len(tokens) - 1) // self.config.page_size
+        if len(known) == limit:
+            return known
+        size = self.config.page_size
+        return page_keys(tokens[: limit * size], size, request.cache_salt)
+
+    def _reserve(self, job: Job, tokens: NDArray[np.int32]) -> None:
+        for sequence in job.sequences:
+            self._enter_slot(sequence, SlotState.RESERVED)
+        held = self._allocate_prompt(job.sequences[0].slot, len(tokens), job.keys)
+        job.state = RequestState.RESERVED
+        pages = self.slots.pages(job.sequences[0].slot)
+        self.emit(job, Reserved(job.request.id, pages, held))
+
+    def _start_prefill(
+        self, sequences: list[Sequence], tokens: NDArray[np.int32], keys: list[bytes]
+    ) -> None:
+        for sequence in sequences:
+            self._enter_slot(sequence, SlotState.PREFILLING)
+        leader = sequences[0]
+        held = self._allocate_prompt(leader.slot, len(tokens), keys)
+        cached = held * self.config.page_size
+        self.cached_tokens += cached
+        self.slots.kv_len[leader.slot] = cached
+        self.prefills.append(
+            PrefillTask(
+                leader=leader,
+                followers=sequences[1:],
+                token_ids=tokens,
+                keys=keys,
+                cursor=cached,
+                cached_tokens=cached,
+                published_pages=held,
+                generation=int(self.slots.generation[leader.slot]),
+            )
+        )
+
+    def _allocate_prompt(self, slot: int, num_tokens: int, keys: list[bytes]) -> int:
+        """Cached pages, then fresh ones. Returns how many came from the cache."""
+        cached = self.blocks.acquire(keys)
+        count = -(-num_tokens // self.config.page_size) - len(cached)
+        self.slots.set_pages(slot, np.concatenate([cached, self.blocks.allocate(count)]))
+        return len(cached)
+
+    def _enter_slot(self, sequence: Sequence, state: SlotState) -> None:
+        job = sequence.job
+        request = job.request
+        slot = self.slots.take(
+            state, len(request.prompt_ids), sequence.outputs, request.stop, job.seniority
+        )
+        self.slots.choice[slot] = sequence.choice
+        self.slots.set_stop_ids(slot, sorted(end_ids(request.stop, self.config.eos_token_ids)))
+        sequence.slot = slot
+        self.owners[slot] = sequence
+        self._assign_sampler(sequence)
+
+    def _assign_sampler(self, sequence: Sequence) -> None:
+        request, slot = sequence.job.request, sequence.slot
+        self.sampler.assign(
+            slot,
+            request.sampling,
+            request.stop,
+            sequence.choice,
+            request.prompt_ids,
+            self.slots.output_ids(slot),
+        )
+
+    def _leave_slot(self, sequence: Sequence) -> None:
+        """The sequence's pages have been taken care of."""
+        slot = sequence.slot
+        self.slots.give_back(slot)
+        self.owners[slot] = None
+        self._writes.pop(slot, None)
+        sequence.slot = -1
+        if self.prefills:
+            self.prefills = [t for t in self.prefills if t.leader is not sequence]
+
+    # -- joining and ending ---------------------------------------------------------------------
+
+    def join(self, job: Job) -> None:
+        """Tells once that the request's sequences are in the batch."""
+        if not job.joined and job.request.mode is not Mode.PREFILL:
+            job.joined = True
+            self.emit(job, Joined(job.request.id, time.time_ns()))
+
+    def fork(self, sequences: list[Sequence]) -> None:
+        """The leader's KV is computed, or will be by the step just planned: every sequence runs
+        from it. Full pages are shared, the partial one is copied before the next step."""
+        leader, *followers = sequences
+        job = leader.job
+        self.slots.state[leader.slot] = SlotState.RUNNING
+        pages = self.slots.pages(leader.slot)
+        length = int(self.slots.kv_len[leader.slot])
+        partial = length % self.config.page_size != 0
+        for i, follower in enumerate(followers):
+            own = pages.copy()
+            if partial:
+                own[-1] = job.spare_pages[i]
+                self._copies[int(own[-1])] = int(pages[-1])
+            self.blocks.share(pages[: len(pages) - partial])
+            self.slots.set_pages(follower.slot, own)
+            self.slots.kv_len[follower.slot] = length
+            self.slots.state[follower.slot] = SlotState.RUNNING
+        if followers and partial:
+            self.blocks.mark_written(job.spare_pages, self.next_step)
+            job.spare_pages = NO_IDS
+
+    def end(self, sequence: Sequence, reason: EndReason) -> None:
+        """A sequence ended by itself."""
+        job, slot = sequence.job, sequence.slot
+        outputs = int(self.slots.output_len[slot])
+        self._publish_outputs(sequence)
+        self.blocks.release(self.slots.pages(slot))
+        self._leave_slot(sequence)
+        job.sequences.remove(sequence)
+        last = not job.sequences
+        self.emit(
+            job,
+            ChoiceEnded(
+                job.request.id, sequence.choice, reason, outputs, last, sequence.preemptions, time.time_ns()
+            ),
+        )
+        if last:
+            del self.jobs[job.request.id]
+
+    def _publish_outputs(self, sequence: Sequence) -> None:
+        """Keys the pages that the ended sequence filled, for the next turn of a conversation. The
+        last output token's KV was never needed, and a step in flight may still write it."""
+        request, slot, size = sequence.job.request, sequence.slot, self.config.page_size
+        if not self.config.prefix_cache:
+            return
+        tokens = np.concatenate([request.prompt_ids, self.slots.output_ids(slot)[:-1]])
+        complete = len(tokens) // size
+        keys = page_keys(tokens[: complete * size], size, request.cache_salt, sequence.job.keys)
+        self.blocks.publish(self.slots.page_table[slot, :complete], keys)
+
+    # -- preemption -----------------------------------------------------------------------------
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Takes a sequence out of the batch, to be computed again when there is room."""
+        if self.slots.state[sequence.slot] == SlotState.PREFILLING:
+            task = next(t for t in self.prefills if t.leader is sequence)
+            self.blocks.release(sequence.job.spare_pages)
+            sequence.job.spare_pages = NO_IDS
+            for member in task.sequences:
+                self.finish_preemption(member)
+        elif self.slots.in_flight[sequence.slot] == 0:
+            self.finish_preemption(sequence)
+        else:
+            self.slots.state[sequence.slot] = SlotState.PREEMPTING
+
+    def finish_preemption(self, sequence: Sequence) -> None:
+        """Every token of the sequence is known here: its pages go back."""
+        sequence.outputs = self.slots.output_ids(sequence.slot)
+        self.blocks.release(self.slots.pages(sequence.slot))
+        self._leave_slot(sequence)
+        sequence.preemptions += 1
+        self.preemptions += 1
+        self.preempted.append(sequence)
+
+    # -- reporting ------------------------------------------------------------------------------
+
+    def emit(self, job: Job, event: Event) -> None:
+        """Queues an event for the request's sink."""
+        self._outbox.append((job.sink, event))
+
+    def take_events(self) -> list[tuple[Sink, Event]]:
+        """Events queued since the last call."""
+        events, self._outbox = self._outbox, []
+        return events
+
+    def take_transfers(self) -> tuple[dict[int, int], dict[int, int]]:
+        """Page copies and token table writes that the next step must begin with."""
+        queued = self._copies, self._writes
+        self._copies, self._writes = {}, {}
+        return queued
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether a step is needed for copies or writes alone."""
+        return bool(self._copies or self._writes)
+
+    def pages_in(self, *states: RequestState) -> int:
+        """Pages of RECEIVE requests in these states: RESERVED are granted, HELD quarantined."""
+        count = 0
+        for job in self.jobs.values():
+            if job.request.mode is Mode.RECEIVE and job.state in states:
+                held = len(job.held_pages)
+                count += held or int(self.slots.page_count[job.sequences[0].slot])
+        return count
+
+    def queued_prefill_tokens(self) -> int:
+        """Prompt tokens accepted and not launched yet."""
+        waiting = sum(
+            len(job.request.prompt_ids)
+            for job in self.waiting
+            if job.request.mode is not Mode.RECEIVE
+        )
+        return waiting + sum(task.remaining for task in self.prefills)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError where pages, slots and requests disagree."""
+        self.blocks.check_invariants()
+        holders = np.zeros(self.blocks.num_pages, np.int32)
+        used = 0
+        for job in self.jobs.values():
+            np.add.at(holders, job.held_pages, 1)
+            np.add.at(holders, job.spare_pages, 1)
+            for sequence in job.sequences:
+                if sequence.slot >= 0:
+                    used += 1
+                    assert self.owners[sequence.slot] is sequence, "slot has another owner"
+                    np.add.at(holders, self.slots.pages(sequence.slot), 1)
+                else:
+                    assert sequence in self.preempted, "sequence neither in a slot nor preempted"
+        assert used == self.slots.num_used, "slot leaked"
+        self.blocks.check_holders(holders)
+
+
+def _age(sequence: Sequence) -> tuple[int, int]:
+    return (sequence.job.seniority, sequence.choice)

@@ -1,0 +1,195 @@
+"""What a step did: tokens are read, ends are found, computed pages are keyed and told of.
+
+A row counts only if its slot still has the generation it was planned with: a sequence that ended
+or was cancelled meanwhile left one more row in flight, whose token is nobody's.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.prefix import page_keys
+from engine.scheduler import Scheduler
+from engine.sequences import RequestState, Sequence
+from engine.slots import SlotState
+from engine.step import ChunkPlan, ScoreResult, StepPlan, StepResult
+from engine.stopping import end_reason
+from engine.types import (
+    ChunkComputed,
+    EndReason,
+    FailureReason,
+    Mode,
+    NewTokens,
+    Prefilled,
+    PromptScored,
+    TokenRecord,
+)
+
+Bools = NDArray[np.bool_]
+
+
+def settle_step(scheduler: Scheduler, plan: StepPlan, result: StepResult) -> None:
+    """Takes in the result of the oldest step in flight."""
+    now_ns = time.time_ns()
+    scheduler.blocks.settle(plan.number)
+    alive = _alive(scheduler, plan)
+    np.add.at(scheduler.slots.in_flight, plan.sample_slots[alive], -1)
+    _fail_rows(scheduler, plan, alive & ~result.finite)
+    for chunk in plan.chunks:
+        _settle_chunk(scheduler, chunk, result, now_ns)
+    _settle_tokens(scheduler, plan, result, _alive(scheduler, plan), now_ns)
+
+
+def fail_step(scheduler: Scheduler, plan: StepPlan) -> None:
+    """The device could not run the step: every request that needed it is given up."""
+    scheduler.blocks.settle(plan.number)
+    touched = {*plan.row_slots.tolist(), *plan.write_slots.tolist()}
+    for slot in scheduler.slots.running().tolist():
+        # A stalled choice may have had its partial page copied in this step, and no row.
+        if np.isin(plan.copy_target, scheduler.slots.pages(slot)).any():
+            touched.add(slot)
+    owners = [scheduler.owners[slot] for slot in touched]
+    for job in {owner.job for owner in owners if owner is not None}:
+        scheduler.fail(job, FailureReason.INTERNAL)
+
+
+def _alive(scheduler: Scheduler, plan: StepPlan) -> Bools:
+    """[S]: rows whose sequence is still in its slot."""
+    current = scheduler.slots.generation[plan.sample_slots]
+    return np.asarray(current == plan.sample_generations, np.bool_)
+
+
+def _fail_rows(scheduler: Scheduler, plan: StepPlan, bad: Bools) -> None:
+    for slot in set(plan.sample_slots[bad].tolist()):
+        owner = scheduler.owners[slot]
+        if owner is not None:
+            scheduler.fail(owner.job, FailureReason.NUMERICAL)
+
+
+# -- tokens -------------------------------------------------------------------------------------
+
+
+def _settle_tokens(
+    scheduler: Scheduler, plan: StepPlan, result: StepResult, alive: Bools, now_ns: int
+) -> None:
+    """Tokens of sequences in the batch (PREFILL requests have none: their chunks told all)."""
+    slots = scheduler.slots
+    rows = np.flatnonzero(alive)
+    if rows.size == 0:
+        return
+    where, indices, tokens = plan.sample_slots[rows], plan.sample_indices[rows], result.tokens[rows]
+    slots.outputs[where, indices] = tokens
+    slots.output_len[where] = indices + 1
+    stopped = (slots.stop_ids[where] == tokens[:, None]).any(1)
+    stopped &= indices >= slots.min_tokens[where]
+    at_limit = slots.prompt_len[where] + indices + 1 >= slots.limit_len[where]
+    ended = stopped | at_limit
+    for row, slot, index in zip(rows.tolist(), where.tolist(), indices.tolist(), strict=True):
+        owner = _owner(scheduler, slot)
+        event = NewTokens(
+            owner.job.request.id, owner.choice, index, (token_record(owner, result, row),), now_ns
+        )
+        scheduler.emit(owner.job, event)
+    for i in np.flatnonzero(ended).tolist():
+        owner = _owner(scheduler, int(where[i]))
+        scheduler.end(owner, _reason(scheduler, owner, int(tokens[i]), bool(stopped[i])))
+    leaving = where[(slots.state[where] == SlotState.PREEMPTING) & (slots.in_flight[where] == 0)]
+    for slot in leaving.tolist():
+        scheduler.finish_preemption(_owner(scheduler, slot))
+
+
+def _owner(scheduler: Scheduler, slot: int) -> Sequence:
+    owner = scheduler.owners[slot]
+    assert owner is not None, "a live row has an owner"
+    return owner
+
+
+def _reason(scheduler: Scheduler, owner: Sequence, token: int, stopped: bool) -> EndReason:
+    if not stopped:
+        return EndReason.LENGTH
+    is_eos = token in scheduler.config.eos_token_ids and not owner.job.request.stop.ignore_eos
+    return EndReason.END_OF_SEQUENCE if is_eos else EndReason.STOP_TOKEN
+
+
+def token_record(owner: Sequence, result: StepResult, row: int) -> TokenRecord:
+    """The token of a row with what its request asked for about it."""
+    token, top_n = int(result.tokens[row]), owner.job.request.sampling.top_logprobs
+    if top_n is None or result.logprobs is None:
+        return TokenRecord(token)
+    logprob = float(result.logprobs[row])
+    if top_n == 0 or result.top_ids is None or result.top_logprobs is None:
+        return TokenRecord(token, logprob)
+    best = tuple(result.top_ids[row, :top_n].tolist())
+    return TokenRecord(token, logprob, best, tuple(result.top_logprobs[row, :top_n].tolist()))
+
+
+# -- chunks -------------------------------------------------------------------------------------
+
+
+def _settle_chunk(
+    scheduler: Scheduler, chunk: ChunkPlan, result: StepResult, now_ns: int
+) -> None:
+    task, leader = chunk.task, chunk.task.leader
+    slot = leader.slot
+    if slot < 0 or scheduler.slots.generation[slot] != task.generation:
+        return
+    job = leader.job
+    _publish(scheduler, chunk)
+    if chunk.score >= 0:
+        task.scores.extend(_score_records(result.scores[chunk.score]))
+    if chunk.is_last and task.scores:
+        scheduler.emit(job, PromptScored(job.request.id, tuple(task.scores)))
+    if job.request.mode is not Mode.PREFILL or job.state is not RequestState.ACTIVE:
+        return
+    pages = scheduler.slots.pages(slot)
+    scheduler.emit(job, ChunkComputed(job.request.id, chunk.end, pages, now_ns))
+    if chunk.is_last:
+        _settle_prefilled(scheduler, chunk, result, now_ns)
+
+
+def _publish(scheduler: Scheduler, chunk: ChunkPlan) -> None:
+    """Keys the pages that are complete with this chunk."""
+    config, task = scheduler.config, chunk.task
+    complete = chunk.end // config.page_size
+    if not config.prefix_cache or complete <= task.published_pages:
+        return
+    job = task.leader.job
+    task.keys = page_keys(
+        task.token_ids[: complete * config.page_size],
+        config.page_size,
+        job.request.cache_salt,
+        task.keys[:complete],
+    ) + task.keys[complete:]
+    first = task.published_pages
+    pages = scheduler.slots.page_table[task.leader.slot, first:complete]
+    scheduler.blocks.publish(pages, task.keys[first:complete], first)
+    task.published_pages = complete
+
+
+def _settle_prefilled(
+    scheduler: Scheduler, chunk: ChunkPlan, result: StepResult, now_ns: int
+) -> None:
+    """PREFILL: the first tokens are known; the pages wait for whoever sends them."""
+    leader = chunk.task.leader
+    job = leader.job
+    stop, index = job.request.stop, len(leader.outputs)
+    records, ends = [], []
+    for row in range(chunk.first_sample, chunk.first_sample + job.request.choices):
+        record = token_record(leader, result, row)
+        records.append(record)
+        ends.append(
+            end_reason(record.token_id, index, stop, scheduler.config.eos_token_ids, context_room=1)
+        )
+    scheduler.emit(job, Prefilled(job.request.id, tuple(records), tuple(ends), now_ns))
+    scheduler.hold(job)
+
+
+def _score_records(score: ScoreResult) -> list[TokenRecord]:
+    columns = (score.token_ids, score.logprobs, score.top_ids, score.top_logprobs)
+    return [
+        TokenRecord(token, logprob, tuple(best), tuple(best_logprobs))
+        for token, logprob, best, best_logprobs in zip(*(c.tolist() for c in columns), strict=True)
+    ]

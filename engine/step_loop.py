@@ -1,0 +1,184 @@
+"""The step loop: `receive -> admit -> plan -> launch -> settle(previous)`, for ever.
+
+One step is always in flight while the host settles the one before it. The loop is the only one to
+touch the scheduler; others talk to it through `post`, and read `load`.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import groupby
+
+from engine.executor import Executor, Launched
+from engine.planning import plan_step
+from engine.scheduler import Scheduler
+from engine.sequences import RequestState
+from engine.settling import fail_step, settle_step
+from engine.step import StepPlan
+from engine.types import EngineLoad
+
+log = logging.getLogger("baton.engine")
+
+Command = Callable[[Scheduler], None]
+IDLE_TURN_S = 0.25
+"""How long an idle turn waits for a command: progress is shown at least this often."""
+LONG_STEP_S = 1.0
+"""A step expected to take longer is announced."""
+UNKNOWN_STEP_S = 30.0
+"""Announced for steps with prompts while no rate is known: the first one warms everything up."""
+
+
+class StepLoop:
+    """Owns the scheduler and the executor, on a thread of its own."""
+
+    def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
+        self.load = EngineLoad(max_sequences=scheduler.config.max_sequences)
+        self._scheduler = scheduler
+        self._executor = executor
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="baton-step-loop", daemon=True)
+        self._rates = _Rates()
+        self._progress = 0
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._publish_load()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the loop after the step in flight; requests still inside are dropped."""
+        self._stopping = True
+        self.post(lambda _: None)
+        self._thread.join()
+        self._executor.shutdown()
+
+    def post(self, command: Command) -> None:
+        """Runs `command` on the loop's thread before the next plan."""
+        self._commands.put(command)
+
+    def _run(self) -> None:
+        previous: tuple[StepPlan, Launched] | None = None
+        idle = False
+        while not self._stopping:
+            self._receive(IDLE_TURN_S if idle else 0.0)
+            self._scheduler.admit()
+            plan = plan_step(self._scheduler)
+            self._flush()
+            launched = self._launch(plan) if plan is not None else None
+            if previous is not None:
+                self._settle(*previous)
+            previous = (plan, launched) if plan is not None and launched is not None else None
+            idle = previous is None
+            self._publish_load()
+
+    def _receive(self, wait_s: float) -> None:
+        for command in self._pending(wait_s):
+            try:
+                command(self._scheduler)
+            except Exception:
+                log.exception("a command failed")
+        self._flush()
+
+    def _pending(self, wait_s: float) -> Iterator[Command]:
+        try:
+            yield self._commands.get(timeout=wait_s) if wait_s else self._commands.get_nowait()
+            while True:
+                yield self._commands.get_nowait()
+        except queue.Empty:
+            return
+
+    def _launch(self, plan: StepPlan) -> Launched:
+        self._rates.launched(plan)
+        self._publish_load(self._rates.expected_s(plan))
+        return self._executor.launch(plan)
+
+    def _settle(self, plan: StepPlan, launched: Launched) -> None:
+        try:
+            result = launched.result()
+        except Exception:
+            log.exception("step %d failed", plan.number)
+            self._rates.failed(plan)
+            fail_step(self._scheduler, plan)
+        else:
+            self._rates.settled(plan)
+            settle_step(self._scheduler, plan, result)
+        self._flush()
+
+    def _flush(self) -> None:
+        """Hands queued events to their sinks, in order, one call a run of the same sink."""
+        for sink, events in groupby(self._scheduler.take_events(), key=lambda entry: entry[0]):
+            try:
+                sink([event for _, event in events])
+            except Exception:
+                log.exception("a sink failed")
+
+    def _publish_load(self, long_step_s: float = 0.0) -> None:
+        self._progress += 1
+        scheduler, blocks = self._scheduler, self._scheduler.blocks
+        self.load = EngineLoad(
+            progress=self._progress,
+            queued_prefill_tokens=scheduler.queued_prefill_tokens(),
+            waiting_requests=len(scheduler.waiting) + len(scheduler.preempted),
+            running_sequences=scheduler.slots.num_used,
+            max_sequences=scheduler.config.max_sequences,
+            total_pages=blocks.total,
+            free_pages=blocks.free,
+            evictable_pages=blocks.evictable,
+            granted_pages=scheduler.pages_in(RequestState.RESERVED),
+            quarantined_pages=scheduler.pages_in(RequestState.HELD),
+            step_ms=self._rates.step_s * 1e3,
+            prefill_tokens_per_s=self._rates.prefill_tokens_per_s,
+            long_step_ms=1e3 * long_step_s if long_step_s > LONG_STEP_S else 0.0,
+            steps=scheduler.next_step,
+            preemptions=scheduler.preemptions,
+            prompt_tokens_computed=self._rates.prompt_tokens,
+            prompt_tokens_cached=scheduler.cached_tokens,
+            tokens_sampled=self._rates.tokens_sampled,
+        )
+
+
+class _Rates:
+    """Moving figures of the steps."""
+
+    def __init__(self) -> None:
+        self.step_s = 0.0
+        self.prefill_tokens_per_s = 0.0
+        self.prompt_tokens = 0
+        self.tokens_sampled = 0
+        self._began: dict[int, float] = {}
+        self._last_done = 0.0
+
+    def launched(self, plan: StepPlan) -> None:
+        """The step is about to be launched."""
+        self._began[plan.number] = time.monotonic()
+
+    def settled(self, plan: StepPlan) -> None:
+        """The step is done: it ran since its launch, or since the step before it was done."""
+        now = time.monotonic()
+        self.step_s = now - max(self._began.pop(plan.number), self._last_done)
+        self._last_done = now
+        prompt = plan.num_tokens - plan.num_decodes
+        self.prompt_tokens += prompt
+        self.tokens_sampled += len(plan.sample_slots)
+        if prompt >= 64:
+            rate = prompt / max(self.step_s, 1e-6)
+            old = self.prefill_tokens_per_s
+            self.prefill_tokens_per_s = rate if old == 0 else 0.8 * old + 0.2 * rate
+
+    def failed(self, plan: StepPlan) -> None:
+        """The step did not run: it says nothing about rates."""
+        del self._began[plan.number]
+
+    def expected_s(self, plan: StepPlan) -> float:
+        """How long the step may take, if that is longer than usual."""
+        prompt = plan.num_tokens - plan.num_decodes
+        if prompt < 64:
+            return 0.0
+        if self.prefill_tokens_per_s == 0:
+            return UNKNOWN_STEP_S
+        return 2 * prompt / self.prefill_tokens_per_s

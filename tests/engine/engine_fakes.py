@@ -1,0 +1,94 @@
+"""A device that needs no model: the next token is a hash of all tokens a sequence's KV holds.
+
+It keeps its own paged KV, written only where plans say, so a wrong page table, a page reused too
+early, a lost copy or a wrong position changes tokens, as on a real device.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import numpy as np
+
+from engine.step import StepPlan, StepResult
+
+VOCAB = 997
+
+
+def next_token(tokens: list[int]) -> int:
+    """What the fake model says after `tokens`."""
+    value = 17
+    for position, token in enumerate(tokens):
+        value = (value * 31 + token * (position + 1) + 7) % 1_000_003
+    return value % VOCAB
+
+
+def expected_output(prompt: list[int], max_tokens: int, stops: frozenset[int]) -> list[int]:
+    """The output of a sequence run alone."""
+    tokens = list(prompt)
+    output: list[int] = []
+    while len(output) < max_tokens:
+        token = next_token(tokens)
+        output.append(token)
+        tokens.append(token)
+        if token in stops:
+            break
+    return output
+
+
+class HashExecutor:
+    """Runs plans over a paged KV of token ids. Steps wait until `finish` is called, or run at
+    once; results come in order either way."""
+
+    def __init__(self, num_pages: int, page_size: int, max_slots: int, deferred: bool = False):
+        self.kv = np.full((num_pages, page_size), -1, np.int64)
+        self.table = np.full(max_slots, -1, np.int64)
+        self.page_size = page_size
+        self.deferred: list[tuple[StepPlan, Future[StepResult]]] | None = [] if deferred else None
+        self.fail_next = False
+        self.lost = False
+        """The step before failed: the one in flight behind it reads what was never written."""
+
+    def launch(self, plan: StepPlan) -> Future[StepResult]:
+        future: Future[StepResult] = Future()
+        if self.deferred is None:
+            self._complete(plan, future)
+        else:
+            self.deferred.append((plan, future))
+        return future
+
+    def finish(self) -> None:
+        assert self.deferred is not None
+        self._complete(*self.deferred.pop(0))
+
+    def shutdown(self) -> None:
+        pass
+
+    def _complete(self, plan: StepPlan, future: Future[StepResult]) -> None:
+        if self.fail_next:
+            self.fail_next = False
+            self.lost = True
+            future.set_exception(RuntimeError("device"))
+        else:
+            future.set_result(self._run(plan))
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        self.kv[plan.copy_target] = self.kv[plan.copy_source]
+        self.table[plan.write_slots] = plan.write_tokens
+        token_ids = plan.token_ids.astype(np.int64)
+        token_ids[: plan.num_decodes] = self.table[plan.row_slots[: plan.num_decodes]]
+        rows = np.repeat(np.arange(len(plan.row_slots)), plan.query_lens)
+        index, offset = np.divmod(plan.positions, self.page_size)
+        pages = plan.page_table[rows, index]
+        assert (pages != 0).all(), "a token was stored on the scratch page"
+        self.kv[pages, offset] = token_ids
+        tokens = []
+        for at in plan.sample_tokens.tolist():
+            row, position = rows[at], int(plan.positions[at])
+            context = self.kv[plan.page_table[row]].reshape(-1)[: position + 1]
+            assert self.lost or (context >= 0).all(), "KV was never written"
+            tokens.append(next_token(context.tolist()))
+        drawn = np.array(tokens, np.int32)
+        self.table[plan.sample_slots] = drawn
+        self.lost = False
+        return StepResult(drawn, np.ones(len(drawn), np.bool_), None, None, None)

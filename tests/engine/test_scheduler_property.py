@@ -1,0 +1,408 @@
+"""The scheduler, block manager and settling against a naive model, under random operations."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from engine_fakes import VOCAB, HashExecutor, expected_output, next_token
+
+from engine.blocks import BlockManager
+from engine.eviction import EVICTION_POLICIES
+from engine.planning import plan_step
+from engine.policies import POLICIES
+from engine.sampling import Sampler
+from engine.scheduler import Scheduler, SchedulerConfig
+from engine.settling import fail_step, settle_step
+from engine.types import (
+    ChoiceEnded,
+    ChunkComputed,
+    EndReason,
+    FailureReason,
+    Mode,
+    NewTokens,
+    Prefilled,
+    Request,
+    RequestFailed,
+    Reserved,
+    SamplingParams,
+    StopRules,
+    TokenRecord,
+)
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class Bench:
+    """A scheduler, a fake device and one step in flight, as in the step loop."""
+
+    def __init__(self, *, num_pages=40, page_size=4, slots=6, step_tokens=16, seed=0, **options):
+        config = SchedulerConfig(
+            max_sequences=slots,
+            max_step_tokens=step_tokens,
+            mixed_prefill_tokens=options.pop("mixed", step_tokens),
+            max_context_tokens=options.pop("context", 256),
+            page_size=page_size,
+            eos_token_ids=frozenset({3}),
+            prefix_cache=options.pop("prefix_cache", True),
+        )
+        eviction = EVICTION_POLICIES[options.pop("eviction", "lru")]()
+        self.blocks = BlockManager(num_pages, eviction)
+        policy = POLICIES[options.pop("policy", "fcfs")]()
+        sampler = Sampler(slots, VOCAB, "cpu", [3])
+        self.scheduler = Scheduler(config, self.blocks, sampler, policy)
+        self.device = HashExecutor(num_pages, page_size, slots)
+        self.previous = None
+        self.random = random.Random(seed)
+        self.requests: dict[bytes, Request] = {}
+        self.outputs: dict[tuple[bytes, int], list[int]] = {}
+        self.ends: dict[tuple[bytes, int], EndReason] = {}
+        self.reserved: dict[bytes, Reserved] = {}
+        self.prefilled: dict[bytes, Prefilled] = {}
+        self.chunks: dict[bytes, ChunkComputed] = {}
+        self.failed: dict[bytes, FailureReason] = {}
+        self.max_running = 0
+
+    def sink(self, events):
+        for event in events:
+            match event:
+                case NewTokens():
+                    out = self.outputs.setdefault((event.request_id, event.choice), [])
+                    request = self.requests[event.request_id]
+                    given = len(request.generated[event.choice]) if request.generated else 0
+                    first = given + (request.mode is Mode.RECEIVE)
+                    assert event.first_index == len(out) + first, "gap or duplicate"
+                    out.extend(record.token_id for record in event.records)
+                case ChoiceEnded():
+                    assert (event.request_id, event.choice) not in self.ends
+                    self.ends[event.request_id, event.choice] = event.reason
+                case Reserved():
+                    self.reserved[event.request_id] = event
+                case ChunkComputed():
+                    self.chunks[event.request_id] = event
+                case Prefilled():
+                    self.prefilled[event.request_id] = event
+                case RequestFailed():
+                    self.failed[event.request_id] = event.reason
+
+    def submit(self, prompt, max_tokens=8, *, mode=Mode.WHOLE, choices=1, stop=(), **more):
+        request_id = len(self.requests).to_bytes(16, "big")
+        request = Request(
+            request_id,
+            np.array(prompt, np.int32),
+            GREEDY,
+            StopRules(max_tokens, token_ids=frozenset(stop)),
+            mode,
+            choices,
+            **more,
+        )
+        self.requests[request_id] = request
+        self.scheduler.submit(request, self.sink)
+        return request_id
+
+    def turn(self):
+        scheduler = self.scheduler
+        scheduler.admit()
+        plan = plan_step(scheduler)
+        launched = self.device.launch(plan) if plan else None
+        if self.previous:
+            before, result = self.previous
+            try:
+                outcome = result.result()
+            except RuntimeError:
+                fail_step(scheduler, before)
+            else:
+                settle_step(scheduler, before, outcome)
+        self.previous = (plan, launched) if plan else None
+        for sink, event in scheduler.take_events():
+            sink([event])
+        scheduler.check_invariants()
+        self.max_running = max(self.max_running, scheduler.slots.num_used)
+        return self.previous is not None
+
+    def run(self, turns=2000):
+        for _ in range(turns):
+            if not self.turn() and not self.scheduler.waiting and not self.scheduler.preempted:
+                return
+        raise AssertionError("did not come to rest")
+
+    def check_baseline(self):
+        assert not self.scheduler.jobs
+        assert self.scheduler.slots.num_used == 0
+        assert self.blocks.available == self.blocks.total
+
+    def check_output(self, request_id):
+        request = self.requests[request_id]
+        stops = request.stop.token_ids | frozenset({3})
+        for choice in range(request.choices):
+            want = expected_output(request.prompt_ids.tolist(), request.stop.max_tokens, stops)
+            assert self.outputs[request_id, choice] == want
+            reason = self.ends[request_id, choice]
+            if want[-1] == 3:
+                assert reason is EndReason.END_OF_SEQUENCE
+            elif want[-1] in request.stop.token_ids:
+                assert reason is EndReason.STOP_TOKEN
+            else:
+                assert reason is EndReason.LENGTH
+
+
+def prompt_of(rng: random.Random, length: int, shared: int = 0) -> list[int]:
+    return [7] * shared + [rng.randrange(4, VOCAB) for _ in range(length - shared)]
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 15, 16, 17, 40])
+def test_one_request_at_page_and_chunk_boundaries(length):
+    bench = Bench()
+    request_id = bench.submit(prompt_of(bench.random, length), 11)
+    bench.run()
+    bench.check_output(request_id)
+    bench.check_baseline()
+
+
+def test_a_shared_prefix_is_computed_once():
+    bench = Bench(num_pages=80)
+    rng = random.Random(1)
+    first = bench.submit(prompt_of(rng, 24, shared=20))
+    bench.run()
+    computed = bench.scheduler.cached_tokens
+    assert computed == 0
+    second = bench.submit(prompt_of(rng, 26, shared=20))
+    bench.run()
+    assert bench.scheduler.cached_tokens == 20
+    bench.check_output(first)
+    bench.check_output(second)
+    bench.check_baseline()
+
+
+def test_tenants_share_nothing():
+    bench = Bench(num_pages=80)
+    for salt in (b"a", b"b"):
+        bench.submit([7] * 24, cache_salt=salt)
+        bench.run()
+    assert bench.scheduler.cached_tokens == 0
+
+
+def test_conversation_reuses_the_pages_of_the_answer():
+    bench = Bench(num_pages=80)
+    prompt = prompt_of(bench.random, 10)
+    first = bench.submit(prompt, 14)
+    bench.run()
+    answer = bench.outputs[first, 0]
+    bench.submit([*prompt, *answer, 5, 6], 4)
+    bench.run()
+    assert bench.scheduler.cached_tokens >= (len(prompt) + len(answer) - 1) // 4 * 4
+    bench.check_baseline()
+
+
+@pytest.mark.parametrize("length", [4, 5, 7, 8, 30])
+def test_choices_share_the_prompt(length):
+    bench = Bench(num_pages=80)
+    request_id = bench.submit(prompt_of(bench.random, length), 9, choices=4)
+    bench.run()
+    bench.check_output(request_id)
+    assert len({bench.ends[request_id, i] for i in range(4)}) == 1
+    bench.check_baseline()
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("eviction", sorted(EVICTION_POLICIES))
+def test_a_pool_of_a_third_of_the_need_preempts_and_stays_exact(policy, eviction):
+    bench = Bench(num_pages=17, slots=8, policy=policy, eviction=eviction)
+    rng = random.Random(5)
+    ids = [bench.submit(prompt_of(rng, rng.randrange(1, 24), shared=0), 24) for _ in range(12)]
+    bench.run()
+    assert bench.scheduler.preemptions > 0
+    for request_id in ids:
+        bench.check_output(request_id)
+    bench.check_baseline()
+
+
+def test_giants_are_not_starved_by_dwarfs():
+    bench = Bench(num_pages=34, slots=8)
+    rng = random.Random(6)
+    for _ in range(6):
+        bench.submit(prompt_of(rng, 6), 20)
+    giant = bench.submit(prompt_of(rng, 100), 20)
+    submitted = 0
+    while (giant, 0) not in bench.ends and submitted < 400:
+        bench.submit(prompt_of(rng, 4), 6)
+        submitted += 1
+        for _ in range(3):
+            bench.turn()
+    assert (giant, 0) in bench.ends, "the giant starved"
+    bench.run(20_000)
+    bench.check_output(giant)
+    bench.check_baseline()
+
+
+def test_too_large_is_refused_at_once():
+    bench = Bench(num_pages=10)
+    for prompt, max_tokens, choices in (([5] * 30, 20, 1), ([5] * 250, 10, 1), ([5], 2, 7), ([], 2, 1)):
+        request_id = bench.submit(prompt, max_tokens, choices=choices)
+        bench.turn()
+        assert bench.failed[request_id] is FailureReason.TOO_LARGE
+    bench.check_baseline()
+
+
+def test_a_failed_step_fails_its_requests_only():
+    bench = Bench()
+    doomed = bench.submit(prompt_of(bench.random, 9), 8)
+    bench.turn()
+    bench.device.fail_next = True
+    bench.turn()
+    bench.turn()
+    bench.turn()
+    assert bench.failed == {doomed: FailureReason.INTERNAL}
+    healthy = bench.submit(prompt_of(bench.random, 9), 8)
+    bench.run()
+    bench.check_output(healthy)
+    bench.check_baseline()
+
+
+def test_resumed_request_goes_on_where_it_was():
+    bench = Bench()
+    prompt = prompt_of(bench.random, 9)
+    want = expected_output(prompt, 12, frozenset({3}))
+    request_id = bench.submit(prompt, 12, generated=(np.array(want[:5], np.int32),))
+    bench.run()
+    assert bench.outputs[request_id, 0] == want[5:]
+    bench.check_baseline()
+
+
+def test_resumed_choices_that_differ():
+    bench = Bench()
+    prompt = prompt_of(bench.random, 9)
+    want = expected_output(prompt, 12, frozenset({3}))
+    given = (np.array(want[:5], np.int32), np.array(want[:2], np.int32))
+    request_id = bench.submit(prompt, 12, choices=2, generated=given)
+    bench.run()
+    assert bench.outputs[request_id, 0] == want[5:]
+    assert bench.outputs[request_id, 1] == want[2:]
+    bench.check_baseline()
+
+
+def test_prefill_holds_its_pages_until_release():
+    bench = Bench()
+    prompt = prompt_of(bench.random, 18)
+    request_id = bench.submit(prompt, 8, mode=Mode.PREFILL, choices=3)
+    bench.run()
+    first = next_token(prompt)
+    assert [r.token_id for r in bench.prefilled[request_id].records] == [first] * 3
+    chunk = bench.chunks[request_id]
+    assert chunk.end_token == 18
+    stored = bench.device.kv[chunk.pages].reshape(-1)[:18]
+    assert stored.tolist() == prompt
+    assert bench.blocks.available == bench.blocks.total - 5
+    bench.scheduler.release(request_id)
+    bench.check_baseline()
+
+
+def deliver(bench, request_id):
+    """Plays the prefill worker: writes the prompt's KV into the pages that are not held."""
+    request, grant = bench.requests[request_id], bench.reserved[request_id]
+    prompt = request.prompt_ids.tolist()
+    size = bench.device.page_size
+    for i, page in enumerate(grant.pages.tolist()):
+        part = prompt[i * size : (i + 1) * size]
+        if i >= grant.held_pages:
+            bench.device.kv[page, : len(part)] = part
+        else:
+            assert bench.device.kv[page].tolist() == part, "held page has other tokens"
+    first = next_token(prompt)
+    bench.scheduler.deliver(request_id, [TokenRecord(first)] * request.choices)
+    return first
+
+
+@pytest.mark.parametrize("choices", [1, 3])
+def test_received_request_decodes_from_delivered_pages(choices):
+    bench = Bench(num_pages=60)
+    prompt = prompt_of(bench.random, 18)
+    for _ in range(2):
+        request_id = bench.submit(prompt, 9, mode=Mode.RECEIVE, choices=choices)
+        bench.run()
+        first = deliver(bench, request_id)
+        bench.run()
+        want = expected_output(prompt, 9, frozenset({3}))
+        assert want[0] == first
+        for choice in range(choices):
+            assert bench.outputs[request_id, choice] == want[1:]
+        bench.check_baseline()
+    assert bench.reserved[request_id].held_pages == 4, "the second time D holds all full pages"
+
+
+def test_aborted_reservation_is_quarantined_until_release():
+    bench = Bench()
+    request_id = bench.submit([5] * 18, 8, mode=Mode.RECEIVE)
+    bench.run()
+    bench.scheduler.cancel(request_id)
+    assert bench.scheduler.slots.num_used == 0
+    assert bench.blocks.available == bench.blocks.total - 5
+    bench.scheduler.deliver(request_id, [TokenRecord(9)])
+    bench.run()
+    assert not bench.outputs
+    bench.scheduler.release(request_id)
+    bench.check_baseline()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_operations_keep_every_promise(seed):
+    rng = random.Random(seed)
+    bench = Bench(
+        num_pages=rng.choice([12, 20, 40]),
+        page_size=rng.choice([1, 4, 16]),
+        slots=rng.choice([2, 6]),
+        step_tokens=rng.choice([16, 64]),
+        seed=seed,
+        policy=rng.choice(sorted(POLICIES)),
+        eviction=rng.choice(sorted(EVICTION_POLICIES)),
+        prefix_cache=rng.random() < 0.8,
+    )
+    cancelled, delivered = set(), set()
+    for _ in range(150):
+        action = rng.random()
+        if action < 0.25:
+            length = rng.randrange(1, 40)
+            bench.submit(
+                prompt_of(rng, length, shared=rng.choice([0, length // 2])),
+                rng.randrange(1, 20),
+                mode=rng.choice([Mode.WHOLE, Mode.WHOLE, Mode.PREFILL, Mode.RECEIVE]),
+                choices=rng.choice([1, 1, 2]),
+                stop=rng.sample(range(VOCAB), 40),
+            )
+        elif action < 0.35 and bench.requests:
+            victim = rng.choice(list(bench.requests))
+            bench.scheduler.cancel(victim)
+            cancelled.add(victim)
+        elif action < 0.5:
+            settle_transfers(bench, rng, cancelled, delivered)
+        bench.turn()
+    for _ in range(300):
+        settle_transfers(bench, rng, cancelled, delivered, everything=True)
+        bench.turn()
+    bench.run()
+    bench.check_baseline()
+    for request_id, request in bench.requests.items():
+        if request.mode is Mode.WHOLE and request_id not in cancelled | bench.failed.keys():
+            bench.check_output(request_id)
+        if request_id in delivered - cancelled:
+            want = expected_output(
+                request.prompt_ids.tolist(), request.stop.max_tokens, request.stop.token_ids | {3}
+            )
+            for choice in range(request.choices):
+                assert bench.outputs.get((request_id, choice), []) == want[1:]
+
+
+def settle_transfers(bench, rng, cancelled, delivered, everything=False):
+    """Plays the transfer thread: delivers or frees what waits for it."""
+    for request_id in list(bench.reserved):
+        if everything or rng.random() < 0.5:
+            if request_id in cancelled:
+                bench.scheduler.release(request_id)
+            elif request_id not in delivered:
+                deliver(bench, request_id)
+                delivered.add(request_id)
+    for request_id in bench.requests:
+        if request_id in bench.prefilled or request_id in cancelled:
+            if everything or rng.random() < 0.5:
+                bench.scheduler.release(request_id)
