@@ -15,7 +15,7 @@ import socket
 import tomllib
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, Generic, Literal, NamedTuple, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, SettingsConfigDict
@@ -80,7 +80,7 @@ class WorkerSettings(BaseSettings):
         default_factory=lambda data: f"{data['role']}-{socket.gethostname()}", min_length=1
     )
     """Stable name in logs, metrics and the router's list; unique among a router's workers."""
-    model: str = Field(min_length=1)
+    model: str = Field(default="demo", min_length=1)
     """Folder with config.json, safetensors and tokenizer; `demo` fetches a small model."""
     served_name: str = ""
     """Name that clients use. Empty: the folder's name."""
@@ -139,17 +139,17 @@ class WorkerSettings(BaseSettings):
         return self
 
 
-class Resolved(NamedTuple):
+class Resolved(NamedTuple, Generic[Settings]):
     """Settings and, per field, where the value came from."""
 
-    settings: BaseSettings
+    settings: Settings
     sources: Mapping[str, str]
     """"flag", the environment variable's name, the file's path or "default"."""
 
 
 def resolve(
-    kind: type[BaseSettings], table: str, flags: Mapping[str, Any], file: Path | None = None
-) -> Resolved:
+    kind: type[Settings], table: str, flags: Mapping[str, Any], file: Path | None = None
+) -> Resolved[Settings]:
     """Merges flags, environment, file and defaults.
 
     Args:
@@ -175,15 +175,6 @@ def resolve(
     sources |= {name: (prefix + name).upper() for name in from_environment}
     sources |= dict.fromkeys(given, "flag")
     return Resolved(settings, sources)
-
-
-def load(
-    kind: type[Settings], table: str, flags: Mapping[str, Any], file: Path | None = None
-) -> Settings:
-    """`resolve` without the sources."""
-    settings = resolve(kind, table, flags, file).settings
-    assert isinstance(settings, kind)
-    return settings
 
 
 def _file(named: Path | None) -> Path | None:

@@ -1,0 +1,81 @@
+# make demo     install, fetch a small model, start router + prefill + decode, ask, draw the trace
+# make test     everything that runs without a GPU
+# make help     the rest
+
+PROMPT ?= What is the capital of France?
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?=
+export PROMPT
+
+# Where pip finds CPU builds of torch, for machines without a GPU whose own sources have none.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+GPU := $(wildcard /dev/nvidia[0-9]*)
+
+# A stamp is named after what was installed from, so that nothing is installed twice and any change
+# installs again. `dev` includes `run`.
+KEY := $(shell cat pyproject.toml constraints-cpu.txt | sha256sum | cut -c1-16)
+RUN_STAMP := $(VENV)/.installed-run-$(KEY)
+DEV_STAMP := $(VENV)/.installed-dev-$(KEY)
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help demo up install install-dev test test-slow lint format protos clean
+
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+demo: install ## One question through the whole system (PROMPT="..." asks another)
+	@$(BIN)/baton demo "$$PROMPT"
+
+up: install ## A router, a prefill and a decode worker, until Ctrl-C
+	@$(BIN)/baton up
+
+install: $(or $(wildcard $(DEV_STAMP)),$(RUN_STAMP)) ## What serving needs, into .venv
+
+install-dev: $(DEV_STAMP) ## And what the tests need
+
+test: install-dev ## Everything that runs without a GPU
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-slow: install-dev ## And what takes minutes
+	$(BIN)/python -m pytest --slow $(PYTEST_ARGS)
+
+lint: install-dev ## Formatting, lint, types, protos
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/buf lint protos
+
+format: install-dev ## Format and sort imports
+	$(BIN)/ruff check --fix --select I .
+	$(BIN)/ruff format .
+
+protos: install-dev ## Build the stubs again
+	$(BIN)/python protos/generate.py
+
+clean: ## Remove .venv and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
+
+$(RUN_STAMP): EXTRAS := router,worker,gguf
+$(DEV_STAMP): EXTRAS := dev
+
+# Whether pip's own sources have a CPU build of torch.
+HAS_CPU_TORCH = $(PIP) install --quiet --dry-run --ignore-installed --no-deps --report - \
+	torch -c constraints-cpu.txt 2>/dev/null | grep -q '"version": "[^"]*+cpu"'
+
+$(RUN_STAMP) $(DEV_STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Baton needs Python 3.11 or newer; name one: make PYTHON=python3.12"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing Baton and what it needs into $(VENV), once"
+ifneq ($(GPU),)
+	$(PIP) install -e ".[$(EXTRAS)]"
+else
+	@index=; $(HAS_CPU_TORCH) || index="--extra-index-url $(TORCH_INDEX)"; set -x; \
+	$(PIP) install -c constraints-cpu.txt $$index -e ".[$(EXTRAS)]"
+endif
+	@rm -f $(VENV)/.installed-*
+	@touch $@

@@ -1,0 +1,129 @@
+"""The `baton` command."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import typer
+from rich.markup import escape
+from typer.core import TyperGroup
+
+from baton.commands import ask, config, demo, model, serve, trace
+from baton.commands.output import stderr
+from baton.demo_model import DemoModelError
+from baton.errors import (
+    BatonError,
+    InvalidRequestError,
+    OverloadedError,
+    UnavailableError,
+    UnreachableError,
+)
+from baton.settings import SettingsError
+from baton.up import UpError
+
+FAILED: Final = 1
+WRONG_USE: Final = 2
+TRY_LATER: Final = 3
+INTERRUPTED: Final = 130
+
+
+def explain(error: Exception) -> tuple[str, int] | None:
+    """What to tell the user and the exit code; None for what is a bug."""
+    match error:
+        case UnreachableError():
+            return (
+                "no router answers there. Start one with `baton up`, or name it with --router "
+                f"({error.message})",
+                TRY_LATER,
+            )
+        case InvalidRequestError():
+            fields = "".join(f"\n  {v.field}: {v.description}" for v in error.violations)
+            return error.message + fields, WRONG_USE
+        case UnavailableError() | OverloadedError():
+            again = f" (again in {error.retry_after_s:.1f} s)" if error.retry_after_s else ""
+            return f"{error.reason}: {error.message}{again}", TRY_LATER
+        case BatonError():
+            return f"{error.reason or error.code.name}: {error.message}", FAILED
+        case SettingsError():
+            return str(error), WRONG_USE
+        case UpError() | DemoModelError() | trace.TraceError():
+            return str(error), FAILED
+        case _:
+            return None
+
+
+class _Commands(TyperGroup):
+    """Turns the errors that users can do something about into one line and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+        except Exception as error:
+            if (known := explain(error)) is None:
+                raise
+            message, code = known
+            stderr.print(f"[bold red]error[/] {escape(message)}")
+            raise typer.Exit(code) from None
+
+
+app = typer.Typer(
+    name="baton",
+    cls=_Commands,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit codes: 0 done, 1 failed, 2 wrong use, 3 try again later, 130 interrupted.",
+)
+
+
+@app.callback()
+def _baton() -> None:
+    """Baton serves language models with prefill and decode on different workers.
+
+    Try it: [cyan]baton demo[/]
+
+    Serve here: [cyan]baton up --model FOLDER[/]
+
+    Then ask: [cyan]baton generate "Hello!"[/]
+
+    On several machines: [cyan]baton router[/] once, [cyan]baton prefill[/] or decode on each GPU
+    """
+
+
+def _add(panel: str, name: str, command: Callable[..., None]) -> None:
+    """Registers a command; its docstring is the help, each paragraph wrapped to the terminal."""
+    paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
+    text = "\n\n".join(" ".join(paragraph.split("\n")) for paragraph in paragraphs)
+    app.command(name, help=text, rich_help_panel=panel)(command)
+
+
+_PANELS: Final[Mapping[str, Mapping[str, Callable[..., None]]]] = {
+    "Start here": {"demo": demo.demo, "up": serve.up_command},
+    "Serve": {
+        "router": serve.router,
+        "worker": serve.worker,
+        "prefill": serve.prefill,
+        "decode": serve.decode,
+        "config": config.config,
+        "model": model.model,
+    },
+    "Ask": {"generate": ask.generate, "models": ask.models, "trace": trace.trace},
+}
+for _panel, _commands in _PANELS.items():
+    for _name, _command in _commands.items():
+        _add(_panel, _name, _command)
+
+
+def main() -> None:
+    """Entry point of the installed command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

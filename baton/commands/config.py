@@ -1,0 +1,52 @@
+"""`baton config`: what a process would run with, and why."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from baton.commands.output import stdout
+from baton.settings import Resolved, WorkerSettings, resolve
+from router.settings import RouterSettings
+
+KINDS = {"router": RouterSettings, "worker": WorkerSettings}
+
+
+def config(
+    process: Annotated[
+        str | None, typer.Argument(help="`router` or `worker`. Default: both.")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="TOML file to read.")
+    ] = None,
+) -> None:
+    """Print the settings that a process would start with, as TOML.
+
+    Flags beat the environment, the environment beats the file, the file beats the defaults. What is
+    no default says where it came from. The output is a settings file: save it as baton.toml.
+
+    Example: [cyan]BATON_MAX_SEQUENCES=8 baton config worker[/]
+    """
+    if process is not None and process not in KINDS:
+        raise typer.BadParameter("must be router or worker")
+    for table, kind in KINDS.items():
+        if process in (None, table):
+            stdout.print(to_toml(table, resolve(kind, table, {}, file)), markup=False)
+
+
+def to_toml(table: str, resolved: Resolved[Any]) -> str:
+    """The settings as a TOML table; values that are no defaults name their source."""
+    lines = [f"[{table}]"]
+    for name, value in resolved.settings.model_dump(mode="json").items():
+        source = resolved.sources[name]
+        comment = "" if source == "default" else f"  # {source}"
+        lines.append(f"{name} = {_literal(value)}{comment}")
+    return "\n".join(lines) + "\n"
+
+
+def _literal(value: object) -> str:
+    """TOML's form of what settings are made of: JSON's, but for non-ASCII text."""
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,62 @@
+"""What the command line shows: results on stdout, everything about them on stderr."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import cycle
+from typing import TYPE_CHECKING, Any, Final
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from baton import demo_model
+
+stdout: Final = Console(highlight=False, soft_wrap=True)
+stderr: Final = Console(stderr=True, highlight=False, soft_wrap=True)
+
+_COLOURS: Final = ("cyan", "magenta", "green", "yellow", "blue", "bright_cyan", "bright_magenta")
+
+
+def merged_log(names: list[str]) -> Callable[[str, str], None]:
+    """Writes lines with the name of the process in front, each process in a colour of its own."""
+    width = max(map(len, names))
+    colours = dict(zip(names, cycle(_COLOURS), strict=False))
+
+    def write(name: str, line: str) -> None:
+        head = Text(f"{name:>{width}} │ ", style=colours[name])
+        stdout.print(head + Text.from_ansi(line))
+
+    return write
+
+
+@contextmanager
+def model_progress() -> Iterator[demo_model.Progress]:
+    """A progress bar for `demo_model.ensure`, drawn only if there is something to do."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=stderr, transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def report(doing: str, share: float | None) -> None:
+            if doing not in tasks:
+                for done in tasks.values():
+                    bar.update(done, total=1, completed=1)
+                tasks[doing] = bar.add_task(doing, total=None)
+                if not stderr.is_terminal:
+                    stderr.print(f"{doing} ...")
+            bar.update(tasks[doing], total=None if share is None else 1, completed=share or 0)
+
+        yield report
+
+
+def print_json(value: object) -> None:
+    """One JSON object on one line of stdout."""
+    stdout.print(json.dumps(value, ensure_ascii=False), markup=False)

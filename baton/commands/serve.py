@@ -1,0 +1,162 @@
+"""Commands that serve: `up`, `router`, `worker` and its short forms."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from baton import demo_model, up
+from baton.commands.output import merged_log, model_progress, stderr, stdout
+from baton.commands.settings_options import takes_settings
+from baton.settings import Resolved, Role, WorkerSettings
+from baton.supervisor import Supervisor, end_with_parent
+from router.settings import RouterSettings
+
+
+def resolve_model(model: str) -> str:
+    """The folder a `--model` means, fetching the demo model where it is that."""
+    with model_progress() as progress:
+        return demo_model.resolve(model, progress)
+
+
+def _serve_worker(settings: WorkerSettings) -> None:
+    from baton import worker_process
+
+    end_with_parent()
+    folder = resolve_model(settings.model)
+    raise typer.Exit(worker_process.main(settings.model_copy(update={"model": folder})))
+
+
+@takes_settings(RouterSettings, "router")
+def router(resolved: Resolved[RouterSettings]) -> None:
+    """Run a router: the front door for clients, and where workers announce themselves.
+
+    It needs no GPU and no PyTorch. Start it before or after the workers, as you like.
+    """
+    from router import server
+
+    end_with_parent()
+    raise typer.Exit(server.main(resolved.settings))
+
+
+@takes_settings(WorkerSettings, "worker")
+def worker(resolved: Resolved[WorkerSettings]) -> None:
+    """Run one worker: a model on one device, in one role.
+
+    Example: [cyan]baton worker --role both --model ./Llama-3.1-8B-Instruct[/]
+    """
+    _serve_worker(resolved.settings)
+
+
+@takes_settings(WorkerSettings, "worker", role=Role.PREFILL)
+def prefill(resolved: Resolved[WorkerSettings]) -> None:
+    """Run a prefill worker: short for [cyan]baton worker --role prefill[/]."""
+    _serve_worker(resolved.settings)
+
+
+@takes_settings(WorkerSettings, "worker", role=Role.DECODE)
+def decode(resolved: Resolved[WorkerSettings]) -> None:
+    """Run a decode worker: short for [cyan]baton worker --role decode[/]."""
+    _serve_worker(resolved.settings)
+
+
+Port = typer.Option(metavar="PORT", help="Default: the usual port or the next free one. 0: any.")
+
+
+def up_command(
+    prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
+    decode: Annotated[int, typer.Option(min=0, help="Decode workers.")] = 1,
+    both: Annotated[int, typer.Option(min=0, help="Workers that do both, one GPU each.")] = 0,
+    model: Annotated[
+        str, typer.Option(help="Folder of the model; `demo` fetches a small one.")
+    ] = demo_model.DEMO,
+    device: Annotated[
+        up.Device, typer.Option(help="`auto`: one GPU a worker where there are any.")
+    ] = "auto",
+    trace: Annotated[
+        bool, typer.Option(help="Keep the latest traces in the router: `baton trace` draws them.")
+    ] = True,
+    port: Annotated[int | None, Port] = None,
+    http_port: Annotated[int | None, Port] = None,
+    admin_port: Annotated[int | None, Port] = None,
+    kv_memory_gib: Annotated[
+        float | None, typer.Option(help="Memory of each worker's KV pool, GiB.")
+    ] = None,
+    drain_s: Annotated[
+        float, typer.Option(help="Seconds that running requests get after Ctrl-C.")
+    ] = 30.0,
+) -> None:
+    """Run a router and its workers on this machine.
+
+    Every worker is a process of its own; one log shows them all. A worker that dies is started
+    again. Ctrl-C drains, a second Ctrl-C stops at once. Settings that have no option here come
+    from BATON_* or baton.toml, as for each process alone.
+
+    Example: [cyan]baton up --prefill 2 --decode 2 --model ./Llama-3.1-8B-Instruct[/]
+    """
+    options = up.UpOptions(
+        model=resolve_model(model),
+        prefill=prefill,
+        decode=decode,
+        both=both,
+        device=device,
+        trace=trace,
+        grpc_port=port,
+        http_port=http_port,
+        admin_port=admin_port,
+        kv_memory_gib=kv_memory_gib,
+        drain_s=drain_s,
+    )
+    asyncio.run(_up(up.plan(options)))
+
+
+async def _up(plan: up.Plan) -> None:
+    write = merged_log([spec.name for spec in plan.specs])
+    async with up.running(plan, write) as supervisor:
+        _stop_on_signals(supervisor)
+        started = time.monotonic()
+        with stderr.status("starting") as status:
+            await up.wait_until_ready(
+                plan, supervisor, lambda names: status.update(f"waiting for {names}")
+            )
+        _say_how_to_talk(plan, time.monotonic() - started)
+        await supervisor.ended.wait()
+    if supervisor.failed:
+        raise up.UpError(supervisor.failed)
+    stdout.print("everything has stopped")
+
+
+def _stop_on_signals(supervisor: Supervisor) -> None:
+    """The first signal drains, the second one kills."""
+
+    def stop() -> None:
+        if supervisor.ended.is_set():
+            supervisor.kill()
+        else:
+            stderr.print("\ndraining; once more stops at once")
+            supervisor.ended.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+
+
+def _say_how_to_talk(plan: up.Plan, took_s: float) -> None:
+    ask = "baton generate"
+    if not plan.router_address.endswith(f":{up.GRPC_PORT}"):
+        ask += f" --router {plan.router_address}"
+    workers = ", ".join(name for name, _ in plan.worker_addresses)
+    lines = (
+        f"[bold green]Baton is ready[/] after {took_s:.1f} s: router, {escape(workers)}",
+        "",
+        f'  ask      [cyan]{ask} "What is the capital of France?"[/]',
+        f"  gRPC     {plan.router_address}",
+        f"  OpenAI   http://{plan.http_address}/v1",
+        f"  metrics  http://{plan.admin_address}/metrics",
+        "  stop     Ctrl-C",
+    )
+    stdout.print("\n" + "\n".join(lines) + "\n")

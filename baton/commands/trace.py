@@ -1,0 +1,50 @@
+"""`baton trace`: where a request's time went, drawn from its spans."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from baton.commands.output import stdout
+
+ROUTER_ADMIN_ADDRESS = "127.0.0.1:9090"
+
+
+class TraceError(Exception):
+    """The trace cannot be had; the message says why."""
+
+
+AdminOption = Annotated[
+    str | None,
+    typer.Option(
+        "--admin",
+        envvar="BATON_ROUTER_ADMIN",
+        metavar="HOST:PORT",
+        help=f"The router's admin address. Default: {ROUTER_ADMIN_ADDRESS}.",
+    ),
+]
+
+
+def trace(
+    trace_id: Annotated[str | None, typer.Argument(help="Default: the latest request's.")] = None,
+    admin: AdminOption = None,
+) -> None:
+    """Draw a request's waterfall from the spans that the router keeps.
+
+    The router keeps them when it runs with --trace-store, as under [cyan]baton up[/].
+
+    Example: [cyan]baton trace 0af7651916cd43dd8448eb211c80319c[/]
+    """
+    show_trace(trace_id, admin)
+
+
+def show_trace(trace_id: str | None, admin: str | None) -> None:
+    """Fetches and draws one trace.
+
+    Raises:
+        TraceError: nobody has it.
+    """
+    from baton import waterfall
+
+    stdout.print(waterfall.draw(waterfall.fetch(admin or ROUTER_ADMIN_ADDRESS, trace_id)))

@@ -1,0 +1,283 @@
+"""A router and its workers as processes of this machine: `baton up` and `baton demo`.
+
+1. `plan` turns what was asked for into ports, devices, threads and command lines; it starts
+   nothing.
+2. `running` starts the processes and yields at once.
+3. `wait_until_ready` returns when every worker and the router say that they serve; a process that
+   dies before that is an error, one that dies later is restarted.
+4. Leaving `running` drains: the router first, for its requests need the workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from baton.settings import Role
+from baton.supervisor import ProcessSpec, Supervisor, Write
+
+HOST: Final = "127.0.0.1"
+GRPC_PORT: Final = 50051
+HTTP_PORT: Final = 8000
+INTERNAL_PORT: Final = 50050
+ADMIN_PORT: Final = 9090
+"""The router's; workers follow."""
+PORTS_TRIED: Final = 100
+POLL_S: Final = 0.1
+
+Device = Literal["auto", "cpu", "cuda"]
+
+
+class UpError(Exception):
+    """What was asked for cannot be run here, or did not start."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpOptions:
+    """What to run. Ports of 0 mean any that is free; None means the usual or the next free one."""
+
+    model: str
+    """Folder of the model, resolved already."""
+    prefill: int = 1
+    decode: int = 1
+    both: int = 0
+    device: Device = "auto"
+    trace: bool = True
+    """Whether every process sends its spans to the router's trace store."""
+    grpc_port: int | None = None
+    http_port: int | None = None
+    admin_port: int | None = None
+    kv_memory_gib: float | None = None
+    drain_s: float = 30.0
+    """Seconds that running requests get when everything is stopped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that `running` needs, and what to tell the user."""
+
+    specs: tuple[ProcessSpec, ...]
+    router_address: str
+    http_address: str
+    admin_address: str
+    worker_addresses: tuple[tuple[str, str], ...]
+    """Name and address of each worker."""
+    on_gpus: bool
+    drain_s: float
+
+
+def plan(options: UpOptions) -> Plan:
+    """Decides everything before anything is started.
+
+    Raises:
+        UpError: it cannot be run on this machine.
+    """
+    roles = _roles(options)
+    gpus = [] if options.device == "cpu" else visible_gpus()
+    if options.device == "cuda" and not gpus:
+        raise UpError("there is no GPU here (--device cpu runs without one)")
+    if gpus and len(roles) > len(gpus) and options.kv_memory_gib is None:
+        raise UpError(
+            f"{len(roles)} workers share {len(gpus)} GPUs: say how much memory each may take "
+            "for KV pages (--kv-memory-gib)"
+        )
+    with _PortPicker() as ports:
+        grpc_address = ports.pick(options.grpc_port, GRPC_PORT)
+        http_address = ports.pick(options.http_port, HTTP_PORT)
+        internal_address = ports.pick(_like(options.grpc_port), INTERNAL_PORT)
+        admin_address = ports.pick(options.admin_port, ADMIN_PORT)
+        workers = [
+            (name, role, ports.pick(0, 0), ports.pick(_like(options.admin_port), ADMIN_PORT + 1))
+            for name, role in roles
+        ]
+    spans_to = ["--otlp-endpoint", f"http://{internal_address}"] if options.trace else []
+    router = ProcessSpec(
+        name="router",
+        argv=[
+            *_baton("router", "--name", "router", "--listen", grpc_address),
+            *("--internal-listen", internal_address, "--http-listen", http_address),
+            *("--admin", admin_address, "--drain-s", str(options.drain_s)),
+            *(["--trace-store"] if options.trace else []),
+            *spans_to,
+        ],
+        essential=True,
+    )
+    threads = max(1, (os.cpu_count() or 1) // len(roles))
+    specs = [
+        ProcessSpec(
+            name=name,
+            argv=[
+                *_baton("worker", "--name", name, "--role", role.value, "--model", options.model),
+                *("--device", "cuda" if gpus else "cpu", "--threads", str(threads)),
+                *("--listen", address, "--routers", internal_address, "--admin", admin),
+                *("--drain-s", str(options.drain_s)),
+                *_given("--kv-memory-gib", options.kv_memory_gib),
+                *spans_to,
+            ],
+            environment={
+                "OMP_NUM_THREADS": str(threads),
+                **({"CUDA_VISIBLE_DEVICES": gpus[index % len(gpus)]} if gpus else {}),
+            },
+            stop_rank=1,
+        )
+        for index, (name, role, address, admin) in enumerate(workers)
+    ]
+    return Plan(
+        specs=(router, *specs),
+        router_address=grpc_address,
+        http_address=http_address,
+        admin_address=admin_address,
+        worker_addresses=tuple((name, address) for name, _, address, _ in workers),
+        on_gpus=bool(gpus),
+        drain_s=options.drain_s,
+    )
+
+
+def visible_gpus() -> list[str]:
+    """GPUs that this process may use, as `CUDA_VISIBLE_DEVICES` names them."""
+    if (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name.strip() for name in chosen.split(",") if name.strip() not in ("", "-1")]
+    nodes = Path("/dev").glob("nvidia[0-9]*")
+    return [str(i) for i, _ in enumerate(n for n in nodes if re.fullmatch(r"nvidia\d+", n.name))]
+
+
+def _roles(options: UpOptions) -> list[tuple[str, Role]]:
+    counts = {
+        Role.PREFILL: options.prefill,
+        Role.DECODE: options.decode,
+        Role.BOTH: options.both,
+    }
+    if bool(options.prefill) != bool(options.decode) and not options.both:
+        raise UpError("prefill workers need decode workers and the other way round (or --both)")
+    roles = [(f"{role}-{i}", role) for role, count in counts.items() for i in range(count)]
+    if not roles:
+        raise UpError("there is no worker to run (--prefill, --decode, --both)")
+    return roles
+
+
+def _baton(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "baton", *arguments]
+
+
+def _given(flag: str, value: float | None) -> list[str]:
+    return [] if value is None else [flag, str(value)]
+
+
+def _like(port: int | None) -> int | None:
+    """Ports nobody chose: any free one beside another of that kind, else the usual one."""
+    return 0 if port == 0 else None
+
+
+class _PortPicker:
+    """Picks free ports, all held until the last is picked so that none is picked twice."""
+
+    def __init__(self) -> None:
+        self._held: list[socket.socket] = []
+
+    def __enter__(self) -> _PortPicker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for held in self._held:
+            held.close()
+
+    def pick(self, wanted: int | None, usual: int) -> str:
+        """The wanted port, or from the usual one upwards the first that is free."""
+        ports = range(usual, usual + PORTS_TRIED) if wanted is None else [wanted]
+        for port in ports:
+            holder = socket.socket()
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                holder.bind((HOST, port))
+            except OSError:
+                holder.close()
+                continue
+            self._held.append(holder)
+            return f"{HOST}:{holder.getsockname()[1]}"
+        raise UpError(f"port {ports[0]} is taken")
+
+
+@contextlib.asynccontextmanager
+async def running(what: Plan, write: Write) -> AsyncIterator[Supervisor]:
+    """Runs the plan's processes for as long as the context is open, then drains them."""
+    supervisor = Supervisor(what.specs, write)
+    supervisor.start()
+    try:
+        yield supervisor
+    finally:
+        await supervisor.stop(what.drain_s)
+
+
+async def wait_until_ready(
+    what: Plan, supervisor: Supervisor, waiting_for: Callable[[str], None] = lambda names: None
+) -> None:
+    """Returns when every process serves and the router knows the model.
+
+    Args:
+        what: what is running.
+        supervisor: who runs it.
+        waiting_for: told the names of those that are not ready, whenever that changes.
+
+    Raises:
+        UpError: a process died first, or somebody stopped the supervisor.
+    """
+    ready = asyncio.create_task(_ready(what, waiting_for))
+    ended = asyncio.create_task(supervisor.ended.wait())
+    try:
+        await asyncio.wait([ready, ended], return_when=asyncio.FIRST_COMPLETED)
+        if not ready.done():
+            raise UpError(supervisor.failed or "stopped before everything was ready")
+        await ready
+    finally:
+        ready.cancel()
+        ended.cancel()
+    supervisor.settled = True
+
+
+async def _ready(what: Plan, waiting_for: Callable[[str], None]) -> None:
+    missing = dict(what.worker_addresses)
+    while missing:
+        waiting_for(", ".join(missing))
+        answers = await asyncio.gather(*map(_serves, missing.values()))
+        missing = {
+            name: address
+            for (name, address), serves in zip(missing.items(), answers, strict=True)
+            if not serves
+        }
+        await asyncio.sleep(POLL_S)
+    waiting_for("router")
+    while not (await _serves(what.router_address) and await _has_models(what.router_address)):
+        await asyncio.sleep(POLL_S)
+
+
+async def _serves(address: str) -> bool:
+    """Whether the process at the address calls itself healthy."""
+    import grpc.aio
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        try:
+            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=1.0)
+        except grpc.RpcError:
+            return False
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+async def _has_models(address: str) -> bool:
+    from baton.client import AsyncClient
+    from baton.errors import BatonError
+
+    async with AsyncClient(address) as client:
+        try:
+            return bool(await client.models(timeout_s=1.0))
+        except BatonError:
+            return False

@@ -1,0 +1,152 @@
+"""Help, errors and exit codes of the command line."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from baton import up
+from baton.cli import app, explain
+from baton.errors import InvalidRequestError, OverloadedError
+from baton.settings import WorkerSettings
+
+NOBODY = "127.0.0.1:1"
+
+
+def run(*arguments: str, **environment: str) -> Result:
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200", **environment})
+
+
+def plain(text: str) -> str:
+    """Without colours and line breaks."""
+    return " ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split())
+
+
+@pytest.fixture(autouse=True)
+def no_settings_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_help_names_every_command() -> None:
+    shown = plain(run("--help").output)
+    for command in ("demo", "up", "router", "worker", "prefill", "decode", "generate", "models"):
+        assert f" {command} " in shown
+    assert "Exit codes" in shown
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "demo",
+        "up",
+        "router",
+        "worker",
+        "prefill",
+        "decode",
+        "generate",
+        "models",
+        "config",
+        "trace",
+    ],
+)
+def test_every_command_has_help(command: str) -> None:
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert "Usage" in result.output
+
+
+def test_every_setting_of_a_worker_is_an_option() -> None:
+    shown = plain(run("worker", "--help").output)
+    for name, field in WorkerSettings.model_fields.items():
+        assert f"--{name.replace('_', '-')}" in shown
+        assert plain(str(field.description))[:20] in shown
+
+
+def test_short_forms_fix_the_role() -> None:
+    assert "│ --role" not in plain(run("prefill", "--help").output)
+
+
+def test_config_says_where_values_come_from() -> None:
+    shown = run("config", "worker", BATON_MAX_SEQUENCES="8").output
+    assert "max_sequences = 8  # BATON_MAX_SEQUENCES" in shown
+    assert "[router]" not in shown
+
+
+def test_wrong_settings_are_one_line_and_wrong_use() -> None:
+    result = run("config", "worker", BATON_DEVICE="tpu")
+    assert result.exit_code == 2
+    assert "`device`" in plain(result.output)
+    assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("command", [("generate", "Hello"), ("models",)])
+def test_no_router_says_what_to_do(command: tuple[str, ...]) -> None:
+    result = run(*command, "--router", NOBODY)
+    assert result.exit_code == 3
+    assert "baton up" in plain(result.output)
+    assert "Traceback" not in result.output
+
+
+def test_models_of_nobody_as_json_fails_too() -> None:
+    assert run("models", "--json", "--router", NOBODY).exit_code == 3
+
+
+def test_errors_become_a_line_and_a_code() -> None:
+    full = OverloadedError("the queue is full", reason="QUEUE_FULL", retry_after_s=1.25)
+    assert explain(full) == ("QUEUE_FULL: the queue is full (again in 1.2 s)", 3)
+    assert explain(InvalidRequestError("bad")) == ("bad", 2)
+    assert explain(ZeroDivisionError()) is None
+
+
+def test_where_the_demo_model_is(tmp_path: Path) -> None:
+    result = run("model", "path", BATON_CACHE=str(tmp_path))
+    assert result.output.strip() == str(tmp_path / "models" / "SmolLM2-135M-Instruct")
+
+
+def test_a_plan_gives_each_process_its_own_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    options = up.UpOptions(model="/m", prefill=2, decode=1, grpc_port=0, http_port=0, admin_port=0)
+    plan = up.plan(options)
+    assert [spec.name for spec in plan.specs] == ["router", "prefill-0", "prefill-1", "decode-0"]
+    ports = re.findall(r"127\.0\.0\.1:(\d+)", json.dumps([list(s.argv) for s in plan.specs[1:]]))
+    own = [port for port in ports if ports.count(port) == 1]
+    assert len(own) == 6
+    assert not plan.on_gpus
+    assert plan.specs[0].essential
+    assert plan.specs[0].stop_rank < plan.specs[1].stop_rank
+
+
+def test_a_plan_gives_each_worker_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    plan = up.plan(up.UpOptions(model="/m", grpc_port=0, http_port=0, admin_port=0))
+    assert [s.environment["CUDA_VISIBLE_DEVICES"] for s in plan.specs[1:]] == ["4", "5"]
+    with pytest.raises(up.UpError, match="share 2 GPUs"):
+        up.plan(up.UpOptions(model="/m", decode=2))
+
+
+@pytest.mark.parametrize(
+    ("counts", "complaint"),
+    [
+        ({"prefill": 0, "decode": 0}, "no worker"),
+        ({"prefill": 1, "decode": 0}, "need decode workers"),
+        ({"device": "cuda"}, "no GPU"),
+        ({"grpc_port": 1}, "taken"),
+    ],
+)
+def test_plans_that_cannot_be(
+    monkeypatch: pytest.MonkeyPatch, counts: dict[str, object], complaint: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(up._PortPicker, "pick", refuse_port_1)
+    with pytest.raises(up.UpError, match=complaint):
+        up.plan(up.UpOptions(model="/m", **counts))  # type: ignore[arg-type]
+
+
+def refuse_port_1(self: object, wanted: int | None, usual: int) -> str:
+    if wanted == 1:
+        raise up.UpError("port 1 is taken")
+    return "127.0.0.1:1234"

@@ -1,0 +1,397 @@
+"""The clients against a scripted router."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent import futures
+
+import grpc
+import grpc.aio
+import pytest
+from google.protobuf import any_pb2
+from google.protobuf.duration_pb2 import Duration
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from baton.client import AsyncClient, Client
+from baton.errors import (
+    BatonError,
+    BrokenOffError,
+    CancelledError,
+    DeadlineError,
+    InvalidRequestError,
+    OverloadedError,
+    ProtocolError,
+    UnreachableError,
+)
+from baton.generation import FinishReason
+from baton.inference.v1 import inference_pb2 as pb
+from baton.inference.v1 import inference_pb2_grpc as pb_grpc
+
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+Script = Callable[[pb.GenerationInput, grpc.ServicerContext], Iterator[pb.StreamGenerateResponse]]
+
+
+def started(**fields: object) -> pb.StreamGenerateResponse:
+    known = {"generation_id": TRACE_ID, "model": "tiny", "model_revision": "r1", "prompt_tokens": 3}
+    return pb.StreamGenerateResponse(started=pb.GenerationStarted(**(known | fields)))
+
+
+def delta(text: str, ids: list[int], first: int, choice: int = 0) -> pb.StreamGenerateResponse:
+    return pb.StreamGenerateResponse(
+        delta=pb.TokenDelta(text=text, token_ids=ids, first_token_index=first, choice_index=choice)
+    )
+
+
+def finished(choice: int = 0, *, last: bool = True) -> pb.StreamGenerateResponse:
+    end = pb.GenerationFinished(
+        choice_index=choice, finish_reason=pb.FINISH_REASON_STOP, stop_sequence="\n"
+    )
+    if last:
+        end.usage.CopyFrom(pb.Usage(prompt_tokens=3, cached_prompt_tokens=1, output_tokens=2))
+        end.timings.prefill.CopyFrom(Duration(nanos=250_000_000))
+    return pb.StreamGenerateResponse(finished=end)
+
+
+def paris(
+    request: pb.GenerationInput, context: grpc.ServicerContext
+) -> Iterator[pb.StreamGenerateResponse]:
+    yield started()
+    yield delta("Pa", [7], 0)
+    yield delta("ris", [8], 1)
+    yield finished()
+
+
+class ScriptedRouter(pb_grpc.InferenceServiceServicer):
+    """Answers with `script` and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.script: Script = paris
+        self.inputs: list[pb.GenerationInput] = []
+        self.metadata: dict[str, str | bytes] = {}
+        self.cancelled = threading.Event()
+
+    def StreamGenerate(  # noqa: N802
+        self, request: pb.StreamGenerateRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.StreamGenerateResponse]:
+        self._note(request.input, context)
+        context.add_callback(self.cancelled.set)
+        return self.script(request.input, context)
+
+    def Generate(  # noqa: N802
+        self, request: pb.GenerateRequest, context: grpc.ServicerContext
+    ) -> pb.GenerateResponse:
+        self._note(request.input, context)
+        choices = [
+            pb.Choice(
+                index=index,
+                output=pb.TokenDelta(choice_index=index, token_ids=[7, 8], text="Paris"),
+                finish_reason=pb.FINISH_REASON_LENGTH,
+            )
+            for index in range(request.input.choices or 1)
+        ]
+        return pb.GenerateResponse(started=started().started, choices=choices)
+
+    def ListModels(  # noqa: N802
+        self, request: pb.ListModelsRequest, context: grpc.ServicerContext
+    ) -> pb.ListModelsResponse:
+        return pb.ListModelsResponse(models=[pb.Model(name="tiny", max_context_tokens=64)])
+
+    def Tokenize(  # noqa: N802
+        self, request: pb.TokenizeRequest, context: grpc.ServicerContext
+    ) -> pb.TokenizeResponse:
+        return pb.TokenizeResponse(token_ids=range(len(request.text)))
+
+    def _note(self, request: pb.GenerationInput, context: grpc.ServicerContext) -> None:
+        self.inputs.append(request)
+        self.metadata = dict(context.invocation_metadata())
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[ScriptedRouter, str]]:
+    router = ScriptedRouter()
+    server = grpc.server(futures.ThreadPoolExecutor(4))
+    pb_grpc.add_InferenceServiceServicer_to_server(router, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield router, f"127.0.0.1:{port}"
+    server.stop(None).wait()
+
+
+@pytest.fixture
+def router(served: tuple[ScriptedRouter, str]) -> ScriptedRouter:
+    router = served[0]
+    router.script = paris
+    router.inputs.clear()
+    router.cancelled.clear()
+    return router
+
+
+@pytest.fixture
+def client(served: tuple[ScriptedRouter, str], router: ScriptedRouter) -> Iterator[Client]:
+    with Client(served[1]) as client:
+        yield client
+
+
+@pytest.fixture
+async def async_client(
+    served: tuple[ScriptedRouter, str], router: ScriptedRouter
+) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(served[1]) as client:
+        yield client
+
+
+def test_a_stream_gives_deltas_and_then_the_whole(client: Client) -> None:
+    with client.stream("The capital of France is") as stream:
+        assert [d.text for d in stream] == ["Pa", "ris"]
+    whole = stream.result
+    assert (whole.text, whole.token_ids) == ("Paris", (7, 8))
+    assert whole.finish_reason is FinishReason.STOP
+    assert whole.choices[0].stop_sequence == "\n"
+    assert whole.trace_id == stream.trace_id == TRACE_ID
+    assert whole.usage.cached_prompt_tokens == 1
+    assert whole.timings.prefill_s == 0.25
+
+
+async def test_the_async_stream_is_the_same(async_client: AsyncClient) -> None:
+    async with async_client.stream("The capital of France is") as stream:
+        assert [d.text async for d in stream] == ["Pa", "ris"]
+    assert stream.result.text == "Paris"
+
+
+async def test_unary_calls(client: Client, async_client: AsyncClient) -> None:
+    assert client.generate("x", choices=2).choices[1].text == "Paris"
+    assert (await async_client.generate("x")).finish_reason is FinishReason.LENGTH
+    assert client.models()[0].name == (await async_client.models())[0].name == "tiny"
+    assert client.tokenize("abc") == await async_client.tokenize("abc") == (0, 1, 2)
+
+
+def test_options_reach_the_router_and_only_those_given(
+    client: Client, router: ScriptedRouter
+) -> None:
+    client.generate(
+        messages=[{"role": "system", "content": "s"}, {"role": "user", "content": "u"}],
+        temperature=0,
+        stop=["\n"],
+        stop_token_ids=[5],
+        logit_bias={3: -1.5},
+        max_tokens=9,
+        top_logprobs=2,
+    )
+    sent = router.inputs[-1]
+    assert [m.role for m in sent.chat.messages] == [pb.ROLE_SYSTEM, pb.ROLE_USER]
+    assert sent.sampling.HasField("temperature")
+    assert sent.sampling.temperature == 0
+    assert not sent.sampling.HasField("top_p")
+    assert not sent.HasField("choices")
+    assert list(sent.stop.sequences) == ["\n"]
+    assert list(sent.stop.token_ids) == [5]
+    assert dict(sent.sampling.logit_bias) == {3: -1.5}
+    assert (sent.stop.max_tokens, sent.output.top_logprobs) == (9, 2)
+
+
+def test_an_empty_list_of_token_ids_is_still_a_prompt(
+    client: Client, router: ScriptedRouter
+) -> None:
+    client.generate(token_ids=[])
+    assert router.inputs[-1].WhichOneof("prompt") == "token_ids"
+
+
+def test_the_prompt_has_exactly_one_form(client: Client) -> None:
+    with pytest.raises(ValueError, match="exactly one"):
+        client.generate("x", token_ids=[1])
+    with pytest.raises(ValueError, match="exactly one"):
+        client.stream()
+    with pytest.raises(ValueError, match="role"):
+        client.generate(messages=[{"role": "robot", "content": "x"}])
+
+
+def test_closing_a_stream_cancels_on_the_server(client: Client, router: ScriptedRouter) -> None:
+    def endless(request: pb.GenerationInput, context: grpc.ServicerContext):
+        yield started()
+        for index in range(1_000_000):
+            if not context.is_active():
+                return
+            yield delta("a", [1], index)
+
+    router.script = endless
+    with client.stream("x") as stream:
+        assert next(stream).text == "a"
+    assert router.cancelled.wait(5)
+    with pytest.raises(CancelledError):
+        list(stream)
+
+
+async def test_cancelling_the_task_cancels_on_the_server(
+    async_client: AsyncClient, router: ScriptedRouter
+) -> None:
+    silent = threading.Event()
+
+    def stuck(request: pb.GenerationInput, context: grpc.ServicerContext):
+        yield started()
+        yield delta("a", [1], 0)
+        silent.wait(5)
+
+    router.script = stuck
+    stream = async_client.stream("x")
+    await anext(stream)
+    task = asyncio.create_task(anext(stream))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await asyncio.to_thread(router.cancelled.wait, 5)
+    silent.set()
+
+
+@pytest.mark.parametrize(
+    ("events", "complaint"),
+    [
+        ([delta("a", [1], 0)], "did not begin"),
+        ([started(), started()], "twice"),
+        ([started(), delta("a", [1], 0), delta("b", [2], 2)], "went on at token 2, not at 1"),
+        ([started(), delta("a", [1], 0), delta("a", [1], 0)], "went on at token 0, not at 1"),
+        ([started(), delta("a", [1], 0, choice=1)], "unknown"),
+        ([started(), finished(), delta("a", [1], 0)], "has ended"),
+        ([started(), delta("a", [1], 0)], "before every choice"),
+        ([started(), pb.StreamGenerateResponse()], "empty"),
+    ],
+)
+def test_a_stream_that_breaks_the_grammar_is_refused(
+    client: Client,
+    router: ScriptedRouter,
+    events: list[pb.StreamGenerateResponse],
+    complaint: str,
+) -> None:
+    router.script = lambda request, context: iter(events)
+    with pytest.raises(ProtocolError, match=complaint):
+        list(client.stream("x"))
+
+
+def test_choices_are_gathered_apart(client: Client, router: ScriptedRouter) -> None:
+    events = [
+        started(),
+        delta("a", [1], 0, choice=1),
+        delta("b", [2], 0, choice=0),
+        finished(1, last=False),
+        delta("c", [3], 1, choice=0),
+        finished(0),
+    ]
+    router.script = lambda request, context: iter(events)
+    stream = client.stream("x", choices=2)
+    assert [d.choice for d in stream] == [1, 0, 0]
+    assert [c.text for c in stream.result.choices] == ["bc", "a"]
+
+
+def failing(code: grpc.StatusCode, *details: object) -> Script:
+    def script(request: pb.GenerationInput, context: grpc.ServicerContext):
+        packed = []
+        for detail in details:
+            packed.append(any_pb2.Any())
+            packed[-1].Pack(detail)
+        status = status_pb2.Status(code=code.value[0], message="too busy", details=packed)
+        context.abort_with_status(rpc_status.to_status(status))
+        yield
+
+    return script
+
+
+async def test_errors_carry_what_the_server_said(
+    client: Client, async_client: AsyncClient, router: ScriptedRouter
+) -> None:
+    router.script = failing(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        error_details_pb2.ErrorInfo(reason="QUEUE_FULL", metadata={"queued": "12"}),
+        error_details_pb2.RetryInfo(retry_delay=Duration(seconds=1, nanos=500_000_000)),
+    )
+    with pytest.raises(OverloadedError) as caught:
+        list(client.stream("x"))
+    with pytest.raises(OverloadedError) as caught_async:
+        await anext(async_client.stream("x"))
+    for error in (caught.value, caught_async.value):
+        assert (error.reason, error.message) == ("QUEUE_FULL", "too busy")
+        assert error.metadata == {"queued": "12"}
+        assert error.retry_after_s == 1.5
+        assert error.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_violations_are_listed(client: Client, router: ScriptedRouter) -> None:
+    bad = error_details_pb2.BadRequest()
+    bad.field_violations.add(field="input.sampling.top_p", description="must be in (0, 1]")
+    router.script = failing(grpc.StatusCode.INVALID_ARGUMENT, bad)
+    with pytest.raises(InvalidRequestError) as caught:
+        list(client.stream("x"))
+    assert caught.value.violations[0].field == "input.sampling.top_p"
+    assert caught.value.retry_after_s is None
+
+
+def test_an_error_after_tokens_is_a_generation_broken_off(
+    client: Client, router: ScriptedRouter
+) -> None:
+    def script(request: pb.GenerationInput, context: grpc.ServicerContext):
+        yield started()
+        yield delta("Pa", [7], 0)
+        context.abort(grpc.StatusCode.ABORTED, "worker lost")
+
+    router.script = script
+    stream = client.stream("x")
+    assert next(stream).text == "Pa"
+    with pytest.raises(BrokenOffError):
+        next(stream)
+
+
+def test_deadline(client: Client, router: ScriptedRouter) -> None:
+    release = threading.Event()
+
+    def script(request: pb.GenerationInput, context: grpc.ServicerContext):
+        release.wait(5)
+        yield started()
+
+    router.script = script
+    with pytest.raises(DeadlineError):
+        list(client.stream("x", timeout_s=0.05))
+    release.set()
+
+
+def test_nobody_there() -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(UnreachableError) as caught:
+        client.models()
+    assert isinstance(caught.value, BatonError)
+
+
+def test_the_callers_trace_is_carried_along(client: Client, router: ScriptedRouter) -> None:
+    from opentelemetry import context, trace
+    from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags
+
+    span = NonRecordingSpan(
+        SpanContext(int(TRACE_ID, 16), 0xB7AD6B7169203331, False, TraceFlags(1))
+    )
+    token = context.attach(trace.set_span_in_context(span))
+    try:
+        list(client.stream("x"))
+    finally:
+        context.detach(token)
+    assert router.metadata["traceparent"] == f"00-{TRACE_ID}-b7ad6b7169203331-01"
+
+
+def test_the_client_needs_neither_torch_nor_opentelemetry() -> None:
+    code = """
+import sys
+class Refuse:
+    def find_spec(self, name, *_):
+        if name.split('.')[0] in {'torch', 'opentelemetry', 'transformers', 'numpy', 'engine'}:
+            raise ImportError(name)
+sys.meta_path.insert(0, Refuse())
+from baton.client import AsyncClient, Client
+with Client('127.0.0.1:1') as client:
+    try:
+        client.generate('x')
+    except Exception as error:
+        print(type(error).__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "UnreachableError"

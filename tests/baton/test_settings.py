@@ -1,0 +1,116 @@
+"""Flags beat the environment, the environment beats the file, the file beats the defaults."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from baton.commands.config import to_toml
+from baton.settings import Role, SettingsError, WorkerSettings, resolve
+from router.settings import RouterSettings
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import os
+
+    for name in os.environ:
+        if name.startswith("BATON_"):
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_each_source_beats_the_next(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    Path("baton.toml").write_text(
+        "[worker]\nseed = 1\nmax_sequences = 2\npage_size_tokens = 32\n[router]\nname = 'r'\n"
+    )
+    monkeypatch.setenv("BATON_SEED", "3")
+    monkeypatch.setenv("BATON_MAX_SEQUENCES", "4")
+    settings, sources = resolve(WorkerSettings, "worker", {"seed": 5, "dtype": None})
+    assert (settings.seed, settings.max_sequences, settings.page_size_tokens) == (5, 4, 32)
+    assert settings.dtype == "auto"
+    assert {name: sources[name] for name in ("seed", "max_sequences", "page_size_tokens")} == {
+        "seed": "flag",
+        "max_sequences": "BATON_MAX_SEQUENCES",
+        "page_size_tokens": "baton.toml",
+    }
+    assert sources["dtype"] == "default"
+
+
+def test_the_file_can_be_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    first, second = tmp_path / "a.toml", tmp_path / "b.toml"
+    first.write_text("[worker]\nseed = 1\n")
+    second.write_text("[worker]\nseed = 2\n")
+    monkeypatch.setenv("BATON_CONFIG", str(first))
+    assert resolve(WorkerSettings, "worker", {}).settings.seed == 1
+    assert resolve(WorkerSettings, "worker", {}, second).settings.seed == 2
+
+
+def test_lists_come_with_commas_or_as_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATON_ROUTERS", "a:1, b:2")
+    assert resolve(WorkerSettings, "worker", {}).settings.routers == ("a:1", "b:2")
+    flags = {"routers": ["c:3", "d:4,e:5"]}
+    assert resolve(WorkerSettings, "worker", flags).settings.routers == ("c:3", "d:4", "e:5")
+
+
+def test_defaults_follow_the_role() -> None:
+    prefill = resolve(WorkerSettings, "worker", {"role": "prefill"}).settings
+    decode = resolve(WorkerSettings, "worker", {"role": Role.DECODE}).settings
+    assert prefill.name.startswith("prefill-")
+    assert prefill.admin != decode.admin
+
+
+def test_settings_are_frozen() -> None:
+    settings = resolve(WorkerSettings, "worker", {}).settings
+    with pytest.raises(ValidationError):
+        settings.seed = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ({"device": "tpu"}, "`device`"),
+        ({"routers": ["nowhere"]}, "HOST:PORT"),
+        ({"listen": "host:70000"}, "HOST:PORT"),
+        ({"max_step_tokens": 16, "page_size_tokens": 32}, "at least page_size_tokens"),
+        ({"role": "cook", "seed": -1}, "`seed`"),
+    ],
+)
+def test_wrong_values_are_named(flags: dict[str, object], complaint: str) -> None:
+    with pytest.raises(SettingsError, match=complaint):
+        resolve(WorkerSettings, "worker", flags)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("[worker]\nspeed = 1\n", "no setting `speed`"),
+        ("worker = 1\n", "must be a table"),
+        ("[worker", "not TOML"),
+    ],
+)
+def test_a_wrong_file_is_named(tmp_path: Path, content: str, complaint: str) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(content)
+    with pytest.raises(SettingsError, match=complaint):
+        resolve(WorkerSettings, "worker", {}, path)
+    with pytest.raises(SettingsError, match="cannot read"):
+        resolve(WorkerSettings, "worker", {}, tmp_path / "missing.toml")
+
+
+@pytest.mark.parametrize(
+    ("table", "kind"), [("worker", WorkerSettings), ("router", RouterSettings)]
+)
+def test_what_config_prints_is_a_settings_file(table: str, kind: type, tmp_path: Path) -> None:
+    printed = to_toml(table, resolve(kind, table, {}))
+    assert tomllib.loads(printed)[table]
+    path = tmp_path / "printed.toml"
+    path.write_text(printed)
+    assert resolve(kind, table, {}, path).settings == resolve(kind, table, {}).settings
+
+
+def test_every_setting_says_what_it_is() -> None:
+    for kind in (WorkerSettings, RouterSettings):
+        assert len(kind.model_fields) < 30
+        assert all(field.description for field in kind.model_fields.values())

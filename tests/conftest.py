@@ -1,0 +1,45 @@
+"""What every test can use: `--slow`, reasons for skipping, the demo model."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from baton import demo_model as demo
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the tests that take minutes, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--slow"):
+        _skip(items, "slow", "takes minutes: run with --slow")
+    if any("gpu" in item.keywords for item in items) and not _has_gpu():
+        _skip(items, "gpu", "needs a CUDA device, and there is none here")
+
+
+def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:
+    for item in items:
+        if marker in item.keywords:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _has_gpu() -> bool:
+    if not any(Path("/dev").glob("nvidia[0-9]*")):
+        return False
+    asked = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    return subprocess.run([sys.executable, "-c", asked], check=False).returncode == 0
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """SmolLM2-135M-Instruct as a Hugging Face folder, from the cache or fetched now."""
+    try:
+        return demo.ensure()
+    except demo.DemoModelError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(f"the demo model cannot be had here: {error}")

@@ -1,0 +1,139 @@
+"""The bars that all code clears: formatting, lint, types, protos, and who may import whom."""
+
+from __future__ import annotations
+
+import ast
+import filecmp
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = (
+    "baton",
+    "router",
+    "prefill_service",
+    "decode_service",
+    "engine",
+    "kv_transfer",
+    "telemetry",
+)
+
+
+def run(*command: str, cwd: Path = ROOT) -> None:
+    tool = shutil.which(command[0], path=f"{Path(sys.executable).parent}") or command[0]
+    done = subprocess.run(
+        [tool, *command[1:]], cwd=cwd, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def test_ruff_lint() -> None:
+    run("ruff", "check", ".")
+
+
+def test_ruff_format() -> None:
+    run("ruff", "format", "--check", ".")
+
+
+@pytest.mark.timeout(300)
+def test_mypy_strict() -> None:
+    run("mypy")
+
+
+def test_buf_lint() -> None:
+    run("buf", "lint", "protos")
+
+
+def test_stubs_are_current(tmp_path: Path) -> None:
+    run(sys.executable, "protos/generate.py", str(tmp_path))
+    made = [path.relative_to(tmp_path) for path in tmp_path.rglob("*.py*") if path.is_file()]
+    assert len(made) >= 8
+    different = filecmp.cmpfiles(tmp_path, ROOT, map(str, made), shallow=False)
+    assert different[1:] == ([], []), "run `make protos`"
+
+
+# What a room may never import, at any level of its files. Rooms are independent of each other
+# where the table of docs/architecture.md says so.
+NEVER = {
+    "router": {"torch", "engine", "kv_transfer", "prefill_service", "decode_service"},
+    "engine": {"grpc", "baton", "kv_transfer", "router", "prefill_service", "decode_service"},
+    "kv_transfer": {"grpc", "engine", "baton", "router", "prefill_service", "decode_service"},
+    "telemetry": set(ROOMS) - {"telemetry"},
+    "prefill_service": {"router", "decode_service"},
+    "decode_service": {"router", "prefill_service"},
+}
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Top-level names of everything that the file imports, lazily or not."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module.split(".")[0]
+
+
+@pytest.mark.parametrize("room", sorted(NEVER))
+def test_rooms_import_only_what_they_may(room: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in sorted((ROOT / room).rglob("*.py"))
+        for name in imports(path)
+        if name in NEVER[room]
+    ]
+    assert wrong == []
+
+
+def import_without(modules: set[str], code: str) -> None:
+    """Runs code in a process where the modules do not exist."""
+    blocker = f"""
+import sys
+class Blocker:
+    def find_spec(self, name, *_):
+        if name.split('.')[0] in {modules!r}:
+            raise ModuleNotFoundError(f'blocked: {{name}}')
+sys.meta_path.insert(0, Blocker())
+"""
+    run(sys.executable, "-c", blocker + code)
+
+
+def modules_of(room: str) -> list[str]:
+    return [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        for path in sorted((ROOT / room).rglob("*.py"))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("room", "without"),
+    [
+        ("router", {"torch", "engine", "kv_transfer", "nixl", "nixl_cu13"}),
+        ("engine", {"grpc", "google", "kv_transfer", "nixl", "nixl_cu13"}),
+        ("kv_transfer", {"grpc", "google", "engine"}),
+        ("telemetry", set(ROOMS) - {"telemetry"}),
+    ],
+)
+def test_rooms_import_where_the_others_are_not_installed(room: str, without: set[str]) -> None:
+    code = "import importlib\n" + "".join(
+        f"importlib.import_module({name!r})\n" for name in modules_of(room)
+    )
+    import_without(without, code)
+
+
+def test_the_repository_names_nothing_outside_itself() -> None:
+    """Folders beside the checkout mean nothing to a reader."""
+    outside = "../" + "shared"
+    files = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split("\0")
+    naming = [
+        name
+        for name in files
+        if name and (ROOT / name).is_file() and outside in (ROOT / name).read_text(errors="ignore")
+    ]
+    assert naming == []
