@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 MAX_QUEUED_MESSAGES: Final = 4096
 """Messages waiting to be written; a worker that leaves more unread is given up."""
+WATCH_INTERVAL_S: Final = 0.1
+"""How late a frozen worker may be noticed."""
 _CLOSED_BY_KERNEL: Final = ("Socket closed", "Connection reset by peer")
 """How gRPC describes a connection that the peer's kernel closed without a goodbye of the peer."""
 
@@ -225,8 +227,9 @@ class WorkerLink:
             return  # the stream is over; its reader learns why
 
     async def _watch(self) -> None:
+        """Looks often: the time granted shrinks, too, as when a long step ends early."""
         while (left_s := self._alive_until_s - self._clock()) > 0:
-            await asyncio.sleep(left_s)
+            await asyncio.sleep(min(left_s, WATCH_INTERVAL_S))
         self.end(Loss.FROZEN)
 
     def _receive(self, message: worker_pb2.WorkResponse) -> None:

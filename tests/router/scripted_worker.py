@@ -1,0 +1,317 @@
+"""A worker whose every answer is written by the test, behind a real gRPC server."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import numpy as np
+from opentelemetry.context import Context
+
+from baton.grpc_options import server_options
+from baton.worker.v1 import worker_pb2, worker_pb2_grpc
+from router.dispatch import JobDispatcher
+from router.jobs import Job, JobEvent, JobTokens, ServedModel
+from router.merge import pack_ids
+from router.registry import Registry
+from router.settings import RouterSettings
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+WAIT_S = 5.0
+PAGE_SIZE_TOKENS = 16
+PREFILL = worker_pb2.WORKER_ROLE_PREFILL
+DECODE = worker_pb2.WORKER_ROLE_DECODE
+BOTH = worker_pb2.WORKER_ROLE_BOTH
+_epochs = itertools.count(1)
+
+
+class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
+    """Records what it is sent, says what the test makes it say, and reports load by itself."""
+
+    def __init__(self, worker_id: str, role: int, *, fingerprint: str = "f") -> None:
+        epoch = next(_epochs)
+        self.identity = worker_pb2.WorkerIdentity(
+            worker_id=worker_id,
+            epoch=epoch,
+            role=role,  # type: ignore[arg-type]
+            model=worker_pb2.ModelInfo(
+                name="tiny",
+                path="/tiny",
+                revision="r",
+                fingerprint=fingerprint,
+                max_context_tokens=256,
+                vocab_size=100,
+                page_size_tokens=PAGE_SIZE_TOKENS,
+            ),
+            endpoint=worker_pb2.KvEndpoint(agent_name=f"{worker_id}@{epoch}", transport="null"),
+        )
+        self.load = worker_pb2.Load(
+            max_sequences=8, total_pages=100, free_pages=100, prefill_credit_tokens=64
+        )
+        self.history: list[worker_pb2.WorkRequest] = []
+        self.frozen = False
+        self._inbox: dict[str, deque[Any]] = {}
+        self._arrived = asyncio.Condition()
+        self._outbox: asyncio.Queue[worker_pb2.WorkResponse] = asyncio.Queue()
+        self._server = grpc.aio.server(options=server_options())
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server)
+
+    @property
+    def agent_name(self) -> str:
+        return self.identity.endpoint.agent_name
+
+    async def start(self, address: str = "127.0.0.1:0") -> None:
+        port = self._server.add_insecure_port(address)
+        self.identity.address = f"127.0.0.1:{port}"
+        await self._server.start()
+
+    async def stop(self) -> None:
+        await self._server.stop(None)
+
+    async def Work(  # noqa: N802
+        self, request_iterator: AsyncIterator[worker_pb2.WorkRequest], context: Any
+    ) -> AsyncIterator[worker_pb2.WorkResponse]:
+        await anext(request_iterator)
+        yield worker_pb2.WorkResponse(attached=worker_pb2.Attached(worker=self.identity))
+        self._outbox = asyncio.Queue()
+        self.report()
+        tasks = [
+            asyncio.create_task(self._receive(request_iterator)),
+            asyncio.create_task(self._report_forever()),
+        ]
+        try:
+            while True:
+                yield await self._outbox.get()
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def report(self, **changes: Any) -> None:
+        """Sends a load report, as the step loop does after every turn."""
+        for name, value in changes.items():
+            setattr(self.load, name, value)
+        self.load.progress += not self.frozen
+        self._outbox.put_nowait(worker_pb2.WorkResponse(load=self.load))
+
+    def say(self, **message: Any) -> None:
+        """Sends one message, such as `say(failed=Failed(...))`."""
+        self._outbox.put_nowait(worker_pb2.WorkResponse(**message))
+
+    async def heard(self, kind: str) -> Any:
+        """The next message of that kind, as soon as it has come."""
+        async with asyncio.timeout(WAIT_S), self._arrived:
+            await self._arrived.wait_for(lambda: self._inbox.get(kind))
+            return self._inbox[kind].popleft()
+
+    def count(self, kind: str) -> int:
+        """Messages of that kind that came and were not yet taken by `heard`."""
+        return len(self._inbox.get(kind, ()))
+
+    # What prefill workers say.
+
+    def first_token(self, attempt_id: bytes, *token_ids: int, cached: int = 0) -> None:
+        records = [worker_pb2.TokenRecord(token_id=token_id) for token_id in token_ids]
+        self.say(
+            first_token=worker_pb2.FirstToken(
+                attempt_id=attempt_id, records=records, cached_prompt_tokens=cached
+            )
+        )
+
+    def prefill_done(self, attempt_id: bytes) -> None:
+        done = worker_pb2.PrefillDone(
+            attempt_id=attempt_id,
+            received_unix_ns=1_000,
+            started_unix_ns=1_100,
+            computed_unix_ns=1_300,
+            sent_unix_ns=1_600,
+        )
+        self.say(prefill_done=done)
+
+    # What decode workers say.
+
+    def grant(self, attempt_id: bytes) -> None:
+        self.say(
+            granted=worker_pb2.Grant(
+                attempt_id=attempt_id,
+                transfer_id=b"t" * 16,
+                decode_epoch=self.identity.epoch,
+                decode_agent_name=self.agent_name,
+                page_ids=pack_ids([1]),
+            )
+        )
+
+    def delivered(self, attempt_id: bytes) -> None:
+        self.say(delivered=worker_pb2.Delivered(attempt_id=attempt_id, delivered_unix_ns=1_600))
+
+    def tokens(self, attempt_id: bytes, first: int, *token_ids: int, choice: int = 0) -> None:
+        sequence = worker_pb2.SequenceTokens(
+            attempt_id=attempt_id,
+            choice_index=choice,
+            first_index=first,
+            token_ids=pack_ids(token_ids),
+        )
+        self.say(tokens=worker_pb2.Tokens(sequences=[sequence]))
+
+    def finished(self, attempt_id: bytes, output_tokens: int, choice: int = 0) -> None:
+        self.say(
+            finished=worker_pb2.Finished(
+                attempt_id=attempt_id,
+                choice_index=choice,
+                reason=worker_pb2.END_REASON_LENGTH,
+                output_tokens=output_tokens,
+                timings=worker_pb2.WorkTimings(
+                    ready_unix_ns=1_600, joined_unix_ns=1_700, last_token_unix_ns=2_000
+                ),
+            )
+        )
+
+    def failed(self, attempt_id: bytes, reason: int) -> None:
+        self.say(failed=worker_pb2.Failed(attempt_id=attempt_id, reason=reason))  # type: ignore[arg-type]
+
+    def aborted(self, attempt_id: bytes, *, already_ready: bool) -> None:
+        self.say(aborted=worker_pb2.Aborted(attempt_id=attempt_id, already_ready=already_ready))
+
+    async def _receive(self, requests: AsyncIterator[worker_pb2.WorkRequest]) -> None:
+        async for request in requests:
+            kind = request.WhichOneof("message")
+            assert kind is not None
+            async with self._arrived:
+                self.history.append(request)
+                self._inbox.setdefault(kind, deque()).append(getattr(request, kind))
+                self._arrived.notify_all()
+
+    async def _report_forever(self) -> None:
+        while True:
+            await asyncio.sleep(0.1)
+            self.report()
+
+
+class Cluster:
+    """A dispatcher with a registry, and scripted workers that are attached to it."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = RouterSettings(name="router", stale_after_s=1, **settings)
+        self.dispatcher = JobDispatcher(self.settings)
+        self.registry = Registry(self.settings, self.dispatcher)
+        self.workers: list[ScriptedWorker] = []
+
+    async def add(self, worker_id: str, role: int, **options: Any) -> ScriptedWorker:
+        worker = ScriptedWorker(worker_id, role, **options)
+        self.workers.append(worker)
+        await worker.start()
+        self.registry.announce(worker.identity)
+        await until(lambda: self.has_load(worker))
+        return worker
+
+    async def pair(self) -> tuple[ScriptedWorker, ScriptedWorker]:
+        return await self.add("p0", PREFILL), await self.add("d0", DECODE)
+
+    def has_load(self, worker: ScriptedWorker) -> bool:
+        return any(
+            link.identity.epoch == worker.identity.epoch and link.ledger.load.total_pages
+            for link in self.registry.members
+        )
+
+    def read(self, job: Job) -> Reader:
+        return Reader(self.dispatcher, job)
+
+    async def close(self) -> None:
+        """Closes everything, and sees that the router side left no task behind."""
+        await self.registry.close()
+        left = {task.get_coro().__qualname__ for task in asyncio.all_tasks()}  # type: ignore[union-attr]
+        assert not {name for name in left if name.startswith(("WorkerLink", "Registry"))}
+        for worker in self.workers:
+            await worker.stop()
+
+    def check_nothing_leaked(self) -> None:
+        """No job, no attempt, no place in the queue and no charge is left."""
+        assert self.dispatcher.active_jobs == 0
+        assert self.dispatcher.active_attempts == 0
+        assert self.dispatcher.queued_jobs == 0
+        assert all(link.ledger.open_charges == 0 for link in self.registry.members)
+
+
+class Reader:
+    """A front door's side of a job: reads its events in a task of its own."""
+
+    def __init__(self, dispatcher: JobDispatcher, job: Job) -> None:
+        self.job = job
+        self.events: list[JobEvent] = []
+        self._dispatcher = dispatcher
+        self._more = asyncio.Event()
+        self._task = asyncio.create_task(self._read())
+
+    async def end(self) -> list[JobEvent]:
+        """All events; raises what the dispatcher raised."""
+        async with asyncio.timeout(WAIT_S):
+            await self._task
+        return self.events
+
+    async def until(self, count: int) -> list[JobEvent]:
+        """Waits for that many events."""
+        async with asyncio.timeout(WAIT_S):
+            while len(self.events) < count:
+                self._more.clear()
+                await self._more.wait()
+        return self.events
+
+    async def leave(self) -> None:
+        """The client vanishes."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _read(self) -> None:
+        events = self._dispatcher.run(self.job)
+        try:
+            async for event in events:
+                self.events.append(event)
+                self._more.set()
+        finally:
+            await events.aclose()
+
+
+def job(
+    *,
+    prompt_tokens: int = 4,
+    max_tokens: int = 8,
+    choices: int = 1,
+    deadline_s: float = 60,
+    **options: Any,
+) -> Job:
+    """A job for the scripted workers' model."""
+    now_ns = time.time_ns()
+    return Job(
+        id="0" * 31 + "1",
+        model=ServedModel("tiny", "r", "/tiny", 256, 100, (), PAGE_SIZE_TOKENS),
+        prompt_ids=np.arange(prompt_tokens, dtype=np.uint32) % 100,
+        sampling=worker_pb2.Sampling(),
+        stopping=worker_pb2.Stopping(max_tokens=max_tokens),
+        choices=choices,
+        arrived_ns=now_ns,
+        deadline_ns=now_ns + round(deadline_s * 1e9),
+        context=Context(),
+        **options,
+    )
+
+
+async def until(condition: Any) -> None:
+    """Waits for a condition that no event announces."""
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def tokens_of(events: Sequence[JobEvent], choice: int = 0) -> list[int]:
+    """The tokens of a choice; fails where they leave a gap or repeat."""
+    output: list[int] = []
+    for event in events:
+        if isinstance(event, JobTokens) and event.choice == choice:
+            assert event.first_index == len(output)
+            output += event.token_ids
+    return output

@@ -1,0 +1,323 @@
+"""Workers that die, freeze, fail or come back; full queues; and that nothing leaks from any."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import pytest
+from scripted_worker import BOTH, DECODE, PREFILL, Cluster, job, tokens_of, until
+
+from baton.worker.v1 import worker_pb2
+from router.errors import RouterError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from scripted_worker import Reader, ScriptedWorker
+
+FAILURES = worker_pb2.FailureReason
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[Cluster]:
+    cluster = Cluster()
+    yield cluster
+    cluster.check_nothing_leaked()
+    await cluster.close()
+
+
+async def finish(
+    reader: Reader, prefill: ScriptedWorker, decode: ScriptedWorker, attempt: bytes
+) -> None:
+    """The rest of an attempt that goes well: tokens 10 and 11."""
+    prefill.first_token(attempt, 10)
+    prefill.prefill_done(attempt)
+    decode.delivered(attempt)
+    decode.tokens(attempt, 0, 10, 11)
+    decode.finished(attempt, 2)
+    assert tokens_of(await reader.end()) == [10, 11]
+
+
+async def error_of(reader: Reader) -> RouterError:
+    with pytest.raises(RouterError) as raised:
+        await reader.end()
+    return raised.value
+
+
+async def test_prefill_dies_and_another_takes_over(cluster: Cluster) -> None:
+    """No second attempt before the decode worker has answered; the client sees latency only."""
+    prefill, decode = await cluster.pair()
+    other = await cluster.add("p1", PREFILL)
+    reader = cluster.read(job(max_tokens=2))
+    attempt = (await prefill.heard("submit")).attempt_id
+    await decode.heard("submit")
+    decode.grant(attempt)
+    await prefill.heard("grant")
+
+    await prefill.stop()
+    assert (await decode.heard("abort")).attempt_id == attempt
+    decode.report()
+    await asyncio.sleep(0.05)
+    assert other.count("submit") == 0
+    assert decode.count("submit") == 0
+
+    decode.aborted(attempt, already_ready=False)
+    second = (await other.heard("submit")).attempt_id
+    assert second != attempt
+    assert (await decode.heard("submit")).peer_agent_name == other.agent_name
+    await finish(reader, other, decode, second)
+    assert decode.count("cancel") == 0
+
+
+async def test_prefill_dies_after_delivery(cluster: Cluster) -> None:
+    prefill, decode = await cluster.pair()
+    reader = cluster.read(job(max_tokens=2))
+    attempt = (await prefill.heard("submit")).attempt_id
+    decode.delivered(attempt)
+    decode.tokens(attempt, 0, 10)
+    await reader.until(2)
+    await prefill.stop()
+    await until(lambda: len(cluster.registry.members) == 1)
+    decode.tokens(attempt, 1, 11)
+    decode.finished(attempt, 2)
+    assert tokens_of(await reader.end()) == [10, 11]
+    assert decode.count("abort") == 0
+
+
+async def test_prefill_dies_and_its_last_word_made_it(cluster: Cluster) -> None:
+    """Its notification reached the decode worker, its first token did not reach the router."""
+    prefill, decode = await cluster.pair()
+    other = await cluster.add("p1", PREFILL)
+    reader = cluster.read(job(max_tokens=2))
+    attempt = (await prefill.heard("submit")).attempt_id
+    await prefill.stop()
+    await decode.heard("abort")
+    decode.aborted(attempt, already_ready=True)
+    decode.tokens(attempt, 0, 10, 11)
+    decode.finished(attempt, 2)
+    assert tokens_of(await reader.end()) == [10, 11]
+    assert other.count("submit") == 0
+
+
+async def test_only_prefill_worker_dies(cluster: Cluster) -> None:
+    prefill, decode = await cluster.pair()
+    reader = cluster.read(job())
+    attempt = (await prefill.heard("submit")).attempt_id
+    await prefill.stop()
+    await decode.heard("abort")
+    decode.aborted(attempt, already_ready=False)
+    error = await error_of(reader)
+    assert (error.reason, error.code.name) == ("WORKER_LOST", "UNAVAILABLE")
+    assert error.retry_after_s
+
+
+async def test_prefill_dies_after_its_first_token(cluster: Cluster) -> None:
+    prefill, decode = await cluster.pair()
+    reader = cluster.read(job())
+    attempt = (await prefill.heard("submit")).attempt_id
+    prefill.first_token(attempt, 10)
+    await reader.until(2)
+    await prefill.stop()
+    await decode.heard("abort")
+    decode.aborted(attempt, already_ready=False)
+    error = await error_of(reader)
+    assert error.reason == "WORKER_LOST_MID_STREAM"
+    assert error.metadata["tokens_sent"] == "1"
+
+
+async def test_both_die(cluster: Cluster) -> None:
+    """The decode worker's death is an answer to Abort, too."""
+    prefill, decode = await cluster.pair()
+    reader = cluster.read(job())
+    await prefill.heard("submit")
+    await prefill.stop()
+    await decode.heard("abort")
+    await decode.stop()
+    assert (await error_of(reader)).reason == "WORKER_LOST"
+
+
+async def test_decode_dies_before_the_first_token(cluster: Cluster) -> None:
+    prefill, decode = await cluster.pair()
+    other = await cluster.add("d1", DECODE)
+    reader = cluster.read(job(max_tokens=2))
+    attempt = (await prefill.heard("submit")).attempt_id
+    await decode.heard("submit")
+    await decode.stop()
+    assert (await prefill.heard("cancel")).attempt_id == attempt
+    second = (await other.heard("submit")).attempt_id
+    assert (await prefill.heard("submit")).attempt_id == second
+    await finish(reader, prefill, other, second)
+
+
+async def test_decode_dies_mid_stream(cluster: Cluster) -> None:
+    prefill, decode = await cluster.pair()
+    await cluster.add("d1", DECODE)
+    reader = cluster.read(job())
+    attempt = (await prefill.heard("submit")).attempt_id
+    prefill.first_token(attempt, 10)
+    prefill.prefill_done(attempt)
+    decode.delivered(attempt)
+    decode.tokens(attempt, 1, 11, 12)
+    await reader.until(3)
+    await decode.stop()
+    error = await error_of(reader)
+    assert (error.reason, error.code.name) == ("WORKER_LOST_MID_STREAM", "ABORTED")
+    assert error.metadata["tokens_sent"] == "3"
+    assert tokens_of(reader.events) == [10, 11, 12]
+
+
+async def test_frozen_decode_worker(cluster: Cluster) -> None:
+    """Load reports still come, but the progress counter stands still: the stream is let go."""
+    prefill, decode = await cluster.pair()
+    reader = cluster.read(job())
+    attempt = (await prefill.heard("submit")).attempt_id
+    decode.frozen = True
+    loop = asyncio.get_running_loop()
+    frozen_s = loop.time()
+    error = await error_of(reader)
+    assert error.reason == "WORKER_LOST"
+    assert loop.time() - frozen_s < cluster.settings.stale_after_s + 0.5
+    assert (await prefill.heard("cancel")).attempt_id == attempt
+
+
+async def test_restarted_worker_serves_again(cluster: Cluster) -> None:
+    prefill, decode = await cluster.pair()
+    await decode.stop()
+    await until(lambda: len(cluster.registry.members) == 1)
+    again = await cluster.add("d0", DECODE)
+    assert again.identity.epoch != decode.identity.epoch
+    reader = cluster.read(job(max_tokens=2))
+    attempt = (await prefill.heard("submit")).attempt_id
+    await finish(reader, prefill, again, attempt)
+
+
+async def test_retries_are_bounded(cluster: Cluster) -> None:
+    prefill, decode = await cluster.pair()
+    reader = cluster.read(job())
+    for _ in range(cluster.settings.max_retries + 1):
+        attempt = (await prefill.heard("submit")).attempt_id
+        decode.failed(attempt, FAILURES.FAILURE_REASON_EXPIRED)
+        assert (await prefill.heard("cancel")).attempt_id == attempt
+    error = await error_of(reader)
+    assert (error.reason, error.metadata["attempts"]) == ("KV_TRANSFER_FAILED", "3")
+
+
+async def test_retry_avoids_the_worker_that_failed(cluster: Cluster) -> None:
+    both = await cluster.add("b0", BOTH)
+    other = await cluster.add("b1", BOTH)
+    reader = cluster.read(job(max_tokens=1))
+    attempt = (await both.heard("submit")).attempt_id
+    both.failed(attempt, FAILURES.FAILURE_REASON_INTERNAL)
+    second = (await other.heard("submit")).attempt_id
+    other.first_token(second, 10)
+    other.finished(second, 1)
+    assert tokens_of(await reader.end()) == [10]
+
+
+@pytest.mark.parametrize(
+    ("reason", "expected"),
+    [
+        (FAILURES.FAILURE_REASON_NUMERICAL, "NUMERICAL_ERROR"),
+        (FAILURES.FAILURE_REASON_TOO_LARGE, "CONTEXT_LENGTH_EXCEEDED"),
+    ],
+)
+async def test_some_failures_are_final(cluster: Cluster, reason: int, expected: str) -> None:
+    both = await cluster.add("b0", BOTH)
+    reader = cluster.read(job())
+    both.failed((await both.heard("submit")).attempt_id, reason)
+    assert (await error_of(reader)).reason == expected
+    assert both.count("submit") == 0
+
+
+async def test_what_a_failed_attempt_left_behind_is_void(cluster: Cluster) -> None:
+    """Tokens out of order from a first attempt must not mix with those of the second."""
+    prefill, decode = await cluster.pair()
+    reader = cluster.read(job(max_tokens=2))
+    attempt = (await prefill.heard("submit")).attempt_id
+    decode.delivered(attempt)
+    decode.tokens(attempt, 1, 99)
+    decode.failed(attempt, FAILURES.FAILURE_REASON_INTERNAL)
+    second = (await prefill.heard("submit")).attempt_id
+    decode.tokens(attempt, 0, 98)  # late: its attempt is over
+    await finish(reader, prefill, decode, second)
+
+
+async def test_queued_jobs_fail_with_the_last_worker(cluster: Cluster) -> None:
+    prefill, decode = await cluster.pair()
+    prefill.report(prefill_credit_tokens=0)
+    await asyncio.sleep(0.02)
+    reader = cluster.read(job())
+    await until(lambda: cluster.dispatcher.queued_jobs == 1)
+    await decode.stop()
+    assert (await error_of(reader)).reason == "NO_WORKERS"
+
+
+async def test_draining_worker_gets_no_new_work(cluster: Cluster) -> None:
+    prefill, _ = await cluster.pair()
+    prefill.report(draining=True)
+    await until(lambda: any(link.draining for link in cluster.registry.members))
+    assert (await error_of(cluster.read(job()))).reason == "NO_WORKERS"
+
+
+async def test_queue_is_bounded_and_waits_end() -> None:
+    cluster = Cluster(max_queued_requests=1, queue_timeout_s=0.2)
+    prefill, _ = await cluster.pair()
+    prefill.report(prefill_credit_tokens=0)
+    await until(lambda: not cluster.registry.members[0].room().prefill_credit_tokens)
+    waiting = cluster.read(job())
+    await until(lambda: cluster.dispatcher.queued_jobs == 1)
+    refused = await error_of(cluster.read(job()))
+    assert (refused.reason, refused.code.name) == ("QUEUE_FULL", "RESOURCE_EXHAUSTED")
+    assert refused.retry_after_s
+    late = await error_of(waiting)
+    assert (late.reason, late.code.name) == ("QUEUE_TIMEOUT", "RESOURCE_EXHAUSTED")
+    cluster.check_nothing_leaked()
+    await cluster.close()
+
+
+@pytest.mark.parametrize("way_out", ["leave", "first token", "decode failed", "prefill failed"])
+async def test_credit_comes_back_on_every_way_out(cluster: Cluster, way_out: str) -> None:
+    """Before any report could say so: a job takes all credit, and its end frees it."""
+    prefill, decode = await cluster.pair()
+    link = next(link for link in cluster.registry.members if link.worker_id == "p0")
+    reader = cluster.read(job(prompt_tokens=64, max_tokens=2))
+    attempt = (await prefill.heard("submit")).attempt_id
+    assert link.room().prefill_credit_tokens == 0
+    match way_out:
+        case "leave":
+            await reader.leave()
+        case "first token":
+            prefill.first_token(attempt, 10)
+            await reader.until(2)
+            assert link.ledger.open_charges == 1
+        case "decode failed":
+            decode.failed(attempt, FAILURES.FAILURE_REASON_NUMERICAL)
+            await error_of(reader)
+        case "prefill failed":
+            prefill.failed(attempt, FAILURES.FAILURE_REASON_NUMERICAL)
+            await decode.heard("abort")
+            decode.aborted(attempt, already_ready=False)
+            await error_of(reader)
+    assert link.room().prefill_credit_tokens == 64
+    await reader.leave()
+
+
+async def test_deadline_that_the_backlog_leaves_no_time_for(cluster: Cluster) -> None:
+    prefill, _decode = await cluster.pair()
+    prefill.report(prefill_credit_tokens=0)
+    link = next(link for link in cluster.registry.members if link.worker_id == "p0")
+    await until(lambda: not link.room().prefill_credit_tokens)
+    waiting = [cluster.read(job(prompt_tokens=50)) for _ in range(3)]
+    await until(lambda: cluster.dispatcher.queued_jobs == 3)
+    await asyncio.sleep(0.2)
+    prefill.report(prefill_credit_tokens=1)  # one leaves after 0.2 s: 250 tokens/s
+    await prefill.heard("submit")
+    prefill.report(prefill_credit_tokens=0)
+    await until(lambda: link.room().prefill_credit_tokens <= 0)
+    left = cluster.dispatcher.queued_jobs
+    assert left >= 1
+    error = await error_of(cluster.read(job(deadline_s=0.01)))
+    assert (error.reason, error.code.name) == ("DEADLINE_UNREACHABLE", "RESOURCE_EXHAUSTED")
+    for reader in waiting:
+        await reader.leave()

@@ -1,0 +1,217 @@
+"""A stream to a worker: attaching, overtaking, and every way in which it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import pytest
+from scripted_worker import DECODE, ScriptedWorker, until
+
+from baton.worker.v1 import worker_pb2
+from router.link import LinkState, Loss, Outbox, WorkerLink
+from router.registry import process_is_gone
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+A, B = b"a" * 16, b"b" * 16
+
+
+class Owner:
+    """Remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.was_attached = asyncio.Event()
+        self.loads = 0
+        self.messages: list[worker_pb2.WorkResponse] = []
+        self.losses: list[tuple[Loss, LinkState]] = []
+
+    def attached(self, link: WorkerLink) -> None:
+        self.was_attached.set()
+
+    def loaded(self, link: WorkerLink) -> None:
+        self.loads += 1
+
+    def received(self, link: WorkerLink, message: worker_pb2.WorkResponse) -> None:
+        self.messages.append(message)
+
+    def lost(self, link: WorkerLink, loss: Loss, was: LinkState) -> None:
+        self.losses.append((loss, was))
+
+
+@asynccontextmanager
+async def linked(
+    identity: worker_pb2.WorkerIdentity, stale_after_s: float = 3.0
+) -> AsyncIterator[tuple[WorkerLink, Owner]]:
+    owner = Owner()
+    link = WorkerLink(identity, "router", owner, stale_after_s=stale_after_s, attach_timeout_s=2.0)
+    task = asyncio.create_task(link.run())
+    try:
+        yield link, owner
+    finally:
+        link.end(Loss.CLOSED)
+        await task
+    assert len(owner.losses) == 1
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[ScriptedWorker]:
+    worker = ScriptedWorker("d0", DECODE)
+    await worker.start()
+    yield worker
+    await worker.stop()
+
+
+def submit(attempt_id: bytes) -> worker_pb2.WorkRequest:
+    return worker_pb2.WorkRequest(submit=worker_pb2.Submit(attempt_id=attempt_id))
+
+
+def cancel(attempt_id: bytes) -> worker_pb2.WorkRequest:
+    return worker_pb2.WorkRequest(cancel=worker_pb2.Cancel(attempt_id=attempt_id))
+
+
+def abort(attempt_id: bytes) -> worker_pb2.WorkRequest:
+    return worker_pb2.WorkRequest(abort=worker_pb2.Abort(attempt_id=attempt_id))
+
+
+async def test_cancel_and_abort_overtake_and_drop_what_they_end() -> None:
+    outbox = Outbox()
+    grant = worker_pb2.WorkRequest(grant=worker_pb2.Grant(attempt_id=A))
+    for message in (submit(A), submit(B), grant, cancel(A), abort(b"c" * 16)):
+        outbox.put(message)
+    assert len(outbox) == 3
+    assert [await outbox.get() for _ in range(3)] == [cancel(A), abort(b"c" * 16), submit(B)]
+    waiting = asyncio.create_task(outbox.get())
+    await asyncio.sleep(0)
+    outbox.put(submit(A))
+    assert await waiting == submit(A)
+
+
+async def test_attaches_and_carries_messages_both_ways(worker: ScriptedWorker) -> None:
+    async with linked(worker.identity) as (link, owner):
+        link.send(submit(A))
+        await owner.was_attached.wait()
+        assert (await worker.heard("submit")).attempt_id == A
+        worker.delivered(A)
+        await until(lambda: owner.messages)
+        assert owner.messages[0].delivered.attempt_id == A
+        assert link.room().max_sequences == 8
+        assert link.agent_name == worker.agent_name
+
+
+async def test_another_epoch_answers(worker: ScriptedWorker) -> None:
+    announced = worker_pb2.WorkerIdentity()
+    announced.CopyFrom(worker.identity)
+    announced.epoch += 1_000
+    async with linked(announced) as (_, owner):
+        await until(lambda: owner.losses)
+        assert owner.losses == [(Loss.REFUSED, LinkState.CONNECTING)]
+        assert not owner.was_attached.is_set()
+
+
+async def test_nobody_answers() -> None:
+    identity = worker_pb2.WorkerIdentity(worker_id="d0", address="127.0.0.1:9")
+    async with linked(identity) as (_, owner):
+        await until(lambda: owner.losses)
+        assert owner.losses[0][1] is LinkState.CONNECTING
+
+
+async def test_counter_that_stands_still(worker: ScriptedWorker) -> None:
+    async with linked(worker.identity, stale_after_s=0.3) as (_, owner):
+        await owner.was_attached.wait()
+        worker.frozen = True
+        await until(lambda: owner.losses)
+        assert owner.losses == [(Loss.FROZEN, LinkState.ATTACHED)]
+        assert owner.loads >= 2
+
+
+async def test_long_step_is_waited_for_but_only_once(worker: ScriptedWorker) -> None:
+    """An announced step gives time; a report without one takes it back."""
+    async with linked(worker.identity, stale_after_s=0.3) as (_, owner):
+        await owner.was_attached.wait()
+        worker.report(long_step_ms=60_000)
+        worker.frozen = True
+        await asyncio.sleep(0.7)
+        assert owner.losses == []
+        worker.frozen = False
+        worker.report(long_step_ms=0)
+        worker.frozen = True
+        await until(lambda: owner.losses)
+        assert owner.losses[0][0] is Loss.FROZEN
+
+
+async def test_nothing_is_sent_to_a_lost_worker(worker: ScriptedWorker) -> None:
+    async with linked(worker.identity) as (link, owner):
+        await owner.was_attached.wait()
+        link.end(Loss.REPLACED)
+        link.end(Loss.FROZEN)
+        link.send(submit(A))
+        assert owner.losses == [(Loss.REPLACED, LinkState.ATTACHED)]
+    assert worker.count("submit") == 0
+
+
+WORKER_PROCESS = """
+import asyncio, pathlib, sys
+sys.path.insert(0, sys.argv[1])
+from scripted_worker import DECODE, ScriptedWorker
+
+async def main():
+    worker = ScriptedWorker("d0", DECODE)
+    await worker.start()
+    sys.stdout.buffer.write(worker.identity.SerializeToString().hex().encode() + b"\\n")
+    sys.stdout.flush()
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+@asynccontextmanager
+async def worker_process() -> AsyncIterator[
+    tuple[asyncio.subprocess.Process, worker_pb2.WorkerIdentity]
+]:
+    folder = __file__.rpartition("/")[0]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", WORKER_PROCESS, folder, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    line = await process.stdout.readline()
+    try:
+        yield process, worker_pb2.WorkerIdentity.FromString(bytes.fromhex(line.decode()))
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def test_killed_process_is_provably_gone() -> None:
+    async with worker_process() as (process, identity), linked(identity) as (_, owner):
+        await owner.was_attached.wait()
+        process.send_signal(signal.SIGKILL)
+        await until(lambda: owner.losses)
+        loss = owner.losses[0][0]
+        assert loss is Loss.SOCKET_CLOSED
+        assert await process_is_gone(identity.address, loss)
+
+
+async def test_stopped_process_is_not_gone() -> None:
+    """Keepalive loses the connection of a process that will wake and write."""
+    async with worker_process() as (process, identity), linked(identity, 60.0) as (_, owner):
+        await owner.was_attached.wait()
+        process.send_signal(signal.SIGSTOP)
+        await until(lambda: owner.losses)
+        loss = owner.losses[0][0]
+        assert loss is Loss.STREAM_ENDED
+        assert not await process_is_gone(identity.address, loss)
+
+
+async def test_proof_needs_all_of_its_parts(worker: ScriptedWorker) -> None:
+    assert not await process_is_gone(worker.identity.address, Loss.SOCKET_CLOSED)  # it listens
+    assert not await process_is_gone("127.0.0.1:9", Loss.STREAM_ENDED)  # a goodbye is no death
+    assert not await process_is_gone("127.0.0.1:9", Loss.FROZEN)
+    assert not await process_is_gone("192.0.2.1:9", Loss.SOCKET_CLOSED)  # another host
+    assert await process_is_gone("127.0.0.1:9", Loss.SOCKET_CLOSED)

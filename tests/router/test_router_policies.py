@@ -1,0 +1,209 @@
+"""Who gets the work: estimates, policies and the queue."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from baton.worker.v1 import worker_pb2
+from router.errors import RouterError
+from router.ledger import REPORT_LAG_S, Charge, Ledger, Room
+from router.policies import LeastWork, RoundRobin
+from router.queue import MAX_RETRY_AFTER_S, AdmissionQueue
+
+A, B = b"a", b"b"
+
+
+def load(**fields: float) -> worker_pb2.Load:
+    defaults = {"total_pages": 100, "free_pages": 100, "max_sequences": 8}
+    return worker_pb2.Load(**(defaults | {"prefill_credit_tokens": 100} | fields))  # type: ignore[arg-type]
+
+
+def test_a_burst_is_counted_before_the_next_report() -> None:
+    ledger = Ledger()
+    ledger.report(load(), 0.0)
+    ledger.charge(A, Charge(60, 4, 1), 1.0)
+    ledger.charge(B, Charge(60, 4, 1), 1.0)
+    room = ledger.room()
+    assert (room.queued_prefill_tokens, room.prefill_credit_tokens) == (120, -20)
+    assert (room.running_sequences, room.free_pages) == (2, 92)
+
+
+def test_a_report_is_not_counted_twice() -> None:
+    ledger = Ledger()
+    ledger.charge(A, Charge(60, 4, 1), 1.0)
+    ledger.report(
+        load(
+            queued_prefill_tokens=60, prefill_credit_tokens=40, running_sequences=1, free_pages=96
+        ),
+        1.0 + REPORT_LAG_S,
+    )
+    room = ledger.room()
+    assert (room.queued_prefill_tokens, room.prefill_credit_tokens) == (60, 40)
+    assert (room.running_sequences, room.free_pages) == (1, 96)
+
+
+def test_a_report_that_crossed_the_submit_does_not_hide_it() -> None:
+    ledger = Ledger()
+    ledger.charge(A, Charge(60), 1.0)
+    ledger.report(load(), 1.0 + REPORT_LAG_S / 2)
+    assert ledger.room().prefill_credit_tokens == 40
+
+
+def test_a_granted_slot_that_does_not_run_yet_is_taken() -> None:
+    ledger = Ledger()
+    ledger.charge(A, Charge(0, 4, 3), 1.0)
+    ledger.report(load(running_sequences=0), 2.0)
+    assert ledger.room().free_sequences == 5
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_every_release_restores_the_estimate(known: bool) -> None:
+    """Prefilled then released, or released alone, or twice: the room is what it was."""
+    for prefilled in (False, True):
+        ledger = Ledger()
+        ledger.report(load(), 0.0)
+        before = ledger.room()
+        ledger.charge(A, Charge(60, 4, 2), 1.0)
+        if known:
+            taken = {"queued_prefill_tokens": 60, "prefill_credit_tokens": 40}
+            ledger.report(load(**taken, running_sequences=2, free_pages=96), 2.0)
+        if prefilled:
+            ledger.prefilled(A)
+            ledger.prefilled(A)
+            assert ledger.room().prefill_credit_tokens == 100
+        ledger.release(A)
+        ledger.release(A)
+        assert ledger.room() == before
+        assert ledger.open_charges == 0
+
+
+@dataclass
+class Worker:
+    worker_id: str
+    queued_prefill_tokens: int = 0
+    prefill_tokens_per_s: float = 0.0
+    running_sequences: int = 0
+    free_pages: int = 100
+    max_sequences: int = 10
+
+    def room(self) -> Room:
+        return Room(
+            self.queued_prefill_tokens,
+            100,
+            self.prefill_tokens_per_s,
+            self.running_sequences,
+            self.max_sequences,
+            self.free_pages,
+            100,
+        )
+
+
+def test_least_work_counts_seconds_not_tokens() -> None:
+    slow = Worker("p0", queued_prefill_tokens=100, prefill_tokens_per_s=10)
+    fast = Worker("p1", queued_prefill_tokens=200, prefill_tokens_per_s=100)
+    assert LeastWork().prefill([slow, fast]) == 1
+
+
+def test_least_work_tries_a_worker_of_unknown_speed() -> None:
+    known = Worker("p0", queued_prefill_tokens=100, prefill_tokens_per_s=100)
+    unknown = Worker("p1", queued_prefill_tokens=50)
+    assert LeastWork().prefill([known, unknown]) == 1
+
+
+def test_least_work_looks_at_the_scarcer_of_slots_and_pages() -> None:
+    few_pages = Worker("d0", running_sequences=1, free_pages=10)
+    few_slots = Worker("d1", running_sequences=8, free_pages=90)
+    neither = Worker("d2", running_sequences=5, free_pages=50)
+    assert LeastWork().decode([few_pages, few_slots, neither]) == 2
+
+
+def test_least_work_prefers_the_smaller_batch_of_equals() -> None:
+    large = Worker("d0", running_sequences=10, max_sequences=20, free_pages=50)
+    small = Worker("d1", running_sequences=5, max_sequences=20, free_pages=50)
+    assert LeastWork().decode([large, small]) == 1
+
+
+def test_round_robin_goes_on_when_workers_come_and_go() -> None:
+    policy = RoundRobin()
+    workers = [Worker("p0"), Worker("p1"), Worker("p2")]
+    assert [policy.prefill(workers) for _ in range(4)] == [0, 1, 2, 0]
+    assert policy.decode(workers) == 0  # the legs take turns apart
+    assert policy.prefill(workers[1:]) == 0
+    assert policy.prefill(workers) == 2
+
+
+@dataclass(eq=False)
+class Waiting:
+    lane: str = "m"
+    tokens: int = 10
+    order: tuple[bool, int] = (True, 0)
+
+
+def drained(queue: AdmissionQueue[Waiting]) -> list[Waiting]:
+    order = []
+    while len(queue):
+        head = queue.heads()[0]
+        queue.take(head, 0.0)
+        order.append(head)
+    return order
+
+
+def test_queue_order() -> None:
+    """Resumed work first, then the higher priority, then the earlier arrival."""
+    queue: AdmissionQueue[Waiting] = AdmissionQueue(10, 1_000)
+    first, second = Waiting(), Waiting()
+    urgent, resumed = Waiting(order=(True, -5)), Waiting(order=(False, 0))
+    for entry in (first, second, urgent, resumed):
+        queue.push(entry, 0.0)
+    assert drained(queue) == [resumed, urgent, first, second]
+    assert queue.tokens == 0
+
+
+def test_lanes_do_not_hold_each_other_up() -> None:
+    queue: AdmissionQueue[Waiting] = AdmissionQueue(10, 1_000)
+    entries = [Waiting("a"), Waiting("b"), Waiting("a")]
+    for entry in entries:
+        queue.push(entry, 0.0)
+    assert queue.heads() == entries[:2]
+
+
+def test_queue_is_bounded_by_entries_and_by_tokens() -> None:
+    queue: AdmissionQueue[Waiting] = AdmissionQueue(2, 100)
+    queue.push(Waiting(tokens=90), 0.0)
+    with pytest.raises(RouterError, match="QUEUE_FULL"):
+        queue.push(Waiting(tokens=11), 0.0)
+    queue.push(Waiting(tokens=10), 0.0)
+    with pytest.raises(RouterError, match="QUEUE_FULL"):
+        queue.push(Waiting(tokens=0), 0.0)
+    queue.push(Waiting(), 0.0, bounded=False)
+    assert len(queue) == 3
+
+
+def test_the_empty_queue_takes_the_largest_prompt() -> None:
+    queue: AdmissionQueue[Waiting] = AdmissionQueue(2, 100)
+    queue.push(Waiting(tokens=1_000), 0.0)
+    assert queue.tokens == 1_000
+
+
+def test_retry_after_is_the_backlog_over_the_measured_rate() -> None:
+    queue: AdmissionQueue[Waiting] = AdmissionQueue(1_000, 10_000)
+    waiting = [Waiting(tokens=10) for _ in range(60)]
+    for entry in waiting:
+        queue.push(entry, 0.0)
+    assert queue.retry_after_s(0.0) == MAX_RETRY_AFTER_S  # nothing measured yet
+    for second, entry in enumerate(waiting[:40], start=1):
+        queue.take(entry, float(second))
+    assert queue.wait_s(40.0) == pytest.approx(200 / 10, rel=0.1)
+
+
+def test_idle_time_and_unhindered_work_say_nothing_about_draining() -> None:
+    """A quiet minute must not make the next backlog look hopeless."""
+    queue: AdmissionQueue[Waiting] = AdmissionQueue(10, 1_000)
+    for second in range(60):
+        entry = Waiting(tokens=1)
+        queue.push(entry, float(second))
+        queue.take(entry, float(second))
+    queue.push(Waiting(), 100.0)
+    assert queue.wait_s(100.0) is None

@@ -1,0 +1,127 @@
+"""Who joins, who is introduced to whom, and who is told of whose end."""
+
+from __future__ import annotations
+
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import grpc
+import pytest
+from scripted_worker import BOTH, DECODE, PREFILL, Cluster, ScriptedWorker, until
+
+from baton.grpc_options import channel_options, server_options
+from baton.worker.v1 import worker_pb2, worker_pb2_grpc
+from router.registry import RegistryServicer
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[Cluster]:
+    cluster = Cluster()
+    yield cluster
+    await cluster.close()
+
+
+@asynccontextmanager
+async def registry_stub(
+    cluster: Cluster,
+) -> AsyncIterator[worker_pb2_grpc.RegistryServiceAsyncStub]:
+    server = grpc.aio.server(options=server_options())
+    worker_pb2_grpc.add_RegistryServiceServicer_to_server(
+        RegistryServicer(cluster.registry), server
+    )
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(
+            f"127.0.0.1:{port}", options=channel_options()
+        ) as channel:
+            yield worker_pb2_grpc.RegistryServiceStub(channel)
+    finally:
+        await server.stop(None)
+
+
+def meets(worker: ScriptedWorker) -> set[str]:
+    return {
+        message.meet.worker.endpoint.agent_name
+        for message in worker.history
+        if message.WhichOneof("message") == "meet"
+    }
+
+
+async def test_announcing_opens_one_stream(cluster: Cluster) -> None:
+    worker = ScriptedWorker("p0", PREFILL)
+    await worker.start()
+    cluster.workers.append(worker)
+    request = worker_pb2.AnnounceRequest(worker=worker.identity)
+    async with registry_stub(cluster) as stub:
+        assert not (await stub.Announce(request)).attached
+        assert not (await stub.Announce(request)).attached or cluster.registry.members
+        await until(lambda: cluster.registry.members)
+        assert (await stub.Announce(request)).attached
+        assert len(cluster.registry.members) == 1
+
+
+@pytest.mark.parametrize("field", ["worker_id", "address", "role", "model"])
+async def test_incomplete_announcements_are_refused(cluster: Cluster, field: str) -> None:
+    identity = ScriptedWorker("p0", PREFILL).identity
+    identity.address = "127.0.0.1:9"
+    identity.ClearField(field)  # type: ignore[arg-type]
+    async with registry_stub(cluster) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub.Announce(worker_pb2.AnnounceRequest(worker=identity))
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_pairs_that_may_exchange_pages_meet(cluster: Cluster) -> None:
+    prefill = await cluster.add("p0", PREFILL)
+    other_prefill = await cluster.add("p1", PREFILL)
+    decode = await cluster.add("d0", DECODE)
+    both = await cluster.add("b0", BOTH)
+    foreign = await cluster.add("d1", DECODE, fingerprint="other")
+    await until(lambda: len(meets(both)) == 3)
+    await until(lambda: len(meets(decode)) == 3)
+    assert meets(prefill) == meets(other_prefill) == {decode.agent_name, both.agent_name}
+    assert meets(decode) == {prefill.agent_name, other_prefill.agent_name, both.agent_name}
+    assert meets(foreign) == set()
+
+
+async def test_peers_of_a_lost_worker_part(cluster: Cluster) -> None:
+    """A goodbye is no proof of death."""
+    prefill, decode = await cluster.pair()
+    foreign = await cluster.add("d1", DECODE, fingerprint="other")
+    await prefill.stop()
+    part = await decode.heard("part")
+    assert (part.agent_name, part.proven_dead) == (prefill.agent_name, False)
+    assert foreign.count("part") == 0
+
+
+async def test_new_start_replaces_the_old_once_it_answers(cluster: Cluster) -> None:
+    prefill, decode = await cluster.pair()
+    gone = ScriptedWorker("d0", DECODE)
+    gone.identity.address = "127.0.0.1:9"
+    cluster.registry.announce(gone.identity)  # late, of a start that is gone
+    again = await cluster.add("d0", DECODE)
+    await until(lambda: len(cluster.registry.members) == 2)
+    epochs = {link.identity.epoch for link in cluster.registry.members}
+    assert epochs == {prefill.identity.epoch, again.identity.epoch}
+    assert (await prefill.heard("part")).agent_name == decode.agent_name
+    assert again.agent_name in meets(prefill)
+
+
+async def test_same_start_on_a_new_stream_is_not_parted(cluster: Cluster) -> None:
+    """The connection broke, the process did not."""
+    prefill, decode = await cluster.pair()
+    address = decode.identity.address
+    await decode.stop()
+    await until(lambda: len(cluster.registry.members) == 1)
+    assert (await prefill.heard("part")).agent_name == decode.agent_name
+    back = ScriptedWorker("d0", DECODE)
+    back.identity.CopyFrom(decode.identity)
+    await back.start(address)
+    cluster.workers.append(back)
+    cluster.registry.announce(back.identity)
+    await until(lambda: len(cluster.registry.members) == 2)
+    assert (await prefill.heard("meet")).worker.epoch == decode.identity.epoch
