@@ -1,0 +1,51 @@
+"""A router and workers as processes: ready, drained, and failures before they are ready."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from baton import up
+from baton.supervisor import ProcessSpec
+
+FAKE = str(Path(__file__).with_name("fake_process.py"))
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch) -> up.Plan:
+    """A real plan whose processes are fakes."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    plan = up.plan(up.UpOptions(model="/m", grpc_port=0, http_port=0, admin_port=0, drain_s=10))
+    addresses = {"router": plan.router_address, **dict(plan.worker_addresses)}
+    specs = tuple(
+        replace(spec, argv=[sys.executable, FAKE, addresses[spec.name]]) for spec in plan.specs
+    )
+    return replace(plan, specs=specs)
+
+
+async def test_up_waits_for_all_and_drains_the_router_first(plan: up.Plan) -> None:
+    lines: list[tuple[str, str]] = []
+    waited_for: list[str] = []
+    async with up.running(plan, lambda *line: lines.append(line)) as supervisor:
+        await up.wait_until_ready(plan, supervisor, waited_for.append)
+        assert {name for name, line in lines if line == "serving"} == set(supervisor.pids())
+        assert supervisor.settled
+    assert waited_for[0] == "prefill-0, decode-0"
+    assert waited_for[-1] == "router"
+    drained = [name for name, line in lines if line == "drained"]
+    assert drained[0] == "router"
+    assert sorted(drained) == ["decode-0", "prefill-0", "router"]
+
+
+async def test_a_worker_that_cannot_start_is_an_error_at_once(plan: up.Plan) -> None:
+    broken = ProcessSpec("decode-0", [sys.executable, "-c", "raise SystemExit('no such model')"])
+    plan = replace(plan, specs=(*plan.specs[:2], broken))
+    lines: list[tuple[str, str]] = []
+    with pytest.raises(up.UpError, match="decode-0 exited with status 1"):
+        async with up.running(plan, lambda *line: lines.append(line)) as supervisor:
+            await up.wait_until_ready(plan, supervisor)
+    assert ("decode-0", "no such model") in lines
+    assert supervisor.pids() == {}
