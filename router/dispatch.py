@@ -58,6 +58,9 @@ class JobDispatcher:
         self._runs: dict[Job, JobRun] = {}
         self._attempts: dict[bytes, Attempt] = {}
         self._pump_due = False
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     @property
     def active_jobs(self) -> int:
@@ -98,6 +101,7 @@ class JobDispatcher:
     async def run(self, job: Job) -> AsyncGenerator[JobEvent, None]:
         """Runs a job; see `router.jobs.Dispatcher.run`."""
         run = self._runs[job] = JobRun(job)
+        self._idle.clear()
         try:
             self._admit(run)
             while not isinstance(event := await run.next_event(), JobFinished):
@@ -114,6 +118,21 @@ class JobDispatcher:
         run.choices[choice].close()
         if run.complete:
             self._finish(run)
+
+    # What the server calls when it ends.
+
+    def drain(self) -> None:
+        """Refuses new jobs from now on; those already here go on."""
+        self._draining = True
+
+    async def idle(self) -> None:
+        """Returns when no job is left."""
+        await self._idle.wait()
+
+    def fail_all(self) -> None:
+        """Ends every job with DRAINING."""
+        for run in list(self._runs.values()):
+            self._fail(run, errors.draining())
 
     # What the registry calls.
 
@@ -156,6 +175,8 @@ class JobDispatcher:
 
     def _admit(self, run: JobRun) -> None:
         now_s = self._now_s()
+        if self._draining:
+            raise errors.draining()
         if not routing.is_servable(run.job, self._workers):
             raise self._nobody(run)
         left_s = (run.job.deadline_ns - time.time_ns()) / 1e9
@@ -279,6 +300,8 @@ class JobDispatcher:
         run.over = True
         self._release(run, "cancelled")
         del self._runs[run.job]
+        if not self._runs:
+            self._idle.set()
 
     def _release(self, run: JobRun, fault: str = "") -> None:
         """Frees all that the job holds, wherever it is; what is free already stays so."""

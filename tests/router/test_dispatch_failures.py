@@ -321,3 +321,15 @@ async def test_deadline_that_the_backlog_leaves_no_time_for(cluster: Cluster) ->
     assert (error.reason, error.code.name) == ("DEADLINE_UNREACHABLE", "RESOURCE_EXHAUSTED")
     for reader in waiting:
         await reader.leave()
+
+
+async def test_draining_router_refuses_new_jobs_and_ends_the_last_ones(cluster: Cluster) -> None:
+    prefill, _ = await cluster.pair()
+    reader = cluster.read(job())
+    attempt = (await prefill.heard("submit")).attempt_id
+    cluster.dispatcher.drain()
+    assert (await error_of(cluster.read(job()))).reason == "DRAINING"
+    cluster.dispatcher.fail_all()
+    assert (await error_of(reader)).reason == "DRAINING"
+    await cluster.dispatcher.idle()
+    assert (await prefill.heard("cancel")).attempt_id == attempt

@@ -1,0 +1,89 @@
+"""What the dispatcher leaves in a trace: every span ends, and says how."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from scripted_worker import PREFILL, Cluster, job
+
+from router import attempt as attempts
+from router import dispatch
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+
+@pytest.fixture
+def exporter(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    for module in (attempts, dispatch):
+        monkeypatch.setattr(module, "_tracer", provider.get_tracer("test"))
+    yield exporter
+    provider.shutdown()
+
+
+@pytest.fixture
+async def cluster(exporter: InMemorySpanExporter) -> AsyncIterator[Cluster]:
+    cluster = Cluster()
+    yield cluster
+    await cluster.close()
+
+
+def spans(exporter: InMemorySpanExporter, name: str) -> list[ReadableSpan]:
+    return [span for span in exporter.get_finished_spans() if span.name == name]
+
+
+async def test_a_killed_worker_is_evident(cluster: Cluster, exporter: InMemorySpanExporter) -> None:
+    """Its own spans are lost with it: ours say which worker, which attempt and what happened."""
+    prefill, decode = await cluster.pair()
+    other = await cluster.add("p1", PREFILL)
+    reader = cluster.read(job(max_tokens=2))
+    first = (await prefill.heard("submit")).attempt_id
+    await prefill.stop()
+    await decode.heard("abort")
+    decode.aborted(first, already_ready=False)
+    submit = await other.heard("submit")
+    second = submit.attempt_id
+    other.first_token(second, 10)
+    other.prefill_done(second)
+    decode.delivered(second)
+    decode.tokens(second, 0, 10, 11)
+    decode.finished(second, 2)
+    await reader.end()
+
+    lost, done = spans(exporter, "prefill")
+    assert lost.attributes is not None
+    assert done.attributes is not None
+    assert lost.attributes["baton.worker.id"] == "p0"
+    assert lost.attributes["baton.attempt.id"] == first.hex()
+    assert lost.attributes["error.type"] == "worker_lost"
+    assert lost.status.status_code is trace.StatusCode.ERROR
+    assert done.attributes["baton.worker.id"] == "p1"
+    assert done.status.status_code is trace.StatusCode.OK
+    assert {span.kind for span in (lost, done)} == {trace.SpanKind.CLIENT}
+    assert len(spans(exporter, "decode")) == 2
+    assert len(spans(exporter, "router.queue")) == len(spans(exporter, "router.route")) == 2
+    route = spans(exporter, "router.route")[1].attributes
+    assert route is not None
+    assert (route["baton.route.prefill"], route["baton.route.decode"]) == ("p1", "d0")
+    # The worker's spans go under the attempt's.
+    assert submit.traceparent.split("-")[2] == f"{done.context.span_id:016x}"
+
+
+async def test_a_job_that_is_left_ends_its_spans(
+    cluster: Cluster, exporter: InMemorySpanExporter
+) -> None:
+    prefill, _ = await cluster.pair()
+    reader = cluster.read(job())
+    await prefill.heard("submit")
+    await reader.leave()
+    ended = spans(exporter, "prefill") + spans(exporter, "decode")
+    assert [span.status.description for span in ended] == ["cancelled"] * 2
+    assert len(spans(exporter, "router.queue")) == 1
