@@ -1,0 +1,248 @@
+"""The host half of the sampler: what the sequence in each slot asked for, one column an option.
+
+Belongs to the step loop's thread.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.noise import uniform
+from engine.sampling.plan import (
+    I64,
+    Adjustments,
+    Draw,
+    LogprobRows,
+    Nucleus,
+    Penalties,
+    Resets,
+    SamplePlan,
+)
+from engine.stopping import end_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from engine.types import SamplingParams, StopRules, TokenIds
+
+Ints = NDArray[np.integer[Any]]
+
+NARROW = 1024
+"""Up to this top-k a row's best logits are found by selection; beyond it the row is sorted."""
+
+
+class Need(enum.IntFlag):
+    """What a slot's sequence costs beyond an argmax."""
+
+    DRAW = 1
+    MIN_P = 2
+    NUCLEUS = 4
+    PENALTIES = 8
+    BIAS = 16
+    MIN_TOKENS = 32
+    LOGPROBS = 64
+
+
+class _Adjustment(NamedTuple):
+    ids: I64
+    values: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, values: Mapping[int, float]) -> _Adjustment:
+        return cls(
+            np.fromiter(values.keys(), np.int64, len(values)),
+            np.fromiter(values.values(), np.float32, len(values)),
+        )
+
+
+class _History(NamedTuple):
+    prompt_ids: TokenIds
+    generated_ids: TokenIds
+
+
+_NO_ADJUSTMENT = _Adjustment.of({})
+
+
+class Columns:
+    """Options by slot, and the plans made of them."""
+
+    def __init__(self, max_slots: int, vocab_size: int, eos_ids: Iterable[int]) -> None:
+        self._vocab_size = vocab_size
+        self._eos_ids = frozenset(eos_ids)
+        self._needs = np.zeros(max_slots, np.uint8)
+        self._seed = np.zeros(max_slots, np.uint64)
+        self._choice = np.zeros(max_slots, np.int64)
+        self._temperature = np.ones(max_slots, np.float32)
+        self._floor = np.zeros(max_slots, np.float32)
+        self._top_k = np.zeros(max_slots, np.int64)
+        self._top_p = np.zeros(max_slots, np.float64)
+        self._repetition = np.ones(max_slots, np.float32)
+        self._frequency = np.zeros(max_slots, np.float32)
+        self._presence = np.zeros(max_slots, np.float32)
+        self._min_tokens = np.zeros(max_slots, np.int64)
+        self._top_n = np.zeros(max_slots, np.int64)
+        self._early = [_NO_ADJUSTMENT] * max_slots
+        """While the output is shorter than `min_tokens`."""
+        self._late = [_NO_ADJUSTMENT] * max_slots
+        self._pending: dict[int, _History] = {}
+        """Slots that changed hands since the last plan with penalties, and ask for them."""
+
+    def assign(
+        self,
+        slot: int,
+        params: SamplingParams,
+        stop: StopRules,
+        choice: int,
+        prompt_ids: TokenIds,
+        generated_ids: TokenIds,
+    ) -> None:
+        """See `Sampler.assign`."""
+        self._needs[slot] = 0
+        self._assign_draw(slot, params, choice)
+        self._assign_penalties(slot, params, prompt_ids, generated_ids)
+        self._assign_adjustments(slot, params, stop)
+        if params.top_logprobs is not None:
+            self._need(slot, Need.LOGPROBS)
+            self._top_n[slot] = min(params.top_logprobs, self._vocab_size)
+
+    def _need(self, slot: int, need: Need) -> None:
+        self._needs[slot] |= need
+
+    def _assign_draw(self, slot: int, params: SamplingParams, choice: int) -> None:
+        if params.temperature <= 0:
+            return
+        self._need(slot, Need.DRAW)
+        self._seed[slot] = params.seed
+        self._choice[slot] = choice
+        self._temperature[slot] = params.temperature
+        self._floor[slot] = math.log(params.min_p) if params.min_p > 0 else -math.inf
+        if params.min_p > 0:
+            self._need(slot, Need.MIN_P)
+        cut_k = 0 < params.top_k < self._vocab_size
+        cut_p = params.top_p < 1
+        self._top_k[slot] = params.top_k if cut_k else self._vocab_size
+        self._top_p[slot] = params.top_p if cut_p else math.inf
+        if cut_k or cut_p:
+            self._need(slot, Need.NUCLEUS)
+
+    def _assign_penalties(
+        self, slot: int, params: SamplingParams, prompt_ids: TokenIds, generated_ids: TokenIds
+    ) -> None:
+        self._repetition[slot] = params.repetition_penalty
+        self._frequency[slot] = params.frequency_penalty
+        self._presence[slot] = params.presence_penalty
+        self._pending.pop(slot, None)
+        if params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty:
+            self._need(slot, Need.PENALTIES)
+            self._pending[slot] = _History(prompt_ids.copy(), generated_ids.copy())
+
+    def _assign_adjustments(self, slot: int, params: SamplingParams, stop: StopRules) -> None:
+        bias = self._drawable(params.logit_bias)
+        ends = self._drawable(dict.fromkeys(end_ids(stop, self._eos_ids), -math.inf))
+        self._min_tokens[slot] = stop.min_tokens
+        self._late[slot] = _Adjustment.of(bias)
+        self._early[slot] = _Adjustment.of({**bias, **ends})
+        if bias:
+            self._need(slot, Need.BIAS)
+        if ends and stop.min_tokens > 0:
+            self._need(slot, Need.MIN_TOKENS)
+
+    def _drawable(self, values: Mapping[int, float]) -> dict[int, float]:
+        """An id beyond the vocabulary is never drawn, so nothing about it matters."""
+        return {token: value for token, value in values.items() if 0 <= token < self._vocab_size}
+
+    def plan(self, slots: Ints, indices: Ints, choices: Ints | None) -> SamplePlan:
+        """See `Sampler.plan`."""
+        needs = self._needs[slots]
+        asked = int(np.bitwise_or.reduce(needs))
+        if not asked:
+            return SamplePlan(len(slots))
+        return SamplePlan(
+            num_rows=len(slots),
+            draw=self._plan_draw(needs, slots, indices, choices) if asked & Need.DRAW else None,
+            penalties=self._plan_penalties(needs, slots) if asked & Need.PENALTIES else None,
+            adjustments=self._plan_adjustments(needs, slots, indices)
+            if asked & (Need.BIAS | Need.MIN_TOKENS)
+            else None,
+            logprobs=self._plan_logprobs(needs, slots) if asked & Need.LOGPROBS else None,
+        )
+
+    def _plan_draw(
+        self, needs: NDArray[np.uint8], slots: Ints, indices: Ints, choices: Ints | None
+    ) -> Draw:
+        rows = np.flatnonzero(needs & Need.DRAW)
+        drawn, needs = slots[rows], needs[rows]
+        return Draw(
+            rows=rows,
+            temperature=self._temperature[drawn],
+            uniforms=uniform(
+                self._seed[drawn],
+                self._choice[drawn] if choices is None else choices[rows],
+                indices[rows],
+            ),
+            floor=self._floor[drawn] if (needs & Need.MIN_P).any() else None,
+            nuclei=self._plan_nuclei(needs, drawn),
+        )
+
+    def _plan_nuclei(self, needs: NDArray[np.uint8], slots: Ints) -> tuple[Nucleus, ...]:
+        """Narrow and wide rows apart: a wide one costs a sort, which no narrow one should pay."""
+        rows = np.flatnonzero(needs & Need.NUCLEUS)
+        if not len(rows):
+            return ()
+        narrow = self._top_k[slots[rows]] <= NARROW
+        groups = (rows[narrow], rows[~narrow])
+        return tuple(self._nucleus(group, slots[group]) for group in groups if len(group))
+
+    def _nucleus(self, rows: I64, slots: Ints) -> Nucleus:
+        top_k = self._top_k[slots]
+        return Nucleus(rows, top_k, self._top_p[slots], int(top_k.max()))
+
+    def _plan_penalties(self, needs: NDArray[np.uint8], slots: Ints) -> Penalties:
+        rows = np.flatnonzero(needs & Need.PENALTIES)
+        penalised = slots[rows].astype(np.int64)
+        return Penalties(
+            rows=rows,
+            slots=penalised,
+            repetition=self._repetition[penalised],
+            frequency=self._frequency[penalised],
+            presence=self._presence[penalised],
+            resets=self._take_resets(),
+        )
+
+    def _take_resets(self) -> Resets | None:
+        if not self._pending:
+            return None
+        slots = np.fromiter(self._pending, np.int64, len(self._pending))
+        prompts = [history.prompt_ids for history in self._pending.values()]
+        outputs = [history.generated_ids for history in self._pending.values()]
+        self._pending = {}
+        return Resets(
+            slots=slots,
+            prompt_slots=np.repeat(slots, [len(ids) for ids in prompts]),
+            prompt_ids=np.concatenate(prompts).astype(np.int64),
+            generated_slots=np.repeat(slots, [len(ids) for ids in outputs]),
+            generated_ids=np.concatenate(outputs).astype(np.int64),
+        )
+
+    def _plan_adjustments(
+        self, needs: NDArray[np.uint8], slots: Ints, indices: Ints
+    ) -> Adjustments | None:
+        early = ((needs & Need.MIN_TOKENS) > 0) & (indices < self._min_tokens[slots])
+        rows = np.flatnonzero(early | ((needs & Need.BIAS) > 0))
+        if not len(rows):
+            return None
+        parts = [(self._early if early[row] else self._late)[slots[row]] for row in rows]
+        return Adjustments(
+            rows=np.repeat(rows, [len(part.ids) for part in parts]),
+            ids=np.concatenate([part.ids for part in parts]),
+            values=np.concatenate([part.values for part in parts]),
+        )
+
+    def _plan_logprobs(self, needs: NDArray[np.uint8], slots: Ints) -> LogprobRows:
+        rows = np.flatnonzero(needs & Need.LOGPROBS)
+        return LogprobRows(rows, int(self._top_n[slots[rows]].max()))

@@ -1,0 +1,39 @@
+"""What each slot's sequence has said so far, on the device, for the penalties.
+
+Belongs to the executor's thread. Only slots whose sequences are penalised are kept true; the rest
+hold leftovers, which are wiped when a penalised sequence takes the slot.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class History:
+    """Two tables by slot and token id."""
+
+    def __init__(self, max_slots: int, vocab_size: int, device: torch.device) -> None:
+        shape = (max_slots, vocab_size)
+        self.counts = torch.zeros(shape, dtype=torch.int32, device=device)
+        """Occurrences in the output."""
+        self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=device)
+
+    def reset(
+        self,
+        slots: Tensor,
+        prompt_slots: Tensor,
+        prompt_ids: Tensor,
+        generated_slots: Tensor,
+        generated_ids: Tensor,
+    ) -> None:
+        """Wipes slots and starts them with what their new sequences bring; see `Resets`."""
+        self.counts[slots] = 0
+        self.in_prompt[slots] = False
+        self.in_prompt[prompt_slots, prompt_ids] = True
+        self.count(generated_slots, generated_ids)
+
+    def count(self, slots: Tensor, token_ids: Tensor) -> None:
+        """Adds one to each (slot, token id), as often as the pair occurs."""
+        ones = torch.ones_like(token_ids, dtype=torch.int32)
+        self.counts.index_put_((slots, token_ids), ones, accumulate=True)

@@ -1,0 +1,155 @@
+"""The arithmetic of sampling, as functions of tensors; none of them waits for the device.
+
+A row with a NaN yields some token within the vocabulary and leaves the other rows alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_BLOCK = 256
+"""Vocabulary ids that are summed together before the inverse CDF looks into one block."""
+_BELOW_ONE = 1 - 2.0**-53
+
+
+class Scores(NamedTuple):
+    """Log probabilities under the model's own distribution."""
+
+    logprob: Tensor
+    """[R] float32, of the given token."""
+    top_ids: Tensor
+    """[R, N] int64, best first."""
+    top_logprobs: Tensor
+    """[R, N] float32."""
+
+
+class Drawn(NamedTuple):
+    """Tokens and how surely they are what they are."""
+
+    tokens: Tensor
+    """[R] int64."""
+    margin: Tensor
+    """[R] float64: distance in probability from the number drawn to the nearer edge of the token's
+    interval. Arithmetic noise smaller than this cannot change the token, unless it moves a token
+    across an edge of min-p, top-k or top-p."""
+
+
+def score(logits: Tensor, token_ids: Tensor, top_n: int) -> Scores:
+    """Log probability of one token a row, and of the row's `top_n` best.
+
+    Args:
+        logits: [R, V] float32, as the model gave them.
+        token_ids: [R] int64; for a prompt, the token that follows each row's position.
+        top_n: at most V; 0 is allowed.
+    """
+    norm = logits.logsumexp(-1, keepdim=True)
+    logprob = (logits.gather(-1, token_ids[:, None]) - norm).squeeze(-1)
+    top_logits, top_ids = logits.topk(top_n)
+    return Scores(logprob, top_ids, top_logits - norm)
+
+
+def penalise(
+    logits: Tensor,
+    counts: Tensor,
+    in_prompt: Tensor,
+    repetition: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
+) -> Tensor:
+    """Penalises tokens seen before; returns new logits.
+
+    Repetition as in CTRL (Keskar et al. 2019): positive logits are divided, negative multiplied.
+    Frequency and presence as the OpenAI API defines them: `logit - frequency * count -
+    presence * (count > 0)`.
+
+    Args:
+        logits: [R, V] float32.
+        counts: [R, V] int32, occurrences in the output.
+        in_prompt: [R, V] bool.
+        repetition, frequency, presence: [R] float32.
+    """
+    in_output = counts > 0
+    repetition = repetition[:, None]
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(in_prompt | in_output, repeated, logits)
+    return logits - frequency[:, None] * counts - presence[:, None] * in_output
+
+
+def scale(logits: Tensor, temperature: Tensor) -> Tensor:
+    """(logit - best of the row) / temperature: 0 at the best, so no temperature overflows.
+
+    Args:
+        logits: [R, V] float32.
+        temperature: [R] float32, above 0.
+    """
+    return (logits - logits.amax(-1, keepdim=True)).div_(temperature[:, None])
+
+
+def nucleus_floor(ranked: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The least logit that top-k and then top-p keep among those not below `floor`.
+
+    Top-p keeps the fewest best tokens whose mass reaches that share of what top-k left: those
+    before which less than the share has gone by, so at least one.
+
+    Args:
+        ranked: [R, W] float32 from `scale`, a row's best in descending order.
+        floor: [R] float32.
+        top_k: [R] int64, at most W.
+        top_p: [R] float64; infinite keeps all.
+
+    Returns:
+        [R] float32, not below `floor`.
+    """
+    places = torch.arange(ranked.shape[-1], device=ranked.device)
+    kept = (places < top_k[:, None]) & (ranked >= floor[:, None])
+    mass = ranked.exp().double() * kept
+    gone_by = mass.cumsum(-1)
+    share = top_p[:, None] * gone_by[:, -1:]
+    kept &= gone_by - mass < share
+    last = kept.sum(-1, keepdim=True).sub_(1).clamp_(min=0)
+    return ranked.gather(-1, last).squeeze(-1)
+
+
+def draw(scaled: Tensor, floor: Tensor | None, uniforms: Tensor) -> Drawn:
+    """One token a row by inverse CDF in the order of the vocabulary.
+
+    The token is the first whose cumulative weight exceeds `uniform * total`. The search goes
+    first over blocks of the vocabulary, then within one, which saves a cumulative sum of the
+    whole: float32 within a block's sum (relative error about 1e-7, that of the weights
+    themselves), float64 in all else.
+
+    Args:
+        scaled: [R, V] float32 from `scale`.
+        floor: [R] float32, tokens below it have no weight; None: all have theirs.
+        uniforms: [R] float64 in (0, 1).
+    """
+    weights = scaled.exp()
+    if floor is not None:
+        weights = weights.masked_fill_(scaled < floor[:, None], 0)
+    blocks = _in_blocks(weights)
+    upto = blocks.sum(-1).double().cumsum(-1)
+    total = upto[:, -1:]
+    target = uniforms[:, None] * total
+    block = (upto <= target).sum(-1, keepdim=True).clamp_(max=upto.shape[-1] - 1)
+    inside = blocks.take_along_dim(block[:, :, None], 1).squeeze(1).double()
+    before = F.pad(upto, (1, 0)).gather(-1, block)
+    ends = inside.cumsum(-1)
+    # The block's two sums may differ in their last bits: stay below the end of its last weight.
+    rest = torch.minimum(target - before, ends[:, -1:] * _BELOW_ONE)
+    place = (ends <= rest).sum(-1, keepdim=True).clamp_(max=_BLOCK - 1)
+    end = ends.gather(-1, place)
+    start = end - inside.gather(-1, place)
+    margin = torch.minimum(rest - start, end - rest) / total
+    tokens = (block * _BLOCK + place).clamp_(max=scaled.shape[-1] - 1)
+    return Drawn(tokens.squeeze(-1), margin.squeeze(-1))
+
+
+def _in_blocks(weights: Tensor) -> Tensor:
+    """[R, V] -> [R, blocks, _BLOCK], the last block filled up with zeros."""
+    missing = -weights.shape[-1] % _BLOCK
+    padded = F.pad(weights, (0, missing)) if missing else weights
+    return padded.view(len(weights), -1, _BLOCK)

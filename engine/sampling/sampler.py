@@ -1,0 +1,198 @@
+"""The sampler: the host's columns, the device's history, and the calls that join them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.sampling import ops
+from engine.sampling.columns import Columns, Ints
+from engine.sampling.history import History
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import NDArray
+
+    from engine.sampling.plan import Adjustments, Draw, LogprobRows, Nucleus, Penalties, SamplePlan
+    from engine.types import SamplingParams, StopRules, TokenIds
+
+
+class SampleResult(NamedTuple):
+    """What came of a step's rows, on the device."""
+
+    tokens: Tensor
+    """[R] int64."""
+    finite: Tensor
+    """[R] bool: the row had neither NaN nor infinity. Where False the token means nothing."""
+    logprob: Tensor | None
+    """[R] float32; 0 in rows that did not ask; None: no row did."""
+    top_ids: Tensor | None
+    """[R, N] int64, best first, N the most that any row asked for; 0 in rows that asked for no
+    log probabilities; None: N would be 0."""
+    top_logprobs: Tensor | None
+    """[R, N] float32, as `top_ids`."""
+    margin: Tensor | None
+    """[R] float64, None unless recorded: `ops.Drawn.margin` of a drawn row, the gap between the
+    two best logits of a greedy one."""
+
+
+class Sampler:
+    """Samples for sequences in slots. The package's docstring says which thread calls what."""
+
+    def __init__(
+        self,
+        max_slots: int,
+        vocab_size: int,
+        device: torch.device | str,
+        eos_ids: Iterable[int],
+        record_margins: bool = False,
+    ) -> None:
+        self._columns = Columns(max_slots, vocab_size, eos_ids)
+        self._max_slots = max_slots
+        self._vocab_size = vocab_size
+        self._device = torch.device(device)
+        self._record_margins = record_margins
+        self._history: History | None = None
+        """Set by the first step that penalises a row."""
+
+    def assign(
+        self,
+        slot: int,
+        params: SamplingParams,
+        stop: StopRules,
+        choice: int,
+        prompt_ids: TokenIds,
+        generated_ids: TokenIds,
+    ) -> None:
+        """A sequence takes the slot; what the slot held is forgotten. Step loop's thread.
+
+        `generated_ids` is the sequence's output so far: every token that no later plan draws.
+        """
+        self._columns.assign(slot, params, stop, choice, prompt_ids, generated_ids)
+
+    def plan(self, slots: Ints, indices: Ints, choices: Ints | None = None) -> SamplePlan:
+        """Plans one draw a row. Step loop's thread.
+
+        Args:
+            slots: [R], whose options each row uses.
+            indices: [R], output index that each row draws, from 0.
+            choices: [R], in place of the choices that the slots were assigned with. With it the
+                rows of one slot can be the first tokens of several choices. They share the
+                slot's history, which is one choice's, so this is for output index 0 only.
+        """
+        return self._columns.plan(slots, indices, choices)
+
+    def sample(self, logits: Tensor, plan: SamplePlan) -> SampleResult:
+        """Draws what was planned and counts it for penalties. Executor's thread, in plan order.
+
+        Args:
+            logits: [R, V] float32, a row for each one planned; left as they are.
+            plan: the step's.
+        """
+        tokens, margin = self._choose(self._shape(logits, plan), plan.draw)
+        if plan.penalties is not None:
+            self._count(tokens, plan.penalties)
+        # A sum is the cheapest pass over a row that lets neither NaN nor infinity through.
+        finite = logits.sum(-1).isfinite()
+        return SampleResult(tokens, finite, *self._score(logits, tokens, plan.logprobs), margin)
+
+    def _upload(self, array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+    def _shape(self, logits: Tensor, plan: SamplePlan) -> Tensor:
+        """What the rows choose from: logits adjusted, then penalised."""
+        if plan.adjustments is None and plan.penalties is None:
+            return logits
+        logits = logits.clone()
+        if plan.adjustments is not None:
+            self._adjust(logits, plan.adjustments)
+        if plan.penalties is not None:
+            self._penalise(logits, plan.penalties)
+        return logits
+
+    def _adjust(self, logits: Tensor, adjustments: Adjustments) -> None:
+        where = self._upload(adjustments.rows), self._upload(adjustments.ids)
+        logits[where] += self._upload(adjustments.values)
+
+    def _penalise(self, logits: Tensor, penalties: Penalties) -> None:
+        if self._history is None:
+            self._history = History(self._max_slots, self._vocab_size, self._device)
+        if penalties.resets is not None:
+            self._history.reset(*map(self._upload, penalties.resets))
+        rows, slots = self._upload(penalties.rows), self._upload(penalties.slots)
+        logits[rows] = ops.penalise(
+            logits[rows],
+            self._history.counts[slots],
+            self._history.in_prompt[slots],
+            self._upload(penalties.repetition),
+            self._upload(penalties.frequency),
+            self._upload(penalties.presence),
+        )
+
+    def _count(self, tokens: Tensor, penalties: Penalties) -> None:
+        assert self._history is not None, "a plan with penalties allocates it"
+        slots, rows = self._upload(penalties.slots), self._upload(penalties.rows)
+        self._history.count(slots, tokens[rows])
+
+    def _choose(self, logits: Tensor, draw: Draw | None) -> tuple[Tensor, Tensor | None]:
+        """Tokens, and margins if they are recorded."""
+        if draw is None:
+            return self._greedy(logits)
+        if len(draw.rows) == len(logits):
+            tokens, margin = self._draw(logits, draw)
+            return tokens, margin if self._record_margins else None
+        rows = self._upload(draw.rows)
+        drawn = self._draw(logits[rows], draw)
+        tokens, margins = self._greedy(logits)
+        tokens[rows] = drawn.tokens
+        if margins is not None:
+            margins[rows] = drawn.margin
+        return tokens, margins
+
+    def _greedy(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        if not self._record_margins:
+            return logits.argmax(-1), None
+        best = logits.topk(2).values.double()
+        return logits.argmax(-1), best[:, 0] - best[:, 1]
+
+    def _draw(self, logits: Tensor, draw: Draw) -> ops.Drawn:
+        scaled = ops.scale(logits, self._upload(draw.temperature))
+        return ops.draw(scaled, self._floor(scaled, draw), self._upload(draw.uniforms))
+
+    def _floor(self, scaled: Tensor, draw: Draw) -> Tensor | None:
+        """What min-p, top-k and top-p leave, as the least scaled logit that stays."""
+        if draw.floor is None and not draw.nuclei:
+            return None
+        floor = (
+            scaled.new_full((len(scaled),), float("-inf"))
+            if draw.floor is None
+            else self._upload(draw.floor)
+        )
+        for nucleus in draw.nuclei:
+            rows = self._upload(nucleus.rows)
+            floor[rows] = self._nucleus_floor(scaled[rows], floor[rows], nucleus)
+        return floor
+
+    def _nucleus_floor(self, scaled: Tensor, floor: Tensor, nucleus: Nucleus) -> Tensor:
+        ranked = scaled.topk(nucleus.width).values
+        top_k, top_p = self._upload(nucleus.top_k), self._upload(nucleus.top_p)
+        return ops.nucleus_floor(ranked, floor, top_k, top_p)
+
+    def _score(
+        self, logits: Tensor, tokens: Tensor, wanted: LogprobRows | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Log probability, top ids and top log probabilities, as `SampleResult` has them."""
+        if wanted is None:
+            return None, None, None
+        rows = self._upload(wanted.rows)
+        scores = ops.score(logits[rows], tokens[rows], wanted.top_n)
+        logprob = logits.new_zeros(len(logits)).index_copy_(0, rows, scores.logprob)
+        if not wanted.top_n:
+            return logprob, None, None
+        shape = (len(logits), wanted.top_n)
+        top_ids = tokens.new_zeros(shape).index_copy_(0, rows, scores.top_ids)
+        top_logprobs = logits.new_zeros(shape).index_copy_(0, rows, scores.top_logprobs)
+        return logprob, top_ids, top_logprobs

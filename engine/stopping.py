@@ -1,0 +1,45 @@
+"""When a sequence ends by itself. Stop texts are the router's business."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine.types import EndReason, StopRules
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+def end_ids(stop: StopRules, eos_ids: Iterable[int]) -> frozenset[int]:
+    """Token ids that end a sequence with these rules: those that the sampler must not draw
+    before `min_tokens`, and those that `end_reason` ends at from then on."""
+    return stop.token_ids if stop.ignore_eos else stop.token_ids.union(eos_ids)
+
+
+def end_reason(
+    token_id: int,
+    index: int,
+    stop: StopRules,
+    eos_ids: frozenset[int],
+    context_room: int,
+) -> EndReason | None:
+    """Why the sequence ends with this token, or None if it goes on.
+
+    A token that ends it wins over length, and end of sequence over a stop id.
+
+    Args:
+        token_id: the token just read.
+        index: its index in the sequence's whole output, from 0.
+        stop: the request's rules. Tokens of an index below `min_tokens` end nothing, so at least
+            so many stand before one that does; `max_tokens` holds always.
+        eos_ids: the model's end-of-sequence ids.
+        context_room: how many more tokens the context can take after this one.
+    """
+    if index >= stop.min_tokens:
+        if not stop.ignore_eos and token_id in eos_ids:
+            return EndReason.END_OF_SEQUENCE
+        if token_id in stop.token_ids:
+            return EndReason.STOP_TOKEN
+    if index + 1 >= stop.max_tokens or context_room <= 0:
+        return EndReason.LENGTH
+    return None
