@@ -27,8 +27,7 @@ def merged_log(names: list[str]) -> Callable[[str, str], None]:
     colours = dict(zip(names, cycle(_COLOURS), strict=False))
 
     def write(name: str, line: str) -> None:
-        head = Text(f"{name:>{width}} │ ", style=colours[name])
-        stdout.print(head + Text.from_ansi(line))
+        stdout.print(Text.assemble((f"{name:>{width}} │ ", colours[name]), Text.from_ansi(line)))
 
     return write
 
