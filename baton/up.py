@@ -3,8 +3,8 @@
 1. `plan` turns what was asked for into ports, devices, threads and command lines; it starts
    nothing.
 2. `running` starts the processes and yields at once.
-3. `wait_until_ready` returns when every worker and the router say that they serve; a process that
-   dies before that is an error, one that dies later is restarted.
+3. `wait_until_ready` returns when every worker says that it serves, and the router that it can
+   run a model; a process that dies before that is an error, one that dies later is restarted.
 4. Leaving `running` drains: the router first, for its requests need the workers.
 """
 
@@ -32,6 +32,8 @@ ADMIN_PORT: Final = 9090
 """The router's; workers follow."""
 PORTS_TRIED: Final = 100
 POLL_S: Final = 0.1
+INFERENCE_SERVICE: Final = "baton.inference.v1.InferenceService"
+"""Healthy while the router can run a model: workers of every role that it takes are attached."""
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -219,7 +221,7 @@ async def running(what: Plan, write: Write) -> AsyncIterator[Supervisor]:
 async def wait_until_ready(
     what: Plan, supervisor: Supervisor, waiting_for: Callable[[str], None] = lambda names: None
 ) -> None:
-    """Returns when every process serves and the router knows the model.
+    """Returns when every worker serves and the router can run a model on them.
 
     Args:
         what: what is running.
@@ -254,30 +256,19 @@ async def _ready(what: Plan, waiting_for: Callable[[str], None]) -> None:
         }
         await asyncio.sleep(POLL_S)
     waiting_for("router")
-    while not (await _serves(what.router_address) and await _has_models(what.router_address)):
+    while not await _serves(what.router_address, INFERENCE_SERVICE):
         await asyncio.sleep(POLL_S)
 
 
-async def _serves(address: str) -> bool:
-    """Whether the process at the address calls itself healthy."""
+async def _serves(address: str, service: str = "") -> bool:
+    """Whether the process at the address calls the service, or itself, healthy."""
     import grpc.aio
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     async with grpc.aio.insecure_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
-            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=1.0)
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=1.0)
         except grpc.RpcError:
             return False
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
-
-
-async def _has_models(address: str) -> bool:
-    from baton.client import AsyncClient
-    from baton.errors import BatonError
-
-    async with AsyncClient(address) as client:
-        try:
-            return bool(await client.models(timeout_s=1.0))
-        except BatonError:
-            return False

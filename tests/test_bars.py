@@ -125,6 +125,25 @@ def test_rooms_import_where_the_others_are_not_installed(room: str, without: set
     import_without(without, code)
 
 
+def test_a_router_serves_where_torch_is_not_installed() -> None:
+    import_without(
+        {"torch", "engine", "kv_transfer", "nixl", "nixl_cu13"},
+        """
+import asyncio
+from router.server import RouterServer
+from router.settings import RouterSettings
+
+async def main():
+    anywhere = dict.fromkeys(("listen", "internal_listen", "http_listen", "admin"), "127.0.0.1:0")
+    server = RouterServer(RouterSettings(**anywhere))
+    await server.start()
+    assert await server.stop()
+
+asyncio.run(main())
+""",
+    )
+
+
 def test_the_repository_names_nothing_outside_itself() -> None:
     """Folders beside the checkout mean nothing to a reader."""
     outside = "../" + "shared"
