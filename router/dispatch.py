@@ -59,6 +59,8 @@ class JobDispatcher:
         self._attempts: dict[bytes, Attempt] = {}
         self._pump_due = False
         self._draining = False
+        self.membership_changed = asyncio.Event()
+        """Set when a worker joins or leaves; cleared by whoever looks after that."""
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -80,9 +82,9 @@ class JobDispatcher:
     # What the front doors call.
 
     def models(self) -> Sequence[ServedModel]:
-        """Models served now, by name."""
-        served = {worker.identity.model.name: worker.identity.model for worker in self._workers}
-        return [_served_model(served[name]) for name in sorted(served)]
+        """Models that could be run now, by name: not those that half of a pair is attached for."""
+        names = {model.name: model for model in self._attached_models()}
+        return [names[name] for name in sorted(names) if self._can_run(name)]
 
     def model(self, name: str) -> ServedModel:
         """The model of that name; an empty one selects the only model.
@@ -90,13 +92,14 @@ class JobDispatcher:
         Raises:
             RouterError: NO_WORKERS or MODEL_NOT_FOUND.
         """
-        served = self.models()
-        if not served:
+        attached = {model.name: model for model in self._attached_models()}
+        if not attached:
             raise errors.no_workers(name)
-        matching = [model for model in served if model.name == name] if name else served
-        if len(matching) != 1:
+        if not name and len(attached) == 1:
+            return next(iter(attached.values()))
+        if name not in attached:
             raise errors.model_not_found(name)
-        return matching[0]
+        return attached[name]
 
     async def run(self, job: Job) -> AsyncGenerator[JobEvent, None]:
         """Runs a job; see `router.jobs.Dispatcher.run`."""
@@ -140,6 +143,7 @@ class JobDispatcher:
         """A worker joins; it gets work with its first load report."""
         self._workers.append(link)
         self._workers.sort(key=lambda worker: worker.worker_id)
+        self.membership_changed.set()
 
     def loaded(self, _link: WorkerLink) -> None:
         """A worker may have room."""
@@ -164,12 +168,20 @@ class JobDispatcher:
         """A worker left: its attempts end, and so does the wait of jobs only it could run."""
         if link in self._workers:
             self._workers.remove(link)
+        self.membership_changed.set()
         for attempt in list(self._attempts.values()):
             attempt.worker_lost(link)
         for run in list(self._queue):
             if not routing.is_servable(run.job, self._workers):
                 self._fail(run, self._nobody(run))
         self._pump_soon()
+
+    def _attached_models(self) -> list[ServedModel]:
+        return [_served_model(worker.identity.model) for worker in self._workers]
+
+    def _can_run(self, model: str) -> bool:
+        workers = [worker for worker in self._workers if worker.identity.model.name == model]
+        return routing.can_run(workers)
 
     # Waiting.
 

@@ -52,6 +52,15 @@ def is_servable(job: Job, workers: Sequence[WorkerLink]) -> bool:
     )
 
 
+def can_run(workers: Sequence[WorkerLink]) -> bool:
+    """Whether these workers of one model could run a job from prompt to last token."""
+    return any(
+        first.identity.role == worker_pb2.WORKER_ROLE_BOTH
+        or any(can_hand_off(first, second) for second in workers)
+        for first in workers
+    )
+
+
 def choose(
     job: Job, workers: Sequence[WorkerLink], policy: Policy, avoid: Collection[WorkerLink]
 ) -> Route | None:

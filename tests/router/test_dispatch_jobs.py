@@ -237,6 +237,8 @@ async def test_models(cluster: Cluster) -> None:
         cluster.dispatcher.model("tiny")
     await cluster.add("p0", PREFILL)
     assert cluster.dispatcher.model("") == cluster.dispatcher.model("tiny")
+    assert cluster.dispatcher.models() == []
+    await cluster.add("d0", DECODE)
     assert [model.name for model in cluster.dispatcher.models()] == ["tiny"]
     with pytest.raises(RouterError, match="MODEL_NOT_FOUND"):
         cluster.dispatcher.model("other")

@@ -1,0 +1,42 @@
+"""The services that every gRPC server of Baton offers beside its own: health and reflection."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+
+REFLECTION_V1: Final = "grpc.reflection.v1.ServerReflection"
+
+
+async def add_health_and_reflection(
+    server: grpc.aio.Server, service_names: Sequence[str]
+) -> health.aio.HealthServicer:
+    """Adds `grpc.health.v1`, and reflection of it and of the services named.
+
+    Health starts as SERVING for the process ("") and as NOT_SERVING for each service: set it with
+    the servicer that is returned.
+    """
+    servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    for name in service_names:
+        await servicer.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
+    _add_reflection(server, (*service_names, health.SERVICE_NAME))
+    return servicer
+
+
+def _add_reflection(server: grpc.aio.Server, service_names: tuple[str, ...]) -> None:
+    """Reflection under both of its names: v1 and v1alpha have the same messages on the wire."""
+    names = (*service_names, reflection.SERVICE_NAME, REFLECTION_V1)
+    reflection.enable_server_reflection(names, server)
+    handler = grpc.stream_stream_rpc_method_handler(
+        reflection.aio.ReflectionServicer(names).ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    methods = {"ServerReflectionInfo": handler}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(REFLECTION_V1, methods),))

@@ -1,0 +1,152 @@
+"""The composed process: joined over its internal port, asked over its public one, drained."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
+from scripted_worker import BOTH, ScriptedWorker, until
+
+from baton.client import AsyncClient
+from baton.grpc_options import channel_options
+from baton.grpc_services import REFLECTION_V1
+from baton.inference.v1 import inference_pb2, inference_pb2_grpc
+from baton.worker.v1 import worker_pb2, worker_pb2_grpc
+from router.frontdoor import SERVICE_NAME
+from router.server import RouterServer
+from router.settings import RouterSettings
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+ANY = "127.0.0.1:0"
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[tuple[RouterServer, ScriptedWorker]]:
+    """A router, and a worker that announced itself to it."""
+    settings = RouterSettings(listen=ANY, internal_listen=ANY, http_listen=ANY, admin=ANY)
+    server, worker = RouterServer(settings), ScriptedWorker("b0", BOTH)
+    await server.start()
+    await worker.start()
+    async with grpc.aio.insecure_channel(server.internal_address) as channel:
+        registry = worker_pb2_grpc.RegistryServiceStub(channel)
+        await registry.Announce(worker_pb2.AnnounceRequest(worker=worker.identity))
+    await until(server.dispatcher.models)
+    try:
+        yield server, worker
+    finally:
+        await server.stop()
+        await worker.stop()
+
+
+def request(max_tokens: int = 2) -> inference_pb2.StreamGenerateRequest:
+    return inference_pb2.StreamGenerateRequest(
+        input=inference_pb2.GenerationInput(
+            token_ids=inference_pb2.TokenIds(ids=[1, 2, 3]),
+            stop=inference_pb2.StopOptions(max_tokens=max_tokens),
+            output=inference_pb2.OutputOptions(omit_text=True),
+        )
+    )
+
+
+async def health_of(channel: grpc.aio.Channel, service: str) -> Any:
+    stub = health_pb2_grpc.HealthStub(channel)
+    return (await stub.Check(health_pb2.HealthCheckRequest(service=service))).status
+
+
+async def test_a_request_through_both_ports() -> None:
+    async with (
+        served() as (server, worker),
+        grpc.aio.insecure_channel(server.address, options=channel_options()) as channel,
+    ):
+        call = inference_pb2_grpc.InferenceServiceStub(channel).StreamGenerate(request())
+        submit = await worker.heard("submit")
+        worker.first_token(submit.attempt_id, 10)
+        worker.tokens(submit.attempt_id, 1, 11)
+        worker.finished(submit.attempt_id, 2)
+        events = [event async for event in call]
+        assert [event.WhichOneof("event") for event in events] == [
+            "started",
+            *["delta"] * (len(events) - 2),
+            "finished",
+        ]
+        assert [i for event in events for i in event.delta.token_ids] == [10, 11]
+        assert server.dispatcher.active_jobs == 0
+
+
+async def test_health_follows_the_workers() -> None:
+    serving = health_pb2.HealthCheckResponse.SERVING
+    async with served() as (server, worker), grpc.aio.insecure_channel(server.address) as channel:
+        assert await health_of(channel, "") == serving
+        await asyncio.sleep(0)
+        assert await health_of(channel, SERVICE_NAME) == serving
+        await worker.stop()
+        await until(lambda: not server.dispatcher.models())
+        assert await health_of(channel, "") == serving
+        assert await health_of(channel, SERVICE_NAME) != serving
+
+
+async def test_reflection_v1_names_the_services() -> None:
+    async with served() as (server, _), grpc.aio.insecure_channel(server.address) as channel:
+        ask = channel.stream_stream(
+            f"/{REFLECTION_V1}/ServerReflectionInfo",
+            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+        )
+        call = ask(iter([reflection_pb2.ServerReflectionRequest(list_services="*")]))
+        answer = await call.read()
+        names = {service.name for service in answer.list_services_response.service}
+        assert {SERVICE_NAME, REFLECTION_V1, "grpc.health.v1.Health"} <= names
+
+
+async def test_draining_finishes_what_runs_and_refuses_the_rest() -> None:
+    async with served() as (server, worker), AsyncClient(server.address) as client:
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            call = stub.StreamGenerate(request())
+            attempt = (await worker.heard("submit")).attempt_id
+            draining = asyncio.create_task(server.drain())
+            await until(lambda: server.dispatcher._draining)
+            refused = stub.StreamGenerate(request())
+            assert await refused.code() is grpc.StatusCode.UNAVAILABLE
+            assert await client.models()
+            worker.first_token(attempt, 10)
+            worker.tokens(attempt, 1, 11)
+            worker.finished(attempt, 2)
+            assert [event async for event in call][-1].WhichOneof("event") == "finished"
+            await draining
+        assert await server.stop()
+
+
+async def test_process_ends_cleanly_on_sigterm() -> None:
+    code = (
+        "from router.server import main; from router.settings import RouterSettings; import sys;"
+        "sys.exit(main(RouterSettings(listen=sys.argv[1], internal_listen='127.0.0.1:0',"
+        "http_listen='127.0.0.1:0', admin='127.0.0.1:0')))"
+    )
+    address = "127.0.0.1:" + str(_free_port())
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, address)
+    try:
+        async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+            await asyncio.wait_for(channel.channel_ready(), 20)
+            assert await health_of(channel, "") == health_pb2.HealthCheckResponse.SERVING
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 10) == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
