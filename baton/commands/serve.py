@@ -25,11 +25,11 @@ def resolve_model(model: str) -> str:
 
 
 def _serve_worker(settings: WorkerSettings) -> None:
-    from baton import worker_process
+    from baton.worker_process import main
 
     end_with_parent()
     folder = resolve_model(settings.model)
-    raise typer.Exit(worker_process.main(settings.model_copy(update={"model": folder})))
+    raise typer.Exit(main(settings.model_copy(update={"model": folder})))
 
 
 @takes_settings(RouterSettings, "router")
@@ -38,10 +38,10 @@ def router(resolved: Resolved[RouterSettings]) -> None:
 
     It needs no GPU and no PyTorch. Start it before or after the workers, as you like.
     """
-    from router import server
+    from router.server import main
 
     end_with_parent()
-    raise typer.Exit(server.main(resolved.settings))
+    raise typer.Exit(main(resolved.settings))
 
 
 @takes_settings(WorkerSettings, "worker")

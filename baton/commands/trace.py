@@ -45,6 +45,6 @@ def show_trace(trace_id: str | None, admin: str | None) -> None:
     Raises:
         TraceError: nobody has it.
     """
-    from baton import waterfall
+    from baton.waterfall import draw, fetch
 
-    stdout.print(waterfall.draw(waterfall.fetch(admin or ROUTER_ADMIN_ADDRESS, trace_id)))
+    stdout.print(draw(fetch(admin or ROUTER_ADMIN_ADDRESS, trace_id)))
