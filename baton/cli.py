@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -50,6 +51,11 @@ def explain(error: Exception) -> tuple[str, int] | None:
             return str(error), WRONG_USE
         case UpError() | DemoModelError() | trace.TraceError():
             return str(error), FAILED
+        case RuntimeError() if str(error).startswith("Failed to bind"):  # gRPC's words
+            address = str(error).removeprefix("Failed to bind to address ").partition(";")[0]
+            return f"cannot listen on {address}: is something else there?", FAILED
+        case OSError(errno=errno.EADDRINUSE | errno.EADDRNOTAVAIL):
+            return f"cannot listen: {error.strerror}", FAILED
         case _:
             return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,15 @@ def test_errors_become_a_line_and_a_code() -> None:
     assert explain(full) == ("QUEUE_FULL: the queue is full (again in 1.2 s)", 3)
     assert explain(InvalidRequestError("bad")) == ("bad", 2)
     assert explain(ZeroDivisionError()) is None
+
+
+def test_a_taken_port_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        free = ("--internal-listen", "127.0.0.1:0")
+        result = run("router", "--listen", address, *free)
+    assert result.exit_code == 1
+    assert f"cannot listen on {address}" in plain(result.output)
 
 
 def test_where_the_demo_model_is(tmp_path: Path) -> None:
