@@ -5,8 +5,9 @@ A token may be half a character, and a decoder may treat the first token of a te
 the latest tokens again with each new one. Invariants, where `text` is the window's text:
 
 - `text[:released]` is what earlier calls returned of it; it does not change as the window grows;
-- the tail `text[stable:]`, at most `_HELD_CHARS` of U+FFFD, may still become a character: it is
-  returned when something else follows it, or at the end;
+- U+FFFD at its end may still become a character, and is returned when something else follows it
+  or at the end. A byte of a character can turn all bytes before it into U+FFFD until the character
+  is complete (byte fallback does so), but only as long as it can be completed: `_BROKEN_AFTER`;
 - the window starts where a character starts.
 
 `StopTexts` then holds back what may be the beginning of a stop text.
@@ -18,10 +19,10 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple, Protocol
 
 _REPLACEMENT: Final = "\ufffd"
-_HELD_CHARS: Final = 3
-"""The bytes of a character that is not complete yet: at most three, each U+FFFD at worst."""
+_BROKEN_AFTER: Final = 3
+"""A character lacks at least its last byte for this many tokens; after more, bytes are broken."""
 _WINDOW_TOKENS: Final = 12
-"""A longer window is shortened: the cost of a token is bounded by decoding this many."""
+"""A longer window is shortened, one of broken bytes at twice the length: this bounds the cost."""
 CONTEXT_TOKENS: Final = 4
 """Kept of the prompt, and of a run of broken bytes: more tokens than a character has bytes
 before its last."""
@@ -58,13 +59,13 @@ class Detokenizer:
             return ""
         self._window.append(token_id)
         text = self._decoder.decode(self._window)
-        stable = _stable_length(text)
+        stable = self._stable_length(text)
         new = text[self._released : stable]
         self._released = max(self._released, stable)
         if stable == len(text):
             self._boundary, self._latest_boundary = self._latest_boundary, len(self._window)
         if len(self._window) > _WINDOW_TOKENS:
-            self._shorten()
+            self._shorten(whole=stable == len(text))
         return new
 
     def finish(self) -> str:
@@ -84,19 +85,29 @@ class Detokenizer:
         tail = [one for one in prompt_ids[-CONTEXT_TOKENS:] if one not in special]
         return [] if self._decoder.decode(tail).endswith(_REPLACEMENT) else tail
 
-    def _shorten(self) -> None:
+    def _stable_length(self, text: str) -> int:
+        """Length of `text` without the U+FFFD at its end that may yet become a character."""
+        held = len(text) - len(text.rstrip(_REPLACEMENT))
+        if len(self._window) - self._latest_boundary > _BROKEN_AFTER:
+            held = min(held, _BROKEN_AFTER)
+        return len(text) - held
+
+    def _shorten(self, whole: bool) -> None:
         """Drops tokens before the latest but one boundary, where text was whole.
 
         In a long run of broken bytes there is none; then any cut will do that leaves more tokens
         than an incomplete character has bytes, since a character's first byte is no other's second.
         """
-        start = self._boundary
-        if len(self._window) - start > _WINDOW_TOKENS:
+        if whole:
+            start = self._boundary
+        elif len(self._window) > 2 * _WINDOW_TOKENS:
             start = len(self._window) - CONTEXT_TOKENS
+        else:
+            return
         self._window = self._window[start:]
-        self._boundary = max(0, self._boundary - start)
+        self._boundary = 0
         self._latest_boundary = max(0, self._latest_boundary - start)
-        self._released = _stable_length(self._decoder.decode(self._window))
+        self._released = self._stable_length(self._decoder.decode(self._window))
 
 
 class StopMatch(NamedTuple):
@@ -152,11 +163,3 @@ class StopTexts:
             if any(len(stop) > length and stop.startswith(end) for stop in self._texts):
                 return length
         return 0
-
-
-def _stable_length(text: str) -> int:
-    """Length of `text` without the U+FFFD at its end that may yet become a character."""
-    end = len(text)
-    while end > 0 and len(text) - end < _HELD_CHARS and text[end - 1] == _REPLACEMENT:
-        end -= 1
-    return end

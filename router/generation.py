@@ -121,7 +121,7 @@ class Generations:
     ) -> PromptIds:
         kind = holder.WhichOneof("prompt")
         if isinstance(holder, api.GenerationInput) and kind == "token_ids":
-            return np.asarray(holder.token_ids.ids, dtype=np.uint32)
+            return np.array(holder.token_ids.ids, dtype=np.uint32)
         assert tokenizer is not None  # Validated: text and chat need one.
         field = f"{path}.{kind}".lstrip(".")
         try:

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from frontdoor_kit import CHAT_TEMPLATE, CORPUS, write_tokenizer
+
+from baton.inference.v1 import inference_pb2 as api
+from router.tokenization import ChatTemplateError, Tokenizer, Tokenizers
+
+TURNS = [
+    (api.ROLE_SYSTEM, "system", "Be brief & <polite>."),
+    (api.ROLE_USER, "user", "Größe? 🎉"),
+    (api.ROLE_ASSISTANT, "assistant", "1 m"),
+    (api.ROLE_USER, "user", "Thanks"),
+]
+CHAT = api.ChatPrompt(
+    messages=[api.ChatMessage(role=role, content=content) for role, _, content in TURNS]
+)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_tokenizer(tmp_path)
+    return tmp_path
+
+
+def load(folder: Path) -> Tokenizer:
+    tokenizer = Tokenizer.load(str(folder))
+    assert tokenizer is not None
+    return tokenizer
+
+
+def use_template(folder: Path, template: str) -> Tokenizer:
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    return load(folder)
+
+
+def check_against_transformers(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(str(folder))
+    ours = load(folder)
+    for text in [*CORPUS, "", " ", "two  spaces\n\n", "<|im_start|>user"]:
+        ids = theirs(text)["input_ids"]
+        assert ours.encode(text).tolist() == ids
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    turns = [{"role": role, "content": content} for _, role, content in TURNS]
+    rendered = theirs.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    assert ours.render_chat(CHAT) == rendered
+    expected = theirs(rendered, add_special_tokens=False)["input_ids"]
+    assert ours.encode_chat(CHAT).tolist() == expected
+
+
+def test_same_as_transformers(folder: Path) -> None:
+    check_against_transformers(folder)
+
+
+@pytest.mark.model
+def test_same_as_transformers_on_the_demo_model(demo_model: Path) -> None:
+    check_against_transformers(demo_model)
+
+
+def test_helpers_of_chat_templates_are_those_of_transformers(folder: Path) -> None:
+    template = (
+        "{{ bos_token }}{% for message in messages %}\n"
+        "    {% if message.role == 'assistant' %}{% continue %}{% endif %}\n"
+        "    {{- message | tojson }}{{ message | tojson(indent=2) }}\n"
+        "{% endfor %}{% generation %}{{ eos_token }}{% endgeneration %}{{ strftime_now('%Y')[:1] }}"
+    )
+    use_template(folder, template)
+    check_against_transformers(folder)
+
+
+def test_a_file_of_its_own_comes_before_the_config(folder: Path) -> None:
+    tokenizer = use_template(folder, "{{ messages[0].content }}")
+    assert tokenizer.render_chat(CHAT) == "Be brief & <polite>."
+
+
+def test_named_templates_have_a_default(folder: Path) -> None:
+    named = [
+        {"name": "tool_use", "template": "tools"},
+        {"name": "default", "template": CHAT_TEMPLATE},
+    ]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert load(folder).render_chat(CHAT).startswith("<|im_start|>system\n")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('secret prompt') }}",
+        "{{ messages[7].content.upper() }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    ],
+)
+def test_a_template_may_refuse_and_may_not_reach_out(folder: Path, template: str) -> None:
+    with pytest.raises(ChatTemplateError, match="refused") as caught:
+        use_template(folder, template).render_chat(CHAT)
+    assert "secret" not in str(caught.value)
+
+
+def test_no_template(folder: Path) -> None:
+    (folder / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(ChatTemplateError, match="no chat template"):
+        load(folder).encode_chat(CHAT)
+
+
+def test_no_tokenizer_is_ids_in_ids_out(tmp_path: Path) -> None:
+    assert Tokenizer.load(str(tmp_path)) is None
+
+
+async def test_a_folder_is_read_once_and_long_texts_leave_the_loop_free(folder: Path) -> None:
+    tokenizers = Tokenizers()
+    first, second = await asyncio.gather(tokenizers.get(str(folder)), tokenizers.get(str(folder)))
+    assert first is not None
+    assert first is second
+    text = " ".join(CORPUS * 2000)
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    counting = asyncio.create_task(count_turns())
+    long_ids = await tokenizers.encode(first, text)
+    counting.cancel()
+    assert turns > 10
+    assert first.decode(long_ids.tolist()) == text
+    tokenizers.close()
+
+
+async def test_a_failed_read_is_tried_again(folder: Path) -> None:
+    good = (folder / "tokenizer.json").read_bytes()
+    (folder / "tokenizer.json").write_text("{}")
+    tokenizers = Tokenizers()
+    with pytest.raises(Exception):  # noqa: B017, PT011 - the library raises no type of its own
+        await tokenizers.get(str(folder))
+    (folder / "tokenizer.json").write_bytes(good)
+    assert await tokenizers.get(str(folder)) is not None
+    tokenizers.close()
+
+
+def test_the_front_door_pulls_in_neither_torch_nor_transformers() -> None:
+    check = (
+        "import sys, router.frontdoor; "
+        "sys.exit(str({'torch', 'transformers'} & set(sys.modules)) if "
+        "{'torch', 'transformers'} & set(sys.modules) else 0)"
+    )
+    subprocess.run([sys.executable, "-c", check], check=True)

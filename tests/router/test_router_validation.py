@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+from frontdoor_kit import served_model
+
+from baton.inference.v1 import inference_pb2 as api
+from router import validation
+from router.errors import RouterError
+from router.validation import Limits
+
+LIMITS = Limits(default_max_tokens=20, max_output_tokens=48, max_choices=4)
+MODEL = served_model("/nowhere")
+NAN, INF = math.nan, math.inf
+
+
+def request(**fields: object) -> api.GenerateRequest:
+    prompt = api.GenerationInput(token_ids=api.TokenIds(ids=[70, 71, 72]))
+    for name, value in fields.items():
+        getattr(prompt, name).CopyFrom(value)
+    return api.GenerateRequest(input=prompt)
+
+
+def paths(message: api.GenerateRequest) -> list[str]:
+    found = validation.check_request(message, LIMITS)
+    validation.check_against_model(found, message.input, MODEL)
+    return [violation.field for violation in found.found]
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("temperature", [0, 1, 100], [-0.1, NAN, INF]),
+        ("top_p", [0.01, 1], [0, -1, 1.1, NAN]),
+        ("min_p", [0, 1], [-0.1, 1.1, NAN]),
+        ("frequency_penalty", [-2, 0, 2], [-2.1, 2.1, NAN, -INF]),
+        ("presence_penalty", [-2, 0, 2], [-2.1, 2.1, NAN]),
+        ("repetition_penalty", [0.1, 1, 9], [0, -1, NAN, INF]),
+        ("top_k", [0, 1, 2**32 - 1], []),
+        ("seed", [0, 2**64 - 1], []),
+    ],
+)
+def test_sampling_ranges(name: str, good: list[float], bad: list[float]) -> None:
+    def ask(value: float) -> list[str]:
+        return paths(request(sampling=api.SamplingOptions(**{name: value})))  # type: ignore[arg-type]
+
+    assert [ask(value) for value in good] == [[]] * len(good)
+    assert [ask(value) for value in bad] == [[f"input.sampling.{name}"]] * len(bad)
+
+
+BROKEN: list[tuple[Callable[[api.GenerateRequest], object], str]] = [
+    (lambda one: one.input.Clear(), "input"),
+    (lambda one: one.input.token_ids.Clear(), "input.token_ids.ids"),
+    (lambda one: one.input.token_ids.ids.append(512), "input.token_ids.ids[3]"),
+    (lambda one: setattr(one.input, "text", ""), "input.text"),
+    (lambda one: one.input.chat.SetInParent(), "input.chat.messages"),
+    (lambda one: one.input.chat.messages.add(), "input.chat.messages[0].role"),
+    (lambda one: one.input.chat.messages.add(role=9), "input.chat.messages[0].role"),  # type: ignore[arg-type]
+    (lambda one: setattr(one.input, "choices", 0), "input.choices"),
+    (lambda one: setattr(one.input, "choices", 5), "input.choices"),
+    (lambda one: setattr(one.input, "priority", -101), "input.priority"),
+    (lambda one: setattr(one.input, "priority", 101), "input.priority"),
+    (lambda one: setattr(one, "client_tag", "é" * 65), "client_tag"),
+    (lambda one: setattr(one.input.stop, "max_tokens", 0), "input.stop.max_tokens"),
+    (lambda one: setattr(one.input.stop, "max_tokens", 49), "input.stop.max_tokens"),
+    (lambda one: one.input.stop.sequences.append(""), "input.stop.sequences[0]"),
+    (lambda one: one.input.stop.sequences.extend(["é" * 129]), "input.stop.sequences[0]"),
+    (lambda one: one.input.stop.sequences.extend("a" * 17), "input.stop.sequences"),
+    (lambda one: one.input.stop.token_ids.append(512), "input.stop.token_ids[0]"),
+    (lambda one: one.input.sampling.logit_bias.update({7: NAN}), "input.sampling.logit_bias[7]"),
+    (lambda one: one.input.sampling.logit_bias.update({7: 101}), "input.sampling.logit_bias[7]"),
+    (
+        lambda one: one.input.sampling.logit_bias.update({512: 1}),
+        "input.sampling.logit_bias[512]",
+    ),
+    (lambda one: setattr(one.input.output, "top_logprobs", 1), "input.output.top_logprobs"),
+]
+
+
+@pytest.mark.parametrize(("mutate", "path"), BROKEN, ids=[path for _, path in BROKEN])
+def test_one_broken_rule(mutate: Callable[[api.GenerateRequest], object], path: str) -> None:
+    message = request()
+    assert paths(message) == []
+    mutate(message)
+    assert paths(message) == [path]
+
+
+def test_all_broken_rules_at_once() -> None:
+    message = request(
+        sampling=api.SamplingOptions(temperature=-1, top_p=2, logit_bias={600: 500}),
+        output=api.OutputOptions(logprobs=True, top_logprobs=21),
+        stop=api.StopOptions(max_tokens=0, sequences=[""], token_ids=[999]),
+    )
+    message.input.token_ids.ids.append(4000)
+    assert sorted(paths(message)) == [
+        "input.output.top_logprobs",
+        "input.sampling.logit_bias[600]",
+        "input.sampling.logit_bias[600]",
+        "input.sampling.temperature",
+        "input.sampling.top_p",
+        "input.stop.max_tokens",
+        "input.stop.sequences[0]",
+        "input.stop.token_ids[0]",
+        "input.token_ids.ids[3]",
+    ]
+
+
+def test_a_prompt_of_foreign_ids_names_a_few() -> None:
+    message = request()
+    message.input.token_ids.ids[:] = range(512, 5000)
+    assert paths(message) == [f"input.token_ids.ids[{index}]" for index in range(8)]
+
+
+def test_sampling_defaults() -> None:
+    filled = validation.fill_sampling(api.SamplingOptions(), api.OutputOptions(), 512)
+    assert (filled.temperature, filled.top_p, filled.repetition_penalty) == (1, 1, 1)
+    assert (filled.top_k, filled.min_p, filled.frequency_penalty) == (0, 0, 0)
+    assert not filled.HasField("top_logprobs")
+    again = validation.fill_sampling(api.SamplingOptions(), api.OutputOptions(), 512)
+    assert filled.seed != again.seed
+
+
+def test_zeros_are_values() -> None:
+    sampling = api.SamplingOptions(temperature=0, seed=0, top_k=512, logit_bias={3: -1.5})
+    filled = validation.fill_sampling(sampling, api.OutputOptions(logprobs=True), 512)
+    assert (filled.temperature, filled.seed) == (0, 0)
+    assert filled.top_k == 0, "the whole vocabulary is no restriction"
+    assert filled.HasField("top_logprobs")
+    assert dict(filled.logit_bias) == {3: -1.5}
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "asked", "given"),
+    [(10, None, 20), (60, None, 4), (63, None, 1), (10, 30, 30), (60, 4, 4)],
+)
+def test_max_tokens(prompt_tokens: int, asked: int | None, given: int) -> None:
+    stop = api.StopOptions(max_tokens=asked, min_tokens=1, token_ids=[5], ignore_eos=True)
+    filled = validation.fill_stopping(stop, prompt_tokens, MODEL, LIMITS)
+    assert filled.max_tokens == given
+    assert (filled.min_tokens, list(filled.token_ids), filled.ignore_eos) == (1, [5], True)
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "asked", "field"),
+    [(60, 5, "input.stop.max_tokens"), (64, None, "input"), (900, 1, "input")],
+)
+def test_the_context_bounds_prompt_and_output(
+    prompt_tokens: int, asked: int | None, field: str
+) -> None:
+    with pytest.raises(RouterError) as caught:
+        validation.fill_stopping(api.StopOptions(max_tokens=asked), prompt_tokens, MODEL, LIMITS)
+    assert caught.value.reason == "CONTEXT_LENGTH_EXCEEDED"
+    assert [violation.field for violation in caught.value.violations] == [field]
+    assert caught.value.metadata["prompt_tokens"] == str(prompt_tokens)
+
+
+def test_min_tokens_may_not_exceed_max_tokens() -> None:
+    with pytest.raises(RouterError) as caught:
+        validation.fill_stopping(api.StopOptions(min_tokens=21), 10, MODEL, LIMITS)
+    assert [one.field for one in caught.value.violations] == ["input.stop.min_tokens"]
