@@ -266,7 +266,10 @@ class JobDispatcher:
         run.avoid.add(fault.worker)
         if run.over:
             return
-        if self._may_retry(run, fault):
+        if run.complete:  # only its prefill worker's last word was still awaited
+            run.finish(attempt.timings())
+            self._release(run)
+        elif self._may_retry(run, fault):
             self._enqueue(run, bounded=False)
         else:
             self._fail(run, _error_of(run, fault))

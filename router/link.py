@@ -3,7 +3,8 @@
 Life of a link:
 
 1. CONNECTING: the stream is opened and attach sent.
-2. ATTACHED: the worker answered with the identity and epoch that it had announced.
+2. ATTACHED: the worker answered with the identity and epoch that it had announced, and its step
+   loop gave a sign of life. One that hung is not taken back because its other threads still talk.
 3. LOST, once and for good: the stream ended, the progress counter stood still for too long, or the
    router let go of it. The owner is told at once, and nothing is sent any more.
 
@@ -137,7 +138,18 @@ class WorkerLink:
         *,
         stale_after_s: float,
         attach_timeout_s: float,
+        known_progress: int = -1,
     ) -> None:
+        """A link to a worker that announced itself.
+
+        Args:
+            identity: what it announced.
+            router_id: this router's name.
+            owner: hears of the link.
+            stale_after_s: longest time without progress.
+            attach_timeout_s: longest time until it is attached.
+            known_progress: where its counter stood still, if it was lost for that.
+        """
         self.identity = identity
         self.state = LinkState.CONNECTING
         self.ledger = Ledger()
@@ -146,7 +158,9 @@ class WorkerLink:
         self._outbox = Outbox()
         self._lost = asyncio.Event()
         self._clock = asyncio.get_running_loop().time
-        self._progress = -1
+        self.progress = known_progress
+        """The step loop's counter, as last reported."""
+        self._answered = False
         self._alive_until_s = self._clock() + attach_timeout_s
         self.send(worker_pb2.WorkRequest(attach=worker_pb2.Attach(router_id=router_id)))
 
@@ -235,32 +249,33 @@ class WorkerLink:
     def _receive(self, message: worker_pb2.WorkResponse) -> None:
         if self.state is LinkState.LOST:
             return
-        kind = message.WhichOneof("message")
-        if self.state is LinkState.CONNECTING:
-            self._attach(message)
-        elif kind == "load":
+        if not self._answered:
+            self._answer(message.attached.worker)
+        elif message.WhichOneof("message") == "load":
             self._report(message.load)
-        else:
+        elif self.state is LinkState.ATTACHED:
             self._owner.received(self, message)
 
-    def _attach(self, message: worker_pb2.WorkResponse) -> None:
-        expected, answered = self.identity, message.attached.worker
+    def _answer(self, answered: worker_pb2.WorkerIdentity) -> None:
+        expected = self.identity
         if (answered.worker_id, answered.epoch) != (expected.worker_id, expected.epoch):
             self.end(Loss.REFUSED)
             return
         self.identity = answered
-        self.state = LinkState.ATTACHED
-        self._alive_until_s = self._clock() + self._stale_after_s
-        self._owner.attached(self)
+        self._answered = True
 
     def _report(self, load: worker_pb2.Load) -> None:
         """A counter that moves is a sign of life; a long step is announced before it begins."""
         now_s = self._clock()
-        if load.progress != self._progress:
-            self._progress = load.progress
-            self._alive_until_s = now_s + self._stale_after_s + load.long_step_ms / 1e3
         self.ledger.report(load, now_s)
-        self._owner.loaded(self)
+        if load.progress != self.progress:
+            self.progress = load.progress
+            self._alive_until_s = now_s + self._stale_after_s + load.long_step_ms / 1e3
+            if self.state is LinkState.CONNECTING:
+                self.state = LinkState.ATTACHED
+                self._owner.attached(self)
+        if self.state is LinkState.ATTACHED:
+            self._owner.loaded(self)
 
 
 def _attempt_of(message: worker_pb2.WorkRequest) -> bytes:

@@ -43,6 +43,8 @@ class Registry:
         self._owner = owner
         self._links: dict[Key, WorkerLink] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._stalled: dict[Key, int] = {}
+        """Where the counters of workers stood that were lost for standing still."""
 
     @property
     def members(self) -> list[WorkerLink]:
@@ -64,6 +66,7 @@ class Registry:
                 self,
                 stale_after_s=self._settings.stale_after_s,
                 attach_timeout_s=self._settings.attach_timeout_s,
+                known_progress=self._stalled.get(key, -1),
             )
             self._spawn(link.run())
         return self._links[key].state is LinkState.ATTACHED
@@ -77,6 +80,8 @@ class Registry:
 
     def attached(self, link: WorkerLink) -> None:
         """Replaces older starts, introduces the worker, tells the owner."""
+        for key in [key for key in self._stalled if key[0] == link.worker_id]:
+            del self._stalled[key]
         others = [member for member in self.members if member is not link]
         for other in [other for other in others if other.worker_id == link.worker_id]:
             others.remove(other)
@@ -98,6 +103,8 @@ class Registry:
     def lost(self, link: WorkerLink, loss: Loss, was: LinkState) -> None:
         """Forgets the link; where it had been attached, tells the owner and the peers."""
         self._links.pop(_key(link.identity), None)
+        if loss is Loss.FROZEN and link.progress >= 0:
+            self._stalled[_key(link.identity)] = link.progress
         details = _describe(link) | {"cause": loss.value}
         if was is not LinkState.ATTACHED:
             logger.info("worker did not attach", extra=details)

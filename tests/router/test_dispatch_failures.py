@@ -126,6 +126,18 @@ async def test_prefill_dies_after_its_first_token(cluster: Cluster) -> None:
     assert error.metadata["tokens_sent"] == "1"
 
 
+async def test_prefill_dies_when_its_first_token_was_the_last(cluster: Cluster) -> None:
+    """All that was wanted has come: there is nothing left to lose."""
+    prefill, decode = await cluster.pair()
+    reader = cluster.read(job())
+    attempt = (await prefill.heard("submit")).attempt_id
+    prefill.first_token(attempt, 2)
+    prefill.finished(attempt, 1)
+    await decode.heard("cancel")
+    prefill.failed(attempt, FAILURES.FAILURE_REASON_INTERNAL)
+    assert tokens_of(await reader.end()) == [2]
+
+
 async def test_both_die(cluster: Cluster) -> None:
     """The decode worker's death is an answer to Abort, too."""
     prefill, decode = await cluster.pair()

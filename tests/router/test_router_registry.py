@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -125,3 +126,15 @@ async def test_same_start_on_a_new_stream_is_not_parted(cluster: Cluster) -> Non
     cluster.registry.announce(back.identity)
     await until(lambda: len(cluster.registry.members) == 2)
     assert (await prefill.heard("meet")).worker.epoch == decode.identity.epoch
+
+
+async def test_hung_worker_is_not_taken_back_until_it_moves(cluster: Cluster) -> None:
+    """Its other threads still announce it and answer; only its step loop counts."""
+    worker = await cluster.add("b0", BOTH)
+    worker.frozen = True
+    await until(lambda: not cluster.registry.members)
+    cluster.registry.announce(worker.identity)
+    await asyncio.sleep(0.3)
+    assert not cluster.registry.members
+    worker.frozen = False
+    await until(lambda: cluster.registry.members)
