@@ -121,7 +121,8 @@ class TorchExecutor:
             decoding = self._upload(plan.row_slots[: plan.num_decodes])
             token_ids[: plan.num_decodes] = self._token_table[decoding]
         self._attention.begin(self._attention_batch(plan))
-        return self._model(token_ids, self._upload(plan.positions), self._attention)
+        hidden: Tensor = self._model(token_ids, self._upload(plan.positions), self._attention)
+        return hidden
 
     def _attention_batch(self, plan: StepPlan) -> AttentionBatch:
         rows = np.repeat(np.arange(len(plan.row_slots)), plan.query_lens)
@@ -142,7 +143,9 @@ class TorchExecutor:
         for start in range(0, len(next_ids), SCORE_ROWS):
             ids = next_ids[start : start + SCORE_ROWS]
             first = wanted.first_token + start
-            parts.append(score(self._model.logits(hidden[first : first + len(ids)]), ids, wanted.top_n))
+            parts.append(
+                score(self._model.logits(hidden[first : first + len(ids)]), ids, wanted.top_n)
+            )
         return ScoreResult(
             wanted.next_ids,
             torch.cat([part.logprob for part in parts]).cpu().numpy(),

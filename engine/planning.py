@@ -111,9 +111,7 @@ def _preemptible(scheduler: Scheduler) -> list[Sequence]:
 # -- chunks -------------------------------------------------------------------------------------
 
 
-def _cut_chunks(
-    scheduler: Scheduler, rows: Slots
-) -> tuple[list[ChunkPlan], list[ScorePlan]]:
+def _cut_chunks(scheduler: Scheduler, rows: Slots) -> tuple[list[ChunkPlan], list[ScorePlan]]:
     config = scheduler.config
     budget = config.max_step_tokens
     if rows.size:
@@ -216,7 +214,9 @@ def _samples(scheduler: Scheduler, rows: Slots, chunks: list[ChunkPlan]) -> _Sam
             where.append(np.array([sequence.slot for sequence in drawn], np.int32))
             indices.append(np.array([len(sequence.outputs) for sequence in drawn], np.int32))
             choices.append(np.arange(len(drawn), dtype=np.int32) + drawn[0].choice)
-    return _Samples(*(np.concatenate(c).astype(np.int32) for c in (tokens, where, indices, choices)))
+    return _Samples(
+        *(np.concatenate(c).astype(np.int32) for c in (tokens, where, indices, choices))
+    )
 
 
 def _first_draws(task: PrefillTask) -> list[Sequence]:
@@ -249,6 +249,8 @@ def _mark_written(
     size, table = scheduler.slots.page_size, scheduler.slots.page_table
     single = contexts - starts == 1
     pages = [table[row_slots[single], starts[single] // size]]
-    for i in np.flatnonzero(~single).tolist():
-        pages.append(table[row_slots[i], starts[i] // size : -(-contexts[i] // size)])
+    pages += [
+        table[row_slots[i], starts[i] // size : -(-contexts[i] // size)]
+        for i in np.flatnonzero(~single).tolist()
+    ]
     scheduler.blocks.mark_written(np.concatenate(pages), scheduler.next_step)

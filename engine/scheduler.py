@@ -83,7 +83,9 @@ class Scheduler:
         self.sampler = sampler
         self.policy = policy or Fcfs()
         self.slots = SlotTable(
-            config.max_sequences, -(-config.max_context_tokens // config.page_size), config.page_size
+            config.max_sequences,
+            -(-config.max_context_tokens // config.page_size),
+            config.page_size,
         )
         self.owners: list[Sequence | None] = [None] * config.max_sequences
         """The sequence in each slot."""
@@ -139,9 +141,7 @@ class Scheduler:
         self.slots.outputs[slot, index] = record.token_id
         self.slots.output_len[slot] = index + 1
         stop = sequence.job.request.stop
-        reason = end_reason(
-            record.token_id, index, stop, self.config.eos_token_ids, context_room=1
-        )
+        reason = end_reason(record.token_id, index, stop, self.config.eos_token_ids, context_room=1)
         if reason is None:
             self._assign_sampler(sequence)
             self._writes[slot] = record.token_id
@@ -253,9 +253,7 @@ class Scheduler:
         cached = self.blocks.count_cached(job.keys)
         wanted = pages - cached + self.blocks.count_evictable(job.keys)
         wanted += spare + growth * num_sequences
-        kept_back = max(
-            self.config.reserve_pages * self.slots.num_used, self.slots.largest_need()
-        )
+        kept_back = max(self.config.reserve_pages * self.slots.num_used, self.slots.largest_need())
         if num_sequences > self.slots.num_free or wanted > self.blocks.available - kept_back:
             return False
         job.sequences = [Sequence(job, i, outputs[i]) for i in range(num_sequences)]
@@ -403,7 +401,13 @@ class Scheduler:
         self.emit(
             job,
             ChoiceEnded(
-                job.request.id, sequence.choice, reason, outputs, last, sequence.preemptions, time.time_ns()
+                job.request.id,
+                sequence.choice,
+                reason,
+                outputs,
+                last,
+                sequence.preemptions,
+                time.time_ns(),
             ),
         )
         if last:

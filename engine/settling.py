@@ -129,9 +129,7 @@ def token_record(owner: Sequence, result: StepResult, row: int) -> TokenRecord:
 # -- chunks -------------------------------------------------------------------------------------
 
 
-def _settle_chunk(
-    scheduler: Scheduler, chunk: ChunkPlan, result: StepResult, now_ns: int
-) -> None:
+def _settle_chunk(scheduler: Scheduler, chunk: ChunkPlan, result: StepResult, now_ns: int) -> None:
     task, leader = chunk.task, chunk.task.leader
     slot = leader.slot
     if slot < 0 or scheduler.slots.generation[slot] != task.generation:
@@ -157,12 +155,15 @@ def _publish(scheduler: Scheduler, chunk: ChunkPlan) -> None:
     if not config.prefix_cache or complete <= task.published_pages:
         return
     job = task.leader.job
-    task.keys = page_keys(
-        task.token_ids[: complete * config.page_size],
-        config.page_size,
-        job.request.cache_salt,
-        task.keys[:complete],
-    ) + task.keys[complete:]
+    task.keys = (
+        page_keys(
+            task.token_ids[: complete * config.page_size],
+            config.page_size,
+            job.request.cache_salt,
+            task.keys[:complete],
+        )
+        + task.keys[complete:]
+    )
     first = task.published_pages
     pages = scheduler.slots.page_table[task.leader.slot, first:complete]
     scheduler.blocks.publish(pages, task.keys[first:complete], first)

@@ -33,7 +33,7 @@ class EndReason(enum.Enum):
     """Why a sequence ended by itself."""
 
     END_OF_SEQUENCE = "end_of_sequence"
-    STOP_TOKEN = "stop_token"  # noqa: S105
+    STOP_TOKEN = "stop_token"
     LENGTH = "length"
 
 

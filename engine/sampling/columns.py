@@ -195,12 +195,16 @@ class Columns:
         if not len(rows):
             return ()
         narrow = self._top_k[slots[rows]] <= NARROW
-        groups = (rows[narrow], rows[~narrow])
-        return tuple(self._nucleus(group, slots[group]) for group in groups if len(group))
+        parts = (
+            self._nucleus(rows[narrow], slots, True),
+            self._nucleus(rows[~narrow], slots, False),
+        )
+        return tuple(part for part in parts if len(part.rows))
 
-    def _nucleus(self, rows: I64, slots: Ints) -> Nucleus:
-        top_k = self._top_k[slots]
-        return Nucleus(rows, top_k, self._top_p[slots], int(top_k.max()))
+    def _nucleus(self, rows: I64, slots: Ints, narrow: bool) -> Nucleus:
+        top_k = self._top_k[slots[rows]]
+        width = int(top_k.max(initial=0)) if narrow else None
+        return Nucleus(rows, top_k, self._top_p[slots[rows]], width)
 
     def _plan_penalties(self, needs: NDArray[np.uint8], slots: Ints) -> Penalties:
         rows = np.flatnonzero(needs & Need.PENALTIES)

@@ -13,6 +13,8 @@ from torch import Tensor
 
 _BLOCK = 256
 """Vocabulary ids that are summed together before the inverse CDF looks into one block."""
+_FEW = 512
+"""Best tokens of a row that are ranked before sorting all of it is thought of."""
 _BELOW_ONE = 1 - 2.0**-53
 
 
@@ -76,7 +78,9 @@ def penalise(
     repetition = repetition[:, None]
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
     logits = torch.where(in_prompt | in_output, repeated, logits)
-    return logits - frequency[:, None] * counts - presence[:, None] * in_output
+    logits -= frequency[:, None] * counts
+    logits -= presence[:, None] * in_output
+    return logits
 
 
 def scale(logits: Tensor, temperature: Tensor) -> Tensor:
@@ -89,7 +93,9 @@ def scale(logits: Tensor, temperature: Tensor) -> Tensor:
     return (logits - logits.amax(-1, keepdim=True)).div_(temperature[:, None])
 
 
-def nucleus_floor(ranked: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+def nucleus_floor(
+    ranked: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor, total: Tensor | None = None
+) -> Tensor:
     """The least logit that top-k and then top-p keep among those not below `floor`.
 
     Top-p keeps the fewest best tokens whose mass reaches that share of what top-k left: those
@@ -98,8 +104,9 @@ def nucleus_floor(ranked: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor) -
     Args:
         ranked: [R, W] float32 from `scale`, a row's best in descending order.
         floor: [R] float32.
-        top_k: [R] int64, at most W.
+        top_k: [R] int64.
         top_p: [R] float64; infinite keeps all.
+        total: [R] float64, mass of what top-k left; None: all of it is ranked.
 
     Returns:
         [R] float32, not below `floor`.
@@ -108,10 +115,35 @@ def nucleus_floor(ranked: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor) -
     kept = (places < top_k[:, None]) & (ranked >= floor[:, None])
     mass = ranked.exp().double() * kept
     gone_by = mass.cumsum(-1)
-    share = top_p[:, None] * gone_by[:, -1:]
-    kept &= gone_by - mass < share
+    whole = gone_by[:, -1:] if total is None else total[:, None]
+    kept &= gone_by - mass < top_p[:, None] * whole
     last = kept.sum(-1, keepdim=True).sub_(1).clamp_(min=0)
     return ranked.gather(-1, last).squeeze(-1)
+
+
+def wide_nucleus_floor(scaled: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """`nucleus_floor` of whole rows, [R, V], which are sorted where they must be.
+
+    On a CPU, where looking at a result costs no wait, only rows are sorted whose share of top-p
+    is not within their few best tokens. Elsewhere all are, without a look.
+    """
+    vocab_size = scaled.shape[-1]
+    if not scaled.is_cpu or vocab_size <= _FEW:
+        return nucleus_floor(scaled.topk(vocab_size).values, floor, top_k, top_p)
+    few = scaled.topk(_FEW).values
+    total = _mass(scaled, floor)
+    result = nucleus_floor(few, floor, top_k, top_p, total)
+    within = (top_k >= vocab_size) & (_mass(few, floor) >= top_p * total)
+    rest = (~within).nonzero().squeeze(-1)
+    if len(rest):
+        ranked = scaled[rest].topk(vocab_size).values
+        result[rest] = nucleus_floor(ranked, floor[rest], top_k[rest], top_p[rest])
+    return result
+
+
+def _mass(scaled: Tensor, floor: Tensor) -> Tensor:
+    """[R] float64, the sum of the weights that `floor` leaves."""
+    return scaled.exp().masked_fill_(scaled < floor[:, None], 0).sum(-1).double()
 
 
 def draw(scaled: Tensor, floor: Tensor | None, uniforms: Tensor) -> Drawn:
@@ -129,7 +161,7 @@ def draw(scaled: Tensor, floor: Tensor | None, uniforms: Tensor) -> Drawn:
     """
     weights = scaled.exp()
     if floor is not None:
-        weights = weights.masked_fill_(scaled < floor[:, None], 0)
+        weights.masked_fill_(scaled < floor[:, None], 0)
     blocks = _in_blocks(weights)
     upto = blocks.sum(-1).double().cumsum(-1)
     total = upto[:, -1:]

@@ -55,11 +55,11 @@ class Nucleus(NamedTuple):
     rows: I64
     """Into the rows of `Draw`."""
     top_k: I64
-    """At most `width`."""
+    """The vocabulary's size where nothing is asked."""
     top_p: F64
     """Infinite where nothing is asked."""
-    width: int
-    """How many of a row's best logits have to be ranked."""
+    width: int | None
+    """The greatest top-k: so many of a row's best have to be ranked; None: perhaps all of them."""
 
 
 class Draw(NamedTuple):

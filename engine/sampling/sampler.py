@@ -177,8 +177,10 @@ class Sampler:
         return floor
 
     def _nucleus_floor(self, scaled: Tensor, floor: Tensor, nucleus: Nucleus) -> Tensor:
-        ranked = scaled.topk(nucleus.width).values
         top_k, top_p = self._upload(nucleus.top_k), self._upload(nucleus.top_p)
+        if nucleus.width is None:
+            return ops.wide_nucleus_floor(scaled, floor, top_k, top_p)
+        ranked = scaled.topk(nucleus.width).values
         return ops.nucleus_floor(ranked, floor, top_k, top_p)
 
     def _score(

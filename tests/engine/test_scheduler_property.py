@@ -238,7 +238,12 @@ def test_giants_are_not_starved_by_dwarfs():
 
 def test_too_large_is_refused_at_once():
     bench = Bench(num_pages=10)
-    for prompt, max_tokens, choices in (([5] * 30, 20, 1), ([5] * 250, 10, 1), ([5], 2, 7), ([], 2, 1)):
+    for prompt, max_tokens, choices in (
+        ([5] * 30, 20, 1),
+        ([5] * 250, 10, 1),
+        ([5], 2, 7),
+        ([], 2, 1),
+    ):
         request_id = bench.submit(prompt, max_tokens, choices=choices)
         bench.turn()
         assert bench.failed[request_id] is FailureReason.TOO_LARGE

@@ -1,0 +1,41 @@
+"""What an attention backend gets and gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """R rows with T new tokens in all; set by the executor, once a step."""
+
+    query_lens: NDArray[np.int32]
+    """[R] on the host; 1 in the first `num_decodes` rows."""
+    context_lens: NDArray[np.int32]
+    """[R] on the host: tokens in KV after this step, the new ones included."""
+    num_decodes: int
+    page_table: Tensor
+    """[R, P] int64; the scratch page beyond a row's context."""
+    token_pages: Tensor
+    """[T] int64: the page that each new token's K and V go to."""
+    token_offsets: Tensor
+    """[T] int64: and where in it."""
+
+
+class AttentionBackend(Protocol):
+    """Stores the new tokens' K and V, then attends causally over each row's context."""
+
+    name: str
+
+    def begin(self, batch: AttentionBatch) -> None:
+        """Prepares whatever all layers of the step share."""
+        ...
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """One layer. `q` [T, Hq, D], `k` and `v` [T, Hkv, D]; returns [T, Hq, D]."""
+        ...

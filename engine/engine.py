@@ -1,0 +1,213 @@
+"""The engine: model, pool, scheduler and step loop behind one thread-safe face."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from engine.attention import choose_backend
+from engine.blocks import BlockManager
+from engine.config import EngineConfig
+from engine.eviction import EVICTION_POLICIES
+from engine.executor import TorchExecutor
+from engine.kv_pool import LAYOUT_VERSION, KvPool
+from engine.model import LoadedModel, ModelConfig, load_model
+from engine.policies import POLICIES
+from engine.sampling import Sampler
+from engine.scheduler import Scheduler, SchedulerConfig
+from engine.step_loop import StepLoop
+from engine.types import EngineLoad, ModelInfo, Request, Sink, TokenRecord
+
+log = logging.getLogger("baton.engine")
+
+Progress = Callable[[str, int, int], None]
+"""Called with a phase, what is done and what there is to do."""
+
+
+class EngineError(Exception):
+    """The engine cannot be built as configured; the message says what to change."""
+
+
+class Engine:
+    """Runs requests. Every method may be called from any thread and returns at once.
+
+    What happens to a request is told to the sink it was submitted with (`engine.types`).
+    """
+
+    def __init__(self, model: ModelInfo, pool: KvPool, loop: StepLoop) -> None:
+        self.model = model
+        self.pool = pool
+        self._loop = loop
+
+    @classmethod
+    def build(cls, config: EngineConfig, progress: Progress | None = None) -> Engine:
+        """Loads the model and allocates the pool; blocks for as long as that takes.
+
+        Raises:
+            EngineError: the configuration does not fit the model or the device.
+        """
+        config = _resolve(config)
+        device = torch.device(config.device)
+        loaded = load_model(
+            config.model,
+            dtype=_dtype(config.dtype),
+            device=device,
+            load_format=config.load_format,
+            seed=config.seed,
+            progress=progress,
+        )
+        pool = _build_pool(config, loaded.config, device)
+        info = _model_info(config, loaded, pool)
+        sampler = Sampler(config.max_sequences, info.vocab_size, device, info.eos_token_ids)
+        executor = TorchExecutor(
+            loaded.model,
+            pool,
+            choose_backend(config.attention, pool, loaded.config.windows),
+            sampler,
+            config.max_sequences,
+            device,
+        )
+        return cls(info, pool, StepLoop(_scheduler(config, info, pool, sampler), executor))
+
+    def start(self) -> None:
+        """Starts the step loop."""
+        self._loop.start()
+
+    def stop(self) -> None:
+        """Stops the step loop; requests still inside are dropped without an event."""
+        self._loop.stop()
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Takes a request on. One that cannot be run is answered with RequestFailed."""
+        self._loop.post(lambda scheduler: scheduler.submit(request, sink))
+
+    def deliver(self, request_id: bytes, records: Sequence[TokenRecord]) -> None:
+        """RECEIVE: the KV of the whole prompt is in the reserved pages.
+
+        Args:
+            request_id: a request that was told Reserved; others are ignored.
+            records: the next token of every choice.
+        """
+        self._loop.post(lambda scheduler: scheduler.deliver(request_id, records))
+
+    def cancel(self, request_id: bytes) -> None:
+        """Ends a request. Pages that something outside may touch wait for `release`."""
+        self._loop.post(lambda scheduler: scheduler.cancel(request_id))
+
+    def release(self, request_id: bytes) -> None:
+        """Nothing outside touches the request's pages any more. Unknown ids are ignored."""
+        self._loop.post(lambda scheduler: scheduler.release(request_id))
+
+    def load(self) -> EngineLoad:
+        """The step loop's last snapshot."""
+        return self._loop.load
+
+
+def _resolve(config: EngineConfig) -> EngineConfig:
+    """Fills in what the configuration leaves to the device."""
+    device = config.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    on_cpu = device == "cpu"
+    step_tokens = config.max_step_tokens or (512 if on_cpu else 2048)
+    if step_tokens < max(config.page_size, config.max_sequences + config.page_size):
+        raise EngineError(
+            f"max_step_tokens {step_tokens} must be at least max_sequences {config.max_sequences}"
+            f" plus page_size {config.page_size}"
+        )
+    return replace(
+        config,
+        device=device,
+        dtype=("float32" if on_cpu else "bfloat16") if config.dtype == "auto" else config.dtype,
+        name=config.name or Path(config.model).name,
+        max_step_tokens=step_tokens,
+        mixed_prefill_tokens=config.mixed_prefill_tokens or step_tokens,
+    )
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtypes = {
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+    }
+    if name not in dtypes:
+        raise EngineError(f"dtype {name!r} is not one of {', '.join(dtypes)}")
+    return dtypes[name]
+
+
+def _build_pool(config: EngineConfig, model: ModelConfig, device: torch.device) -> KvPool:
+    dtype = _dtype(config.dtype)
+    shape = (model.num_kv_heads, model.num_layers, 2, config.page_size, model.head_dim)
+    page_bytes = dtype.itemsize
+    for size in shape:
+        page_bytes *= size
+    num_pages = config.num_pages or config.kv_memory_bytes // page_bytes
+    if num_pages < 2:
+        raise EngineError(f"the pool holds {num_pages} pages of {page_bytes} bytes: give it more")
+    if device.type == "cpu" and num_pages * page_bytes > _available_bytes():
+        raise EngineError(
+            f"{num_pages} pages of {page_bytes} bytes are more than the memory left: lower"
+            " num_pages or kv_memory_bytes"
+        )
+    return KvPool(
+        num_pages=num_pages,
+        num_layers=model.num_layers,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        page_size=config.page_size,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def _available_bytes() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _model_info(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> ModelInfo:
+    model = loaded.config
+    context = min(
+        config.max_context_tokens or model.max_position_embeddings,
+        model.max_position_embeddings,
+        (pool.num_pages - 1) * config.page_size,
+    )
+    agreed = {
+        "revision": loaded.revision,
+        "dtype": config.dtype,
+        "page_size": config.page_size,
+        "layout": LAYOUT_VERSION,
+        "model": asdict(model),
+    }
+    digest = hashlib.sha256(json.dumps(agreed, sort_keys=True, default=str).encode())
+    return ModelInfo(
+        name=config.name,
+        path=loaded.path,
+        revision=loaded.revision,
+        fingerprint=digest.hexdigest()[:32],
+        max_context_tokens=context,
+        vocab_size=model.vocab_size,
+        eos_token_ids=tuple(model.eos_token_ids),
+        page_size_tokens=config.page_size,
+    )
+
+
+def _scheduler(config: EngineConfig, info: ModelInfo, pool: KvPool, sampler: Sampler) -> Scheduler:
+    bounds = SchedulerConfig(
+        max_sequences=config.max_sequences,
+        max_step_tokens=config.max_step_tokens,
+        mixed_prefill_tokens=config.mixed_prefill_tokens,
+        max_context_tokens=info.max_context_tokens,
+        page_size=config.page_size,
+        eos_token_ids=frozenset(info.eos_token_ids),
+        prefix_cache=config.prefix_cache,
+    )
+    blocks = BlockManager(pool.num_pages, EVICTION_POLICIES[config.eviction]())
+    return Scheduler(bounds, blocks, sampler, POLICIES[config.policy]())

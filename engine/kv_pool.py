@@ -1,0 +1,54 @@
+"""The KV pool: one plain allocation that holds every page of every layer.
+
+Page-major and head-outer: `(num_pages, num_kv_heads, num_layers, 2, page_size, head_dim)`. A page
+is one contiguous run of bytes for all layers, so one descriptor moves it; a tensor-parallel rank's
+share of a page is one run too. Attention sees strided views, one a layer.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.blocks import SCRATCH_PAGE
+
+LAYOUT_VERSION = "page-major-head-outer-1"
+
+
+class KvPool:
+    """The pages. Zeroed at the start: that touches them, and leaves no NaN in unused tails."""
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (num_pages, num_kv_heads, num_layers, 2, page_size, head_dim)
+        self.tensor = torch.empty(shape, dtype=dtype, device=device).zero_()
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.scratch_page = SCRATCH_PAGE
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page, and from one page to the next."""
+        return self.tensor[0].numel() * self.tensor.element_size()
+
+    def layer_kv(self, layer: int) -> Tensor:
+        """K and V of a layer: `(num_pages, num_kv_heads, 2, page_size, head_dim)`, strided."""
+        return self.tensor[:, :, layer]
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V of a layer apart: `(num_pages, num_kv_heads, page_size, head_dim)`, strided."""
+        return self.tensor[:, :, layer, 0], self.tensor[:, :, layer, 1]
+
+    def copy_pages(self, source: Tensor, target: Tensor) -> None:
+        """Copies whole pages, all layers: `target[i]` becomes `source[i]`. [N] int64 each; no
+        page may be both a source and a target."""
+        self.tensor[target] = self.tensor[source]

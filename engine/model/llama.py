@@ -1,0 +1,144 @@
+"""The Llama family, top to bottom: Llama, SmolLM2, Mistral, Qwen2, Qwen3.
+
+What tells them apart (biases, norms on q and k, windows, rope, tied embeddings) is in the config.
+The three projections of attention are one weight, and so are gate and up: one product each.
+
+Shapes: T tokens of a step, H hidden size, Hq query heads, Hkv KV heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.attention import AttentionBackend
+from engine.model.config import ModelConfig
+
+
+class Rope(nn.Module):
+    """Rotary position embedding (Su et al. 2021), halves rotated as Hugging Face lays them out."""
+
+    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+        super().__init__()
+        self.scale = config.rope_scale
+        self.frequencies = torch.tensor(config.rope_frequencies, device=device)
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cos and sin, [T, 1, D] each."""
+        angles = positions.float()[:, None] * self.frequencies
+        angles = torch.cat((angles, angles), dim=-1)[:, None]
+        return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates [T, heads, D]."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class Linear(nn.Module):
+    """A product with a weight that is filled in by the loader."""
+
+    def __init__(
+        self, inputs: int, outputs: int, bias: bool, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.weight = _parameter((outputs, inputs), dtype, device)
+        self.bias = _parameter((outputs,), dtype, device) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, inputs] -> [T, outputs]."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class RmsNorm(nn.Module):
+    """Root mean square norm (Zhang and Sennrich 2019)."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = _parameter((size,), dtype, device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Over the last dimension."""
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Layer(nn.Module):
+    """Attention and a gated feed-forward, each behind a norm and beside a residual."""
+
+    def __init__(
+        self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.index = index
+        self.head_dim = config.head_dim
+        self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        width, hidden = config.num_heads * config.head_dim, config.hidden_size
+        qkv_width = sum(self.heads) * config.head_dim
+        gate_up = 2 * config.intermediate_size
+        eps = config.norm_eps
+        self.input_norm = RmsNorm(hidden, eps, dtype, device)
+        self.qkv = Linear(hidden, qkv_width, config.qkv_bias, dtype, device)
+        self.q_norm = RmsNorm(config.head_dim, eps, dtype, device) if config.qk_norm else None
+        self.k_norm = RmsNorm(config.head_dim, eps, dtype, device) if config.qk_norm else None
+        self.output = Linear(width, hidden, config.output_bias, dtype, device)
+        self.mlp_norm = RmsNorm(hidden, eps, dtype, device)
+        self.gate_up = Linear(hidden, gate_up, config.mlp_bias, dtype, device)
+        self.down = Linear(config.intermediate_size, hidden, config.mlp_bias, dtype, device)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionBackend) -> Tensor:
+        """[T, H] -> [T, H]."""
+        x = x + self._attend(self.input_norm(x), cos, sin, attention)
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
+        down: Tensor = self.down(F.silu(gate) * up)
+        return x + down
+
+    def _attend(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionBackend) -> Tensor:
+        heads = self.qkv(x).view(len(x), -1, self.head_dim)
+        q, k, v = heads.split(self.heads, dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        attended: Tensor = self.output(attention(self.index, q, k, v).flatten(1))
+        return attended
+
+
+class Model(nn.Module):
+    """The decoder. Weights are uninitialised until the loader has filled them."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.config = config
+        hidden = config.hidden_size
+        self.embedding = _parameter((config.vocab_size, hidden), dtype, device)
+        self.rope = Rope(config, device)
+        layers = [Layer(config, i, dtype, device) for i in range(config.num_layers)]
+        self.layers = nn.ModuleList(layers)
+        self.norm = RmsNorm(hidden, config.norm_eps, dtype, device)
+        self.head = (
+            self.embedding
+            if config.tie_embeddings
+            else _parameter((config.vocab_size, hidden), dtype, device)
+        )
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
+        """[T] ids at [T] positions -> [T, H], after the last norm.
+
+        `attention.begin` must have been called for this step.
+        """
+        x = F.embedding(token_ids, self.embedding)
+        cos, sin = self.rope(positions, x.dtype)
+        for layer in self.layers:
+            x = layer(x, cos, sin, attention)
+        normed: Tensor = self.norm(x)
+        return normed
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, H] -> [R, vocab] float32."""
+        return F.linear(hidden, self.head).float()
+
+
+def _parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)

@@ -1,0 +1,277 @@
+"""Weights: from a Hugging Face id or folder (safetensors), a GGUF file, or a seed.
+
+Tensors stream one at a time straight into the model's own (fused) weights: there is never a
+second copy of the model in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.model.config import ModelConfig, ModelError, read_config
+from engine.model.llama import Layer, Model
+
+Progress = Callable[[str, int, int], None]
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+DUMMY_STD = 0.02
+_HUB_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja", "*.model"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run."""
+
+    model: Model
+    config: ModelConfig
+    revision: str
+    """Digest of the config and of sampled weight rows, or of the dummy seed."""
+    path: str
+    """The folder that it came from."""
+
+
+def load_model(
+    path_or_id: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    load_format: str = "auto",
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Builds the model and fills in its weights.
+
+    Args:
+        path_or_id: folder, GGUF file, or Hugging Face id.
+        dtype: of the weights in memory.
+        device: where they go.
+        load_format: one of `LOAD_FORMATS`; auto: GGUF where the path is one or holds nothing else.
+        seed: of dummy weights; equal seeds give equal weights in every process.
+        progress: told ("weights", tensors done, tensors in all).
+
+    Raises:
+        UnsupportedModelError: the engine does not compute this model.
+        ModelError: files are missing, or do not fit the config.
+    """
+    if load_format not in LOAD_FORMATS:
+        raise ModelError(f"load format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
+    folder, gguf = _locate(path_or_id, load_format)
+    config = read_config(folder, gguf.name if gguf else None)
+    model = Model(config, dtype, device)
+    if load_format == "dummy":
+        _fill_dummy(model, seed)
+    else:
+        _fill(model, _read_gguf(gguf, config) if gguf else _read_safetensors(folder), progress)
+    return LoadedModel(model, config, _revision(model, config), str(gguf or folder))
+
+
+# -- finding ------------------------------------------------------------------------------------
+
+
+def _locate(path_or_id: str, load_format: str) -> tuple[Path, Path | None]:
+    """The folder, and the GGUF file in it that is to be read, if one is."""
+    path = Path(path_or_id).expanduser()
+    if path.is_file():
+        return path.parent, path
+    if not path.is_dir():
+        path = _download(path_or_id)
+    wants_gguf = load_format == "gguf" or (
+        load_format == "auto" and not any(path.glob("*.safetensors"))
+    )
+    files = sorted(path.glob("*.gguf")) if wants_gguf else []
+    if load_format == "gguf" and not files:
+        raise ModelError(f"{path} holds no GGUF file")
+    return path, files[0] if files else None
+
+
+def _download(model_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model_id, allow_patterns=_HUB_FILES))
+    except Exception as error:
+        raise ModelError(
+            f"{model_id!r} is neither a folder nor a model that could be fetched from the hub"
+        ) from error
+
+
+# -- where a checkpoint's tensor goes -----------------------------------------------------------
+
+
+def targets(model: Model) -> dict[str, Tensor]:
+    """The part of the model's weights that each tensor of a checkpoint fills, by its name there.
+    Parts of a fused weight are views into it."""
+    parts: dict[str, Tensor] = {
+        "model.embed_tokens.weight": model.embedding,
+        "model.norm.weight": model.norm.weight,
+    }
+    if not model.config.tie_embeddings:
+        parts["lm_head.weight"] = model.head
+    for layer in model.layers:
+        assert isinstance(layer, Layer)
+        prefix = f"model.layers.{layer.index}."
+        parts.update({prefix + name: part for name, part in _layer_targets(layer)})
+    return parts
+
+
+def _layer_targets(layer: Layer) -> Iterator[tuple[str, Tensor]]:
+    yield "input_layernorm.weight", layer.input_norm.weight
+    yield "post_attention_layernorm.weight", layer.mlp_norm.weight
+    if layer.q_norm is not None and layer.k_norm is not None:
+        yield "self_attn.q_norm.weight", layer.q_norm.weight
+        yield "self_attn.k_norm.weight", layer.k_norm.weight
+    widths = [heads * layer.head_dim for heads in layer.heads]
+    half = layer.gate_up.weight.shape[0] // 2
+    fused = (
+        (layer.qkv, widths, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+        (layer.gate_up, [half, half], ("mlp.gate_proj", "mlp.up_proj")),
+        (layer.output, [layer.output.weight.shape[0]], ("self_attn.o_proj",)),
+        (layer.down, [layer.down.weight.shape[0]], ("mlp.down_proj",)),
+    )
+    for linear, sizes, names in fused:
+        for name, part in zip(names, torch.split(linear.weight, sizes), strict=True):
+            yield f"{name}.weight", part
+        if linear.bias is not None:
+            for name, part in zip(names, torch.split(linear.bias, sizes), strict=True):
+                yield f"{name}.bias", part
+
+
+def _fill(
+    model: Model, tensors: Mapping[str, Callable[[], Tensor]], progress: Progress | None
+) -> None:
+    parts = targets(model)
+    _check_names(parts, tensors, model.config.tie_embeddings)
+    for done, (name, part) in enumerate(parts.items(), 1):
+        tensor = tensors[name]()
+        if tensor.shape != part.shape:
+            raise ModelError(
+                f"{name} has shape {list(tensor.shape)}, the config says {list(part.shape)}"
+            )
+        part.copy_(tensor)
+        if progress:
+            progress("weights", done, len(parts))
+
+
+def _check_names(
+    parts: Mapping[str, Tensor], tensors: Mapping[str, Callable[[], Tensor]], tied: bool
+) -> None:
+    missing = sorted(parts.keys() - tensors.keys())
+    extra = sorted(
+        name
+        for name in tensors.keys() - parts.keys()
+        if not name.endswith("rotary_emb.inv_freq") and not (tied and name == "lm_head.weight")
+    )
+    if missing or extra:
+        raise ModelError(
+            f"the checkpoint does not fit the config: {len(missing)} tensors missing"
+            f" ({', '.join(missing[:3])}), {len(extra)} unknown ({', '.join(extra[:3])})"
+        )
+
+
+# -- sources ------------------------------------------------------------------------------------
+
+
+def _read_safetensors(folder: Path) -> dict[str, Callable[[], Tensor]]:
+    """A reader for each tensor of all shards; nothing is read yet."""
+    from safetensors import safe_open
+
+    files = sorted(folder.glob("*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        files = [folder / name for name in sorted(names)]
+    if not files:
+        raise ModelError(f"{folder} holds no safetensors")
+    tensors: dict[str, Callable[[], Tensor]] = {}
+    for file in files:
+        if not file.is_file():
+            raise ModelError(f"{file} is missing")
+        shard: Any = safe_open(file, framework="pt")
+        for name in shard.keys():  # noqa: SIM118 (a shard is no mapping)
+            tensors[name] = partial(shard.get_tensor, name)
+    return tensors
+
+
+_GGUF_NAMES = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GGUF_TOP_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+
+
+def _read_gguf(file: Path, config: ModelConfig) -> dict[str, Callable[[], Tensor]]:
+    """A dequantising reader for each tensor of a GGUF file, which stays mapped."""
+    from gguf import GGUFReader, dequantize
+
+    interleaved = config.architecture in ("LlamaForCausalLM", "MistralForCausalLM")
+
+    def reader(tensor: object, heads: int) -> Callable[[], Tensor]:
+        def read() -> Tensor:
+            values = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type))  # type: ignore[attr-defined]
+            return _halves(values, heads) if heads else values
+
+        return read
+
+    heads_of = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
+    tensors: dict[str, Callable[[], Tensor]] = {}
+    for tensor in GGUFReader(file).tensors:
+        heads = 0
+        name = _GGUF_TOP_NAMES.get(tensor.name)
+        if name is None and tensor.name.startswith("blk."):
+            _, layer, kind, suffix = tensor.name.split(".")
+            name = f"model.layers.{layer}.{_GGUF_NAMES.get(kind, kind)}.{suffix}"
+            heads = heads_of.get(kind, 0) if interleaved else 0
+        if tensor.name != "rope_freqs.weight":
+            tensors[name or tensor.name] = reader(tensor, heads)
+    return tensors
+
+
+def _halves(weight: Tensor, heads: int) -> Tensor:
+    """Llama's GGUF interleaves the two halves that rope rotates; Hugging Face stacks them."""
+    rows = weight.shape[0]
+    pairs = weight.reshape(heads, rows // heads // 2, 2, *weight.shape[1:])
+    return pairs.transpose(1, 2).reshape(weight.shape)
+
+
+def _fill_dummy(model: Model, seed: int) -> None:
+    """Random weights, each drawn from a generator of its own: the order does not matter."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1 and name.endswith("norm.weight"):
+            parameter.fill_(1.0)
+            continue
+        generator = torch.Generator(parameter.device)
+        generator.manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
+        parameter.normal_(0.0, DUMMY_STD, generator=generator)
+
+
+def _revision(model: Model, config: ModelConfig) -> str:
+    """Digest of the config and of the first and last rows of every weight (as bfloat16, so that
+    precision in memory does not change it)."""
+    digest = hashlib.sha256(json.dumps(asdict(config), sort_keys=True).encode())
+    for name, parameter in model.named_parameters():
+        rows = torch.stack((parameter[0].flatten(), parameter[-1].flatten()))
+        digest.update(name.encode())
+        digest.update(rows.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,183 @@
+"""Logits against transformers on the same random weights, for every family and option."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import write_tiny_model
+
+from engine.attention import AttentionBatch, choose_backend
+from engine.kv_pool import KvPool
+from engine.model import LoadedModel, UnsupportedModelError, load_model
+
+CPU = torch.device("cpu")
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+CASES = {
+    "llama": {},
+    "mha": {"kv_heads": 4},
+    "gqa8": {"heads": 8, "kv_heads": 1},
+    "tied": {"tie_word_embeddings": True},
+    "head_dim": {"head_dim": 32},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "rope_linear": {
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+    },
+    "rope_llama3": {"rope_parameters": LLAMA3},
+    "rope_yarn": {"rope_parameters": YARN},
+    "mistral": {"family": "mistral", "sliding_window": None},
+    "mistral_window": {"family": "mistral", "sliding_window": 24},
+    "qwen2": {"family": "qwen2", "use_sliding_window": False},
+    "qwen2_window": {
+        "family": "qwen2", "use_sliding_window": True, "sliding_window": 16,
+        "max_window_layers": 1, "layers": 3,
+    },
+    "qwen3": {"family": "qwen3", "head_dim": 32},
+}  # fmt: skip
+
+
+class Runner:
+    """Runs steps of a model over scattered pages."""
+
+    def __init__(self, loaded: LoadedModel, page_size: int = 8, num_pages: int = 64, seed: int = 0):
+        config = loaded.config
+        self.model = loaded.model
+        dtype = loaded.model.embedding.dtype
+        self.pool = KvPool(
+            num_pages=num_pages, num_layers=config.num_layers, num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim, page_size=page_size, dtype=dtype, device=CPU,
+        )  # fmt: skip
+        self.attention = choose_backend("auto", self.pool, config.windows)
+        self.free = np.random.default_rng(seed).permutation(np.arange(1, num_pages)).tolist()
+        self.pages: dict[int, list[int]] = {}
+        self.length: dict[int, int] = {}
+
+    @torch.inference_mode()
+    def step(self, rows: list[tuple[int, list[int]]]) -> list[torch.Tensor]:
+        """Rows are (sequence, new tokens), one-token rows first. Logits of each row's tokens."""
+        size = self.pool.page_size
+        starts = [self.length.get(sequence, 0) for sequence, _ in rows]
+        lens = [len(tokens) for _, tokens in rows]
+        for (sequence, tokens), start in zip(rows, starts, strict=True):
+            pages = self.pages.setdefault(sequence, [])
+            while len(pages) * size < start + len(tokens):
+                pages.append(self.free.pop())
+            self.length[sequence] = start + len(tokens)
+        width = max(len(self.pages[sequence]) for sequence, _ in rows)
+        table = torch.tensor([(self.pages[s] + [0] * width)[:width] for s, _ in rows])
+        row_of = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lens))
+        positions = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, lens, strict=True)])
+        self.attention.begin(
+            AttentionBatch(
+                query_lens=np.array(lens, np.int32),
+                context_lens=np.array([s + n for s, n in zip(starts, lens, strict=True)], np.int32),
+                num_decodes=sum(n == 1 for n in lens),
+                page_table=table,
+                token_pages=table[row_of, positions // size],
+                token_offsets=positions % size,
+            )
+        )
+        ids = torch.tensor([token for _, tokens in rows for token in tokens])
+        logits = self.model.logits(self.model(ids, positions, self.attention))
+        return list(logits.split(lens))
+
+
+def reference(path, ids: list[int], dtype=torch.float32) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
+    with torch.inference_mode():
+        return model(torch.tensor([ids])).logits[0].float()
+
+
+def load(path, **options) -> LoadedModel:
+    return load_model(str(path), dtype=torch.float32, device=CPU, **options)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_transformers(case, tmp_path):
+    path = write_tiny_model(tmp_path, tokenizer=False, **CASES[case])
+    ids = np.random.default_rng(1).integers(1, 384, 60).tolist()
+    want = reference(path, ids)
+    loaded = load(path)
+    whole = Runner(loaded).step([(0, ids)])[0]
+    torch.testing.assert_close(whole, want, atol=1e-4, rtol=1e-4)
+    chunked = Runner(loaded, seed=2)
+    parts = [chunked.step([(0, ids[a:b])])[0] for a, b in ((0, 16), (16, 35), (35, 52))]
+    parts += [chunked.step([(0, [token])])[0] for token in ids[52:]]
+    torch.testing.assert_close(torch.cat(parts), want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["llama", "mistral_window", "qwen3"])
+def test_mixed_batch_equals_solo_rows(case, tmp_path):
+    path = write_tiny_model(tmp_path, tokenizer=False, **CASES[case])
+    rng = np.random.default_rng(3)
+    sequences = [rng.integers(1, 384, n).tolist() for n in (40, 9, 33, 50)]
+    want = [reference(path, ids) for ids in sequences]
+    runner = Runner(load(path))
+    runner.step([(0, sequences[0][:39]), (1, sequences[1][:8]), (2, sequences[2][:20])])
+    got = runner.step(
+        [
+            (0, sequences[0][39:]),
+            (1, sequences[1][8:]),
+            (2, sequences[2][20:]),
+            (3, sequences[3]),
+        ]
+    )
+    for logits, expected in zip(got, want, strict=True):
+        torch.testing.assert_close(logits, expected[-len(logits) :], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_near_transformers(dtype, tmp_path):
+    path = write_tiny_model(tmp_path, tokenizer=False)
+    ids = np.random.default_rng(4).integers(1, 384, 40).tolist()
+    loaded = load_model(str(path), dtype=dtype, device=CPU)
+    exact = reference(path, ids)
+    ours = (Runner(loaded).step([(0, ids)])[0] - exact).abs().mean()
+    theirs = (reference(path, ids, dtype) - exact).abs().mean()
+    assert ours <= 1.5 * theirs
+
+
+def test_stale_bytes_in_page_tails_do_not_leak(tmp_path):
+    loaded = load(write_tiny_model(tmp_path, tokenizer=False))
+    ids = np.random.default_rng(5).integers(1, 384, 21).tolist()
+    clean, dirty = Runner(loaded), Runner(loaded)
+    dirty.pool.tensor.fill_(3e4)
+    for runner in (clean, dirty):
+        runner.step([(0, ids[:13])])
+    for token in ids[13:]:
+        a, b = (runner.step([(0, [token])])[0] for runner in (clean, dirty))
+        assert torch.equal(a, b)
+
+
+def test_dummy_weights_depend_on_the_seed_alone(tmp_path):
+    path = write_tiny_model(tmp_path, tokenizer=False)
+    one, two, other = (load(path, load_format="dummy", seed=s) for s in (1, 1, 2))
+    assert one.revision == two.revision != other.revision
+    for a, b in zip(one.model.parameters(), two.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"family": "gpt_neox"}, "GPTNeoXForCausalLM"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "dynamic",
+        ),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(options, words, tmp_path):
+    path = write_tiny_model(tmp_path, tokenizer=False, **options)
+    with pytest.raises(UnsupportedModelError, match=words):
+        load(path)

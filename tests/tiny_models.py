@@ -1,0 +1,90 @@
+"""Tiny random models in Hugging Face folders, with a real tokenizer, for tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL_TOKENS = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog.",
+    "Prefill runs the first leg, decode runs the second, the KV cache is the baton.",
+    "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich.",
+    "いろはにほへと ちりぬるを", "🏃‍♀️🏃 baton 🥖",
+]  # fmt: skip
+
+
+def write_tiny_model(
+    path: Path,
+    *,
+    family: str = "llama",
+    layers: int = 2,
+    hidden: int = 64,
+    heads: int = 4,
+    kv_heads: int = 2,
+    vocab: int = 384,
+    max_positions: int = 2048,
+    seed: int = 0,
+    tokenizer: bool = True,
+    **options: Any,
+) -> Path:
+    """Writes a random model that transformers can load; `options` go into its config.
+
+    The weights are large enough for greedy output to differ from prompt to prompt.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        family,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=vocab,
+        max_position_embeddings=max_positions,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=None,
+        **{"tie_word_embeddings": False, **options},
+    )
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(0.0, 0.2)
+    path.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(path)
+    if tokenizer:
+        write_tokenizer(path)
+    return path
+
+
+def write_tokenizer(path: Path) -> None:
+    """A byte-level BPE tokenizer of under 384 tokens with a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=384,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", additional_special_tokens=SPECIAL_TOKENS
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(path)
