@@ -22,7 +22,6 @@ import enum
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from opentelemetry import trace
@@ -30,8 +29,10 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from baton.worker.v1 import worker_pb2
 from router import merge
+from router.faults import Fault
 from router.jobs import ChoiceEnded, JobTimings
 from router.routing import decode_charge, prefill_charge
+from telemetry.names import SCHEMA_URL, SCOPE, Attr, SpanName
 
 if TYPE_CHECKING:
     from router.job_run import JobRun
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 ATTEMPT_ID_BYTES: Final = 16
 
-_tracer = trace.get_tracer("baton.router")
+_tracer = trace.get_tracer(SCOPE, schema_url=SCHEMA_URL)
 _propagator = TraceContextTextMapPropagator()
 
 
@@ -53,23 +54,6 @@ class Phase(enum.IntEnum):
     ABORTING = 1
     PREFILLING = 2
     DELIVERED = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """Why a leg failed."""
-
-    worker: WorkerLink
-    reason: worker_pb2.FailureReason.ValueType | None
-    """None: the worker was lost."""
-
-    @property
-    def name(self) -> str:
-        """A short stable word."""
-        if self.reason is None:
-            return "worker_lost"
-        name = worker_pb2.FailureReason.Name(self.reason)
-        return name.removeprefix("FAILURE_REASON_").lower()
 
 
 class Leg:
@@ -91,17 +75,15 @@ class Leg:
         self._job = job
         self._attempt_id = attempt_id
         self._peer = peer
-        name = "prefill" if mode == worker_pb2.WORK_MODE_PREFILL else "decode"
+        prefills = mode == worker_pb2.WORK_MODE_PREFILL
         self.span = _tracer.start_span(
-            name,
+            SpanName.PREFILL if prefills else SpanName.DECODE,
             context=job.context,
             kind=trace.SpanKind.CLIENT,
             attributes={
-                "baton.worker.id": worker.worker_id,
-                "baton.attempt.id": attempt_id.hex(),
-                "baton.work.mode": worker_pb2.WorkMode.Name(mode)
-                .removeprefix("WORK_MODE_")
-                .lower(),
+                Attr.WORKER_ID: worker.worker_id,
+                Attr.ATTEMPT_ID: attempt_id.hex(),
+                Attr.WORK_MODE: worker_pb2.WorkMode.Name(mode).removeprefix("WORK_MODE_").lower(),
             },
         )
 
@@ -125,7 +107,7 @@ class Leg:
         self.open = False
         self.worker.ledger.release(self._attempt_id)
         if fault:
-            self.span.set_attribute("error.type", fault)
+            self.span.set_attribute(Attr.ERROR_TYPE, fault)
             self.span.set_status(trace.StatusCode.ERROR, fault)
         else:
             self.span.set_status(trace.StatusCode.OK)

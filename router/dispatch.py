@@ -24,11 +24,13 @@ from opentelemetry import trace
 
 from baton.worker.v1 import worker_pb2
 from router import errors, routing
-from router.attempt import Attempt, Fault
+from router.attempt import Attempt
+from router.faults import Fault, error_of
 from router.job_run import JobRun
 from router.jobs import Job, JobEvent, JobFinished, ServedModel
 from router.policies import POLICIES
 from router.queue import AdmissionQueue
+from telemetry.names import SCHEMA_URL, SCOPE, Attr, SpanName
 
 if TYPE_CHECKING:
     from router.link import LinkState, Loss, WorkerLink
@@ -37,12 +39,8 @@ if TYPE_CHECKING:
 
 CLOSING_GRACE_S: Final = 0.05
 """A prefill worker's last word, with its timings, is waited for this long after the last token."""
-_FINAL: Final = frozenset(
-    {worker_pb2.FAILURE_REASON_TOO_LARGE, worker_pb2.FAILURE_REASON_NUMERICAL}
-)
-"""Failures that another worker would only repeat."""
 
-_tracer = trace.get_tracer("baton.router")
+_tracer = trace.get_tracer(SCOPE, schema_url=SCHEMA_URL)
 
 
 class JobDispatcher:
@@ -199,8 +197,9 @@ class JobDispatcher:
         self._enqueue(run, bounded=True)
 
     def _enqueue(self, run: JobRun, *, bounded: bool) -> None:
+        ahead = {Attr.QUEUE_DEPTH: len(self._queue), Attr.QUEUE_TOKENS: self._queue.tokens}
         self._queue.push(run, self._now_s(), bounded=bounded)
-        run.queue_span = _tracer.start_span("router.queue", context=run.job.context)
+        run.queue_span = _tracer.start_span(SpanName.QUEUE, run.job.context, attributes=ahead)
         run.timer = asyncio.get_running_loop().call_later(
             self._settings.queue_timeout_s, self._wait_over, run
         )
@@ -241,6 +240,7 @@ class JobDispatcher:
             run.timer = None
         if run.queue_span is not None:
             if fault:
+                run.queue_span.set_attribute(Attr.ERROR_TYPE, fault)
                 run.queue_span.set_status(trace.StatusCode.ERROR, fault)
             run.queue_span.end()
             run.queue_span = None
@@ -248,12 +248,12 @@ class JobDispatcher:
     # Running.
 
     def _dispatch(self, run: JobRun, route: Route) -> None:
-        with _tracer.start_as_current_span("router.route", context=run.job.context) as span:
-            span.set_attribute("baton.route.policy", self._policy.name)
-            span.set_attribute("baton.route.prefill", route.prefill.worker_id)
+        with _tracer.start_as_current_span(SpanName.ROUTE, run.job.context) as span:
+            span.set_attribute(Attr.ROUTE_POLICY, self._policy.name)
+            span.set_attribute(Attr.ROUTE_PREFILL, route.prefill.worker_id)
             if route.decode is not None:
-                span.set_attribute("baton.route.decode", route.decode.worker_id)
-            span.set_attribute("baton.route.attempt", run.attempts + 1)
+                span.set_attribute(Attr.ROUTE_DECODE, route.decode.worker_id)
+            span.set_attribute(Attr.ROUTE_ATTEMPT, run.attempts + 1)
         attempt = Attempt(run, route, self._attempt_failed)
         self._attempts[attempt.id] = attempt
         run.begin_attempt(attempt)
@@ -272,13 +272,13 @@ class JobDispatcher:
         elif self._may_retry(run, fault):
             self._enqueue(run, bounded=False)
         else:
-            self._fail(run, _error_of(run, fault))
+            self._fail(run, error_of(run, fault))
 
     def _may_retry(self, run: JobRun, fault: Fault) -> bool:
         """Before the first token was sent, and where somebody is left to try."""
         return (
             not run.started
-            and fault.reason not in _FINAL
+            and not fault.final
             and run.attempts <= self._settings.max_retries
             and routing.is_servable(run.job, self._workers)
         )
@@ -350,27 +350,3 @@ def _served_model(model: worker_pb2.ModelInfo) -> ServedModel:
         eos_token_ids=tuple(model.eos_token_ids),
         page_size_tokens=model.page_size_tokens,
     )
-
-
-def _error_of(run: JobRun, fault: Fault) -> errors.RouterError:
-    """What the client is told when no attempt follows."""
-    match fault.reason:
-        case worker_pb2.FAILURE_REASON_NUMERICAL:
-            return errors.numerical_error()
-        case worker_pb2.FAILURE_REASON_INTERNAL:
-            return errors.internal()
-        case worker_pb2.FAILURE_REASON_TOO_LARGE:
-            job, room = run.job, fault.worker.room()
-            limit_tokens = room.total_pages * job.model.page_size_tokens
-            return errors.context_length_exceeded(
-                job.prompt_tokens, job.stopping.max_tokens, limit_tokens
-            )
-    if run.started:
-        return errors.worker_lost_mid_stream(run.tokens_sent)
-    match fault.reason:
-        case None | worker_pb2.FAILURE_REASON_DRAINING:
-            return errors.worker_lost(run.attempts)
-        case worker_pb2.FAILURE_REASON_QUEUE_FULL:
-            return errors.queue_full(0, retry_after_s=1.0)
-        case _:
-            return errors.kv_transfer_failed(run.attempts)

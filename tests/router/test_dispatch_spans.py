@@ -13,6 +13,7 @@ from scripted_worker import PREFILL, Cluster, job
 
 from router import attempt as attempts
 from router import dispatch
+from telemetry.names import undeclared
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
@@ -37,7 +38,9 @@ async def cluster(exporter: InMemorySpanExporter) -> AsyncIterator[Cluster]:
 
 
 def spans(exporter: InMemorySpanExporter, name: str) -> list[ReadableSpan]:
-    return [span for span in exporter.get_finished_spans() if span.name == name]
+    found = [span for span in exporter.get_finished_spans() if span.name == name]
+    assert not undeclared(key for span in found for key in span.attributes or ())
+    return found
 
 
 async def test_a_killed_worker_is_evident(cluster: Cluster, exporter: InMemorySpanExporter) -> None:
