@@ -1,0 +1,132 @@
+"""The way of a span out of the process: a bounded queue, one thread, one exporter.
+
+Invariant: ended = dropped + exported + failed + waiting. Ending a span never waits for anything.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+
+logger = logging.getLogger(__name__)
+
+MAX_BATCH_SPANS: Final = 512
+
+
+class ExportCounts(NamedTuple):
+    """Spans since the start, by what became of them."""
+
+    exported: int
+    dropped: int
+    """Found the queue full."""
+    failed: int
+    """Were in a batch that the receiver did not take."""
+    waiting: int
+
+
+class QueueingProcessor(BatchSpanProcessor):
+    """The SDK's batching, with a count of everything, and silence where it is full."""
+
+    def __init__(
+        self, exporter: SpanExporter, max_queued_spans: int, schedule_delay_ms: int
+    ) -> None:
+        self._counting = _CountingExporter(exporter)
+        self._max_queued_spans = max_queued_spans
+        self._lock = threading.Lock()
+        self._accepted = 0
+        self._dropped = 0
+        super().__init__(
+            self._counting,
+            # Ours is the tighter bound, so that theirs drops nothing uncounted.
+            max_queue_size=max_queued_spans + MAX_BATCH_SPANS,
+            schedule_delay_millis=schedule_delay_ms,
+            max_export_batch_size=MAX_BATCH_SPANS,
+        )
+
+    @property
+    def counts(self) -> ExportCounts:
+        """What became of the spans that ended."""
+        with self._lock:
+            exported, failed = self._counting.exported, self._counting.failed
+            waiting = self._accepted - exported - failed
+            return ExportCounts(exported, self._dropped, failed, waiting)
+
+    def on_end(self, span: ReadableSpan) -> None:
+        """Queues a span that is recorded, or drops it."""
+        if span.context is None or not span.context.trace_flags.sampled:
+            return
+        with self._lock:
+            # Spans handed to the exporter are out of the queue, even if it holds them long.
+            if self._accepted - self._counting.taken >= self._max_queued_spans:
+                self._dropped += 1
+                return
+            self._accepted += 1
+        super().on_end(span)
+
+    def give_up(self) -> None:
+        """Ends the exporter, whatever it is doing."""
+        self._counting.shutdown()
+
+
+class _CountingExporter(SpanExporter):
+    """Counts what its exporter did, and says once when it begins to fail and when it is back."""
+
+    def __init__(self, exporter: SpanExporter) -> None:
+        self._exporter = exporter
+        self._over = threading.Lock()
+        self._failing = False
+        self.taken = 0
+        self.exported = 0
+        self.failed = 0
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.taken += len(spans)
+        result = self._try(spans)
+        if result is SpanExportResult.SUCCESS:
+            self.exported += len(spans)
+        else:
+            self.failed += len(spans)
+        self._tell(failing=result is not SpanExportResult.SUCCESS)
+        return result
+
+    def shutdown(self) -> None:
+        if self._over.acquire(blocking=False):
+            self._exporter.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        return self._exporter.force_flush(timeout_millis)
+
+    def _try(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        try:
+            return self._exporter.export(spans)
+        except Exception:
+            return SpanExportResult.FAILURE
+
+    def _tell(self, *, failing: bool) -> None:
+        if failing is self._failing:
+            return
+        self._failing = failing
+        if failing:
+            logger.warning("spans are not taken by their receiver: they are dropped")
+        else:
+            logger.info("spans are taken by their receiver again")
+
+
+def otlp_exporter(endpoint: str, timeout_s: float) -> SpanExporter:
+    """The SDK's OTLP/gRPC exporter, whose own log lines are silenced: ours say it once.
+
+    `endpoint` without a scheme is spoken to in plain text.
+    """
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+
+    for name in ("opentelemetry.exporter", "opentelemetry.sdk._shared_internal"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    url = endpoint if "://" in endpoint else f"http://{endpoint}"
+    return OTLPSpanExporter(url, timeout=timeout_s)

@@ -1,0 +1,221 @@
+"""Every name that leaves a process in a span, a metric or a log.
+
+Names of OpenTelemetry's semantic conventions are used where they exist (`SCHEMA_URL` says which
+version); what they do not cover starts with `baton.`, and with `baton_` in metrics. Units are in
+the names. No name here is for a prompt, an output or the text of an exception, and what is not
+named here does not belong into a span: see `undeclared`.
+
+The spans of one request, and who writes them:
+
+    [router]   baton.inference.v1.InferenceService/StreamGenerate       SERVER
+                 text_completion MODEL                                  INTERNAL
+                   router.admit
+                   router.tokenize
+                   router.queue
+                   router.route                                         one per attempt
+                   prefill                                              CLIENT, one per attempt
+    [prefill]        prefill.queue
+                     prefill.compute
+                     kv.send
+                   decode                                               CLIENT, one per attempt
+    [decode]         kv.grant
+                     kv.receive                                         links to kv.send
+                     decode.generate
+
+A whole attempt has only the leg `decode`; prefill.queue and prefill.compute are below it then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+SCHEMA_URL: Final = "https://opentelemetry.io/schemas/1.44.0"
+SCOPE: Final = "baton"
+"""Instrumentation scope of all spans."""
+
+
+class Service:
+    """`service.name`; the process itself is `service.instance.id`, such as "prefill-0"."""
+
+    ROUTER: Final = "baton-router"
+    PREFILL: Final = "baton-prefill"
+    DECODE: Final = "baton-decode"
+    BOTH: Final = "baton-worker"
+    CLIENT: Final = "baton-client"
+
+
+class SpanName:
+    """Names of spans. Names of RPC spans are `package.Service/Method`."""
+
+    ADMIT: Final = "router.admit"
+    TOKENIZE: Final = "router.tokenize"
+    QUEUE: Final = "router.queue"
+    ROUTE: Final = "router.route"
+    PREFILL: Final = "prefill"
+    PREFILL_QUEUE: Final = "prefill.queue"
+    PREFILL_COMPUTE: Final = "prefill.compute"
+    KV_SEND: Final = "kv.send"
+    DECODE: Final = "decode"
+    KV_GRANT: Final = "kv.grant"
+    KV_RECEIVE: Final = "kv.receive"
+    DECODE_GENERATE: Final = "decode.generate"
+
+    @staticmethod
+    def request(model: str) -> str:
+        """Name of the span around one generation."""
+        return f"{Attr.TEXT_COMPLETION} {model}"
+
+
+class Attr:
+    """Keys of span attributes, and the few fixed values that conventions ask for."""
+
+    # Resource.
+    SERVICE_NAME: Final = "service.name"
+    SERVICE_NAMESPACE: Final = "service.namespace"
+    SERVICE_INSTANCE_ID: Final = "service.instance.id"
+    SERVICE_VERSION: Final = "service.version"
+
+    # RPC spans.
+    RPC_SYSTEM_NAME: Final = "rpc.system.name"
+    RPC_METHOD: Final = "rpc.method"
+    RPC_RESPONSE_STATUS_CODE: Final = "rpc.response.status_code"
+    SERVER_ADDRESS: Final = "server.address"
+    SERVER_PORT: Final = "server.port"
+
+    # Any span that failed: a short stable word.
+    ERROR_TYPE: Final = "error.type"
+
+    # The request span.
+    OPERATION_NAME: Final = "gen_ai.operation.name"
+    TEXT_COMPLETION: Final = "text_completion"
+    PROVIDER_NAME: Final = "gen_ai.provider.name"
+    REQUEST_MODEL: Final = "gen_ai.request.model"
+    REQUEST_STREAM: Final = "gen_ai.request.stream"
+    REQUEST_CHOICES: Final = "gen_ai.request.choice.count"
+    REQUEST_MAX_TOKENS: Final = "gen_ai.request.max_tokens"
+    REQUEST_TEMPERATURE: Final = "gen_ai.request.temperature"
+    REQUEST_TOP_P: Final = "gen_ai.request.top_p"
+    REQUEST_TOP_K: Final = "gen_ai.request.top_k"
+    REQUEST_FREQUENCY_PENALTY: Final = "gen_ai.request.frequency_penalty"
+    REQUEST_PRESENCE_PENALTY: Final = "gen_ai.request.presence_penalty"
+    REQUEST_SEED: Final = "gen_ai.request.seed"
+    RESPONSE_ID: Final = "gen_ai.response.id"
+    RESPONSE_MODEL: Final = "gen_ai.response.model"
+    RESPONSE_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
+    RESPONSE_FIRST_TOKEN_S: Final = "gen_ai.response.time_to_first_chunk"
+    INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
+    CACHED_INPUT_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
+    OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
+
+    # router.queue and router.route.
+    QUEUE_DEPTH: Final = "baton.queue.depth"
+    QUEUE_TOKENS: Final = "baton.queue.tokens"
+    ROUTE_POLICY: Final = "baton.route.policy"
+    ROUTE_PREFILL: Final = "baton.route.prefill"
+    ROUTE_DECODE: Final = "baton.route.decode"
+    ROUTE_ATTEMPT: Final = "baton.route.attempt"
+    ROUTE_PREFIX_TOKENS: Final = "baton.route.prefix_tokens"
+
+    # The legs, prefill and decode.
+    WORKER_ID: Final = "baton.worker.id"
+    ATTEMPT_ID: Final = "baton.attempt.id"
+    WORK_MODE: Final = "baton.work.mode"
+
+    # prefill.compute.
+    PREFILL_TOKENS: Final = "baton.prefill.tokens"
+    """Prompt tokens computed here."""
+    PREFILL_CACHED_TOKENS: Final = "baton.prefill.cached_tokens"
+    PREFILL_CHUNKS: Final = "baton.prefill.chunks"
+
+    # kv.grant, kv.send, kv.receive.
+    TRANSFER_ID: Final = "baton.transfer.id"
+    KV_PAGES: Final = "baton.kv.pages"
+    """Granted, sent or received, without those held already."""
+    KV_HELD_PAGES: Final = "baton.kv.held_pages"
+    """Pages of the prompt that the decode worker had already."""
+    KV_BYTES: Final = "baton.kv.bytes"
+    KV_PUSHES: Final = "baton.kv.pushes"
+    KV_DESCRIPTORS: Final = "baton.kv.descriptors"
+    KV_NOTIFICATIONS: Final = "baton.kv.notifications"
+    KV_TRANSPORT: Final = "baton.kv.transport"
+    KV_POSTING_MS: Final = "baton.kv.posting_ms"
+    KV_WIRE_MS: Final = "baton.kv.wire_ms"
+    """From the first push posted to the last one done."""
+    KV_EXPOSED_MS: Final = "baton.kv.exposed_ms"
+    """From the end of the last chunk's compute to the last push done."""
+    KV_GIGABYTES_PER_S: Final = "baton.kv.gigabytes_per_s"
+    KV_WAITED_MS: Final = "baton.kv.waited_ms"
+    """Waiting for pages and a slot before the grant."""
+
+    # decode.generate.
+    DECODE_TOKENS: Final = "baton.decode.tokens"
+    DECODE_STEPS: Final = "baton.decode.steps"
+    DECODE_ITL_P50_MS: Final = "baton.decode.itl_p50_ms"
+    DECODE_ITL_P99_MS: Final = "baton.decode.itl_p99_ms"
+    DECODE_PREEMPTIONS: Final = "baton.decode.preemptions"
+    DECODE_JOIN_WAIT_MS: Final = "baton.decode.join_wait_ms"
+    """From the KV being complete to joining the batch."""
+    DECODE_SECOND_TOKEN_GAP_MS: Final = "baton.decode.second_token_gap_ms"
+    """From the first token, sampled at the prefill worker, to the second."""
+
+
+class Metric:
+    """Names of metrics; `telemetry.metrics` declares what they count."""
+
+    TIME_TO_FIRST_TOKEN: Final = "gen_ai_server_time_to_first_token_seconds"
+    TIME_PER_OUTPUT_TOKEN: Final = "gen_ai_server_time_per_output_token_seconds"
+    REQUEST_DURATION: Final = "gen_ai_server_request_duration_seconds"
+
+    REQUESTS: Final = "baton_requests"
+    REJECTIONS: Final = "baton_rejections"
+    INFLIGHT: Final = "baton_requests_inflight"
+    PROMPT_TOKENS: Final = "baton_prompt_tokens"
+    OUTPUT_TOKENS: Final = "baton_output_tokens"
+    INTER_TOKEN: Final = "baton_inter_token_seconds"
+    QUEUE_DEPTH: Final = "baton_queue_depth"
+    QUEUE_TOKENS: Final = "baton_queue_tokens"
+    QUEUE_WAIT: Final = "baton_queue_wait_seconds"
+    RETRIES: Final = "baton_retries"
+    FAILOVERS: Final = "baton_failovers"
+    WORKER_UP: Final = "baton_worker_up"
+
+    PROGRESS: Final = "baton_engine_turns"
+    STEPS: Final = "baton_engine_steps"
+    STEP_SECONDS: Final = "baton_engine_step_seconds"
+    LAST_STEP_SECONDS: Final = "baton_engine_last_step_seconds"
+    BATCH_SIZE: Final = "baton_decode_batch_size"
+    RUNNING_SEQUENCES: Final = "baton_running_sequences"
+    MAX_SEQUENCES: Final = "baton_max_sequences"
+    WAITING_REQUESTS: Final = "baton_waiting_requests"
+    QUEUED_PREFILL_TOKENS: Final = "baton_queued_prefill_tokens"
+    PREFILL_TOKENS: Final = "baton_prefill_tokens"
+    PREFILL_RATE: Final = "baton_prefill_tokens_per_second"
+    SAMPLED_TOKENS: Final = "baton_sampled_tokens"
+    PREEMPTIONS: Final = "baton_preemptions"
+    KV_PAGES: Final = "baton_kv_pages"
+    KV_PAGES_TOTAL: Final = "baton_kv_pages_capacity"
+
+    TRANSFERS: Final = "baton_kv_transfers"
+    TRANSFER_BYTES: Final = "baton_kv_transfer_sent_bytes"
+    TRANSFER_DESCRIPTORS: Final = "baton_kv_transfer_descriptors"
+    TRANSFER_SECONDS: Final = "baton_kv_transfer_seconds"
+    TRANSFER_EXPOSED: Final = "baton_kv_transfer_exposed_seconds"
+    TRANSFER_FAILURES: Final = "baton_kv_transfer_failures"
+    TRANSFERS_QUARANTINED: Final = "baton_kv_transfers_quarantined"
+    SENDS_IN_PROGRESS: Final = "baton_kv_sends_in_progress"
+    EXPIRED_GRANTS: Final = "baton_kv_grants_expired"
+    STALE_NOTIFICATIONS: Final = "baton_kv_stale_notifications"
+
+    LOOP_LAG: Final = "baton_event_loop_lag_seconds"
+    SPANS: Final = "baton_spans"
+
+
+DECLARED_ATTRIBUTES: Final = frozenset(
+    value for key, value in vars(Attr).items() if key.isupper() and "." in value
+)
+
+
+def undeclared(keys: Iterable[str]) -> set[str]:
+    """Attribute keys that are not named here; tests of what is exported expect none."""
+    return set(keys) - DECLARED_ATTRIBUTES

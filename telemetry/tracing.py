@@ -1,0 +1,340 @@
+"""Spans: how a process sends them, and the few ways in which the rest of the code writes them.
+
+Life of a process's tracing:
+
+1. Before `setup_tracing`, and in a process that exports nothing, every call here is a cheap no-op
+   that still passes the caller's trace context on.
+2. `setup_tracing`: spans that ended wait in a bounded queue; one background thread sends them.
+   A span that finds the queue full is dropped and counted: nothing that serves ever waits.
+3. `Tracing.shutdown` sends what waits, for a bounded time, and returns to 1.
+
+Invariant: the text of an exception is never recorded. Spans hold no events, and a failed span says
+why by one short stable word, given by whoever knows it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import SpanLimits, TracerProvider, sampling
+from opentelemetry.sdk.trace.export import SpanExporter
+from opentelemetry.trace import Link, Span, SpanContext, SpanKind, TraceFlags
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import AttributeValue
+
+from telemetry.export import ExportCounts, QueueingProcessor, otlp_exporter
+from telemetry.names import SCHEMA_URL, SCOPE, Attr
+
+Attributes = Mapping[str, AttributeValue]
+Parent = Context | Span | str | None
+"""Of a span: a context that holds one, one itself, a W3C traceparent, or None for a root."""
+
+SHUTDOWN_TIMEOUT_S: Final = 3.0
+_LIMITS: Final = SpanLimits(max_events=0, max_links=8, max_attributes=48, max_attribute_length=256)
+_propagator: Final = TraceContextTextMapPropagator()
+
+
+class Tracing:
+    """A process's tracing, from `setup_tracing` to `shutdown`."""
+
+    def __init__(self, provider: TracerProvider, processor: QueueingProcessor) -> None:
+        self._provider = provider
+        self._processor = processor
+
+    @property
+    def counts(self) -> ExportCounts:
+        """What became of the spans that ended."""
+        return self._processor.counts
+
+    def flush(self) -> None:
+        """Sends what waits; blocks until the exporter took it or gave it up."""
+        self._provider.force_flush()
+
+    def shutdown(self, timeout_s: float = SHUTDOWN_TIMEOUT_S) -> None:
+        """Sends what waits and ends the exporter; blocks no longer than the timeout. What could
+        not be sent by then is lost."""
+        _switch.leave(self._provider)
+        flusher = threading.Thread(target=self._provider.shutdown, name="spans-last", daemon=True)
+        flusher.start()
+        flusher.join(timeout_s)
+        self._processor.give_up()
+
+
+def setup_tracing(
+    service_name: str,
+    instance_id: str = "",
+    otlp_endpoint: str = "",
+    *,
+    sample_ratio: float = 1.0,
+    schedule_delay_ms: int = 200,
+    max_queued_spans: int = 4096,
+    export_timeout_s: float = 5.0,
+    exporter: SpanExporter | None = None,
+) -> Tracing | None:
+    """Starts sending this process's spans over OTLP/gRPC, or to the exporter given.
+
+    Args:
+        service_name: one of `names.Service`.
+        instance_id: the process's own name, such as "prefill-0".
+        otlp_endpoint: host:port or URL of the receiver; "" sends nothing and returns None.
+        sample_ratio: share of the traces begun here that are recorded; callers' decisions stand.
+        schedule_delay_ms: a span is sent at most so long after it ended, if the receiver is well.
+        max_queued_spans: more than these waiting are dropped.
+        export_timeout_s: a batch that the receiver has not taken by then is dropped.
+        exporter: used instead of OTLP; for tests.
+
+    Raises:
+        RuntimeError: tracing is set up already.
+    """
+    if exporter is None and not otlp_endpoint:
+        return None
+    processor = QueueingProcessor(
+        exporter or otlp_exporter(otlp_endpoint, export_timeout_s),
+        max_queued_spans,
+        schedule_delay_ms,
+    )
+    provider = TracerProvider(
+        sampler=sampling.ParentBased(sampling.TraceIdRatioBased(sample_ratio)),
+        resource=_resource(service_name, instance_id),
+        shutdown_on_exit=False,
+        span_limits=_LIMITS,
+    )
+    provider.add_span_processor(processor)
+    _switch.enter(provider)
+    return Tracing(provider, processor)
+
+
+def start_span(
+    name: str,
+    parent: Parent,
+    attributes: Attributes | None = None,
+    *,
+    kind: SpanKind = SpanKind.INTERNAL,
+    start_ns: int | None = None,
+    links: Sequence[Link] = (),
+) -> Span:
+    """Starts a span whose id is needed before its end; end it with `end_span`."""
+    return _switch.tracer.start_span(
+        name,
+        context_of(parent),
+        kind,
+        attributes,
+        links,
+        start_ns,
+        record_exception=False,
+        set_status_on_exception=False,
+    )
+
+
+def end_span(
+    span: Span,
+    end_ns: int | None = None,
+    attributes: Attributes | None = None,
+    *,
+    error: str = "",
+) -> None:
+    """Ends a span. `error` is a short stable word, "" where all went well; never a message."""
+    if attributes:
+        span.set_attributes(attributes)
+    if error:
+        span.set_attribute(Attr.ERROR_TYPE, error)
+        span.set_status(trace.StatusCode.ERROR, error)
+    span.end(end_ns)
+
+
+def write_span(
+    name: str,
+    parent: Parent,
+    start_ns: int,
+    end_ns: int,
+    attributes: Attributes | None = None,
+    *,
+    kind: SpanKind = SpanKind.INTERNAL,
+    links: Sequence[Link] = (),
+    error: str = "",
+) -> Span:
+    """Writes a span afterwards, from stored Unix nanoseconds; `error` as in `end_span`.
+
+    An end before the start, as clocks may have it, becomes the start.
+    """
+    if not _switch.active:
+        return trace.INVALID_SPAN
+    span = start_span(name, parent, attributes, kind=kind, start_ns=start_ns, links=links)
+    end_span(span, max(start_ns, end_ns), error=error)
+    return span
+
+
+@contextmanager
+def span_around(
+    name: str,
+    parent: Parent,
+    attributes: Attributes | None = None,
+    *,
+    kind: SpanKind = SpanKind.INTERNAL,
+) -> Iterator[Span]:
+    """A span around a block. One that raises is marked with the class of the exception only."""
+    span = start_span(name, parent, attributes, kind=kind)
+    try:
+        yield span
+    except BaseException as error:
+        end_span(span, error=type(error).__name__)
+        raise
+    end_span(span)
+
+
+def context_of(parent: Parent) -> Context:
+    """The context under which a child of `parent` is started; an empty one for a root.
+
+    A traceparent that is none counts as a root.
+    """
+    match parent:
+        case None | "":
+            return Context()
+        case str():
+            return _propagator.extract({"traceparent": parent}, Context())
+        case Span():
+            return trace.set_span_in_context(parent, Context())
+        case _:
+            return parent
+
+
+def traceparent_of(parent: Parent) -> str:
+    """W3C traceparent of a span or of the span in a context; "" where there is none."""
+    span = _span_context(parent)
+    if not span.is_valid:
+        return ""
+    flags = span.trace_flags & TraceFlags.SAMPLED
+    return f"00-{span.trace_id:032x}-{span.span_id:016x}-{flags:02x}"
+
+
+def trace_id_of(parent: Parent) -> str:
+    """Trace id, 32 hex digits; "" where there is none."""
+    span = _span_context(parent)
+    return trace.format_trace_id(span.trace_id) if span.is_valid else ""
+
+
+def span_id_bytes(span: Span) -> bytes:
+    """The 8 bytes of a span's id, for messages between workers; b"" of a span that is none."""
+    context = span.get_span_context()
+    return context.span_id.to_bytes(8, "big") if context.is_valid else b""
+
+
+def link_from(parent: Parent, span_id: bytes) -> tuple[Link, ...]:
+    """Link to the span of that id in `parent`'s trace; empty where there is no such span.
+
+    Meant for `write_span(..., links=link_from(traceparent, send_span_id))`.
+    """
+    here = _span_context(parent)
+    if not here.is_valid or len(span_id) != 8 or not any(span_id):
+        return ()
+    number = int.from_bytes(span_id, "big")
+    return (Link(SpanContext(here.trace_id, number, is_remote=True, trace_flags=here.trace_flags)),)
+
+
+def _span_context(parent: Parent) -> SpanContext:
+    return trace.get_current_span(context_of(parent)).get_span_context()
+
+
+def _resource(service_name: str, instance_id: str) -> Resource:
+    attributes = {Attr.SERVICE_NAMESPACE: "baton", Attr.SERVICE_NAME: service_name}
+    if instance_id:
+        attributes[Attr.SERVICE_INSTANCE_ID] = instance_id
+    return Resource.create(attributes, SCHEMA_URL)
+
+
+class _SwitchedTracer(trace.Tracer):
+    """Starts spans at whichever provider is set up now, and never records an exception's text."""
+
+    def start_span(
+        self,
+        name: str,
+        context: Context | None = None,
+        kind: SpanKind = SpanKind.INTERNAL,
+        attributes: Attributes | None = None,
+        links: Sequence[Link] | None = (),
+        start_time: int | None = None,
+        record_exception: bool = False,
+        set_status_on_exception: bool = False,
+    ) -> Span:
+        return _switch.tracer.start_span(
+            name, context, kind, attributes, links, start_time, False, False
+        )
+
+    @contextmanager
+    def start_as_current_span(  # type: ignore[override]  # Theirs serves coroutines, too.
+        self,
+        name: str,
+        context: Context | None = None,
+        kind: SpanKind = SpanKind.INTERNAL,
+        attributes: Attributes | None = None,
+        links: Sequence[Link] | None = (),
+        start_time: int | None = None,
+        record_exception: bool = False,
+        set_status_on_exception: bool = False,
+        end_on_exit: bool = True,
+    ) -> Iterator[Span]:
+        span = self.start_span(name, context, kind, attributes, links, start_time)
+        with trace.use_span(span, end_on_exit, False, False):
+            yield span
+
+
+class _Switch(trace.TracerProvider):
+    """The global provider: set once, as the API wants it, and in use only while tracing is on."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._off: trace.Tracer = trace.NoOpTracer()
+        self._provider: TracerProvider | None = None
+        self.tracer: trace.Tracer = self._off
+
+    @property
+    def active(self) -> bool:
+        """Whether spans go anywhere."""
+        return self._provider is not None
+
+    def enter(self, provider: TracerProvider) -> None:
+        """From now on spans go to `provider`."""
+        with self._lock:
+            if self._provider is not None:
+                raise RuntimeError("tracing is set up already")
+            if trace.get_tracer_provider() is not self:
+                trace.set_tracer_provider(self)
+            self._provider = provider
+            self.tracer = provider.get_tracer(SCOPE, schema_url=SCHEMA_URL)
+
+    def leave(self, provider: TracerProvider) -> None:
+        """From now on spans go nowhere, unless somebody else's turn has come."""
+        with self._lock:
+            if self._provider is provider:
+                self._provider = None
+                self.tracer = self._off
+
+    def get_tracer(self, *args: object, **kwargs: object) -> trace.Tracer:
+        """All code of a process shares one scope."""
+        return _SwitchedTracer()
+
+
+_switch: Final = _Switch()
+
+__all__ = [
+    "Parent",
+    "Span",
+    "SpanKind",
+    "Tracing",
+    "context_of",
+    "end_span",
+    "link_from",
+    "setup_tracing",
+    "span_around",
+    "span_id_bytes",
+    "start_span",
+    "trace_id_of",
+    "traceparent_of",
+    "write_span",
+]
