@@ -24,15 +24,13 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from opentelemetry import trace
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
 from baton.worker.v1 import worker_pb2
 from router import merge
 from router.faults import Fault
 from router.jobs import ChoiceEnded, JobTimings
 from router.routing import decode_charge, prefill_charge
-from telemetry.names import SCHEMA_URL, SCOPE, Attr, SpanName
+from telemetry.names import Attr, SpanName
+from telemetry.tracing import SpanKind, end_span, start_span, traceparent_of
 
 if TYPE_CHECKING:
     from router.job_run import JobRun
@@ -42,9 +40,6 @@ if TYPE_CHECKING:
     from router.routing import Route
 
 ATTEMPT_ID_BYTES: Final = 16
-
-_tracer = trace.get_tracer(SCOPE, schema_url=SCHEMA_URL)
-_propagator = TraceContextTextMapPropagator()
 
 
 class Phase(enum.IntEnum):
@@ -76,15 +71,15 @@ class Leg:
         self._attempt_id = attempt_id
         self._peer = peer
         prefills = mode == worker_pb2.WORK_MODE_PREFILL
-        self.span = _tracer.start_span(
+        self._span = start_span(
             SpanName.PREFILL if prefills else SpanName.DECODE,
-            context=job.context,
-            kind=trace.SpanKind.CLIENT,
-            attributes={
+            job.context,
+            {
                 Attr.WORKER_ID: worker.worker_id,
                 Attr.ATTEMPT_ID: attempt_id.hex(),
-                Attr.WORK_MODE: worker_pb2.WorkMode.Name(mode).removeprefix("WORK_MODE_").lower(),
+                Attr.WORK_MODE: _word(worker_pb2.WorkMode.Name(mode)),
             },
+            kind=SpanKind.CLIENT,
         )
 
     def submit(self, generated: list[worker_pb2.GeneratedTokens], now_s: float) -> None:
@@ -106,12 +101,7 @@ class Leg:
             return
         self.open = False
         self.worker.ledger.release(self._attempt_id)
-        if fault:
-            self.span.set_attribute(Attr.ERROR_TYPE, fault)
-            self.span.set_status(trace.StatusCode.ERROR, fault)
-        else:
-            self.span.set_status(trace.StatusCode.OK)
-        self.span.end()
+        end_span(self._span, error=fault)
 
     def _charge(self) -> Charge:
         match self.mode:
@@ -125,8 +115,6 @@ class Leg:
 
     def _message(self, generated: list[worker_pb2.GeneratedTokens]) -> worker_pb2.Submit:
         job = self._job
-        carrier: dict[str, str] = {}
-        _propagator.inject(carrier, trace.set_span_in_context(self.span, job.context))
         return worker_pb2.Submit(
             attempt_id=self._attempt_id,
             mode=self.mode,
@@ -137,7 +125,7 @@ class Leg:
             choices=job.choices,
             priority=job.priority,
             cache_salt=job.cache_salt,
-            traceparent=carrier.get("traceparent", ""),
+            traceparent=traceparent_of(self._span),
             deadline_unix_ns=job.deadline_ns,
             peer_agent_name=self._peer.agent_name if self._peer else "",
             prompt_logprobs=job.prompt_logprobs and self.mode != worker_pb2.WORK_MODE_DECODE,
@@ -327,3 +315,7 @@ class _Clocks:
 
 def _between(start_ns: int, end_ns: int) -> int:
     return max(0, end_ns - start_ns) if start_ns and end_ns else 0
+
+
+def _word(mode: str) -> str:
+    return mode.removeprefix("WORK_MODE_").lower()

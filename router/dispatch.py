@@ -20,8 +20,6 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from opentelemetry import trace
-
 from baton.worker.v1 import worker_pb2
 from router import errors, routing
 from router.attempt import Attempt
@@ -30,7 +28,8 @@ from router.job_run import JobRun
 from router.jobs import Job, JobEvent, JobFinished, ServedModel
 from router.policies import POLICIES
 from router.queue import AdmissionQueue
-from telemetry.names import SCHEMA_URL, SCOPE, Attr, SpanName
+from telemetry.names import Attr, SpanName
+from telemetry.tracing import end_span, start_span, write_span
 
 if TYPE_CHECKING:
     from router.link import LinkState, Loss, WorkerLink
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
 
 CLOSING_GRACE_S: Final = 0.05
 """A prefill worker's last word, with its timings, is waited for this long after the last token."""
-
-_tracer = trace.get_tracer(SCOPE, schema_url=SCHEMA_URL)
 
 
 class JobDispatcher:
@@ -199,7 +196,7 @@ class JobDispatcher:
     def _enqueue(self, run: JobRun, *, bounded: bool) -> None:
         ahead = {Attr.QUEUE_DEPTH: len(self._queue), Attr.QUEUE_TOKENS: self._queue.tokens}
         self._queue.push(run, self._now_s(), bounded=bounded)
-        run.queue_span = _tracer.start_span(SpanName.QUEUE, run.job.context, attributes=ahead)
+        run.queue_span = start_span(SpanName.QUEUE, run.job.context, ahead)
         run.timer = asyncio.get_running_loop().call_later(
             self._settings.queue_timeout_s, self._wait_over, run
         )
@@ -239,21 +236,20 @@ class JobDispatcher:
             run.timer.cancel()
             run.timer = None
         if run.queue_span is not None:
-            if fault:
-                run.queue_span.set_attribute(Attr.ERROR_TYPE, fault)
-                run.queue_span.set_status(trace.StatusCode.ERROR, fault)
-            run.queue_span.end()
+            end_span(run.queue_span, error=fault)
             run.queue_span = None
 
     # Running.
 
     def _dispatch(self, run: JobRun, route: Route) -> None:
-        with _tracer.start_as_current_span(SpanName.ROUTE, run.job.context) as span:
-            span.set_attribute(Attr.ROUTE_POLICY, self._policy.name)
-            span.set_attribute(Attr.ROUTE_PREFILL, route.prefill.worker_id)
-            if route.decode is not None:
-                span.set_attribute(Attr.ROUTE_DECODE, route.decode.worker_id)
-            span.set_attribute(Attr.ROUTE_ATTEMPT, run.attempts + 1)
+        chosen: dict[str, str | int] = {
+            Attr.ROUTE_POLICY: self._policy.name,
+            Attr.ROUTE_PREFILL: route.prefill.worker_id,
+            Attr.ROUTE_DECODE: route.decode.worker_id if route.decode else "",
+            Attr.ROUTE_ATTEMPT: run.attempts + 1,
+        }
+        now_ns = time.time_ns()
+        write_span(SpanName.ROUTE, run.job.context, now_ns, now_ns, chosen)
         attempt = Attempt(run, route, self._attempt_failed)
         self._attempts[attempt.id] = attempt
         run.begin_attempt(attempt)
