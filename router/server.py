@@ -31,6 +31,8 @@ from router.frontdoor import SERVICE_NAME, InferenceService
 from router.registry import Registry, RegistryServicer
 from router.tokenization import Tokenizers
 from router.validation import Limits
+from telemetry.names import Service
+from telemetry.tracing import setup_tracing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,6 +65,7 @@ class RouterServer:
         self._internal = grpc.aio.server(options=server_options())
         self._health: health.aio.HealthServicer
         self._health_task: asyncio.Task[None] | None = None
+        self._tracing = setup_tracing(Service.ROUTER, settings.name, settings.otlp_endpoint)
 
     async def start(self) -> None:
         """Binds and serves.
@@ -102,6 +105,8 @@ class RouterServer:
         self.dispatcher.fail_all()
         await self._public.stop(LAST_WORDS_S)
         await self.registry.close()
+        if self._tracing is not None:  # before the internal server, which may be its receiver
+            await asyncio.to_thread(self._tracing.shutdown)
         await self._internal.stop(None)
         self._tokenizers.close()
         return clean
