@@ -262,6 +262,19 @@ def refusal(error: grpc.aio.AioRpcError) -> Refusal:
     return Refusal(error.code(), error.details() or "", status)
 
 
+async def read(
+    stub: api_grpc.InferenceServiceAsyncStub,
+    prompt: api.GenerationInput,
+    into: list[api.StreamGenerateResponse] | None = None,
+) -> list[api.StreamGenerateResponse]:
+    """Reads a stream to its end; `into` keeps what came before an error."""
+    messages = [] if into is None else into
+    call = stub.StreamGenerate(api.StreamGenerateRequest(input=prompt), timeout=20)
+    async for message in call:
+        messages.append(message)
+    return messages
+
+
 def ids_input(*token_ids: int) -> api.GenerationInput:
     """A prompt of ids."""
     return api.GenerationInput(token_ids=api.TokenIds(ids=token_ids or (70, 71, 72)))
