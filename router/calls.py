@@ -18,10 +18,10 @@ from typing import Final, NoReturn, Protocol, TypeVar, cast
 import grpc
 from google.protobuf.message import DecodeError, Message
 from opentelemetry import context as otel_context
-from opentelemetry import trace
 from opentelemetry.context import Context
 
 from router import errors
+from telemetry.tracing import trace_id_of
 
 DETAILS_KEY: Final = "grpc-status-details-bin"
 _MALFORMED: Final = object()
@@ -108,12 +108,11 @@ def stream_method(
 
 def _call(context: ServerContext) -> Call:
     current = otel_context.get_current()
-    span = trace.get_current_span(current).get_span_context()
-    time_left_s = context.time_remaining()
-    if not span.is_valid:
-        return Call(time_left_s=time_left_s, context=current)
-    trace_id = trace.format_trace_id(span.trace_id)
-    return Call(trace_id, time_left_s=time_left_s, context=current)
+    return Call(
+        id=trace_id_of(current) or uuid.uuid4().hex,
+        time_left_s=context.time_remaining(),
+        context=current,
+    )
 
 
 def _parser(message_type: type[Request]) -> Callable[[bytes], Request]:

@@ -50,6 +50,7 @@ from router.tokenization import ChatTemplateError, PromptIds, Tokenizer, Tokeniz
 if TYPE_CHECKING:
     from router.calls import Call
     from router.validation import Limits
+from telemetry.names import SpanName
 
 GenerationRequest = api.GenerateRequest | api.StreamGenerateRequest
 
@@ -71,9 +72,9 @@ class Generations:
             RouterError: why it was refused or could not be finished.
         """
         with RequestSpan(call, request) as span:
-            with span.step("router.admit"):
+            with span.step(SpanName.ADMIT):
                 model, tokenizer = await self._admit(request)
-            with span.step("router.tokenize"):
+            with span.step(SpanName.TOKENIZE):
                 prompt_ids = await self._tokenize(request.input, tokenizer, "input")
             job = self._job(request.input, call, span, model, prompt_ids)
             span.describe_job(job)

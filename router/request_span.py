@@ -8,19 +8,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
-
-from opentelemetry import trace
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
 from baton.inference.v1 import inference_pb2 as api
 from router.errors import RouterError
+from telemetry.names import Attr, SpanName
+from telemetry.tracing import context_of, end_span, start_span
 
 if TYPE_CHECKING:
-    from opentelemetry.context import Context
+    from collections.abc import Iterator
+    from types import TracebackType
+
+    from opentelemetry.util.types import AttributeValue
 
     from router.calls import Call
     from router.jobs import Job
@@ -33,6 +33,7 @@ _FINISH_WORDS: Final = {
     api.FINISH_REASON_LENGTH: "length",
 }
 _MAX_NAME_CHARS: Final = 128
+_PROVIDER: Final = "baton"
 
 
 class RequestSpan:
@@ -42,21 +43,20 @@ class RequestSpan:
         self, call: Call, request: api.GenerateRequest | api.StreamGenerateRequest
     ) -> None:
         self._call = call
-        self._tracer = trace.get_tracer("baton.router")
         self._model = request.input.model[:_MAX_NAME_CHARS]
-        self._span: Span = self._tracer.start_span(
-            f"text_completion {self._model}",
+        self._client_tag = request.client_tag[:_MAX_NAME_CHARS]
+        self._span = start_span(
+            SpanName.request(self._model),
             call.context,
-            SpanKind.INTERNAL,
             {
-                "gen_ai.operation.name": "text_completion",
-                "gen_ai.provider.name": "baton",
-                "gen_ai.request.stream": isinstance(request, api.StreamGenerateRequest),
-                "gen_ai.response.id": call.id,
+                Attr.OPERATION_NAME: Attr.TEXT_COMPLETION,
+                Attr.PROVIDER_NAME: _PROVIDER,
+                Attr.REQUEST_STREAM: isinstance(request, api.StreamGenerateRequest),
+                Attr.RESPONSE_ID: call.id,
             },
-            start_time=call.arrived_ns,
+            start_ns=call.arrived_ns,
         )
-        self.context: Context = trace.set_span_in_context(self._span, call.context)
+        self.context = context_of(self._span)
         """Holds this span: the parent of all that is done for the request."""
         self._prompt_tokens = 0
         self._output_tokens = 0
@@ -74,44 +74,42 @@ class RequestSpan:
     ) -> None:
         outcome = _outcome(error)
         reasons = [reason for _, reason in sorted(self._finish_reasons.items())]
-        self._span.set_attributes(
-            {
-                "gen_ai.usage.output_tokens": self._output_tokens,
-                "gen_ai.response.finish_reasons": reasons,
-            }
-        )
-        _end(self._span, outcome)
+        totals: dict[str, AttributeValue] = {
+            Attr.OUTPUT_TOKENS: self._output_tokens,
+            Attr.RESPONSE_FINISH_REASONS: reasons,
+        }
+        end_span(self._span, attributes=totals, error=outcome)
         self._log(outcome, reasons)
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
         """A span below this one around a step of the front door."""
-        span = self._tracer.start_span(name, self.context)
+        span = start_span(name, self.context)
         try:
             yield
         except BaseException as error:
-            _end(span, _outcome(error))
+            end_span(span, error=_outcome(error))
             raise
-        _end(span, "")
+        end_span(span)
 
     def describe_job(self, job: Job) -> None:
         """Notes what is asked for, defaults filled in."""
         self._model = job.model.name
         self._prompt_tokens = job.prompt_tokens
-        self._span.update_name(f"text_completion {job.model.name}")
+        self._span.update_name(SpanName.request(job.model.name))
         sampling = job.sampling
         self._span.set_attributes(
             {
-                "gen_ai.request.model": job.model.name,
-                "gen_ai.response.model": job.model.name,
-                "gen_ai.request.choice.count": job.choices,
-                "gen_ai.request.max_tokens": job.stopping.max_tokens,
-                "gen_ai.request.temperature": sampling.temperature,
-                "gen_ai.request.top_p": sampling.top_p,
-                "gen_ai.request.top_k": sampling.top_k,
-                "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
-                "gen_ai.request.presence_penalty": sampling.presence_penalty,
-                "gen_ai.usage.input_tokens": job.prompt_tokens,
+                Attr.REQUEST_MODEL: job.model.name,
+                Attr.RESPONSE_MODEL: job.model.name,
+                Attr.REQUEST_CHOICES: job.choices,
+                Attr.REQUEST_MAX_TOKENS: job.stopping.max_tokens,
+                Attr.REQUEST_TEMPERATURE: sampling.temperature,
+                Attr.REQUEST_TOP_P: sampling.top_p,
+                Attr.REQUEST_TOP_K: sampling.top_k,
+                Attr.REQUEST_FREQUENCY_PENALTY: sampling.frequency_penalty,
+                Attr.REQUEST_PRESENCE_PENALTY: sampling.presence_penalty,
+                Attr.INPUT_TOKENS: job.prompt_tokens,
             }
         )
 
@@ -120,13 +118,11 @@ class RequestSpan:
         match message.WhichOneof("event"):
             case "started":
                 cached = message.started.cached_prompt_tokens
-                self._span.set_attribute("gen_ai.usage.cache_read.input_tokens", cached)
+                self._span.set_attribute(Attr.CACHED_INPUT_TOKENS, cached)
             case "delta":
                 if not self._output_tokens:
                     self._first_token_s = (time.time_ns() - self._call.arrived_ns) / 1e9
-                    self._span.set_attribute(
-                        "gen_ai.response.time_to_first_chunk", self._first_token_s
-                    )
+                    self._span.set_attribute(Attr.RESPONSE_FIRST_TOKEN_S, self._first_token_s)
                 self._output_tokens += len(message.delta.token_ids)
             case "finished":
                 finished = message.finished
@@ -138,6 +134,7 @@ class RequestSpan:
             "generation ended",
             extra={
                 "trace_id": self._call.id,
+                "client_tag": self._client_tag,
                 "model": self._model,
                 "outcome": outcome or "OK",
                 "prompt_tokens": self._prompt_tokens,
@@ -160,10 +157,3 @@ def _outcome(error: BaseException | None) -> str:
             return "CANCELLED"
         case _:
             return "INTERNAL"
-
-
-def _end(span: Span, outcome: str) -> None:
-    if outcome:
-        span.set_attribute("error.type", outcome)
-        span.set_status(Status(StatusCode.ERROR, outcome))
-    span.end()
