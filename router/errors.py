@@ -1,9 +1,9 @@
 """Every error a client can meet, and how it reaches the client.
 
-Errors are raised where they are known, as one of the constructors below: one for each row of the
-error table in docs/architecture.md. They are mapped once, at the edge: `to_status` gives the
-`google.rpc.Status`, `describe` turns any exception into a `RouterError` first. The text of a
-foreign exception goes nowhere: it may hold a prompt.
+Errors are raised where they are known, by one of the constructors below: one for each row of the
+API's error table. They become statuses once, at the edge: `describe` turns any exception into a
+`RouterError` and `to_status` that into a `google.rpc.Status`. The text of a foreign exception goes
+nowhere: it may hold a prompt.
 """
 
 from __future__ import annotations

@@ -34,6 +34,8 @@ _FINISH_WORDS: Final = {
 }
 _MAX_NAME_CHARS: Final = 128
 _PROVIDER: Final = "baton"
+_DEADLINE_SLACK_S: Final = 0.02
+"""gRPC's clock and ours may differ by this much about when a deadline is met."""
 
 
 class RequestSpan:
@@ -73,6 +75,8 @@ class RequestSpan:
         stack: TracebackType | None,
     ) -> None:
         outcome = _outcome(error)
+        if outcome == "CANCELLED" and self._is_overdue():
+            outcome = "DEADLINE_EXCEEDED"  # gRPC tells both to a handler in the same way.
         reasons = [reason for _, reason in sorted(self._finish_reasons.items())]
         totals: dict[str, AttributeValue] = {
             Attr.OUTPUT_TOKENS: self._output_tokens,
@@ -127,6 +131,11 @@ class RequestSpan:
             case "finished":
                 finished = message.finished
                 self._finish_reasons[finished.choice_index] = _FINISH_WORDS[finished.finish_reason]
+
+    def _is_overdue(self) -> bool:
+        left_s = self._call.time_left_s
+        passed_s = (time.time_ns() - self._call.arrived_ns) / 1e9
+        return left_s is not None and passed_s > left_s - _DEADLINE_SLACK_S
 
     def _log(self, outcome: str, reasons: list[str]) -> None:
         duration_s = (time.time_ns() - self._call.arrived_ns) / 1e9
