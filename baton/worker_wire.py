@@ -1,0 +1,260 @@
+"""Between the internal protocol's messages and the records of the engine and the transfer thread.
+
+Both services speak through this module; it holds no state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from baton.worker.v1 import worker_pb2
+from engine.types import (
+    EndReason,
+    FailureReason,
+    Mode,
+    ModelInfo,
+    PageIds,
+    Request,
+    SamplingParams,
+    StopRules,
+    TokenIds,
+    TokenRecord,
+)
+from kv_transfer.types import SCRATCH_PAGE, Endpoint
+
+MAX_PAYLOAD_BYTES: Final = 3584
+"""Most bytes of first-token records that ride in the last notification of a transfer."""
+_PACKED_ID: Final = np.dtype("<u4")
+_PACKED_LOGPROB: Final = np.dtype("<f4")
+
+_MODES: Final = {
+    worker_pb2.WORK_MODE_WHOLE: Mode.WHOLE,
+    worker_pb2.WORK_MODE_PREFILL: Mode.PREFILL,
+    worker_pb2.WORK_MODE_DECODE: Mode.RECEIVE,
+}
+_END_REASONS: Final = {
+    EndReason.END_OF_SEQUENCE: worker_pb2.END_REASON_END_OF_SEQUENCE,
+    EndReason.STOP_TOKEN: worker_pb2.END_REASON_STOP_TOKEN,
+    EndReason.LENGTH: worker_pb2.END_REASON_LENGTH,
+}
+_FAILURE_REASONS: Final = {
+    FailureReason.INTERNAL: worker_pb2.FAILURE_REASON_INTERNAL,
+    FailureReason.TOO_LARGE: worker_pb2.FAILURE_REASON_TOO_LARGE,
+    FailureReason.NUMERICAL: worker_pb2.FAILURE_REASON_NUMERICAL,
+}
+
+
+class MalformedMessage(ValueError):  # noqa: N818 - it names the thing refused
+    """A message holds values that no sender of this version makes. Never carries its content."""
+
+
+def unpack_ids(packed: bytes) -> TokenIds | PageIds:
+    """Ids from packed little-endian uint32.
+
+    Raises:
+        MalformedMessage: not a whole number of ids, or one beyond int32.
+    """
+    if len(packed) % _PACKED_ID.itemsize:
+        raise MalformedMessage("ids")
+    ids = np.frombuffer(packed, _PACKED_ID)
+    if ids.size and int(ids.max()) > np.iinfo(np.int32).max:
+        raise MalformedMessage("ids")
+    return ids.astype(np.int32)
+
+
+def pack_ids(ids: Iterable[int] | TokenIds) -> bytes:
+    """Packs ids as little-endian uint32."""
+    array = ids if isinstance(ids, np.ndarray) else np.fromiter(ids, np.int64)
+    return array.astype(_PACKED_ID).tobytes()
+
+
+def request_of(submit: worker_pb2.Submit) -> Request:
+    """What the engine is to do for a Submit; the attempt's id becomes the request's.
+
+    Raises:
+        MalformedMessage: an empty prompt, no choice, an unknown mode, ids that are not.
+    """
+    mode = _MODES.get(submit.mode)
+    prompt_ids = unpack_ids(submit.prompt_ids)
+    if mode is None or not prompt_ids.size or submit.choices < 1 or not submit.attempt_id:
+        raise MalformedMessage("submit")
+    return Request(
+        id=submit.attempt_id,
+        prompt_ids=prompt_ids,
+        sampling=_sampling_of(submit.sampling),
+        stop=StopRules(
+            max_tokens=submit.stopping.max_tokens,
+            min_tokens=submit.stopping.min_tokens,
+            token_ids=frozenset(submit.stopping.token_ids),
+            ignore_eos=submit.stopping.ignore_eos,
+        ),
+        mode=mode,
+        choices=submit.choices,
+        generated=tuple(unpack_ids(tokens.token_ids) for tokens in submit.generated),
+        priority=submit.priority,
+        tenant=submit.tenant,
+        cache_salt=submit.cache_salt,
+        prompt_logprobs=submit.prompt_logprobs,
+    )
+
+
+def kv_tokens(request: Request) -> int:
+    """Tokens whose KV a hand-off of the request moves: the prompt, and what a resumed choice had
+    generated already."""
+    return len(request.prompt_ids) + resumed_tokens(request, 0)
+
+
+def resumed_tokens(request: Request, choice: int) -> int:
+    """Output tokens that the choice had before this attempt: the index of its first new one."""
+    return len(request.generated[choice]) if choice < len(request.generated) else 0
+
+
+def pages_of(num_tokens: int, page_size_tokens: int) -> int:
+    """Pages that hold so many tokens."""
+    return -(-num_tokens // page_size_tokens)
+
+
+def record_message(record: TokenRecord) -> worker_pb2.TokenRecord:
+    """A token record as it travels."""
+    return worker_pb2.TokenRecord(
+        token_id=record.token_id,
+        logprob=record.logprob,
+        top_ids=pack_ids(record.top_ids),
+        top_logprobs=np.asarray(record.top_logprobs, _PACKED_LOGPROB).tobytes(),
+    )
+
+
+def record_of(message: worker_pb2.TokenRecord) -> TokenRecord:
+    """A token record as the engine knows it.
+
+    Raises:
+        MalformedMessage: packed values are cut short.
+    """
+    if len(message.top_logprobs) % _PACKED_LOGPROB.itemsize:
+        raise MalformedMessage("log probabilities")
+    return TokenRecord(
+        token_id=message.token_id,
+        logprob=message.logprob if message.HasField("logprob") else None,
+        top_ids=tuple(unpack_ids(message.top_ids).tolist()),
+        top_logprobs=tuple(np.frombuffer(message.top_logprobs, _PACKED_LOGPROB).tolist()),
+    )
+
+
+def encode_first_tokens(records: Sequence[TokenRecord]) -> bytes:
+    """The payload of a transfer's last notification: the first token of every choice.
+
+    Where they do not fit, alternatives are left out, then log probabilities: the router has them
+    from the prefill worker's own stream.
+    """
+    message = worker_pb2.FirstToken(records=[record_message(record) for record in records])
+    for fields in (("top_ids", "top_logprobs"), ("logprob",)):
+        if message.ByteSize() <= MAX_PAYLOAD_BYTES:
+            break
+        for record in message.records:
+            for field in fields:
+                record.ClearField(field)
+    return message.SerializeToString()
+
+
+def decode_first_tokens(payload: bytes, choices: int) -> tuple[TokenRecord, ...]:
+    """Reads the payload of a transfer's last notification.
+
+    Raises:
+        MalformedMessage: it is not one token for each of `choices`.
+    """
+    try:
+        message = worker_pb2.FirstToken.FromString(payload)
+    except DecodeError:
+        raise MalformedMessage("payload") from None
+    if len(message.records) != choices:
+        raise MalformedMessage("payload")
+    return tuple(record_of(record) for record in message.records)
+
+
+def sequence_message(
+    attempt_id: bytes, choice: int, first_index: int, records: Sequence[TokenRecord]
+) -> worker_pb2.SequenceTokens:
+    """New tokens of one sequence; records ride along only where log probabilities are wanted."""
+    scored = [record_message(record) for record in records if record.logprob is not None]
+    return worker_pb2.SequenceTokens(
+        attempt_id=attempt_id,
+        choice_index=choice,
+        first_index=first_index,
+        token_ids=pack_ids(record.token_id for record in records),
+        records=scored,
+    )
+
+
+def end_reason_message(reason: EndReason) -> worker_pb2.EndReason.ValueType:
+    """Why a choice ended, as it travels."""
+    return _END_REASONS[reason]
+
+
+def failed_message(
+    attempt_id: bytes, reason: worker_pb2.FailureReason.ValueType | FailureReason
+) -> worker_pb2.WorkResponse:
+    """The answer to an attempt that failed."""
+    value = _FAILURE_REASONS[reason] if isinstance(reason, FailureReason) else reason
+    return worker_pb2.WorkResponse(failed=worker_pb2.Failed(attempt_id=attempt_id, reason=value))
+
+
+def model_message(model: ModelInfo) -> worker_pb2.ModelInfo:
+    """A loaded model, as routers and peers must know it."""
+    return worker_pb2.ModelInfo(
+        name=model.name,
+        path=model.path,
+        revision=model.revision,
+        fingerprint=model.fingerprint,
+        max_context_tokens=model.max_context_tokens,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        page_size_tokens=model.page_size_tokens,
+    )
+
+
+def endpoint_message(endpoint: Endpoint) -> worker_pb2.KvEndpoint:
+    """Where a pool can be written, as it travels."""
+    return worker_pb2.KvEndpoint(
+        agent_name=endpoint.agent_name,
+        transport=endpoint.transport,
+        metadata=endpoint.metadata,
+        base_address=endpoint.base_address,
+        page_bytes=endpoint.page_bytes,
+        num_pages=endpoint.num_pages,
+        device_id=endpoint.device_id,
+        memory=endpoint.memory,
+        scratch_page=SCRATCH_PAGE,
+    )
+
+
+def endpoint_of(message: worker_pb2.KvEndpoint) -> Endpoint:
+    """Where a peer's pool can be written."""
+    return Endpoint(
+        agent_name=message.agent_name,
+        transport=message.transport,
+        metadata=message.metadata,
+        base_address=message.base_address,
+        page_bytes=message.page_bytes,
+        num_pages=message.num_pages,
+        device_id=message.device_id,
+        memory=message.memory,
+    )
+
+
+def _sampling_of(message: worker_pb2.Sampling) -> SamplingParams:
+    return SamplingParams(
+        temperature=message.temperature,
+        top_p=message.top_p,
+        top_k=message.top_k,
+        min_p=message.min_p,
+        frequency_penalty=message.frequency_penalty,
+        presence_penalty=message.presence_penalty,
+        repetition_penalty=message.repetition_penalty,
+        seed=message.seed,
+        logit_bias=dict(message.logit_bias),
+        top_logprobs=message.top_logprobs if message.HasField("top_logprobs") else None,
+    )
