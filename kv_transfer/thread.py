@@ -1,46 +1,33 @@
-"""The transfer thread: the one thread of a process that owns its transport."""
+"""The transfer thread: the one thread of a process that owns its transport.
+
+1. `start` builds the transport on the thread, with its pool registered.
+2. Commands come through a queue. Between them the thread polls every 200 us while a grant, a push
+   or a self-test is open, every 20 ms while peers are known (they may ask to quiesce), and blocks
+   otherwise.
+3. `stop` waits for pushes in progress, then releases the transport. A transport with a push still
+   in progress is left as it is: the write would land all the same.
+"""
 
 from __future__ import annotations
 
+import logging
+import queue
+import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from kv_transfer.events import TransferCounters, TransferEvent
-from kv_transfer.types import Endpoint, KvTransport, PageIds
+from kv_transfer.exchange import ACTIVE_POLL_S, IDLE_POLL_S, Exchange
+from kv_transfer.specs import ReceiveSpec, SendSpec
+from kv_transfer.trouble import describe
+from kv_transfer.types import Endpoint, KvTransport, TransportError
 
+__all__ = ["ReceiveSpec", "SendSpec", "TransferThread"]
 
-@dataclass(frozen=True, slots=True)
-class SendSpec:
-    """A grant, as the prefill side uses it."""
+logger = logging.getLogger(__name__)
 
-    transfer_id: bytes
-    peer: str
-    """Agent name of the decode worker; must be open or opening."""
-    decode_epoch: int
-    source_pages: PageIds
-    """Page of this pool of each page of the prompt, in order."""
-    target_pages: PageIds
-    """Page of the peer's pool of each page of the prompt, in order."""
-    held_pages: int
-    """Leading pages not to be sent."""
-    num_tokens: int
-    """Tokens of the prompt."""
-    page_size_tokens: int
-    span_id: bytes = b""
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiveSpec:
-    """A grant, as the decode side made it."""
-
-    transfer_id: bytes
-    peer: str
-    """Agent name of the prefill worker allowed to write."""
-    num_pages: int
-    held_pages: int
-    num_tokens: int
-    timeout_s: float
-    """Without delivery in this time GRANTED or FILLING becomes QUARANTINED."""
+MAX_COMMANDS_PER_TURN = 64
+Command = Callable[[Exchange], None]
 
 
 class TransferThread:
@@ -50,51 +37,121 @@ class TransferThread:
     `on_event`, on the transfer thread, which must not block.
     """
 
+    counters: TransferCounters
+
     def __init__(
         self,
         make_transport: Callable[[], KvTransport],
         epoch: int,
         on_event: Callable[[TransferEvent], None],
     ) -> None:
-        raise NotImplementedError
-
-    counters: TransferCounters
+        self.counters = TransferCounters()
+        self._make_transport = make_transport
+        self._epoch = epoch
+        self._on_event = on_event
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._started: queue.SimpleQueue[Endpoint | TransportError] = queue.SimpleQueue()
+        self._stop_at_s: float | None = None
+        self._left_nothing = True
+        self._last_trouble = ""
+        self._thread = threading.Thread(target=self._run, name="kv-transfer", daemon=True)
 
     def start(self) -> Endpoint:
         """Builds the transport on the thread; blocks until it stands. Raises TransportError."""
-        raise NotImplementedError
+        self._thread.start()
+        result = self._started.get()
+        if isinstance(result, TransportError):
+            raise result
+        return result
 
     def stop(self, timeout_s: float) -> bool:
         """Ends the thread; waits for pushes in progress. True if none was left behind."""
-        raise NotImplementedError
+        if not self._thread.is_alive():
+            return self._left_nothing
+        self._stop_at_s = time.monotonic() + timeout_s
+        self._commands.put(lambda _: None)
+        self._thread.join(timeout_s + 5.0)
+        return self._left_nothing and not self._thread.is_alive()
 
     def meet(self, peer: Endpoint) -> None:
         """Wires up to a peer in the background: PeerOpened or PeerFailed."""
-        raise NotImplementedError
+        self._commands.put(lambda exchange: exchange.meet(peer))
 
     def part(self, agent_name: str, proven_dead: bool) -> None:
         """A peer left. Only `proven_dead` lets anything out of quarantine."""
-        raise NotImplementedError
+        self._commands.put(lambda exchange: exchange.part(agent_name, proven_dead))
 
     def begin_send(self, spec: SendSpec) -> None:
         """Prefill side: a grant arrived. Chunks told before or after it are pushed."""
-        raise NotImplementedError
+        self._commands.put(lambda exchange: exchange.sender.begin(spec))
 
     def chunk_computed(self, transfer_id: bytes, end_token: int, payload: bytes | None) -> None:
         """Prefill side: KV of [0, end_token) is final. `payload` is set with the last chunk, when
         the first tokens are known, and travels in the last notification."""
-        raise NotImplementedError
+        self._commands.put(
+            lambda exchange: exchange.sender.chunk_computed(transfer_id, end_token, payload)
+        )
 
     def abort_send(self, transfer_id: bytes) -> None:
         """Prefill side: send nothing more; SendQuiesced follows, also for an unknown transfer,
         which leaves a tombstone that refuses a later begin_send (SendQuiesced again)."""
-        raise NotImplementedError
+        self._commands.put(lambda exchange: exchange.sender.abort(transfer_id))
 
     def expect(self, spec: ReceiveSpec) -> None:
         """Decode side: a grant was made; must be called before the grant is told to anyone."""
-        raise NotImplementedError
+        self._commands.put(lambda exchange: exchange.receiver.expect(spec))
 
     def abort_receive(self, transfer_id: bytes) -> None:
         """Decode side: compare-and-set. ReceiveAborted follows, and ReceiveFreed when the
         quarantine is over (never, where it was READY already)."""
-        raise NotImplementedError
+        self._commands.put(lambda exchange: exchange.receiver.abort(transfer_id))
+
+    def _run(self) -> None:
+        try:
+            transport = self._make_transport()
+            exchange = Exchange(transport, self._epoch, self._on_event, self.counters)
+            endpoint = transport.endpoint
+        except TransportError as error:
+            self._started.put(error)
+            return
+        except Exception as error:
+            logger.error("the transport could not be built: %s", describe(error))
+            self._started.put(TransportError("internal", type(error).__name__))
+            return
+        self._started.put(endpoint)
+        while not self._is_over(exchange):
+            self._turn(exchange)
+        self._left_nothing = not exchange.pushes_in_progress
+        transport.shutdown()
+
+    def _turn(self, exchange: Exchange) -> None:
+        try:
+            self._obey(exchange, self._pause_s(exchange))
+            exchange.turn()
+        except Exception as error:
+            self._log_once(describe(error))
+            time.sleep(IDLE_POLL_S)
+
+    def _log_once(self, trouble: str) -> None:
+        """A transport that is broken for good fails every turn in the same way."""
+        if trouble != self._last_trouble:
+            self._last_trouble = trouble
+            logger.error("transfer turn failed: %s", trouble)
+
+    def _pause_s(self, exchange: Exchange) -> float | None:
+        return exchange.pause_s() if self._stop_at_s is None else ACTIVE_POLL_S
+
+    def _obey(self, exchange: Exchange, pause_s: float | None) -> None:
+        """Runs the commands that wait; without any, waits up to `pause_s` for the first."""
+        try:
+            exchange.obey(self._commands.get(timeout=pause_s))
+            for _ in range(MAX_COMMANDS_PER_TURN - 1):
+                exchange.obey(self._commands.get_nowait())
+        except queue.Empty:
+            return
+
+    def _is_over(self, exchange: Exchange) -> bool:
+        if self._stop_at_s is None:
+            return False
+        is_idle = self._commands.empty() and not exchange.pushes_in_progress
+        return is_idle or time.monotonic() >= self._stop_at_s

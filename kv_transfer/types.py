@@ -82,8 +82,13 @@ class KvTransport(Protocol):
         """Wires up to a peer. Opening the same agent again does nothing.
 
         Raises:
-            TransportError: the peer is unreachable or its page size differs.
+            TransportError: `unreachable`, `transport_mismatch`, `page_size_mismatch`, or
+                `peer_busy` where another peer of that name is not wound up yet.
         """
+        ...
+
+    def path(self, agent_name: str) -> str:
+        """The way to an open peer as far as it can be told, such as "nixl/shm"."""
         ...
 
     def push(self, agent_name: str, source: PageIds, target: PageIds, payload: bytes) -> int:
@@ -92,7 +97,7 @@ class KvTransport(Protocol):
         Adjacent runs may be merged. Returns a handle for `poll_pushes`.
 
         Raises:
-            TransportError: nothing was started.
+            TransportError: nothing was started. `disconnected`: the peer must be opened anew.
         """
         ...
 
@@ -100,7 +105,7 @@ class KvTransport(Protocol):
         """Shows the peer a payload without moving pages.
 
         Raises:
-            TransportError: it could not be sent.
+            TransportError: it could not be sent. `disconnected`: as for `push`.
         """
         ...
 
@@ -117,5 +122,6 @@ class KvTransport(Protocol):
         ...
 
     def shutdown(self) -> None:
-        """Releases everything; the pool's memory may be freed afterwards."""
+        """Releases everything; the pool's memory may be freed afterwards. With pushes in progress
+        nothing is released: they would go on reading the pool."""
         ...

@@ -1,0 +1,147 @@
+"""The hand-off of one process without its thread: peers, sender and receiver over a transport.
+
+One turn: notifications, timers, one push, ends of pushes. Everything here is single-threaded;
+`TransferThread` runs it, and tests drive it turn by turn.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import ParamSpec
+
+from kv_transfer.events import TransferCounters, TransferEvent
+from kv_transfer.peers import Peers
+from kv_transfer.receiving import Receiver
+from kv_transfer.sending import Sender
+from kv_transfer.tables import Clock
+from kv_transfer.trouble import describe
+from kv_transfer.types import Endpoint, KvTransport, Notification, PushState
+from kv_transfer.wire import (
+    Chunk,
+    MalformedNotification,
+    Probe,
+    Quiesce,
+    Quiesced,
+    decode,
+)
+
+logger = logging.getLogger(__name__)
+
+ACTIVE_POLL_S = 200e-6
+IDLE_POLL_S = 0.02
+
+P = ParamSpec("P")
+
+
+class Exchange:
+    """Everything that one process sends and receives."""
+
+    def __init__(
+        self,
+        transport: KvTransport,
+        epoch: int,
+        emit: Callable[[TransferEvent], None],
+        counters: TransferCounters,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._transport = transport
+        self._on_event = emit
+        self._counters = counters
+        self.peers = Peers(transport, self._emit, clock)
+        self.sender = Sender(transport, self.peers, self._emit, counters, clock)
+        self.receiver = Receiver(epoch, self.peers, self._emit, counters, clock)
+        self.peers.on_lost = self.sender.peer_lost
+
+    @property
+    def pushes_in_progress(self) -> int:
+        """Pushes that have not ended, those of self-tests included."""
+        return self.sender.in_progress + self.peers.probes_in_progress
+
+    def obey(self, command: Callable[[Exchange], None]) -> None:
+        """Runs one command."""
+        self._guard(command, self)
+
+    def meet(self, endpoint: Endpoint) -> None:
+        """See `TransferThread.meet`."""
+        if self.peers.is_replaced_by(endpoint):
+            self.sender.peer_lost(endpoint.agent_name)
+        if self.peers.meet(endpoint):
+            self.sender.peer_opened(endpoint.agent_name)
+
+    def part(self, agent_name: str, proven_dead: bool) -> None:
+        """See `TransferThread.part`."""
+        if not proven_dead:
+            self.peers.part(agent_name)
+            return
+        # What the peer delivered before it died counts: it is read before pages are freed.
+        self._read_notifications()
+        self.peers.bury(agent_name)
+        self.sender.peer_dead(agent_name)
+        self.receiver.peer_dead(agent_name)
+
+    def turn(self) -> None:
+        """Does what there is to do; bounded, apart from what peers have sent."""
+        self._read_notifications()
+        self._guard(self.receiver.tick)
+        self._guard(self.sender.tick)
+        self._guard(self.peers.tick)
+        self._guard(self.sender.pump)
+        for handle, state in self._transport.poll_pushes():
+            self._guard(self._on_push, handle, state)
+        self._guard(self.peers.close_parted, self._is_used)
+
+    def pause_s(self) -> float | None:
+        """How long nothing needs a turn; None: until the next command."""
+        if self.sender.has_work:
+            return 0.0
+        if self.sender.in_progress or self.receiver.is_waiting or self.peers.any_testing:
+            return ACTIVE_POLL_S
+        due = [self.sender.next_after_s(), self.receiver.next_after_s()]
+        if self.peers.any_known:
+            due.append(IDLE_POLL_S)
+        return min((after_s for after_s in due if after_s is not None), default=None)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError where a state machine contradicts itself."""
+        self.sender.check_invariants()
+        self.receiver.check_invariants()
+
+    def _read_notifications(self) -> None:
+        for notification in self._transport.poll_notifications():
+            self._guard(self._dispatch, notification)
+
+    def _dispatch(self, notification: Notification) -> None:
+        peer = notification.from_agent
+        try:
+            message = decode(notification.payload)
+        except MalformedNotification:
+            self._counters.stale_notifications += 1
+            return
+        match message:
+            case Chunk():
+                self.receiver.on_chunk(peer, message)
+            case Quiesced():
+                self.receiver.on_quiesced(peer, message)
+            case Quiesce():
+                self.sender.on_quiesce(peer, message)
+            case Probe():
+                pass
+
+    def _on_push(self, handle: int, state: PushState) -> None:
+        if not self.peers.on_push(handle, state):
+            self.sender.on_push(handle, state)
+
+    def _is_used(self, agent_name: str) -> bool:
+        return self.sender.uses(agent_name) or self.receiver.uses(agent_name)
+
+    def _emit(self, event: TransferEvent) -> None:
+        self._guard(self._on_event, event)
+
+    def _guard(self, do: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """One transfer's trouble is not the others': logged, without its content."""
+        try:
+            do(*args, **kwargs)
+        except Exception as error:
+            logger.error("transfer step failed: %s", describe(error))

@@ -1,0 +1,217 @@
+"""The peers of a process: wiring up, the self-test, parting.
+
+1. `meet` opens the peer at once (sends may start), then warms the path up by one push between the
+   scratch pages and measures it by a second, larger one: PeerOpened, by `SELF_TEST_S` at the
+   latest. Meeting again an open peer only repeats PeerOpened.
+2. A push that fails, or a notification that cannot be sent, makes the peer lost: PeerFailed. It is
+   opened anew when it is met again.
+3. `part`: a peer that merely left may still ask to quiesce, or owe the answer, so the connection
+   is kept for `PARTED_S` and for as long as a transfer needs it. A peer proven dead is closed at
+   once and never opened again.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kv_transfer.events import PeerFailed, PeerOpened, TransferEvent
+from kv_transfer.tables import BoundedMemory, Clock
+from kv_transfer.types import SCRATCH_PAGE, Endpoint, KvTransport, PushState, TransportError
+from kv_transfer.wire import Message, Probe, encode
+
+logger = logging.getLogger(__name__)
+
+SELF_TEST_BYTES = 4 << 20
+SELF_TEST_S = 0.05
+PARTED_S = 3600.0
+MAX_DEAD_PEERS = 4096
+DEAD_PEER_AGE_S = 86_400.0
+DISCONNECTED = "disconnected"
+"""Cause word of a transport whose path to a peer broke."""
+
+
+class PeerState(enum.IntEnum):
+    """State of a peer; failure is the smallest."""
+
+    LOST = 0
+    """The path broke; the next meeting opens it anew."""
+    TESTING = 1
+    """Open, and being measured."""
+    OPEN = 2
+    """Open, and reported so."""
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    endpoint: Endpoint
+    opened_s: float
+    state: PeerState = PeerState.TESTING
+    is_warm: bool = False
+    parted_s: float | None = None
+    probe: int | None = None
+    probe_pages: int = 0
+    probe_began_s: float = 0.0
+    gigabytes_per_s: float = 0.0
+
+
+class Peers:
+    """Every peer of this process. Not thread-safe: the transfer thread's."""
+
+    def __init__(
+        self,
+        transport: KvTransport,
+        emit: Callable[[TransferEvent], None],
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self._transport = transport
+        self._emit = emit
+        self._clock = clock
+        self._peers: dict[str, _Peer] = {}
+        self._dead: BoundedMemory[str, bool] = BoundedMemory(MAX_DEAD_PEERS, DEAD_PEER_AGE_S, clock)
+        self.on_lost: Callable[[str], None] = lambda agent_name: None
+        """Set by the owner: told the name of a peer whose path broke."""
+
+    def is_open(self, agent_name: str) -> bool:
+        """Whether pages can be pushed to this peer."""
+        peer = self._peers.get(agent_name)
+        return peer is not None and peer.state >= PeerState.TESTING
+
+    def is_dead(self, agent_name: str) -> bool:
+        """Whether this peer's process was proven gone."""
+        return agent_name in self._dead
+
+    def is_replaced_by(self, endpoint: Endpoint) -> bool:
+        """Whether another peer is known under the name of this one."""
+        peer = self._peers.get(endpoint.agent_name)
+        return peer is not None and peer.endpoint != endpoint
+
+    @property
+    def any_known(self) -> bool:
+        """Whether a notification may arrive at any time."""
+        return bool(self._peers)
+
+    @property
+    def any_testing(self) -> bool:
+        """Whether a self-test is running."""
+        return any(peer.state is PeerState.TESTING for peer in self._peers.values())
+
+    @property
+    def probes_in_progress(self) -> int:
+        """Pushes of self-tests that have not ended."""
+        return sum(peer.probe is not None for peer in self._peers.values())
+
+    def meet(self, endpoint: Endpoint) -> bool:
+        """Opens a peer; true where it was not open before."""
+        name = endpoint.agent_name
+        if self.is_dead(name):
+            self._emit(PeerFailed(name, "peer_dead"))
+            return False
+        peer = self._peers.get(name)
+        if peer is not None and peer.endpoint == endpoint and self.is_open(name):
+            peer.parted_s = None
+            if peer.state is PeerState.OPEN:
+                self._report(peer)
+            return False
+        self.close(name)
+        try:
+            self._transport.open(endpoint)
+            self._peers[name] = _Peer(endpoint, self._clock())
+            self._probe(self._peers[name], pages=1)
+        except TransportError as error:
+            self.close(name)
+            logger.warning("peer %s could not be opened: %s", name, error.cause)
+            self._emit(PeerFailed(name, error.cause))
+            return False
+        return True
+
+    def notify(self, agent_name: str, message: Message) -> None:
+        """Sends if it can: whatever is sent this way is asked for again where it gets lost."""
+        if not self.is_open(agent_name):
+            return
+        try:
+            self._transport.notify(agent_name, encode(message))
+        except TransportError as error:
+            self.failed(agent_name, error.cause)
+
+    def failed(self, agent_name: str, cause: str) -> None:
+        """Something could not be sent to a peer: lost, where the path itself is the cause."""
+        if cause == DISCONNECTED:
+            self.lost(agent_name, cause)
+
+    def lost(self, agent_name: str, cause: str) -> None:
+        """The path to a peer broke: nothing is sent that way until it is met again."""
+        peer = self._peers.get(agent_name)
+        if peer is not None and peer.state >= PeerState.TESTING:
+            peer.state = PeerState.LOST
+            logger.warning("peer %s was lost: %s", agent_name, cause)
+            self._emit(PeerFailed(agent_name, cause))
+            self.on_lost(agent_name)
+
+    def part(self, agent_name: str) -> None:
+        """A peer left, perhaps only from its router's view."""
+        if agent_name in self._peers:
+            self._peers[agent_name].parted_s = self._clock()
+
+    def bury(self, agent_name: str) -> None:
+        """A peer's process is proven gone."""
+        self._dead.add(agent_name, True)
+        self.close(agent_name)
+
+    def close(self, agent_name: str) -> None:
+        """Forgets a peer."""
+        if self._peers.pop(agent_name, None) is not None:
+            self._transport.close(agent_name)
+
+    def close_parted(self, is_used: Callable[[str], bool]) -> None:
+        """Forgets peers that left long ago and that no transfer needs."""
+        before_s = self._clock() - PARTED_S
+        for name, peer in list(self._peers.items()):
+            if peer.parted_s is not None and peer.parted_s < before_s and not is_used(name):
+                self.close(name)
+
+    def on_push(self, handle: int, state: PushState) -> bool:
+        """Takes the end of a push of the self-test; false where it is somebody else's."""
+        peer = next((peer for peer in self._peers.values() if peer.probe == handle), None)
+        if peer is None:
+            return False
+        peer.probe = None
+        if state is not PushState.DONE:
+            self.lost(peer.endpoint.agent_name, "self_test_failed")
+        elif not peer.is_warm:
+            peer.is_warm = True
+            pages = max(1, SELF_TEST_BYTES // peer.endpoint.page_bytes)
+            try:
+                self._probe(peer, pages)
+            except TransportError as error:
+                self.lost(peer.endpoint.agent_name, error.cause)
+        else:
+            took_s = time.perf_counter() - peer.probe_began_s
+            peer.gigabytes_per_s = peer.probe_pages * peer.endpoint.page_bytes / took_s / 1e9
+            if peer.state is PeerState.TESTING:
+                self._report(peer)
+        return True
+
+    def tick(self) -> None:
+        """Reports peers whose self-test takes too long as open and not measured."""
+        for peer in self._peers.values():
+            is_late = self._clock() - peer.opened_s > SELF_TEST_S
+            if peer.state is PeerState.TESTING and is_late:
+                self._report(peer)
+
+    def _probe(self, peer: _Peer, pages: int) -> None:
+        scratch = np.full(pages, SCRATCH_PAGE, dtype=np.int32)
+        peer.probe_pages = pages
+        peer.probe_began_s = time.perf_counter()
+        name = peer.endpoint.agent_name
+        peer.probe = self._transport.push(name, scratch, scratch, encode(Probe()))
+
+    def _report(self, peer: _Peer) -> None:
+        peer.state = PeerState.OPEN
+        name = peer.endpoint.agent_name
+        self._emit(PeerOpened(name, self._transport.path(name), peer.gigabytes_per_s))
