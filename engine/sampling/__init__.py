@@ -24,8 +24,8 @@ OpenAI API where that speaks:
 Steps 6 to 8 each come down to one floor per row: a token stays if its logit reaches it. So a token
 that ties with the last one kept is kept too, and which rows share the batch changes nothing.
 
-A feature works on the rows that ask for it and costs nothing where none does. Row lists ascend;
-a captured graph may pad one by repeating its last entry, except for penalties, which count.
+A feature works on the rows that ask for it and costs nothing where none does. Shapes follow from
+the plan alone, and nothing here waits for the device.
 """
 
 from engine.sampling.ops import Scores, score

@@ -78,9 +78,8 @@ def penalise(
     repetition = repetition[:, None]
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
     logits = torch.where(in_prompt | in_output, repeated, logits)
-    logits -= frequency[:, None] * counts
-    logits -= presence[:, None] * in_output
-    return logits
+    logits.addcmul_(counts.float(), frequency[:, None], value=-1)
+    return logits.addcmul_(in_output.float(), presence[:, None], value=-1)
 
 
 def scale(logits: Tensor, temperature: Tensor) -> Tensor:
