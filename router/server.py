@@ -32,6 +32,7 @@ from router.registry import Registry, RegistryServicer
 from router.tokenization import Tokenizers
 from router.validation import Limits
 from telemetry.names import Service
+from telemetry.rpc import ServerSpans
 from telemetry.tracing import setup_tracing
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class RouterServer:
         """Where clients reach it; set by `start`, as below."""
         self.internal_address = ""
         self._tokenizers = Tokenizers(settings.tokenizer_threads)
-        self._public = grpc.aio.server(options=server_options())
+        self._public = grpc.aio.server(interceptors=[ServerSpans()], options=server_options())
         self._internal = grpc.aio.server(options=server_options())
         self._health: health.aio.HealthServicer
         self._health_task: asyncio.Task[None] | None = None
