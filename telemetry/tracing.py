@@ -280,8 +280,16 @@ class _SwitchedTracer(trace.Tracer):
         end_on_exit: bool = True,
     ) -> Iterator[Span]:
         span = self.start_span(name, context, kind, attributes, links, start_time)
-        with trace.use_span(span, end_on_exit, False, False):
-            yield span
+        error = ""
+        try:
+            with trace.use_span(span, False, False, False):
+                yield span
+        except BaseException as raised:
+            error = type(raised).__name__
+            raise
+        finally:
+            if end_on_exit:
+                end_span(span, error=error)
 
 
 class _Switch(trace.TracerProvider):

@@ -1,0 +1,68 @@
+"""An OTLP receiver in the test's own process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent import futures
+from contextlib import contextmanager
+
+import grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otlp_grpc
+from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, Span
+
+
+class OtlpReceiver(otlp_grpc.TraceServiceServicer):
+    """Keeps all it is sent; `hold` makes it slow."""
+
+    def __init__(self) -> None:
+        self.requests: list[otlp.ExportTraceServiceRequest] = []
+        self.free = threading.Event()
+        self.free.set()
+
+    def Export(  # noqa: N802
+        self, request: otlp.ExportTraceServiceRequest, context: grpc.ServicerContext
+    ) -> otlp.ExportTraceServiceResponse:
+        self.free.wait(30)
+        self.requests.append(request)
+        return otlp.ExportTraceServiceResponse()
+
+    @property
+    def resources(self) -> list[ResourceSpans]:
+        return [resource for request in self.requests for resource in request.resource_spans]
+
+    @property
+    def spans(self) -> dict[str, Span]:
+        return {
+            span.name: span
+            for resource in self.resources
+            for scope in resource.scope_spans
+            for span in scope.spans
+        }
+
+
+@contextmanager
+def otlp_receiver(address: str = "127.0.0.1:0") -> Iterator[tuple[OtlpReceiver, str]]:
+    """A receiver and its address."""
+    receiver = OtlpReceiver()
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    otlp_grpc.add_TraceServiceServicer_to_server(receiver, server)
+    port = server.add_insecure_port(address)
+    server.start()
+    try:
+        yield receiver, f"127.0.0.1:{port}"
+    finally:
+        receiver.free.set()
+        server.stop(None).wait(5)
+
+
+def attributes(span: Span) -> dict[str, object]:
+    """Of a span, as plain values."""
+    return {pair.key: plain(pair.value) for pair in span.attributes}
+
+
+def plain(value: object) -> object:
+    kind = value.WhichOneof("value")  # type: ignore[attr-defined]
+    found = getattr(value, kind)
+    return [plain(item) for item in found.values] if kind == "array_value" else found

@@ -1,0 +1,249 @@
+"""Spans of real grpc.aio calls: parents, and the status that each call really had."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+
+import grpc
+import grpc.aio
+import pytest
+from opentelemetry import context as otel_context
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
+
+from telemetry.names import Attr, Service, undeclared
+from telemetry.rpc import ServerSpans, client_span
+from telemetry.tracing import Tracing, context_of, setup_tracing, span_around
+
+SERVICE = "baton.test.v1.EchoService"
+SECRET = b"prompt text"
+CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+class Memory:
+    """What was exported."""
+
+    def __init__(self) -> None:
+        self.exporter = InMemorySpanExporter()
+        tracing = setup_tracing(Service.ROUTER, exporter=self.exporter)
+        assert tracing is not None
+        self.tracing: Tracing = tracing
+
+    async def one(self, kind: SpanKind) -> ReadableSpan:
+        """The only span of this kind, as soon as it ended."""
+        async with asyncio.timeout(10):
+            while not (found := self.all(kind)):
+                await asyncio.sleep(0.005)
+        assert len(found) == 1
+        return found[0]
+
+    def all(self, kind: SpanKind) -> list[ReadableSpan]:
+        self.tracing.flush()
+        return [span for span in self.exporter.get_finished_spans() if span.kind is kind]
+
+
+@pytest.fixture
+def memory() -> Iterator[Memory]:
+    made = Memory()
+    yield made
+    made.tracing.shutdown()
+
+
+async def unary(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
+    match request:
+        case b"abort":
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "queue full")
+        case b"internal":
+            await context.abort(grpc.StatusCode.INTERNAL, "bug")
+        case b"raise":
+            raise ValueError(SECRET.decode())
+        case b"set":
+            context.set_code(grpc.StatusCode.NOT_FOUND)
+        case b"forever":
+            await asyncio.Event().wait()
+    with span_around("router.admit", otel_context.get_current()):
+        return request
+
+
+async def written(request: bytes, context: grpc.aio.ServicerContext) -> None:
+    await context.write(b"first")
+    await unary(request, context)
+
+
+async def yielded(request: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+    yield b"first"
+    yield await unary(request, context)
+
+
+async def flood(request: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+    while True:
+        yield bytes(1 << 20)
+
+
+@pytest.fixture
+async def channel() -> AsyncIterator[grpc.aio.Channel]:
+    server = grpc.aio.server(interceptors=[ServerSpans()])
+    handlers = {
+        "Unary": grpc.unary_unary_rpc_method_handler(unary),
+        "Written": grpc.unary_stream_rpc_method_handler(written),
+        "Yielded": grpc.unary_stream_rpc_method_handler(yielded),
+        "Flood": grpc.unary_stream_rpc_method_handler(flood),
+    }
+    for service in (SERVICE, "grpc.health.v1.Health", "baton.worker.v1.WorkerService"):
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield channel
+    await server.stop(None)
+
+
+async def call(
+    channel: grpc.aio.Channel, method: str, request: bytes, timeout_s: float | None = None
+) -> None:
+    """Makes a call to its end, below a CLIENT span."""
+    path = f"/{SERVICE}/{method}"
+    with client_span(path) as client:
+        if method == "Unary":
+            stub = channel.unary_unary(path)
+            await stub(request, timeout=timeout_s, metadata=client.metadata)
+            return
+        stream = channel.unary_stream(path)
+        async for _ in stream(request, timeout=timeout_s, metadata=client.metadata):
+            pass
+
+
+METHODS = pytest.mark.parametrize("method", ["Unary", "Written", "Yielded"])
+
+
+@METHODS
+async def test_a_call_that_succeeds(method: str, channel: grpc.aio.Channel, memory: Memory) -> None:
+    token = otel_context.attach(context_of(CALLER))
+    try:
+        await call(channel, method, SECRET)
+    finally:
+        otel_context.detach(token)
+    server, client = await memory.one(SpanKind.SERVER), await memory.one(SpanKind.CLIENT)
+    inside = await memory.one(SpanKind.INTERNAL)
+    assert server.name == client.name == f"{SERVICE}/{method}"
+    assert server.parent is not None
+    assert client.parent is not None
+    assert inside.parent is not None
+    assert f"{client.parent.span_id:016x}" == CALLER.split("-")[2]
+    assert server.parent.span_id == client.context.span_id
+    assert inside.parent.span_id == server.context.span_id
+    assert len({span.context.trace_id for span in (server, client, inside)}) == 1
+    for span in (server, client):
+        assert span.attributes == {
+            Attr.RPC_SYSTEM_NAME: "grpc",
+            Attr.RPC_METHOD: f"{SERVICE}/{method}",
+            Attr.RPC_RESPONSE_STATUS_CODE: "OK",
+        }
+        assert span.status.status_code is StatusCode.UNSET
+        assert not undeclared(span.attributes)
+        assert SECRET.decode() not in span.to_json()
+
+
+@METHODS
+@pytest.mark.parametrize(
+    ("request_", "code", "servers_fault"),
+    [
+        (b"abort", "RESOURCE_EXHAUSTED", False),
+        (b"internal", "INTERNAL", True),
+        (b"raise", "UNKNOWN", True),
+        (b"set", "NOT_FOUND", False),
+    ],
+)
+async def test_a_call_that_fails(
+    method: str,
+    request_: bytes,
+    code: str,
+    servers_fault: bool,
+    channel: grpc.aio.Channel,
+    memory: Memory,
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError):
+        await call(channel, method, request_)
+    server, client = await memory.one(SpanKind.SERVER), await memory.one(SpanKind.CLIENT)
+    assert _code(server) == _code(client) == code
+    assert (server.status.status_code is StatusCode.ERROR) == servers_fault
+    assert client.status.status_code is StatusCode.ERROR
+    assert client.attributes is not None
+    assert client.attributes[Attr.ERROR_TYPE] == code
+    assert SECRET.decode() not in server.to_json()
+
+
+@METHODS
+async def test_a_call_that_its_caller_cancels(
+    method: str, channel: grpc.aio.Channel, memory: Memory
+) -> None:
+    running = asyncio.create_task(call(channel, method, b"forever", timeout_s=60))
+    await asyncio.sleep(0.05)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    server, client = await memory.one(SpanKind.SERVER), await memory.one(SpanKind.CLIENT)
+    assert _code(server) == _code(client) == "CANCELLED"
+    assert client.status.status_code is StatusCode.ERROR
+
+
+@METHODS
+async def test_a_call_whose_deadline_is_met(
+    method: str, channel: grpc.aio.Channel, memory: Memory
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError):
+        await call(channel, method, b"forever", timeout_s=0.15)
+    server, client = await memory.one(SpanKind.SERVER), await memory.one(SpanKind.CLIENT)
+    assert _code(server) == _code(client) == "DEADLINE_EXCEEDED"
+    assert server.status.status_code is StatusCode.ERROR
+
+
+async def test_a_generator_whose_client_stops_reading_ends_its_span_at_once(
+    channel: grpc.aio.Channel, memory: Memory, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = channel.unary_stream(f"/{SERVICE}/Flood")(b"", metadata=(("traceparent", CALLER),))
+    await stream.read()
+    stream.cancel()
+    server = await memory.one(SpanKind.SERVER)
+    assert _code(server) == "CANCELLED"
+    assert f"{server.context.trace_id:032x}" == CALLER.split("-")[1]
+    assert "detach" not in caplog.text
+
+
+@pytest.mark.parametrize("service", ["grpc.health.v1.Health", "baton.worker.v1.WorkerService"])
+async def test_probes_and_the_workers_stream_have_no_span(
+    service: str, channel: grpc.aio.Channel, memory: Memory
+) -> None:
+    await channel.unary_unary(f"/{service}/Unary")(b"x")
+    assert memory.all(SpanKind.SERVER) == []
+
+
+async def test_without_tracing_the_callers_context_goes_on(channel: grpc.aio.Channel) -> None:
+    token = otel_context.attach(context_of(CALLER))
+    try:
+        with client_span(f"/{SERVICE}/Unary") as client:
+            assert client.metadata == (("traceparent", CALLER),)
+            await channel.unary_unary(f"/{SERVICE}/Unary")(b"x", metadata=client.metadata)
+    finally:
+        otel_context.detach(token)
+    with client_span(f"/{SERVICE}/Unary") as client:
+        assert client.metadata == ()
+
+
+def test_a_blocking_stub_is_served_too(memory: Memory) -> None:
+    with (
+        grpc.insecure_channel("127.0.0.1:1") as channel,
+        pytest.raises(grpc.RpcError),
+        client_span(f"/{SERVICE}/Unary", "text_completion m", {Attr.REQUEST_MODEL: "m"}) as client,
+    ):
+        channel.unary_unary(f"/{SERVICE}/Unary")(b"x", timeout=5, metadata=client.metadata)
+    (span,) = memory.all(SpanKind.CLIENT)
+    assert span.name == "text_completion m"
+    assert _code(span) == "UNAVAILABLE"
+
+
+def _code(span: ReadableSpan) -> object:
+    assert span.attributes is not None
+    return span.attributes[Attr.RPC_RESPONSE_STATUS_CODE]
