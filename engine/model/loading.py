@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -229,7 +230,8 @@ def _read_gguf(file: Path, config: ModelConfig) -> dict[str, Callable[[], Tensor
 
     def reader(tensor: object, heads: int) -> Callable[[], Tensor]:
         def read() -> Tensor:
-            values = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type))  # type: ignore[attr-defined]
+            values = dequantize(tensor.data, tensor.tensor_type)  # type: ignore[attr-defined]
+            values = torch.from_numpy(np.require(values, requirements="W"))
             return _halves(values, heads) if heads else values
 
         return read

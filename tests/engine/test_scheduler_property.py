@@ -408,6 +408,6 @@ def settle_transfers(bench, rng, cancelled, delivered, everything=False):
                 deliver(bench, request_id)
                 delivered.add(request_id)
     for request_id in bench.requests:
-        if request_id in bench.prefilled or request_id in cancelled:
-            if everything or rng.random() < 0.5:
-                bench.scheduler.release(request_id)
+        over = request_id in bench.prefilled or request_id in cancelled
+        if over and (everything or rng.random() < 0.5):
+            bench.scheduler.release(request_id)

@@ -1,0 +1,169 @@
+"""Helpers that run whole engines in tests."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.types import (
+    ChoiceEnded,
+    Event,
+    Mode,
+    NewTokens,
+    Prefilled,
+    PromptScored,
+    Request,
+    RequestFailed,
+    Reserved,
+    SamplingParams,
+    StopRules,
+    TokenRecord,
+)
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class Run:
+    """One request's events, gathered."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.records: list[list[TokenRecord]] = [[] for _ in range(request.choices)]
+        self.ends: dict[int, ChoiceEnded] = {}
+        self.failed: RequestFailed | None = None
+        self.reserved: Reserved | None = None
+        self.prefilled: Prefilled | None = None
+        self.scored: PromptScored | None = None
+        self.done = threading.Event()
+        """Ended, failed, prefilled or reserved."""
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [[record.token_id for record in records] for records in self.records]
+
+    def sink(self, events: Sequence[Event]) -> None:
+        for event in events:
+            match event:
+                case NewTokens():
+                    self.records[event.choice].extend(event.records)
+                case ChoiceEnded():
+                    self.ends[event.choice] = event
+                    if event.last:
+                        self.done.set()
+                case RequestFailed():
+                    self.failed = event
+                    self.done.set()
+                case Reserved():
+                    self.reserved = event
+                    self.done.set()
+                case Prefilled():
+                    self.prefilled = event
+                    self.done.set()
+                case PromptScored():
+                    self.scored = event
+
+
+def build(path: Path, **options) -> Engine:
+    defaults = {"num_pages": 200, "max_sequences": 16, "max_step_tokens": 128}
+    engine = Engine.build(EngineConfig(model=str(path), **{**defaults, **options}))
+    engine.start()
+    return engine
+
+
+def submit(
+    engine: Engine,
+    prompt: Sequence[int],
+    max_tokens: int = 16,
+    *,
+    mode: Mode = Mode.WHOLE,
+    choices: int = 1,
+    sampling: SamplingParams = GREEDY,
+    prompt_logprobs: bool = False,
+    **stop,
+) -> Run:
+    request = Request(
+        secrets.token_bytes(16),
+        np.array(prompt, np.int32),
+        sampling,
+        StopRules(max_tokens, **stop),
+        mode,
+        choices,
+        prompt_logprobs=prompt_logprobs,
+    )
+    run = Run(request)
+    engine.submit(request, run.sink)
+    return run
+
+
+def finish(*runs: Run, timeout_s: float = 60.0) -> None:
+    for run in runs:
+        assert run.done.wait(timeout_s), "the request did not finish"
+        assert run.failed is None, run.failed
+        run.done.clear()
+
+
+def hand_off(
+    prefill: Engine, decode: Engine, prompt: Sequence[int], max_tokens: int, **more
+) -> Run:
+    """Runs a request on two engines; the pages go over by hand."""
+    first = submit(prefill, prompt, max_tokens, mode=Mode.PREFILL, **more)
+    second = submit(decode, prompt, max_tokens, mode=Mode.RECEIVE, **more)
+    finish(first, second)
+    assert first.prefilled is not None
+    assert second.reserved is not None
+    target, held = second.reserved.pages, second.reserved.held_pages
+    source = prefill_pages(prefill, first)
+    decode.pool.tensor[torch.from_numpy(target[held:]).long()] = prefill.pool.tensor[
+        torch.from_numpy(source[held:]).long()
+    ]
+    for choice, record in enumerate(first.prefilled.records):
+        second.records[choice].append(record)
+    decode.deliver(second.request.id, first.prefilled.records)
+    finish(second)
+    prefill.release(first.request.id)
+    return second
+
+
+def prefill_pages(engine: Engine, run: Run) -> np.ndarray:
+    """The pages that a prefilled request holds, read on the step loop's thread."""
+    found: list[np.ndarray] = []
+    ready = threading.Event()
+
+    def look(scheduler) -> None:
+        found.append(scheduler.jobs[run.request.id].held_pages)
+        ready.set()
+
+    engine._loop.post(look)
+    assert ready.wait(10)
+    return found[0]
+
+
+def check_baseline(engine: Engine) -> None:
+    """Every page is free or evictable again, and the books agree."""
+    problems: list[BaseException] = []
+    ready = threading.Event()
+
+    def look(scheduler) -> None:
+        try:
+            scheduler.check_invariants()
+            assert not scheduler.jobs, "a request was left behind"
+            assert scheduler.blocks.available == scheduler.blocks.total, "a page was left behind"
+        except AssertionError as error:
+            problems.append(error)
+        ready.set()
+
+    for _ in range(2):  # a step in flight may still hold a page: look a turn later
+        problems.clear()
+        ready.clear()
+        engine._loop.post(look)
+        assert ready.wait(10)
+        if not problems:
+            return
+    raise problems[0]

@@ -1,0 +1,233 @@
+"""Greedy output equals transformers, token for token, by every path through the engine."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from engine_kit import build, check_baseline, finish, hand_off, submit
+from tiny_models import write_tiny_model
+
+from engine.engine import EngineError
+from engine.types import EndReason, FailureReason, Mode, SamplingParams
+
+LENGTHS = (1, 15, 16, 17, 63, 64, 65, 200)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), tokenizer=False)
+
+
+@pytest.fixture(scope="module")
+def reference(model_path):
+    """Greedy continuation by transformers, without stopping."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    cache: dict[tuple[tuple[int, ...], int], list[int]] = {}
+
+    def generate(prompt: list[int], max_tokens: int) -> list[int]:
+        key = (tuple(prompt), max_tokens)
+        if key not in cache:
+            ids = torch.tensor([prompt])
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_tokens,
+                min_new_tokens=max_tokens,
+                do_sample=False,
+            )
+            cache[key] = out[0, len(prompt) :].tolist()
+        return cache[key]
+
+    return generate
+
+
+@pytest.fixture(scope="module")
+def engine(model_path):
+    engine = build(model_path)
+    yield engine
+    check_baseline(engine)
+    engine.stop()
+
+
+@pytest.fixture(scope="module")
+def other(model_path):
+    engine = build(model_path, max_step_tokens=32)
+    yield engine
+    check_baseline(engine)
+    engine.stop()
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed * 1000 + length).integers(1, 384, length).tolist()
+
+
+def without_end_of_sequence(max_tokens: int) -> dict[str, int]:
+    """transformers' min_new_tokens masks end of sequence; so does ours."""
+    return {"min_tokens": max_tokens}
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_whole(engine, reference, length):
+    prompt = prompt_of(length)
+    run = submit(engine, prompt, 24, **without_end_of_sequence(24))
+    finish(run)
+    assert run.tokens == [reference(prompt, 24)]
+    assert run.ends[0].reason is EndReason.LENGTH
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_in_chunks_of_two_pages(other, reference, length):
+    prompt = prompt_of(length)
+    run = submit(other, prompt, 24, **without_end_of_sequence(24))
+    finish(run)
+    assert run.tokens == [reference(prompt, 24)]
+
+
+def test_from_the_prefix_cache(engine, reference):
+    prompt = prompt_of(100, seed=1)
+    before = engine.load().prompt_tokens_cached
+    for _ in range(2):
+        run = submit(engine, prompt, 24, **without_end_of_sequence(24))
+        finish(run)
+        assert run.tokens == [reference(prompt, 24)]
+    assert engine.load().prompt_tokens_cached - before == 96
+
+
+def test_sixteen_at_once_equal_their_solo_runs(engine, reference):
+    prompts = [prompt_of(5 + 13 * i, seed=2) for i in range(16)]
+    runs = [submit(engine, p, 20, **without_end_of_sequence(20)) for p in prompts]
+    finish(*runs)
+    for prompt, run in zip(prompts, runs, strict=True):
+        assert run.tokens == [reference(prompt, 20)]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("choices", [1, 3])
+def test_handed_off(engine, other, reference, length, choices):
+    prompt = prompt_of(length, seed=3)
+    run = hand_off(other, engine, prompt, 24, choices=choices, **without_end_of_sequence(24))
+    assert run.tokens == [reference(prompt, 24)] * choices
+    check_baseline(engine)
+    check_baseline(other)
+
+
+def test_preempted_and_resumed(model_path, reference):
+    engine = build(model_path, num_pages=18, max_sequences=6, max_step_tokens=64)
+    prompts = [prompt_of(20 + i, seed=4) for i in range(6)]
+    runs = [submit(engine, p, 80, **without_end_of_sequence(80)) for p in prompts]
+    finish(*runs)
+    assert engine.load().preemptions > 0
+    assert sum(run.ends[0].preemptions for run in runs) == engine.load().preemptions
+    for prompt, run in zip(prompts, runs, strict=True):
+        assert run.tokens == [reference(prompt, 80)]
+    check_baseline(engine)
+    engine.stop()
+
+
+def test_choices_of_a_seeded_request_differ_and_repeat(engine):
+    sampling = SamplingParams(temperature=1.0, seed=7)
+    runs = [submit(engine, prompt_of(30), 12, choices=3, sampling=sampling) for _ in range(2)]
+    finish(*runs)
+    assert runs[0].tokens == runs[1].tokens
+    assert len({tuple(tokens) for tokens in runs[0].tokens}) == 3
+
+
+def test_a_seeded_request_draws_the_same_alone_in_a_batch_and_handed_off(engine, other):
+    sampling = SamplingParams(temperature=0.8, top_p=0.9, seed=11)
+    prompt = prompt_of(37)
+    solo = submit(engine, prompt, 16, sampling=sampling)
+    finish(solo)
+    crowd = [submit(engine, prompt_of(20 + i, seed=5), 30) for i in range(8)]
+    batched = submit(engine, prompt, 16, sampling=sampling)
+    finish(batched, *crowd)
+    handed = hand_off(other, engine, prompt, 16, sampling=sampling)
+    assert solo.tokens == batched.tokens == handed.tokens
+
+
+def test_penalties_go_on_across_the_hand_off(engine, other):
+    sampling = SamplingParams(temperature=0.0, frequency_penalty=1.5, repetition_penalty=1.3)
+    prompt = prompt_of(30, seed=6)
+    whole = submit(engine, prompt, 24, sampling=sampling)
+    finish(whole)
+    handed = hand_off(other, engine, prompt, 24, sampling=sampling)
+    assert whole.tokens == handed.tokens
+    plain = submit(engine, prompt, 24)
+    finish(plain)
+    assert plain.tokens != whole.tokens
+
+
+def test_log_probabilities_of_prompt_and_output(engine, model_path):
+    from transformers import AutoModelForCausalLM
+
+    prompt = prompt_of(70, seed=8)
+    sampling = SamplingParams(temperature=0.0, top_logprobs=3)
+    run = submit(engine, prompt, 6, sampling=sampling, prompt_logprobs=True, min_tokens=6)
+    finish(run)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    ids = [*prompt, *run.tokens[0]]
+    with torch.inference_mode():
+        logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    assert run.scored is not None
+    records = [*run.scored.records, *run.records[0]]
+    assert [record.token_id for record in records] == ids[1:]
+    for position, record in enumerate(records):
+        best = logprobs[position].topk(3)
+        assert record.logprob == pytest.approx(
+            float(logprobs[position, ids[position + 1]]), abs=1e-4
+        )
+        assert list(record.top_ids) == best.indices.tolist()
+        assert record.top_logprobs == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
+def test_end_of_sequence_stop_ids_and_min_tokens(engine, reference):
+    prompt = prompt_of(33, seed=9)
+    free = reference(prompt, 24)
+    stop = free[5]
+    first = free.index(stop)
+    run = submit(engine, prompt, 24, token_ids=frozenset({stop}), ignore_eos=True)
+    finish(run)
+    assert run.tokens == [free[: first + 1]]
+    assert run.ends[0].reason is EndReason.STOP_TOKEN
+    late = submit(engine, prompt, 24, token_ids=frozenset({stop}), min_tokens=10)
+    finish(late)
+    assert len(late.tokens[0]) > 10
+    assert stop not in late.tokens[0][:10]
+
+
+def test_a_first_token_that_ends_it_is_told_with_the_prefill(engine, reference):
+    prompt = prompt_of(33, seed=9)
+    stop = frozenset({reference(prompt, 24)[0]})
+    run = submit(engine, prompt, 24, mode=Mode.PREFILL, token_ids=stop)
+    finish(run)
+    assert run.prefilled is not None
+    assert run.prefilled.ends == (EndReason.STOP_TOKEN,)
+    engine.release(run.request.id)
+
+
+def test_cancelling_at_any_time_leaves_nothing_behind(engine):
+    rng = np.random.default_rng(10)
+    for _ in range(40):
+        mode = [Mode.WHOLE, Mode.PREFILL, Mode.RECEIVE][rng.integers(3)]
+        run = submit(engine, prompt_of(int(rng.integers(1, 150))), 100, mode=mode)
+        if rng.random() < 0.5:
+            run.done.wait(float(rng.random()) * 0.02)
+        engine.cancel(run.request.id)
+        engine.release(run.request.id)
+    check_baseline(engine)
+
+
+def test_a_request_that_can_never_fit_fails_at_once(engine):
+    run = submit(engine, prompt_of(10), 100_000)
+    assert run.done.wait(5)
+    assert run.failed is not None
+    assert run.failed.reason is FailureReason.TOO_LARGE
+
+
+def test_a_pool_that_cannot_be_is_refused_in_words(model_path):
+    with pytest.raises(EngineError, match="num_pages"):
+        build(model_path, num_pages=10**9)
+    with pytest.raises(EngineError, match="max_step_tokens"):
+        build(model_path, max_step_tokens=8)
