@@ -5,7 +5,8 @@ Both services speak through this module; it holds no state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import struct
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -66,10 +67,11 @@ def unpack_ids(packed: bytes) -> TokenIds | PageIds:
     return ids.astype(np.int32)
 
 
-def pack_ids(ids: Iterable[int] | TokenIds) -> bytes:
+def pack_ids(ids: Sequence[int] | TokenIds) -> bytes:
     """Packs ids as little-endian uint32."""
-    array = ids if isinstance(ids, np.ndarray) else np.fromiter(ids, np.int64)
-    return array.astype(_PACKED_ID).tobytes()
+    if not isinstance(ids, np.ndarray):
+        return struct.pack(f"<{len(ids)}I", *ids)
+    return ids.astype(_PACKED_ID).tobytes()
 
 
 def request_of(submit: worker_pb2.Submit) -> Request:
@@ -184,7 +186,7 @@ def sequence_message(
         attempt_id=attempt_id,
         choice_index=choice,
         first_index=first_index,
-        token_ids=pack_ids(record.token_id for record in records),
+        token_ids=pack_ids([record.token_id for record in records]),
         records=scored,
     )
 

@@ -1,0 +1,135 @@
+"""What both services know of an attempt, and which attempts they know.
+
+An attempt belongs to the stream that it was submitted on: it ends with it, and no other stream can
+touch it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final, Generic, Self, TypeVar
+
+from baton.worker.v1 import worker_pb2
+from baton.worker_outbox import Outbox
+from baton.worker_wire import failed_message, request_of
+from engine.types import FailureReason, Request
+from kv_transfer.tables import BoundedMemory, Clock
+
+DEADLINE_GRACE_S: Final = 1.0
+"""The router ends a request at its deadline; this much later the worker does it for itself."""
+MAX_REMEMBERED: Final = 1 << 16
+REMEMBERED_S: Final = 3600.0
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Attempt:
+    """One attempt of one stream. Times are Unix nanoseconds, 0 before they are known."""
+
+    request: Request
+    stream: Outbox
+    peer: str
+    """Agent name of the other side of the hand-off; empty where there is none."""
+    traceparent: str
+    expires_s: float
+    """On the table's clock: it fails then, wherever it stands; infinity for never."""
+    received_ns: int
+    silent: bool = False
+    """The router wants to hear no more of it."""
+    started_ns: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache."""
+    choices_left: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.choices_left = self.request.choices
+
+    @classmethod
+    def received(cls, submit: worker_pb2.Submit, stream: Outbox, now_s: float) -> Self:
+        """The attempt that a Submit asks for; `now_s` is on the table's clock.
+
+        Raises:
+            MalformedMessage: no sender of this version makes such a Submit.
+        """
+        now_ns = time.time_ns()
+        left_s = (submit.deadline_unix_ns - now_ns) / 1e9 + DEADLINE_GRACE_S
+        return cls(
+            request=request_of(submit),
+            stream=stream,
+            peer=submit.peer_agent_name,
+            traceparent=submit.traceparent,
+            expires_s=now_s + left_s if submit.deadline_unix_ns else math.inf,
+            received_ns=now_ns,
+        )
+
+    @property
+    def id(self) -> bytes:
+        """Names it everywhere, in the engine as well."""
+        return self.request.id
+
+    def tell(self, **message: object) -> None:
+        """Sends the router a message: `tell(delivered=Delivered(...))`."""
+        if not self.silent:
+            self.stream.send(worker_pb2.WorkResponse(**message))  # type: ignore[arg-type]
+
+    def fail(self, reason: worker_pb2.FailureReason.ValueType | FailureReason) -> None:
+        """Tells the router that the attempt failed, as the last it hears of it."""
+        if not self.silent:
+            self.stream.send(failed_message(self.id, reason))
+        self.silent = True
+
+
+A = TypeVar("A", bound=Attempt)
+
+
+class Attempts(Generic[A]):
+    """Attempts under way at one service.
+
+    Invariant: an id is under way at most once, and never again after it was over, or after its
+    Cancel overtook its Submit.
+    """
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self.clock = clock
+        self._attempts: dict[bytes, A] = {}
+        self._over: BoundedMemory[bytes, bool] = BoundedMemory(MAX_REMEMBERED, REMEMBERED_S, clock)
+
+    def __len__(self) -> int:
+        return len(self._attempts)
+
+    def __iter__(self) -> Iterator[A]:
+        """Over a copy: attempts may end meanwhile."""
+        return iter(list(self._attempts.values()))
+
+    def is_new(self, attempt_id: bytes) -> bool:
+        """Whether an attempt of that id may begin."""
+        return attempt_id not in self._attempts and attempt_id not in self._over
+
+    def add(self, attempt: A) -> None:
+        """It is under way."""
+        self._attempts[attempt.id] = attempt
+
+    def get(self, attempt_id: bytes) -> A | None:
+        """The attempt, while it is under way."""
+        return self._attempts.get(attempt_id)
+
+    def of(self, attempt_id: bytes, stream: Outbox) -> A | None:
+        """The attempt, if that stream submitted it."""
+        attempt = self._attempts.get(attempt_id)
+        return attempt if attempt is not None and attempt.stream is stream else None
+
+    def end(self, attempt_id: bytes, was_ready: bool = False) -> None:
+        """It is over, or must not begin; `was_ready`: its KV had been delivered."""
+        self._attempts.pop(attempt_id, None)
+        self._over.add(attempt_id, was_ready)
+
+    def was_ready(self, attempt_id: bytes) -> bool:
+        """Whether an attempt that is over had its KV delivered."""
+        return bool(self._over.get(attempt_id))
+
+    def expired(self) -> Iterator[A]:
+        """Attempts whose time is up."""
+        now_s = self.clock()
+        return (attempt for attempt in self if attempt.expires_s <= now_s)

@@ -1,0 +1,121 @@
+"""What waits to be written to one router, and how other threads reach the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from baton.worker.v1 import worker_pb2
+
+logger = logging.getLogger(__name__)
+
+MAX_QUEUED_ENTRIES: Final = 1 << 16
+"""Messages, and tokens' entries within them, that a router may leave unread."""
+
+Action = Callable[[], None]
+Hop = Callable[[Action], None]
+"""Runs an action on the event loop; called on any thread; keeps the order of each caller."""
+
+
+class Outbox:
+    """Messages to one router, in order. Life: OPEN -> CLOSED, by its stream or by overflowing.
+
+    Invariants: two messages of tokens never follow each other, so all tokens of a step travel in
+    one message, and those of several steps do while the router is slow; at most one load report
+    waits, the newest. A closed outbox takes nothing more.
+    """
+
+    def __init__(self, on_overflow: Action, max_entries: int = MAX_QUEUED_ENTRIES) -> None:
+        self.closed = False
+        self._on_overflow = on_overflow
+        self._max_entries = max_entries
+        self._entries = 0
+        self._queue: deque[worker_pb2.WorkResponse] = deque()
+        self._load: worker_pb2.WorkResponse | None = None
+        """The load report that waits."""
+        self._filled = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def send(self, message: worker_pb2.WorkResponse) -> None:
+        """Queues a message."""
+        self._put(message)
+
+    def add_tokens(self, sequence: worker_pb2.SequenceTokens) -> None:
+        """Queues new tokens of a sequence, together with others that wait."""
+        if self._queue and self._queue[-1].HasField("tokens"):
+            self._queue[-1].tokens.sequences.append(sequence)
+            self._count()
+        else:
+            self._put(worker_pb2.WorkResponse(tokens=worker_pb2.Tokens(sequences=[sequence])))
+
+    def report(self, load: worker_pb2.Load) -> None:
+        """Queues a load report, in the place of one that still waits."""
+        if self._load is not None:
+            self._load.load.CopyFrom(load)
+        elif not self.closed:
+            self._load = worker_pb2.WorkResponse(load=load)
+            self._put(self._load)
+
+    async def get(self) -> worker_pb2.WorkResponse:
+        """The next message, as soon as there is one."""
+        while not self._queue:
+            self._filled.clear()
+            await self._filled.wait()
+        message = self._queue.popleft()
+        self._entries -= max(1, len(message.tokens.sequences))
+        if message is self._load:
+            self._load = None
+        return message
+
+    def close(self) -> None:
+        """Drops everything, from now on as well."""
+        self.closed = True
+        self._queue.clear()
+        self._load = None
+
+    def _put(self, message: worker_pb2.WorkResponse) -> None:
+        if not self.closed:
+            self._queue.append(message)
+            self._count()
+            self._filled.set()
+
+    def _count(self) -> None:
+        self._entries += 1
+        if self._entries > self._max_entries:
+            self.close()
+            self._on_overflow()
+
+
+class LoopInbox:
+    """Actions that other threads want done on the event loop: one wake-up for all that wait.
+
+    Invariant: a wake-up is under way whenever an action waits.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._lock = threading.Lock()
+        self._actions: list[Action] = []
+
+    def hop(self, action: Action) -> None:
+        """See `Hop`. After the loop has closed nothing happens: the process is ending."""
+        with self._lock:
+            self._actions.append(action)
+            wake = len(self._actions) == 1
+        if wake and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._run)
+
+    def _run(self) -> None:
+        with self._lock:
+            actions, self._actions = self._actions, []
+        for action in actions:
+            try:
+                action()
+            except Exception as error:
+                logger.error("an event broke its handler: %s", type(error).__qualname__)

@@ -1,0 +1,128 @@
+"""Where the chunks of one prompt meet the grant that says where they go.
+
+Chunks come on the step thread, so that no other thread stands between a chunk and its push. The
+grant comes on the event loop, before, between or after them. Life:
+
+1. OPEN: what came first waits here for the other.
+2. BEGUN: both are known; the transfer thread is told of every chunk at once.
+3. CLOSED: the transfer thread is told nothing more.
+
+Invariant: `begin_send` is told once and before any chunk; then every chunk is covered by what was
+told last; nothing is told after `close` returned.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.types import PageIds
+from kv_transfer.thread import SendSpec
+from telemetry.names import SpanName
+from telemetry.tracing import Span, span_id_bytes, start_span
+
+
+class SendingThread(Protocol):
+    """What a prefill worker needs of `kv_transfer.thread.TransferThread`."""
+
+    def begin_send(self, spec: SendSpec) -> None:
+        """A grant arrived and the pages are known."""
+        ...
+
+    def chunk_computed(self, transfer_id: bytes, end_token: int, payload: bytes | None) -> None:
+        """KV of [0, end_token) is final."""
+        ...
+
+    def abort_send(self, transfer_id: bytes) -> None:
+        """Send nothing more; SendQuiesced follows."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """A grant, checked."""
+
+    transfer_id: bytes
+    peer: str
+    decode_epoch: int
+    pages: PageIds
+    held_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    pages: PageIds
+    end_token: int
+    payload: bytes | None
+
+
+class Outgoing:
+    """One prompt on its way out. Thread-safe."""
+
+    def __init__(
+        self, transfer: SendingThread, num_tokens: int, page_size_tokens: int, traceparent: str
+    ) -> None:
+        self.num_tokens = num_tokens
+        self.span: Span | None = None
+        """kv.send, from BEGUN on; its id travels with the last notification."""
+        self._transfer = transfer
+        self._page_size_tokens = page_size_tokens
+        self._traceparent = traceparent
+        self._lock = threading.Lock()
+        self._destination: Destination | None = None
+        self._latest: _Chunk | None = None
+        self._closed = False
+
+    @property
+    def destination(self) -> Destination | None:
+        """The grant, once it came."""
+        return self._destination
+
+    def chunk(self, pages: PageIds, end_token: int, payload: bytes | None) -> None:
+        """KV of [0, end_token) is final; `pages` are the whole prompt's, `payload` comes last."""
+        with self._lock:
+            if self._closed:
+                return
+            is_first = self._latest is None
+            self._latest = _Chunk(pages.copy() if is_first else pages, end_token, payload)
+            if self._destination is None:
+                return
+            if is_first:
+                self._begin(self._destination, self._latest)
+            self._tell(self._destination, self._latest)
+
+    def grant(self, destination: Destination) -> None:
+        """The pages may be written there. Only the first grant counts."""
+        with self._lock:
+            if self._closed or self._destination is not None:
+                return
+            self._destination = destination
+            if self._latest is not None:
+                self._begin(destination, self._latest)
+                self._tell(destination, self._latest)
+
+    def close(self) -> Destination | None:
+        """Ends it; returns the grant, whose transfer is to be aborted where it is not over."""
+        with self._lock:
+            self._closed = True
+            return self._destination
+
+    def _begin(self, destination: Destination, chunk: _Chunk) -> None:
+        self.span = start_span(SpanName.KV_SEND, self._traceparent)
+        self._transfer.begin_send(
+            SendSpec(
+                transfer_id=destination.transfer_id,
+                peer=destination.peer,
+                decode_epoch=destination.decode_epoch,
+                source_pages=chunk.pages,
+                target_pages=destination.pages,
+                held_pages=destination.held_pages,
+                num_tokens=self.num_tokens,
+                page_size_tokens=self._page_size_tokens,
+                span_id=span_id_bytes(self.span),
+            )
+        )
+
+    def _tell(self, destination: Destination, chunk: _Chunk) -> None:
+        self._transfer.chunk_computed(destination.transfer_id, chunk.end_token, chunk.payload)

@@ -1,0 +1,407 @@
+"""What a prefill worker adds to the engine: grants, sending KV as chunks finish, the first token.
+
+The states of an attempt:
+
+1. RECEIVED: submitted to the engine.
+2. COMPUTING: its first chunk was launched. Chunks go from the step thread straight to the transfer
+   thread, from the moment that the grant is known (`prefill_service.outgoing`).
+3. SENDING: the first token of every choice is with the router; the KV is on its way, or waits for
+   its grant, for a bounded time.
+4. DELIVERED: all of it is over there. PrefillDone; the pages go back.
+5. QUIESCING: ended in any other way: by the router, its stream, the decode side, a failure, the
+   deadline, or because every choice ended with its first token, or no hand-off was wanted.
+6. QUIESCED: nothing of it can leave this worker any more; the pages go back.
+
+An attempt that was never granted skips from any state to QUIESCED. A grant that comes for one that
+is over leaves a tombstone at the transfer thread, which the decode side can learn of.
+
+Invariants: the engine's pages are released once, after `Sent`, after `SendQuiesced`, or where no
+grant was ever known; the router hears of an attempt's end once, and nothing after it.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, Protocol
+
+from baton.worker.v1 import worker_pb2
+from baton.worker_attempts import Attempt, Attempts
+from baton.worker_outbox import Hop, Outbox
+from baton.worker_spans import CANCELLED, EXPIRED, KV_TRANSFER
+from baton.worker_wire import (
+    MalformedMessage,
+    encode_first_tokens,
+    end_reason_message,
+    kv_tokens,
+    pages_of,
+    record_message,
+    resumed_tokens,
+    unpack_ids,
+)
+from engine.types import (
+    ChunkComputed,
+    Event,
+    Prefilled,
+    PromptScored,
+    Request,
+    RequestFailed,
+    Sink,
+    Started,
+)
+from kv_transfer.events import SendFailed, SendQuiesced, SendStats, Sent, TransferEvent
+from prefill_service import spans
+from prefill_service.outgoing import Destination, Outgoing, SendingThread
+
+logger = logging.getLogger(__name__)
+
+GRANT_WAIT_S: Final = 30.0
+"""Computed KV waits so long for its grant."""
+TRANSFER_ID_BYTES: Final = 16
+
+
+class PrefillEngine(Protocol):
+    """What a prefill worker needs of `engine.engine.Engine`."""
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Takes a request on."""
+        ...
+
+    def cancel(self, request_id: bytes) -> None:
+        """Ends a request; its pages wait for `release`."""
+        ...
+
+    def release(self, request_id: bytes) -> None:
+        """Nothing outside touches the pages any more."""
+        ...
+
+
+class PrefillState(enum.IntEnum):
+    """State of an attempt under way; failure is the smallest."""
+
+    QUIESCING = 0
+    RECEIVED = 1
+    COMPUTING = 2
+    SENDING = 3
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class PrefillAttempt(Attempt):
+    """One attempt, as the event loop sees it."""
+
+    state: PrefillState = PrefillState.RECEIVED
+    computed_tokens: int = 0
+    """Tokens of the prompt whose KV is there, cached ones included."""
+    chunks: int = 0
+    computed_ns: int = 0
+    deadline_s: float = 0.0
+    """What `expires_s` was before it was cut short for the grant."""
+    error: str = ""
+    """Why it ended before it was delivered, where that was no success."""
+
+
+class PrefillService:
+    """Attempts with WORK_MODE_PREFILL. Everything runs on the event loop, but for the sink."""
+
+    def __init__(
+        self,
+        engine: PrefillEngine,
+        transfer: SendingThread,
+        hop: Hop,
+        *,
+        page_size_tokens: int,
+        path_to: Callable[[str], str] = lambda _agent_name: "",
+        grant_wait_s: float = GRANT_WAIT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._transfer = transfer
+        self._hop = hop
+        self._page_size_tokens = page_size_tokens
+        self._path_to = path_to
+        self._grant_wait_s = grant_wait_s
+        self._attempts: Attempts[PrefillAttempt] = Attempts(clock)
+        self._outgoing: dict[bytes, Outgoing] = {}
+        """By attempt; also read by the step thread."""
+        self._by_transfer: dict[bytes, PrefillAttempt] = {}
+        self._sink: Sink = self._on_step
+
+    @property
+    def active(self) -> int:
+        """Attempts under way, quiescing ones included."""
+        return len(self._attempts)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens taken on and not computed yet."""
+        return sum(
+            kv_tokens(attempt.request) - attempt.computed_tokens
+            for attempt in self._attempts
+            if attempt.state in (PrefillState.RECEIVED, PrefillState.COMPUTING)
+        )
+
+    @property
+    def ungranted_tokens(self) -> int:
+        """Tokens of prompts taken on whose destination is not known yet."""
+        return sum(
+            kv_tokens(attempt.request)
+            for attempt in self._attempts
+            if attempt.peer
+            and (outgoing := self._outgoing.get(attempt.id)) is not None
+            and outgoing.destination is None
+        )
+
+    # What the router says.
+
+    def submit(self, submit: worker_pb2.Submit, stream: Outbox) -> None:
+        """New work. One whose id was here before is ignored.
+
+        Raises:
+            MalformedMessage: it cannot be run as it is.
+        """
+        if not self._attempts.is_new(submit.attempt_id):
+            return
+        attempt = PrefillAttempt.received(submit, stream, self._attempts.clock())
+        attempt.deadline_s = attempt.expires_s
+        self._attempts.add(attempt)
+        self._outgoing[attempt.id] = Outgoing(
+            self._transfer,
+            kv_tokens(attempt.request),
+            self._page_size_tokens,
+            attempt.traceparent,
+        )
+        self._engine.submit(attempt.request, self._sink)
+
+    def grant(self, grant: worker_pb2.Grant, stream: Outbox) -> None:
+        """Where the pages of an attempt go."""
+        attempt = self._attempts.of(grant.attempt_id, stream)
+        outgoing = self._outgoing.get(grant.attempt_id)
+        if attempt is None or outgoing is None:
+            self._refuse(grant)
+            return
+        if outgoing.destination is not None:
+            return
+        destination = self._checked(grant, attempt)
+        if destination is None:
+            self._refuse(grant)
+            attempt.fail(worker_pb2.FAILURE_REASON_KV_TRANSFER)
+            self._quiesce(attempt, "bad_grant")
+            return
+        attempt.expires_s = attempt.deadline_s
+        self._by_transfer[destination.transfer_id] = attempt
+        outgoing.grant(destination)
+
+    def cancel(self, attempt_id: bytes, stream: Outbox) -> None:
+        """The router wants no more of an attempt, which it may not even have submitted yet."""
+        if (attempt := self._attempts.of(attempt_id, stream)) is not None:
+            attempt.silent = True
+            self._quiesce(attempt, CANCELLED)
+        elif self._attempts.is_new(attempt_id):
+            self._attempts.end(attempt_id)
+
+    def end_stream(self, stream: Outbox) -> None:
+        """A router is gone, and all its attempts with it."""
+        for attempt in self._attempts:
+            if attempt.stream is stream:
+                self.cancel(attempt.id, stream)
+
+    def expire(self) -> None:
+        """Fails attempts that met their deadline, or waited too long for their grant."""
+        for attempt in self._attempts.expired():
+            attempt.fail(worker_pb2.FAILURE_REASON_EXPIRED)
+            self._quiesce(attempt, EXPIRED)
+
+    # What the engine says.
+
+    def _on_step(self, events: Sequence[Event]) -> None:
+        """The sink, on the step thread.
+
+        The event loop is told first: what follows a chunk, up to `Sent`, can then only come later.
+        """
+        self._hop(partial(self._take_events, events))
+        ends = {event.request_id: event for event in events if isinstance(event, Prefilled)}
+        for event in events:
+            if not isinstance(event, ChunkComputed):
+                continue
+            outgoing = self._outgoing.get(event.request_id)
+            if outgoing is None:
+                continue
+            prefilled = ends.get(event.request_id)
+            if prefilled is None or event.end_token < outgoing.num_tokens:
+                outgoing.chunk(event.pages, event.end_token, None)
+            elif not all(prefilled.ends):
+                payload = encode_first_tokens(prefilled.records)
+                outgoing.chunk(event.pages, event.end_token, payload)
+
+    def _take_events(self, events: Sequence[Event]) -> None:
+        for event in events:
+            attempt = self._attempts.get(event.request_id)
+            if attempt is None or attempt.state is PrefillState.QUIESCING:
+                continue
+            match event:
+                case Started():
+                    attempt.state = PrefillState.COMPUTING
+                    attempt.started_ns = event.at_ns
+                    attempt.cached_tokens = attempt.computed_tokens = event.cached_tokens
+                case ChunkComputed():
+                    attempt.computed_tokens = event.end_token
+                    attempt.chunks += 1
+                case PromptScored():
+                    records = [record_message(record) for record in event.records]
+                    scores = worker_pb2.PromptLogprobs(attempt_id=attempt.id, records=records)
+                    attempt.tell(prompt_logprobs=scores)
+                case Prefilled():
+                    self._prefilled(attempt, event)
+                case RequestFailed():
+                    attempt.fail(event.reason)
+                    self._quiesce(attempt, event.reason.value)
+                case _:
+                    logger.error("unexpected event: %s", type(event).__qualname__)
+
+    def _prefilled(self, attempt: PrefillAttempt, event: Prefilled) -> None:
+        attempt.computed_ns = event.at_ns
+        first = worker_pb2.FirstToken(
+            attempt_id=attempt.id,
+            records=[record_message(record) for record in event.records],
+            cached_prompt_tokens=attempt.cached_tokens,
+        )
+        attempt.tell(first_token=first)
+        self._tell_ends(attempt, event)
+        spans.write_compute(attempt)
+        attempt.state = PrefillState.SENDING
+        if all(event.ends) or not attempt.peer:
+            self._quiesce(attempt)
+        elif self._outgoing[attempt.id].destination is None:
+            granted_by_s = self._attempts.clock() + self._grant_wait_s
+            attempt.expires_s = min(attempt.deadline_s, granted_by_s)
+
+    def _tell_ends(self, attempt: PrefillAttempt, event: Prefilled) -> None:
+        for choice, reason in enumerate(event.ends):
+            if reason is None:
+                continue
+            attempt.choices_left -= 1
+            finished = worker_pb2.Finished(
+                attempt_id=attempt.id,
+                choice_index=choice,
+                reason=end_reason_message(reason),
+                output_tokens=resumed_tokens(attempt.request, choice) + 1,
+            )
+            if attempt.choices_left == 0:
+                finished.timings.received_unix_ns = attempt.received_ns
+                finished.timings.prefill_started_unix_ns = attempt.started_ns
+                finished.timings.ready_unix_ns = event.at_ns
+                finished.timings.last_token_unix_ns = event.at_ns
+                finished.timings.cached_prompt_tokens = attempt.cached_tokens
+            attempt.tell(finished=finished)
+
+    # What the transfer thread says.
+
+    def on_transfer(self, event: TransferEvent) -> None:
+        """Takes an event of the transfer thread; those of other owners are ignored."""
+        if not isinstance(event, Sent | SendQuiesced | SendFailed):
+            return
+        attempt = self._by_transfer.get(event.transfer_id)
+        if attempt is None:
+            return
+        match event:
+            case Sent():
+                self._end(attempt, event.stats)
+            case SendFailed():
+                attempt.fail(worker_pb2.FAILURE_REASON_KV_TRANSFER)
+                self._quiesce(attempt, event.cause)
+            case SendQuiesced():
+                self._quiesced(attempt)
+
+    def _quiesced(self, attempt: PrefillAttempt) -> None:
+        """Asked for by this side, or by the decode side, which wants no more of it."""
+        if attempt.state is not PrefillState.QUIESCING:
+            if attempt.state is not PrefillState.SENDING:
+                attempt.fail(worker_pb2.FAILURE_REASON_KV_TRANSFER)
+            self._stop(attempt, KV_TRANSFER)
+        self._end(attempt)
+
+    # How attempts end.
+
+    def _quiesce(self, attempt: PrefillAttempt, error: str = "") -> None:
+        """-> QUIESCING, and where nothing was granted at once on to QUIESCED."""
+        if attempt.state is PrefillState.QUIESCING:
+            return
+        destination = self._stop(attempt, error)
+        if destination is None:
+            self._end(attempt)
+        else:
+            self._transfer.abort_send(destination.transfer_id)
+
+    def _stop(self, attempt: PrefillAttempt, error: str) -> Destination | None:
+        """-> QUIESCING: no more is computed, and the transfer thread hears of no more chunks."""
+        if attempt.state is not PrefillState.SENDING:
+            spans.write_compute(attempt, error)
+        attempt.state, attempt.error = PrefillState.QUIESCING, error
+        attempt.expires_s = float("inf")
+        self._engine.cancel(attempt.id)
+        outgoing = self._outgoing[attempt.id]
+        destination = outgoing.close()
+        self._end_span(outgoing, attempt)
+        return destination
+
+    def _end(self, attempt: PrefillAttempt, stats: SendStats | None = None) -> None:
+        """-> DELIVERED or QUIESCED: the pages go back."""
+        self._engine.release(attempt.id)
+        outgoing = self._outgoing.pop(attempt.id)
+        destination = outgoing.close()
+        if destination is not None:
+            del self._by_transfer[destination.transfer_id]
+        if attempt.state is not PrefillState.QUIESCING:
+            self._end_span(outgoing, attempt, stats)
+        self._attempts.end(attempt.id)
+        attempt.tell(
+            prefill_done=worker_pb2.PrefillDone(
+                attempt_id=attempt.id,
+                received_unix_ns=attempt.received_ns,
+                started_unix_ns=attempt.started_ns,
+                computed_unix_ns=attempt.computed_ns,
+                sent_unix_ns=stats.done_ns if stats else 0,
+                cached_prompt_tokens=attempt.cached_tokens,
+                bytes_sent=stats.bytes if stats else 0,
+            )
+        )
+
+    def _end_span(
+        self, outgoing: Outgoing, attempt: PrefillAttempt, stats: SendStats | None = None
+    ) -> None:
+        if (destination := outgoing.destination) is not None:
+            spans.end_send(attempt, outgoing, stats, self._path_to(destination.peer))
+
+    def _refuse(self, grant: worker_pb2.Grant) -> None:
+        """Nothing will come of the grant: a tombstone, for the decode side to learn of."""
+        is_id = len(grant.transfer_id) == TRANSFER_ID_BYTES
+        if is_id and grant.transfer_id not in self._by_transfer:
+            self._transfer.abort_send(grant.transfer_id)
+
+    def _checked(self, grant: worker_pb2.Grant, attempt: PrefillAttempt) -> Destination | None:
+        """The grant, or None where it cannot be meant for this attempt."""
+        try:
+            pages = unpack_ids(grant.page_ids)
+        except MalformedMessage:
+            return None
+        wanted = pages_of(kv_tokens(attempt.request), self._page_size_tokens)
+        is_sound = (
+            len(pages) == wanted
+            and grant.held_pages <= wanted
+            and len(grant.transfer_id) == TRANSFER_ID_BYTES
+            and grant.transfer_id not in self._by_transfer
+            and grant.decode_agent_name == attempt.peer
+        )
+        if not is_sound:
+            return None
+        return Destination(
+            grant.transfer_id,
+            grant.decode_agent_name,
+            grant.decode_epoch,
+            pages,
+            grant.held_pages,
+        )
