@@ -48,6 +48,19 @@ class KvPool:
         """K and V of a layer apart: `(num_pages, num_kv_heads, page_size, head_dim)`, strided."""
         return self.tensor[:, :, layer, 0], self.tensor[:, :, layer, 1]
 
+    @property
+    def runs(self) -> Tensor:
+        """The pool as its contiguous runs, `(runs, page_size * head_dim)`: one run is K or V of
+        one page, KV head and layer."""
+        return self.tensor.view(-1, self.page_size * self.tensor.shape[-1])
+
+    def run_ids(self, pages: Tensor) -> Tensor:
+        """Rows of `runs` that are K of layer 0, [..., P] int64 -> [..., Hkv, P]; K of a layer is
+        `2 * layer` further on, its V one more."""
+        heads, layers = self.tensor.shape[1:3]
+        head = torch.arange(heads, device=pages.device)[:, None]
+        return (pages[..., None, :] * heads + head) * (2 * layers)
+
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         """Copies whole pages, all layers: `target[i]` becomes `source[i]`. [N] int64 each; no
         page may be both a source and a target."""

@@ -1,7 +1,12 @@
 """Attention with PyTorch's own operators: runs everywhere, and is the reference for the others.
 
-Decode rows are one batch: their pages are gathered to the longest row's length and the rest is
-masked. Prompt rows go one by one; one that begins at position 0 needs no gather at all.
+1. `begin` finds, once a step, what all layers share: which runs of the pool each row reads, and
+   which of their positions it must not see. Layers that look back equally far share one view.
+2. A call stores the layer's new K and V, gathers what the rows read and attends: decode rows as
+   one padded batch, prompt rows one by one. A prompt row that begins at position 0 gathers nothing.
+
+A row reads the pages of positions [first visible of its first new token, context), no others: a
+sliding window bounds the work, not just the mask.
 """
 
 from __future__ import annotations
@@ -15,15 +20,36 @@ from torch import Tensor
 from engine.attention.base import AttentionBatch
 from engine.kv_pool import KvPool
 
+HIDDEN = float("-inf")
 
-class _PromptRow(NamedTuple):
-    """A row of several tokens."""
 
-    first_token: int
-    query_len: int
-    context_len: int
-    pages: Tensor
-    """[P] int64, just those that hold context."""
+class _DecodeView(NamedTuple):
+    """What B decode rows read, padded to the longest of them."""
+
+    run_ids: Tensor
+    """[B, Hkv, P] int64, of layer 0's K."""
+    hidden: Tensor
+    """[B, 1, 1, P * page_size], True where a row must not look."""
+
+
+class _PromptView(NamedTuple):
+    """What one row of several new tokens reads: L positions."""
+
+    new: slice
+    """Its tokens among the step's."""
+    run_ids: Tensor | None
+    """[Hkv, P] int64, of layer 0's K; None: nothing but the row's own new tokens."""
+    seen: slice
+    """The L positions within the pages gathered."""
+    mask: Tensor | None
+    """[tokens, L], added to the logits; None: causal, and nothing more."""
+
+
+class _StepView(NamedTuple):
+    """What layers of one window read in one step."""
+
+    decodes: _DecodeView | None
+    prompts: list[_PromptView]
 
 
 class SdpaBackend:
@@ -36,97 +62,103 @@ class SdpaBackend:
         self._windows = windows
         """Per layer: tokens that a position sees, itself included; None: all before it."""
         self._device = pool.tensor.device
-        self._masks: dict[tuple[int, int | None], Tensor] = {}
+        self._runs = pool.runs
 
     def begin(self, batch: AttentionBatch) -> None:
-        """Keeps the step's rows; masks are made when a layer first wants them."""
+        """See `AttentionBackend`."""
         self._batch = batch
-        self._masks = {}
-        self._prompt_rows = []
-        first = batch.num_decodes
-        for row in range(batch.num_decodes, len(batch.query_lens)):
-            query_len, context_len = int(batch.query_lens[row]), int(batch.context_lens[row])
-            used = -(-context_len // self._pool.page_size)
-            pages = batch.page_table[row, :used]
-            self._prompt_rows.append(_PromptRow(first, query_len, context_len, pages))
-            first += query_len
-        decoding = batch.context_lens[: batch.num_decodes]
-        used = -(-int(decoding.max(initial=1)) // self._pool.page_size)
-        self._decode_pages = batch.page_table[: batch.num_decodes, :used]
-        self._decode_lens = torch.from_numpy(decoding).to(self._device)[:, None]
+        self._views = {window: self._view(batch, window) for window in set(self._windows)}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `AttentionBackend`."""
-        batch, kv = self._batch, self._pool.layer_kv(layer)
-        kv[batch.token_pages, :, :, batch.token_offsets] = torch.stack((k, v), dim=2)
+        batch, view = self._batch, self._views[self._windows[layer]]
+        stored = self._pool.layer_kv(layer)
+        stored[batch.token_pages, :, :, batch.token_offsets] = torch.stack((k, v), dim=2)
         out = torch.empty_like(q)
-        if batch.num_decodes:
-            decodes = slice(0, batch.num_decodes)
-            out[decodes] = self._decode(kv, q[decodes], self._windows[layer])
-        for index, row in enumerate(self._prompt_rows):
-            new = slice(row.first_token, row.first_token + row.query_len)
-            out[new] = self._prompt(kv, index, q[new], k[new], v[new], self._windows[layer])
+        if view.decodes is not None:
+            out[: batch.num_decodes] = self._decode(layer, q[: batch.num_decodes], view.decodes)
+        for row in view.prompts:
+            out[row.new] = self._prompt(layer, q[row.new], k[row.new], v[row.new], row)
         return out
 
-    # -- decode ---------------------------------------------------------------------------------
+    def _gather(self, layer: int, run_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of a layer, [..., Hkv, P] -> [..., Hkv, P * page_size, D] each."""
+        shape = (*run_ids.shape[:-1], -1, self._pool.tensor.shape[-1])
+        keys = run_ids.reshape(-1) + 2 * layer
+        both = self._runs.index_select(0, keys), self._runs.index_select(0, keys + 1)
+        return both[0].view(shape), both[1].view(shape)
 
-    def _decode(self, kv: Tensor, q: Tensor, window: int | None) -> Tensor:
+    def _view(self, batch: AttentionBatch, window: int | None) -> _StepView:
+        prompts, first = [], batch.num_decodes
+        for row in range(batch.num_decodes, len(batch.query_lens)):
+            prompts.append(self._prompt_view(batch, row, first, window))
+            first += int(batch.query_lens[row])
+        return _StepView(self._decode_view(batch, window) if batch.num_decodes else None, prompts)
+
+    # -- decode rows ----------------------------------------------------------------------------
+
+    def _decode_view(self, batch: AttentionBatch, window: int | None) -> _DecodeView:
+        size, count = self._pool.page_size, batch.num_decodes
+        on_host = torch.from_numpy(batch.context_lens[:count].astype("int64"))[:, None]
+        starts = (on_host - (window or int(on_host.max()))).clamp_min_(0)
+        first_pages = starts // size
+        width = int((-(-on_host // size) - first_pages).max())
+        columns = (first_pages + torch.arange(width)).to(self._device)
+        lens, starts = on_host.to(self._device), starts.to(self._device)
+        table = batch.page_table[:count].long()
+        # Columns past a row's end read some page twice: hidden, like all past its context.
+        pages = table.gather(1, columns.clamp_max(table.shape[1] - 1))
+        at = columns.repeat_interleave(size, 1) * size
+        at += torch.arange(size, device=self._device).repeat(width)
+        hidden = (at >= lens) | (at < starts)
+        return _DecodeView(self._pool.run_ids(pages), hidden[:, None, None])
+
+    def _decode(self, layer: int, q: Tensor, view: _DecodeView) -> Tensor:
         """q [B, Hq, D]. The query heads of a group share one product with their KV head."""
-        keys, values = self._gather(kv, self._decode_pages)
-        rows, heads, dim = q.shape
-        grouped = q.view(rows, keys.shape[1], -1, dim)
-        logits = torch.matmul(grouped * dim**-0.5, keys.transpose(-1, -2))
-        logits = logits.masked_fill_(self._decode_mask(window), float("-inf"))
+        keys, values = self._gather(layer, view.run_ids)
+        grouped = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[2])
+        logits = torch.matmul(grouped * q.shape[2] ** -0.5, keys.transpose(-1, -2))
+        # Filled, not added: whatever finite bytes are in a page's tail, infinite products included.
+        logits.masked_fill_(view.hidden, HIDDEN)
         weights = logits.softmax(-1, dtype=torch.float32).to(q.dtype)
-        return torch.matmul(weights, values).view(rows, heads, dim)
+        return torch.matmul(weights, values).view(q.shape)
 
-    def _gather(self, kv: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V of `pages` [B, P], each [B, Hkv, P * page_size, D]."""
-        rows, width = pages.shape
-        flat = kv.permute(2, 1, 0, 3, 4)[:, :, pages.reshape(-1)]
-        both = flat.reshape(2, kv.shape[1], rows, width * kv.shape[3], kv.shape[4])
-        keys, values = both.transpose(1, 2)
-        return keys, values
+    # -- prompt rows ----------------------------------------------------------------------------
 
-    def _decode_mask(self, window: int | None) -> Tensor:
-        """[B, 1, 1, L], True where a row must not look."""
-        mask = self._masks.get((-1, window))
-        if mask is None:
-            length = self._decode_pages.shape[1] * self._pool.page_size
-            at = torch.arange(length, device=self._device)
-            mask = at >= self._decode_lens
-            if window is not None:
-                mask |= at < self._decode_lens - window
-            mask = self._masks[-1, window] = mask[:, None, None]
-        return mask
+    def _prompt_view(
+        self, batch: AttentionBatch, row: int, first: int, window: int | None
+    ) -> _PromptView:
+        size, length = self._pool.page_size, int(batch.context_lens[row])
+        begin = length - int(batch.query_lens[row])
+        start = 0 if window is None else max(0, begin - window + 1)
+        new = slice(first, first + length - begin)
+        mask = None
+        if begin > 0 or (window is not None and window < length):
+            mask = self._prompt_mask(begin, start, length, window)
+        if begin == 0:
+            return _PromptView(new, None, slice(0, length), mask)
+        pages = batch.page_table[row, start // size : -(-length // size)].long()
+        skipped = start // size * size
+        return _PromptView(
+            new, self._pool.run_ids(pages), slice(start - skipped, length - skipped), mask
+        )
 
-    # -- prompts --------------------------------------------------------------------------------
+    def _prompt_mask(self, begin: int, start: int, length: int, window: int | None) -> Tensor:
+        """Of new positions [begin, length) over positions [start, length)."""
+        at = torch.arange(start, length, device=self._device)
+        own = torch.arange(begin, length, device=self._device)[:, None]
+        hidden = at > own
+        if window is not None:
+            hidden |= at <= own - window
+        mask = torch.zeros(hidden.shape, dtype=self._pool.tensor.dtype, device=self._device)
+        return mask.masked_fill_(hidden, HIDDEN)
 
-    def _prompt(
-        self, kv: Tensor, index: int, q: Tensor, k: Tensor, v: Tensor, window: int | None
-    ) -> Tensor:
-        row = self._prompt_rows[index]
-        mask, fresh = None, row.query_len == row.context_len
-        if not fresh:
-            keys, values = self._gather(kv, row.pages[None])
-            k, v = (x[0, :, : row.context_len].transpose(0, 1) for x in (keys, values))
-        if not fresh or (window is not None and window < row.context_len):
-            mask = self._prompt_mask(index, window)
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    def _prompt(self, layer: int, q: Tensor, k: Tensor, v: Tensor, row: _PromptView) -> Tensor:
+        q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+        if row.run_ids is not None:
+            keys, values = self._gather(layer, row.run_ids)
+            k, v = keys[:, row.seen], values[:, row.seen]
         out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+            q[None], k[None], v[None], row.mask, is_causal=row.mask is None, enable_gqa=True
         )
         return out[0].transpose(0, 1)
-
-    def _prompt_mask(self, index: int, window: int | None) -> Tensor:
-        """[query_len, context_len], True where a token may look."""
-        mask = self._masks.get((index, window))
-        if mask is None:
-            row = self._prompt_rows[index]
-            at = torch.arange(row.context_len, device=self._device)
-            own = at[row.context_len - row.query_len :, None]
-            mask = at <= own
-            if window is not None:
-                mask &= at > own - window
-            self._masks[index, window] = mask
-        return mask
