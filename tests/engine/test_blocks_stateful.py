@@ -1,0 +1,157 @@
+"""The block manager against a naive model, under any order of operations."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.blocks import BlockManager, CacheEvent, CacheEventKind, OutOfPagesError
+from engine.eviction import EVICTION_POLICIES
+from engine.prefix import page_keys
+
+
+class Blocks(RuleBasedStateMachine):
+    """Holders are lists of pages; the model counts them. Steps settle in order."""
+
+    @initialize(num_pages=st.integers(2, 24), policy=st.sampled_from(sorted(EVICTION_POLICIES)))
+    def start(self, num_pages, policy):
+        self.blocks = BlockManager(num_pages, EVICTION_POLICIES[policy]())
+        self.holders: list[list[int]] = []
+        self.step = 0
+        self.settled = -1
+        self.writer: dict[int, int] = {}
+        self.cached: dict[bytes, int] = {}
+        self.events: list[CacheEvent] = []
+        self.blocks.subscribe(self.hear)
+
+    def hear(self, event: CacheEvent) -> None:
+        self.events.append(event)
+        if event.kind is CacheEventKind.STORED:
+            self.cached[event.key] = event.page
+        elif event.kind is CacheEventKind.EVICTED:
+            assert self.cached.pop(event.key) == event.page
+
+    def held(self) -> set[int]:
+        return {page for holder in self.holders for page in holder}
+
+    def busy(self) -> set[int]:
+        """Pages that a launched step may still write."""
+        return {page for page, step in self.writer.items() if step > self.settled}
+
+    @rule(count=st.integers(0, 8))
+    def allocate(self, count):
+        available = self.blocks.available
+        if count > available:
+            with pytest.raises(OutOfPagesError):
+                self.blocks.allocate(count)
+            assert self.blocks.available == available
+            return
+        pages = self.blocks.allocate(count).tolist()
+        assert len(set(pages)) == count
+        assert 0 not in pages, "the scratch page was given out"
+        assert not set(pages) & self.held(), "a held page was given out"
+        assert not set(pages) & self.busy(), "a page that a step may write was given out"
+        self.holders.append(pages)
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def share(self, data):
+        holder = data.draw(st.sampled_from(self.holders))
+        self.blocks.share(np.array(holder, np.int32))
+        self.holders.append(list(holder))
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def release(self, data):
+        holder = self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))
+        self.blocks.release(np.array(holder, np.int32))
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def launch(self, data):
+        """A step writes pages that are held and have no key."""
+        keyed = set(self.cached.values())
+        pages = sorted(set(data.draw(st.sampled_from(self.holders))) - keyed)
+        self.blocks.mark_written(np.array(pages, np.int32), self.step)
+        self.writer.update(dict.fromkeys(pages, self.step))
+        self.step += 1
+
+    @precondition(lambda self: self.settled < self.step - 1)
+    @rule()
+    def settle(self):
+        self.settled += 1
+        self.blocks.settle(self.settled)
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data(), text=st.lists(st.integers(0, 2), min_size=1, max_size=6))
+    def publish(self, data, text):
+        holder = data.draw(st.sampled_from(self.holders))
+        pages = [page for page in holder if page not in self.busy()][: len(text)]
+        keys = page_keys(np.array(text, np.int32), 1)[: len(pages)]
+        self.blocks.publish(np.array(pages, np.int32), keys)
+
+    @rule(text=st.lists(st.integers(0, 2), max_size=6))
+    def acquire(self, text):
+        keys = page_keys(np.array(text, np.int32), 1)
+        count = self.blocks.count_cached(keys)
+        want = [self.cached[key] for key in keys[:count]]
+        assert count == len(keys) or keys[count] not in self.cached
+        pages = self.blocks.acquire(keys).tolist()
+        assert pages == want
+        self.holders.append(pages)
+
+    @rule()
+    def drop_cache(self):
+        self.blocks.drop_cache()
+        assert set(self.cached.values()) <= self.held() | self.busy()
+
+    @invariant()
+    def books_agree(self):
+        if not hasattr(self, "blocks"):
+            return
+        self.blocks.check_invariants()
+        counts = np.zeros(self.blocks.num_pages, np.int32)
+        for holder in self.holders:
+            np.add.at(counts, holder, 1)
+        self.blocks.check_holders(counts)
+        accounted = self.blocks.free + self.blocks.evictable + self.blocks.settling
+        assert accounted + len(self.held()) == self.blocks.total
+        assert [event.sequence for event in self.events] == list(range(1, len(self.events) + 1))
+
+
+TestBlocks = Blocks.TestCase
+TestBlocks.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+def test_keys_depend_on_everything_before_and_on_the_tenant():
+    tokens = np.arange(64, dtype=np.int32)
+    keys = page_keys(tokens, 16)
+    assert len(set(keys)) == 4
+    assert page_keys(tokens[:40], 16) == keys[:2]
+    assert page_keys(tokens, 16, known=keys[:2]) == keys
+    changed = tokens.copy()
+    changed[0] += 1
+    assert not set(page_keys(changed, 16)) & set(keys)
+    assert not set(page_keys(tokens, 16, b"tenant")) & set(keys)
+
+
+def test_a_run_of_free_pages_is_preferred():
+    blocks = BlockManager(20)
+    pages = blocks.allocate(19)
+    blocks.release(np.array([2, 4, 9, 10, 11, 12], np.int32))
+    assert blocks.allocate(3).tolist() == [9, 10, 11]
+    assert pages.size == 19
+
+
+def test_a_cached_prefix_loses_its_end_first():
+    blocks = BlockManager(9)
+    tokens = np.arange(64, dtype=np.int32)
+    keys = page_keys(tokens, 16)
+    pages = blocks.allocate(4)
+    blocks.publish(pages, keys)
+    blocks.release(pages)
+    blocks.allocate(6)
+    assert blocks.count_cached(keys) == 2
