@@ -135,7 +135,8 @@ def _server_span(method: str, metadata: Any, context: Any) -> Iterator[None]:
     try:
         yield
         code = context.code() or grpc.StatusCode.OK
-    except (asyncio.CancelledError, GeneratorExit):
+    except (asyncio.CancelledError, grpc.aio.InternalError):
+        # The latter, where the call ended while a message was on its way out.
         code = context.code() or _code_of_cancelled(allowed_s, context.time_remaining())
         raise
     except BaseException:

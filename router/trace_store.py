@@ -1,0 +1,222 @@
+"""The latest traces, kept in memory: a small OTLP receiver and two pages at the admin port.
+
+Life of a trace here: begun by the first span that arrives of it, which need be neither its root nor
+its earliest; filled in any order; forgotten when `max_traces` others were heard of since. A span of
+a trace already forgotten begins it anew.
+
+Meant for `baton trace` and for looking at one machine. It keeps what it is sent, up to its bounds,
+and nothing over a restart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otlp_grpc
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from telemetry.names import Attr
+
+if TYPE_CHECKING:
+    import grpc
+    import grpc.aio
+    from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
+    from starlette.requests import Request
+
+DEFAULT_MAX_TRACES: Final = 256
+DEFAULT_MAX_SPANS: Final = 512
+DEFAULT_MAX_BYTES: Final = 512 * 1024
+"""Per trace, of its spans as they arrived: the whole store holds at most 128 MiB."""
+TRACE_ID_BYTES: Final = 16
+
+_STATUS_WORDS: Final = {Status.STATUS_CODE_OK: "ok", Status.STATUS_CODE_ERROR: "error"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A span and the process that sent it."""
+
+    span: Span
+    service: str
+    instance: str
+
+
+@dataclass(slots=True)
+class _Trace:
+    """Spans by id; a span that is sent again replaces itself."""
+
+    spans: dict[bytes, _Stored] = field(default_factory=dict)
+    bytes: int = 0
+    dropped_spans: int = 0
+    """Arrived when the trace was at a bound."""
+
+
+class TraceStore:
+    """The traces last heard of. Belongs to one event loop.
+
+    Invariant: at most `max_traces` traces, each of at most `max_spans` spans and `max_bytes` bytes.
+    """
+
+    def __init__(
+        self,
+        max_traces: int = DEFAULT_MAX_TRACES,
+        max_spans: int = DEFAULT_MAX_SPANS,
+        max_bytes: int = DEFAULT_MAX_BYTES,
+    ) -> None:
+        self._max_traces = max_traces
+        self._max_spans = max_spans
+        self._max_bytes = max_bytes
+        self._traces: dict[bytes, _Trace] = {}
+        """By trace id; the one last heard of is last."""
+
+    def __len__(self) -> int:
+        return len(self._traces)
+
+    def add(self, request: otlp.ExportTraceServiceRequest) -> None:
+        """Takes what a process sent."""
+        for resource in request.resource_spans:
+            names = _attributes(resource.resource.attributes)
+            service = str(names.get(Attr.SERVICE_NAME, ""))
+            instance = str(names.get(Attr.SERVICE_INSTANCE_ID, ""))
+            for scope in resource.scope_spans:
+                for span in scope.spans:
+                    if len(span.trace_id) == TRACE_ID_BYTES:
+                        self._keep(_Stored(span, service, instance))
+
+    def summaries(self) -> list[dict[str, Any]]:
+        """What there is, the latest start first."""
+        found = [_summary(trace_id, trace) for trace_id, trace in self._traces.items()]
+        return sorted(found, key=lambda summary: -int(summary["start_ns"]))
+
+    def trace(self, trace_id: str) -> dict[str, Any] | None:
+        """One trace as JSON, its spans by start; None where it is not, or no longer, here.
+
+        Its form is that of `baton.waterfall.Trace`.
+        """
+        try:
+            trace = self._traces.get(bytes.fromhex(trace_id))
+        except ValueError:
+            return None
+        if trace is None:
+            return None
+        spans = sorted(trace.spans.values(), key=lambda stored: stored.span.start_time_unix_nano)
+        return {
+            "trace_id": trace_id.lower(),
+            "spans": [_as_json(stored) for stored in spans],
+            "dropped_spans": trace.dropped_spans,
+        }
+
+    def _keep(self, stored: _Stored) -> None:
+        trace = self._traces.pop(stored.span.trace_id, None) or _Trace()
+        self._traces[stored.span.trace_id] = trace
+        while len(self._traces) > self._max_traces:
+            del self._traces[next(iter(self._traces))]
+        size = stored.span.ByteSize()
+        known = trace.spans.get(stored.span.span_id)
+        grown = trace.bytes + size - (known.span.ByteSize() if known else 0)
+        if grown > self._max_bytes or (known is None and len(trace.spans) >= self._max_spans):
+            trace.dropped_spans += 1
+            return
+        trace.spans[stored.span.span_id] = stored
+        trace.bytes = grown
+
+
+class TraceReceiver(otlp_grpc.TraceServiceServicer):
+    """OTLP's TraceService, into a store."""
+
+    def __init__(self, store: TraceStore) -> None:
+        self._store = store
+
+    async def Export(  # noqa: N802
+        self, request: otlp.ExportTraceServiceRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> otlp.ExportTraceServiceResponse:
+        """Takes everything: what the bounds drop is no business of the sender's."""
+        self._store.add(request)
+        return otlp.ExportTraceServiceResponse()
+
+
+def add_trace_receiver(server: grpc.aio.Server, store: TraceStore) -> None:
+    """Mounts the receiver; before the server starts."""
+    otlp_grpc.add_TraceServiceServicer_to_server(TraceReceiver(store), server)
+
+
+def trace_routes(store: TraceStore) -> Sequence[Route]:
+    """`/traces`: what there is, the latest first. `/traces/{id}`: one of them."""
+
+    async def traces(request: Request) -> Response:
+        return JSONResponse({"traces": store.summaries()})
+
+    async def trace(request: Request) -> Response:
+        found = store.trace(request.path_params["trace_id"])
+        if found is None:
+            return JSONResponse({"error": "no such trace here, or no longer"}, status_code=404)
+        return JSONResponse(found)
+
+    return (Route("/traces", traces), Route("/traces/{trace_id}", trace))
+
+
+def _summary(trace_id: bytes, trace: _Trace) -> dict[str, Any]:
+    spans = [stored.span for stored in trace.spans.values()]
+    start_ns = min((span.start_time_unix_nano for span in spans), default=0)
+    end_ns = max((span.end_time_unix_nano for span in spans), default=0)
+    requests = (span.name for span in spans if span.name.startswith(Attr.TEXT_COMPLETION))
+    return {
+        "trace_id": trace_id.hex(),
+        "name": next(requests, _root_name(spans)),
+        "start_ns": start_ns,
+        "duration_ms": (end_ns - start_ns) / 1e6,
+        "spans": len(spans),
+        "services": sorted({stored.service for stored in trace.spans.values()}),
+        "failed": any(span.status.code == Status.STATUS_CODE_ERROR for span in spans),
+    }
+
+
+def _root_name(spans: Iterable[Span]) -> str:
+    first = min(spans, key=lambda span: span.start_time_unix_nano, default=None)
+    return first.name if first is not None else ""
+
+
+def _as_json(stored: _Stored) -> dict[str, Any]:
+    span = stored.span
+    return {
+        "span_id": span.span_id.hex(),
+        "parent_id": span.parent_span_id.hex(),
+        "name": span.name,
+        "kind": Span.SpanKind.Name(span.kind).removeprefix("SPAN_KIND_").lower(),
+        "service": stored.service,
+        "instance": stored.instance,
+        "start_ns": span.start_time_unix_nano,
+        "end_ns": span.end_time_unix_nano,
+        "attributes": _attributes(span.attributes),
+        "links": list(_links(span)),
+        "status": _STATUS_WORDS.get(span.status.code, "unset"),
+        "error": span.status.message,
+    }
+
+
+def _links(span: Span) -> Iterator[dict[str, str]]:
+    for link in span.links:
+        yield {"trace_id": link.trace_id.hex(), "span_id": link.span_id.hex()}
+
+
+def _attributes(pairs: Iterable[KeyValue]) -> dict[str, Any]:
+    return {pair.key: _plain(pair.value) for pair in pairs}
+
+
+def _plain(value: AnyValue) -> Any:
+    match value.WhichOneof("value"):
+        case None:
+            return None
+        case "array_value":
+            return [_plain(item) for item in value.array_value.values]
+        case "kvlist_value":
+            return _attributes(value.kvlist_value.values)
+        case "bytes_value":
+            return value.bytes_value.hex()
+        case kind:
+            return getattr(value, kind)

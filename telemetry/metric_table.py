@@ -1,0 +1,114 @@
+"""Every metric: its kind, its help, its labels, its buckets.
+
+Names without a unit are counted in what they name; `telemetry.metrics` says who counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, Literal, NamedTuple
+
+from telemetry.names import Metric
+
+
+def _seconds(*milliseconds: float) -> tuple[float, ...]:
+    return tuple(ms / 1e3 for ms in milliseconds)
+
+
+_FINE_MS: Final = (0.5, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 20, 25, 30, 40, 50, 75)
+_COARSE_MS: Final = (1, 2.5, 5, 7.5, 10, 15, 20, 30, 40, 50, 75, 100, 150, 200, 300, 400, 500, 750)
+_STEP_S: Final = _seconds(*_FINE_MS, 100, 150, 250, 500, 1_000, 2_500)
+"""Fine where decode steps are: 1 ms apart up to 10 ms."""
+_LATENCY_S: Final = _seconds(*_COARSE_MS, 1_000, 1_500, 2_000, 3_000, 5_000, 10_000, 30_000)
+_DURATION_S: Final = (
+    *(0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 15, 20, 30),
+    *(45, 60, 120, 300, 600),
+)
+_BATCH: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+
+_MODEL: Final = "gen_ai_request_model"
+_ERROR: Final = "error_type"
+
+
+class Declared(NamedTuple):
+    """What a metric is."""
+
+    kind: Literal["counter", "gauge", "histogram"]
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+DECLARED: Final[Mapping[str, Declared]] = {
+    # Router, by request.
+    Metric.TIME_TO_FIRST_TOKEN: Declared(
+        "histogram", "From a request's arrival to its first token sent.", (_MODEL,), _LATENCY_S
+    ),
+    Metric.TIME_PER_OUTPUT_TOKEN: Declared(
+        "histogram", "Mean time of a request's tokens after the first.", (_MODEL,), _STEP_S
+    ),
+    Metric.REQUEST_DURATION: Declared(
+        "histogram", "From a request's arrival to its end.", (_MODEL, _ERROR), _DURATION_S
+    ),
+    Metric.INTER_TOKEN: Declared(
+        "histogram", "Time between two messages of tokens to a client.", ("model",), _STEP_S
+    ),
+    Metric.REQUESTS: Declared("counter", "Requests ended, by outcome.", ("model", "outcome")),
+    Metric.REJECTIONS: Declared("counter", "Requests refused before any work.", ("reason",)),
+    Metric.PROMPT_TOKENS: Declared(
+        "counter", "Prompt tokens of requests that began to answer.", ("model",)
+    ),
+    Metric.OUTPUT_TOKENS: Declared("counter", "Tokens sent to clients.", ("model",)),
+    Metric.QUEUE_WAIT: Declared("histogram", "Time in the router's queue.", (), _LATENCY_S),
+    Metric.RETRIES: Declared("counter", "Attempts begun again, by cause.", ("cause",)),
+    Metric.FAILOVERS: Declared(
+        "counter", "Streams resumed on other workers, by cause.", ("cause",)
+    ),
+    # Router, as it stands.
+    Metric.INFLIGHT: Declared("gauge", "Requests waiting or running."),
+    Metric.QUEUE_DEPTH: Declared("gauge", "Requests in the router's queue."),
+    Metric.QUEUE_TOKENS: Declared("gauge", "Prompt tokens in the router's queue."),
+    Metric.WORKER_UP: Declared(
+        "gauge", "1 while the worker's stream stands; 0 after it left.", ("worker", "role")
+    ),
+    # Worker: engine.
+    Metric.PROGRESS: Declared("counter", "Turns of the step loop, idle ones included."),
+    Metric.STEPS: Declared("counter", "Steps settled."),
+    Metric.STEP_SECONDS: Declared("histogram", "A step, launch to settled.", (), _STEP_S),
+    Metric.LAST_STEP_SECONDS: Declared("gauge", "Duration of the last step."),
+    Metric.BATCH_SIZE: Declared("histogram", "Sequences decoded in a step.", (), _BATCH),
+    Metric.RUNNING_SEQUENCES: Declared("gauge", "Sequences in the batch."),
+    Metric.MAX_SEQUENCES: Declared("gauge", "Slots for sequences."),
+    Metric.WAITING_REQUESTS: Declared("gauge", "Requests waiting for pages or a slot."),
+    Metric.QUEUED_PREFILL_TOKENS: Declared("gauge", "Prompt tokens not computed yet."),
+    Metric.PREFILL_TOKENS: Declared(
+        "counter", "Prompt tokens, computed here or found in the prefix cache.", ("source",)
+    ),
+    Metric.PREFILL_RATE: Declared("gauge", "Moving rate of computing prompts; 0 while unknown."),
+    Metric.SAMPLED_TOKENS: Declared("counter", "Tokens sampled."),
+    Metric.PREEMPTIONS: Declared("counter", "Sequences preempted."),
+    Metric.KV_PAGES: Declared("gauge", "Pages of the KV pool, by state.", ("state",)),
+    Metric.KV_PAGES_TOTAL: Declared("gauge", "Pages of the KV pool that can be granted."),
+    # Worker: KV transfer.
+    Metric.TRANSFERS: Declared("counter", "KV transfers, by outcome.", ("outcome",)),
+    Metric.TRANSFER_BYTES: Declared("counter", "KV bytes written to peers."),
+    Metric.TRANSFER_DESCRIPTORS: Declared("counter", "Descriptors posted, after merging."),
+    Metric.TRANSFER_SECONDS: Declared(
+        "histogram", "From a transfer's first push to its last one done.", ("transport",), _STEP_S
+    ),
+    Metric.TRANSFER_EXPOSED: Declared(
+        "histogram", "From the last chunk computed to its push done.", ("transport",), _STEP_S
+    ),
+    Metric.TRANSFER_FAILURES: Declared("counter", "KV transfers failed, by cause.", ("cause",)),
+    Metric.TRANSFERS_QUARANTINED: Declared("gauge", "Transfers whose pages a write may still hit."),
+    Metric.SENDS_IN_PROGRESS: Declared("gauge", "Pushes posted and not reported done."),
+    Metric.EXPIRED_GRANTS: Declared("counter", "Grants that were not used in time."),
+    Metric.STALE_NOTIFICATIONS: Declared(
+        "counter", "Notifications dropped: unknown transfer, old epoch, wrong peer or coverage."
+    ),
+    # Every process.
+    Metric.LOOP_LAG: Declared(
+        "histogram", "How much later than asked for the event loop woke up.", (), _STEP_S
+    ),
+    Metric.SPANS: Declared("counter", "Spans ended, by what became of them.", ("outcome",)),
+}

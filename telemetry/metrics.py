@@ -1,0 +1,314 @@
+"""Metrics: who counts what; `telemetry.metric_table` declares them.
+
+Each process has one registry, a `RouterMetrics` or a `WorkerMetrics`. What happens is counted when
+it happens, by the methods here; what is so is read when Prometheus asks, from a snapshot: nothing
+is written in the step loop that nobody reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
+from typing import Any, Final, NamedTuple, Self
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+
+from telemetry.export import ExportCounts
+from telemetry.metric_table import DECLARED
+from telemetry.names import Metric
+
+
+class Row(NamedTuple):
+    """One sample of a snapshot."""
+
+    metric: str
+    read: Callable[[Any], float]
+    labels: tuple[str, ...] = ()
+
+
+class _Snapshot(Collector):
+    """Rows of a snapshot, taken when Prometheus asks."""
+
+    def __init__(self, take: Callable[[], object], rows: Sequence[Row]) -> None:
+        self._take = take
+        self._rows = rows
+
+    def describe(self) -> Iterable[Family]:
+        return [_family(name) for name in dict.fromkeys(row.metric for row in self._rows)]
+
+    def collect(self) -> Iterable[Family]:
+        snapshot = self._take()
+        families = {row.metric: _family(row.metric) for row in self._rows}
+        for row in self._rows:
+            families[row.metric].add_metric(row.labels, row.read(snapshot))
+        return families.values()
+
+
+class ProcessMetrics:
+    """The registry of a process, with what every process has."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self._loop_lag = self._histogram(Metric.LOOP_LAG)
+
+    def watch_spans(self, counts: Callable[[], ExportCounts]) -> None:
+        """Shows what becomes of this process's spans."""
+        self._watch(counts, _SPAN_ROWS)
+
+    def loop_lagged(self, seconds: float) -> None:
+        """The event loop woke up this much late."""
+        self._loop_lag.observe(seconds)
+
+    def _counter(self, name: str) -> Counter:
+        declared = DECLARED[name]
+        return Counter(name, declared.help, declared.labels, registry=self.registry)
+
+    def _histogram(self, name: str) -> Histogram:
+        declared = DECLARED[name]
+        return Histogram(
+            name,
+            declared.help,
+            declared.labels,
+            buckets=declared.buckets,
+            registry=self.registry,
+        )
+
+    def _watch(self, take: Callable[[], object], rows: Sequence[Row]) -> None:
+        self.registry.register(_Snapshot(take, rows))
+
+
+class WorkerUp(NamedTuple):
+    """A worker whose stream stands."""
+
+    worker_id: str
+    role: str
+
+
+class RouterLoad(NamedTuple):
+    """How a router stands."""
+
+    inflight_requests: int = 0
+    queued_requests: int = 0
+    queued_tokens: int = 0
+    workers: Sequence[WorkerUp] = ()
+
+
+class RouterMetrics(ProcessMetrics):
+    """Of a router process."""
+
+    def __init__(self, load: Callable[[], RouterLoad]) -> None:
+        super().__init__()
+        self._requests = self._counter(Metric.REQUESTS)
+        self._rejections = self._counter(Metric.REJECTIONS)
+        self._prompt_tokens = self._counter(Metric.PROMPT_TOKENS)
+        self._output_tokens = self._counter(Metric.OUTPUT_TOKENS)
+        self._retries = self._counter(Metric.RETRIES)
+        self._failovers = self._counter(Metric.FAILOVERS)
+        self._queue_wait = self._histogram(Metric.QUEUE_WAIT)
+        self._first_token = self._histogram(Metric.TIME_TO_FIRST_TOKEN)
+        self._per_token = self._histogram(Metric.TIME_PER_OUTPUT_TOKEN)
+        self._inter_token = self._histogram(Metric.INTER_TOKEN)
+        self._duration = self._histogram(Metric.REQUEST_DURATION)
+        self._watch(load, _ROUTER_ROWS)
+        self.registry.register(_Workers(load))
+
+    def rejected(self, reason: str) -> None:
+        """A request was refused before any work; `reason` is one of the error table's."""
+        self._rejections.labels(reason).inc()
+
+    def waited(self, seconds: float) -> None:
+        """A request left the queue for a worker."""
+        self._queue_wait.observe(seconds)
+
+    def retried(self, cause: str) -> None:
+        """An attempt failed before the first token, and another began."""
+        self._retries.labels(cause).inc()
+
+    def failed_over(self, cause: str) -> None:
+        """An attempt failed after the first token, and another goes on with the stream."""
+        self._failovers.labels(cause).inc()
+
+    def first_token(
+        self, model: str, seconds: float, prompt_tokens: int, trace_id: str = ""
+    ) -> None:
+        """A request's first token left for the client, so long after its arrival."""
+        self._prompt_tokens.labels(model).inc(prompt_tokens)
+        self._first_token.labels(model).observe(seconds, _exemplar(trace_id))
+
+    def tokens(self, model: str, count: int, seconds_since_last: float | None) -> None:
+        """A message of tokens left for the client; None for its first."""
+        self._output_tokens.labels(model).inc(count)
+        if seconds_since_last is not None:
+            self._inter_token.labels(model).observe(seconds_since_last)
+
+    def ended(
+        self,
+        model: str,
+        outcome: str,
+        duration_s: float,
+        *,
+        first_token_s: float | None = None,
+        output_tokens: int = 0,
+        trace_id: str = "",
+    ) -> None:
+        """A request ended; `outcome` is "OK" or the reason of the error table."""
+        error = "" if outcome == "OK" else outcome
+        self._requests.labels(model, outcome).inc()
+        self._duration.labels(model, error).observe(duration_s, _exemplar(trace_id))
+        if not error and first_token_s is not None and output_tokens > 1:
+            per_token_s = (duration_s - first_token_s) / (output_tokens - 1)
+            self._per_token.labels(model).observe(per_token_s, _exemplar(trace_id))
+
+
+class WorkerMetrics(ProcessMetrics):
+    """Of a worker process.
+
+    Args:
+        load: latest snapshot, with the attributes of `engine.types.EngineLoad`.
+        transfer: counts, with the attributes of `kv_transfer.events.TransferCounters`; None where
+            nothing is handed off.
+    """
+
+    def __init__(
+        self, load: Callable[[], object], transfer: Callable[[], object] | None = None
+    ) -> None:
+        super().__init__()
+        self._step = self._histogram(Metric.STEP_SECONDS)
+        self._batch = self._histogram(Metric.BATCH_SIZE)
+        self._transfer_s = self._histogram(Metric.TRANSFER_SECONDS)
+        self._exposed_s = self._histogram(Metric.TRANSFER_EXPOSED)
+        self._transfer_failures = self._counter(Metric.TRANSFER_FAILURES)
+        self._watch(load, _ENGINE_ROWS)
+        if transfer is not None:
+            self._watch(transfer, _TRANSFER_ROWS)
+
+    def stepped(self, seconds: float, decoded_sequences: int) -> None:
+        """A step has settled; a step of prompts alone has decoded none."""
+        self._step.observe(seconds)
+        if decoded_sequences:
+            self._batch.observe(decoded_sequences)
+
+    def sent(self, transport: str, seconds: float, exposed_s: float) -> None:
+        """A transfer is complete at the other side."""
+        self._transfer_s.labels(transport).observe(seconds)
+        self._exposed_s.labels(transport).observe(max(0.0, exposed_s))
+
+    def transfer_failed(self, cause: str) -> None:
+        """A transfer cannot complete; `cause` is a short stable word."""
+        self._transfer_failures.labels(cause).inc()
+
+
+class EventLoopLag:
+    """Measures how late the running event loop wakes up; an asynchronous context manager."""
+
+    def __init__(self, observe: Callable[[float], None], interval_s: float = 0.1) -> None:
+        self._observe = observe
+        self._interval_s = interval_s
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Begins to measure, on the running loop."""
+        self._task = asyncio.create_task(self._measure(), name="event-loop-lag")
+
+    def stop(self) -> None:
+        """Ends it."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _measure(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due_s = loop.time() + self._interval_s
+            await asyncio.sleep(self._interval_s)
+            self._observe(max(0.0, loop.time() - due_s))
+
+
+class _Workers(Collector):
+    """Who is attached, and who was."""
+
+    def __init__(self, load: Callable[[], RouterLoad]) -> None:
+        self._load = load
+        self._known: set[WorkerUp] = set()
+
+    def describe(self) -> Iterable[Family]:
+        return [_family(Metric.WORKER_UP)]
+
+    def collect(self) -> Iterable[Family]:
+        up = set(self._load().workers)
+        self._known |= up
+        family = _family(Metric.WORKER_UP)
+        for worker in sorted(self._known):
+            family.add_metric(worker, float(worker in up))
+        return [family]
+
+
+def _family(name: str) -> CounterMetricFamily | GaugeMetricFamily:
+    declared = DECLARED[name]
+    kind = CounterMetricFamily if declared.kind == "counter" else GaugeMetricFamily
+    return kind(name, declared.help, labels=declared.labels)
+
+
+def _exemplar(trace_id: str) -> dict[str, str] | None:
+    return {"trace_id": trace_id} if trace_id else None
+
+
+def _used_pages(load: Any) -> float:
+    unused = load.free_pages, load.evictable_pages, load.granted_pages, load.quarantined_pages
+    return max(0.0, float(load.total_pages - sum(unused)))
+
+
+_ROUTER_ROWS: Final = (
+    Row(Metric.INFLIGHT, attrgetter("inflight_requests")),
+    Row(Metric.QUEUE_DEPTH, attrgetter("queued_requests")),
+    Row(Metric.QUEUE_TOKENS, attrgetter("queued_tokens")),
+)
+_ENGINE_ROWS: Final = (
+    Row(Metric.PROGRESS, attrgetter("progress")),
+    Row(Metric.STEPS, attrgetter("steps")),
+    Row(Metric.LAST_STEP_SECONDS, lambda load: load.step_ms / 1e3),
+    Row(Metric.RUNNING_SEQUENCES, attrgetter("running_sequences")),
+    Row(Metric.MAX_SEQUENCES, attrgetter("max_sequences")),
+    Row(Metric.WAITING_REQUESTS, attrgetter("waiting_requests")),
+    Row(Metric.QUEUED_PREFILL_TOKENS, attrgetter("queued_prefill_tokens")),
+    Row(Metric.PREFILL_TOKENS, attrgetter("prompt_tokens_computed"), ("computed",)),
+    Row(Metric.PREFILL_TOKENS, attrgetter("prompt_tokens_cached"), ("cached",)),
+    Row(Metric.PREFILL_RATE, attrgetter("prefill_tokens_per_s")),
+    Row(Metric.SAMPLED_TOKENS, attrgetter("tokens_sampled")),
+    Row(Metric.PREEMPTIONS, attrgetter("preemptions")),
+    Row(Metric.KV_PAGES_TOTAL, attrgetter("total_pages")),
+    Row(Metric.KV_PAGES, attrgetter("free_pages"), ("free",)),
+    Row(Metric.KV_PAGES, attrgetter("evictable_pages"), ("cached",)),
+    Row(Metric.KV_PAGES, attrgetter("granted_pages"), ("granted",)),
+    Row(Metric.KV_PAGES, attrgetter("quarantined_pages"), ("quarantined",)),
+    Row(Metric.KV_PAGES, _used_pages, ("used",)),
+)
+_TRANSFER_ROWS: Final = (
+    Row(Metric.TRANSFERS, attrgetter("transfers_sent"), ("sent",)),
+    Row(Metric.TRANSFERS, attrgetter("transfers_received"), ("received",)),
+    Row(Metric.TRANSFERS, attrgetter("transfers_aborted"), ("aborted",)),
+    Row(Metric.TRANSFERS, attrgetter("transfers_failed"), ("failed",)),
+    Row(Metric.TRANSFER_BYTES, attrgetter("bytes_sent")),
+    Row(Metric.TRANSFER_DESCRIPTORS, attrgetter("descriptors_posted")),
+    Row(Metric.TRANSFERS_QUARANTINED, attrgetter("quarantined_transfers")),
+    Row(Metric.SENDS_IN_PROGRESS, attrgetter("sends_in_progress")),
+    Row(Metric.EXPIRED_GRANTS, attrgetter("expired_grants")),
+    Row(Metric.STALE_NOTIFICATIONS, attrgetter("stale_notifications")),
+)
+_SPAN_ROWS: Final = (
+    Row(Metric.SPANS, attrgetter("exported"), ("exported",)),
+    Row(Metric.SPANS, attrgetter("dropped"), ("dropped",)),
+    Row(Metric.SPANS, attrgetter("failed"), ("failed",)),
+)
