@@ -81,10 +81,10 @@ class WorkerSettings(BaseSettings):
     )
     """Stable name in logs, metrics and the router's list; unique among a router's workers."""
     model: str = Field(default="demo", min_length=1)
-    """Folder with config.json, safetensors and tokenizer; `demo` fetches a small model."""
+    """Folder with config, weights and tokenizer; `demo` fetches a small model."""
     served_name: str = ""
     """Name that clients use. Empty: the folder's name."""
-    load_format: Literal["safetensors", "dummy"] = "safetensors"
+    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
     """`dummy` draws random weights from `seed`: measuring speed needs no checkpoint."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of weights and KV. `auto`: what config.json says, on a CPU float32 (the fast one there)."""
@@ -106,14 +106,14 @@ class WorkerSettings(BaseSettings):
 
     page_size_tokens: int = Field(default=16, ge=1, le=256)
     """Tokens in a KV page: small wastes less, large moves in fewer pieces. Same on all workers."""
-    kv_memory_gib: float = Field(default=0, ge=0)
-    """Memory of the KV pool, GiB. 0: 1 GiB on a CPU, most of what is free on a GPU."""
+    kv_memory_gib: float = Field(default=1, gt=0)
+    """Memory of the KV pool, GiB. On a GPU give it most of what the weights leave free."""
     num_pages: int = Field(default=0, ge=0)
-    """Pages of the KV pool; overrides `kv_memory_gib`. 0: as many as fit."""
+    """Pages of the KV pool; overrides `kv_memory_gib`. 0: as many as fit in that."""
     max_sequences: int = Field(default=64, ge=1)
     """Sequences decoded in one step: more is more throughput and a slower token for each."""
-    max_step_tokens: int = Field(default=2048, ge=16)
-    """Prompt tokens computed in one step: the chunk. Larger fills a GPU, smaller stalls less."""
+    max_step_tokens: int = Field(default=0, ge=0)
+    """New tokens computed in one step, and so the chunk. 0: 512 on a CPU, 2,048 on a GPU."""
     max_context_tokens: int = Field(default=0, ge=0)
     """Longest prompt and output together. 0: the model's own limit."""
     prefix_cache: bool = True
@@ -134,7 +134,7 @@ class WorkerSettings(BaseSettings):
 
     @model_validator(mode="after")
     def _a_step_fits_a_page(self) -> WorkerSettings:
-        if self.max_step_tokens < self.page_size_tokens:
+        if 0 < self.max_step_tokens < self.page_size_tokens:
             raise ValueError("max_step_tokens must be at least page_size_tokens")
         return self
 

@@ -86,11 +86,6 @@ def plan(options: UpOptions) -> Plan:
     gpus = [] if options.device == "cpu" else visible_gpus()
     if options.device == "cuda" and not gpus:
         raise UpError("there is no GPU here (--device cpu runs without one)")
-    if gpus and len(roles) > len(gpus) and options.kv_memory_gib is None:
-        raise UpError(
-            f"{len(roles)} workers share {len(gpus)} GPUs: say how much memory each may take "
-            "for KV pages (--kv-memory-gib)"
-        )
     with _PortPicker() as ports:
         grpc_address = ports.pick(options.grpc_port, GRPC_PORT)
         http_address = ports.pick(options.http_port, HTTP_PORT)

@@ -71,7 +71,7 @@ Port = typer.Option(metavar="PORT", help="Default: the usual port or the next fr
 def up_command(
     prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(min=0, help="Decode workers.")] = 1,
-    both: Annotated[int, typer.Option(min=0, help="Workers that do both, one GPU each.")] = 0,
+    both: Annotated[int, typer.Option(min=0, help="Workers that do both by themselves.")] = 0,
     model: Annotated[
         str, typer.Option(help="Folder of the model; `demo` fetches a small one.")
     ] = demo_model.DEMO,
