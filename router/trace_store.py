@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otlp_grpc
@@ -37,13 +37,18 @@ TRACE_ID_BYTES: Final = 16
 _STATUS_WORDS: Final = {Status.STATUS_CODE_OK: "ok", Status.STATUS_CODE_ERROR: "error"}
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
+class _Stored(NamedTuple):
     """A span and the process that sent it."""
 
-    span: Span
+    data: bytes
+    """The span, serialized: a message would keep all that arrived with it in memory."""
     service: str
     instance: str
+
+    @property
+    def span(self) -> Span:
+        """The span, parsed."""
+        return Span.FromString(self.data)
 
 
 @dataclass(slots=True)
@@ -86,7 +91,8 @@ class TraceStore:
             for scope in resource.scope_spans:
                 for span in scope.spans:
                     if len(span.trace_id) == TRACE_ID_BYTES:
-                        self._keep(_Stored(span, service, instance))
+                        stored = _Stored(span.SerializeToString(), service, instance)
+                        self._keep(span.trace_id, span.span_id, stored)
 
     def summaries(self) -> list[dict[str, Any]]:
         """What there is, the latest start first."""
@@ -104,25 +110,24 @@ class TraceStore:
             return None
         if trace is None:
             return None
-        spans = sorted(trace.spans.values(), key=lambda stored: stored.span.start_time_unix_nano)
+        spans = [_as_json(stored) for stored in trace.spans.values()]
         return {
             "trace_id": trace_id.lower(),
-            "spans": [_as_json(stored) for stored in spans],
+            "spans": sorted(spans, key=lambda span: int(span["start_ns"])),
             "dropped_spans": trace.dropped_spans,
         }
 
-    def _keep(self, stored: _Stored) -> None:
-        trace = self._traces.pop(stored.span.trace_id, None) or _Trace()
-        self._traces[stored.span.trace_id] = trace
+    def _keep(self, trace_id: bytes, span_id: bytes, stored: _Stored) -> None:
+        trace = self._traces.pop(trace_id) if trace_id in self._traces else _Trace()
+        self._traces[trace_id] = trace
         while len(self._traces) > self._max_traces:
             del self._traces[next(iter(self._traces))]
-        size = stored.span.ByteSize()
-        known = trace.spans.get(stored.span.span_id)
-        grown = trace.bytes + size - (known.span.ByteSize() if known else 0)
+        known = trace.spans.get(span_id)
+        grown = trace.bytes + len(stored.data) - (len(known.data) if known else 0)
         if grown > self._max_bytes or (known is None and len(trace.spans) >= self._max_spans):
             trace.dropped_spans += 1
             return
-        trace.spans[stored.span.span_id] = stored
+        trace.spans[span_id] = stored
         trace.bytes = grown
 
 
@@ -142,7 +147,8 @@ class TraceReceiver(otlp_grpc.TraceServiceServicer):
 
 def add_trace_receiver(server: grpc.aio.Server, store: TraceStore) -> None:
     """Mounts the receiver; before the server starts."""
-    otlp_grpc.add_TraceServiceServicer_to_server(TraceReceiver(store), server)
+    add = otlp_grpc.add_TraceServiceServicer_to_server
+    add(TraceReceiver(store), server)  # type: ignore[no-untyped-call]
 
 
 def trace_routes(store: TraceStore) -> Sequence[Route]:

@@ -177,7 +177,9 @@ def _log_thread_end(args: threading.ExceptHookArgs) -> None:
     if args.exc_value is None or isinstance(args.exc_value, SystemExit):
         return
     name = args.thread.name if args.thread is not None else ""
-    logger.error("a thread ended by an exception", exc_info=args.exc_value, extra={"thread": name})
+    logger.error(
+        "a thread ended by an exception", exc_info=args.exc_value, extra={"thread_name": name}
+    )
 
 
 def _log_loop_error(loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:

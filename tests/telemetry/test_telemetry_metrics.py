@@ -1,0 +1,164 @@
+"""Metrics as Prometheus would scrape them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from prometheus_client.exposition import generate_latest
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine.types import EngineLoad
+from kv_transfer.events import TransferCounters
+from telemetry.export import ExportCounts
+from telemetry.metric_table import DECLARED
+from telemetry.metrics import (
+    EventLoopLag,
+    ProcessMetrics,
+    RouterLoad,
+    RouterMetrics,
+    WorkerMetrics,
+    WorkerUp,
+)
+from telemetry.names import Metric
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+def scrape(metrics: ProcessMetrics) -> Samples:
+    families = text_string_to_metric_families(generate_latest(metrics.registry).decode())
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def test_a_worker_is_read_when_it_is_asked() -> None:
+    load = EngineLoad()
+    counters = TransferCounters()
+    metrics = WorkerMetrics(lambda: load, lambda: counters)
+    assert scrape(metrics)[Metric.STEPS + "_total", ()] == 0
+    load = EngineLoad(
+        total_pages=100,
+        free_pages=40,
+        evictable_pages=20,
+        granted_pages=10,
+        quarantined_pages=5,
+        steps=7,
+        step_ms=3.5,
+        prompt_tokens_computed=900,
+        prompt_tokens_cached=100,
+    )
+    counters.bytes_sent = 1 << 40
+    counters.transfers_sent = 3
+    counters.stale_notifications = 2
+    samples = scrape(metrics)
+    pages = {
+        labels[0][1]: value for (name, labels), value in samples.items() if name == Metric.KV_PAGES
+    }
+    assert pages == {"free": 40, "cached": 20, "granted": 10, "quarantined": 5, "used": 25}
+    assert sum(pages.values()) == samples[Metric.KV_PAGES_TOTAL, ()]
+    assert samples[Metric.STEPS + "_total", ()] == 7
+    assert samples[Metric.LAST_STEP_SECONDS, ()] == pytest.approx(0.0035)
+    assert samples[Metric.PREFILL_TOKENS + "_total", (("source", "cached"),)] == 100
+    assert samples[Metric.TRANSFER_BYTES + "_total", ()] == 1 << 40
+    assert samples[Metric.TRANSFERS + "_total", (("outcome", "sent"),)] == 3
+    assert samples[Metric.STALE_NOTIFICATIONS + "_total", ()] == 2
+
+
+def test_every_attribute_that_is_read_exists() -> None:
+    scrape(WorkerMetrics(EngineLoad, TransferCounters))
+    scrape(RouterMetrics(RouterLoad))
+
+
+def test_what_happens_to_a_transfer_and_a_step() -> None:
+    metrics = WorkerMetrics(EngineLoad)
+    metrics.sent("nixl/shm", 0.0065, -0.001)
+    metrics.transfer_failed("peer_lost")
+    metrics.stepped(0.0042, 17)
+    metrics.stepped(0.2, 0)
+    samples = scrape(metrics)
+    bucket = Metric.TRANSFER_SECONDS + "_bucket"
+    assert samples[bucket, (("le", "0.006"), ("transport", "nixl/shm"))] == 0
+    assert samples[bucket, (("le", "0.007"), ("transport", "nixl/shm"))] == 1
+    assert samples[Metric.TRANSFER_EXPOSED + "_sum", (("transport", "nixl/shm"),)] == 0
+    assert samples[Metric.TRANSFER_FAILURES + "_total", (("cause", "peer_lost"),)] == 1
+    assert samples[Metric.STEP_SECONDS + "_count", ()] == 2
+    assert samples[Metric.BATCH_SIZE + "_count", ()] == 1
+
+
+def test_a_request_from_its_first_token_to_its_end() -> None:
+    metrics = RouterMetrics(RouterLoad)
+    metrics.waited(0.003)
+    metrics.first_token("m", 0.0625, prompt_tokens=33, trace_id="ab" * 16)
+    metrics.tokens("m", 1, None)
+    metrics.tokens("m", 2, 0.0045)
+    metrics.ended("m", "OK", 0.0725, first_token_s=0.0625, output_tokens=3, trace_id="ab" * 16)
+    metrics.ended("m", "WORKER_LOST", 1.0)
+    metrics.rejected("QUEUE_FULL")
+    metrics.retried("worker_lost")
+    metrics.failed_over("worker_lost")
+    samples = scrape(metrics)
+    model = ("gen_ai_request_model", "m")
+    assert samples[Metric.TIME_TO_FIRST_TOKEN + "_sum", (model,)] == 0.0625
+    assert samples[Metric.TIME_PER_OUTPUT_TOKEN + "_sum", (model,)] == pytest.approx(0.005)
+    assert samples[Metric.REQUEST_DURATION + "_count", (("error_type", ""), model)] == 1
+    failed = (("error_type", "WORKER_LOST"), model)
+    assert samples[Metric.REQUEST_DURATION + "_count", failed] == 1
+    assert samples[Metric.REQUESTS + "_total", (("model", "m"), ("outcome", "OK"))] == 1
+    assert samples[Metric.OUTPUT_TOKENS + "_total", (("model", "m"),)] == 3
+    assert samples[Metric.INTER_TOKEN + "_count", (("model", "m"),)] == 1
+    assert samples[Metric.REJECTIONS + "_total", (("reason", "QUEUE_FULL"),)] == 1
+    openmetrics = generate_openmetrics(metrics.registry).decode()
+    assert f'trace_id="{"ab" * 16}"' in openmetrics
+
+
+def test_a_worker_that_left_is_shown_as_down() -> None:
+    workers = [WorkerUp("prefill-0", "prefill"), WorkerUp("decode-0", "decode")]
+    metrics = RouterMetrics(lambda: RouterLoad(2, 1, 77, workers))
+    assert scrape(metrics)[Metric.QUEUE_TOKENS, ()] == 77
+    workers.pop()
+    samples = scrape(metrics)
+    assert samples[Metric.WORKER_UP, (("role", "prefill"), ("worker", "prefill-0"))] == 1
+    assert samples[Metric.WORKER_UP, (("role", "decode"), ("worker", "decode-0"))] == 0
+
+
+def test_spans_dropped_are_shown() -> None:
+    metrics = RouterMetrics(RouterLoad)
+    metrics.watch_spans(lambda: ExportCounts(10, 4, 1, 2))
+    assert scrape(metrics)[Metric.SPANS + "_total", (("outcome", "dropped"),)] == 4
+
+
+def test_the_table_declares_every_name_and_nothing_else() -> None:
+    names = {value for key, value in vars(Metric).items() if key.isupper()}
+    assert set(DECLARED) == names
+    for name, declared in DECLARED.items():
+        assert bool(declared.buckets) == (declared.kind == "histogram"), name
+        assert list(declared.buckets) == sorted(set(declared.buckets)), name
+        assert declared.help.endswith("."), name
+    used = RouterMetrics(RouterLoad), WorkerMetrics(EngineLoad, TransferCounters)
+    used[0].watch_spans(lambda: ExportCounts(0, 0, 0, 0))
+    shown = {family.name for metrics in used for family in metrics.registry.collect()}
+    assert names <= shown
+
+
+async def test_a_loop_that_is_held_up_is_noticed() -> None:
+    seen: list[float] = []
+    late = asyncio.Event()
+
+    def observe(seconds: float) -> None:
+        seen.append(seconds)
+        if seconds > 0.1:
+            late.set()
+
+    async with EventLoopLag(observe, interval_s=0.01):
+        await asyncio.sleep(0)
+        time.sleep(0.15)  # noqa: ASYNC251  # What is to be noticed.
+        await asyncio.wait_for(late.wait(), 5)
+    count: Any = len(seen)
+    await asyncio.sleep(0.03)
+    assert len(seen) == count
