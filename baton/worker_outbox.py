@@ -22,17 +22,22 @@ Hop = Callable[[Action], None]
 
 
 class Outbox:
-    """Messages to one router, in order. Life: OPEN -> CLOSED, by its stream or by overflowing.
+    """Messages to one router, in order.
+
+    Life: OPEN -> CLOSED, by its stream or by overflowing, or OPEN -> FINISHED -> CLOSED, where what
+    waits is still written.
 
     Invariants: two messages of tokens never follow each other, so all tokens of a step travel in
     one message, and those of several steps do while the router is slow; at most one load report
-    waits, the newest. A closed outbox takes nothing more.
+    waits, the newest. A closed or finished outbox takes nothing
+    more.
     """
 
     def __init__(self, on_overflow: Action, max_entries: int = MAX_QUEUED_ENTRIES) -> None:
         self.closed = False
         self._on_overflow = on_overflow
         self._max_entries = max_entries
+        self._finished = False
         self._entries = 0
         self._queue: deque[worker_pb2.WorkResponse] = deque()
         self._load: worker_pb2.WorkResponse | None = None
@@ -48,7 +53,7 @@ class Outbox:
 
     def add_tokens(self, sequence: worker_pb2.SequenceTokens) -> None:
         """Queues new tokens of a sequence, together with others that wait."""
-        if self._queue and self._queue[-1].HasField("tokens"):
+        if not self.closed and self._queue and self._queue[-1].HasField("tokens"):
             self._queue[-1].tokens.sequences.append(sequence)
             self._count()
         else:
@@ -62,9 +67,11 @@ class Outbox:
             self._load = worker_pb2.WorkResponse(load=load)
             self._put(self._load)
 
-    async def get(self) -> worker_pb2.WorkResponse:
-        """The next message, as soon as there is one."""
+    async def get(self) -> worker_pb2.WorkResponse | None:
+        """The next message, as soon as there is one; None where none will come any more."""
         while not self._queue:
+            if self._finished:
+                return None
             self._filled.clear()
             await self._filled.wait()
         message = self._queue.popleft()
@@ -72,6 +79,11 @@ class Outbox:
         if message is self._load:
             self._load = None
         return message
+
+    def finish(self) -> None:
+        """Takes nothing more; what waits can still be got."""
+        self.closed = self._finished = True
+        self._filled.set()
 
     def close(self) -> None:
         """Drops everything, from now on as well."""
@@ -117,5 +129,5 @@ class LoopInbox:
         for action in actions:
             try:
                 action()
-            except Exception as error:
-                logger.error("an event broke its handler: %s", type(error).__qualname__)
+            except Exception:
+                logger.exception("an event broke its handler")

@@ -56,6 +56,7 @@ from engine.types import (
 from kv_transfer.events import SendFailed, SendQuiesced, SendStats, Sent, TransferEvent
 from prefill_service import spans
 from prefill_service.outgoing import Destination, Outgoing, SendingThread
+from telemetry.metrics import WorkerMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +113,7 @@ class PrefillService:
         engine: PrefillEngine,
         transfer: SendingThread,
         hop: Hop,
+        metrics: WorkerMetrics,
         *,
         page_size_tokens: int,
         path_to: Callable[[str], str] = lambda _agent_name: "",
@@ -121,6 +123,7 @@ class PrefillService:
         self._engine = engine
         self._transfer = transfer
         self._hop = hop
+        self._metrics = metrics
         self._page_size_tokens = page_size_tokens
         self._path_to = path_to
         self._grant_wait_s = grant_wait_s
@@ -214,6 +217,12 @@ class PrefillService:
         for attempt in self._attempts.expired():
             attempt.fail(worker_pb2.FAILURE_REASON_EXPIRED)
             self._quiesce(attempt, EXPIRED)
+
+    def fail_all(self, reason: worker_pb2.FailureReason.ValueType) -> None:
+        """Ends every attempt: the process ends."""
+        for attempt in self._attempts:
+            attempt.fail(reason)
+            self._quiesce(attempt, CANCELLED)
 
     # What the engine says.
 
@@ -309,12 +318,19 @@ class PrefillService:
             return
         match event:
             case Sent():
+                self._count(attempt, event.stats)
                 self._end(attempt, event.stats)
             case SendFailed():
+                self._metrics.transfer_failed(event.cause)
                 attempt.fail(worker_pb2.FAILURE_REASON_KV_TRANSFER)
                 self._quiesce(attempt, event.cause)
             case SendQuiesced():
                 self._quiesced(attempt)
+
+    def _count(self, attempt: PrefillAttempt, stats: SendStats) -> None:
+        wire_s = (stats.done_ns - stats.started_ns) / 1e9
+        exposed_s = (stats.done_ns - attempt.computed_ns) / 1e9
+        self._metrics.sent(self._path_to(attempt.peer), wire_s, exposed_s)
 
     def _quiesced(self, attempt: PrefillAttempt) -> None:
         """Asked for by this side, or by the decode side, which wants no more of it."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from opentelemetry.util.types import AttributeValue
+
 from baton.worker_spans import milliseconds, write_prompt_spans
 from kv_transfer.events import SendStats
 from telemetry.names import Attr
@@ -35,7 +37,7 @@ def end_send(
     if outgoing.span is None or outgoing.destination is None:
         return
     destination = outgoing.destination
-    attributes = {
+    attributes: dict[str, AttributeValue] = {
         Attr.TRANSFER_ID: destination.transfer_id.hex(),
         Attr.KV_HELD_PAGES: destination.held_pages,
         Attr.KV_TRANSPORT: transport,

@@ -1,0 +1,63 @@
+"""What a worker reports of itself, and how much more prefill work it would take on."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+from baton.worker.v1 import worker_pb2
+from engine.types import EngineLoad
+
+STEPS_OF_CREDIT: Final = 2
+"""Prompts for so many steps are taken on: one runs, the next is planned."""
+UNGRANTED_SHARE: Final = 0.25
+"""Prompts without a grant may fill this much of the pool: their KV cannot leave yet."""
+
+
+class PrefillRoom(NamedTuple):
+    """What bounds the prompts that a worker takes on, in tokens."""
+
+    queued: int
+    """Taken on and not computed yet."""
+    ungranted: int
+    """Of prompts whose destination is not known yet."""
+    step: int
+    """Most prompt tokens of one step."""
+    page: int
+    """Tokens in a page."""
+
+
+def prefill_credit(load: EngineLoad, room: PrefillRoom) -> int:
+    """Prompt tokens that the worker would take on beyond those queued.
+
+    The least of three: what is left of two steps, of a quarter of the pool for prompts that have no
+    grant, and of the pages that are free or can be evicted. Negative where prompts overran it, for
+    a prompt of any length is begun where there is credit at all.
+    """
+    pool_tokens = load.total_pages * room.page
+    free_tokens = (load.free_pages + load.evictable_pages) * room.page
+    return min(
+        STEPS_OF_CREDIT * room.step - room.queued,
+        int(UNGRANTED_SHARE * pool_tokens) - room.ungranted,
+        free_tokens - room.queued,
+    )
+
+
+def load_message(load: EngineLoad, room: PrefillRoom, *, draining: bool) -> worker_pb2.Load:
+    """The report."""
+    return worker_pb2.Load(
+        progress=load.progress,
+        queued_prefill_tokens=max(0, room.queued),
+        waiting_requests=load.waiting_requests,
+        running_sequences=load.running_sequences,
+        max_sequences=load.max_sequences,
+        total_pages=load.total_pages,
+        free_pages=load.free_pages,
+        evictable_pages=load.evictable_pages,
+        granted_pages=load.granted_pages,
+        quarantined_pages=load.quarantined_pages,
+        prefill_credit_tokens=prefill_credit(load, room),
+        step_ms=load.step_ms,
+        long_step_ms=load.long_step_ms,
+        draining=draining,
+        prefill_tokens_per_s=load.prefill_tokens_per_s,
+    )

@@ -1,0 +1,163 @@
+"""Workers that this one may exchange KV pages with.
+
+Life of a peer:
+
+1. A router introduces it. Fingerprints are compared before anything else: one that differs is
+   REFUSED and never opened.
+2. OPENING: the transfer thread wires up to it; transfers may be begun meanwhile.
+3. OPEN, or FAILED: it is tried again, with back-off, while a router knows it.
+4. It leaves when the last router that knows it says so, or when one says that it is proven dead.
+
+The end of a router's stream says nothing about its peers: they stay.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from baton.worker.v1 import worker_pb2
+from baton.worker_wire import endpoint_of
+from kv_transfer.events import PeerFailed, PeerOpened, TransferEvent
+from kv_transfer.types import Endpoint
+
+logger = logging.getLogger(__name__)
+
+FIRST_RETRY_S: Final = 1.0
+LAST_RETRY_S: Final = 30.0
+
+
+class PeeringThread(Protocol):
+    """What the peers need of `kv_transfer.thread.TransferThread`."""
+
+    def meet(self, peer: Endpoint) -> None:
+        """Wire up to a peer: PeerOpened or PeerFailed follows."""
+        ...
+
+    def part(self, agent_name: str, proven_dead: bool) -> None:
+        """A peer left."""
+        ...
+
+
+class PeerState(enum.IntEnum):
+    """State of a peer; failure is the smallest."""
+
+    REFUSED = 0
+    FAILED = 1
+    OPENING = 2
+    OPEN = 3
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    endpoint: Endpoint
+    state: PeerState
+    known_to: set[object] = field(default_factory=set)
+    """Streams of the routers that introduced it."""
+    path: str = ""
+    retry_s: float = FIRST_RETRY_S
+    retry_at_s: float = 0.0
+
+
+class Peers:
+    """Peers by agent name. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        own: worker_pb2.WorkerIdentity,
+        transfer: PeeringThread,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._own = own
+        self._transfer = transfer
+        self._clock = clock
+        self._peers: dict[str, _Peer] = {}
+
+    def is_usable(self, agent_name: str) -> bool:
+        """Whether a transfer with that agent can be begun."""
+        peer = self._peers.get(agent_name)
+        return peer is not None and peer.state >= PeerState.OPENING
+
+    def path_to(self, agent_name: str) -> str:
+        """The transport really in use towards that agent, as far as it is known."""
+        peer = self._peers.get(agent_name)
+        return peer.path if peer is not None else ""
+
+    def meet(self, worker: worker_pb2.WorkerIdentity, stream: object) -> None:
+        """A router introduces a worker."""
+        name = worker.endpoint.agent_name
+        if not name or name == self._own.endpoint.agent_name:
+            return
+        peer = self._peers.get(name)
+        if peer is None:
+            peer = self._peers[name] = _Peer(endpoint_of(worker.endpoint), PeerState.FAILED)
+            self._open(peer, worker)
+        peer.known_to.add(stream)
+
+    def part(self, agent_name: str, proven_dead: bool, stream: object) -> None:
+        """A router says that a worker left."""
+        peer = self._peers.get(agent_name)
+        if peer is not None:
+            peer.known_to.discard(stream)
+            if peer.known_to and not proven_dead:
+                return
+            del self._peers[agent_name]
+        if proven_dead or (peer is not None and peer.state is not PeerState.REFUSED):
+            self._transfer.part(agent_name, proven_dead)
+
+    def end_stream(self, stream: object) -> None:
+        """A router is gone; what it said about peers stays."""
+        for peer in self._peers.values():
+            peer.known_to.discard(stream)
+
+    def retry(self) -> None:
+        """Tries failed peers again when their time has come."""
+        now_s = self._clock()
+        for peer in self._peers.values():
+            is_due = peer.state is PeerState.FAILED and peer.retry_at_s <= now_s
+            if is_due and peer.known_to:
+                peer.state = PeerState.OPENING
+                self._transfer.meet(peer.endpoint)
+
+    def on_transfer(self, event: TransferEvent) -> None:
+        """Takes an event of the transfer thread; those of other owners are ignored."""
+        if not isinstance(event, PeerOpened | PeerFailed):
+            return
+        peer = self._peers.get(event.agent_name)
+        if peer is None or peer.state is PeerState.REFUSED:
+            return
+        match event:
+            case PeerOpened():
+                peer.state, peer.path, peer.retry_s = (
+                    PeerState.OPEN,
+                    event.transport,
+                    FIRST_RETRY_S,
+                )
+                details = {"transport": event.transport, "gigabytes_per_s": event.gigabytes_per_s}
+                logger.info("peer open", extra={"peer": event.agent_name} | details)
+            case PeerFailed():
+                peer.state = PeerState.FAILED
+                peer.retry_at_s = self._clock() + peer.retry_s
+                peer.retry_s = min(2 * peer.retry_s, LAST_RETRY_S)
+                details = {"peer": event.agent_name, "cause": event.cause}
+                logger.warning("peer failed", extra=details)
+
+    def _open(self, peer: _Peer, worker: worker_pb2.WorkerIdentity) -> None:
+        own, other = self._own.model, worker.model
+        if own.fingerprint != other.fingerprint:
+            peer.state = PeerState.REFUSED
+            logger.error(
+                "peer refused: its model, weights or KV layout differ",
+                extra={
+                    "peer": worker.worker_id,
+                    "own_fingerprint": own.fingerprint,
+                    "fingerprint": other.fingerprint,
+                },
+            )
+            return
+        peer.state = PeerState.OPENING
+        self._transfer.meet(peer.endpoint)

@@ -1,0 +1,331 @@
+"""One worker process: engine, KV pool, transfer thread and the services, mounted once.
+
+Life of the process:
+
+1. Loading: the model is read and the pool allocated. Nothing answers yet; a signal ends it at once.
+2. Serving: the Work stream, health and metrics answer, and routers are told of the worker for ever.
+3. SIGTERM or SIGINT. Draining: health says NOT_SERVING, routers are told of it no more, new
+   attempts are refused, those under way and their transfers get `drain_s` seconds. A second signal
+   ends the wait.
+4. Stopping: what is left fails with DRAINING; streams, transfer thread and engine end.
+
+Three threads do the work: the event loop all that is gRPC, the step loop the engine, and the
+transfer thread the KV pages. They talk through queues, and the loop is woken once a batch.
+
+The exit code is 0 where nothing had to be cut short.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+import grpc.aio
+import torch
+from grpc_health.v1 import health, health_pb2
+
+from baton.grpc_options import server_options
+from baton.grpc_services import add_health_and_reflection
+from baton.settings import Role, WorkerSettings
+from baton.worker.v1 import worker_pb2, worker_pb2_grpc
+from baton.worker_announcer import announce_forever
+from baton.worker_load import PrefillRoom, load_message
+from baton.worker_outbox import LoopInbox
+from baton.worker_peers import Peers
+from baton.worker_stream import Services, WorkerServicer
+from baton.worker_wire import endpoint_message, model_message
+from decode_service.service import DecodeService
+from engine.config import EngineConfig
+from engine.engine import Engine, EngineError
+from kv_transfer.events import TransferEvent
+from kv_transfer.factory import make_transport
+from kv_transfer.thread import TransferThread
+from kv_transfer.types import Endpoint, KvTransport, TransportError
+from prefill_service.service import PrefillService
+from telemetry.admin import AdminServer
+from telemetry.logs import log_loop_errors, setup_logging
+from telemetry.metrics import EventLoopLag, WorkerMetrics
+from telemetry.names import Service
+from telemetry.tracing import Tracing, setup_tracing
+
+logger = logging.getLogger(__name__)
+
+SWITCH_INTERVAL_S: Final = 1e-4
+"""Cuts the event loop's wake-up from 5 ms to 0.3 ms beside a busy step loop."""
+LAST_WORDS_S: Final = 1.0
+"""Time for what is already written to reach the routers."""
+PUSHES_END_S: Final = 5.0
+"""Pushes in progress at the end get this long: they cannot be taken back."""
+IDLE_POLL_S: Final = 0.05
+SERVICE_NAME: Final = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
+
+_ROLES: Final = {
+    Role.PREFILL: worker_pb2.WORKER_ROLE_PREFILL,
+    Role.DECODE: worker_pb2.WORKER_ROLE_DECODE,
+    Role.BOTH: worker_pb2.WORKER_ROLE_BOTH,
+}
+_SERVICES: Final = {
+    Role.PREFILL: Service.PREFILL,
+    Role.DECODE: Service.DECODE,
+    Role.BOTH: Service.BOTH,
+}
+
+
+class Worker:
+    """A worker around an engine that is built and not started. Belongs to the running loop."""
+
+    def __init__(self, settings: WorkerSettings, engine: Engine) -> None:
+        self.settings = settings
+        self.engine = engine
+        self.epoch = secrets.randbits(64) or 1
+        self.identity = worker_pb2.WorkerIdentity(
+            worker_id=settings.name,
+            epoch=self.epoch,
+            role=_ROLES[settings.role],
+            model=model_message(engine.model),
+        )
+        """Complete once started."""
+        self.agent_name = f"{settings.name}-{self.epoch:016x}"
+        self.inbox = LoopInbox(asyncio.get_running_loop())
+        self.transfer = TransferThread(self._make_transport, self.epoch, self._on_transfer)
+        self.metrics = WorkerMetrics(engine.load, lambda: self.transfer.counters)
+        self.services = self._make_services()
+        self.servicer = WorkerServicer(self.identity, self.services, self.load)
+        self.admin = AdminServer(*_split(settings.admin), self.metrics.registry, self._is_ready)
+        self._server = grpc.aio.server(options=server_options())
+        self._health: health.aio.HealthServicer
+        self._lag = EventLoopLag(self.metrics.loop_lagged)
+        self._announcers: list[asyncio.Task[None]] = []
+        self._reporter: asyncio.Task[None] | None = None
+
+    def load(self) -> worker_pb2.Load:
+        """How the worker stands now."""
+        load = self.engine.load()
+        prefill, decode = self.services.prefill, self.services.decode
+        room = PrefillRoom(
+            queued=prefill.queued_tokens + decode.queued_tokens,
+            ungranted=prefill.ungranted_tokens,
+            step=self._step_tokens,
+            page=self.engine.model.page_size_tokens,
+        )
+        return load_message(load, room, draining=self.servicer.draining)
+
+    async def start(self) -> None:
+        """Starts all threads, binds, serves, and begins to announce.
+
+        Raises:
+            TransportError: the transport cannot be built.
+            RuntimeError: the address cannot be bound.
+            OSError: the admin address cannot be bound.
+        """
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self.servicer, self._server)
+        self._health = await add_health_and_reflection(self._server, (SERVICE_NAME,))
+        self.identity.address = self._bind()
+        endpoint = await asyncio.to_thread(self.transfer.start)
+        self._adopt(endpoint)
+        self.engine.start()
+        await self.admin.start()
+        self._lag.start()
+        await self._server.start()
+        self._reporter = asyncio.create_task(self.servicer.report_forever())
+        await self._health.set(SERVICE_NAME, health_pb2.HealthCheckResponse.SERVING)
+        self._announcers = [
+            asyncio.create_task(announce_forever(router, self.identity))
+            for router in self.settings.routers
+        ]
+        details = {"address": self.identity.address, "admin": self.admin.address}
+        logger.info("worker serves", extra=details | {"transport": endpoint.transport})
+
+    async def drain(self) -> None:
+        """Refuses new work and returns when none is left."""
+        await self._health.enter_graceful_shutdown()
+        self._stop_announcing()
+        self.servicer.draining = True
+        self.servicer.report()
+        while self.services.active:
+            await asyncio.sleep(IDLE_POLL_S)
+
+    async def stop(self) -> bool:
+        """Ends everything; returns whether nothing had to be cut short."""
+        clean = self.services.active == 0
+        self.servicer.draining = True
+        self._stop_announcing()
+        await self._health.enter_graceful_shutdown()
+        self.services.fail_all(worker_pb2.FAILURE_REASON_DRAINING)
+        self.servicer.finish()
+        await self._server.stop(LAST_WORDS_S)
+        if self._reporter is not None:
+            self._reporter.cancel()
+        left_nothing = await asyncio.to_thread(self.transfer.stop, PUSHES_END_S)
+        await asyncio.to_thread(self.engine.stop)
+        self._lag.stop()
+        await self.admin.stop()
+        return clean and left_nothing
+
+    def _make_transport(self) -> KvTransport:
+        pool = self.engine.pool
+        return make_transport(
+            self.settings.transport, self.agent_name, pool.tensor, pool.page_bytes, pool.num_pages
+        )
+
+    def _make_services(self) -> Services:
+        page_size_tokens = self.engine.model.page_size_tokens
+        peers = Peers(self.identity, self.transfer)
+        prefill = PrefillService(
+            self.engine,
+            self.transfer,
+            self.inbox.hop,
+            self.metrics,
+            page_size_tokens=page_size_tokens,
+            path_to=peers.path_to,
+        )
+        decode = DecodeService(
+            self.engine,
+            self.transfer,
+            self.inbox.hop,
+            epoch=self.epoch,
+            agent_name=self.agent_name,
+            page_bytes=self.engine.pool.page_bytes,
+        )
+        return Services(prefill, decode, peers)
+
+    def _on_transfer(self, event: TransferEvent) -> None:
+        """On the transfer thread."""
+        self.inbox.hop(partial(self._dispatch, event))
+
+    def _dispatch(self, event: TransferEvent) -> None:
+        self.services.peers.on_transfer(event)
+        self.services.prefill.on_transfer(event)
+        self.services.decode.on_transfer(event)
+
+    def _adopt(self, endpoint: Endpoint) -> None:
+        """A transport that moves nothing is announced all the same: peers have to match."""
+        self.identity.endpoint.CopyFrom(endpoint_message(endpoint))
+
+    def _bind(self) -> str:
+        """Binds the server; returns the address that routers are told."""
+        host, _ = _split(self.settings.listen)
+        port = self._server.add_insecure_port(self.settings.listen)
+        if self.settings.advertise:
+            return self.settings.advertise
+        is_any = host.strip("[]") in ("0.0.0.0", "::")
+        return f"{socket.gethostname() if is_any else host}:{port}"
+
+    def _is_ready(self) -> bool:
+        return not self.servicer.draining
+
+    def _stop_announcing(self) -> None:
+        for announcer in self._announcers:
+            announcer.cancel()
+
+    @property
+    def _step_tokens(self) -> int:
+        on_cpu = self.engine.pool.tensor.device.type == "cpu"
+        return self.settings.max_step_tokens or (512 if on_cpu else 2048)
+
+
+def engine_config(settings: WorkerSettings) -> EngineConfig:
+    """What the settings say to the engine."""
+    return EngineConfig(
+        model=settings.model,
+        name=settings.served_name,
+        load_format=settings.load_format,
+        dtype=settings.dtype,
+        device=settings.device,
+        seed=settings.seed,
+        page_size=settings.page_size_tokens,
+        num_pages=settings.num_pages,
+        kv_memory_bytes=int(settings.kv_memory_gib * (1 << 30)),
+        max_sequences=settings.max_sequences,
+        max_step_tokens=settings.max_step_tokens,
+        max_context_tokens=settings.max_context_tokens,
+        prefix_cache=settings.prefix_cache,
+    )
+
+
+def main(settings: WorkerSettings) -> int:
+    """Runs a worker process; returns its exit code."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    service = _SERVICES[settings.role]
+    setup_logging(service, settings.name, settings.log_level, settings.log_format)
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    try:
+        engine = Engine.build(engine_config(settings), _log_progress())
+    except EngineError as error:
+        logger.error("the engine cannot be built: %s", error)
+        return 1
+    tracing = setup_tracing(service, settings.name, settings.otlp_endpoint)
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(_serve(settings, engine, tracing))
+    except (TransportError, RuntimeError, OSError) as error:
+        logger.error("the worker cannot start: %s", error)
+        return 1
+
+
+async def _serve(settings: WorkerSettings, engine: Engine, tracing: Tracing | None) -> int:
+    log_loop_errors(asyncio.get_running_loop())
+    worker = Worker(settings, engine)
+    if tracing is not None:
+        worker.metrics.watch_spans(lambda: tracing.counts)
+    await worker.start()
+    clean = await _until_told_to_stop(worker)
+    if tracing is not None:
+        await asyncio.to_thread(tracing.shutdown)
+    logger.info("worker ends", extra={"clean": clean})
+    return 0 if clean else 1
+
+
+async def _until_told_to_stop(worker: Worker) -> bool:
+    first, second = asyncio.Event(), asyncio.Event()
+
+    def count() -> None:
+        (second if first.is_set() else first).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, count)
+    await first.wait()
+    logger.info("draining", extra={"attempts": worker.services.active})
+    drained = asyncio.create_task(worker.drain())
+    hurried = asyncio.create_task(second.wait())
+    await asyncio.wait(
+        {drained, hurried},
+        timeout=worker.settings.drain_s,
+        return_when=asyncio.FIRST_COMPLETED,
+    )
+    for task in (drained, hurried):
+        task.cancel()
+    return await worker.stop()
+
+
+def _log_progress() -> Callable[[str, int, int], None]:
+    """Logs each phase of loading when it begins, and at every quarter of it."""
+    told: set[tuple[str, int]] = set()
+
+    def progress(phase: str, done: int, total: int) -> None:
+        quarter = 4 * done // max(1, total)
+        if (phase, quarter) not in told:
+            told.add((phase, quarter))
+            logger.info("loading", extra={"phase": phase, "percent": 25 * quarter})
+
+    return progress
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    import uvloop
+
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory

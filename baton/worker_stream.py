@@ -1,0 +1,201 @@
+"""The Work stream: what routers say goes to the services, what they answer goes back.
+
+Life of a stream:
+
+1. Its router attaches and is told who this worker is; the first load report follows.
+2. ATTACHED: one task reads and hands every message on, one writes what waits in the outbox. Several
+   routers may be attached at once; attempts belong to the stream that they came on.
+3. ENDED, whatever the reason: the router left, the connection broke, the process stops, the router
+   left too much unread. Every attempt of the stream ends before anything else happens.
+
+Both services are mounted on every worker, whatever its role: that only says what routers ask for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import grpc
+
+from baton.worker.v1 import worker_pb2, worker_pb2_grpc
+from baton.worker_outbox import Outbox
+from baton.worker_wire import MalformedMessage, failed_message
+
+if TYPE_CHECKING:
+    from baton.worker_peers import Peers
+    from decode_service.service import DecodeService
+    from prefill_service.service import PrefillService
+
+    Context = grpc.aio.ServicerContext[worker_pb2.WorkRequest, worker_pb2.WorkResponse]
+
+logger = logging.getLogger(__name__)
+
+REPORT_INTERVAL_S: Final = 0.1
+"""Between load reports; also how late an expired attempt is noticed."""
+MAX_ATTEMPTS: Final = 4096
+"""Under way at once, over all routers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What a worker does."""
+
+    prefill: PrefillService
+    decode: DecodeService
+    peers: Peers
+
+    @property
+    def active(self) -> int:
+        """Attempts that somebody waits for."""
+        return self.prefill.active + self.decode.active
+
+    def fail_all(self, reason: worker_pb2.FailureReason.ValueType) -> None:
+        """Ends every attempt."""
+        self.prefill.fail_all(reason)
+        self.decode.fail_all(reason)
+
+
+class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
+    """`WorkerService`. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        identity: worker_pb2.WorkerIdentity,
+        services: Services,
+        make_load: Callable[[], worker_pb2.Load],
+    ) -> None:
+        self.draining = False
+        """Set by the owner: new attempts are refused."""
+        self._identity = identity
+        self._services = services
+        self._make_load = make_load
+        self._outboxes: set[Outbox] = set()
+
+    @property
+    def streams(self) -> int:
+        """Routers attached."""
+        return len(self._outboxes)
+
+    async def Work(  # type: ignore[override]  # noqa: N802  # grpc.aio takes this form, too.
+        self, request_iterator: AsyncIterator[worker_pb2.WorkRequest], context: Context
+    ) -> None:
+        """Serves one router for as long as it stays."""
+        router = await self._attach(request_iterator, context)
+        overflowed = asyncio.Event()
+        outbox = Outbox(on_overflow=overflowed.set)
+        self._outboxes.add(outbox)
+        outbox.report(self._make_load())
+        tasks: list[asyncio.Task[object]] = [
+            asyncio.create_task(self._read(request_iterator, outbox)),
+            asyncio.create_task(_write(context, outbox)),
+            asyncio.create_task(overflowed.wait()),
+        ]
+        logger.info("router attached", extra={"router": router})
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._end(outbox)
+            details = {"router": router, "overflowed": overflowed.is_set()}
+            logger.info("router gone", extra=details)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def finish(self) -> None:
+        """Ends every stream once what waits for its router is written."""
+        for outbox in self._outboxes:
+            outbox.finish()
+
+    async def report_forever(self) -> None:
+        """Sends load reports, expires attempts and tries failed peers again."""
+        while True:
+            self.report()
+            self._services.prefill.expire()
+            self._services.decode.expire()
+            self._services.peers.retry()
+            await asyncio.sleep(REPORT_INTERVAL_S)
+
+    def report(self) -> None:
+        """Sends a load report to every router."""
+        load = self._make_load()
+        for outbox in self._outboxes:
+            outbox.report(load)
+
+    async def _attach(
+        self, requests: AsyncIterator[worker_pb2.WorkRequest], context: Context
+    ) -> str:
+        first = await anext(aiter(requests), None)
+        if first is None or not first.HasField("attach"):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message is attach")
+        attached = worker_pb2.Attached(worker=self._identity)
+        await context.write(worker_pb2.WorkResponse(attached=attached))
+        return first.attach.router_id
+
+    async def _read(self, requests: AsyncIterator[worker_pb2.WorkRequest], outbox: Outbox) -> None:
+        async for request in requests:
+            try:
+                self._receive(request, outbox)
+            except Exception:
+                logger.exception("a message broke its handler")
+                raise
+
+    def _receive(self, request: worker_pb2.WorkRequest, outbox: Outbox) -> None:
+        services = self._services
+        match request.WhichOneof("message"):
+            case "submit":
+                self._submit(request.submit, outbox)
+            case "grant":
+                services.prefill.grant(request.grant, outbox)
+            case "cancel":
+                services.prefill.cancel(request.cancel.attempt_id, outbox)
+                services.decode.cancel(request.cancel.attempt_id, outbox)
+            case "abort":
+                services.decode.abort(request.abort.attempt_id, outbox)
+            case "meet":
+                services.peers.meet(request.meet.worker, outbox)
+            case "part":
+                part = request.part
+                services.peers.part(part.agent_name, part.proven_dead, outbox)
+            case _:
+                logger.warning("a router sent what this version does not know")
+
+    def _submit(self, submit: worker_pb2.Submit, outbox: Outbox) -> None:
+        refusal = self._refusal(submit)
+        if refusal is not None:
+            outbox.send(failed_message(submit.attempt_id, refusal))
+            return
+        is_prefill = submit.mode == worker_pb2.WORK_MODE_PREFILL
+        service = self._services.prefill if is_prefill else self._services.decode
+        try:
+            service.submit(submit, outbox)
+        except MalformedMessage:
+            logger.error("a router sent work that is malformed")
+            reason = worker_pb2.FAILURE_REASON_INTERNAL
+            outbox.send(failed_message(submit.attempt_id, reason))
+
+    def _refusal(self, submit: worker_pb2.Submit) -> worker_pb2.FailureReason.ValueType | None:
+        if self.draining:
+            return worker_pb2.FAILURE_REASON_DRAINING
+        if self._services.active >= MAX_ATTEMPTS:
+            return worker_pb2.FAILURE_REASON_QUEUE_FULL
+        has_peer = bool(submit.peer_agent_name)
+        wants_peer = has_peer or submit.mode == worker_pb2.WORK_MODE_DECODE
+        if wants_peer and not self._services.peers.is_usable(submit.peer_agent_name):
+            return worker_pb2.FAILURE_REASON_BAD_PEER
+        return None
+
+    def _end(self, outbox: Outbox) -> None:
+        outbox.close()
+        self._outboxes.discard(outbox)
+        self._services.prefill.end_stream(outbox)
+        self._services.decode.end_stream(outbox)
+        self._services.peers.end_stream(outbox)
+
+
+async def _write(context: Context, outbox: Outbox) -> None:
+    while (message := await outbox.get()) is not None:
+        await context.write(message)

@@ -1,0 +1,90 @@
+"""One attempt at a decode worker, as the event loop sees it."""
+
+from __future__ import annotations
+
+import enum
+import time
+from array import array
+from dataclasses import dataclass, field
+
+from baton.worker.v1 import worker_pb2
+from baton.worker_attempts import Attempt
+from engine.types import ChoiceEnded, Mode, NewTokens, PageIds
+
+
+class DecodeState(enum.IntEnum):
+    """State of an attempt under way; failure is the smallest."""
+
+    QUARANTINED = 0
+    """Given up, but a write may still land in its pages."""
+    WAITING = 1
+    """For a slot and pages; a whole attempt, for its prompt to be computed."""
+    GRANTED = 2
+    """The prefill worker may write its pages."""
+    READY = 3
+    """Every page has been written."""
+    RUNNING = 4
+    """In the batch."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class DecodeAttempt(Attempt):
+    """Life: see `decode_service.service`. Times are Unix nanoseconds, 0 before they are known."""
+
+    state: DecodeState = DecodeState.WAITING
+    transfer_id: bytes = b""
+    num_pages: int = 0
+    held_pages: int = 0
+    abort_wanted: bool = False
+    """The router waits for an Aborted."""
+    computed_ns: int = 0
+    """First token of a whole attempt."""
+    granted_ns: int = 0
+    ready_ns: int = 0
+    joined_ns: int = 0
+    last_token_ns: int = 0
+    tokens: int = 0
+    """Sampled here, over all choices."""
+    steps: int = 0
+    preemptions: int = 0
+    gaps_ms: array[float] = field(default_factory=lambda: array("f"))
+    """Between tokens of one choice."""
+    last_token_of: dict[int, int] = field(default_factory=dict)
+    """By choice, when its last token was sampled."""
+
+    @property
+    def is_whole(self) -> bool:
+        """The prompt is computed here."""
+        return self.request.mode is Mode.WHOLE
+
+    @property
+    def has_kv(self) -> bool:
+        """The prompt's KV is here: the attempt must not be tried elsewhere."""
+        return self.state >= DecodeState.READY
+
+    def reserve(self, transfer_id: bytes, pages: PageIds, held_pages: int) -> None:
+        """WAITING -> GRANTED."""
+        self.state, self.transfer_id = DecodeState.GRANTED, transfer_id
+        self.num_pages, self.held_pages = len(pages), held_pages
+        self.granted_ns = time.time_ns()
+
+    def count(self, event: NewTokens) -> None:
+        """Takes note of the tokens of a step."""
+        self.steps += event.at_ns != self.last_token_ns
+        self.tokens += len(event.records)
+        self.last_token_ns = event.at_ns
+        if before_ns := self.last_token_of.get(event.choice):
+            self.gaps_ms.append((event.at_ns - before_ns) / 1e6)
+        self.last_token_of[event.choice] = event.at_ns
+
+    def timings(self, event: ChoiceEnded) -> worker_pb2.WorkTimings:
+        """When things happened, for the last message about the attempt."""
+        return worker_pb2.WorkTimings(
+            received_unix_ns=self.received_ns,
+            prefill_started_unix_ns=self.started_ns,
+            ready_unix_ns=self.ready_ns,
+            joined_unix_ns=self.joined_ns,
+            last_token_unix_ns=self.last_token_ns or event.at_ns,
+            cached_prompt_tokens=self.cached_tokens,
+            preemptions=self.preemptions,
+        )

@@ -1,0 +1,426 @@
+"""What a decode worker adds to the engine: grants, joining what was delivered, the token stream.
+
+The states of an attempt:
+
+1. WAITING: submitted to the engine, which reserves slots and pages when there is room.
+2. GRANTED: the transfer thread expects the pages, and the prefill worker may write them. Some are
+   written already, or none (FILLING is the transfer thread's own affair).
+3. READY: all are written. The engine is told the first token of every choice.
+4. RUNNING: in the batch.
+5. ENDED: the last choice ended, or the attempt was cancelled from 1, 3 or 4, or failed.
+6. QUARANTINED: ended from 2, by the router, its stream or a timeout. A write may still land.
+7. FREE: no write can land any more; the pages go back.
+
+An attempt that this worker runs whole goes 1 -> 4 -> 5.
+
+Whether an attempt in 2 became READY or QUARANTINED is decided by the transfer thread alone:
+whatever ends it asks there (`abort_receive`). The answer that it was READY already lets the attempt
+go on where the router's Abort asked; where anything else did, its pages are free to go.
+
+Invariants: the transfer thread expects a transfer before anyone is told of it; a granted attempt's
+pages are released once, after `ReceiveFreed` or where it was READY; the router hears of an
+attempt's end once, and nothing after it but the answer to an Abort.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final, Protocol
+
+from baton.worker.v1 import worker_pb2
+from baton.worker_attempts import Attempts
+from baton.worker_outbox import Hop, Outbox
+from baton.worker_spans import CANCELLED, EXPIRED, KV_TRANSFER
+from baton.worker_wire import (
+    MalformedMessage,
+    decode_first_tokens,
+    end_reason_message,
+    kv_tokens,
+    pack_ids,
+    record_message,
+    resumed_tokens,
+    sequence_message,
+)
+from decode_service import spans
+from decode_service.attempt import DecodeAttempt, DecodeState
+from engine.types import (
+    ChoiceEnded,
+    Event,
+    Joined,
+    NewTokens,
+    PromptScored,
+    Request,
+    RequestFailed,
+    Reserved,
+    Sink,
+    Started,
+    TokenRecord,
+)
+from kv_transfer.events import (
+    Delivered,
+    ReceiveAborted,
+    ReceiveExpired,
+    ReceiveFreed,
+    TransferEvent,
+)
+from kv_transfer.thread import ReceiveSpec
+
+logger = logging.getLogger(__name__)
+
+GRANT_TIMEOUT_S: Final = 120.0
+"""A grant is used up in this time or expires: the prefill worker's queue and a long prompt fit."""
+TRANSFER_ID_BYTES: Final = 16
+
+
+class DecodeEngine(Protocol):
+    """What a decode worker needs of `engine.engine.Engine`."""
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Takes a request on."""
+        ...
+
+    def deliver(self, request_id: bytes, records: Sequence[TokenRecord]) -> None:
+        """The prompt's KV is in the reserved pages."""
+        ...
+
+    def cancel(self, request_id: bytes) -> None:
+        """Ends a request; pages under a grant wait for `release`."""
+        ...
+
+    def release(self, request_id: bytes) -> None:
+        """Nothing outside touches the pages any more."""
+        ...
+
+
+class ReceivingThread(Protocol):
+    """What a decode worker needs of `kv_transfer.thread.TransferThread`."""
+
+    def expect(self, spec: ReceiveSpec) -> None:
+        """A grant was made."""
+        ...
+
+    def abort_receive(self, transfer_id: bytes) -> None:
+        """Compare-and-set, answered by ReceiveAborted."""
+        ...
+
+
+class DecodeService:
+    """Attempts with WORK_MODE_DECODE and WORK_MODE_WHOLE. Runs on the event loop."""
+
+    def __init__(
+        self,
+        engine: DecodeEngine,
+        transfer: ReceivingThread,
+        hop: Hop,
+        *,
+        epoch: int,
+        agent_name: str,
+        page_bytes: int,
+        grant_timeout_s: float = GRANT_TIMEOUT_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine = engine
+        self._transfer = transfer
+        self._hop = hop
+        self._epoch = epoch
+        self._agent_name = agent_name
+        self._page_bytes = page_bytes
+        self._grant_timeout_s = grant_timeout_s
+        self._attempts: Attempts[DecodeAttempt] = Attempts(clock)
+        self._by_transfer: dict[bytes, DecodeAttempt] = {}
+        self._sink: Sink = self._on_step
+
+    @property
+    def active(self) -> int:
+        """Attempts under way, quarantined ones left out: nobody waits for those."""
+        return sum(attempt.state is not DecodeState.QUARANTINED for attempt in self._attempts)
+
+    @property
+    def quarantined(self) -> int:
+        """Attempts whose pages a write may still land in."""
+        return len(self._attempts) - self.active
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens of whole attempts that are not in the batch yet."""
+        return sum(
+            kv_tokens(attempt.request)
+            for attempt in self._attempts
+            if attempt.is_whole and attempt.state is DecodeState.WAITING
+        )
+
+    # What the router says.
+
+    def submit(self, submit: worker_pb2.Submit, stream: Outbox) -> None:
+        """New work. One whose id was here before is ignored.
+
+        Raises:
+            MalformedMessage: it cannot be run as it is.
+        """
+        if not self._attempts.is_new(submit.attempt_id):
+            return
+        attempt = DecodeAttempt.received(submit, stream, self._attempts.clock())
+        self._attempts.add(attempt)
+        self._engine.submit(attempt.request, self._sink)
+
+    def cancel(self, attempt_id: bytes, stream: Outbox) -> None:
+        """The router wants no more of an attempt, which it may not even have submitted yet."""
+        if (attempt := self._attempts.of(attempt_id, stream)) is not None:
+            attempt.silent = True
+            self._end_early(attempt, CANCELLED)
+        elif self._attempts.is_new(attempt_id):
+            self._attempts.end(attempt_id)
+
+    def abort(self, attempt_id: bytes, stream: Outbox) -> None:
+        """Compare-and-set: ends the attempt unless its KV is here. Always answered."""
+        attempt = self._attempts.of(attempt_id, stream)
+        if attempt is None:
+            if self._attempts.is_new(attempt_id):
+                self._attempts.end(attempt_id)
+            ready = self._attempts.was_ready(attempt_id)
+            _answer_abort(stream, attempt_id, already_ready=ready)
+        elif attempt.state is DecodeState.GRANTED:
+            if not attempt.abort_wanted:
+                attempt.abort_wanted = True
+                self._transfer.abort_receive(attempt.transfer_id)
+        else:
+            _answer_abort(stream, attempt_id, already_ready=attempt.has_kv)
+            if attempt.state is DecodeState.WAITING:
+                self.cancel(attempt_id, stream)
+
+    def end_stream(self, stream: Outbox) -> None:
+        """A router is gone, and all its attempts with it."""
+        for attempt in self._attempts:
+            if attempt.stream is stream:
+                self.cancel(attempt.id, stream)
+
+    def expire(self) -> None:
+        """Fails attempts that met their deadline."""
+        for attempt in self._attempts.expired():
+            attempt.fail(worker_pb2.FAILURE_REASON_EXPIRED)
+            self._end_early(attempt, EXPIRED)
+
+    def fail_all(self, reason: worker_pb2.FailureReason.ValueType) -> None:
+        """Ends every attempt: the process ends."""
+        for attempt in self._attempts:
+            attempt.fail(reason)
+            self._end_early(attempt, CANCELLED)
+
+    # What the engine says.
+
+    def _on_step(self, events: Sequence[Event]) -> None:
+        """The sink, on the step thread."""
+        self._hop(partial(self._take_events, events))
+
+    def _take_events(self, events: Sequence[Event]) -> None:
+        """The events of one step; the tokens among them leave in one message per router."""
+        for event in events:
+            attempt = self._attempts.get(event.request_id)
+            if attempt is None or attempt.state is DecodeState.QUARANTINED:
+                continue
+            match event:
+                case Reserved():
+                    self._reserved(attempt, event)
+                case Started():
+                    attempt.started_ns = event.at_ns
+                    attempt.cached_tokens = event.cached_tokens
+                case PromptScored():
+                    records = [record_message(record) for record in event.records]
+                    scores = worker_pb2.PromptLogprobs(attempt_id=attempt.id, records=records)
+                    attempt.tell(prompt_logprobs=scores)
+                case Joined():
+                    attempt.state = DecodeState.RUNNING
+                    attempt.joined_ns = event.at_ns
+                case NewTokens():
+                    if attempt.is_whole and not attempt.computed_ns:
+                        self._first_tokens(attempt, event.at_ns, events)
+                    attempt.count(event)
+                    self._tell_tokens(attempt, event.choice, event.first_index, event.records)
+                case ChoiceEnded():
+                    self._choice_ended(attempt, event)
+                case RequestFailed():
+                    attempt.fail(event.reason)
+                    self._end_early(attempt, event.reason.value)
+                case _:
+                    logger.error("unexpected event: %s", type(event).__qualname__)
+
+    def _reserved(self, attempt: DecodeAttempt, event: Reserved) -> None:
+        """WAITING -> GRANTED."""
+        attempt.reserve(secrets.token_bytes(TRANSFER_ID_BYTES), event.pages, event.held_pages)
+        left_s = attempt.expires_s - self._attempts.clock()
+        self._by_transfer[attempt.transfer_id] = attempt
+        self._transfer.expect(
+            ReceiveSpec(
+                transfer_id=attempt.transfer_id,
+                peer=attempt.peer,
+                num_pages=attempt.num_pages,
+                held_pages=attempt.held_pages,
+                num_tokens=kv_tokens(attempt.request),
+                timeout_s=min(self._grant_timeout_s, max(0.0, left_s)),
+            )
+        )
+        attempt.tell(
+            granted=worker_pb2.Grant(
+                attempt_id=attempt.id,
+                transfer_id=attempt.transfer_id,
+                decode_epoch=self._epoch,
+                decode_agent_name=self._agent_name,
+                page_ids=pack_ids(event.pages),
+                held_pages=event.held_pages,
+            )
+        )
+        spans.write_grant(attempt)
+
+    def _first_tokens(self, attempt: DecodeAttempt, at_ns: int, events: Sequence[Event]) -> None:
+        """A whole attempt's prompt is computed. All choices begin in the same step, but for those
+        that were resumed or preempted, whose first tokens are told like all others."""
+        records = [
+            event.records[0]
+            for event in events
+            if isinstance(event, NewTokens)
+            and event.request_id == attempt.id
+            and event.first_index == 0
+        ]
+        if len(records) == attempt.request.choices:
+            first = worker_pb2.FirstToken(
+                attempt_id=attempt.id,
+                records=[record_message(record) for record in records],
+                cached_prompt_tokens=attempt.cached_tokens,
+            )
+            attempt.tell(first_token=first)
+        attempt.computed_ns = attempt.ready_ns = at_ns
+        spans.write_prompt(attempt)
+
+    def _tell_tokens(
+        self,
+        attempt: DecodeAttempt,
+        choice: int,
+        first_index: int,
+        records: Sequence[TokenRecord],
+    ) -> None:
+        if not attempt.silent:
+            tokens = sequence_message(attempt.id, choice, first_index, records)
+            attempt.stream.add_tokens(tokens)
+
+    def _choice_ended(self, attempt: DecodeAttempt, event: ChoiceEnded) -> None:
+        attempt.preemptions += event.preemptions
+        finished = worker_pb2.Finished(
+            attempt_id=attempt.id,
+            choice_index=event.choice,
+            reason=end_reason_message(event.reason),
+            output_tokens=event.output_tokens,
+        )
+        if event.last:
+            finished.timings.CopyFrom(attempt.timings(event))
+        attempt.tell(finished=finished)
+        if event.last:
+            spans.write_generate(attempt)
+            self._forget(attempt, was_ready=True)
+
+    # What the transfer thread says.
+
+    def on_transfer(self, event: TransferEvent) -> None:
+        """Takes an event of the transfer thread; those of other owners are ignored."""
+        if not isinstance(event, Delivered | ReceiveAborted | ReceiveExpired | ReceiveFreed):
+            return
+        attempt = self._by_transfer.get(event.transfer_id)
+        if attempt is None:
+            return
+        match event:
+            case Delivered():
+                self._delivered(attempt, event)
+            case ReceiveAborted():
+                self._receive_aborted(attempt, already_ready=event.already_ready)
+            case ReceiveExpired():
+                self._receive_expired(attempt)
+            case ReceiveFreed():
+                self._free(attempt)
+
+    def _delivered(self, attempt: DecodeAttempt, event: Delivered) -> None:
+        """GRANTED -> READY, unless this side gave it up before it heard."""
+        if attempt.state is not DecodeState.GRANTED:
+            return
+        attempt.state, attempt.ready_ns = DecodeState.READY, event.delivered_ns
+        spans.write_receive(attempt, event, self._page_bytes)
+        try:
+            records = decode_first_tokens(event.payload, attempt.request.choices)
+        except MalformedMessage:
+            attempt.fail(worker_pb2.FAILURE_REASON_KV_TRANSFER)
+            self._end_early(attempt, KV_TRANSFER)
+            return
+        self._engine.deliver(attempt.id, records)
+        delivered = worker_pb2.Delivered(
+            attempt_id=attempt.id, delivered_unix_ns=event.delivered_ns
+        )
+        attempt.tell(delivered=delivered)
+        for choice, record in enumerate(records):
+            first_index = resumed_tokens(attempt.request, choice)
+            self._tell_tokens(attempt, choice, first_index, [record])
+
+    def _receive_aborted(self, attempt: DecodeAttempt, *, already_ready: bool) -> None:
+        """The answer to whoever asked: the router's Abort, or an end from this side."""
+        self._answer_wanted_abort(attempt, already_ready=already_ready)
+        if already_ready:
+            self._free(attempt)
+        elif attempt.state is DecodeState.GRANTED:
+            attempt.silent = True
+            self._quarantine(attempt, CANCELLED)
+
+    def _receive_expired(self, attempt: DecodeAttempt) -> None:
+        if attempt.state is not DecodeState.GRANTED:
+            return
+        self._answer_wanted_abort(attempt, already_ready=False)
+        attempt.fail(worker_pb2.FAILURE_REASON_EXPIRED)
+        self._quarantine(attempt, EXPIRED)
+
+    def _answer_wanted_abort(self, attempt: DecodeAttempt, *, already_ready: bool) -> None:
+        if attempt.abort_wanted:
+            attempt.abort_wanted = False
+            _answer_abort(attempt.stream, attempt.id, already_ready=already_ready)
+
+    # How attempts end early.
+
+    def _end_early(self, attempt: DecodeAttempt, error: str) -> None:
+        """Ends an attempt in any state."""
+        match attempt.state:
+            case DecodeState.QUARANTINED:
+                return
+            case DecodeState.GRANTED:
+                self._transfer.abort_receive(attempt.transfer_id)
+                self._quarantine(attempt, error)
+            case state:
+                if attempt.is_whole and not attempt.computed_ns:
+                    spans.write_prompt(attempt, error)
+                elif state is DecodeState.WAITING:
+                    spans.write_grant(attempt, error)
+                else:
+                    spans.write_generate(attempt, error)
+                self._engine.cancel(attempt.id)
+                self._engine.release(attempt.id)
+                self._forget(attempt, was_ready=attempt.has_kv)
+
+    def _quarantine(self, attempt: DecodeAttempt, error: str) -> None:
+        """GRANTED -> QUARANTINED: out of its slots; the pages wait for `ReceiveFreed`."""
+        spans.write_receive_failed(attempt, error)
+        attempt.state, attempt.expires_s = DecodeState.QUARANTINED, math.inf
+        self._engine.cancel(attempt.id)
+
+    def _free(self, attempt: DecodeAttempt) -> None:
+        """QUARANTINED -> FREE; an attempt in another state goes on."""
+        if attempt.state is DecodeState.QUARANTINED:
+            self._engine.release(attempt.id)
+            self._forget(attempt)
+
+    def _forget(self, attempt: DecodeAttempt, was_ready: bool = False) -> None:
+        self._by_transfer.pop(attempt.transfer_id, None)
+        self._attempts.end(attempt.id, was_ready)
+
+
+def _answer_abort(stream: Outbox, attempt_id: bytes, *, already_ready: bool) -> None:
+    aborted = worker_pb2.Aborted(attempt_id=attempt_id, already_ready=already_ready)
+    stream.send(worker_pb2.WorkResponse(aborted=aborted))
