@@ -1,0 +1,181 @@
+"""Two sides of a hand-off, driven turn by turn, over any transport."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from kv_transfer.events import TransferCounters, TransferEvent
+from kv_transfer.exchange import Exchange
+from kv_transfer.factory import make_transport
+from kv_transfer.loopback import LoopbackTransport
+from kv_transfer.specs import ReceiveSpec, SendSpec
+
+PAGE_BYTES = 4096
+NUM_PAGES = 64
+PAGE_TOKENS = 16
+PREFILL_EPOCH = 7
+DECODE_EPOCH = 11
+
+E = TypeVar("E", bound=TransferEvent)
+_serial = itertools.count()
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def advance(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+class Side:
+    """One process's worth of hand-off."""
+
+    def __init__(self, kind: str, role: str, epoch: int, clock: Callable[[], float]) -> None:
+        self.name = f"{role}-{os.getpid()}-{next(_serial)}"
+        self.pool = torch.zeros(NUM_PAGES, PAGE_BYTES, dtype=torch.uint8)
+        self.transport = make_transport(kind, self.name, self.pool, PAGE_BYTES, NUM_PAGES)
+        self.events: list[TransferEvent] = []
+        self.counters = TransferCounters()
+        self.exchange = Exchange(self.transport, epoch, self.events.append, self.counters, clock)
+        self.sender = self.exchange.sender
+        self.receiver = self.exchange.receiver
+
+    def of(self, kind: type[E]) -> list[E]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    @property
+    def loopback(self) -> LoopbackTransport:
+        assert isinstance(self.transport, LoopbackTransport)
+        return self.transport
+
+
+class World:
+    """A prefill side and a decode side."""
+
+    def __init__(self, kind: str, met: bool = True, seed: int = 1) -> None:
+        self.kind = kind
+        self.clock = FakeClock()
+        self.prefill = Side(kind, "prefill", PREFILL_EPOCH, self.clock)
+        self.decode = Side(kind, "decode", DECODE_EPOCH, self.clock)
+        self.rng = np.random.default_rng(seed)
+        if met:
+            self.meet()
+
+    def meet(self) -> None:
+        self.prefill.exchange.meet(self.decode.transport.endpoint)
+        self.decode.exchange.meet(self.prefill.transport.endpoint)
+        self.until(lambda: not self.is_testing)
+
+    @property
+    def is_testing(self) -> bool:
+        return any(side.exchange.peers.any_testing for side in (self.prefill, self.decode))
+
+    def turn(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.prefill.exchange.turn()
+            self.decode.exchange.turn()
+            self.prefill.exchange.check_invariants()
+            self.decode.exchange.check_invariants()
+
+    def until(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+        ends_s = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < ends_s, "condition not met in time"
+            self.turn()
+
+    def settle(self) -> None:
+        """Turns until what was sent must have arrived."""
+        if self.kind == "loopback":
+            self.turn(4)
+            return
+        ends_s = time.monotonic() + 0.1
+        while time.monotonic() < ends_s:
+            self.turn()
+
+    def grant(
+        self, num_tokens: int, held_pages: int = 0, timeout_s: float = 60.0, merged: bool = False
+    ) -> Transfer:
+        return Transfer(self, num_tokens, held_pages, timeout_s, merged)
+
+    def close(self) -> None:
+        self.prefill.transport.shutdown()
+        self.decode.transport.shutdown()
+
+
+class Transfer:
+    """A grant with its bytes: the source pages are filled, the decode side expects them."""
+
+    def __init__(
+        self, world: World, num_tokens: int, held_pages: int, timeout_s: float, merged: bool
+    ) -> None:
+        rng = world.rng
+        num_pages = -(-num_tokens // PAGE_TOKENS)
+        self.world = world
+        self.id = rng.bytes(16)
+        self.source = self._pages(rng, num_pages, merged)
+        self.target = self._pages(rng, num_pages, merged)
+        content = rng.integers(1, 255, (num_pages, PAGE_BYTES), dtype=np.uint8)
+        world.prefill.pool[torch.from_numpy(self.source).long()] = torch.from_numpy(content)
+        self.content = content
+        self.num_tokens = num_tokens
+        self.held_pages = held_pages
+        world.decode.receiver.expect(
+            ReceiveSpec(self.id, world.prefill.name, num_pages, held_pages, num_tokens, timeout_s)
+        )
+
+    @staticmethod
+    def _pages(rng: np.random.Generator, num_pages: int, merged: bool) -> np.ndarray:
+        pages = np.arange(1, NUM_PAGES) if merged else rng.permutation(NUM_PAGES - 1) + 1
+        return pages[:num_pages].astype(np.int32)
+
+    @property
+    def spec(self) -> SendSpec:
+        return SendSpec(
+            self.id,
+            self.world.decode.name,
+            DECODE_EPOCH,
+            self.source,
+            self.target,
+            self.held_pages,
+            self.num_tokens,
+            PAGE_TOKENS,
+            b"spanspan",
+        )
+
+    def begin(self) -> None:
+        self.world.prefill.sender.begin(self.spec)
+
+    def compute(self, end_token: int | None = None, payload: bytes | None = None) -> None:
+        end_token = self.num_tokens if end_token is None else end_token
+        self.world.prefill.sender.chunk_computed(self.id, end_token, payload)
+
+    def finish(self) -> None:
+        self.compute(self.num_tokens, b"first tokens")
+
+    def received(self) -> np.ndarray:
+        return self.world.decode.pool[torch.from_numpy(self.target).long()].numpy()
+
+    def assert_delivered(self) -> None:
+        assert (self.received()[self.held_pages :] == self.content[self.held_pages :]).all()
+        assert not self.received()[: self.held_pages].any()
+
+
+@contextmanager
+def a_world(kind: str, met: bool = True, seed: int = 1) -> Iterator[World]:
+    world = World(kind, met, seed)
+    try:
+        yield world
+    finally:
+        world.close()

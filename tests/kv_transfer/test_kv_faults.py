@@ -1,0 +1,344 @@
+"""Aborts, errors and deaths with a push in progress: loopback, where the test ends each push."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from kv_world import DECODE_EPOCH, World
+
+from kv_transfer.events import (
+    Delivered,
+    PeerFailed,
+    PeerOpened,
+    ReceiveAborted,
+    ReceiveFreed,
+    SendFailed,
+    SendQuiesced,
+    Sent,
+)
+from kv_transfer.exchange import ACTIVE_POLL_S, IDLE_POLL_S
+from kv_transfer.peers import PARTED_S
+from kv_transfer.receiving import ReceiveState
+from kv_transfer.sending import SendState
+from kv_transfer.tables import BoundedMemory, Timers
+from kv_transfer.types import TransportError
+from kv_transfer.wire import Quiesce, decode
+
+
+def hold(world: World) -> None:
+    world.prefill.loopback.holds = True
+
+
+def test_quiesced_is_said_only_when_every_push_has_ended(loopback: World) -> None:
+    world = loopback
+    hold(world)
+    transfer = world.grant(100)
+    transfer.begin()
+    for end_token in (32, 64):
+        transfer.compute(end_token)
+        world.turn()
+    first, second = world.prefill.loopback.held_pushes
+    world.decode.receiver.abort(transfer.id)
+    world.turn(5)
+    assert world.prefill.sender.state(transfer.id) is SendState.QUIESCING
+    transfer.finish()
+    world.turn(5)
+    assert world.prefill.loopback.held_pushes == [first, second], "posted after the abort"
+    world.prefill.loopback.land(second)
+    world.turn(5)
+    assert not world.prefill.of(SendQuiesced)
+    assert not world.decode.of(ReceiveFreed)
+    world.prefill.loopback.land(first)
+    world.turn(5)
+    assert world.prefill.of(SendQuiesced)
+    assert world.decode.of(ReceiveFreed)
+
+
+def test_a_late_final_notification_counts_as_quiesced(loopback: World) -> None:
+    world = loopback
+    hold(world)
+    transfer = world.grant(48)
+    transfer.begin()
+    transfer.finish()
+    world.turn()
+    world.decode.receiver.abort(transfer.id)
+    (push,) = world.prefill.loopback.held_pushes
+    world.prefill.loopback.land(push)
+    world.decode.exchange.turn()
+    assert world.decode.of(ReceiveFreed) == [ReceiveFreed(transfer.id)]
+    assert not world.decode.of(Delivered)
+    world.turn(5)
+    assert world.prefill.of(SendQuiesced) or world.prefill.of(Sent)
+    assert world.decode.counters.stale_notifications == 0, "the late answer is expected"
+
+
+def test_the_question_is_repeated_with_backoff_for_as_long_as_it_takes(loopback: World) -> None:
+    world = loopback
+    world.settle()
+    transfer = world.grant(48)
+    world.decode.receiver.abort(transfer.id)
+    asked = []
+    for _ in range(300):
+        for notification in world.prefill.transport.poll_notifications():
+            assert decode(notification.payload) == Quiesce(transfer.id, DECODE_EPOCH)
+            asked.append(world.clock.now_s)
+        world.clock.advance(0.01)
+        world.decode.exchange.turn()
+    gaps = np.diff(asked)
+    assert gaps[0] == pytest.approx(0.02, abs=0.011)
+    assert (np.diff(gaps) > -0.02).all()
+    assert gaps.max() <= 1.02
+    assert world.decode.receiver.state(transfer.id) is ReceiveState.QUARANTINED
+    world.clock.advance(1.0)
+    world.turn(2)
+    assert world.decode.of(ReceiveFreed)
+
+
+@pytest.mark.parametrize("lands", [True, False])
+def test_an_error_pins_until_the_peer_is_proven_dead(loopback: World, lands: bool) -> None:
+    world = loopback
+    hold(world)
+    transfer = world.grant(48)
+    transfer.begin()
+    transfer.finish()
+    world.turn()
+    (push,) = world.prefill.loopback.held_pushes
+    world.prefill.loopback.fail(push, lands)
+    world.turn(3)
+    assert world.prefill.of(SendFailed) == [SendFailed(transfer.id, "push_error")]
+    assert world.prefill.of(PeerFailed) == [PeerFailed(world.decode.name, "push_error")]
+    assert bool(world.decode.of(Delivered)) is lands, "what landed whole is READY all the same"
+    world.decode.receiver.abort(transfer.id)
+    world.prefill.sender.abort(transfer.id)
+    world.prefill.exchange.meet(world.decode.transport.endpoint)
+    for _ in range(5):
+        world.clock.advance(5000.0)
+        world.turn(2)
+    assert not world.prefill.of(SendQuiesced)
+    assert not world.decode.of(ReceiveFreed)
+    world.prefill.exchange.part(world.decode.name, proven_dead=False)
+    world.turn(2)
+    assert not world.prefill.of(SendQuiesced)
+    world.prefill.exchange.part(world.decode.name, proven_dead=True)
+    assert world.prefill.of(SendQuiesced) == [SendQuiesced(transfer.id)]
+
+
+def test_a_peer_that_dies_under_a_push(loopback: World) -> None:
+    world = loopback
+    hold(world)
+    transfer = world.grant(48)
+    transfer.begin()
+    transfer.compute(32)
+    world.turn()
+    world.prefill.exchange.part(world.decode.name, proven_dead=True)
+    assert world.prefill.of(SendFailed) == [SendFailed(transfer.id, "peer_dead")]
+    assert world.prefill.of(SendQuiesced) == [SendQuiesced(transfer.id)]
+    assert world.prefill.counters.sends_in_progress == 0
+    world.prefill.loopback.land(world.prefill.loopback.held_pushes[0])
+    world.turn(2)
+    assert len(world.prefill.of(SendQuiesced)) == 1
+
+
+def test_a_lost_peer_fails_its_sends_and_opens_anew(loopback: World) -> None:
+    world = loopback
+    hold(world)
+    broken, other = world.grant(48), world.grant(48)
+    for transfer in (broken, other):
+        transfer.begin()
+        transfer.compute(32)
+        world.turn()
+    first, second = world.prefill.loopback.held_pushes
+    world.prefill.loopback.fail(first, lands=False)
+    world.turn()
+    assert world.prefill.of(SendFailed)[1] == SendFailed(other.id, "peer_lost")
+    assert not world.prefill.of(SendQuiesced)
+    world.prefill.loopback.land(second)
+    world.turn()
+    assert world.prefill.of(SendQuiesced) == [SendQuiesced(other.id)]
+    world.prefill.loopback.holds = False
+    opened = len(world.prefill.of(PeerOpened))
+    world.prefill.exchange.meet(world.decode.transport.endpoint)
+    world.turn(5)
+    assert len(world.prefill.of(PeerOpened)) == opened + 1
+    again = world.grant(48)
+    again.begin()
+    again.finish()
+    world.turn(5)
+    again.assert_delivered()
+
+
+def test_an_exception_nobody_foresaw_pins_and_the_rest_goes_on(
+    loopback: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = loopback
+
+    def explode(*_: object) -> int:
+        raise ValueError("secret prompt")
+
+    transfer = world.grant(48)
+    transfer.begin()
+    transfer.finish()
+    with monkeypatch.context() as patch:
+        patch.setattr(world.prefill.transport, "push", explode)
+        world.turn()
+    assert world.prefill.of(SendFailed) == [SendFailed(transfer.id, "internal")]
+    assert world.prefill.sender.state(transfer.id) is SendState.FAILED
+    assert "secret prompt" not in caplog.text
+    assert "ValueError" in caplog.text
+    other = world.grant(48)
+    other.begin()
+    other.finish()
+    world.turn(3)
+    other.assert_delivered()
+
+
+def test_a_refused_push_fails_and_quiesces_at_once(
+    loopback: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = loopback
+
+    def refuse(*_: object) -> int:
+        raise TransportError("disconnected", "")
+
+    transfer = world.grant(48)
+    transfer.begin()
+    transfer.finish()
+    monkeypatch.setattr(world.prefill.transport, "push", refuse)
+    world.turn(2)
+    assert world.prefill.of(SendFailed) == [SendFailed(transfer.id, "disconnected")]
+    assert world.prefill.of(SendQuiesced) == [SendQuiesced(transfer.id)]
+    assert world.prefill.of(PeerFailed) == [PeerFailed(world.decode.name, "disconnected")]
+
+
+def test_a_failing_callback_does_not_stop_the_exchange(loopback: World) -> None:
+    world = loopback
+    seen = []
+
+    def on_event(event: object) -> None:
+        seen.append(event)
+        raise RuntimeError
+
+    world.decode.exchange._on_event = on_event
+    for _ in range(2):
+        transfer = world.grant(48)
+        transfer.begin()
+        transfer.finish()
+        world.turn(3)
+    assert len(seen) == 2
+
+
+def test_a_self_test_that_hangs_does_not_hold_up_the_peer(loopback: World) -> None:
+    world = loopback
+    world.prefill.exchange.peers.close(world.decode.name)
+    world.prefill.events.clear()
+    hold(world)
+    world.prefill.exchange.meet(world.decode.transport.endpoint)
+    assert world.prefill.exchange.peers.is_open(world.decode.name)
+    world.turn()
+    assert not world.prefill.of(PeerOpened)
+    world.clock.advance(0.06)
+    world.turn()
+    (opened,) = world.prefill.of(PeerOpened)
+    assert opened.gigabytes_per_s == 0
+    world.prefill.loopback.fail(world.prefill.loopback.held_pushes[0], lands=False)
+    world.turn()
+    assert world.prefill.of(PeerFailed)[-1].cause == "self_test_failed"
+
+
+def test_meeting_again_repeats_the_answer_without_a_test(loopback: World) -> None:
+    world = loopback
+    opened = world.prefill.of(PeerOpened)
+    world.prefill.exchange.meet(world.decode.transport.endpoint)
+    assert world.prefill.of(PeerOpened) == opened * 2
+    assert opened[0].gigabytes_per_s > 0
+
+
+def test_a_parted_peer_is_forgotten_long_after(loopback: World) -> None:
+    world = loopback
+    transfer = world.grant(48, timeout_s=10 * PARTED_S)
+    world.decode.exchange.part(world.prefill.name, proven_dead=False)
+    world.clock.advance(PARTED_S + 1)
+    world.turn()
+    assert world.decode.exchange.peers.is_open(world.prefill.name), "a grant still needs it"
+    world.decode.receiver.abort(transfer.id)
+    world.turn(3)
+    assert not world.decode.exchange.peers.is_open(world.prefill.name)
+
+
+def test_how_long_the_thread_may_pause(loopback: World) -> None:
+    world = loopback
+    assert world.decode.exchange.pause_s() == IDLE_POLL_S
+    transfer = world.grant(48)
+    assert world.decode.exchange.pause_s() == ACTIVE_POLL_S
+    hold(world)
+    transfer.begin()
+    assert world.prefill.exchange.pause_s() == IDLE_POLL_S
+    transfer.finish()
+    assert world.prefill.exchange.pause_s() == 0
+    world.turn()
+    assert world.prefill.exchange.pause_s() == ACTIVE_POLL_S
+    world.prefill.loopback.land(world.prefill.loopback.held_pushes[0])
+    world.turn(2)
+    assert world.decode.exchange.pause_s() == IDLE_POLL_S
+
+
+def test_long_pushes_are_cut_and_transfers_take_turns(loopback: World) -> None:
+    world = loopback
+    hold(world)
+    world.prefill.sender._max_push_pages = 4
+    transfers = [world.grant(160) for _ in range(2)]
+    for transfer in transfers:
+        transfer.begin()
+        transfer.finish()
+    posted = []
+    for _ in range(6):
+        world.prefill.exchange.turn()
+        posted.append([t.id for t in transfers if len(world.prefill.sender._sends[t.id].handles)])
+    assert [len(ids) for ids in posted[:2]] == [1, 2]
+    world.prefill.loopback.holds = False
+    world.turn(3)
+    stats = [event.stats for event in world.prefill.of(Sent)]
+    assert [(s.pushes, s.pages) for s in stats] == [(3, 10), (3, 10)]
+
+
+def test_a_repeated_grant_or_abort_changes_nothing(loopback: World) -> None:
+    world = loopback
+    transfer = world.grant(48)
+    transfer.begin()
+    transfer.begin()
+    world.decode.receiver.abort(transfer.id)
+    world.decode.receiver.abort(transfer.id)
+    world.turn(3)
+    world.decode.receiver.abort(transfer.id)
+    assert world.decode.of(ReceiveAborted) == [ReceiveAborted(transfer.id, False)] * 3
+    assert world.decode.of(ReceiveFreed) == [ReceiveFreed(transfer.id)]
+    assert world.decode.counters.transfers_aborted == 1
+
+
+def test_memory_is_bounded_by_size_and_age() -> None:
+    now_s = 0.0
+    memory: BoundedMemory[int, str] = BoundedMemory(3, 10.0, lambda: now_s)
+    for key in range(5):
+        memory.add(key, "x")
+    assert [key in memory for key in range(5)] == [False, False, True, True, True]
+    now_s = 5.0
+    memory.add(2, "y")
+    now_s = 12.0
+    assert [key in memory for key in range(2, 5)] == [True, False, False]
+    assert memory.get(2) == "y"
+    now_s = 16.0
+    assert memory.get(2) is None
+    assert len(memory) == 0
+
+
+def test_timers_fire_in_order() -> None:
+    now_s = 0.0
+    timers = Timers(lambda: now_s)
+    timers.set(b"b", 2.0)
+    timers.set(b"a", 1.0)
+    assert timers.next_after_s() == 1.0
+    assert timers.pop_due() == []
+    now_s = 2.5
+    assert timers.next_after_s() == 0.0
+    assert timers.pop_due() == [b"a", b"b"]
+    assert timers.next_after_s() is None

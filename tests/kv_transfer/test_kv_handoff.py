@@ -1,0 +1,417 @@
+"""The protocol's happy paths and fences, the same on every transport."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import pytest
+from kv_world import DECODE_EPOCH, NUM_PAGES, PAGE_TOKENS, World, a_world
+
+from kv_transfer.events import (
+    Delivered,
+    PeerFailed,
+    PeerOpened,
+    ReceiveAborted,
+    ReceiveExpired,
+    ReceiveFreed,
+    SendFailed,
+    SendQuiesced,
+    Sent,
+)
+from kv_transfer.receiving import ReceiveState
+from kv_transfer.sending import SendState
+from kv_transfer.specs import SendSpec
+from kv_transfer.wire import Chunk, Quiesce, Quiesced, encode
+
+
+def delivered(world: World, transfers: int = 1) -> Delivered:
+    world.until(
+        lambda: (
+            len(world.decode.of(Delivered)) == transfers
+            and len(world.prefill.of(Sent)) == transfers
+        )
+    )
+    return world.decode.of(Delivered)[-1]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 333])
+def test_scattered_pages_arrive_byte_for_byte(world: World, num_tokens: int) -> None:
+    transfer = world.grant(num_tokens)
+    transfer.begin()
+    transfer.finish()
+    event = delivered(world)
+    transfer.assert_delivered()
+    assert event.transfer_id == transfer.id
+    assert event.payload == b"first tokens"
+    assert event.send_span_id == b"spanspan"
+    assert event.granted_ns <= event.first_notification_ns <= event.delivered_ns
+    (sent,) = world.prefill.of(Sent)
+    assert sent.stats.pages == len(transfer.target)
+    assert sent.stats.started_ns <= sent.stats.last_posted_ns <= sent.stats.done_ns
+    assert world.prefill.counters.bytes_sent == sent.stats.bytes
+    assert world.decode.counters.stale_notifications == 0
+
+
+def test_adjacent_pages_are_one_descriptor(world: World) -> None:
+    transfer = world.grant(20 * PAGE_TOKENS, merged=True)
+    transfer.begin()
+    transfer.finish()
+    delivered(world)
+    transfer.assert_delivered()
+    assert world.prefill.of(Sent)[0].stats.descriptors == 1
+
+
+def test_full_pages_leave_while_the_rest_is_computed(world: World) -> None:
+    transfer = world.grant(100)
+    transfer.begin()
+    for end_token in (40, 80):
+        transfer.compute(end_token)
+        world.settle()
+        full = end_token // PAGE_TOKENS
+        assert (transfer.received()[:full] == transfer.content[:full]).all()
+        assert not transfer.received()[full:].any(), "a page left before it was final"
+        assert world.decode.receiver.state(transfer.id) is ReceiveState.FILLING
+    transfer.compute()
+    world.settle()
+    assert not world.decode.of(Delivered), "READY without the last notification"
+    transfer.finish()
+    assert delivered(world).notifications >= 3
+    transfer.assert_delivered()
+
+
+@pytest.mark.parametrize("granted_after_chunks", [0, 1, 2, 3])
+def test_a_grant_may_come_at_any_time(world: World, granted_after_chunks: int) -> None:
+    transfer = world.grant(60)
+    chunks = [lambda: transfer.compute(20), lambda: transfer.compute(40), transfer.finish]
+    chunks.insert(granted_after_chunks, transfer.begin)
+    for step in chunks:
+        step()
+        world.turn(3)
+    delivered(world)
+    transfer.assert_delivered()
+
+
+@pytest.mark.parametrize("held_pages", [1, 3, 6, 7])
+def test_held_pages_are_not_sent(world: World, held_pages: int) -> None:
+    transfer = world.grant(100, held_pages=held_pages)
+    transfer.begin()
+    transfer.compute(40)
+    world.turn(3)
+    transfer.finish()
+    event = delivered(world)
+    transfer.assert_delivered()
+    assert event.payload == b"first tokens"
+    assert world.prefill.of(Sent)[0].stats.pages == 7 - held_pages
+
+
+def test_many_transfers_interleave(world: World) -> None:
+    transfers = [world.grant(15 * PAGE_TOKENS, merged=False) for _ in range(4)]
+    for transfer in transfers:
+        transfer.begin()
+    for end_token in range(40, 15 * PAGE_TOKENS, 40):
+        for transfer in transfers:
+            transfer.compute(end_token)
+        world.turn()
+    for transfer in transfers:
+        transfer.finish()
+    world.until(lambda: len(world.decode.of(Delivered)) == 4)
+    assert {event.transfer_id for event in world.decode.of(Delivered)} == {t.id for t in transfers}
+
+
+def test_notifications_that_are_not_ours_are_dropped_and_counted(world: World) -> None:
+    transfer = world.grant(100)
+    pages, tokens = len(transfer.target), transfer.num_tokens
+    forged = [
+        b"",
+        b"not ours at all",
+        encode(Chunk(bytes(16), DECODE_EPOCH, 0, 1, 16)),
+        encode(Chunk(transfer.id, DECODE_EPOCH + 1, 0, 1, 16)),
+        encode(Chunk(transfer.id, DECODE_EPOCH, 0, pages + 1, tokens)),
+        encode(Chunk(transfer.id, DECODE_EPOCH, 2, 2, 32)),
+        encode(Chunk(transfer.id, DECODE_EPOCH, 0, pages - 1, tokens, last=True)),
+        encode(Chunk(transfer.id, DECODE_EPOCH, 0, pages, tokens - 1, last=True)),
+        encode(Quiesced(bytes(16), DECODE_EPOCH)),
+        encode(Quiesced(transfer.id, DECODE_EPOCH + 1)),
+    ]
+    sent = [data for data in forged if data]
+    for data in sent:
+        world.prefill.transport.notify(world.decode.name, data)
+    world.until(lambda: world.decode.counters.stale_notifications == len(sent))
+    assert world.decode.receiver.state(transfer.id) is ReceiveState.GRANTED
+    transfer.begin()
+    transfer.finish()
+    delivered(world)
+    transfer.assert_delivered()
+
+
+def test_duplicates_and_overlaps_are_dropped(world: World) -> None:
+    transfer = world.grant(100)
+    transfer.begin()
+    transfer.compute(64)
+    world.until(lambda: world.decode.receiver.state(transfer.id) is ReceiveState.FILLING)
+    for first, end in ((0, 4), (3, 5), (0, 7)):
+        chunk = Chunk(transfer.id, DECODE_EPOCH, first, end, 64)
+        world.prefill.transport.notify(world.decode.name, encode(chunk))
+    world.until(lambda: world.decode.counters.stale_notifications == 3)
+    transfer.finish()
+    delivered(world)
+    repeat = Chunk(transfer.id, DECODE_EPOCH, 0, 7, 100, last=True)
+    world.prefill.transport.notify(world.decode.name, encode(repeat))
+    world.until(lambda: world.decode.counters.stale_notifications == 4)
+    assert len(world.decode.of(Delivered)) == 1
+
+
+def test_only_the_granted_peer_may_fill(world: World) -> None:
+    transfer = world.grant(32)
+    with a_world(world.kind, met=False) as other:
+        other.prefill.exchange.meet(world.decode.transport.endpoint)
+        chunk = Chunk(transfer.id, DECODE_EPOCH, 0, 2, 32, last=True)
+        other.prefill.transport.notify(world.decode.name, encode(chunk))
+        quiesced = Quiesced(transfer.id, DECODE_EPOCH)
+        other.prefill.transport.notify(world.decode.name, encode(quiesced))
+        world.until(lambda: world.decode.counters.stale_notifications == 2)
+        other.until(lambda: not other.prefill.exchange.pushes_in_progress)
+    assert world.decode.receiver.state(transfer.id) is ReceiveState.GRANTED
+
+
+@pytest.mark.parametrize("computed_tokens", [None, 0, 40])
+def test_abort_by_the_decode_side(world: World, computed_tokens: int | None) -> None:
+    """Ungranted, granted, and with some pages over there."""
+    transfer = world.grant(100)
+    if computed_tokens is not None:
+        transfer.begin()
+        transfer.compute(computed_tokens)
+        world.settle()
+    world.decode.receiver.abort(transfer.id)
+    assert world.decode.of(ReceiveAborted) == [ReceiveAborted(transfer.id, already_ready=False)]
+    assert not world.decode.of(ReceiveFreed), "freed before the prefill side quiesced"
+    assert world.decode.counters.quarantined_transfers == 1
+    world.until(lambda: bool(world.decode.of(ReceiveFreed)))
+    assert world.decode.counters.quarantined_transfers == 0
+    if computed_tokens is not None:
+        assert world.prefill.of(SendQuiesced) == [SendQuiesced(transfer.id)]
+    transfer.finish()
+    transfer.begin()
+    world.settle()
+    full = (computed_tokens or 0) // PAGE_TOKENS
+    assert not transfer.received()[full:].any(), "pushed after the abort"
+    assert world.prefill.of(SendQuiesced)[-1] == SendQuiesced(transfer.id)
+    assert world.prefill.sender.state(transfer.id) is SendState.QUIESCED
+
+
+def test_abort_by_the_prefill_side(world: World) -> None:
+    transfer = world.grant(100)
+    transfer.begin()
+    transfer.compute(40)
+    world.prefill.sender.abort(transfer.id)
+    world.until(lambda: bool(world.prefill.of(SendQuiesced)))
+    world.settle()
+    world.decode.receiver.abort(transfer.id)
+    assert world.decode.of(ReceiveFreed), "it was told already that nothing can land"
+    world.prefill.sender.abort(transfer.id)
+    assert len(world.prefill.of(SendQuiesced)) == 2, "an abort is always answered"
+
+
+def test_abort_of_a_transfer_never_heard_of(world: World) -> None:
+    transfer = world.grant(100)
+    world.prefill.sender.abort(transfer.id)
+    assert world.prefill.of(SendQuiesced) == [SendQuiesced(transfer.id)]
+    transfer.begin()
+    transfer.finish()
+    world.settle()
+    assert not world.decode.of(Delivered)
+    world.decode.receiver.abort(b"u" * 16)
+    assert world.decode.of(ReceiveFreed) == [ReceiveFreed(b"u" * 16)]
+
+
+def test_ready_and_abort_exclude_each_other(world: World) -> None:
+    first, second = world.grant(32), world.grant(48)
+    first.begin()
+    first.finish()
+    delivered(world)
+    world.decode.receiver.abort(first.id)
+    assert world.decode.of(ReceiveAborted) == [ReceiveAborted(first.id, already_ready=True)]
+    assert not world.decode.of(ReceiveFreed)
+    second.begin()
+    second.finish()
+    world.prefill.exchange.turn()
+    world.decode.receiver.abort(second.id)
+    world.until(lambda: bool(world.decode.of(ReceiveFreed)))
+    assert [event.transfer_id for event in world.decode.of(Delivered)] == [first.id]
+    assert world.decode.of(ReceiveAborted)[1:] == [ReceiveAborted(second.id, False)]
+
+
+def test_expiry_is_a_timeout_and_no_fence(world: World) -> None:
+    transfer = world.grant(100, timeout_s=30.0)
+    transfer.begin()
+    transfer.compute(40)
+    world.settle()
+    world.clock.advance(29.0)
+    world.turn()
+    assert not world.decode.of(ReceiveExpired)
+    world.clock.advance(2.0)
+    world.decode.exchange.turn()
+    assert world.decode.of(ReceiveExpired) == [ReceiveExpired(transfer.id)]
+    assert world.decode.counters.expired_grants == 1
+    assert world.decode.receiver.state(transfer.id) is ReceiveState.QUARANTINED
+    world.until(lambda: bool(world.decode.of(ReceiveFreed)))
+    assert world.prefill.of(SendQuiesced)
+
+
+def test_quarantine_outlives_a_peer_that_merely_left(world: World) -> None:
+    transfer = world.grant(100)
+    transfer.begin()
+    world.decode.exchange.part(world.prefill.name, proven_dead=False)
+    world.decode.receiver.abort(transfer.id)
+    for _ in range(20):
+        world.decode.exchange.turn()
+        world.clock.advance(100.0)
+    assert world.decode.receiver.state(transfer.id) is ReceiveState.QUARANTINED
+    world.decode.exchange.part(world.prefill.name, proven_dead=True)
+    assert world.decode.of(ReceiveFreed) == [ReceiveFreed(transfer.id)]
+
+
+def test_a_peer_that_left_still_answers(world: World) -> None:
+    transfer = world.grant(100)
+    transfer.begin()
+    world.prefill.exchange.part(world.decode.name, proven_dead=False)
+    world.decode.exchange.part(world.prefill.name, proven_dead=False)
+    world.decode.receiver.abort(transfer.id)
+    world.until(lambda: bool(world.decode.of(ReceiveFreed)))
+
+
+def test_delivery_before_death_counts(world: World) -> None:
+    transfer = world.grant(48)
+    transfer.begin()
+    transfer.finish()
+    while not world.prefill.of(Sent):
+        world.prefill.exchange.turn()
+    if world.kind == "nixl":
+        time.sleep(0.1)
+    world.decode.exchange.part(world.prefill.name, proven_dead=True)
+    assert world.decode.of(Delivered)
+    world.decode.receiver.abort(transfer.id)
+    assert world.decode.of(ReceiveAborted)[-1].already_ready
+
+
+def test_a_grant_to_a_peer_that_is_dead_already(world: World) -> None:
+    world.decode.exchange.part(world.prefill.name, proven_dead=True)
+    world.prefill.exchange.part(world.decode.name, proven_dead=True)
+    transfer = world.grant(48)
+    world.decode.receiver.abort(transfer.id)
+    assert world.decode.of(ReceiveFreed) == [ReceiveFreed(transfer.id)]
+    transfer.begin()
+    assert world.prefill.of(SendFailed) == [SendFailed(transfer.id, "peer_dead")]
+    assert world.prefill.of(SendQuiesced) == [SendQuiesced(transfer.id)]
+    world.prefill.exchange.meet(world.decode.transport.endpoint)
+    assert world.prefill.of(PeerFailed)[-1] == PeerFailed(world.decode.name, "peer_dead")
+
+
+@pytest.mark.parametrize("kind", ["loopback", "nixl"])
+@pytest.mark.parametrize("prefill_first", [True, False])
+def test_peers_meet_in_either_order(kind: str, prefill_first: bool) -> None:
+    with a_world(kind, met=False) as world:
+        sides = [world.prefill, world.decode]
+        first, second = sides if prefill_first else sides[::-1]
+        transfer = world.grant(48)
+        transfer.begin()
+        transfer.finish()
+        first.exchange.meet(second.transport.endpoint)
+        world.settle()
+        second.exchange.meet(first.transport.endpoint)
+        first.exchange.meet(second.transport.endpoint)
+        delivered(world)
+        transfer.assert_delivered()
+        world.until(lambda: not world.is_testing)
+        opened = world.prefill.of(PeerOpened)[-1]
+        assert opened.agent_name == world.decode.name
+        assert opened.transport.startswith(kind)
+
+
+@pytest.mark.parametrize("kind", ["loopback", "nixl"])
+def test_a_send_waits_for_its_peer_and_then_fails(kind: str) -> None:
+    with a_world(kind, met=False) as world:
+        transfer = world.grant(48)
+        transfer.begin()
+        transfer.finish()
+        world.clock.advance(4.0)
+        world.turn()
+        assert not world.prefill.of(SendFailed)
+        world.clock.advance(2.0)
+        world.turn()
+        assert world.prefill.of(SendFailed) == [SendFailed(transfer.id, "peer_not_open")]
+        assert world.prefill.of(SendQuiesced) == [SendQuiesced(transfer.id)]
+
+
+def test_a_restarted_peer_has_a_new_name(world: World) -> None:
+    old = world.grant(48)
+    old.begin()
+    old.compute(32)
+    world.settle()
+    with a_world(world.kind, met=False, seed=2) as reborn:
+        world.decode.exchange.part(world.prefill.name, proven_dead=True)
+        unused, reborn.decode = reborn.decode, world.decode
+        reborn.meet()
+        fresh = reborn.grant(48)
+        fresh.begin()
+        fresh.finish()
+        reborn.until(lambda: bool(world.decode.of(Delivered)))
+        fresh.assert_delivered()
+        world.decode.receiver.abort(old.id)
+        assert world.decode.of(ReceiveFreed) == [ReceiveFreed(old.id)]
+        reborn.decode = unused
+
+
+def test_bad_grants_and_chunks_fail_typed(world: World) -> None:
+    transfer = world.grant(48)
+    spec = transfer.spec
+    short = SendSpec(
+        transfer.id, spec.peer, 1, spec.source_pages[:2], spec.target_pages, 0, 48, PAGE_TOKENS
+    )
+    world.prefill.sender.begin(short)
+    assert world.prefill.of(SendFailed) == [SendFailed(transfer.id, "bad_grant")]
+    outside = world.grant(48)
+    outside.target[1] = NUM_PAGES
+    outside.begin()
+    outside.finish()
+    world.until(lambda: len(world.prefill.of(SendFailed)) == 2)
+    assert world.prefill.of(SendFailed)[1] == SendFailed(outside.id, "bad_pages")
+    too_long = world.grant(48)
+    too_long.begin()
+    too_long.compute(49)
+    assert world.prefill.of(SendFailed)[2] == SendFailed(too_long.id, "bad_chunk")
+    too_big = world.grant(48)
+    too_big.begin()
+    too_big.compute(48, b"x" * 5000)
+    world.until(lambda: len(world.prefill.of(SendQuiesced)) == 4)
+    assert world.prefill.of(SendFailed)[3] == SendFailed(too_big.id, "payload_too_large")
+    assert world.prefill.counters.transfers_failed == 4
+
+
+def test_only_the_granting_peer_may_quiesce(world: World) -> None:
+    transfer = world.grant(48)
+    transfer.begin()
+    stale = Quiesce(transfer.id, DECODE_EPOCH + 1)
+    world.decode.transport.notify(world.prefill.name, encode(stale))
+    with a_world(world.kind, met=False) as other:
+        other.decode.exchange.meet(world.prefill.transport.endpoint)
+        quiesce = Quiesce(transfer.id, DECODE_EPOCH)
+        other.decode.transport.notify(world.prefill.name, encode(quiesce))
+        world.until(lambda: world.prefill.counters.stale_notifications == 2)
+        other.until(lambda: not other.decode.exchange.pushes_in_progress)
+    transfer.finish()
+    delivered(world)
+
+
+def test_a_mismatched_pool_is_refused(world: World) -> None:
+    endpoint = dataclasses.replace(
+        world.decode.transport.endpoint, agent_name="other", page_bytes=8192
+    )
+    world.prefill.exchange.meet(endpoint)
+    assert world.prefill.of(PeerFailed)[-1].cause == "page_size_mismatch"
+    garbage = dataclasses.replace(
+        world.decode.transport.endpoint, agent_name="other2", metadata=b"garbage"
+    )
+    world.prefill.exchange.meet(garbage)
+    assert world.prefill.of(PeerFailed)[-1].cause == "unreachable"

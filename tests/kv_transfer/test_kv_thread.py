@@ -1,0 +1,128 @@
+"""The transfer thread itself: starting, stopping, surviving."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from kv_process import LocalWorker
+
+from kv_transfer.events import Delivered, PeerOpened, SendQuiesced, TransferEvent
+from kv_transfer.factory import make_transport
+from kv_transfer.loopback import LoopbackTransport
+from kv_transfer.specs import ReceiveSpec, SendSpec
+from kv_transfer.thread import TransferThread
+from kv_transfer.types import TransportError
+
+PAGES = np.array([1], dtype=np.int32)
+
+
+def test_a_transport_that_cannot_be_built_is_told_to_the_starter() -> None:
+    pool = torch.zeros(10, 100)
+    thread = TransferThread(
+        lambda: make_transport("loopback", "short", pool, 4096, 10), 1, lambda event: None
+    )
+    with pytest.raises(TransportError, match="bad_pool"):
+        thread.start()
+    assert thread.stop(1.0)
+    with pytest.raises(TransportError, match="unknown_transport"):
+        make_transport("pigeon", "p", pool, 400, 10)
+
+
+def test_a_bug_in_building_is_told_without_its_text() -> None:
+    def explode() -> LoopbackTransport:
+        raise ValueError("secret")
+
+    with pytest.raises(TransportError, match="internal: ValueError"):
+        TransferThread(explode, 1, lambda event: None).start()
+
+
+def test_nixl_missing_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl_cu13._bindings", None)
+    with pytest.raises(TransportError, match="install nixl-cu13"):
+        make_transport("nixl", "n", torch.zeros(4, 4096, dtype=torch.uint8), 4096, 4)
+
+
+def test_null_moves_nothing_but_delivers() -> None:
+    prefill = LocalWorker("null", "null-prefill", 4, 4096, 1)
+    decode = LocalWorker("null", "null-decode", 4, 4096, 1)
+    prefill.thread.meet(decode.endpoint)
+    decode.thread.meet(prefill.endpoint)
+    assert prefill.events.wait(PeerOpened).transport == "null"
+    prefill.fill(PAGES, np.ones((1, 4096), dtype=np.uint8))
+    _send(prefill, decode, b"t" * 16)
+    assert decode.events.wait(Delivered).payload == b"tokens"
+    assert not decode.pool.any()
+    prefill.close()
+    decode.close()
+
+
+def test_stopping_waits_for_pushes_in_progress() -> None:
+    prefill = LocalWorker("loopback", "stop-prefill", 4, 4096, 1)
+    decode = LocalWorker("loopback", "stop-decode", 4, 4096, 1)
+    prefill.thread.meet(decode.endpoint)
+    decode.thread.meet(prefill.endpoint)
+    prefill.events.wait(PeerOpened)
+    assert isinstance(prefill.transport, LoopbackTransport)
+    prefill.transport.delay_s = 0.2
+    _send(prefill, decode, b"a" * 16)
+    assert prefill.thread.stop(5.0)
+    decode.events.wait(Delivered)
+    assert prefill.thread.stop(0.0), "stopping again changes nothing"
+    decode.close()
+
+
+def test_stopping_in_time_leaves_a_push_that_does_not_end() -> None:
+    prefill = LocalWorker("loopback", "stuck-prefill", 4, 4096, 1)
+    decode = LocalWorker("loopback", "stuck-decode", 4, 4096, 1)
+    prefill.thread.meet(decode.endpoint)
+    prefill.events.wait(PeerOpened)
+    assert isinstance(prefill.transport, LoopbackTransport)
+    prefill.transport.holds = True
+    _send(prefill, decode, b"b" * 16)
+    assert not prefill.thread.stop(0.2)
+    decode.close()
+
+
+def test_the_thread_outlives_a_transport_that_raises(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = LocalWorker("loopback", "moody", 4, 4096, 1)
+    other = LocalWorker("loopback", "calm", 4, 4096, 1)
+    raised = threading.Event()
+
+    def explode() -> list[object]:
+        raised.set()
+        raise RuntimeError("secret")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker.transport, "poll_pushes", explode)
+        worker.thread.meet(other.endpoint)
+        assert raised.wait(5.0)
+    worker.thread.abort_send(b"c" * 16)
+    worker.events.wait(SendQuiesced)
+    worker.events.wait(PeerOpened)
+    assert "secret" not in caplog.text
+    worker.close()
+    other.close()
+
+
+def test_commands_before_events_keep_their_order() -> None:
+    worker = LocalWorker("loopback", "orderly", 4, 4096, 1)
+    ids = [bytes([i]) * 16 for i in range(200)]
+    for transfer_id in ids:
+        worker.thread.abort_send(transfer_id)
+    worker.events.wait(SendQuiesced, 200)
+    events: list[TransferEvent] = [SendQuiesced(transfer_id) for transfer_id in ids]
+    assert worker.events.all == events
+    worker.close()
+
+
+def _send(prefill: LocalWorker, decode: LocalWorker, transfer_id: bytes) -> None:
+    decode.thread.expect(ReceiveSpec(transfer_id, prefill.endpoint.agent_name, 1, 0, 16, 9.0))
+    spec = SendSpec(transfer_id, decode.endpoint.agent_name, 1, PAGES, PAGES, 0, 16, 16)
+    prefill.thread.begin_send(spec)
+    prefill.thread.chunk_computed(transfer_id, 16, b"tokens")

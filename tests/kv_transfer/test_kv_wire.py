@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kv_transfer.types import MAX_NOTIFICATION_BYTES, TransportError
+from kv_transfer.wire import (
+    MAX_PAYLOAD_BYTES,
+    Chunk,
+    MalformedNotification,
+    Message,
+    Probe,
+    Quiesce,
+    Quiesced,
+    decode,
+    encode,
+)
+
+ID = bytes(range(16))
+EPOCH = 2**64 - 1
+MESSAGES: list[Message] = [
+    Chunk(ID, EPOCH, 0, 4, 64),
+    Chunk(ID, EPOCH, 4, 4, 65, last=True),
+    Chunk(ID, EPOCH, 4, 5, 65, last=True, payload=b"x" * MAX_PAYLOAD_BYTES),
+    Chunk(ID, EPOCH, 4, 5, 65, last=True, payload=b"", send_span_id=b"12345678"),
+    Quiesce(ID, 0),
+    Quiesced(ID, 1),
+    Probe(),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_every_message_survives_the_wire(message: Message) -> None:
+    data = encode(message)
+    assert len(data) <= MAX_NOTIFICATION_BYTES
+    assert decode(data) == message
+
+
+def test_layout_is_little_endian_and_packed() -> None:
+    data = encode(Chunk(ID, 1, 2, 3, 48, last=True, payload=b"pp", send_span_id=b"s" * 8))
+    assert data == (
+        b"BT\x01\x01" + ID + b"\x01" + bytes(7)
+        + b"\x02\0\0\0\x03\0\0\0\x30\0\0\0\x03" + b"s" * 8 + b"\x02\0pp"
+    )  # fmt: skip
+
+
+def test_a_payload_that_does_not_fit_is_refused_before_posting() -> None:
+    with pytest.raises(TransportError) as caught:
+        encode(Chunk(ID, 1, 0, 1, 1, last=True, payload=b"x" * (MAX_PAYLOAD_BYTES + 1)))
+    assert caught.value.cause == "payload_too_large"
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_truncated_and_padded_notifications_are_malformed(message: Message) -> None:
+    data = encode(message)
+    for length in {*range(min(len(data), 60)), len(data) - 1}:
+        with pytest.raises(MalformedNotification):
+            decode(data[:length])
+    with pytest.raises(MalformedNotification):
+        decode(data + b"\0")
+
+
+def test_wrong_magic_version_kind_flags_and_ranges_are_malformed() -> None:
+    data = bytearray(encode(MESSAGES[0]))
+    for at, value in ((0, 0), (2, 9), (3, 99), (40, 4), (40, 2), (28, 9)):
+        broken = bytearray(data)
+        broken[at] = value
+        with pytest.raises(MalformedNotification):
+            decode(bytes(broken))
+
+
+def test_random_bytes_never_do_anything_but_parse_or_raise() -> None:
+    rng = random.Random(5)
+    for _ in range(3000):
+        data = bytearray(encode(rng.choice(MESSAGES[:2] + MESSAGES[3:])))
+        for _ in range(rng.randint(1, 4)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        try:
+            decode(bytes(data))
+        except MalformedNotification:
+            continue
