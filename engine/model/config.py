@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
-log = logging.getLogger("baton.engine")
-
-SUPPORTED_ARCHITECTURES = (
-    "LlamaForCausalLM",
-    "MistralForCausalLM",
-    "Qwen2ForCausalLM",
-    "Qwen3ForCausalLM",
-)
+SUPPORTED_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+"""By model type."""
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Those whose frequencies do not depend on the length of the sequence."""
 
@@ -59,30 +58,31 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
 
 
-def read_config(folder: Path, gguf_file: str | None = None) -> ModelConfig:
-    """Reads `config.json` and `generation_config.json` of a folder, or a GGUF file's header.
+def read_config(folder: Path) -> ModelConfig:
+    """Reads `config.json` and `generation_config.json` of a folder.
 
     Raises:
         UnsupportedModelError: not a model that the engine computes.
         ModelError: no readable config.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
+    stated = _read_json(folder / "config.json")
+    architecture = _architecture(stated)
     try:
-        options = {"gguf_file": gguf_file} if gguf_file else {}
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, **options)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{folder} holds no config that can be read") from error
-    return from_transformers(config, _eos_token_ids(config, folder))
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        raise ModelError(f"{folder / 'config.json'} is not a valid config") from error
+    return build_config(architecture, config, _eos_token_ids(config, folder))
 
 
-def from_transformers(config: Any, eos_token_ids: tuple[int, ...]) -> ModelConfig:
-    """Takes over a transformers config.
+def build_config(architecture: str, config: Any, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+    """Takes over a transformers config of a supported architecture.
 
     Raises:
         UnsupportedModelError: it asks for something that the engine does not compute.
     """
-    architecture = _architecture(config)
     _refuse_options(config)
     qwen2, qwen3 = architecture.startswith("Qwen2"), architecture.startswith("Qwen3")
     attention_bias = bool(getattr(config, "attention_bias", False))
@@ -101,7 +101,7 @@ def from_transformers(config: Any, eos_token_ids: tuple[int, ...]) -> ModelConfi
         max_position_embeddings=config.max_position_embeddings,
         rope_frequencies=frequencies,
         rope_scale=scale,
-        windows=_windows(config),
+        windows=_windows(architecture, config),
         qkv_bias=qwen2 or attention_bias,
         output_bias=attention_bias and not qwen2,
         mlp_bias=bool(getattr(config, "mlp_bias", False)),
@@ -111,15 +111,27 @@ def from_transformers(config: Any, eos_token_ids: tuple[int, ...]) -> ModelConfi
     )
 
 
-def _architecture(config: Any) -> str:
-    names = config.architectures or [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]
-    for name in names:
-        if name in SUPPORTED_ARCHITECTURES:
-            return str(name)
-    raise UnsupportedModelError(
-        f"architecture {', '.join(names)} is not supported;"
-        f" supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
-    )
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} is no config that can be read") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{file} is no config that can be read")
+    return content
+
+
+def _architecture(stated: Mapping[str, Any]) -> str:
+    """Model type and architecture must agree: others reuse an architecture's name for more."""
+    model_type = stated.get("model_type")
+    supported = SUPPORTED_ARCHITECTURES.get(str(model_type))
+    names = stated.get("architectures") or [supported or f"of model type {model_type}"]
+    if supported is None or supported not in names:
+        raise UnsupportedModelError(
+            f"architecture {', '.join(names)} (model type {model_type}) is not supported;"
+            f" supported are {', '.join(SUPPORTED_ARCHITECTURES.values())}"
+        )
+    return supported
 
 
 def _refuse_options(config: Any) -> None:
@@ -152,25 +164,22 @@ def _rope(config: Any) -> tuple[tuple[float, ...], float]:
     return tuple((1.0 / parameters["rope_theta"] ** exponents).tolist()), 1.0
 
 
-def _windows(config: Any) -> tuple[int | None, ...]:
+def _windows(architecture: str, config: Any) -> tuple[int | None, ...]:
     layers, window = int(config.num_hidden_layers), getattr(config, "sliding_window", None)
-    if window is None or getattr(config, "use_sliding_window", True) is False:
+    if window is None or architecture.startswith("Llama"):
         return (None,) * layers
     kinds: list[str] = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
+    if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
+        raise UnsupportedModelError(f"layers of type {', '.join(sorted(unknown))}")
     size = int(window)
     return tuple(size if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _eos_token_ids(config: Any, folder: Path) -> tuple[int, ...]:
     """From the config and the generation config: either may hold one id or a list."""
-    from transformers import GenerationConfig
-
-    found = [config.eos_token_id]
-    try:
-        found.append(GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id)
-    except OSError:
-        log.debug("%s has no generation config", folder)
+    file = folder / "generation_config.json"
+    generation = _read_json(file) if file.is_file() else {}
     ids: set[int] = set()
-    for value in found:
+    for value in (config.eos_token_id, generation.get("eos_token_id")):
         ids.update(value if isinstance(value, list) else [] if value is None else [value])
     return tuple(sorted(ids))

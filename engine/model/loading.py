@@ -15,17 +15,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from engine.model.config import ModelConfig, ModelError, read_config
+from engine.model.config import ModelConfig, ModelError, UnsupportedModelError, read_config
+from engine.model.gguf import GgufFile
 from engine.model.llama import Layer, Model
 
 Progress = Callable[[str, int, int], None]
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DUMMY_STD = 0.02
-_HUB_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja", "*.model"]
+_HUB_FILES = ["*.json", "tokenizer*", "*.jinja", "*.model"]
+_HUB_COPIES = ["*/*", "consolidated*"]
+"""The same weights once more, for other software."""
+_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +69,14 @@ def load_model(
     if load_format not in LOAD_FORMATS:
         raise ModelError(f"load format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
     folder, gguf = _locate(path_or_id, load_format)
-    config = read_config(folder, gguf.name if gguf else None)
+    checkpoint = GgufFile(gguf) if gguf else None
+    config = checkpoint.config() if checkpoint else read_config(folder)
     model = Model(config, dtype, device)
     if load_format == "dummy":
         _fill_dummy(model, seed)
     else:
-        _fill(model, _read_gguf(gguf, config) if gguf else _read_safetensors(folder), progress)
+        tensors = checkpoint.tensors(config) if checkpoint else _read_safetensors(folder)
+        _fill(model, tensors, progress)
     return LoadedModel(model, config, _revision(model, config), str(gguf or folder))
 
 
@@ -82,23 +87,35 @@ def _locate(path_or_id: str, load_format: str) -> tuple[Path, Path | None]:
     """The folder, and the GGUF file in it that is to be read, if one is."""
     path = Path(path_or_id).expanduser()
     if path.is_file():
+        if load_format == "safetensors":
+            raise ModelError(f"{path} is a file: safetensors are read from a folder")
         return path.parent, path
     if not path.is_dir():
-        path = _download(path_or_id)
-    wants_gguf = load_format == "gguf" or (
-        load_format == "auto" and not any(path.glob("*.safetensors"))
-    )
-    files = sorted(path.glob("*.gguf")) if wants_gguf else []
+        path = _download(path_or_id, weights=load_format != "dummy")
+    files = sorted(path.glob("*.gguf")) if _wants_gguf(path, load_format) else []
     if load_format == "gguf" and not files:
         raise ModelError(f"{path} holds no GGUF file")
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files[:3])
+        raise ModelError(f"{path} holds {len(files)} GGUF files ({names}): name one of them")
     return path, files[0] if files else None
 
 
-def _download(model_id: str) -> Path:
+def _wants_gguf(folder: Path, load_format: str) -> bool:
+    if load_format == "auto":
+        return not any(folder.glob("*.safetensors"))
+    # Dummy weights need a config only.
+    return load_format == "gguf" or (
+        load_format == "dummy" and not (folder / "config.json").is_file()
+    )
+
+
+def _download(model_id: str, *, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
+    files = [*_HUB_FILES, "*.safetensors"] if weights else _HUB_FILES
     try:
-        return Path(snapshot_download(model_id, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(model_id, allow_patterns=files, ignore_patterns=_HUB_COPIES))
     except Exception as error:
         raise ModelError(
             f"{model_id!r} is neither a folder nor a model that could be fetched from the hub"
@@ -157,6 +174,8 @@ def _fill(
             raise ModelError(
                 f"{name} has shape {list(tensor.shape)}, the config says {list(part.shape)}"
             )
+        if tensor.dtype not in _WEIGHT_DTYPES:
+            raise UnsupportedModelError(f"{name} is {tensor.dtype}: quantised weights")
         part.copy_(tensor)
         if progress:
             progress("weights", done, len(parts))
@@ -183,78 +202,37 @@ def _check_names(
 
 def _read_safetensors(folder: Path) -> dict[str, Callable[[], Tensor]]:
     """A reader for each tensor of all shards; nothing is read yet."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    files = sorted(folder.glob("*.safetensors"))
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = set(json.loads(index.read_text())["weight_map"].values())
-        files = [folder / name for name in sorted(names)]
-    if not files:
-        raise ModelError(f"{folder} holds no safetensors")
     tensors: dict[str, Callable[[], Tensor]] = {}
-    for file in files:
-        if not file.is_file():
-            raise ModelError(f"{file} is missing")
-        shard: Any = safe_open(file, framework="pt")
+    for file in _shards(folder):
+        try:
+            shard: Any = safe_open(file, framework="pt")
+        except FileNotFoundError as error:
+            raise ModelError(f"{file} is missing") from error
+        except SafetensorError as error:
+            raise ModelError(f"{file} is damaged or no safetensors file") from error
         for name in shard.keys():  # noqa: SIM118 (a shard is no mapping)
             tensors[name] = partial(shard.get_tensor, name)
     return tensors
 
 
-_GGUF_NAMES = {
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_GGUF_TOP_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
+def _shards(folder: Path) -> list[Path]:
+    """By the index, else the one file of the usual name, else whatever is there."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, KeyError) as error:
+            raise ModelError(f"{index} is no index of shards") from error
+        return [folder / name for name in sorted(names)]
+    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{folder} holds no safetensors")
+    return files
 
 
-def _read_gguf(file: Path, config: ModelConfig) -> dict[str, Callable[[], Tensor]]:
-    """A dequantising reader for each tensor of a GGUF file, which stays mapped."""
-    from gguf import GGUFReader, dequantize
-
-    interleaved = config.architecture in ("LlamaForCausalLM", "MistralForCausalLM")
-
-    def reader(tensor: object, heads: int) -> Callable[[], Tensor]:
-        def read() -> Tensor:
-            values = dequantize(tensor.data, tensor.tensor_type)  # type: ignore[attr-defined]
-            values = torch.from_numpy(np.require(values, requirements="W"))
-            return _halves(values, heads) if heads else values
-
-        return read
-
-    heads_of = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
-    tensors: dict[str, Callable[[], Tensor]] = {}
-    for tensor in GGUFReader(file).tensors:
-        heads = 0
-        name = _GGUF_TOP_NAMES.get(tensor.name)
-        if name is None and tensor.name.startswith("blk."):
-            _, layer, kind, suffix = tensor.name.split(".")
-            name = f"model.layers.{layer}.{_GGUF_NAMES.get(kind, kind)}.{suffix}"
-            heads = heads_of.get(kind, 0) if interleaved else 0
-        if tensor.name != "rope_freqs.weight":
-            tensors[name or tensor.name] = reader(tensor, heads)
-    return tensors
-
-
-def _halves(weight: Tensor, heads: int) -> Tensor:
-    """Llama's GGUF interleaves the two halves that rope rotates; Hugging Face stacks them."""
-    rows = weight.shape[0]
-    pairs = weight.reshape(heads, rows // heads // 2, 2, *weight.shape[1:])
-    return pairs.transpose(1, 2).reshape(weight.shape)
+# -- dummy weights and the revision -------------------------------------------------------------
 
 
 def _fill_dummy(model: Model, seed: int) -> None:
@@ -264,7 +242,7 @@ def _fill_dummy(model: Model, seed: int) -> None:
             parameter.fill_(1.0)
             continue
         generator = torch.Generator(parameter.device)
-        generator.manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
+        generator.manual_seed((seed * 1_000_003 + zlib.crc32(name.encode())) % 2**63)
         parameter.normal_(0.0, DUMMY_STD, generator=generator)
 
 

@@ -1,0 +1,203 @@
+"""GGUF files: a llama.cpp checkpoint, config and tensors in one mapped file.
+
+The header becomes the config that a Hugging Face folder of the same model would hold, so that both
+run through the same checks; tensors are dequantised one at a time, when they are asked for. What
+the header says about rope and is not computed here is refused: a rotation that is a little off
+still yields fluent text.
+
+Keys and names follow the GGUF specification (ggml-org/ggml, docs/gguf.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.model.config import (
+    SUPPORTED_ARCHITECTURES,
+    ModelConfig,
+    ModelError,
+    UnsupportedModelError,
+    build_config,
+)
+
+SUPPORTED_GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+"""As GGUF calls them; a Mistral is a llama there."""
+
+_SETTINGS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+_ROPE_SCALING = {
+    "type": "rope_type",
+    "factor": "factor",
+    "original_context_length": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+_TOP_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_ROPE_FACTORS = "rope_freqs.weight"
+"""[D / 2] divisors of the frequencies: how llama3's scaling is stored."""
+
+
+class GgufFile:
+    """A GGUF file, mapped for as long as this or a reader of it lives."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ModelError: it is not a GGUF file that can be read."""
+        from gguf import GGUFReader
+
+        try:
+            reader = GGUFReader(path)
+        except (OSError, ValueError, KeyError, IndexError) as error:
+            raise ModelError(f"{path} is not a readable GGUF file") from error
+        self._path = path
+        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self._fields = reader.fields
+
+    def config(self) -> ModelConfig:
+        """The header as a model config.
+
+        Raises:
+            UnsupportedModelError: not a model that the engine computes.
+            ModelError: the header lacks what every model has.
+        """
+        from transformers import AutoConfig
+
+        architecture = self._get("general.architecture")
+        if architecture not in SUPPORTED_GGUF_ARCHITECTURES:
+            raise UnsupportedModelError(
+                f"GGUF architecture {architecture} is not supported; supported are"
+                f" {', '.join(SUPPORTED_GGUF_ARCHITECTURES)}"
+            )
+        settings = self._settings(architecture)
+        window = self._get(f"{architecture}.attention.sliding_window")
+        if window and architecture != "llama":
+            raise UnsupportedModelError(f"GGUF {architecture} with a sliding window")
+        model_type = "mistral" if window else architecture
+        hf = AutoConfig.for_model(model_type, sliding_window=window or None, **settings)
+        ends = (self._get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot"))
+        eos_token_ids = tuple(sorted({int(end) for end in ends if end is not None}))
+        config = build_config(SUPPORTED_ARCHITECTURES[model_type], hf, eos_token_ids)
+        if _ROPE_FACTORS not in self._tensors:
+            return config
+        divisors = self._read(_ROPE_FACTORS).tolist()
+        pairs = zip(config.rope_frequencies, divisors, strict=True)
+        return replace(config, rope_frequencies=tuple(f / divisor for f, divisor in pairs))
+
+    def tensors(self, config: ModelConfig) -> dict[str, Callable[[], Tensor]]:
+        """A dequantising reader of each tensor, by its Hugging Face name."""
+        heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
+        if self._get("general.architecture") != "llama":
+            heads = {}
+        readers: dict[str, Callable[[], Tensor]] = {}
+        for name in self._tensors.keys() - {_ROPE_FACTORS}:
+            kind = name.split(".")[2] if name.startswith("blk.") else ""
+            readers[_hugging_face_name(name)] = partial(self._read, name, heads.get(kind, 0))
+        return readers
+
+    def _settings(self, architecture: str) -> dict[str, Any]:
+        prefix = f"{architecture}."
+        settings: dict[str, Any] = {}
+        for key, setting in _SETTINGS.items():
+            settings[setting] = self._get(prefix + key)
+            if not isinstance(settings[setting], int | float):
+                raise ModelError(f"{self._path}: {prefix}{key} is missing or not one number")
+        heads, hidden = settings["num_attention_heads"], settings["hidden_size"]
+        head_dim = self._get(f"{prefix}attention.key_length", hidden // heads)
+        for key in ("attention.value_length", "rope.dimension_count"):
+            if self._get(prefix + key, head_dim) != head_dim:
+                raise UnsupportedModelError(f"{prefix}{key} differs from the head dimension")
+        biased = "blk.0.attn_output.bias" in self._tensors
+        return settings | {
+            "head_dim": head_dim,
+            "num_key_value_heads": self._get(f"{prefix}attention.head_count_kv", heads),
+            "vocab_size": int(self._shape("token_embd.weight")[0]),
+            "tie_word_embeddings": "output.weight" not in self._tensors,
+            "attention_bias": biased,
+            "mlp_bias": "blk.0.ffn_down.bias" in self._tensors,
+            "rope_parameters": self._rope(prefix),
+        }
+
+    def _rope(self, prefix: str) -> dict[str, Any]:
+        rope = {"rope_theta": self._get(f"{prefix}rope.freq_base", 10000.0)}
+        scaling = f"{prefix}rope.scaling."
+        given = {k.removeprefix(scaling): self._get(k) for k in self._fields if scaling in k}
+        if linear := self._get(f"{prefix}rope.scale_linear"):
+            given = {"type": "linear", "factor": linear} | given
+        kind = given.setdefault("type", "none")
+        given.pop("finetuned", None)
+        if kind == "none":
+            return rope | {"rope_type": "default"}
+        if kind not in ("linear", "yarn") or not given.keys() <= _ROPE_SCALING.keys():
+            raise UnsupportedModelError(
+                f"GGUF rope scaling {kind} with {', '.join(sorted(given))} is not supported"
+            )
+        return rope | {_ROPE_SCALING[key]: value for key, value in given.items()}
+
+    def _get(self, key: str, default: Any = None) -> Any:
+        field = self._fields.get(key)
+        return default if field is None else field.contents()
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        if name not in self._tensors:
+            raise ModelError(f"{self._path} has no {name}")
+        return tuple(int(size) for size in reversed(self._tensors[name].shape))
+
+    def _read(self, name: str, heads: int = 0) -> Tensor:
+        """Dequantised. With `heads`, rows go back to the order that Hugging Face keeps them in."""
+        from gguf import dequantize
+
+        tensor = self._tensors[name]
+        try:
+            values = dequantize(tensor.data, tensor.tensor_type)
+        except NotImplementedError as error:
+            raise UnsupportedModelError(
+                f"{name} is quantised as {tensor.tensor_type.name}, which cannot be read"
+            ) from error
+        weight = torch.from_numpy(np.require(values, requirements="W"))
+        return _stack_halves(weight, heads) if heads else weight
+
+
+def _hugging_face_name(name: str) -> str:
+    if name in _TOP_NAMES:
+        return _TOP_NAMES[name]
+    match name.split("."):
+        case ["blk", layer, kind, suffix] if kind in _LAYER_NAMES:
+            return f"model.layers.{layer}.{_LAYER_NAMES[kind]}.{suffix}"
+    return name
+
+
+def _stack_halves(weight: Tensor, heads: int) -> Tensor:
+    """Llama's GGUF interleaves the two halves that rope rotates; Hugging Face stacks them."""
+    rows = weight.shape[0]
+    pairs = weight.reshape(heads, rows // heads // 2, 2, *weight.shape[1:])
+    return pairs.transpose(1, 2).reshape(weight.shape)
