@@ -1,0 +1,364 @@
+"""A trace as a waterfall in the terminal: one row a span, all bars on one time axis.
+
+Spans that only hold others are thin lines, spans of work are solid, each process has a colour. What
+a span is worth telling stands beside its bar: to the right where there is room, else to the left,
+else below. Without a terminal the same comes out without colours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
+
+from baton.traces import Span, Trace, TraceError, fetch, missing_spans
+from telemetry.names import Attr, Service, SpanName
+
+__all__ = ["TraceError", "complete", "draw", "fetch"]
+
+MAX_COLUMNS: Final = 140
+_MIN_AXIS: Final = 24
+_MAX_NAME: Final = 30
+_DURATION: Final = 7
+_EIGHTHS: Final = " ▏▎▍▌▋▊▉█"
+_RULE: Final = "─"
+_TICK: Final = "┬"
+_SEPARATOR: Final = " · "
+_ASCII: Final = str.maketrans("▏▎▍▌▋▊▉█▐━─┬·→✗…µ", "#########=-+,>x~u")
+"""For terminals that know nothing else; column by column."""
+_OTHER_COLOURS: Final = ("yellow", "blue", "bright_magenta", "bright_cyan", "bright_green")
+_COLOURS: Final = {
+    Service.ROUTER: "cyan",
+    Service.PREFILL: "magenta",
+    Service.DECODE: "green",
+    Service.BOTH: "magenta",
+    Service.CLIENT: "blue",
+}
+_FAILED: Final = "red"
+_ROUND_MS: Final = tuple(
+    base * 10**power for power in range(-3, 7) for base in (1, 2, 5)
+)  # What ticks may be apart.
+
+
+def complete(trace: Trace) -> list[str]:
+    """Names of the spans that are missing for the trace to be complete; none, if it is."""
+    return missing_spans(trace)
+
+
+def draw(trace: Trace) -> Waterfall:
+    """Something that a rich console prints."""
+    return Waterfall(trace)
+
+
+@dataclass(frozen=True, slots=True)
+class Waterfall:
+    """A trace, to be printed by a rich console."""
+
+    trace: Trace
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in _lines(self.trace, min(options.max_width, MAX_COLUMNS)):
+            line.rstrip()
+            if options.ascii_only:
+                line.plain = line.plain.translate(_ASCII).encode("ascii", "replace").decode()
+            yield line
+
+
+def _lines(trace: Trace, width: int) -> Iterator[Text]:
+    rows = [(depth, span) for depth, span in trace.walk()]
+    columns = _Columns.fitting(rows, width)
+    axis = _Axis.of(trace, columns.axis)
+    colours = _colours(trace.spans)
+    parents = {span.parent_id for span in trace.spans}
+    yield from _title(trace, width)
+    yield Text()
+    yield from (columns.under_axis(line) for line in axis.ruler())
+    for depth, span in rows:
+        colour = _FAILED if span.failed else colours[span.process]
+        start, end = axis.eighths(span)
+        bar = _thin_bar(start, end) if span.id in parents else _solid_bar(start, end)
+        drawn = _beside(bar, start // 8, _details(span), colour, columns.axis)
+        yield columns.row(depth, span, colours[span.process], next(drawn))
+        yield from (columns.under_axis(line) for line in drawn)
+    yield from _notes(trace)
+
+
+def _title(trace: Trace, width: int) -> Iterator[Text]:
+    """What was asked for and what came of it."""
+    request = trace.request
+    attributes = request.attributes if request else {}
+    name = str(attributes.get(Attr.REQUEST_MODEL, trace.spans[0].name if trace.spans else "empty"))
+    room = max(8, width - len(trace.id) - 2)
+    head = Text(set_cell_size(name, room) if cell_len(name) > room else name.ljust(room), "bold")
+    yield head.append(f"  {trace.id}", "not bold dim")
+    if request is not None:
+        yield Text(_SEPARATOR.join(_outcome(request)))
+
+
+def _outcome(request: Span) -> Iterator[str]:
+    have = request.attributes
+    tokens = int(have.get(Attr.OUTPUT_TOKENS, 0))
+    if Attr.INPUT_TOKENS in have:
+        cached = have.get(Attr.CACHED_INPUT_TOKENS)
+        of_those = f" ({cached} cached)" if cached else ""
+        yield f"{have[Attr.INPUT_TOKENS]} prompt tokens{of_those} → {tokens} tokens"
+    if (first_s := have.get(Attr.RESPONSE_FIRST_TOKEN_S)) is not None:
+        yield f"first token after {_duration(first_s * 1e9)}"
+        if tokens > 1:
+            yield f"{_duration((request.duration_ns - first_s * 1e9) / (tokens - 1))} a token"
+    yield f"{_duration(request.duration_ns)} in all"
+    if request.failed:
+        yield request.error or "failed"
+
+
+def _notes(trace: Trace) -> Iterator[Text]:
+    """What the picture lacks."""
+    missing = missing_spans(trace) if trace.request else []
+    if missing or trace.dropped_spans:
+        yield Text()
+    if missing:
+        yield Text(f"not seen: {', '.join(missing)}", "yellow")
+    if trace.dropped_spans:
+        yield Text(f"{trace.dropped_spans} more spans found no room in the store", "yellow")
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """Widths: name, process, duration, axis, with gaps between."""
+
+    name: int
+    process: int
+    axis: int
+
+    @classmethod
+    def fitting(cls, rows: Sequence[tuple[int, Span]], width: int) -> _Columns:
+        """The axis gets what the names leave."""
+        names = (cell_len(_indented(depth, span)) for depth, span in rows)
+        name = min(_MAX_NAME, max(names, default=0))
+        process = max((cell_len(_process(span)) for _, span in rows), default=0)
+        axis = width - name - process - _DURATION - 5
+        if axis < _MIN_AXIS:
+            name = max(12, name - (_MIN_AXIS - axis))
+        return cls(name, process, max(_MIN_AXIS, axis))
+
+    def row(self, depth: int, span: Span, colour: str, drawn: Text) -> Text:
+        """One span's line."""
+        name = _indented(depth, span)
+        if cell_len(name) > self.name:
+            name = set_cell_size(name, self.name - 1) + "…"
+        line = Text(set_cell_size(name, self.name), _FAILED if span.failed else "")
+        line.append(f"  {_process(span):<{self.process}}", f"not bold {colour}")
+        line.append(f" {_duration(span.duration_ns):>{_DURATION}}  ")
+        return line.append_text(drawn)
+
+    def under_axis(self, drawn: Text) -> Text:
+        """A line with something on the axis only."""
+        return Text(" " * (self.name + self.process + _DURATION + 5)).append_text(drawn)
+
+
+def _indented(depth: int, span: Span) -> str:
+    name = span.name.rsplit("/", 1)[-1] if span.kind == "server" else span.name
+    if name.startswith(f"{Attr.TEXT_COMPLETION} "):
+        name = Attr.TEXT_COMPLETION  # The model stands in the title.
+    return "  " * depth + name
+
+
+def _process(span: Span) -> str:
+    """Of a leg, which the router writes, the worker: all that is seen of one that was lost."""
+    return str(span.attributes.get(Attr.WORKER_ID) or span.process)
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """Time to columns."""
+
+    start_ns: int
+    duration_ns: int
+    columns: int
+
+    @classmethod
+    def of(cls, trace: Trace, columns: int) -> _Axis:
+        """From the first span's start to the last one's end."""
+        return cls(trace.start_ns, max(1, trace.end_ns - trace.start_ns), columns)
+
+    def eighths(self, span: Span) -> tuple[int, int]:
+        """Where its bar starts and ends, in eighths of a column; never empty, never outside."""
+        last = self.columns * 8
+        start = min(last - 1, self._eighth(span.start_ns))
+        return start, min(last, max(start + 1, self._eighth(span.end_ns)))
+
+    def ruler(self) -> Iterator[Text]:
+        """Round times, and ticks where they are."""
+        apart_ns = self._apart_ns()
+        labels, ticks = Text(style="dim"), Text(style="dim")
+        for number in range(self.duration_ns // apart_ns + 1):
+            at = number * apart_ns * self.columns // self.duration_ns
+            label = _tick(number * apart_ns, self.duration_ns)
+            if at + cell_len(label) > self.columns:
+                break
+            labels.append(" " * (at - len(labels))).append(label)
+            ticks.append(_RULE * (at - len(ticks))).append(_TICK)
+        ticks.append(_RULE * (self.columns - len(ticks)))
+        yield labels
+        yield ticks
+
+    def _eighth(self, at_ns: int) -> int:
+        return (at_ns - self.start_ns) * self.columns * 8 // self.duration_ns
+
+    def _apart_ns(self) -> int:
+        """The least round time that leaves room for the labels."""
+        room_ns = self.duration_ns * 11 / self.columns
+        return int(next((ms for ms in _ROUND_MS if ms * 1e6 >= room_ns), _ROUND_MS[-1]) * 1e6)
+
+
+def _solid_bar(start: int, end: int) -> str:
+    """A bar of work, from its first column on; in eighths of a column."""
+    first, last = start // 8, -(-end // 8)
+    if last - first == 1:
+        return _EIGHTHS[end - start] if start % 8 < 4 else "▐"
+    head = "█" if start % 8 < 4 else "▐"
+    return head + "█" * (last - first - 2) + _EIGHTHS[end - (last - 1) * 8]
+
+
+def _thin_bar(start: int, end: int) -> str:
+    """A bar that only holds others."""
+    return "━" * (-(-end // 8) - start // 8)
+
+
+def _beside(bar: str, start: int, details: Sequence[str], colour: str, room: int) -> Iterator[Text]:
+    """The bar with its details beside it; further lines where they go below."""
+    drawn = Text(" " * start).append(bar, colour)
+    label = _SEPARATOR.join(details)
+    if not label:
+        yield drawn
+    elif start + len(bar) + 1 + cell_len(label) <= room:
+        yield drawn.append(f" {label}", "dim")
+    elif cell_len(label) + 1 <= start:
+        yield (
+            Text(" " * (start - cell_len(label) - 1)).append(f"{label} ", "dim").append(bar, colour)
+        )
+    else:
+        yield drawn
+        for line in _wrapped(details, room):
+            at = max(0, min(start, room - cell_len(line)))
+            yield Text(" " * at).append(line, "dim")
+
+
+def _wrapped(details: Sequence[str], room: int) -> Iterator[str]:
+    line = ""
+    for detail in details:
+        if line and cell_len(line) + len(_SEPARATOR) + cell_len(detail) > room:
+            yield line
+            line = detail
+        else:
+            line = f"{line}{_SEPARATOR}{detail}" if line else detail
+    yield line
+
+
+def _details(span: Span) -> list[str]:
+    """What is worth telling, the failure first."""
+    found = [f"✗ {span.error or 'failed'}"] if span.failed else []
+    for key, tell in _TELLING.get(span.name, ()):
+        value = span.attributes.get(key)
+        if value is not None and (told := tell(value)):
+            found.append(told)
+    return found
+
+
+def _count(one: str, many: str = "") -> Callable[[Any], str]:
+    def tell(value: int) -> str:
+        return f"{value:,} {one if value == 1 else many or one + 's'}"
+
+    return tell
+
+
+def _unless_zero(tell: Callable[[Any], str]) -> Callable[[Any], str]:
+    return lambda value: tell(value) if value else ""
+
+
+def _milliseconds(words: str) -> Callable[[Any], str]:
+    return lambda value: words.format(_duration(float(value) * 1e6))
+
+
+def _bytes(value: int) -> str:
+    size = float(value)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1_000:
+            return f"{size:.3g} {unit}"
+        size /= 1_024
+    return f"{size:.3g} GiB"
+
+
+def _gigabytes_per_s(value: float) -> str:
+    return f"{value:.3g} GB/s"
+
+
+def _duration(ns: float) -> str:
+    """Three digits, in the unit that fits."""
+    if ns < 999.5e3:
+        return f"{ns / 1e3:.0f} µs"
+    if ns < 999.5e6:
+        return f"{ns / 1e6:.3g} ms"
+    return f"{ns / 1e9:.3g} s" if ns < 999.5e9 else f"{ns / 60e9:.0f} min"
+
+
+def _tick(at_ns: int, duration_ns: int) -> str:
+    """A point of an axis of that length."""
+    if duration_ns < 2e6:
+        return f"{at_ns / 1e3:g} µs"
+    return f"{at_ns / 1e6:g} ms" if duration_ns < 2e9 else f"{at_ns / 1e9:g} s"
+
+
+def _colours(spans: Iterable[Span]) -> dict[str, str]:
+    """By process: those of a service share its colour."""
+    services = dict.fromkeys(span.service for span in spans)
+    others = (service for service in services if service not in _COLOURS)
+    palette = _COLOURS | {
+        service: _OTHER_COLOURS[number % len(_OTHER_COLOURS)]
+        for number, service in enumerate(others)
+    }
+    return {span.process: palette[span.service] for span in spans}
+
+
+_TELLING: Final[dict[str, tuple[tuple[str, Callable[[Any], str]], ...]]] = {
+    SpanName.QUEUE: (
+        (Attr.QUEUE_DEPTH, _unless_zero(lambda depth: f"{depth} ahead")),
+        (Attr.QUEUE_TOKENS, _unless_zero(_count("prompt token"))),
+    ),
+    SpanName.ROUTE: (
+        (Attr.ROUTE_ATTEMPT, lambda attempt: f"attempt {attempt}" if attempt > 1 else ""),
+        (Attr.ROUTE_POLICY, lambda policy: str(policy).replace("_", " ")),
+        (Attr.ROUTE_PREFIX_TOKENS, _unless_zero(lambda tokens: f"{tokens:,} tokens of prefix")),
+    ),
+    SpanName.PREFILL_COMPUTE: (
+        (Attr.PREFILL_TOKENS, _count("token")),
+        (Attr.PREFILL_CACHED_TOKENS, _unless_zero(lambda tokens: f"{tokens:,} cached")),
+        (Attr.PREFILL_CHUNKS, _count("chunk")),
+    ),
+    SpanName.KV_GRANT: (
+        (Attr.KV_PAGES, _count("page")),
+        (Attr.KV_HELD_PAGES, _unless_zero(lambda pages: f"{pages:,} held already")),
+    ),
+    SpanName.KV_SEND: (
+        (Attr.KV_PAGES, _count("page")),
+        (Attr.KV_BYTES, _bytes),
+        (Attr.KV_TRANSPORT, str),
+        (Attr.KV_GIGABYTES_PER_S, _unless_zero(_gigabytes_per_s)),
+        (Attr.KV_EXPOSED_MS, _milliseconds("{} exposed")),
+    ),
+    SpanName.KV_RECEIVE: (
+        (Attr.KV_PAGES, _count("page")),
+        (Attr.KV_BYTES, _bytes),
+        (Attr.KV_NOTIFICATIONS, _count("notification")),
+    ),
+    SpanName.DECODE_GENERATE: (
+        (Attr.DECODE_TOKENS, _count("token")),
+        (Attr.DECODE_STEPS, _count("step")),
+        (Attr.DECODE_ITL_P50_MS, _milliseconds("{} between tokens (p50)")),
+        (Attr.DECODE_PREEMPTIONS, _unless_zero(lambda times: f"preempted {times} times")),
+    ),
+}
