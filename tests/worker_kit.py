@@ -1,0 +1,432 @@
+"""Workers without gRPC, and both ends of a Work stream's outbox.
+
+Everything is real but the model: its device hashes the tokens that a sequence's KV pages hold, and
+those pages are what the transport moves. So a page that is reused too early, or never written,
+changes the output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from baton.worker.v1 import worker_pb2
+from baton.worker_outbox import LoopInbox, Outbox
+from baton.worker_peers import Peers
+from baton.worker_stream import Services
+from baton.worker_wire import endpoint_message, model_message, pack_ids, unpack_ids
+from decode_service.service import DecodeService
+from engine.blocks import BlockManager
+from engine.engine import Engine
+from engine.eviction import EVICTION_POLICIES
+from engine.sampling import Sampler
+from engine.scheduler import Scheduler, SchedulerConfig
+from engine.step import StepPlan, StepResult
+from engine.step_loop import StepLoop
+from engine.types import ModelInfo
+from kv_transfer.events import TransferEvent
+from kv_transfer.loopback import LoopbackTransport
+from kv_transfer.pool import PoolMemory
+from kv_transfer.thread import TransferThread
+from prefill_service.service import PrefillService
+from telemetry.metrics import WorkerMetrics
+
+sys.path.append(str(Path(__file__).parent / "engine"))
+from engine_fakes import VOCAB, HashExecutor, expected_output  # noqa: E402
+
+WAIT_S = 10.0
+PAGE_TOKENS = 4
+STEP_TOKENS = 16
+PREFILL = worker_pb2.WORK_MODE_PREFILL
+DECODE = worker_pb2.WORK_MODE_DECODE
+WHOLE = worker_pb2.WORK_MODE_WHOLE
+_serial = itertools.count()
+
+
+class GatedExecutor(HashExecutor):
+    """Runs steps at once, or while it holds only when told to."""
+
+    def __init__(self, num_pages: int, max_slots: int) -> None:
+        super().__init__(num_pages, PAGE_TOKENS, max_slots, deferred=True)
+        self.pool = torch.full((num_pages, PAGE_TOKENS), -1, dtype=torch.int64)
+        self.kv = self.pool.numpy()
+        self.holds = False
+        self._lock = threading.Lock()
+
+    def launch(self, plan: StepPlan) -> Future[StepResult]:
+        with self._lock:
+            future = super().launch(plan)
+            if not self.holds:
+                self._run_deferred()
+        return future
+
+    def step(self) -> None:
+        """Runs the oldest step that is held."""
+        with self._lock:
+            self.finish()
+
+    def let_go(self) -> None:
+        """Runs what is held, and holds no more."""
+        with self._lock:
+            self.holds = False
+            self._run_deferred()
+
+    @property
+    def held(self) -> int:
+        """Steps launched and not run."""
+        return len(self.deferred or ())
+
+    def _run_deferred(self) -> None:
+        while self.deferred:
+            self.finish()
+
+
+class PausableInbox(LoopInbox):
+    """What other threads say can be kept from the event loop for a while."""
+
+    def __init__(self) -> None:
+        super().__init__(asyncio.get_running_loop())
+        self._kept: list[Callable[[], None]] | None = None
+
+    def hop(self, action: Callable[[], None]) -> None:
+        super().hop(partial(self._pass_on, action))
+
+    def pause(self) -> None:
+        self._kept = []
+
+    def resume(self) -> None:
+        kept, self._kept = self._kept, None
+        for action in kept or ():
+            action()
+
+    @property
+    def kept(self) -> int:
+        return len(self._kept or ())
+
+    def _pass_on(self, action: Callable[[], None]) -> None:
+        if self._kept is None:
+            action()
+        else:
+            self._kept.append(action)
+
+
+class Node:
+    """One worker: engine, transfer thread, both services."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        num_pages: int = 41,
+        max_sequences: int = 4,
+        grant_wait_s: float = 30.0,
+        grant_timeout_s: float = 60.0,
+        fingerprint: str = "same",
+    ) -> None:
+        serial = next(_serial)
+        self.name = f"{name}-{serial}"
+        self.epoch = 1000 + serial
+        self.model = ModelInfo("hash", "", "r", fingerprint, 256, VOCAB, (), PAGE_TOKENS)
+        self.executor = GatedExecutor(num_pages, max_sequences)
+        self.scheduler = _scheduler(num_pages, max_sequences)
+        pool = SimpleNamespace(
+            tensor=self.executor.pool, page_bytes=8 * PAGE_TOKENS, num_pages=num_pages
+        )
+        self.engine = Engine(self.model, pool, StepLoop(self.scheduler, self.executor))  # type: ignore[arg-type]
+        self.inbox = PausableInbox()
+        self.transfer = TransferThread(self._make_transport, self.epoch, self._on_transfer)
+        self.identity = worker_pb2.WorkerIdentity(
+            worker_id=name, epoch=self.epoch, model=model_message(self.model)
+        )
+        self.metrics = WorkerMetrics(self.engine.load, lambda: self.transfer.counters)
+        self.transport: LoopbackTransport
+        self.peers = Peers(self.identity, self.transfer)
+        self.prefill = PrefillService(
+            self.engine,
+            self.transfer,
+            self.inbox.hop,
+            self.metrics,
+            page_size_tokens=PAGE_TOKENS,
+            path_to=self.peers.path_to,
+            grant_wait_s=grant_wait_s,
+        )
+        self.decode = DecodeService(
+            self.engine,
+            self.transfer,
+            self.inbox.hop,
+            epoch=self.epoch,
+            agent_name=self.name,
+            page_bytes=pool.page_bytes,
+            grant_timeout_s=grant_timeout_s,
+        )
+        self.services = Services(self.prefill, self.decode, self.peers)
+        endpoint = self.transfer.start()
+        self.identity.endpoint.CopyFrom(endpoint_message(endpoint))
+        self.engine.start()
+
+    @property
+    def free_pages(self) -> int:
+        load = self.engine.load()
+        return load.free_pages + load.evictable_pages
+
+    @property
+    def all_pages(self) -> int:
+        return self.engine.load().total_pages
+
+    @property
+    def is_quiet(self) -> bool:
+        """Nothing is under way, and every page is back."""
+        load, counters = self.engine.load(), self.transfer.counters
+        return (
+            not self.prefill.active
+            and not self.decode.active
+            and not self.decode.quarantined
+            and not self.prefill._outgoing
+            and not self.prefill._by_transfer
+            and not self.decode._by_transfer
+            and self.free_pages == load.total_pages
+            and load.running_sequences == load.waiting_requests == 0
+            and counters.sends_in_progress == counters.quarantined_transfers == 0
+        )
+
+    async def close(self) -> None:
+        self.executor.let_go()
+        self.transport.holds = False
+        await asyncio.to_thread(self.transfer.stop, 5.0)
+        await asyncio.to_thread(self.engine.stop)
+        self.scheduler.check_invariants()
+
+    def _make_transport(self) -> LoopbackTransport:
+        pool = self.executor.pool
+        self.transport = LoopbackTransport(
+            self.name, PoolMemory.of(pool, 8 * PAGE_TOKENS, len(pool))
+        )
+        return self.transport
+
+    def _on_transfer(self, event: TransferEvent) -> None:
+        self.inbox.hop(partial(self._dispatch, event))
+
+    def _dispatch(self, event: TransferEvent) -> None:
+        self.peers.on_transfer(event)
+        self.prefill.on_transfer(event)
+        self.decode.on_transfer(event)
+
+
+class Ear:
+    """A router's end of a stream: what it was told, in order."""
+
+    def __init__(self) -> None:
+        self.overflowed = False
+        self.outbox = Outbox(self._overflow)
+        self.history: list[tuple[str, Any]] = []
+        self.tokens: dict[tuple[bytes, int], list[int]] = defaultdict(list)
+        """By attempt and choice, merged by index."""
+        self._arrived = asyncio.Condition()
+        self._task = asyncio.create_task(self._listen())
+
+    def all(self, kind: str, attempt_id: bytes | None = None) -> list[Any]:
+        """Messages of that kind so far."""
+        return [
+            message
+            for name, message in self.history
+            if name == kind and attempt_id in (None, message.attempt_id)
+        ]
+
+    def kinds(self, attempt_id: bytes) -> list[str]:
+        """Kinds of messages about one attempt, tokens left out."""
+        return [
+            kind
+            for kind, message in self.history
+            if kind not in ("tokens", "load") and message.attempt_id == attempt_id
+        ]
+
+    async def heard(self, kind: str, attempt_id: bytes | None = None) -> Any:
+        """The first such message, as soon as it is there."""
+        async with asyncio.timeout(WAIT_S), self._arrived:
+            await self._arrived.wait_for(lambda: self.all(kind, attempt_id))
+        return self.all(kind, attempt_id)[0]
+
+    def close(self) -> None:
+        self._task.cancel()
+
+    def _overflow(self) -> None:
+        self.overflowed = True
+
+    async def _listen(self) -> None:
+        while (message := await self.outbox.get()) is not None:
+            async with self._arrived:
+                kind = message.WhichOneof("message")
+                assert kind is not None
+                content = getattr(message, kind)
+                self.history.append((kind, content))
+                if kind == "tokens":
+                    for sequence in content.sequences:
+                        self._merge(sequence)
+                if kind == "first_token":
+                    self._merge_first(content)
+                self._arrived.notify_all()
+
+    def _merge(self, sequence: worker_pb2.SequenceTokens) -> None:
+        known = self.tokens[sequence.attempt_id, sequence.choice_index]
+        assert sequence.first_index <= len(known), "a gap"
+        for index, token in enumerate(unpack_ids(sequence.token_ids).tolist()):
+            if sequence.first_index + index < len(known):
+                assert known[sequence.first_index + index] == token
+            else:
+                known.append(token)
+
+    def _merge_first(self, first: worker_pb2.FirstToken) -> None:
+        for choice, record in enumerate(first.records):
+            known = self.tokens[first.attempt_id, choice]
+            assert not known or known[0] == record.token_id
+            if not known:
+                known.append(record.token_id)
+
+
+class Pair:
+    """A prefill and a decode worker, and a router that hears each."""
+
+    def __init__(self, prefill: Node, decode: Node) -> None:
+        self.p, self.d = prefill, decode
+        self.from_p, self.from_d = Ear(), Ear()
+
+    async def meet(self) -> None:
+        self.p.peers.meet(self.d.identity, self.from_p.outbox)
+        self.d.peers.meet(self.p.identity, self.from_d.outbox)
+        await until(lambda: self.p.peers.path_to(self.d.name) and self.d.peers.path_to(self.p.name))
+
+    def submit(self, attempt: Attempted) -> None:
+        """To both."""
+        self.submit_decode(attempt)
+        self.submit_prefill(attempt)
+
+    def submit_prefill(self, attempt: Attempted) -> None:
+        self.p.prefill.submit(attempt.message(PREFILL, self.d.name), self.from_p.outbox)
+
+    def submit_decode(self, attempt: Attempted) -> None:
+        self.d.decode.submit(attempt.message(DECODE, self.p.name), self.from_d.outbox)
+
+    async def forward_grant(self, attempt: Attempted) -> worker_pb2.Grant:
+        grant = await self.from_d.heard("granted", attempt.id)
+        self.p.prefill.grant(grant, self.from_p.outbox)
+        return grant
+
+    async def run(self, attempt: Attempted) -> None:
+        """Submits, forwards the grant and waits for the end."""
+        self.submit(attempt)
+        await self.forward_grant(attempt)
+        for _ in range(attempt.choices):
+            await self.from_d.heard("finished", attempt.id)
+        await until(lambda: len(self.from_d.all("finished", attempt.id)) == attempt.choices)
+        await self.from_p.heard("prefill_done", attempt.id)
+
+    async def quiet(self) -> None:
+        """Waits until nothing is left anywhere."""
+        await until(lambda: self.p.is_quiet and self.d.is_quiet)
+
+
+class Attempted:
+    """An attempt, as a router makes it."""
+
+    def __init__(
+        self,
+        prompt_tokens: int = 10,
+        *,
+        max_tokens: int = 6,
+        choices: int = 1,
+        stops: frozenset[int] = frozenset(),
+        deadline_unix_ns: int = 0,
+        seed: int | None = None,
+        traceparent: str = "",
+    ) -> None:
+        rng = np.random.default_rng(seed if seed is not None else next(_serial))
+        self.id = secrets.token_bytes(16)
+        self.prompt = rng.integers(0, VOCAB, prompt_tokens).tolist()
+        self.max_tokens = max_tokens
+        self.choices = choices
+        self.stops = stops
+        self.deadline_unix_ns = deadline_unix_ns
+        self.traceparent = traceparent
+
+    @property
+    def expected(self) -> list[int]:
+        return expected_output(self.prompt, self.max_tokens, self.stops)
+
+    @property
+    def num_pages(self) -> int:
+        return -(-len(self.prompt) // PAGE_TOKENS)
+
+    def stop_with_first(self) -> Attempted:
+        """Makes its first token a stop token."""
+        self.stops = frozenset(self.expected[:1])
+        return self
+
+    def message(
+        self, mode: worker_pb2.WorkMode.ValueType, peer_agent_name: str = ""
+    ) -> worker_pb2.Submit:
+        return worker_pb2.Submit(
+            attempt_id=self.id,
+            mode=mode,
+            prompt_ids=pack_ids(self.prompt),
+            sampling=worker_pb2.Sampling(top_p=1, repetition_penalty=1),
+            stopping=worker_pb2.Stopping(
+                max_tokens=self.max_tokens, token_ids=sorted(self.stops), ignore_eos=True
+            ),
+            choices=self.choices,
+            peer_agent_name=peer_agent_name,
+            deadline_unix_ns=self.deadline_unix_ns,
+            traceparent=self.traceparent,
+        )
+
+
+@asynccontextmanager
+async def a_pair(**options: Any) -> AsyncIterator[Pair]:
+    """Two workers that have met. `options` go to both, or with `p_` and `d_` in front to one."""
+    shared = {key: value for key, value in options.items() if key[:2] not in ("p_", "d_")}
+    nodes = [
+        Node(name, **shared, **{k[2:]: v for k, v in options.items() if k.startswith(prefix)})
+        for name, prefix in (("prefill", "p_"), ("decode", "d_"))
+    ]
+    pair = Pair(*nodes)
+    try:
+        await pair.meet()
+        yield pair
+    finally:
+        pair.from_p.close()
+        pair.from_d.close()
+        for node in nodes:
+            await node.close()
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Waits for a condition that no event announces."""
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def _scheduler(num_pages: int, max_sequences: int) -> Scheduler:
+    config = SchedulerConfig(
+        max_sequences=max_sequences,
+        max_step_tokens=STEP_TOKENS,
+        mixed_prefill_tokens=STEP_TOKENS,
+        max_context_tokens=256,
+        page_size=PAGE_TOKENS,
+        eos_token_ids=frozenset(),
+    )
+    sampler = Sampler(max_sequences, VOCAB, "cpu", ())
+    return Scheduler(config, BlockManager(num_pages, EVICTION_POLICIES["lru"]()), sampler)
