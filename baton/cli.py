@@ -22,6 +22,7 @@ from baton.errors import (
     UnreachableError,
 )
 from baton.settings import SettingsError
+from baton.traces import TraceError
 from baton.up import UpError
 
 FAILED: Final = 1
@@ -49,7 +50,7 @@ def explain(error: Exception) -> tuple[str, int] | None:
             return f"{error.reason or error.code.name}: {error.message}", FAILED
         case SettingsError():
             return str(error), WRONG_USE
-        case UpError() | DemoModelError() | trace.TraceError():
+        case UpError() | DemoModelError() | TraceError():
             return str(error), FAILED
         case RuntimeError() if str(error).startswith("Failed to bind"):  # gRPC's words
             address = str(error).removeprefix("Failed to bind to address ").partition(";")[0]

@@ -16,10 +16,10 @@ import os
 import re
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from baton.settings import Role
 from baton.supervisor import ProcessSpec, Supervisor, Write
@@ -87,55 +87,114 @@ def plan(options: UpOptions) -> Plan:
     if options.device == "cuda" and not gpus:
         raise UpError("there is no GPU here (--device cpu runs without one)")
     with _PortPicker() as ports:
-        grpc_address = ports.pick(options.grpc_port, GRPC_PORT)
-        http_address = ports.pick(options.http_port, HTTP_PORT)
-        internal_address = ports.pick(_like(options.grpc_port), INTERNAL_PORT)
-        admin_address = ports.pick(options.admin_port, ADMIN_PORT)
-        workers = [
-            (name, role, ports.pick(0, 0), ports.pick(_like(options.admin_port), ADMIN_PORT + 1))
-            for name, role in roles
-        ]
-    spans_to = ["--otlp-endpoint", f"http://{internal_address}"] if options.trace else []
-    router = ProcessSpec(
-        name="router",
-        argv=[
-            *_baton("router", "--name", "router", "--listen", grpc_address),
-            *("--internal-listen", internal_address, "--http-listen", http_address),
-            *("--admin", admin_address, "--drain-s", str(options.drain_s)),
-            *(["--trace-store"] if options.trace else []),
-            *spans_to,
-        ],
-        essential=True,
-    )
-    threads = max(1, (os.cpu_count() or 1) // len(roles))
-    specs = [
-        ProcessSpec(
-            name=name,
-            argv=[
-                *_baton("worker", "--name", name, "--role", role.value, "--model", options.model),
-                *("--device", "cuda" if gpus else "cpu", "--threads", str(threads)),
-                *("--listen", address, "--routers", internal_address, "--admin", admin),
-                *("--drain-s", str(options.drain_s)),
-                *_given("--kv-memory-gib", options.kv_memory_gib),
-                *spans_to,
-            ],
-            environment={
-                "OMP_NUM_THREADS": str(threads),
-                **({"CUDA_VISIBLE_DEVICES": gpus[index % len(gpus)]} if gpus else {}),
-            },
-            stop_rank=1,
+        at = _RouterAddresses(
+            grpc=ports.pick(options.grpc_port, GRPC_PORT),
+            http=ports.pick(options.http_port, HTTP_PORT),
+            internal=ports.pick(_like(options.grpc_port), INTERNAL_PORT),
+            admin=ports.pick(options.admin_port, ADMIN_PORT),
         )
-        for index, (name, role, address, admin) in enumerate(workers)
-    ]
+        workers = [
+            _Worker(
+                name=name,
+                role=role,
+                address=ports.pick(0, 0),
+                admin=ports.pick(_like(options.admin_port), ADMIN_PORT + 1),
+                gpu=gpus[index % len(gpus)] if gpus else "",
+            )
+            for index, (name, role) in enumerate(roles)
+        ]
+    threads = max(1, (os.cpu_count() or 1) // len(workers))
     return Plan(
-        specs=(router, *specs),
-        router_address=grpc_address,
-        http_address=http_address,
-        admin_address=admin_address,
-        worker_addresses=tuple((name, address) for name, _, address, _ in workers),
+        specs=(
+            _router_spec(options, at),
+            *(_worker_spec(options, at, worker, threads) for worker in workers),
+        ),
+        router_address=at.grpc,
+        http_address=at.http,
+        admin_address=at.admin,
+        worker_addresses=tuple((worker.name, worker.address) for worker in workers),
         on_gpus=bool(gpus),
         drain_s=options.drain_s,
     )
+
+
+class _RouterAddresses(NamedTuple):
+    """Where the router is reached."""
+
+    grpc: str
+    http: str
+    internal: str
+    admin: str
+
+
+class _Worker(NamedTuple):
+    """One worker to be."""
+
+    name: str
+    role: Role
+    address: str
+    admin: str
+    gpu: str
+    """As `CUDA_VISIBLE_DEVICES` names it; "" for none."""
+
+
+def _router_spec(options: UpOptions, at: _RouterAddresses) -> ProcessSpec:
+    flags = {
+        "--name": "router",
+        "--listen": at.grpc,
+        "--internal-listen": at.internal,
+        "--http-listen": at.http,
+        "--admin": at.admin,
+        "--drain-s": options.drain_s,
+        "--otlp-endpoint": _spans_to(options, at),
+    }
+    switches = ["--trace-store"] if options.trace else []
+    return ProcessSpec(
+        name="router",
+        argv=[*_baton("router", flags), *switches],
+        environment=_quiet(),
+        essential=True,
+    )
+
+
+def _worker_spec(
+    options: UpOptions, at: _RouterAddresses, worker: _Worker, threads: int
+) -> ProcessSpec:
+    flags: dict[str, str | float | None] = {
+        "--name": worker.name,
+        "--role": worker.role.value,
+        "--model": options.model,
+        "--device": "cuda" if worker.gpu else "cpu",
+        "--threads": threads,
+        "--listen": worker.address,
+        "--routers": at.internal,
+        "--admin": worker.admin,
+        "--drain-s": options.drain_s,
+        "--kv-memory-gib": options.kv_memory_gib,
+        "--otlp-endpoint": _spans_to(options, at),
+    }
+    device = {"CUDA_VISIBLE_DEVICES": worker.gpu} if worker.gpu else {}
+    return ProcessSpec(
+        name=worker.name,
+        argv=_baton("worker", flags),
+        environment={**_quiet(), **device, "OMP_NUM_THREADS": str(threads)},
+        stop_rank=1,
+    )
+
+
+def _baton(command: str, flags: Mapping[str, str | float | None]) -> list[str]:
+    """A command line; flags of None are left to the process's other settings."""
+    given = [(flag, str(value)) for flag, value in flags.items() if value is not None]
+    return [sys.executable, "-m", "baton", command, *(word for pair in given for word in pair)]
+
+
+def _spans_to(options: UpOptions, at: _RouterAddresses) -> str | None:
+    return f"http://{at.internal}" if options.trace else None
+
+
+def _quiet() -> dict[str, str]:
+    """gRPC's own remarks on every connection that closes help nobody here."""
+    return {"GRPC_VERBOSITY": os.environ.get("GRPC_VERBOSITY", "error")}
 
 
 def visible_gpus() -> list[str]:
@@ -158,14 +217,6 @@ def _roles(options: UpOptions) -> list[tuple[str, Role]]:
     if not roles:
         raise UpError("there is no worker to run (--prefill, --decode, --both)")
     return roles
-
-
-def _baton(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "baton", *arguments]
-
-
-def _given(flag: str, value: float | None) -> list[str]:
-    return [] if value is None else [flag, str(value)]
 
 
 def _like(port: int | None) -> int | None:

@@ -18,6 +18,8 @@ from baton.commands.trace import show_trace
 from baton.generation import Options
 
 LOG_TAIL_LINES = 30
+KV_MEMORY_GIB = 0.25
+"""Enough for one question, and quick to allocate: pools are zeroed at start."""
 
 
 def demo(
@@ -42,6 +44,7 @@ def demo(
         grpc_port=0,
         http_port=0,
         admin_port=0,
+        kv_memory_gib=KV_MEMORY_GIB,
         drain_s=10.0,
     )
     log = demo_model.cache_folder() / "demo.log"

@@ -6,10 +6,10 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import cycle
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 if TYPE_CHECKING:
@@ -41,19 +41,24 @@ def model_progress() -> Iterator[demo_model.Progress]:
         BarColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=stderr, transient=True) as bar:
-        tasks: dict[str, Any] = {}
+    bar = Progress(*columns, console=stderr, transient=True)
+    tasks: dict[str, TaskID] = {}
 
-        def report(doing: str, share: float | None) -> None:
-            if doing not in tasks:
-                for done in tasks.values():
-                    bar.update(done, total=1, completed=1)
-                tasks[doing] = bar.add_task(doing, total=None)
-                if not stderr.is_terminal:
-                    stderr.print(f"{doing} ...")
-            bar.update(tasks[doing], total=None if share is None else 1, completed=share or 0)
+    def report(doing: str, share: float | None) -> None:
+        if doing not in tasks:
+            bar.start()
+            for done in tasks.values():
+                bar.update(done, total=1, completed=1)
+            tasks[doing] = bar.add_task(doing, total=None)
+            if not stderr.is_terminal:
+                stderr.print(f"{doing} ...")
+        bar.update(tasks[doing], total=None if share is None else 1, completed=share or 0)
 
+    try:
         yield report
+    finally:
+        if tasks:
+            bar.stop()
 
 
 def print_json(value: object) -> None:

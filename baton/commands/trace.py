@@ -7,12 +7,9 @@ from typing import Annotated
 import typer
 
 from baton.commands.output import stdout
+from baton.waterfall import draw, fetch
 
 ROUTER_ADMIN_ADDRESS = "127.0.0.1:9090"
-
-
-class TraceError(Exception):
-    """The trace cannot be had; the message says why."""
 
 
 AdminOption = Annotated[
@@ -45,6 +42,4 @@ def show_trace(trace_id: str | None, admin: str | None) -> None:
     Raises:
         TraceError: nobody has it.
     """
-    from baton.waterfall import draw, fetch
-
     stdout.print(draw(fetch(admin or ROUTER_ADMIN_ADDRESS, trace_id)))
