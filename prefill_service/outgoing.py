@@ -39,7 +39,7 @@ class SendingThread(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Destination:
     """A grant, checked."""
 
@@ -50,7 +50,7 @@ class Destination:
     held_pages: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Chunk:
     pages: PageIds
     end_token: int

@@ -145,9 +145,7 @@ async def test_a_grant_for_an_attempt_that_ended_frees_the_decode_side() -> None
 async def test_one_token_needs_no_decode_worker() -> None:
     async with a_pair() as pair:
         attempt = Attempted(LONG, max_tokens=1)
-        pair.p.prefill.submit(
-            attempt.message(worker_pb2.WORK_MODE_PREFILL), pair.from_p.outbox
-        )
+        pair.p.prefill.submit(attempt.message(worker_pb2.WORK_MODE_PREFILL), pair.from_p.outbox)
         assert pair.p.prefill.ungranted_tokens == 0
         finished = await pair.from_p.heard("finished", attempt.id)
         assert finished.reason == worker_pb2.END_REASON_LENGTH
