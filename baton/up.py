@@ -36,6 +36,7 @@ INFERENCE_SERVICE: Final = "baton.inference.v1.InferenceService"
 """Healthy while the router can run a model: workers of every role that it takes are attached."""
 
 Device = Literal["auto", "cpu", "cuda"]
+_Flags = Mapping[str, str | float | None]
 
 
 class UpError(Exception):
@@ -139,7 +140,7 @@ class _Worker(NamedTuple):
 
 
 def _router_spec(options: UpOptions, at: _RouterAddresses) -> ProcessSpec:
-    flags = {
+    flags: _Flags = {
         "--name": "router",
         "--listen": at.grpc,
         "--internal-listen": at.internal,
@@ -160,7 +161,7 @@ def _router_spec(options: UpOptions, at: _RouterAddresses) -> ProcessSpec:
 def _worker_spec(
     options: UpOptions, at: _RouterAddresses, worker: _Worker, threads: int
 ) -> ProcessSpec:
-    flags: dict[str, str | float | None] = {
+    flags: _Flags = {
         "--name": worker.name,
         "--role": worker.role.value,
         "--model": options.model,
@@ -182,7 +183,7 @@ def _worker_spec(
     )
 
 
-def _baton(command: str, flags: Mapping[str, str | float | None]) -> list[str]:
+def _baton(command: str, flags: _Flags) -> list[str]:
     """A command line; flags of None are left to the process's other settings."""
     given = [(flag, str(value)) for flag, value in flags.items() if value is not None]
     return [sys.executable, "-m", "baton", command, *(word for pair in given for word in pair)]
