@@ -1,0 +1,210 @@
+"""A router and its workers as real processes, as `baton up` starts them, for tests."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from concurrent import futures
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otlp_grpc
+from opentelemetry.proto.trace.v1 import trace_pb2
+
+from baton import up
+from baton.client import Client
+from baton.supervisor import ProcessSpec
+from baton.worker.v1 import worker_pb2 as worker
+from baton.worker.v1 import worker_pb2_grpc as worker_grpc
+
+READY_S = 60.0
+BASELINE_S = 10.0
+
+
+@dataclass
+class Cluster:
+    """Processes of a plan, started and killed one by one."""
+
+    plan: up.Plan
+    logs: Path
+    environment: Mapping[str, str]
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    baselines: dict[str, int] = field(default_factory=dict)
+
+    def start(self, name: str) -> None:
+        spec = self._spec(name)
+        with (self.logs / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                list(spec.argv),
+                env={**os.environ, **self.environment, **spec.environment},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def start_all(self) -> None:
+        for spec in self.plan.specs:
+            self.start(spec.name)
+        self.wait_ready()
+        self.baselines = {name: self.available_pages(name) for name in self.workers}
+
+    def wait_ready(self) -> None:
+        """Until every worker serves and the router can run a model."""
+
+        async def ready() -> None:
+            await asyncio.wait_for(up._ready(self.plan, lambda _: None), READY_S)
+
+        try:
+            asyncio.run(ready())
+        except TimeoutError:
+            raise AssertionError(f"not ready:\n{self.tail()}") from None
+
+    @property
+    def workers(self) -> dict[str, str]:
+        """Addresses by name."""
+        return dict(self.plan.worker_addresses)
+
+    def client(self) -> Client:
+        return Client(self.plan.router_address)
+
+    def kill(self, name: str, signum: int = signal.SIGKILL) -> None:
+        self.processes[name].send_signal(signum)
+        if signum in (signal.SIGKILL, signal.SIGTERM):
+            self.processes[name].wait(30)
+
+    def stop(self) -> dict[str, int]:
+        """Drains everything, the router first. Exit codes by name."""
+        for name in sorted(self.processes, key=lambda name: name != "router"):
+            process = self.processes[name]
+            if process.poll() is None:
+                process.terminate()
+                try:
+                    process.wait(20)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+        return {name: process.returncode for name, process in self.processes.items()}
+
+    def load(self, name: str) -> worker.Load:
+        """A load report, as a router that has just attached gets it."""
+        with grpc.insecure_channel(self.workers[name]) as channel:
+            stub = worker_grpc.WorkerServiceStub(channel)
+            hello = worker.WorkRequest(attach=worker.Attach(router_id="test"))
+            call = stub.Work(iter([hello, *_silence()]), timeout=10)
+            for response in call:
+                if response.HasField("load"):
+                    call.cancel()
+                    return response.load
+        raise AssertionError(f"{name} sent no load")
+
+    def available_pages(self, name: str) -> int:
+        load = self.load(name)
+        return load.free_pages + load.evictable_pages
+
+    def check_baseline(self) -> None:
+        """Every worker's pages are free or evictable again, nothing granted or quarantined."""
+        deadline = time.monotonic() + BASELINE_S
+        for name, baseline in self.baselines.items():
+            while self.available_pages(name) != baseline:
+                load = self.load(name)
+                assert time.monotonic() < deadline, f"{name} leaks: {load}\n{self.tail()}"
+                time.sleep(0.05)
+
+    def logged(self) -> str:
+        return "".join(path.read_text(errors="replace") for path in sorted(self.logs.glob("*.log")))
+
+    def tail(self, lines: int = 25) -> str:
+        parts = []
+        for path in sorted(self.logs.glob("*.log")):
+            parts += [f"--- {path.name}", *path.read_text(errors="replace").splitlines()[-lines:]]
+        return "\n".join(parts)
+
+    def _spec(self, name: str) -> ProcessSpec:
+        return next(spec for spec in self.plan.specs if spec.name == name)
+
+
+def _silence():
+    """Keeps the request side of a stream open for as long as a test may want it."""
+    time.sleep(10)
+    return
+    yield
+
+
+def make_cluster(
+    model: Path,
+    logs: Path,
+    *,
+    prefill: int = 1,
+    decode: int = 1,
+    both: int = 0,
+    otlp_endpoint: str = "",
+    **worker_settings: object,
+) -> Cluster:
+    """A cluster that is not started. `worker_settings` reach the workers as BATON_* variables."""
+    options = up.UpOptions(
+        model=str(model),
+        prefill=prefill,
+        decode=decode,
+        both=both,
+        device="cpu",
+        trace=False,
+        grpc_port=0,
+        http_port=0,
+        admin_port=0,
+        drain_s=10.0,
+    )
+    settings = {"num_pages": 400, "max_step_tokens": 128, "max_sequences": 32, **worker_settings}
+    environment = {f"BATON_{name.upper()}": str(value) for name, value in settings.items()}
+    if otlp_endpoint:
+        environment["BATON_OTLP_ENDPOINT"] = otlp_endpoint
+    logs.mkdir(parents=True, exist_ok=True)
+    return Cluster(up.plan(options), logs, environment)
+
+
+class OtlpReceiver(otlp_grpc.TraceServiceServicer):
+    """Takes spans over OTLP/gRPC and keeps them."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[str, trace_pb2.Span]] = []
+        """Service name and span."""
+        self.raw: list[bytes] = []
+        self._server = grpc.server(futures.ThreadPoolExecutor(4))
+        otlp_grpc.add_TraceServiceServicer_to_server(self, self._server)
+        port = self._server.add_insecure_port("127.0.0.1:0")
+        self.endpoint = f"http://127.0.0.1:{port}"
+        self._server.start()
+
+    def Export(self, request, context):  # noqa: N802
+        self.raw.append(request.SerializeToString())
+        for resource in request.resource_spans:
+            names = [
+                attribute.value.string_value
+                for attribute in resource.resource.attributes
+                if attribute.key == "service.name"
+            ]
+            for scope in resource.scope_spans:
+                self.spans.extend((names[0], span) for span in scope.spans)
+        return otlp.ExportTraceServiceResponse()
+
+    def wait_for(self, trace_id: str, names: Sequence[str], timeout_s: float = 10.0):
+        """The trace's spans by name, once all of `names` are there."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            found = {
+                span.name: (service, span)
+                for service, span in list(self.spans)
+                if span.trace_id.hex() == trace_id
+            }
+            missing = set(names) - found.keys()
+            if not missing:
+                return found
+            assert time.monotonic() < deadline, f"missing {missing}, have {sorted(found)}"
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        self._server.stop(0)

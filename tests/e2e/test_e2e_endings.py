@@ -1,0 +1,169 @@
+"""However a request ends, everything comes back; however a worker dies, the client is told."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+from cluster import make_cluster
+from tiny_models import write_tiny_model
+
+from baton.errors import BatonError
+from baton.generation import FinishReason
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model"), max_positions=16384)
+
+
+@pytest.fixture
+def cluster(tiny, tmp_path):
+    cluster = make_cluster(tiny, tmp_path / "logs", num_pages=1100, max_step_tokens=64)
+    cluster.start_all()
+    yield cluster
+    cluster.stop()
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(5, 384, length).tolist()
+
+
+def test_cancelling_at_any_time_gives_every_page_back(cluster):
+    """From a request that has hardly arrived to one deep in its decoding."""
+    with cluster.client() as client:
+        for i in range(40):
+            stream = client.stream(
+                token_ids=prompt_of(10 + 60 * (i % 20), seed=i),
+                max_tokens=2000,
+                temperature=0.0,
+                ignore_eos=True,
+            )
+            time.sleep(0.004 * i)
+            stream.close()
+        cluster.check_baseline()
+        for tokens in (1, 2, 30):
+            with client.stream(
+                token_ids=prompt_of(200), max_tokens=2000, temperature=0.0, ignore_eos=True
+            ) as stream:
+                seen = 0
+                for delta in stream:
+                    seen += len(delta.token_ids)
+                    if seen >= tokens:
+                        break
+        cluster.check_baseline()
+        result = client.generate(token_ids=prompt_of(50), max_tokens=8, ignore_eos=True)
+        assert len(result.token_ids) == 8
+
+
+def test_a_client_that_vanishes_frees_everything(cluster):
+    client = cluster.client()
+    for i in range(6):
+        iter(client.stream(token_ids=prompt_of(300, seed=i), max_tokens=5000, ignore_eos=True))
+    time.sleep(0.5)
+    client.close()
+    cluster.check_baseline()
+
+
+def test_queued_requests_can_be_cancelled(cluster):
+    with cluster.client() as client:
+        streams = [
+            client.stream(token_ids=prompt_of(900, seed=i), max_tokens=100, ignore_eos=True)
+            for i in range(60)
+        ]
+        for stream in streams:
+            stream.close()
+        cluster.check_baseline()
+
+
+def test_max_tokens_one_and_a_first_token_that_ends_it(cluster):
+    with cluster.client() as client:
+        one = client.generate(token_ids=prompt_of(100), max_tokens=1, temperature=0.0)
+        assert len(one.token_ids) == 1
+        stopped = client.generate(
+            token_ids=prompt_of(100), max_tokens=50, temperature=0.0, stop_token_ids=one.token_ids
+        )
+        assert stopped.token_ids == one.token_ids
+        assert stopped.finish_reason is FinishReason.STOP
+    cluster.check_baseline()
+
+
+def test_choices_share_one_transfer(cluster):
+    with cluster.client() as client:
+        options = {"max_tokens": 12, "temperature": 1.0, "seed": 5, "ignore_eos": True}
+        three = client.generate(token_ids=prompt_of(70), choices=3, **options)
+        again = client.generate(token_ids=prompt_of(70), choices=3, **options)
+    texts = [choice.token_ids for choice in three.choices]
+    assert len(set(texts)) == 3
+    assert texts == [choice.token_ids for choice in again.choices]
+    assert three.usage.output_tokens == 36
+    cluster.check_baseline()
+
+
+@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
+def test_a_killed_worker_is_told_within_seconds_and_its_successor_serves(cluster, victim):
+    outcome: dict[str, object] = {}
+    with cluster.client() as client:
+
+        def consume() -> None:
+            try:
+                with client.stream(
+                    token_ids=prompt_of(6000 if victim == "prefill-0" else 50),
+                    max_tokens=8000,
+                    temperature=0.0,
+                    ignore_eos=True,
+                    timeout_s=60,
+                ) as stream:
+                    for _ in stream:
+                        outcome["streaming"] = True
+            except BatonError as error:
+                outcome["error"] = error
+            outcome["at"] = time.monotonic()
+
+        reader = threading.Thread(target=consume)
+        reader.start()
+        deadline = time.monotonic() + 10
+        while victim == "decode-0" and "streaming" not in outcome:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(0.3)
+        killed = time.monotonic()
+        cluster.kill(victim, signal.SIGKILL)
+        reader.join(10)
+        assert not reader.is_alive(), "the client hears nothing"
+        assert outcome["at"] - killed < 3.0
+        error = outcome["error"]
+        assert isinstance(error, BatonError)
+        expected = {
+            "prefill-0": ("UNAVAILABLE", "WORKER_LOST"),
+            "decode-0": ("ABORTED", "WORKER_LOST_MID_STREAM"),
+        }[victim]
+        assert (error.code.name, error.reason) == expected
+        cluster.start(victim)
+        cluster.wait_ready()
+        result = client.generate(token_ids=prompt_of(50), max_tokens=8, ignore_eos=True)
+        assert len(result.token_ids) == 8
+    cluster.check_baseline()
+
+
+def test_a_worker_that_starts_later_joins(tiny, tmp_path):
+    cluster = make_cluster(tiny, tmp_path / "logs", prefill=1, decode=2)
+    try:
+        for name in ("router", "prefill-0", "decode-0", "decode-1"):
+            cluster.start(name)
+        cluster.wait_ready()
+        cluster.kill("decode-0", signal.SIGTERM)
+        with cluster.client() as client:
+            result = client.generate(token_ids=prompt_of(50), max_tokens=8, ignore_eos=True)
+            assert len(result.token_ids) == 8
+            cluster.start("decode-0")
+            cluster.wait_ready()
+            cluster.kill("decode-1", signal.SIGTERM)
+            result = client.generate(token_ids=prompt_of(50), max_tokens=8, ignore_eos=True)
+            assert len(result.token_ids) == 8
+        assert cluster.processes["decode-1"].returncode == 0
+    finally:
+        cluster.stop()

@@ -1,0 +1,122 @@
+"""Greedy output through real processes equals transformers, token for token."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from cluster import Cluster, make_cluster
+from tiny_models import write_tiny_model
+
+from baton.client import Client
+from baton.generation import FinishReason
+
+TEXTS = [
+    "Prefill runs the first leg, decode runs the second.",
+    "Zwölf Boxkämpfer jagen Viktor",
+    "いろはにほへと 🏃‍♀️",
+    "Once upon a time " * 20,
+]
+CHATS = ["What is the capital of France?", "Name three colours.", "Grüße auf Deutsch, bitte! 🥖"]
+LENGTHS = (1, 15, 16, 17, 300)
+
+
+def generate_reference(path: Path):
+    """Greedy output by transformers up to and with end of sequence."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+    def generate(prompt: list[int], max_tokens: int) -> list[int]:
+        ids = torch.tensor([prompt])
+        mask = torch.ones_like(ids)
+        out = model.generate(
+            ids, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False, pad_token_id=0
+        )
+        return out[0, len(prompt) :].tolist()
+
+    return generate
+
+
+def prompts(path: Path) -> list[list[int]]:
+    """Twelve: lengths at page boundaries, several chunks, chats, text that is not ASCII."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    vocab = len(tokenizer)
+    rng = np.random.default_rng(12)
+    found = [rng.integers(5, vocab, length).tolist() for length in LENGTHS]
+    found += [tokenizer(text)["input_ids"] for text in TEXTS]
+    for chat in CHATS:
+        turns = [{"role": "user", "content": chat}]
+        found.append(
+            tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+        )
+    return found
+
+
+def check(cluster: Cluster, path: Path, max_tokens: int) -> None:
+    reference = generate_reference(path)
+    many = prompts(path)
+    assert len(many) == 12
+    with cluster.client() as client:
+        solo = []
+        for prompt in many:
+            result = client.generate(token_ids=prompt, max_tokens=max_tokens, temperature=0.0)
+            want = reference(prompt, max_tokens)
+            assert list(result.token_ids) == want
+            length = len(want) == max_tokens
+            assert (result.finish_reason is FinishReason.LENGTH) == length or length
+            assert result.usage.prompt_tokens == len(prompt)
+            assert result.usage.output_tokens == len(want)
+            solo.append(want)
+        crowd = [many[i % 12] for i in range(16)]
+        with ThreadPoolExecutor(16) as pool:
+            results = list(pool.map(lambda p: _stream(client, p, max_tokens), crowd))
+        assert results == [solo[i % 12] for i in range(16)]
+    cluster.check_baseline()
+
+
+def _stream(client: Client, prompt: list[int], max_tokens: int) -> list[int]:
+    with client.stream(token_ids=prompt, max_tokens=max_tokens, temperature=0.0) as stream:
+        return [token for delta in stream for token in delta.token_ids]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize(
+    "roles", [{"prefill": 1, "decode": 1}, {"prefill": 0, "decode": 0, "both": 1}]
+)
+def test_tiny_model(tiny, tmp_path, roles):
+    cluster = make_cluster(tiny, tmp_path / "logs", **roles)
+    try:
+        cluster.start_all()
+        check(cluster, tiny, 24)
+    finally:
+        codes = cluster.stop()
+    assert set(codes.values()) == {0}, cluster.tail()
+
+
+@pytest.mark.model
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "roles", [{"prefill": 1, "decode": 1}, {"prefill": 0, "decode": 0, "both": 1}]
+)
+def test_demo_model(demo_model, tmp_path, roles):
+    cluster = make_cluster(demo_model, tmp_path / "logs", **roles)
+    try:
+        cluster.start_all()
+        check(cluster, demo_model, 16)
+        with cluster.client() as client:
+            turn = {"role": "user", "content": "What is the capital of France?"}
+            answer = client.generate(messages=[turn], max_tokens=32, temperature=0.0)
+        assert answer.text == "The capital of France is Paris."
+        assert answer.finish_reason is FinishReason.END_OF_SEQUENCE
+    finally:
+        cluster.stop()

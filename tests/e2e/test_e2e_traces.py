@@ -1,0 +1,107 @@
+"""One request is one trace across three processes, and content is nowhere in it."""
+
+from __future__ import annotations
+
+import secrets
+
+import grpc
+import pytest
+from cluster import OtlpReceiver, make_cluster
+from tiny_models import write_tiny_model
+
+from baton.inference.v1 import inference_pb2 as pb
+from baton.inference.v1 import inference_pb2_grpc as pb_grpc
+
+SECRET = "the quick brown zebra"
+PARENTS = {
+    "router.admit": "text_completion",
+    "router.tokenize": "text_completion",
+    "router.queue": "text_completion",
+    "router.route": "text_completion",
+    "prefill": "text_completion",
+    "decode": "text_completion",
+    "prefill.queue": "prefill",
+    "prefill.compute": "prefill",
+    "kv.send": "prefill",
+    "kv.grant": "decode",
+    "kv.receive": "decode",
+    "decode.generate": "decode",
+}
+SERVICES = {"router": "baton-router", "prefill": "baton-prefill", "decode": "baton-decode"}
+
+
+@pytest.fixture(scope="module")
+def receiver():
+    receiver = OtlpReceiver()
+    yield receiver
+    receiver.stop()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory, receiver):
+    folder = tmp_path_factory.mktemp("traces")
+    model = write_tiny_model(folder / "model")
+    cluster = make_cluster(model, folder / "logs", otlp_endpoint=receiver.endpoint)
+    cluster.start_all()
+    yield cluster
+    cluster.stop()
+
+
+def stream(cluster, text: str, traceparent: str):
+    with grpc.insecure_channel(cluster.plan.router_address) as channel:
+        request = pb.StreamGenerateRequest(
+            input=pb.GenerationInput(
+                text=text,
+                sampling=pb.SamplingOptions(temperature=0.0),
+                stop=pb.StopOptions(max_tokens=12, ignore_eos=True),
+            )
+        )
+        call = pb_grpc.InferenceServiceStub(channel).StreamGenerate(
+            request, metadata=[("traceparent", traceparent)], timeout=30
+        )
+        return list(call)
+
+
+def test_every_span_is_there_under_the_callers_trace(cluster, receiver):
+    trace_id, caller = secrets.token_hex(16), secrets.token_hex(8)
+    events = stream(cluster, SECRET, f"00-{trace_id}-{caller}-01")
+    assert events[0].started.generation_id == trace_id
+    rpc = "baton.inference.v1.InferenceService/StreamGenerate"
+    request = f"text_completion {events[0].started.model}"
+    found = receiver.wait_for(trace_id, [*PARENTS, rpc, request])
+    spans = {name: span for name, (_, span) in found.items()}
+    assert spans[rpc].parent_span_id.hex() == caller
+    assert spans[request].parent_span_id == spans[rpc].span_id
+    for name, parent in PARENTS.items():
+        parent = request if parent == "text_completion" else parent
+        assert spans[name].parent_span_id == spans[parent].span_id, name
+        assert spans[name].end_time_unix_nano >= spans[name].start_time_unix_nano > 0
+    assert [link.span_id for link in spans["kv.receive"].links] == [spans["kv.send"].span_id]
+    for name, owner in (("kv.send", "prefill"), ("kv.grant", "decode"), ("prefill", "router")):
+        assert found[name][0] == SERVICES[owner]
+
+
+def test_content_is_nowhere_in_the_export_or_the_logs(cluster, receiver):
+    trace_id = secrets.token_hex(16)
+    events = stream(cluster, SECRET, f"00-{trace_id}-{secrets.token_hex(8)}-01")
+    receiver.wait_for(trace_id, list(PARENTS))
+    output = "".join(event.delta.text for event in events)
+    assert len(output) >= 8
+    exported = b"".join(receiver.raw)
+    for content in (SECRET, output):
+        assert content.encode() not in exported
+        assert content not in cluster.logged()
+
+
+def test_timings_agree_with_the_spans(cluster, receiver):
+    trace_id = secrets.token_hex(16)
+    events = stream(cluster, SECRET, f"00-{trace_id}-{secrets.token_hex(8)}-01")
+    found = receiver.wait_for(trace_id, list(PARENTS))
+    timings = events[-1].finished.timings
+    compute = found["prefill.compute"][1]
+    spanned = (compute.end_time_unix_nano - compute.start_time_unix_nano) / 1e9
+    assert timings.prefill.ToTimedelta().total_seconds() == pytest.approx(spanned, abs=2e-3)
+    generate = found["decode.generate"][1]
+    spanned = (generate.end_time_unix_nano - generate.start_time_unix_nano) / 1e9
+    assert timings.decode.ToTimedelta().total_seconds() == pytest.approx(spanned, abs=2e-3)
+    assert 0 < timings.time_to_first_token.ToTimedelta().total_seconds() < 10
