@@ -54,8 +54,8 @@ class Span:
 
     @property
     def duration_ns(self) -> int:
-        """From start to end."""
-        return self.end_ns - self.start_ns
+        """From start to end; never less than 0, whatever the clock did."""
+        return max(0, self.end_ns - self.start_ns)
 
     @property
     def process(self) -> str:
@@ -153,10 +153,12 @@ def missing_spans(trace: Trace) -> list[str]:
     request = trace.request
     if request is None:
         return [Attr.TEXT_COMPLETION]
-    names = {span.name for span in trace.spans}
-    missing = [name for name in _expected(request, names) if name not in names]
-    for leg in trace.spans:
-        if leg.name in _LEGS and not leg.failed:
+    parts = trace.children(request)
+    legs = [span for span in parts if span.name in _LEGS]
+    names = {span.name for span in parts}
+    missing = [name for name in _expected(request, legs) if name not in names]
+    for leg in legs:
+        if not leg.failed:
             below = {span.name for span in trace.children(leg)}
             missing += [name for name in _expected_below(leg, request) if name not in below]
     if request.parent_id not in {span.id for span in trace.spans}:
@@ -164,13 +166,14 @@ def missing_spans(trace: Trace) -> list[str]:
     return missing
 
 
-def _expected(request: Span, names: set[str]) -> tuple[str, ...]:
+def _expected(request: Span, legs: list[Span]) -> tuple[str, ...]:
+    """Directly below the request."""
     steps = SpanName.ADMIT, SpanName.TOKENIZE, SpanName.QUEUE, SpanName.ROUTE
     if request.failed:
         return ()  # It may have ended anywhere.
-    if _goes_on(request):
+    if any(leg.attributes.get(Attr.WORK_MODE) == "whole" for leg in legs):
         return (*steps, SpanName.DECODE)
-    return steps if names & set(_LEGS) else (*steps, SpanName.PREFILL)
+    return (*steps, *_LEGS) if _goes_on(request) else (*steps, SpanName.PREFILL)
 
 
 def _expected_below(leg: Span, request: Span) -> tuple[str, ...]:

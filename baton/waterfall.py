@@ -84,7 +84,7 @@ def _lines(trace: Trace, width: int) -> Iterator[Text]:
         drawn = _beside(bar, start // 8, _details(span), colour, columns.axis)
         yield columns.row(depth, span, colours[span.process], next(drawn))
         yield from (columns.under_axis(line) for line in drawn)
-    yield from _notes(trace)
+    yield from _notes(trace, width)
 
 
 def _title(trace: Trace, width: int) -> Iterator[Text]:
@@ -93,10 +93,10 @@ def _title(trace: Trace, width: int) -> Iterator[Text]:
     attributes = request.attributes if request else {}
     name = str(attributes.get(Attr.REQUEST_MODEL, trace.spans[0].name if trace.spans else "empty"))
     room = max(8, width - len(trace.id) - 2)
-    head = Text(set_cell_size(name, room) if cell_len(name) > room else name.ljust(room), "bold")
+    head = Text(set_cell_size(_cut(name, room), room), "bold")
     yield head.append(f"  {trace.id}", "not bold dim")
     if request is not None:
-        yield Text(_SEPARATOR.join(_outcome(request)))
+        yield from (Text(line) for line in _wrapped(_outcome(request), width))
 
 
 def _outcome(request: Span) -> Iterator[str]:
@@ -105,9 +105,10 @@ def _outcome(request: Span) -> Iterator[str]:
     if Attr.INPUT_TOKENS in have:
         cached = have.get(Attr.CACHED_INPUT_TOKENS)
         of_those = f" ({cached} cached)" if cached else ""
-        yield f"{have[Attr.INPUT_TOKENS]} prompt tokens{of_those} → {tokens} tokens"
+        prompt = _count("prompt token")(have[Attr.INPUT_TOKENS])
+        yield f"{prompt}{of_those} → {_count('token')(tokens)}"
     if (first_s := have.get(Attr.RESPONSE_FIRST_TOKEN_S)) is not None:
-        yield f"first token after {_duration(first_s * 1e9)}"
+        yield f"first token {_duration(first_s * 1e9)}"
         if tokens > 1:
             yield f"{_duration((request.duration_ns - first_s * 1e9) / (tokens - 1))} a token"
     yield f"{_duration(request.duration_ns)} in all"
@@ -115,13 +116,14 @@ def _outcome(request: Span) -> Iterator[str]:
         yield request.error or "failed"
 
 
-def _notes(trace: Trace) -> Iterator[Text]:
+def _notes(trace: Trace, width: int) -> Iterator[Text]:
     """What the picture lacks."""
     missing = missing_spans(trace) if trace.request else []
     if missing or trace.dropped_spans:
         yield Text()
     if missing:
-        yield Text(f"not seen: {', '.join(missing)}", "yellow")
+        lines = _wrapped([f"not seen: {missing[0]}", *missing[1:]], width)
+        yield from (Text(line, "yellow") for line in lines)
     if trace.dropped_spans:
         yield Text(f"{trace.dropped_spans} more spans found no room in the store", "yellow")
 
@@ -147,10 +149,8 @@ class _Columns:
 
     def row(self, depth: int, span: Span, colour: str, drawn: Text) -> Text:
         """One span's line."""
-        name = _indented(depth, span)
-        if cell_len(name) > self.name:
-            name = set_cell_size(name, self.name - 1) + "…"
-        line = Text(set_cell_size(name, self.name), _FAILED if span.failed else "")
+        name = set_cell_size(_cut(_indented(depth, span), self.name), self.name)
+        line = Text(name, _FAILED if span.failed else "")
         line.append(f"  {_process(span):<{self.process}}", f"not bold {colour}")
         line.append(f" {_duration(span.duration_ns):>{_DURATION}}  ")
         return line.append_text(drawn)
@@ -248,15 +248,19 @@ def _beside(bar: str, start: int, details: Sequence[str], colour: str, room: int
             yield Text(" " * at).append(line, "dim")
 
 
-def _wrapped(details: Sequence[str], room: int) -> Iterator[str]:
+def _wrapped(parts: Iterable[str], room: int) -> Iterator[str]:
     line = ""
-    for detail in details:
-        if line and cell_len(line) + len(_SEPARATOR) + cell_len(detail) > room:
+    for part in parts:
+        joined = f"{line}{_SEPARATOR}{part}" if line else part
+        if line and cell_len(joined) > room:
             yield line
-            line = detail
-        else:
-            line = f"{line}{_SEPARATOR}{detail}" if line else detail
+            joined = part
+        line = _cut(joined, room)
     yield line
+
+
+def _cut(text: str, room: int) -> str:
+    return text if cell_len(text) <= room else set_cell_size(text, room - 1) + "…"
 
 
 def _details(span: Span) -> list[str]:
@@ -294,7 +298,7 @@ def _bytes(value: int) -> str:
 
 
 def _gigabytes_per_s(value: float) -> str:
-    return f"{value:.3g} GB/s"
+    return f"{value:.2g} GB/s" if value < 10 else f"{value:.0f} GB/s"
 
 
 def _duration(ns: float) -> str:

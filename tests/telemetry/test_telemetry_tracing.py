@@ -86,6 +86,7 @@ def test_spans_written_afterwards_reach_a_receiver_as_they_were_meant(setup: Set
     assert leg_span.parent_span_id.hex() == CALLER.split("-")[2]
     assert leg_span.kind == ProtoSpan.SPAN_KIND_CLIENT
     assert sent.parent_span_id == received.parent_span_id == leg_span.span_id
+    assert not undeclared(key for span in spans.values() for key in attributes(span))
     assert (received.start_time_unix_nano, received.end_time_unix_nano) == (4_000, 9_000)
     assert [link.span_id for link in received.links] == [sent.span_id]
     assert attributes(received)[Attr.KV_PAGES] == 17
