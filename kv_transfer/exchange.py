@@ -52,6 +52,7 @@ class Exchange:
         self.peers = Peers(transport, self._emit, clock)
         self.sender = Sender(transport, self.peers, self._emit, counters, clock)
         self.receiver = Receiver(epoch, self.peers, self._emit, counters, clock)
+        self.peers.on_open = self.sender.peer_opened
         self.peers.on_lost = self.sender.peer_lost
 
     @property
@@ -67,8 +68,7 @@ class Exchange:
         """See `TransferThread.meet`."""
         if self.peers.is_replaced_by(endpoint):
             self.sender.peer_lost(endpoint.agent_name)
-        if self.peers.meet(endpoint):
-            self.sender.peer_opened(endpoint.agent_name)
+        self.peers.meet(endpoint)
 
     def part(self, agent_name: str, proven_dead: bool) -> None:
         """See `TransferThread.part`."""

@@ -4,7 +4,8 @@
    scratch pages and measures it by a second, larger one: PeerOpened, by `SELF_TEST_S` at the
    latest. Meeting again an open peer only repeats PeerOpened.
 2. A push that fails, or a notification that cannot be sent, makes the peer lost: PeerFailed. It is
-   opened anew when it is met again.
+   opened anew when it is met again, and tried with back-off in between: a quarantine can end only
+   over this path. A trial that succeeds is a new PeerOpened; one that fails is silent.
 3. `part`: a peer that merely left may still ask to quiesce, or owe the answer, so the connection
    is kept for `PARTED_S` and for as long as a transfer needs it. A peer proven dead is closed at
    once and never opened again.
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 SELF_TEST_BYTES = 4 << 20
 SELF_TEST_S = 0.05
+FIRST_RETRY_S = 1.0
+LAST_RETRY_S = 30.0
 PARTED_S = 3600.0
 MAX_DEAD_PEERS = 4096
 DEAD_PEER_AGE_S = 86_400.0
@@ -40,7 +43,7 @@ class PeerState(enum.IntEnum):
     """State of a peer; failure is the smallest."""
 
     LOST = 0
-    """The path broke; the next meeting opens it anew."""
+    """The path broke; nothing is sent that way until a push over it succeeded."""
     TESTING = 1
     """Open, and being measured."""
     OPEN = 2
@@ -58,6 +61,8 @@ class _Peer:
     probe_pages: int = 0
     probe_began_s: float = 0.0
     gigabytes_per_s: float = 0.0
+    retry_at_s: float = 0.0
+    retry_after_s: float = FIRST_RETRY_S
 
 
 class Peers:
@@ -74,6 +79,8 @@ class Peers:
         self._clock = clock
         self._peers: dict[str, _Peer] = {}
         self._dead: BoundedMemory[str, bool] = BoundedMemory(MAX_DEAD_PEERS, DEAD_PEER_AGE_S, clock)
+        self.on_open: Callable[[str], None] = lambda agent_name: None
+        """Set by the owner: told the name of a peer to which sends may start."""
         self.on_lost: Callable[[str], None] = lambda agent_name: None
         """Set by the owner: told the name of a peer whose path broke."""
 
@@ -106,18 +113,18 @@ class Peers:
         """Pushes of self-tests that have not ended."""
         return sum(peer.probe is not None for peer in self._peers.values())
 
-    def meet(self, endpoint: Endpoint) -> bool:
-        """Opens a peer; true where it was not open before."""
+    def meet(self, endpoint: Endpoint) -> None:
+        """Opens a peer, unless it is open already."""
         name = endpoint.agent_name
         if self.is_dead(name):
             self._emit(PeerFailed(name, "peer_dead"))
-            return False
+            return
         peer = self._peers.get(name)
         if peer is not None and peer.endpoint == endpoint and self.is_open(name):
             peer.parted_s = None
             if peer.state is PeerState.OPEN:
                 self._report(peer)
-            return False
+            return
         self.close(name)
         try:
             self._transport.open(endpoint)
@@ -127,8 +134,8 @@ class Peers:
             self.close(name)
             logger.warning("peer %s could not be opened: %s", name, error.cause)
             self._emit(PeerFailed(name, error.cause))
-            return False
-        return True
+            return
+        self.on_open(name)
 
     def notify(self, agent_name: str, message: Message) -> None:
         """Sends if it can: whatever is sent this way is asked for again where it gets lost."""
@@ -149,6 +156,7 @@ class Peers:
         peer = self._peers.get(agent_name)
         if peer is not None and peer.state >= PeerState.TESTING:
             peer.state = PeerState.LOST
+            self._retry_later(peer)
             logger.warning("peer %s was lost: %s", agent_name, cause)
             self._emit(PeerFailed(agent_name, cause))
             self.on_lost(agent_name)
@@ -181,28 +189,52 @@ class Peers:
         if peer is None:
             return False
         peer.probe = None
+        try:
+            self._go_on(peer, state)
+        except TransportError as error:
+            self.lost(peer.endpoint.agent_name, error.cause)
+        return True
+
+    def tick(self) -> None:
+        """Reports peers whose self-test takes too long; tries lost ones again."""
+        now_s = self._clock()
+        for peer in self._peers.values():
+            if peer.state is PeerState.TESTING and now_s - peer.opened_s > SELF_TEST_S:
+                self._report(peer)
+            elif peer.state is PeerState.LOST and now_s >= peer.retry_at_s and peer.probe is None:
+                self._retry(peer)
+
+    def _go_on(self, peer: _Peer, state: PushState) -> None:
+        """The next step of opening after a push between the scratch pages has ended."""
+        name = peer.endpoint.agent_name
         if state is not PushState.DONE:
-            self.lost(peer.endpoint.agent_name, "self_test_failed")
-        elif not peer.is_warm:
-            peer.is_warm = True
-            pages = max(1, SELF_TEST_BYTES // peer.endpoint.page_bytes)
-            try:
-                self._probe(peer, pages)
-            except TransportError as error:
-                self.lost(peer.endpoint.agent_name, error.cause)
-        else:
+            self.lost(name, "self_test_failed")
+        elif peer.is_warm:
             took_s = time.perf_counter() - peer.probe_began_s
             peer.gigabytes_per_s = peer.probe_pages * peer.endpoint.page_bytes / took_s / 1e9
             if peer.state is PeerState.TESTING:
                 self._report(peer)
-        return True
+        else:
+            peer.is_warm = True
+            if peer.state is PeerState.LOST:
+                peer.state, peer.opened_s = PeerState.TESTING, self._clock()
+                peer.retry_after_s = FIRST_RETRY_S
+                self.on_open(name)
+            self._probe(peer, pages=max(1, SELF_TEST_BYTES // peer.endpoint.page_bytes))
 
-    def tick(self) -> None:
-        """Reports peers whose self-test takes too long as open and not measured."""
-        for peer in self._peers.values():
-            is_late = self._clock() - peer.opened_s > SELF_TEST_S
-            if peer.state is PeerState.TESTING and is_late:
-                self._report(peer)
+    def _retry(self, peer: _Peer) -> None:
+        self._retry_later(peer)
+        peer.is_warm = False
+        self._transport.close(peer.endpoint.agent_name)
+        try:
+            self._transport.open(peer.endpoint)
+            self._probe(peer, pages=1)
+        except TransportError as error:
+            logger.debug("peer %s is still lost: %s", peer.endpoint.agent_name, error.cause)
+
+    def _retry_later(self, peer: _Peer) -> None:
+        peer.retry_at_s = self._clock() + peer.retry_after_s
+        peer.retry_after_s = min(2 * peer.retry_after_s, LAST_RETRY_S)
 
     def _probe(self, peer: _Peer, pages: int) -> None:
         scratch = np.full(pages, SCRATCH_PAGE, dtype=np.int32)

@@ -26,7 +26,6 @@ __all__ = ["ReceiveSpec", "SendSpec", "TransferThread"]
 
 logger = logging.getLogger(__name__)
 
-MAX_COMMANDS_PER_TURN = 64
 Command = Callable[[Exchange], None]
 
 
@@ -142,10 +141,14 @@ class TransferThread:
         return exchange.pause_s() if self._stop_at_s is None else ACTIVE_POLL_S
 
     def _obey(self, exchange: Exchange, pause_s: float | None) -> None:
-        """Runs the commands that wait; without any, waits up to `pause_s` for the first."""
+        """Runs every command that waits; without any, waits up to `pause_s` for the first.
+
+        None is left for after the notifications: a chunk may be there already whose `expect` is
+        the last command in the queue.
+        """
         try:
             exchange.obey(self._commands.get(timeout=pause_s))
-            for _ in range(MAX_COMMANDS_PER_TURN - 1):
+            for _ in range(self._commands.qsize()):
                 exchange.obey(self._commands.get_nowait())
         except queue.Empty:
             return

@@ -17,9 +17,9 @@ from kv_transfer.events import (
     Sent,
 )
 from kv_transfer.exchange import ACTIVE_POLL_S, IDLE_POLL_S
+from kv_transfer.outgoing import SendState
 from kv_transfer.peers import PARTED_S
 from kv_transfer.receiving import ReceiveState
-from kv_transfer.sending import SendState
 from kv_transfer.tables import BoundedMemory, Timers
 from kv_transfer.types import TransportError
 from kv_transfer.wire import Quiesce, decode
@@ -68,7 +68,7 @@ def test_a_late_final_notification_counts_as_quiesced(loopback: World) -> None:
     assert world.decode.of(ReceiveFreed) == [ReceiveFreed(transfer.id)]
     assert not world.decode.of(Delivered)
     world.turn(5)
-    assert world.prefill.of(SendQuiesced) or world.prefill.of(Sent)
+    assert world.prefill.sender.state(transfer.id) in (SendState.QUIESCED, SendState.DELIVERED)
     assert world.decode.counters.stale_notifications == 0, "the late answer is expected"
 
 
@@ -165,6 +165,36 @@ def test_a_lost_peer_fails_its_sends_and_opens_anew(loopback: World) -> None:
     again.finish()
     world.turn(5)
     again.assert_delivered()
+
+
+def test_a_lost_path_is_tried_again_and_quarantine_ends_over_it(
+    loopback: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = loopback
+    transfer = world.grant(48)
+    transfer.begin()
+    world.turn(3)
+
+    def cut(*_: object) -> int:
+        raise TransportError("disconnected", "")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.decode.transport, "notify", cut)
+        patch.setattr(world.decode.transport, "push", cut)
+        world.decode.receiver.abort(transfer.id)
+        assert world.decode.of(PeerFailed) == [PeerFailed(world.prefill.name, "disconnected")]
+        for _ in range(10):
+            world.clock.advance(7.0)
+            world.turn()
+        assert len(world.decode.of(PeerFailed)) == 1, "told once"
+        assert world.decode.counters.quarantined_transfers == 1
+    opened = len(world.decode.of(PeerOpened))
+    world.clock.advance(31.0)
+    world.turn(3)
+    assert len(world.decode.of(PeerOpened)) == opened + 1
+    world.clock.advance(1.0)
+    world.turn(3)
+    assert world.decode.of(ReceiveFreed) == [ReceiveFreed(transfer.id)]
 
 
 def test_an_exception_nobody_foresaw_pins_and_the_rest_goes_on(

@@ -19,8 +19,8 @@ from kv_transfer.events import (
     SendQuiesced,
     Sent,
 )
+from kv_transfer.outgoing import SendState
 from kv_transfer.receiving import ReceiveState
-from kv_transfer.sending import SendState
 from kv_transfer.specs import SendSpec
 from kv_transfer.wire import Chunk, Quiesce, Quiesced, encode
 

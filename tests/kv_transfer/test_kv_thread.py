@@ -13,9 +13,11 @@ from kv_process import LocalWorker
 from kv_transfer.events import Delivered, PeerOpened, SendQuiesced, TransferEvent
 from kv_transfer.factory import make_transport
 from kv_transfer.loopback import LoopbackTransport
+from kv_transfer.pool import PoolMemory
 from kv_transfer.specs import ReceiveSpec, SendSpec
 from kv_transfer.thread import TransferThread
 from kv_transfer.types import TransportError
+from kv_transfer.wire import Chunk, encode
 
 PAGES = np.array([1], dtype=np.int32)
 
@@ -108,6 +110,36 @@ def test_the_thread_outlives_a_transport_that_raises(
     assert "secret" not in caplog.text
     worker.close()
     other.close()
+
+
+def test_a_grant_is_known_before_its_chunk_is_read() -> None:
+    """Also where many commands wait in front of it."""
+    decode = LocalWorker("loopback", "busy-decode", 4, 4096, 1)
+    prefill = LoopbackTransport(
+        "busy-prefill", PoolMemory.of(torch.zeros(4, 4096, dtype=torch.uint8), 4096, 4)
+    )
+    prefill.open(decode.endpoint)
+    is_blocked, go_on = threading.Event(), threading.Event()
+    add = decode.events.add
+
+    def block(event: TransferEvent) -> None:
+        is_blocked.set()
+        go_on.wait(5.0)
+        add(event)
+
+    decode.events.add = block  # type: ignore[method-assign]
+    decode.thread.abort_send(b"0" * 16)
+    assert is_blocked.wait(5.0)
+    for _ in range(500):
+        decode.thread.abort_send(b"1" * 16)
+    decode.thread.expect(ReceiveSpec(b"g" * 16, "busy-prefill", 1, 0, 16, 9.0))
+    chunk = Chunk(b"g" * 16, 1, 0, 1, 16, last=True, payload=b"tokens")
+    prefill.notify("busy-decode", encode(chunk))
+    go_on.set()
+    decode.events.wait(Delivered)
+    assert decode.counters().stale_notifications == 0
+    decode.close()
+    prefill.shutdown()
 
 
 def test_commands_before_events_keep_their_order() -> None:
