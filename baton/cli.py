@@ -41,8 +41,8 @@ def explain(error: Exception) -> tuple[str, int] | None:
                 TRY_LATER,
             )
         case InvalidRequestError():
-            fields = "".join(f"\n  {v.field}: {v.description}" for v in error.violations)
-            return error.message + fields, WRONG_USE
+            wrong = [f"{v.field}: {v.description}" for v in error.violations]
+            return "\n".join(wrong) or error.message, WRONG_USE
         case UnavailableError() | OverloadedError():
             again = f" (again in {error.retry_after_s:.1f} s)" if error.retry_after_s else ""
             return f"{error.reason}: {error.message}{again}", TRY_LATER
