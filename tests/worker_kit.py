@@ -46,7 +46,7 @@ from prefill_service.service import PrefillService
 from telemetry.metrics import WorkerMetrics
 
 sys.path.append(str(Path(__file__).parent / "engine"))
-from engine_fakes import VOCAB, HashExecutor, expected_output  # noqa: E402
+from engine_fakes import VOCAB, HashExecutor, expected_output
 
 WAIT_S = 10.0
 PAGE_TOKENS = 4

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from worker_kit import STEP_TOKENS, Attempted, Pair, a_pair, until
+from worker_kit import PAGE_TOKENS, STEP_TOKENS, Attempted, Pair, a_pair, until
 
 from baton.worker.v1 import worker_pb2
 
@@ -45,10 +45,10 @@ async def test_chunks_leave_while_later_ones_compute() -> None:
         attempt = Attempted(LONG)
         pair.submit(attempt)
         await pair.forward_grant(attempt)
-        for chunk in (1, 2):
+        for num_pages in (STEP_TOKENS // PAGE_TOKENS, 2 * STEP_TOKENS // PAGE_TOKENS):
             await until(lambda: pair.p.executor.held)
             pair.p.executor.step()
-            await until(lambda: _pages_arrived(pair, attempt) == chunk * attempt.num_pages // 3)
+            await until(lambda wanted=num_pages: _pages_arrived(pair, attempt) == wanted)
         assert not pair.from_p.all("first_token")
         pair.p.executor.let_go()
         await pair.from_d.heard("finished", attempt.id)
