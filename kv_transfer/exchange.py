@@ -86,11 +86,10 @@ class Exchange:
         self._read_notifications()
         self._guard(self.receiver.tick)
         self._guard(self.sender.tick)
-        self._guard(self.peers.tick)
+        self._guard(self.peers.tick, self._is_used)
         self._guard(self.sender.pump)
         for handle, state in self._transport.poll_pushes():
             self._guard(self._on_push, handle, state)
-        self._guard(self.peers.close_parted, self._is_used)
 
     def pause_s(self) -> float | None:
         """How long nothing needs a turn; None: until the next command."""

@@ -176,13 +176,6 @@ class Peers:
         if self._peers.pop(agent_name, None) is not None:
             self._transport.close(agent_name)
 
-    def close_parted(self, is_used: Callable[[str], bool]) -> None:
-        """Forgets peers that left long ago and that no transfer needs."""
-        before_s = self._clock() - PARTED_S
-        for name, peer in list(self._peers.items()):
-            if peer.parted_s is not None and peer.parted_s < before_s and not is_used(name):
-                self.close(name)
-
     def on_push(self, handle: int, state: PushState) -> bool:
         """Takes the end of a push of the self-test; false where it is somebody else's."""
         peer = next((peer for peer in self._peers.values() if peer.probe == handle), None)
@@ -195,14 +188,24 @@ class Peers:
             self.lost(peer.endpoint.agent_name, error.cause)
         return True
 
-    def tick(self) -> None:
-        """Reports peers whose self-test takes too long; tries lost ones again."""
+    def tick(self, is_used: Callable[[str], bool]) -> None:
+        """Reports late self-tests, tries lost peers again, forgets those that left long ago.
+
+        `is_used` tells whether a transfer needs a peer.
+        """
         now_s = self._clock()
-        for peer in self._peers.values():
+        for name, peer in list(self._peers.items()):
+            is_wanted = peer.parted_s is None or is_used(name)
             if peer.state is PeerState.TESTING and now_s - peer.opened_s > SELF_TEST_S:
                 self._report(peer)
-            elif peer.state is PeerState.LOST and now_s >= peer.retry_at_s and peer.probe is None:
+            elif not is_wanted and now_s - (peer.parted_s or now_s) > PARTED_S:
+                self.close(name)
+            elif self._is_to_be_tried(peer, now_s) and is_wanted:
                 self._retry(peer)
+
+    @staticmethod
+    def _is_to_be_tried(peer: _Peer, now_s: float) -> bool:
+        return peer.state is PeerState.LOST and peer.probe is None and now_s >= peer.retry_at_s
 
     def _go_on(self, peer: _Peer, state: PushState) -> None:
         """The next step of opening after a push between the scratch pages has ended."""
