@@ -1,0 +1,97 @@
+"""What waits for a router, and how other threads reach the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from baton.worker.v1 import worker_pb2
+from baton.worker_outbox import LoopInbox, Outbox
+
+
+def delivered(attempt_id: bytes) -> worker_pb2.WorkResponse:
+    return worker_pb2.WorkResponse(delivered=worker_pb2.Delivered(attempt_id=attempt_id))
+
+
+def sequence(attempt_id: bytes, first_index: int) -> worker_pb2.SequenceTokens:
+    return worker_pb2.SequenceTokens(attempt_id=attempt_id, first_index=first_index)
+
+
+async def drain(outbox: Outbox) -> list[worker_pb2.WorkResponse]:
+    return [message for _ in range(len(outbox)) if (message := await outbox.get())]
+
+
+def never() -> None:
+    raise AssertionError("it overflowed")
+
+
+async def test_tokens_that_wait_merge_and_keep_their_place() -> None:
+    outbox = Outbox(never)
+    outbox.add_tokens(sequence(b"a", 0))
+    outbox.add_tokens(sequence(b"b", 0))
+    outbox.send(delivered(b"c"))
+    outbox.add_tokens(sequence(b"a", 1))
+    kinds = [message.WhichOneof("message") for message in await drain(outbox)]
+    assert kinds == ["tokens", "delivered", "tokens"]
+
+
+async def test_only_the_newest_load_report_waits() -> None:
+    outbox = Outbox(never)
+    outbox.report(worker_pb2.Load(progress=1))
+    outbox.send(delivered(b"a"))
+    outbox.report(worker_pb2.Load(progress=2))
+    messages = await drain(outbox)
+    assert [message.load.progress for message in messages] == [2, 0]
+    outbox.report(worker_pb2.Load(progress=3))
+    assert [message.load.progress for message in await drain(outbox)] == [3]
+
+
+async def test_a_router_that_does_not_read_is_given_up() -> None:
+    given_up: list[bool] = []
+    outbox = Outbox(lambda: given_up.append(True), max_entries=10)
+    for index in range(10):
+        outbox.add_tokens(sequence(b"a", index))
+    assert not given_up
+    await drain(outbox)
+    for index in range(11):
+        outbox.add_tokens(sequence(b"a", index))
+    assert given_up == [True]
+    outbox.send(delivered(b"a"))
+    assert len(outbox) == 0
+
+
+async def test_what_waits_is_still_got_after_the_finish() -> None:
+    outbox = Outbox(never)
+    outbox.send(delivered(b"a"))
+    outbox.finish()
+    outbox.send(delivered(b"b"))
+    outbox.add_tokens(sequence(b"b", 0))
+    assert (await outbox.get()) == delivered(b"a")
+    assert await outbox.get() is None
+
+
+async def test_a_waiting_reader_hears_of_the_finish() -> None:
+    outbox = Outbox(never)
+    reading = asyncio.create_task(outbox.get())
+    await asyncio.sleep(0)
+    outbox.finish()
+    assert await reading is None
+
+
+async def test_actions_of_a_thread_keep_their_order_and_survive_a_failing_one() -> None:
+    inbox, done = LoopInbox(asyncio.get_running_loop()), asyncio.Event()
+    seen: list[int] = []
+
+    def work() -> None:
+        for index in range(1000):
+            inbox.hop(lambda index=index: seen.append(index))
+            if index == 500:
+                inbox.hop(lambda: 1 // 0)  # type: ignore[arg-type,return-value]
+        inbox.hop(done.set)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    async with asyncio.timeout(5):
+        await done.wait()
+    thread.join()
+    assert seen == list(range(1000))
