@@ -1,0 +1,164 @@
+"""SDPA over pages against attention written out, on random batches of every mix."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from engine.attention import AttentionBatch, AttentionError, choose_backend
+from engine.kv_pool import KvPool
+
+CPU = torch.device("cpu")
+LAYERS, HEADS, KV_HEADS, DIM, PAGES = 3, 6, 2, 16, 96
+JUNK = 3e4
+
+
+class Row(NamedTuple):
+    new: int
+    context: int
+
+
+def make_pool(size: int, dtype: torch.dtype = torch.float32) -> KvPool:
+    pool = KvPool(
+        num_pages=PAGES, num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=DIM, page_size=size,
+        dtype=dtype, device=CPU,
+    )  # fmt: skip
+    pool.tensor.fill_(JUNK)
+    return pool
+
+
+def make_batch(rows: list[Row], size: int, rng: np.random.Generator, decodes: int):
+    used = [-(-row.context // size) for row in rows]
+    scattered = iter(rng.permutation(np.arange(1, PAGES)))
+    table = np.zeros((len(rows), max(used) + 1), np.int64)
+    for entries, count in zip(table, used, strict=True):
+        entries[:count] = [next(scattered) for _ in range(count)]
+    row_of = np.repeat(np.arange(len(rows)), [row.new for row in rows])
+    positions = np.concatenate([np.arange(row.context - row.new, row.context) for row in rows])
+    return AttentionBatch(
+        query_lens=np.array([row.new for row in rows], np.int32),
+        context_lens=np.array([row.context for row in rows], np.int32),
+        num_decodes=decodes,
+        page_table=torch.from_numpy(table),
+        token_pages=torch.from_numpy(table[row_of, positions // size]),
+        token_offsets=torch.from_numpy(positions % size),
+    )
+
+
+def put(pool: KvPool, pages: Tensor, layer: int, kv: tuple[Tensor, Tensor]) -> None:
+    """Stores [C, Hkv, D] at positions [0, C)."""
+    for stored, tensor in zip(pool.layer(layer), kv, strict=True):
+        for position, token in enumerate(tensor):
+            stored[pages[position // pool.page_size], :, position % pool.page_size] = token
+
+
+def written_out(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """q [N, Hq, D] at the end of k, v [C, Hkv, D], one query and head at a time, in float64."""
+    out = torch.empty_like(q, dtype=torch.float64)
+    group = q.shape[1] // k.shape[1]
+    for n in range(len(q)):
+        end = len(k) - len(q) + n + 1
+        seen = slice(0 if window is None else max(0, end - window), end)
+        for head in range(q.shape[1]):
+            keys, values = (t[seen, head // group].double() for t in (k, v))
+            weights = (keys @ q[n, head].double() / DIM**0.5).softmax(0)
+            out[n, head] = weights @ values
+    return out
+
+
+def check(rows: list[Row], size: int, windows: tuple[int | None, ...], decodes: int, seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    pool = make_pool(size)
+    batch = make_batch(rows, size, np.random.default_rng(seed), decodes)
+    backend = choose_backend("sdpa", pool, windows)
+    backend.begin(batch)
+    for layer in reversed(range(LAYERS)):
+        kv = [torch.randn(2, row.context, KV_HEADS, DIM, generator=generator) for row in rows]
+        q = [torch.randn(row.new, HEADS, DIM, generator=generator) for row in rows]
+        for row, (k, v), pages in zip(rows, kv, batch.page_table, strict=True):
+            put(pool, pages, layer, (k[: -row.new], v[: -row.new]))
+        new = [t[:, -row.new :] for row, t in zip(rows, kv, strict=True)]
+        got = backend(layer, torch.cat(q), *torch.cat(new, dim=1))
+        want = [written_out(a, *b, windows[layer]) for a, b in zip(q, kv, strict=True)]
+        torch.testing.assert_close(got.double(), torch.cat(want), atol=1e-5, rtol=1e-4)
+
+
+MIXES = {
+    "decodes": ([Row(1, n) for n in (1, 2, 8, 9, 40, 64)], 6),
+    "prompts": ([Row(7, 7), Row(16, 16), Row(17, 50), Row(3, 33)], 0),
+    "both": ([Row(1, 30), Row(1, 5), Row(9, 9), Row(8, 40), Row(1, 1)], 2),
+    "one": ([Row(1, 1)], 1),
+    "a prompt's last token alone": ([Row(1, 1), Row(1, 25)], 0),
+}
+WINDOWS = ((None,) * 3, (5, None, 16), (1, 200, 8))
+
+
+@pytest.mark.parametrize("windows", WINDOWS, ids=str)
+@pytest.mark.parametrize("size", [4, 16])
+@pytest.mark.parametrize("mix", MIXES)
+def test_every_mix_of_rows(mix, size, windows):
+    rows, decodes = MIXES[mix]
+    check(rows, size, windows, decodes, seed=7)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_batches(seed):
+    rng = np.random.default_rng(seed)
+    decodes = int(rng.integers(0, 5))
+    rows = [Row(1, int(rng.integers(1, 60))) for _ in range(decodes)]
+    for _ in range(int(rng.integers(decodes == 0, 4))):
+        new = int(rng.integers(2, 20))
+        rows.append(Row(new, new + int(rng.integers(0, 40))))
+    window = int(rng.integers(1, 40))
+    check(rows, int(rng.choice([4, 8, 16])), (None, window, None), decodes, seed)
+
+
+def test_new_tokens_go_where_the_batch_says_and_nowhere_else():
+    pool = make_pool(8)
+    rows = [Row(1, 12), Row(5, 10)]
+    batch = make_batch(rows, 8, np.random.default_rng(0), decodes=1)
+    backend = choose_backend("auto", pool, (None,) * LAYERS)
+    backend.begin(batch)
+    k, v = torch.randn(2, 6, KV_HEADS, DIM)
+    before = pool.tensor.clone()
+    backend(1, torch.randn(6, HEADS, DIM), k, v)
+    for want, stored in zip((k, v), pool.layer(1), strict=True):
+        assert torch.equal(stored[batch.token_pages, :, batch.token_offsets], want)
+        stored[batch.token_pages, :, batch.token_offsets] = JUNK
+    assert torch.equal(pool.tensor, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_ignores_bytes_that_overflow(dtype):
+    """Products with what is left in a page's tail may be infinite: they must not count."""
+    pool = make_pool(16, dtype)
+    pool.tensor.fill_(torch.finfo(dtype).max / 2)
+    rows = [Row(1, 3), Row(1, 18), Row(4, 4)]
+    backend = choose_backend("sdpa", pool, (None, 2, None))
+    backend.begin(make_batch(rows, 16, np.random.default_rng(0), decodes=2))
+    pool.tensor[:, :, :, :, :3] = 0.5
+    q, k, v = (torch.full((6, heads, DIM), 0.5, dtype=dtype) for heads in (HEADS, KV_HEADS, 2))
+    assert backend(1, q, k, v)[0].eq(0.5).all()
+    pool.tensor.fill_(0.5)
+    assert backend(0, q, k, v).eq(0.5).all()
+
+
+def test_an_int32_page_table_will_do():
+    pool = make_pool(8)
+    batch = make_batch([Row(1, 9), Row(4, 12)], 8, np.random.default_rng(0), decodes=1)
+    q, k, v = (torch.randn(5, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    backend = choose_backend("sdpa", pool, (4, None, None))
+    backend.begin(batch)
+    want = backend(0, q, k, v)
+    narrow = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
+    backend.begin(AttentionBatch(**narrow | {"page_table": batch.page_table.int()}))
+    assert torch.equal(backend(0, q, k, v), want)
+
+
+def test_a_backend_that_does_not_exist_is_refused():
+    with pytest.raises(AttentionError, match=r"'flash'.*sdpa"):
+        choose_backend("flash", make_pool(8), (None,) * LAYERS)

@@ -1,0 +1,141 @@
+"""What is read from config.json, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.model import ModelConfig, ModelError, UnsupportedModelError
+from engine.model.config import read_config
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
+    "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 320, "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "eos_token_id": 2,
+}  # fmt: skip
+MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+QWEN2 = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+QWEN3 = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@pytest.fixture
+def read(tmp_path: Path):
+    def written(base: dict[str, Any], **changes: Any) -> ModelConfig:
+        (tmp_path / "config.json").write_text(json.dumps(base | changes))
+        return read_config(tmp_path)
+
+    return written
+
+
+def test_families_differ_in_biases_and_norms(read):
+    def traits(config: ModelConfig) -> tuple[bool, bool, bool, bool]:
+        return config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm
+
+    assert traits(read(LLAMA)) == traits(read(MISTRAL)) == (False, False, False, False)
+    assert traits(read(LLAMA, attention_bias=True, mlp_bias=True)) == (True, True, True, False)
+    assert traits(read(QWEN2)) == (True, False, False, False)
+    assert traits(read(QWEN3)) == (False, False, False, True)
+    assert traits(read(QWEN3, attention_bias=True)) == (True, True, False, True)
+
+
+def test_head_dim_and_kv_heads_may_be_left_out(read):
+    without = {k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}
+    assert (read(without).head_dim, read(without).num_kv_heads) == (16, 4)
+    assert read(LLAMA, head_dim=32).head_dim == 32
+    assert len(read(LLAMA, head_dim=32).rope_frequencies) == 16
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [("linear", {"factor": 2.0}), ("yarn", YARN), ("llama3", LLAMA3)]
+)
+def test_older_forms_of_rope_mean_the_same(kind, options, read):
+    new = read(LLAMA, rope_parameters={"rope_type": kind, "rope_theta": 5e4, **options})
+    assert new == read(LLAMA, rope_theta=5e4, rope_scaling={"rope_type": kind, **options})
+    assert new == read(LLAMA, rope_theta=5e4, rope_scaling={"type": kind, **options})
+    plain = read(LLAMA, rope_theta=5e4)
+    assert new.rope_frequencies != plain.rope_frequencies != read(LLAMA).rope_frequencies
+    assert plain == read(LLAMA, rope_theta=5e4, rope_scaling=None)
+
+
+def test_yarn_scales_what_is_rotated(read):
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, **YARN}
+    assert read(QWEN2, rope_parameters=yarn).rope_scale == pytest.approx(1.1386, abs=1e-4)
+    given = read(QWEN2, rope_parameters=yarn | {"attention_factor": 1.5})
+    assert given.rope_scale == 1.5
+    assert read(QWEN2).rope_scale == 1.0
+
+
+def test_windows_are_per_layer(read):
+    assert read(MISTRAL, sliding_window=8).windows == (8, 8, 8)
+    assert read(MISTRAL, sliding_window=None).windows == (None, None, None)
+    some = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
+    assert read(QWEN2, **some).windows == read(QWEN3, **some).windows == (None, None, 8)
+    listed = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert read(QWEN3, **some, layer_types=listed).windows == (8, None, 8)
+    assert read(QWEN2, **some | {"use_sliding_window": False}).windows == (None, None, None)
+
+
+def test_a_window_that_llama_would_not_use_is_not_used(read):
+    assert read(LLAMA, sliding_window=8).windows == (None, None, None)
+
+
+def test_ends_of_sequence_come_from_both_configs(read, tmp_path):
+    assert read(LLAMA).eos_token_ids == (2,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
+    assert read(LLAMA).eos_token_ids == (2, 7)
+    assert read(LLAMA, eos_token_id=[9, 2]).eos_token_ids == (2, 7, 9)
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert read(LLAMA, eos_token_id=None).eos_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["FooForCausalLM"], "model_type": "foo"}, r"FooForCausalLM.*foo.*Qwen3"),
+        ({"architectures": None, "model_type": "foo"}, r"foo.*LlamaForCausalLM"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, r"LlamaForSequenceClassification"),
+        ({"model_type": "smollm3"}, "smollm3"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"pretraining_tp": 2}, "pretraining_tp"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, r"dynamic.*yarn"),
+        ({"rope_scaling": {"rope_type": "mystery"}}, r"mystery.*yarn"),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            r"partial 0\.5",
+        ),
+    ],
+)
+def test_what_is_not_computed_is_named(changes, words, read):
+    with pytest.raises(UnsupportedModelError, match=words):
+        read(LLAMA, **changes)
+
+
+def test_layers_of_an_unknown_type_are_named(read):
+    kinds = ["chunked_attention", "full_attention", "sliding_attention"]
+    window = {"use_sliding_window": True, "sliding_window": 8}
+    with pytest.raises(UnsupportedModelError, match="chunked_attention"):
+        read(QWEN2, **window, layer_types=kinds)
+
+
+@pytest.mark.parametrize("changes", [{"hidden_size": "many"}, {"hidden_size": 65}])
+def test_a_config_that_contradicts_itself_is_refused(changes, read):
+    with pytest.raises(ModelError, match="not a valid config"):
+        read(LLAMA, **changes)
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]"])
+def test_a_config_that_cannot_be_read_is_named(text, tmp_path):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        read_config(tmp_path)

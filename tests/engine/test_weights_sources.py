@@ -1,0 +1,137 @@
+"""Where a checkpoint is looked for, and which of its files count."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import write_tiny_model
+
+from engine.model import LoadedModel, ModelError, UnsupportedModelError, load_model
+from engine.model.loading import DUMMY_STD
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_tiny_model(tmp_path / "model", tokenizer=False)
+
+
+def load(path: Path | str, dtype: torch.dtype = torch.float32, **options: Any) -> LoadedModel:
+    return load_model(str(path), dtype=dtype, device=CPU, **options)
+
+
+def test_the_same_weights_under_another_name_are_left_alone(folder):
+    want = load(folder).revision
+    save_file({"layers.0.attention.wq.weight": torch.ones(2)}, folder / "consolidated.safetensors")
+    assert load(folder).revision == want
+
+
+def test_a_single_file_may_have_any_name(folder):
+    want = load(folder).revision
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    assert load(folder).revision == want
+
+
+def test_precision_in_files_and_in_memory_may_differ(folder):
+    exact = load_file(folder / "model.safetensors")
+    save_file({n: t.bfloat16() for n, t in exact.items()}, folder / "model.safetensors")
+    for dtype in (torch.float32, torch.float16):
+        head = load(folder, dtype).model.head
+        assert head.dtype == dtype
+        assert torch.equal(head, exact["lm_head.weight"].bfloat16().to(dtype))
+
+
+def test_quantised_tensors_are_refused_by_name(folder):
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file({**tensors, name: tensors[name].to(torch.int8)}, folder / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match=r"up_proj\.weight is torch\.int8"):
+        load(folder)
+
+
+def test_damaged_files_are_named(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:500])
+    with pytest.raises(ModelError, match=r"model\.safetensors is damaged"):
+        load(folder)
+    (folder / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"index\.json"):
+        load(folder)
+
+
+def test_tensors_that_the_engine_computes_itself_may_be_there(folder, tmp_path):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    save_file(tensors, folder / "model.safetensors")
+    load(folder)
+    tied = write_tiny_model(tmp_path / "tied", tokenizer=False, tie_word_embeddings=True)
+    want = load(tied)
+    tensors = load_file(tied / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tied / "model.safetensors")
+    assert load(tied).revision == want.revision
+    assert want.model.head is want.model.embedding
+
+
+def test_the_revision_follows_config_and_weights_but_not_precision(folder, tmp_path):
+    one = load(folder).revision
+    assert one == load(folder, torch.bfloat16).revision
+    assert len(one) == 16
+    assert one != load(write_tiny_model(tmp_path / "b", tokenizer=False, seed=1)).revision
+    assert one != load(write_tiny_model(tmp_path / "c", tokenizer=False, rms_norm_eps=0.1)).revision
+
+
+@pytest.mark.parametrize("seed", [0, 2**64 - 1])
+def test_dummy_weights_are_small_and_need_a_config_only(seed, folder):
+    (folder / "model.safetensors").unlink()
+    model = load(folder, load_format="dummy", seed=seed).model
+    assert model.head.std().item() == pytest.approx(DUMMY_STD, rel=0.1)
+    assert model.norm.weight.eq(1).all()
+    first, second = (layer.qkv.weight for layer in model.layers)
+    assert not torch.equal(first, second)
+
+
+class Hub:
+    """Stands in for the network: copies a folder by the patterns asked for."""
+
+    def __init__(self, source: Path, cache: Path) -> None:
+        self.source, self.cache = source, cache
+
+    def snapshot_download(
+        self, model_id: str, allow_patterns: list[str], ignore_patterns: list[str]
+    ) -> str:
+        if model_id != "org/tiny":
+            raise huggingface_hub.errors.RepositoryNotFoundError("no", response=None)  # type: ignore
+        names = [str(p.relative_to(self.source)) for p in self.source.rglob("*") if p.is_file()]
+        target = self.cache / "snapshot"
+        shutil.rmtree(target, ignore_errors=True)
+        for name in huggingface_hub.utils.filter_repo_objects(
+            names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+        ):
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(self.source / name, target / name)
+        return str(target)
+
+
+def test_an_id_is_fetched_from_the_hub_with_nothing_twice(folder, tmp_path, monkeypatch):
+    for name in ("consolidated.safetensors", "onnx/model.safetensors", "x.bin", "tokenizer.json"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("")
+    hub = Hub(folder, tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub.snapshot_download)
+    loaded = load("org/tiny")
+    assert loaded.revision == load(folder).revision
+    got = {path.name for path in Path(loaded.path).rglob("*")}
+    assert got >= {"config.json", "tokenizer.json", "model.safetensors"}
+    assert not got & {"consolidated.safetensors", "onnx", "x.bin"}
+    dummy = load("org/tiny", load_format="dummy")
+    assert not list(Path(dummy.path).glob("*.safetensors"))
+    with pytest.raises(ModelError, match="'org/none' is neither"):
+        load("org/none")
