@@ -1,0 +1,56 @@
+"""Announcing: start order is free, and a router that comes back is found."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from baton import worker_announcer
+from baton.grpc_options import server_options
+from baton.worker.v1 import worker_pb2, worker_pb2_grpc
+from baton.worker_announcer import announce_forever
+
+WORKER = worker_pb2.WorkerIdentity(worker_id="w", epoch=7, address="127.0.0.1:1")
+
+
+class RegistryRecorder(worker_pb2_grpc.RegistryServiceServicer):
+    def __init__(self) -> None:
+        self.heard: asyncio.Queue[worker_pb2.WorkerIdentity] = asyncio.Queue()
+        self.attached = False
+
+    async def Announce(  # noqa: N802
+        self, request: worker_pb2.AnnounceRequest, context: Any
+    ) -> worker_pb2.AnnounceResponse:
+        self.heard.put_nowait(request.worker)
+        return worker_pb2.AnnounceResponse(attached=self.attached)
+
+
+async def _serve(recorder: RegistryRecorder, address: str) -> tuple[grpc.aio.Server, str]:
+    server = grpc.aio.server(options=server_options())
+    worker_pb2_grpc.add_RegistryServiceServicer_to_server(recorder, server)
+    port = server.add_insecure_port(address)
+    await server.start()
+    return server, f"127.0.0.1:{port}"
+
+
+async def test_goes_on_when_the_router_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_announcer, "UNATTACHED_INTERVAL_S", 0.02)
+    monkeypatch.setattr(worker_announcer, "ATTACHED_INTERVAL_S", 0.05)
+    recorder = RegistryRecorder()
+    server, address = await _serve(recorder, "127.0.0.1:0")
+    announcing = asyncio.create_task(announce_forever(address, WORKER))
+    async with asyncio.timeout(20):
+        assert await recorder.heard.get() == WORKER
+        recorder.attached = True
+        await recorder.heard.get()
+        await server.stop(None)
+        while not recorder.heard.empty():
+            recorder.heard.get_nowait()
+        await asyncio.sleep(0.1)
+        server, _ = await _serve(recorder, address)
+        assert await recorder.heard.get() == WORKER
+    announcing.cancel()
+    await server.stop(None)
