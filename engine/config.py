@@ -26,8 +26,13 @@ class EngineConfig:
     """Tokens in a page."""
     num_pages: int = 0
     """Pages in the pool, scratch page included; 0: as many as `kv_memory_bytes` holds."""
-    kv_memory_bytes: int = 1 << 30
-    """Memory of the pool where `num_pages` is 0."""
+    kv_memory_bytes: int = 0
+    """Memory of the pool where `num_pages` is 0; 0: what `gpu_memory_utilization` leaves on a GPU
+    with a fast path, 1 GiB elsewhere."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the GPU's memory that this process may use, in all."""
+    cuda_graphs: bool = True
+    """Whether decode steps on a GPU replay graphs, which are made at the start."""
     max_sequences: int = 64
     """Slots of the batch."""
     max_step_tokens: int = 0

@@ -13,12 +13,13 @@ from pathlib import Path
 import torch
 
 from engine.attention import choose_backend
+from engine.attention.fa3 import Fa3Backend
 from engine.blocks import BlockManager
 from engine.config import EngineConfig
 from engine.eviction import EVICTION_POLICIES
-from engine.executor import TorchExecutor
+from engine.executor import Executor, Limits, TorchExecutor
 from engine.kv_pool import LAYOUT_VERSION, KvPool
-from engine.model import LoadedModel, ModelConfig, load_model
+from engine.model import LoadedModel, load_model
 from engine.policies import POLICIES
 from engine.sampling import Sampler
 from engine.scheduler import Scheduler, SchedulerConfig
@@ -29,6 +30,7 @@ log = logging.getLogger("baton.engine")
 
 Progress = Callable[[str, int, int], None]
 """Called with a phase, what is done and what there is to do."""
+DEFAULT_KV_BYTES = 1 << 30
 
 
 class EngineError(Exception):
@@ -63,17 +65,10 @@ class Engine:
             seed=config.seed,
             progress=progress,
         )
-        pool = _build_pool(config, loaded.config, device)
+        pool = _build_pool(config, loaded, device)
         info = _model_info(config, loaded, pool)
         sampler = Sampler(config.max_sequences, info.vocab_size, device, info.eos_token_ids)
-        executor = TorchExecutor(
-            loaded.model,
-            pool,
-            choose_backend(config.attention, pool, loaded.config.windows),
-            sampler,
-            config.max_sequences,
-            device,
-        )
+        executor = _build_executor(config, loaded, info, pool, sampler, progress)
         return cls(info, pool, StepLoop(_scheduler(config, info, pool, sampler), executor))
 
     def start(self) -> None:
@@ -143,29 +138,82 @@ def _dtype(name: str) -> torch.dtype:
     return dtypes[name]
 
 
-def _build_pool(config: EngineConfig, model: ModelConfig, device: torch.device) -> KvPool:
-    dtype = _dtype(config.dtype)
-    shape = (model.num_kv_heads, model.num_layers, 2, config.page_size, model.head_dim)
-    page_bytes = dtype.itemsize
-    for size in shape:
-        page_bytes *= size
-    num_pages = config.num_pages or config.kv_memory_bytes // page_bytes
+def _build_pool(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> KvPool:
+    page_bytes = _pool_of(1, config, loaded, torch.device("meta")).page_bytes
+    num_pages = config.num_pages
+    if num_pages == 0:
+        num_pages = (config.kv_memory_bytes or _memory_left(config, loaded, device)) // page_bytes
     if num_pages < 2:
-        raise EngineError(f"the pool holds {num_pages} pages of {page_bytes} bytes: give it more")
+        raise EngineError(
+            f"memory is left for {max(0, num_pages)} pages of {page_bytes} bytes: raise"
+            " kv_memory_bytes or gpu_memory_utilization, or lower max_step_tokens or max_sequences"
+        )
     if device.type == "cpu" and num_pages * page_bytes > _available_bytes():
         raise EngineError(
             f"{num_pages} pages of {page_bytes} bytes are more than the memory left: lower"
             " num_pages or kv_memory_bytes"
         )
+    try:
+        return _pool_of(num_pages, config, loaded, device)
+    except torch.OutOfMemoryError as error:
+        raise EngineError(
+            f"{num_pages} pages of {page_bytes} bytes are more than the GPU has left: lower"
+            " num_pages, kv_memory_bytes or gpu_memory_utilization"
+        ) from error
+
+
+def _pool_of(
+    num_pages: int, config: EngineConfig, loaded: LoadedModel, device: torch.device
+) -> KvPool:
     return KvPool(
         num_pages=num_pages,
-        num_layers=model.num_layers,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
+        num_layers=loaded.config.num_layers,
+        num_kv_heads=loaded.config.num_kv_heads,
+        head_dim=loaded.config.head_dim,
         page_size=config.page_size,
-        dtype=dtype,
+        dtype=_dtype(config.dtype),
         device=device,
     )
+
+
+def _memory_left(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> int:
+    """Bytes for the pool where nothing says how many: measured where the fast path runs."""
+    if device.type == "cpu":
+        return DEFAULT_KV_BYTES
+    scratch = _pool_of(1, config, loaded, device)
+    backend = choose_backend(config.attention, scratch, loaded.config.windows)
+    if not isinstance(backend, Fa3Backend):
+        return DEFAULT_KV_BYTES
+    from engine.cuda.memory import bytes_left
+
+    limits = _limits(config, loaded.config.max_position_embeddings)
+    share = config.gpu_memory_utilization
+    return bytes_left(loaded.model, scratch, backend, limits, share)
+
+
+def _limits(config: EngineConfig, max_context_tokens: int) -> Limits:
+    return Limits(config.max_sequences, config.max_step_tokens, max_context_tokens)
+
+
+def _build_executor(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    info: ModelInfo,
+    pool: KvPool,
+    sampler: Sampler,
+    progress: Progress | None,
+) -> Executor:
+    backend = choose_backend(config.attention, pool, loaded.config.windows)
+    if not isinstance(backend, Fa3Backend):
+        device = pool.tensor.device
+        return TorchExecutor(loaded.model, pool, backend, sampler, config.max_sequences, device)
+    from engine.cuda.executor import CudaExecutor
+
+    limits = _limits(config, info.max_context_tokens)
+    executor = CudaExecutor(loaded.model, pool, backend, sampler, limits)
+    if config.cuda_graphs:
+        executor.capture(progress)
+    return executor
 
 
 def _available_bytes() -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -24,6 +24,14 @@ from engine.step import ScorePlan, ScoreResult, StepPlan, StepResult
 
 SCORE_ROWS = 256
 """Positions whose logits are held at once when a prompt is scored."""
+
+
+class Limits(NamedTuple):
+    """The largest step."""
+
+    max_sequences: int
+    max_step_tokens: int
+    max_context_tokens: int
 
 
 class Launched(Protocol):

@@ -1,0 +1,322 @@
+"""The executor on a GPU: launching never waits for the device.
+
+A step's life:
+
+1. `launch` packs the plan's integers into pinned memory and queues one copy to the device.
+2. A step of decode rows only is padded to a bucket and replays that bucket's graph: padding rows
+   feed a token of nobody's, store into the scratch page and are not read. Any other step runs its
+   kernels one by one: prompts fill the chip, so their launches hide behind them.
+3. Tokens are drawn, put into the token table (which the next step reads, on the device) and
+   copied to pinned memory; an event marks the end.
+4. `result` waits for the event and reads the pinned memory.
+
+Invariant: everything that touches the pool, the token table or the packed inputs is queued on one
+stream, in the order launched.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.attention.fa3 import Fa3Backend, PagedStep
+from engine.blocks import SCRATCH_PAGE
+from engine.cuda.buckets import bucket_of, bucket_sizes
+from engine.cuda.forward import FusedForward
+from engine.cuda.kernels import DecodeInputs, greedy, unpack_decode
+from engine.cuda.staging import Int32s, Staging
+from engine.executor import SCORE_ROWS, Launched, Limits
+from engine.kv_pool import KvPool
+from engine.model import Model
+from engine.sampling import SamplePlan, Sampler, SampleResult, Scores, score
+from engine.step import ScorePlan, ScoreResult, StepPlan, StepResult
+
+Progress = Callable[[str, int, int], None]
+Read = Callable[[], StepResult]
+"""Makes the result of what is in pinned memory, once it is there."""
+POLL_S = 50e-6
+SPARE_INTEGERS = 1 << 16
+"""Room in the staging buffer for copies, samples of many choices and gaps between sections."""
+
+
+class _Packed(NamedTuple):
+    """A decode step's sections on the device, as `kernels.unpack_decode` takes them."""
+
+    header: Tensor
+    slots: Tensor
+    contexts: Tensor
+    page_table: Tensor
+
+
+class _Graph(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor
+    """[bucket, vocab]; the next replay of any bucket may overwrite it."""
+
+
+class CudaStep:
+    """A step on its way: an event, and how to read what it left in pinned memory."""
+
+    def __init__(self, done: torch.cuda.Event, read: Read) -> None:
+        self._done = done
+        self._read = read
+
+    def result(self, timeout: float | None = None) -> StepResult:
+        """See `Launched`."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while deadline is not None and not self._done.query():
+            if time.monotonic() > deadline:
+                raise TimeoutError
+            time.sleep(POLL_S)
+        self._done.synchronize()
+        return self._read()
+
+
+class CudaExecutor:
+    """`Executor` over fused kernels, FlashAttention-3 and graphs."""
+
+    def __init__(
+        self, model: Model, pool: KvPool, attention: Fa3Backend, sampler: Sampler, limits: Limits
+    ) -> None:
+        device = pool.tensor.device
+        max_pages = -(-limits.max_context_tokens // pool.page_size)
+        self._pool = pool
+        self._attention = attention
+        self._sampler = sampler
+        self._forward = FusedForward(model, pool, attention, limits.max_context_tokens)
+        self._stream = torch.cuda.Stream(device)
+        self._nobody = limits.max_sequences
+        """Slot of padding rows: the token table's last."""
+        self._token_table = torch.zeros(self._nobody + 1, dtype=torch.int32, device=device)
+        self._buckets = bucket_sizes(limits.max_sequences)
+        self._staging = Staging(_most_integers(limits, max_pages), device)
+        self._inputs = _decode_inputs(self._buckets[-1], max_pages, device)
+        self._graphs: dict[int, _Graph] = {}
+
+    def capture(self, progress: Progress | None = None) -> None:
+        """Makes every bucket's graph, largest first: the others fit into its memory. Blocks.
+
+        Without it decode steps run their kernels one by one, with the same results.
+        """
+        memory = torch.cuda.graph_pool_handle()
+        order = sorted(self._buckets, reverse=True)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        for done, bucket in enumerate(order, 1):
+            self._graphs[bucket] = self._capture(bucket, memory)
+            if progress:
+                progress("graphs", done, len(order))
+
+    @torch.inference_mode()
+    def _capture(self, bucket: int, memory: Any) -> _Graph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            self._staging.begin()
+            packed = self._pack_decode(bucket, None)
+            self._staging.upload()
+            greedy(self._decode_kernels(packed), packed.slots, self._token_table)
+            self._stream.synchronize()
+            graph.capture_begin(memory, capture_error_mode="thread_local")
+            try:
+                logits = self._decode_kernels(packed)
+            finally:
+                graph.capture_end()
+        return _Graph(graph, logits)
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """Queues the step. What goes wrong here is told by its `result`, like what does there."""
+        try:
+            with torch.inference_mode(), torch.cuda.stream(self._stream):
+                return self._launch(plan)
+        except Exception as error:
+            failed: Future[StepResult] = Future()
+            failed.set_exception(error)
+            return failed
+
+    def shutdown(self) -> None:
+        """Waits for the steps launched."""
+        self._stream.synchronize()
+
+    def _launch(self, plan: StepPlan) -> Launched:
+        if plan.copy_source.size or plan.write_slots.size:
+            self._transfer(plan)
+        if plan.num_tokens == 0:
+            return self._finish(_nothing_drawn)
+        if plan.num_tokens == plan.num_decodes:
+            return self._finish(self._decode(plan))
+        return self._finish(self._mixed(plan))
+
+    def _transfer(self, plan: StepPlan) -> None:
+        """Page copies and token table writes, ahead of the step and, being rare, apart from it."""
+        self._staging.begin()
+        arrays = (plan.copy_source, plan.copy_target, plan.write_slots, plan.write_tokens)
+        source, target, slots, tokens = map(self._staging.add, arrays)
+        self._staging.upload()
+        if plan.copy_source.size:
+            self._pool.copy_pages(source.long(), target.long())
+        if plan.write_slots.size:
+            self._token_table[slots.long()] = tokens
+
+    def _finish(self, read: Read) -> CudaStep:
+        done = torch.cuda.Event()
+        done.record(self._stream)
+        return CudaStep(done, read)
+
+    # -- decode steps ---------------------------------------------------------------------------
+
+    def _decode(self, plan: StepPlan) -> Read:
+        rows = plan.num_decodes
+        bucket = bucket_of(rows, self._buckets)
+        self._staging.begin()
+        packed = self._pack_decode(bucket, plan)
+        self._staging.upload()
+        ready = self._graphs.get(bucket)
+        if ready is None:
+            logits = self._decode_kernels(packed)
+        else:
+            ready.graph.replay()
+            logits = ready.logits
+        return self._draw(logits[:rows], packed.slots[:rows], plan.sample, [])
+
+    def _pack_decode(self, bucket: int, plan: StepPlan | None) -> _Packed:
+        """Sections at addresses that the bucket alone decides. None: padding rows only."""
+        rows = 0 if plan is None else plan.num_decodes
+        table = np.full((1, 1), SCRATCH_PAGE, np.int32) if plan is None else plan.page_table
+        slots = np.full(bucket, self._nobody, np.int32)
+        contexts = np.ones(bucket, np.int32)
+        if plan is not None:
+            slots[:rows], contexts[:rows] = plan.row_slots, plan.context_lens
+        header = np.array([rows, table.shape[1]], np.int32)
+        return _Packed(*map(self._staging.add, (header, slots, contexts, table)))
+
+    def _decode_kernels(self, packed: _Packed) -> Tensor:
+        """Logits, [bucket, vocab]. What a graph holds."""
+        bucket = len(packed.slots)
+        inputs = DecodeInputs(*(tensor[:bucket] for tensor in self._inputs))
+        unpack_decode(*packed, self._token_table, self._pool.page_size, inputs)
+        self._attention.prepare(
+            PagedStep(bucket, packed.contexts, inputs.page_table, None, 0, all_fresh=False)
+        )
+        hidden = self._forward.hidden(inputs.token_ids, inputs.positions, inputs.stores)
+        return self._forward.logits(hidden)
+
+    # -- steps with prompts ---------------------------------------------------------------------
+
+    def _mixed(self, plan: StepPlan) -> Read:
+        count, add = plan.num_decodes, self._staging.add
+        queries = plan.query_lens[count:]
+        self._staging.begin()
+        token_ids, positions = add(plan.token_ids), add(plan.positions)
+        stores, page_table = add(_stores(plan, self._pool.page_size)), add(plan.page_table)
+        contexts, decoding = add(plan.context_lens), add(plan.row_slots[:count])
+        starts = add(np.concatenate([[0], queries.cumsum()]).astype(np.int32))
+        sampled, slots = add(plan.sample_tokens), add(plan.sample_slots)
+        self._staging.upload()
+        token_ids[:count] = self._token_table.index_select(0, decoding)
+        fresh = bool((queries == plan.context_lens[count:]).all())
+        self._attention.prepare(
+            PagedStep(count, contexts, page_table, starts, int(queries.max()), fresh)
+        )
+        hidden = self._forward.hidden(token_ids, positions, stores)
+        scores = [self._score(hidden, wanted) for wanted in plan.scores]
+        if plan.sample is None:
+            return lambda: _nothing_drawn(scores)
+        logits = self._forward.logits(hidden.index_select(0, sampled))
+        return self._draw(logits, slots, plan.sample, scores)
+
+    def _score(self, hidden: Tensor, wanted: ScorePlan) -> _HostScores:
+        """In row chunks: a long prompt's logits would not fit at once."""
+        next_ids = torch.from_numpy(wanted.next_ids).to(hidden.device, torch.int64)
+        parts = []
+        for start in range(0, len(next_ids), SCORE_ROWS):
+            ids = next_ids[start : start + SCORE_ROWS]
+            first = wanted.first_token + start
+            logits = self._forward.logits(hidden[first : first + len(ids)]).float()
+            parts.append(score(logits, ids, wanted.top_n))
+        columns = (torch.cat(column) for column in zip(*parts, strict=True))
+        return _HostScores(wanted.next_ids, Scores(*map(_to_pinned, columns)))
+
+    # -- drawing --------------------------------------------------------------------------------
+
+    def _draw(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        plan: SamplePlan | None,
+        scores: list[_HostScores],
+    ) -> Read:
+        """Tokens of [S, vocab] into the token table at [S] slots, and on their way to the host."""
+        assert plan is not None, "rows whose logits are computed are sampled"
+        if plan == SamplePlan(plan.num_rows):
+            drawn = _to_pinned(greedy(logits, slots, self._token_table))
+            return lambda: _read_greedy(drawn, scores)
+        result = self._sampler.sample(logits.float(), plan)
+        self._token_table[slots.long()] = result.tokens.int()
+        host = result._replace(
+            **{name: _to_pinned(t) for name, t in result._asdict().items() if t is not None}
+        )
+        return lambda: _read_sampled(host, scores)
+
+
+class _HostScores(NamedTuple):
+    """Log probabilities on their way into pinned memory."""
+
+    token_ids: Int32s
+    scores: Scores
+
+    def read(self) -> ScoreResult:
+        logprob, top_ids, top_logprobs = (column.numpy() for column in self.scores)
+        return ScoreResult(self.token_ids, logprob, top_ids.astype(np.int32), top_logprobs)
+
+
+def _to_pinned(tensor: Tensor) -> Tensor:
+    """Queues a copy. The allocator keeps the memory from reuse until it is made."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def _nothing_drawn(scores: list[_HostScores] | None = None) -> StepResult:
+    read = tuple(entry.read() for entry in scores or ())
+    return StepResult(np.zeros(0, np.int32), np.zeros(0, np.bool_), None, None, None, read)
+
+
+def _read_greedy(drawn: Tensor, scores: list[_HostScores]) -> StepResult:
+    tokens, finite = drawn.numpy()
+    read = tuple(entry.read() for entry in scores)
+    return StepResult(tokens, finite.astype(np.bool_), None, None, None, read)
+
+
+def _read_sampled(drawn: SampleResult, scores: list[_HostScores]) -> StepResult:
+    return StepResult(
+        tokens=drawn.tokens.numpy().astype(np.int32),
+        finite=drawn.finite.numpy(),
+        logprobs=None if drawn.logprob is None else drawn.logprob.numpy(),
+        top_ids=None if drawn.top_ids is None else drawn.top_ids.numpy().astype(np.int32),
+        top_logprobs=None if drawn.top_logprobs is None else drawn.top_logprobs.numpy(),
+        scores=tuple(entry.read() for entry in scores),
+    )
+
+
+def _stores(plan: StepPlan, page_size: int) -> Int32s:
+    """[T], where each new token's K and V go: page * page_size + offset."""
+    rows = np.repeat(np.arange(len(plan.row_slots)), plan.query_lens)
+    index, offset = np.divmod(plan.positions, page_size)
+    stores: Int32s = plan.page_table[rows, index] * np.int32(page_size) + offset
+    return stores
+
+
+def _most_integers(limits: Limits, max_pages: int) -> int:
+    per_row = max_pages + 8
+    return limits.max_sequences * per_row + 3 * limits.max_step_tokens + SPARE_INTEGERS
+
+
+def _decode_inputs(rows: int, max_pages: int, device: torch.device) -> DecodeInputs:
+    columns = torch.zeros(3, rows, dtype=torch.int32, device=device)
+    table = torch.zeros(rows, max_pages, dtype=torch.int32, device=device)
+    return DecodeInputs(columns[0], columns[1], columns[2], table)

@@ -1,0 +1,77 @@
+"""The Llama family's forward pass with fused kernels: `engine.model.llama` over the same weights.
+
+What a layer adds to the residual is added by the norm that comes next, so every value goes
+through memory once between two products.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.attention.fa3 import Fa3Backend
+from engine.cuda.kernels import HeadNorms, add_rms_norm, rms_norm, rope_store, silu_mul
+from engine.kv_pool import KvPool
+from engine.model import Model
+from engine.model.llama import Layer
+
+
+class FusedForward:
+    """Runs a loaded model over a pool."""
+
+    def __init__(
+        self, model: Model, pool: KvPool, attention: Fa3Backend, max_context_tokens: int
+    ) -> None:
+        self._model = model
+        self._pool = pool
+        self._attention = attention
+        self._layers = cast("list[Layer]", list(model.layers))
+        self._head_norms = [_head_norms(layer) for layer in self._layers]
+        self._next_norms = [*(layer.input_norm for layer in self._layers[1:]), model.norm]
+        """Per layer, the norm that its sum goes through next."""
+        self._rope = _rope_table(model, max_context_tokens)
+
+    def hidden(self, token_ids: Tensor, positions: Tensor, stores: Tensor) -> Tensor:
+        """[T] int32 ids at [T] positions, stored at [T] places of the pool -> [T, H].
+
+        The attention backend must have been prepared for this step.
+        """
+        residual = F.embedding(token_ids, self._model.embedding)
+        first = self._layers[0].input_norm
+        x = rms_norm(residual, first.weight, first.eps)
+        for layer, norm in zip(self._layers, self._next_norms, strict=True):
+            x = self._attend(layer, x, positions, stores)
+            x = add_rms_norm(residual, x, layer.mlp_norm.weight, layer.mlp_norm.eps)
+            x = layer.down(silu_mul(layer.gate_up(x)))
+            x = add_rms_norm(residual, x, norm.weight, norm.eps)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[S, H] -> [S, vocab], in the model's dtype."""
+        return F.linear(hidden, self._model.head)
+
+    def _attend(self, layer: Layer, x: Tensor, positions: Tensor, stores: Tensor) -> Tensor:
+        norms = self._head_norms[layer.index]
+        q, k, v = rope_store(
+            layer.qkv(x), self._rope, positions, stores, self._pool, layer.index, norms
+        )
+        attended: Tensor = layer.output(self._attention.attend(layer.index, q, k, v).flatten(1))
+        return attended
+
+
+def _head_norms(layer: Layer) -> HeadNorms | None:
+    if layer.q_norm is None or layer.k_norm is None:
+        return None
+    return HeadNorms(layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps)
+
+
+def _rope_table(model: Model, max_context_tokens: int) -> Tensor:
+    """[positions, D]: cos of the D / 2 angles, then sin, rounded as the model rounds them."""
+    frequencies = model.rope.frequencies
+    positions = torch.arange(max_context_tokens, device=frequencies.device)
+    cos, sin = model.rope(positions, model.embedding.dtype)
+    half = frequencies.shape[0]
+    return torch.cat((cos[:, 0, :half], sin[:, 0, :half]), dim=1).contiguous()

@@ -1,0 +1,379 @@
+"""Fused Triton kernels: what lies between two matrix products, in one pass over memory.
+
+All arithmetic is float32; a value is rounded where the model of `engine.model.llama` rounds it.
+Offsets into the KV pool are 64 bits wide: a pool passes 2**31 elements within its first thousand
+pages.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kv_pool import KvPool
+
+Kernel = Any
+"""A launcher; Triton has no types."""
+
+_HEADS_AT_ONCE = 8
+_ACTIVATION_BLOCK = 1024
+_LOGITS_BLOCK = 4096
+_TABLE_BLOCK = 128
+
+
+# -- norms --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _rms_norm(x, weight, out, eps, size: tl.constexpr, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, block)
+    inside = at < size
+    value = tl.load(x + row * size + at, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value) / size + eps)
+    gain = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * size + at, value * scale * gain, mask=inside)
+
+
+@triton.jit
+def _add_rms_norm(residual, x, weight, out, eps, size: tl.constexpr, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, block)
+    inside = at < size
+    value = tl.load(x + row * size + at, mask=inside, other=0.0).to(tl.float32)
+    value += tl.load(residual + row * size + at, mask=inside, other=0.0).to(tl.float32)
+    rounded = value.to(residual.dtype.element_ty)
+    tl.store(residual + row * size + at, rounded, mask=inside)
+    value = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value) / size + eps)
+    gain = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * size + at, value * scale * gain, mask=inside)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root mean square norm of [T, H]."""
+    out = torch.empty_like(x)
+    size = x.shape[1]
+    _launch(_rms_norm, (len(x),), x, weight, out, eps, size, triton.next_power_of_2(size))
+    return out
+
+
+def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Adds `x` to `residual` in place; returns the norm of the sum. [T, H] each."""
+    size = x.shape[1]
+    block = triton.next_power_of_2(size)
+    _launch(_add_rms_norm, (len(x),), residual, x, weight, x, eps, size, block)
+    return x
+
+
+# -- rope and the KV store ----------------------------------------------------------------------
+
+
+class HeadNorms(NamedTuple):
+    """RMS norm over each head of q and k, before rope."""
+
+    q_weight: Tensor
+    """[D]"""
+    k_weight: Tensor
+    eps: float
+
+
+@triton.jit
+def _rope_store(
+    qkv,
+    rope,
+    positions,
+    stores,
+    pool,
+    q_weight,
+    k_weight,
+    eps,
+    page_stride,
+    head_stride,
+    layer_offset,
+    num_heads: tl.constexpr,
+    num_kv_heads: tl.constexpr,
+    half: tl.constexpr,
+    page_size: tl.constexpr,
+    head_norms: tl.constexpr,
+    head_block: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    all_heads: tl.constexpr = num_heads + 2 * num_kv_heads
+    heads = tl.program_id(1) * head_block + tl.arange(0, head_block)
+    at = tl.arange(0, half)[None, :]
+    exists = (heads < all_heads)[:, None]
+    rotates = (heads < num_heads + num_kv_heads)[:, None]
+    source = qkv + (token * all_heads + heads[:, None]) * (2 * half) + at
+    first = tl.load(source, mask=exists, other=0.0).to(tl.float32)
+    second = tl.load(source + half, mask=exists, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = qkv.dtype.element_ty
+    if head_norms:
+        power = tl.sum(first * first + second * second, axis=1)[:, None]
+        scale = tl.where(rotates, tl.rsqrt(power / (2 * half) + eps), 1.0)
+        is_q = (heads < num_heads)[:, None]
+        for_k = rotates & (heads >= num_heads)[:, None]
+        gain = tl.load(q_weight + at + 0 * heads[:, None], mask=is_q, other=1.0).to(tl.float32)
+        gain2 = tl.load(q_weight + half + at + 0 * heads[:, None], mask=is_q, other=1.0)
+        k_gain = tl.load(k_weight + at + 0 * heads[:, None], mask=for_k, other=1.0)
+        k_gain2 = tl.load(k_weight + half + at + 0 * heads[:, None], mask=for_k, other=1.0)
+        first = (first * scale * gain * k_gain.to(tl.float32)).to(dtype).to(tl.float32)
+        second = (second * scale * gain2.to(tl.float32) * k_gain2.to(tl.float32)).to(dtype)
+        second = second.to(tl.float32)
+    angle = rope + tl.load(positions + token).to(tl.int64) * (2 * half) + at
+    cos = tl.where(rotates, tl.load(angle).to(tl.float32), 1.0)
+    sin = tl.where(rotates, tl.load(angle + half).to(tl.float32), 0.0)
+    rotated_first = (first * cos - second * sin).to(dtype)
+    rotated_second = (second * cos + first * sin).to(dtype)
+    tl.store(source, rotated_first, mask=exists & rotates)
+    tl.store(source + half, rotated_second, mask=exists & rotates)
+    kept = heads - num_heads
+    place = tl.load(stores + token).to(tl.int64)
+    is_value = (kept >= num_kv_heads).to(tl.int64)
+    kv_head = kept.to(tl.int64) - is_value * num_kv_heads
+    target = (place // page_size) * page_stride + kv_head * head_stride + layer_offset
+    target += (is_value * page_size + place % page_size) * (2 * half)
+    target = pool + target[:, None] + at
+    keeps = exists & (kept >= 0)[:, None]
+    tl.store(target, rotated_first, mask=keeps)
+    tl.store(target + half, rotated_second, mask=keeps)
+
+
+def rope_store(
+    qkv: Tensor,
+    rope: Tensor,
+    positions: Tensor,
+    stores: Tensor,
+    pool: KvPool,
+    layer: int,
+    norms: HeadNorms | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Norms (where the model has them) and rotates q and k in place; stores k and v in the pool.
+
+    Args:
+        qkv: [T, (Hq + 2 Hkv) * D], contiguous.
+        rope: [positions, D], cos then sin, D / 2 each.
+        positions: [T] int32.
+        stores: [T] int32, page * page_size + offset of each token.
+        pool: where k and v go.
+        layer: whose pages.
+        norms: None: the model has none.
+
+    Returns:
+        q [T, Hq, D], k and v [T, Hkv, D], views of `qkv`.
+    """
+    kv_heads, dim = pool.tensor.shape[1], pool.tensor.shape[-1]
+    heads = qkv.shape[1] // dim - 2 * kv_heads
+    strides = pool.tensor.stride()
+    q_weight, k_weight, eps = norms or HeadNorms(rope, rope, 0.0)
+    grid = (len(qkv), triton.cdiv(heads + 2 * kv_heads, _HEADS_AT_ONCE))
+    _launch(
+        _rope_store,
+        grid,
+        qkv,
+        rope,
+        positions,
+        stores,
+        pool.tensor,
+        q_weight,
+        k_weight,
+        eps,
+        strides[0],
+        strides[1],
+        layer * strides[2],
+        heads,
+        kv_heads,
+        dim // 2,
+        pool.page_size,
+        norms is not None,
+        _HEADS_AT_ONCE,
+    )
+    q, k, v = qkv.view(len(qkv), -1, dim).split((heads, kv_heads, kv_heads), dim=1)
+    return q, k, v
+
+
+# -- activation ---------------------------------------------------------------------------------
+
+
+@triton.jit
+def _silu_mul(gate_up, out, size, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * block + tl.arange(0, block)
+    inside = at < size
+    gate = tl.load(gate_up + row * 2 * size + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * size + size + at, mask=inside, other=0.0).to(tl.float32)
+    activated = (gate * tl.sigmoid(gate)).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * size + at, activated * up, mask=inside)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """[T, 2 I], gate then up -> [T, I]."""
+    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, size)
+    grid = (rows, triton.cdiv(size, _ACTIVATION_BLOCK))
+    _launch(_silu_mul, grid, gate_up, out, size, _ACTIVATION_BLOCK)
+    return out
+
+
+# -- greedy sampling ----------------------------------------------------------------------------
+
+
+@triton.jit
+def _best_of_block(logits, best, best_ids, finite, vocab, num_blocks, block_size: tl.constexpr):
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = block * block_size + tl.arange(0, block_size)
+    inside = at < vocab
+    value = tl.load(logits + row * vocab + at, mask=inside, other=0.0).to(tl.float32)
+    usable = tl.abs(value) < float("inf")
+    value = tl.where(usable & inside, value, float("-inf"))
+    most, where = tl.max(value, axis=0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(best + row * num_blocks + block, most)
+    tl.store(best_ids + row * num_blocks + block, block * block_size + where)
+    tl.store(finite + row * num_blocks + block, tl.min(usable.to(tl.int32), axis=0))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _best_of_row(
+    best, best_ids, finite, slots, token_table, drawn, rows, num_blocks, block_count: tl.constexpr
+):
+    row = tl.program_id(0)
+    at = tl.arange(0, block_count)
+    inside = at < num_blocks
+    value = tl.load(best + row * num_blocks + at, mask=inside, other=float("-inf"))
+    block = tl.argmax(value, axis=0, tie_break_left=True)
+    token = tl.load(best_ids + row * num_blocks + block)
+    usable = tl.load(finite + row * num_blocks + at, mask=inside, other=1)
+    tl.store(drawn + row, token)
+    tl.store(drawn + rows + row, tl.min(usable, axis=0))
+    tl.store(token_table + tl.load(slots + row), token)
+
+
+def greedy(logits: Tensor, slots: Tensor, token_table: Tensor) -> Tensor:
+    """The best token of each row, the lowest id among equals, into the token table.
+
+    Args:
+        logits: [S, V], contiguous.
+        slots: [S] int32.
+        token_table: int32, by slot.
+
+    Returns:
+        [2, S] int32: the tokens; 1 where the row held neither NaN nor infinity, else 0.
+    """
+    rows, vocab = logits.shape
+    num_blocks = triton.cdiv(vocab, _LOGITS_BLOCK)
+    best = torch.empty(rows, num_blocks, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(rows, num_blocks, dtype=torch.int32, device=logits.device)
+    finite = torch.empty_like(ids)
+    drawn = torch.empty(2, rows, dtype=torch.int32, device=logits.device)
+    grid = (rows, num_blocks)
+    _launch(_best_of_block, grid, logits, best, ids, finite, vocab, num_blocks, _LOGITS_BLOCK)
+    blocks = triton.next_power_of_2(num_blocks)
+    _launch(
+        _best_of_row,
+        (rows,),
+        best,
+        ids,
+        finite,
+        slots,
+        token_table,
+        drawn,
+        rows,
+        num_blocks,
+        blocks,
+    )
+    return drawn
+
+
+# -- inputs of a decode step --------------------------------------------------------------------
+
+
+class DecodeInputs(NamedTuple):
+    """What the forward pass of B decode rows reads, at addresses that do not change."""
+
+    token_ids: Tensor
+    """[B] int32, as are all."""
+    positions: Tensor
+    stores: Tensor
+    page_table: Tensor
+    """[B, P]; entries beyond a row's context are of an earlier step."""
+
+
+@triton.jit(do_not_specialize=["table_width"])
+def _unpack_decode(
+    header,
+    slots,
+    contexts,
+    packed_table,
+    token_table,
+    token_ids,
+    positions,
+    stores,
+    page_table,
+    table_width,
+    page_size: tl.constexpr,
+    block: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    num_rows = tl.load(header)
+    packed_width = tl.load(header + 1)
+    position = tl.load(contexts + row) - 1
+    tl.store(token_ids + row, tl.load(token_table + tl.load(slots + row)))
+    tl.store(positions + row, position)
+    real = row < num_rows
+    last = position // page_size
+    source = packed_table + row * packed_width
+    page = tl.load(source + last, mask=real, other=0)
+    tl.store(stores + row, page * page_size + position % page_size)
+    for start in range(0, last + 1, block):
+        at = start + tl.arange(0, block)
+        inside = at <= last
+        pages = tl.load(source + at, mask=inside & real, other=0)
+        tl.store(page_table + row * table_width + at, pages, mask=inside)
+
+
+def unpack_decode(
+    header: Tensor,
+    slots: Tensor,
+    contexts: Tensor,
+    packed_table: Tensor,
+    token_table: Tensor,
+    page_size: int,
+    into: DecodeInputs,
+) -> None:
+    """Spreads one packed copy over the inputs of a decode step.
+
+    Args:
+        header: [2] int32: rows that are real, and the width of `packed_table`.
+        slots: [B] int32; a slot of nobody's for padding rows.
+        contexts: [B] int32, tokens in KV after the step; 1 for padding rows, which read and
+            write the scratch page (page 0) alone.
+        packed_table: the real rows' pages.
+        token_table: int32, by slot: the token that each row feeds.
+        page_size: tokens in a page.
+        into: filled in.
+    """
+    _launch(
+        _unpack_decode,
+        (len(slots),),
+        header,
+        slots,
+        contexts,
+        packed_table,
+        token_table,
+        into.token_ids,
+        into.positions,
+        into.stores,
+        into.page_table,
+        into.page_table.shape[1],
+        page_size,
+        _TABLE_BLOCK,
+    )
+
+
+def _launch(kernel: Kernel, grid: tuple[int, ...], *arguments: object) -> None:
+    kernel[grid](*arguments)

@@ -1,0 +1,58 @@
+"""How much of a GPU's memory is left for the KV pool, found by running the largest step."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.attention.fa3 import Fa3Backend, PagedStep
+from engine.blocks import SCRATCH_PAGE
+from engine.cuda.forward import FusedForward
+from engine.executor import Limits
+from engine.kv_pool import KvPool
+from engine.model import Model
+
+GRAPH_BYTES = 1 << 30
+"""Kept back for graphs, staging and tables."""
+SAMPLING_COPIES = 6
+"""Float32 copies of a step's logits that the sampler may hold at once."""
+
+
+@torch.inference_mode()
+def bytes_left(
+    model: Model, scratch: KvPool, attention: Fa3Backend, limits: Limits, utilization: float
+) -> int:
+    """Bytes that a pool may have; negative where the model alone is too much.
+
+    Args:
+        model: loaded.
+        scratch: a pool of the scratch page only, with the model's shape.
+        attention: over `scratch`.
+        limits: the largest step.
+        utilization: share of the device's memory that this process may use, in all.
+    """
+    device = scratch.tensor.device
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_reserved(device)
+    _run_largest(model, scratch, attention, limits)
+    torch.cuda.synchronize(device)
+    step = torch.cuda.max_memory_reserved(device) - before
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    sampling = SAMPLING_COPIES * 4 * limits.max_sequences * model.config.vocab_size
+    return int(total * utilization) - (total - free) - step - sampling - GRAPH_BYTES
+
+
+def _run_largest(model: Model, scratch: KvPool, attention: Fa3Backend, limits: Limits) -> None:
+    """One prompt as long as a step may be; every token is stored in the scratch page."""
+    size, device = limits.max_step_tokens, scratch.tensor.device
+    positions = torch.arange(size, dtype=torch.int32, device=device)
+    positions %= limits.max_context_tokens
+    lens = torch.full((1,), size, dtype=torch.int32, device=device)
+    table = torch.full((1, 1), SCRATCH_PAGE, dtype=torch.int32, device=device)
+    starts = torch.nn.functional.pad(lens, (1, 0))
+    attention.prepare(PagedStep(0, lens, table, starts, size, all_fresh=True))
+    forward = FusedForward(model, scratch, attention, limits.max_context_tokens)
+    stores = SCRATCH_PAGE * scratch.page_size + positions % scratch.page_size
+    hidden = forward.hidden(torch.zeros_like(positions), positions, stores)
+    forward.logits(hidden[: limits.max_sequences])

@@ -1,0 +1,67 @@
+"""One packed copy to the device per step.
+
+A step's integers are laid one behind the other in pinned memory and copied at once:
+
+1. `begin` turns to the other of two pinned buffers: the copy of the last step may still be under
+   way, that of the step before is waited for (it has long been made, one step being in flight);
+2. `add` appends a section and returns where it will be on the device;
+3. `upload` queues the copy on the current stream.
+
+Sections of equal sizes in equal order lie at equal addresses, so a graph may read them.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Int32s = NDArray[np.int32]
+
+ALIGNMENT = 32
+"""Integers: sections begin at multiples of 128 bytes."""
+
+
+class StagingError(Exception):
+    """A step needs more room than the buffers were made with."""
+
+
+class Staging:
+    """Two pinned buffers on the host, one on the device."""
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        """`capacity` in integers, gaps between sections included."""
+        pinned = device.type == "cuda"
+        self._device = torch.zeros(capacity, dtype=torch.int32, device=device)
+        self._host = [torch.zeros(capacity, dtype=torch.int32, pin_memory=pinned) for _ in "ab"]
+        self._arrays: list[Int32s] = [host.numpy() for host in self._host]
+        self._copied = [torch.cuda.Event() if pinned else None for _ in "ab"]
+        self._turn = 0
+        self._used = 0
+
+    def begin(self) -> None:
+        """Starts a step."""
+        self._turn ^= 1
+        self._used = 0
+        copied = self._copied[self._turn]
+        if copied is not None:
+            copied.synchronize()
+
+    def add(self, values: Int32s) -> Tensor:
+        """Appends a section of any shape; returns its place on the device."""
+        start, end = self._used, self._used + values.size
+        if end > len(self._device):
+            raise StagingError(f"a step of {end} integers does not fit {len(self._device)}")
+        self._arrays[self._turn][start:end] = values.reshape(-1)
+        self._used = -(-end // ALIGNMENT) * ALIGNMENT
+        return self._device[start:end].view(values.shape)
+
+    def upload(self) -> None:
+        """Queues the copy of what was added."""
+        used = min(self._used, len(self._device))
+        self._device[:used].copy_(self._host[self._turn][:used], non_blocking=True)
+        copied = self._copied[self._turn]
+        if copied is not None:
+            copied.record()

@@ -1,0 +1,157 @@
+"""The engine on a GPU: graphs against kernels one by one, and both against transformers."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+from engine_kit import Run, build, check_baseline, finish, hand_off, submit
+from tiny_models import write_tiny_model
+
+from engine.types import SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = {
+    "gqa4-128": {"hidden": 512, "heads": 8, "kv_heads": 2, "head_dim": 128},
+    "gqa8-64": {"hidden": 512, "heads": 8, "kv_heads": 1, "head_dim": 64},
+    "mha-64-tied": {"heads": 4, "kv_heads": 4, "head_dim": 64, "tie_word_embeddings": True},
+    "qk-norm": {"family": "qwen3", "heads": 8, "kv_heads": 2, "head_dim": 128},
+    "window": {"family": "mistral", "sliding_window": 24, "head_dim": 64},
+    "biases": {"attention_bias": True, "mlp_bias": True, "head_dim": 64},
+}
+LENGTHS = (1, 15, 16, 17, 64, 200, 300)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed * 1000 + length).integers(1, 384, length).tolist()
+
+
+def build_on_gpu(path, **options):
+    defaults = {"device": "cuda", "max_step_tokens": 256, "max_sequences": 40, "num_pages": 600}
+    return build(path, **{**defaults, **options})
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), tokenizer=False, **SHAPES["gqa4-128"])
+
+
+@pytest.fixture(scope="module")
+def engine(model_path):
+    engine = build_on_gpu(model_path)
+    yield engine
+    check_baseline(engine)
+    engine.stop()
+
+
+def run_all(engine, lengths=LENGTHS, max_tokens=40, **options) -> list[Run]:
+    runs = [
+        submit(engine, prompt_of(n), max_tokens, min_tokens=max_tokens, **options) for n in lengths
+    ]
+    finish(*runs)
+    return runs
+
+
+def logprobs_of(path, dtype, tokens: list[int]) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="eager")
+    with torch.inference_mode():
+        logits = model.to("cuda")(torch.tensor([tokens], device="cuda")).logits[0]
+    return logits.float().log_softmax(-1)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_log_probabilities_are_as_near_as_transformers(shape, tmp_path):
+    path = write_tiny_model(tmp_path, tokenizer=False, **SHAPES[shape])
+    engine = build_on_gpu(path)
+    prompt, count = prompt_of(70), 30
+    sampling = SamplingParams(temperature=0.0, top_logprobs=0)
+    run = submit(engine, prompt, count, sampling=sampling, min_tokens=count, prompt_logprobs=True)
+    finish(run)
+    engine.stop()
+    tokens = prompt + run.tokens[0]
+    ids = torch.tensor(tokens[1:], device="cuda")[:, None]
+    exact, theirs = (
+        logprobs_of(path, dtype, tokens)[:-1].gather(1, ids).squeeze(1)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert run.scored is not None
+    records = [*run.scored.records, *run.records[0]]
+    ours = torch.tensor([record.logprob for record in records], device="cuda")
+    error, bound = (ours - exact).abs().mean(), (theirs - exact).abs().mean()
+    assert error <= 1.5 * bound + 1e-3, (error, bound)
+
+
+def test_graphs_give_what_the_kernels_give(engine, model_path):
+    plain = build_on_gpu(model_path, cuda_graphs=False)
+    options = {"sampling": SamplingParams(temperature=0.0, top_logprobs=2)}
+    for lengths in ((200,), LENGTHS):
+        with_graphs, without = (run_all(e, lengths, **options) for e in (engine, plain))
+        for a, b in zip(with_graphs, without, strict=True):
+            assert a.records == b.records
+    plain.stop()
+
+
+def test_greedy_kernel_agrees_with_the_sampler(engine):
+    scored = run_all(engine, sampling=SamplingParams(temperature=0.0, top_logprobs=0))
+    for a, b in zip(run_all(engine), scored, strict=True):
+        assert a.tokens == b.tokens
+
+
+def test_a_seed_decides_what_is_drawn(engine):
+    sampling = SamplingParams(temperature=0.8, top_p=0.9, top_k=50, seed=7)
+    first, again = (run_all(engine, (64,), sampling=sampling)[0].tokens for _ in range(2))
+    assert first == again
+    other = SamplingParams(temperature=0.8, top_p=0.9, top_k=50, seed=8)
+    assert run_all(engine, (64,), sampling=other)[0].tokens != first
+
+
+def test_penalties_bias_and_choices_run(engine):
+    sampling = SamplingParams(
+        temperature=0.7, frequency_penalty=0.5, repetition_penalty=1.2, logit_bias={5: 2.0}, seed=1
+    )
+    run = submit(engine, prompt_of(33), 20, choices=3, sampling=sampling, min_tokens=20)
+    finish(run)
+    assert [len(tokens) for tokens in run.tokens] == [20, 20, 20]
+
+
+def test_hand_off_between_engines(engine, model_path):
+    other = build_on_gpu(model_path)
+    run = hand_off(other, engine, prompt_of(100), 20, min_tokens=20)
+    assert len(run.tokens[0]) == 20
+    other.stop()
+
+
+def test_a_row_does_not_depend_on_the_others_in_its_bucket(tmp_path):
+    """Where rows fill the chip without being split (`engine.attention.fa3.FEW_TILES`)."""
+    shape = {"hidden": 512, "heads": 32, "kv_heads": 8, "head_dim": 128}
+    path = write_tiny_model(tmp_path, tokenizer=False, **shape)
+    engine = build_on_gpu(path, num_pages=4000, max_sequences=40, prefix_cache=False)
+    sampling = SamplingParams(temperature=0.0, top_logprobs=2)
+    results = []
+    for seed in (1, 2):
+        watched = submit(engine, prompt_of(50), 60, sampling=sampling, min_tokens=60)
+        others = [
+            submit(engine, prompt_of(50 + 10 * (i % 7), seed * 100 + i), 60, min_tokens=60)
+            for i in range(39)
+        ]
+        finish(watched, *others)
+        results.append(watched.records)
+    assert results[0] == results[1]
+    engine.stop()
+
+
+def test_the_pool_takes_what_the_device_has_left(model_path):
+    gc.collect()
+    torch.cuda.empty_cache()
+    engine = build_on_gpu(model_path, num_pages=0, gpu_memory_utilization=0.5)
+    used = torch.cuda.memory_reserved()
+    total = torch.cuda.mem_get_info()[1]
+    assert 0.3 * total < used < 0.5 * total
+    run_all(engine)
+    check_baseline(engine)
+    engine.stop()

@@ -1,0 +1,175 @@
+"""Kernels and attention on a GPU, against PyTorch in higher precision."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from engine.attention import AttentionBatch, choose_backend
+from engine.kv_pool import KvPool
+from engine.model.llama import rotate
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+PAGE_SIZE = 16
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    got, want = got.double(), want.double()
+    return float((got - want).norm() / want.norm())
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator(CUDA).manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator, device=CUDA, dtype=torch.bfloat16)
+
+
+def pool_of(pages: int, heads: int, dim: int, layers: int = 2) -> KvPool:
+    return KvPool(
+        num_pages=pages, num_layers=layers, num_kv_heads=heads, head_dim=dim,
+        page_size=PAGE_SIZE, dtype=torch.bfloat16, device=CUDA,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [1, 3, 256])
+@pytest.mark.parametrize("size", [576, 4096])
+def test_norms(rows, size):
+    from engine.cuda.kernels import add_rms_norm, rms_norm
+
+    x, residual, weight = draw(rows, size), draw(rows, size, seed=1), draw(size)
+    want = F.rms_norm(x.double(), (size,), weight.double(), 1e-5)
+    assert relative_error(rms_norm(x, weight, 1e-5), want) < 4e-3
+    total = residual + x
+    want = F.rms_norm(total.double(), (size,), weight.double(), 1e-5)
+    assert relative_error(add_rms_norm(residual, x.clone(), weight, 1e-5), want) < 4e-3
+    assert torch.equal(residual, total)
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_silu_mul(rows):
+    from engine.cuda.kernels import silu_mul
+
+    gate_up = draw(rows, 2 * 14336)
+    gate, up = gate_up.double().chunk(2, -1)
+    assert relative_error(silu_mul(gate_up), F.silu(gate) * up) < 5e-3
+
+
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (9, 3, 64), (8, 1, 128)])
+def test_rope_store_fills_pages_beyond_two_to_the_31_elements(heads, kv_heads, dim, norms):
+    from engine.cuda.kernels import HeadNorms, rope_store
+
+    layers, positions = 32, torch.tensor([0, 5, 17, 999], dtype=torch.int32, device=CUDA)
+    page_elements = kv_heads * layers * 2 * PAGE_SIZE * dim
+    last = (1 << 31) // page_elements + 3
+    pool = pool_of(last + 1, kv_heads, dim, layers)
+    qkv = draw(4, (heads + 2 * kv_heads) * dim)
+    q, k, v = qkv.clone().view(4, -1, dim).split((heads, kv_heads, kv_heads), 1)
+    angles = torch.rand(1000, dim // 2, device=CUDA) * 6
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+    head_norms = HeadNorms(draw(dim), draw(dim, seed=3), 1e-6) if norms else None
+    if head_norms is not None:
+        q = F.rms_norm(q, (dim,), head_norms.q_weight, 1e-6)
+        k = F.rms_norm(k, (dim,), head_norms.k_weight, 1e-6)
+    both = [torch.cat((t, t), 1)[positions.long()][:, None].double() for t in (cos, sin)]
+    want_q, want_k = rotate(q.double(), *both), rotate(k.double(), *both)
+    places = [(1, 0), (last, 5), (last, 6), (last - 1, 15)]
+    stores = torch.tensor([p * PAGE_SIZE + o for p, o in places], dtype=torch.int32, device=CUDA)
+    rope = torch.cat((cos, sin), 1).contiguous()
+    got_q, got_k, got_v = rope_store(qkv, rope, positions, stores, pool, layers - 1, head_norms)
+    assert relative_error(got_q, want_q) < 5e-3
+    assert relative_error(got_k, want_k) < 5e-3
+    assert torch.equal(got_v, v)
+    for token, (page, offset) in enumerate(places):
+        stored = pool.layer_kv(layers - 1)[page, :, :, offset]
+        assert torch.equal(stored, torch.stack((got_k[token], got_v[token]), 1))
+        pool.layer_kv(layers - 1)[page, :, :, offset] = 0
+    assert not pool.tensor.any(), "something was stored elsewhere"
+
+
+def test_greedy_takes_the_lowest_of_equals_and_tells_bad_rows():
+    from engine.cuda.kernels import greedy
+
+    logits = draw(5, 128256)
+    logits[1, 77], logits[2, 128255], logits[4, 5] = float("nan"), float("inf"), float("-inf")
+    logits[3, 100] = logits[3, 90000] = 50
+    table = torch.full((9,), -1, dtype=torch.int32, device=CUDA)
+    slots = torch.tensor([7, 0, 3, 2, 5], dtype=torch.int32, device=CUDA)
+    tokens, finite = greedy(logits, slots, table)
+    assert finite.tolist() == [1, 0, 0, 1, 0]
+    assert tokens[0] == logits[0].float().cpu().argmax()
+    assert tokens[3] == 100
+    assert table[slots.long()].tolist() == tokens.tolist()
+    assert (table == -1).sum() == 4
+
+
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(32, 8, 128), (8, 1, 128), (4, 4, 64), (9, 3, 64)]
+)
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [(1, 1), (1, 16), (1, 700), (1, 17)],
+        [(33, 33), (1, 1), (200, 200)],
+        [(20, 90), (64, 64), (7, 300)],
+        [(1, 5), (1, 400), (50, 50), (100, 164)],
+        [(1, 30 + 9 * i) for i in range(40)],
+    ],
+    ids=["decode", "fresh", "continued", "mixed", "many"],
+)
+def test_fa3_equals_sdpa(rows, heads, kv_heads, dim, window):
+    """Rows of (new tokens, context), decode rows first."""
+    rng = np.random.default_rng(len(rows))
+    queries, contexts = (np.array(column, np.int32) for column in zip(*rows, strict=True))
+    pool = pool_of(600, kv_heads, dim)
+    pool.tensor.normal_()
+    need = -(-contexts // PAGE_SIZE)
+    free = rng.permutation(np.arange(1, 600))[: need.sum()]
+    table = np.zeros((len(rows), need.max()), np.int64)
+    for row, pages in enumerate(np.split(free, need.cumsum()[:-1])):
+        table[row, : len(pages)] = pages
+    positions = np.concatenate([np.arange(c - q, c) for q, c in rows])
+    row_of = np.repeat(np.arange(len(rows)), queries)
+    batch = AttentionBatch(
+        query_lens=queries,
+        context_lens=contexts,
+        num_decodes=int((queries == 1).sum()) if queries[0] == 1 else 0,
+        page_table=torch.from_numpy(table).to(CUDA),
+        token_pages=torch.from_numpy(table[row_of, positions // PAGE_SIZE]).to(CUDA),
+        token_offsets=torch.from_numpy(positions % PAGE_SIZE).to(CUDA),
+    )
+    total = int(queries.sum())
+    q, k, v = (
+        draw(total, heads, dim),
+        draw(total, kv_heads, dim),
+        draw(total, kv_heads, dim, seed=5),
+    )
+    got = []
+    for name in ("fa3", "sdpa"):
+        backend = choose_backend(name, pool, (None, window))
+        backend.begin(batch)
+        got.append([backend(layer, q, k, v) for layer in (0, 1)])
+    for ours, theirs in zip(*got, strict=True):
+        assert relative_error(ours, theirs) < 1e-2
+
+
+def test_fa3_reads_pages_beyond_two_to_the_31_elements():
+    pool = pool_of(2060, 8, 128, layers=32)
+    pool.tensor[2050:].normal_()
+    small = pool_of(20, 8, 128, layers=32)
+    small.tensor[1:11] = pool.tensor[2050:]
+    outputs = []
+    q, k, v = draw(1, 32, 128), draw(1, 8, 128), draw(1, 8, 128, seed=5)
+    for where, first in ((pool, 2050), (small, 1)):
+        table = torch.arange(first, first + 10, device=CUDA)[None]
+        backend = choose_backend("fa3", where, (None,) * 32)
+        batch = AttentionBatch(
+            np.array([1], np.int32), np.array([160], np.int32), 1, table,
+            table[:, -1], torch.tensor([15], device=CUDA),
+        )  # fmt: skip
+        backend.begin(batch)
+        outputs.append(backend(31, q, k, v))
+    assert torch.equal(*outputs)
