@@ -127,6 +127,14 @@ class Tokenizer:
         """Text of ids; special tokens have none, half characters are U+FFFD."""
         return self._backend.decode(token_ids, skip_special_tokens=True)
 
+    def token_text(self, token_id: int) -> str:
+        """Text of one token as it stands inside a text; a special one's name."""
+        if token_id in self.special_ids:
+            return self._backend.id_to_token(token_id) or ""
+        # A decoder may treat a text's first token unlike the rest: what the second of two adds.
+        alone, twice = self.decode([token_id]), self.decode([token_id, token_id])
+        return twice[len(alone) :]
+
 
 class Tokenizers:
     """Tokenizers by model folder, and the threads that run them. Belongs to the event loop."""

@@ -46,7 +46,7 @@ class Service:
 
 
 class SpanName:
-    """Names of spans. Names of RPC spans are `package.Service/Method`."""
+    """Names of spans. RPC spans are named `package.Service/Method`, HTTP spans `METHOD route`."""
 
     ADMIT: Final = "router.admit"
     TOKENIZE: Final = "router.tokenize"
@@ -76,10 +76,13 @@ class Attr:
     SERVICE_INSTANCE_ID: Final = "service.instance.id"
     SERVICE_VERSION: Final = "service.version"
 
-    # RPC spans.
+    # RPC and HTTP spans.
     RPC_SYSTEM_NAME: Final = "rpc.system.name"
     RPC_METHOD: Final = "rpc.method"
     RPC_RESPONSE_STATUS_CODE: Final = "rpc.response.status_code"
+    HTTP_REQUEST_METHOD: Final = "http.request.method"
+    HTTP_ROUTE: Final = "http.route"
+    HTTP_RESPONSE_STATUS_CODE: Final = "http.response.status_code"
     SERVER_ADDRESS: Final = "server.address"
     SERVER_PORT: Final = "server.port"
 

@@ -1,0 +1,228 @@
+"""Where HTTP begins: one `Endpoint` for each method that generates.
+
+Life of a request:
+
+1. A SERVER span, below the caller's where `traceparent` names one; its trace id is the answer's
+   `x-request-id`. The body is read, whole.
+2. The method makes an `Answer` of it. Nothing is sent before its first part is there, that is, in
+   a stream, before the first token: a request that is refused has its own status.
+3. The answer goes out at the client's pace. An error behind the first part of a stream is its last
+   event; a stream that is complete ends with `[DONE]`.
+4. A client that leaves, at any point, cancels the work at once, and counts as 499.
+
+Around each method this is the only place where errors become statuses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Final, Protocol
+
+from opentelemetry.trace import SpanKind
+from pydantic_core import to_json
+from starlette.requests import ClientDisconnect, Request
+
+from router import errors
+from router.calls import Call
+from router.openai.statuses import CLIENT_LEFT, JSON, error_body, http_status, retry_headers
+from router.validation import MAX_CLIENT_TAG_BYTES
+from telemetry.names import Attr
+from telemetry.rpc import TRACEPARENT
+from telemetry.tracing import context_of, end_span, start_span, trace_id_of
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES: Final = 64 * 1024 * 1024
+"""As for gRPC messages: room for the longest prompts."""
+REQUEST_ID: Final = "x-request-id"
+"""Of a request: the caller's own tag, for logs. Of an answer: the trace id."""
+_JSON_TYPE: Final = "application/json"
+_EVENTS_TYPE: Final = "text/event-stream; charset=utf-8"
+_LAST_EVENT: Final = b"[DONE]"
+
+
+class Answer(Protocol):
+    """What a method answers: `chunks` where `stream` is set, else `whole`."""
+
+    stream: bool
+
+    async def whole(self) -> JSON:
+        """All of it."""
+        ...
+
+    def chunks(self) -> AsyncGenerator[JSON, None]:
+        """One event each."""
+        ...
+
+
+Method = Callable[[bytes, Call, str], Awaitable[Answer]]
+"""Of (body, call, the caller's tag); may raise any RouterError."""
+
+
+class Endpoint:
+    """An ASGI application around one method."""
+
+    def __init__(self, route: str, method: Method) -> None:
+        self._route = route
+        self._method = method
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request."""
+        request = Request(scope, receive)
+        response = _Response(self._route, request, send)
+        try:
+            body = await _body(request)
+            await _while_there(self._serve(body, request, response), response, receive)
+        except ClientDisconnect:
+            response.status = CLIENT_LEFT
+        except Exception as error:
+            await response.fail(error)
+        finally:
+            response.close()
+
+    async def _serve(self, body: bytes, request: Request, response: _Response) -> None:
+        answer = await self._method(body, response.call, _client_tag(request))
+        if not answer.stream:
+            await response.whole(await answer.whole())
+            return
+        async with aclosing(answer.chunks()) as chunks:
+            async for chunk in chunks:
+                await response.event(to_json(chunk))
+        await response.end(_LAST_EVENT)
+
+
+class _Response:
+    """What goes out, and what is recorded of it."""
+
+    def __init__(self, route: str, request: Request, send: Send) -> None:
+        self._route = route
+        self._send = send
+        self._error = ""
+        self._span = start_span(
+            f"{request.method} {route}",
+            request.headers.get(TRACEPARENT),
+            {Attr.HTTP_REQUEST_METHOD: request.method, Attr.HTTP_ROUTE: route},
+            kind=SpanKind.SERVER,
+        )
+        context = context_of(self._span)
+        self.call = Call(id=trace_id_of(context) or uuid.uuid4().hex, context=context)
+        self.status = 0
+        """Set when the answer begins; 0 before."""
+        self.complete = False
+
+    async def whole(self, content: JSON, status: int = 200, **headers: str) -> None:
+        """Sends all of an answer."""
+        body = to_json(content)
+        headers["content-length"] = str(len(body))
+        await self._begin(status, _JSON_TYPE, headers)
+        await self._write(body, last=True)
+
+    async def event(self, data: bytes) -> None:
+        """Sends an event of a stream; returns when the connection has taken it."""
+        if not self.status:
+            await self._begin(200, _EVENTS_TYPE, {"cache-control": "no-cache"})
+        await self._write(b"data: %b\n\n" % data)
+
+    async def end(self, data: bytes) -> None:
+        """Sends a stream's last event."""
+        await self.event(data)
+        await self._write(b"", last=True)
+
+    async def fail(self, error: Exception) -> None:
+        """Sends an error in the way that is still open, and notes it."""
+        described = errors.describe(error, self.call.id)
+        self._error, status = described.reason, http_status(described)
+        content = error_body(described, self.call.id)
+        if self.status:
+            await self.end(to_json(content))
+        else:
+            await self.whole(content, status, **retry_headers(described))
+
+    def close(self) -> None:
+        """Ends the span; one line in the log where the answer is not a whole one."""
+        status = self.status or CLIENT_LEFT
+        failed = status >= 500 or (status == 200 and self._error)
+        end_span(
+            self._span,
+            attributes={Attr.HTTP_RESPONSE_STATUS_CODE: status},
+            error=self._error if failed else "",
+        )
+        if status != 200 or self._error:
+            duration_s = (time.time_ns() - self.call.arrived_ns) / 1e9
+            fields = {
+                "trace_id": self.call.id,
+                "route": self._route,
+                "status": status,
+                "reason": self._error or "CANCELLED",
+                "duration_s": round(duration_s, 6),
+            }
+            logger.info("http request not served", extra=fields)
+
+    async def _begin(self, status: int, media_type: str, headers: dict[str, str]) -> None:
+        self.status = status
+        fields = {"content-type": media_type, REQUEST_ID: self.call.id, **headers}
+        encoded = [(name.encode(), value.encode()) for name, value in fields.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": encoded})
+
+    async def _write(self, data: bytes, last: bool = False) -> None:
+        self.complete = last
+        await self._send({"type": "http.response.body", "body": data, "more_body": not last})
+
+
+async def _body(request: Request) -> bytes:
+    """The whole body.
+
+    Raises:
+        ClientDisconnect: the client left before its end.
+        RouterError: MALFORMED_REQUEST, over `MAX_BODY_BYTES`.
+    """
+    parts, size_bytes = [], 0
+    async for part in request.stream():
+        size_bytes += len(part)
+        if size_bytes > MAX_BODY_BYTES:
+            raise errors.malformed_request()
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _client_tag(request: Request) -> str:
+    tag = request.headers.get(REQUEST_ID, "").encode()[:MAX_CLIENT_TAG_BYTES]
+    return tag.decode(errors="ignore")
+
+
+async def _while_there(
+    work: Coroutine[None, None, None], response: _Response, receive: Receive
+) -> None:
+    """Runs `work`, and cancels it at once where the client leaves.
+
+    Raises:
+        ClientDisconnect: it left.
+        Exception: what `work` raises.
+    """
+    task = asyncio.create_task(work)
+    watch = asyncio.create_task(_leaving(receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if response.complete:  # That wakes the watch, too.
+            await asyncio.wait({task})
+    finally:
+        task.cancel()
+        watch.cancel()
+        await asyncio.wait({task, watch})
+    if task.cancelled():
+        raise ClientDisconnect
+    task.result()
+
+
+async def _leaving(receive: Receive) -> None:
+    """Returns when the client has left, or the answer is complete."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

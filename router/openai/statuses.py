@@ -1,0 +1,94 @@
+"""Errors as HTTP clients of this API know them.
+
+The statuses and reasons are those of the gRPC API; this is their other spelling. Clients learn from
+the headers whether trying again can help, and when.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+from grpc import StatusCode
+
+from router.errors import RouterError
+
+JSON = dict[str, Any]
+
+CLIENT_LEFT: Final = 499
+"""Never sent: how a caller that left is logged."""
+_STATUSES: Final = {
+    StatusCode.INVALID_ARGUMENT: 400,
+    StatusCode.UNAUTHENTICATED: 401,
+    StatusCode.PERMISSION_DENIED: 403,
+    StatusCode.NOT_FOUND: 404,
+    StatusCode.RESOURCE_EXHAUSTED: 429,
+    StatusCode.CANCELLED: CLIENT_LEFT,
+    StatusCode.UNAVAILABLE: 503,
+    StatusCode.ABORTED: 503,
+    StatusCode.DEADLINE_EXCEEDED: 504,
+}
+"""All others are 500."""
+_TYPES: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    429: "rate_limit_error",
+}
+_PARAMS: Final = (
+    ("input.text", "prompt"),
+    ("input.token_ids.ids", "prompt"),
+    ("input.chat.messages", "messages"),
+    ("input.chat", "messages"),
+    ("input.sampling.", ""),
+    ("input.stop.sequences", "stop"),
+    ("input.stop.token_ids", "stop_token_ids"),
+    ("input.stop.", ""),
+    ("input.output.", ""),
+    ("input.choices", "n"),
+    ("input.", ""),
+    ("input", "prompt"),
+    ("text", "prompt"),
+)
+"""Beginnings of paths in `inference.proto`, and what they are called here; the first counts."""
+
+
+def http_status(error: RouterError) -> int:
+    """The status code of an error."""
+    return _STATUSES.get(error.code, 500)
+
+
+def error_body(error: RouterError, trace_id: str = "") -> JSON:
+    """The body of an error; its fields under their names in this API."""
+    params = [_param(violation.field) for violation in error.violations]
+    message = error.message
+    if error.reason == "INVALID_FIELD":
+        rules = zip(params, error.violations, strict=True)
+        message = "; ".join(f"{param}: {violation.description}" for param, violation in rules)
+    if (status := http_status(error)) >= 500 and trace_id:
+        message = f"{message} (trace {trace_id})"
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return body(message, _TYPES.get(status, kind), params[0] if params else None, error.reason)
+
+
+def body(message: str, kind: str, param: str | None, reason: str) -> JSON:
+    """The body of an error, from its parts."""
+    error = {"message": message, "type": kind, "param": param, "code": reason.lower()}
+    return {"error": error}
+
+
+def retry_headers(error: RouterError) -> dict[str, str]:
+    """When to try again, or that it is of no use: OpenAI's clients would, after every 5xx."""
+    if error.retry_after_s is None:
+        return {"x-should-retry": "false"}
+    return {
+        "retry-after": str(max(1, math.ceil(error.retry_after_s))),
+        "retry-after-ms": str(math.ceil(error.retry_after_s * 1e3)),
+        "x-should-retry": "true",
+    }
+
+
+def _param(path: str) -> str:
+    for beginning, name in _PARAMS:
+        if path.startswith(beginning):
+            return name + path[len(beginning) :]
+    return path

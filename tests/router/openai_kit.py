@@ -1,0 +1,119 @@
+"""What the tests of the OpenAI-compatible API share: a served port, the official client."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from frontdoor_kit import Script, ScriptedDispatcher, served_model, write_tokenizer
+from openai import AsyncOpenAI
+
+from baton.worker.v1 import worker_pb2
+from router.jobs import (
+    ChoiceEnded,
+    Job,
+    JobEvent,
+    JobFinished,
+    JobStarted,
+    JobTokens,
+    TokenLogprobs,
+)
+from router.openai.server import OpenAiServer
+from router.tokenization import Tokenizer, Tokenizers
+from router.validation import Limits
+
+
+@dataclass
+class Port:
+    """A served API and the official client on it."""
+
+    dispatcher: ScriptedDispatcher
+    client: AsyncOpenAI
+    tokenizer: Tokenizer
+    server: OpenAiServer
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, _, port = self.server.address.rpartition(":")
+        return host, int(port)
+
+    def ids(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text).tolist()
+
+    @property
+    def job(self) -> Job:
+        """The latest."""
+        return self.dispatcher.jobs[-1]
+
+
+@asynccontextmanager
+async def open_port(folder: Path, script: Script, **client_options: object) -> AsyncIterator[Port]:
+    """Serves a model with a tokenizer on a free port."""
+    write_tokenizer(folder)
+    tokenizer = Tokenizer.load(str(folder))
+    assert tokenizer is not None
+    dispatcher = ScriptedDispatcher([served_model(folder, max_context_tokens=256)], script)
+    tokenizers = Tokenizers()
+    server = OpenAiServer("127.0.0.1:0", dispatcher, tokenizers, Limits())
+    await server.start()
+    url = f"http://{server.address}/v1"
+    options = {"max_retries": 0, "timeout": 20.0, **client_options}
+    try:
+        async with AsyncOpenAI(base_url=url, api_key="none", **options) as client:
+            yield Port(dispatcher, client, tokenizer, server)
+    finally:
+        await server.stop()
+        tokenizers.close()
+
+
+def answers(
+    ids_of: Callable[[Job, int], Sequence[int]],
+    reason: worker_pb2.EndReason.ValueType = worker_pb2.END_REASON_LENGTH,
+) -> Script:
+    """One token an event, choices in turn, scored where that is asked for."""
+
+    async def script(job: Job) -> AsyncGenerator[JobEvent, None]:
+        outputs = [list(ids_of(job, choice)) for choice in range(job.choices)]
+        scores = ()
+        if job.prompt_logprobs:
+            scores = tuple(score(job, one) for one in job.prompt_ids[1:].tolist())
+        yield JobStarted(cached_prompt_tokens=1, prompt_logprobs=scores)
+        for index in range(max(map(len, outputs))):
+            for choice, output in enumerate(outputs):
+                if index < len(output):
+                    token = output[index]
+                    scored = job.sampling.HasField("top_logprobs")
+                    logprobs = (score(job, token),) if scored else ()
+                    yield JobTokens(choice, index, (token,), logprobs)
+        for choice, output in enumerate(outputs):
+            yield ChoiceEnded(choice, reason, len(output))
+        yield JobFinished()
+
+    return script
+
+
+def score(job: Job, token_id: int) -> TokenLogprobs:
+    """-id/100, and as alternatives the ids below it, likelier ones first."""
+    top = range(token_id, token_id - job.sampling.top_logprobs, -1)
+    return TokenLogprobs(
+        -token_id / 100, tuple(top), tuple(-(token_id + i) / 100 for i in range(len(top)))
+    )
+
+
+def says(
+    *texts: str, reason: worker_pb2.EndReason.ValueType = worker_pb2.END_REASON_LENGTH
+) -> Script:
+    """Each choice says its text; the last one's is that of all further ones."""
+
+    def ids_of(job: Job, choice: int) -> Sequence[int]:
+        tokenizer = Tokenizer.load(job.model.path)
+        assert tokenizer is not None
+        return tokenizer.encode(texts[min(choice, len(texts) - 1)]).tolist()
+
+    return answers(ids_of, reason)
+
+
+def prompt_of(job: Job) -> list[int]:
+    return job.prompt_ids.tolist()
