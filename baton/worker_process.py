@@ -190,6 +190,7 @@ class Worker:
             self.engine,
             self.transfer,
             self.inbox.hop,
+            self.metrics,
             epoch=self.epoch,
             agent_name=self.agent_name,
             page_bytes=self.engine.pool.page_bytes,

@@ -30,7 +30,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
 from baton.worker.v1 import worker_pb2
 from baton.worker_attempts import Attempts
@@ -48,13 +48,13 @@ from baton.worker_wire import (
 )
 from decode_service import spans
 from decode_service.attempt import DecodeAttempt, DecodeState
+from decode_service.ports import DecodeEngine, ReceivingThread
 from engine.types import (
     ChoiceEnded,
     Event,
     Joined,
     NewTokens,
     PromptScored,
-    Request,
     RequestFailed,
     Reserved,
     Sink,
@@ -69,44 +69,13 @@ from kv_transfer.events import (
     TransferEvent,
 )
 from kv_transfer.thread import ReceiveSpec
+from telemetry.metrics import WorkerMetrics
 
 logger = logging.getLogger(__name__)
 
 GRANT_TIMEOUT_S: Final = 120.0
 """A grant is used up in this time or expires: the prefill worker's queue and a long prompt fit."""
 TRANSFER_ID_BYTES: Final = 16
-
-
-class DecodeEngine(Protocol):
-    """What a decode worker needs of `engine.engine.Engine`."""
-
-    def submit(self, request: Request, sink: Sink) -> None:
-        """Takes a request on."""
-        ...
-
-    def deliver(self, request_id: bytes, records: Sequence[TokenRecord]) -> None:
-        """The prompt's KV is in the reserved pages."""
-        ...
-
-    def cancel(self, request_id: bytes) -> None:
-        """Ends a request; pages under a grant wait for `release`."""
-        ...
-
-    def release(self, request_id: bytes) -> None:
-        """Nothing outside touches the pages any more."""
-        ...
-
-
-class ReceivingThread(Protocol):
-    """What a decode worker needs of `kv_transfer.thread.TransferThread`."""
-
-    def expect(self, spec: ReceiveSpec) -> None:
-        """A grant was made."""
-        ...
-
-    def abort_receive(self, transfer_id: bytes) -> None:
-        """Compare-and-set, answered by ReceiveAborted."""
-        ...
 
 
 class DecodeService:
@@ -117,6 +86,7 @@ class DecodeService:
         engine: DecodeEngine,
         transfer: ReceivingThread,
         hop: Hop,
+        metrics: WorkerMetrics,
         *,
         epoch: int,
         agent_name: str,
@@ -127,6 +97,7 @@ class DecodeService:
         self._engine = engine
         self._transfer = transfer
         self._hop = hop
+        self._metrics = metrics
         self._epoch = epoch
         self._agent_name = agent_name
         self._page_bytes = page_bytes
@@ -219,6 +190,8 @@ class DecodeService:
 
     def _take_events(self, events: Sequence[Event]) -> None:
         """The events of one step; the tokens among them leave in one message per router."""
+        if decoded := sum(isinstance(event, NewTokens) for event in events):
+            self._metrics.stepped(self._engine.load().step_ms / 1e3, decoded)
         for event in events:
             attempt = self._attempts.get(event.request_id)
             if attempt is None or attempt.state is DecodeState.QUARANTINED:

@@ -15,28 +15,12 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import Protocol
 
 from engine.types import PageIds
 from kv_transfer.thread import SendSpec
+from prefill_service.ports import SendingThread
 from telemetry.names import SpanName
 from telemetry.tracing import Span, span_id_bytes, start_span
-
-
-class SendingThread(Protocol):
-    """What a prefill worker needs of `kv_transfer.thread.TransferThread`."""
-
-    def begin_send(self, spec: SendSpec) -> None:
-        """A grant arrived and the pages are known."""
-        ...
-
-    def chunk_computed(self, transfer_id: bytes, end_token: int, payload: bytes | None) -> None:
-        """KV of [0, end_token) is final."""
-        ...
-
-    def abort_send(self, transfer_id: bytes) -> None:
-        """Send nothing more; SendQuiesced follows."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)

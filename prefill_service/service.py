@@ -21,16 +21,14 @@ grant was ever known; the router hears of an attempt's end once, and nothing aft
 
 from __future__ import annotations
 
-import enum
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Final, Protocol
+from typing import Final
 
 from baton.worker.v1 import worker_pb2
-from baton.worker_attempts import Attempt, Attempts
+from baton.worker_attempts import Attempts
 from baton.worker_outbox import Hop, Outbox
 from baton.worker_spans import CANCELLED, EXPIRED, KV_TRANSFER
 from baton.worker_wire import (
@@ -48,14 +46,15 @@ from engine.types import (
     Event,
     Prefilled,
     PromptScored,
-    Request,
     RequestFailed,
     Sink,
     Started,
 )
 from kv_transfer.events import SendFailed, SendQuiesced, SendStats, Sent, TransferEvent
 from prefill_service import spans
-from prefill_service.outgoing import Destination, Outgoing, SendingThread
+from prefill_service.attempt import PrefillAttempt, PrefillState
+from prefill_service.outgoing import Destination, Outgoing
+from prefill_service.ports import PrefillEngine, SendingThread
 from telemetry.metrics import WorkerMetrics
 
 logger = logging.getLogger(__name__)
@@ -63,46 +62,6 @@ logger = logging.getLogger(__name__)
 GRANT_WAIT_S: Final = 30.0
 """Computed KV waits so long for its grant."""
 TRANSFER_ID_BYTES: Final = 16
-
-
-class PrefillEngine(Protocol):
-    """What a prefill worker needs of `engine.engine.Engine`."""
-
-    def submit(self, request: Request, sink: Sink) -> None:
-        """Takes a request on."""
-        ...
-
-    def cancel(self, request_id: bytes) -> None:
-        """Ends a request; its pages wait for `release`."""
-        ...
-
-    def release(self, request_id: bytes) -> None:
-        """Nothing outside touches the pages any more."""
-        ...
-
-
-class PrefillState(enum.IntEnum):
-    """State of an attempt under way; failure is the smallest."""
-
-    QUIESCING = 0
-    RECEIVED = 1
-    COMPUTING = 2
-    SENDING = 3
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class PrefillAttempt(Attempt):
-    """One attempt, as the event loop sees it."""
-
-    state: PrefillState = PrefillState.RECEIVED
-    computed_tokens: int = 0
-    """Tokens of the prompt whose KV is there, cached ones included."""
-    chunks: int = 0
-    computed_ns: int = 0
-    deadline_s: float = 0.0
-    """What `expires_s` was before it was cut short for the grant."""
-    error: str = ""
-    """Why it ended before it was delivered, where that was no success."""
 
 
 class PrefillService:
@@ -247,6 +206,8 @@ class PrefillService:
                 outgoing.chunk(event.pages, event.end_token, payload)
 
     def _take_events(self, events: Sequence[Event]) -> None:
+        if any(isinstance(event, ChunkComputed) for event in events):
+            self._metrics.stepped(self._engine.load().step_ms / 1e3, 0)
         for event in events:
             attempt = self._attempts.get(event.request_id)
             if attempt is None or attempt.state is PrefillState.QUIESCING:

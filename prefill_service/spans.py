@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from opentelemetry.util.types import AttributeValue
 
 from baton.worker_spans import milliseconds, write_prompt_spans
 from kv_transfer.events import SendStats
+from prefill_service.attempt import PrefillAttempt
+from prefill_service.outgoing import Outgoing
 from telemetry.names import Attr
 from telemetry.tracing import end_span
-
-if TYPE_CHECKING:
-    from prefill_service.outgoing import Outgoing
-    from prefill_service.service import PrefillAttempt
 
 
 def write_compute(attempt: PrefillAttempt, error: str = "") -> None:

@@ -65,6 +65,8 @@ class GatedExecutor(HashExecutor):
         self.pool = torch.full((num_pages, PAGE_TOKENS), -1, dtype=torch.int64)
         self.kv = self.pool.numpy()
         self.holds = False
+        self.tells_choices_apart = False
+        """Choices get different first tokens: one more than the choice before."""
         self._lock = threading.Lock()
 
     def launch(self, plan: StepPlan) -> Future[StepResult]:
@@ -89,6 +91,14 @@ class GatedExecutor(HashExecutor):
     def held(self) -> int:
         """Steps launched and not run."""
         return len(self.deferred or ())
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        result = super()._run(plan)
+        if self.tells_choices_apart:
+            where = plan.sample_tokens.tolist()
+            choices = [where[:index].count(at) for index, at in enumerate(where)]
+            result.tokens[:] = (result.tokens + choices) % VOCAB
+        return result
 
     def _run_deferred(self) -> None:
         while self.deferred:
@@ -168,6 +178,7 @@ class Node:
             self.engine,
             self.transfer,
             self.inbox.hop,
+            self.metrics,
             epoch=self.epoch,
             agent_name=self.name,
             page_bytes=pool.page_bytes,

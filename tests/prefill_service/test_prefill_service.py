@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from worker_kit import PAGE_TOKENS, STEP_TOKENS, Attempted, Pair, a_pair, until
+from worker_kit import PAGE_TOKENS, STEP_TOKENS, VOCAB, Attempted, Pair, a_pair, until
 
 from baton.worker.v1 import worker_pb2
 
@@ -164,6 +164,34 @@ async def test_several_choices_get_one_first_token_each() -> None:
         await pair.quiet()
 
 
+async def test_one_choice_ends_with_its_first_token_and_the_others_go_on() -> None:
+    async with a_pair() as pair:
+        pair.p.executor.tells_choices_apart = True
+        attempt = Attempted(10, choices=3)
+        attempt.stops = frozenset({(attempt.expected[0] + 1) % VOCAB})
+        await pair.run(attempt)
+        (finished,) = pair.from_p.all("finished", attempt.id)
+        assert (finished.choice_index, finished.output_tokens) == (1, 1)
+        assert not finished.HasField("timings")
+        ends = {end.choice_index: end for end in pair.from_d.all("finished", attempt.id)}
+        assert ends[1].output_tokens == 1
+        assert ends[1].reason == worker_pb2.END_REASON_STOP_TOKEN
+        assert pair.from_d.tokens[attempt.id, 0] == attempt.expected
+        assert [len(pair.from_d.tokens[attempt.id, c]) > 1 for c in range(3)] == [True, False, True]
+        await pair.quiet()
+
+
+async def test_counts_what_was_sent_and_what_failed() -> None:
+    async with a_pair() as pair:
+        await pair.run(Attempted(LONG))
+        read = pair.p.metrics.registry.get_sample_value
+        sent = {"transport": "loopback"}
+        assert read("baton_kv_transfer_seconds_count", sent) == 1
+        assert read("baton_kv_transfer_exposed_seconds_count", sent) == 1
+        assert read("baton_engine_step_seconds_count") == 3
+        await pair.quiet()
+
+
 async def test_expires_without_a_grant() -> None:
     async with a_pair(p_grant_wait_s=0.0) as pair:
         attempt = Attempted(LONG)
@@ -263,20 +291,27 @@ async def test_another_stream_cannot_touch_an_attempt() -> None:
         await pair.quiet()
 
 
-async def test_pages_stay_pinned_after_a_push_error_until_the_peer_is_gone() -> None:
+@pytest.mark.parametrize("landed", [False, True])
+async def test_pages_stay_pinned_after_a_push_error_until_the_peer_is_gone(landed: bool) -> None:
+    """The error says nothing about what landed: the decode side knows, and goes on if all did."""
     async with a_pair() as pair:
         attempt = Attempted(LONG)
         pair.p.transport.holds = True
         pair.submit(attempt)
+        await pair.from_p.heard("first_token", attempt.id)
         await pair.forward_grant(attempt)
         await until(lambda: pair.p.transport.held_pushes)
-        pair.p.transport.fail(pair.p.transport.held_pushes[0], lands=True)
+        (push,) = pair.p.transport.held_pushes
+        pair.p.transport.fail(push, lands=landed)
         assert (await pair.from_p.heard("failed", attempt.id)).reason == KV_TRANSFER
+        if landed:
+            await pair.from_d.heard("delivered", attempt.id)
         pair.d.decode.abort(attempt.id, pair.from_d.outbox)
-        assert not (await pair.from_d.heard("aborted", attempt.id)).already_ready
-        for handle in list(pair.p.transport.held_pushes):
-            pair.p.transport.land(handle)
-        await until(lambda: pair.d.decode.quarantined == 1)
+        assert (await pair.from_d.heard("aborted", attempt.id)).already_ready == landed
+        if landed:
+            await pair.from_d.heard("finished", attempt.id)
+            assert pair.from_d.tokens[attempt.id, 0] == attempt.expected
+        assert pair.d.decode.quarantined == (not landed)
         assert pair.p.free_pages < pair.p.all_pages
         pair.p.peers.part(pair.d.name, True, pair.from_p.outbox)
         await until(lambda: pair.p.is_quiet)
