@@ -71,6 +71,7 @@ async def open_port(folder: Path, script: Script, **client_options: object) -> A
 def answers(
     ids_of: Callable[[Job, int], Sequence[int]],
     reason: worker_pb2.EndReason.ValueType = worker_pb2.END_REASON_LENGTH,
+    logprob: float | None = None,
 ) -> Script:
     """One token an event, choices in turn, scored where that is asked for."""
 
@@ -85,7 +86,7 @@ def answers(
                 if index < len(output):
                     token = output[index]
                     scored = job.sampling.HasField("top_logprobs")
-                    logprobs = (score(job, token),) if scored else ()
+                    logprobs = (score(job, token, logprob),) if scored else ()
                     yield JobTokens(choice, index, (token,), logprobs)
         for choice, output in enumerate(outputs):
             yield ChoiceEnded(choice, reason, len(output))
@@ -94,11 +95,13 @@ def answers(
     return script
 
 
-def score(job: Job, token_id: int) -> TokenLogprobs:
-    """-id/100, and as alternatives the ids below it, likelier ones first."""
+def score(job: Job, token_id: int, logprob: float | None = None) -> TokenLogprobs:
+    """-id/100, and as alternatives the token itself and the ids below it."""
     top = range(token_id, token_id - job.sampling.top_logprobs, -1)
     return TokenLogprobs(
-        -token_id / 100, tuple(top), tuple(-(token_id + i) / 100 for i in range(len(top)))
+        -token_id / 100 if logprob is None else logprob,
+        tuple(top),
+        tuple(-(token_id + index) / 100 for index in range(len(top))),
     )
 
 

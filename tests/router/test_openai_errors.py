@@ -1,0 +1,336 @@
+"""Errors of the OpenAI-compatible API, callers that leave, and what is recorded of both."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from frontdoor_kit import Script, fails, hangs
+from openai import AsyncStream
+from openai_kit import Port, answers, open_port, prompt_of, says
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
+
+from router import errors
+from router.jobs import Job, JobEvent, JobStarted
+from telemetry.names import Attr, Service, undeclared
+from telemetry.tracing import Tracing, setup_tracing
+
+MODEL = "tiny"
+CALLER = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
+GONE_S = 10.0
+
+
+STATUSES = [
+    (errors.model_not_found("x"), openai.NotFoundError, 404, "invalid_request_error", False),
+    (errors.unauthenticated(), openai.AuthenticationError, 401, "authentication_error", False),
+    (errors.permission_denied(), openai.PermissionDeniedError, 403, "permission_error", False),
+    (errors.queue_full(3, 2.25), openai.RateLimitError, 429, "rate_limit_error", True),
+    (errors.queue_timeout(1.0, 2.25), openai.RateLimitError, 429, "rate_limit_error", True),
+    (errors.no_workers("", 2.25), openai.InternalServerError, 503, "server_error", True),
+    (errors.worker_lost_mid_stream(3), openai.InternalServerError, 503, "server_error", False),
+    (errors.deadline_exceeded(3), openai.InternalServerError, 504, "server_error", False),
+    (errors.kv_integrity(), openai.InternalServerError, 500, "server_error", False),
+    (errors.numerical_error(), openai.InternalServerError, 500, "server_error", False),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_statuses_are_the_clients_own_exceptions(tmp_path: Path, stream: bool) -> None:
+    """Before the first token, in a stream too."""
+    async with open_port(tmp_path, hangs) as port:
+        for error, kind, status, type_, retry in STATUSES:
+            port.dispatcher.script = fails(error)
+            with pytest.raises(kind) as caught:
+                await port.client.completions.create(model=MODEL, prompt="a", stream=stream)
+            raised = caught.value
+            assert (raised.status_code, raised.type) == (status, type_)
+            assert raised.code == error.reason.lower()
+            assert error.message in raised.message
+            assert (port.job.id in raised.message) == (status >= 500)
+            headers = raised.response.headers
+            assert headers["x-request-id"] == port.job.id
+            assert headers["x-should-retry"] == str(retry).lower()
+            assert headers.get("retry-after") == ("3" if retry else None)
+            assert headers.get("retry-after-ms") == ("2250" if retry else None)
+
+
+async def read(stream: AsyncStream[Any]) -> None:
+    """To the end."""
+    async for _ in stream:
+        pass
+
+
+async def test_the_client_tries_again_by_itself(tmp_path: Path) -> None:
+    async with open_port(tmp_path, answers(lambda *_: [70]), max_retries=1) as port:
+        later = port.dispatcher.script
+
+        def once(job: Job) -> AsyncGenerator[JobEvent, None]:
+            port.dispatcher.script = later
+            return fails(errors.queue_full(1, 0.01))(job)
+
+        port.dispatcher.script = once
+        got = await port.client.completions.create(model=MODEL, prompt="a")
+        assert got.choices[0].text == port.tokenizer.decode([70])
+        assert len(port.dispatcher.jobs) == 2
+
+
+@pytest.mark.parametrize("chat", [False, True])
+async def test_an_error_behind_the_first_token_is_the_streams_last_event(
+    tmp_path: Path, chat: bool
+) -> None:
+    error = errors.worker_lost_mid_stream(2)
+    async with open_port(tmp_path, fails(error, after=[70, 71])) as port:
+        if chat:
+            messages = [{"role": "user", "content": "a"}]
+            stream = await port.client.chat.completions.create(
+                model=MODEL, messages=messages, stream=True
+            )
+        else:
+            stream = await port.client.completions.create(model=MODEL, prompt="a", stream=True)
+        assert await anext(aiter(stream))
+        with pytest.raises(openai.APIError) as caught:
+            await read(stream)
+        assert (caught.value.code, caught.value.type) == ("worker_lost_mid_stream", "server_error")
+
+
+async def test_a_bug_shows_its_trace_and_no_text(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_port(tmp_path, fails(ValueError("SECRET"))) as port:
+        with caplog.at_level(logging.INFO), pytest.raises(openai.InternalServerError) as caught:
+            await port.client.completions.create(model=MODEL, prompt="SECRET")
+        assert caught.value.status_code == 500
+        assert port.job.id in caught.value.message
+        assert caught.value.code == "internal"
+        records = "".join(str(vars(record)) for record in caplog.records)
+        assert "SECRET" not in f"{caught.value.body}{records}"
+
+
+BAD: list[tuple[dict[str, object], str]] = [
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"n": 0}, "n"),
+    ({"n": -1}, "n"),
+    ({"n": 2**32 - 1}, "n"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 2**40}, "max_tokens"),
+    ({"max_tokens": 300}, "max_tokens"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"best_of": 2}, "best_of"),
+    ({"suffix": "SECRET"}, "suffix"),
+    ({"stop": ["a", "SECRET" * 99]}, "stop[1]"),
+    ({"stop_token_ids": [5, 512]}, "stop_token_ids[1]"),
+    ({"logit_bias": {"600": 1}}, "logit_bias[600]"),
+    ({"min_tokens": 17}, "min_tokens"),
+    ({"priority": 101}, "priority"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": ["a"] * 257}, "prompt"),
+    ({"prompt": ["a", 5]}, "prompt"),
+    ({"prompt": [5, "SECRET"]}, "prompt"),
+    ({"prompt": [5, -1]}, "prompt"),
+    ({"prompt": [5, 2**32]}, "prompt"),
+    ({"prompt": [5, 512]}, "prompt[1]"),
+    ({"prompt": [True]}, "prompt"),
+    ({"prompt": {"SECRET": 1}}, "prompt"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": [7] * 256}, "prompt"),
+]
+
+
+async def test_bad_requests_name_the_field(tmp_path: Path) -> None:
+    async with open_port(tmp_path, says("a")) as port:
+        for body, param in BAD:
+            with pytest.raises(openai.BadRequestError) as caught:
+                await port.client.post(
+                    "/completions", body={"model": MODEL, "prompt": "a", **body}, cast_to=object
+                )
+            assert caught.value.param == param, body
+            assert caught.value.type == "invalid_request_error"
+            assert "SECRET" not in str(caught.value.body)
+        assert not port.dispatcher.jobs
+
+
+async def test_all_violations_at_once(tmp_path: Path) -> None:
+    async with open_port(tmp_path, says("a")) as port:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await port.client.completions.create(
+                model=MODEL, prompt="a", temperature=-1, top_p=5, n=99
+            )
+        assert all(name in caught.value.message for name in ("temperature:", "top_p:", "n:"))
+
+
+async def test_context_length_has_the_apis_own_code(tmp_path: Path) -> None:
+    async with open_port(tmp_path, says("a")) as port:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await port.client.completions.create(model=MODEL, prompt=[7] * 250, max_tokens=7)
+        assert caught.value.code == "context_length_exceeded"
+
+
+async def test_what_is_no_request(tmp_path: Path) -> None:
+    cases = [
+        ("POST", "/v1/completions", b"{SECRET", 400, "malformed_request"),
+        ("POST", "/v1/completions", b"", 400, "malformed_request"),
+        ("POST", "/v1/completions", b"[]", 400, "invalid_field"),
+        ("POST", "/v1/completions", b"\xff\xfe", 400, "malformed_request"),
+        ("GET", "/v1/completions", b"", 405, "not_found"),
+        ("POST", "/v1/embeddings", b"{}", 404, "not_found"),
+    ]
+    async with open_port(tmp_path, says("a")) as port:
+        for method, path, body, status, code in cases:
+            url = f"http://{port.server.address}{path}"
+            answer = await port.client._client.request(method, url, content=body)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+            assert "SECRET" not in answer.text
+
+
+async def test_one_failing_prompt_ends_the_others(tmp_path: Path) -> None:
+    closed: list[list[int]] = []
+
+    def script(job: Job) -> AsyncGenerator[JobEvent, None]:
+        if prompt_of(job) == [9]:
+            return fails(errors.kv_integrity())(job)
+        return waits(job)
+
+    async def waits(job: Job) -> AsyncGenerator[JobEvent, None]:
+        try:
+            await asyncio.Event().wait()
+            yield JobStarted()
+        finally:
+            closed.append(prompt_of(job))
+
+    async with open_port(tmp_path, script) as port:
+        with pytest.raises(openai.InternalServerError):
+            await port.client.completions.create(model=MODEL, prompt=[[7], [8], [9]])
+        assert sorted(closed) == [[7], [8]]
+
+
+async def send(port: Port, **body: object) -> asyncio.StreamWriter:
+    """Sends a request over a plain socket; what comes back is left unread."""
+    content = json.dumps({"model": MODEL, "prompt": "a", **body}).encode()
+    _, writer = await asyncio.open_connection(*port.address)
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n"
+    writer.write(f"{head}traceparent: {CALLER}\r\n\r\n".encode() + content)
+    await writer.drain()
+    return writer
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("script", [hangs, None])
+async def test_a_caller_that_leaves_cancels(
+    tmp_path: Path, stream: bool, script: Script | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While tokens come, and while it still waits for the first."""
+
+    async def queued(job: Job) -> AsyncGenerator[JobEvent, None]:
+        await asyncio.Event().wait()
+        yield JobStarted()
+
+    async with open_port(tmp_path, script or queued) as port:
+        with caplog.at_level(logging.INFO):
+            writer = await send(port, stream=stream)
+            while not port.dispatcher.jobs:
+                await asyncio.sleep(0.005)
+            writer.close()
+            await asyncio.wait_for(port.dispatcher.closed.wait(), GONE_S)
+            while not (lines := [one for one in caplog.records if "not served" in one.message]):
+                await asyncio.sleep(0.005)
+        assert vars(lines[0])["status"] == 499
+        assert vars(lines[0])["reason"] == "CANCELLED"
+        assert vars(lines[0])["trace_id"] == "ab" * 16
+
+
+async def test_closing_the_clients_stream_cancels_a_batch(tmp_path: Path) -> None:
+    async with open_port(tmp_path, hangs) as port:
+        stream = await port.client.completions.create(model=MODEL, prompt=["a", "b"], stream=True)
+        await anext(aiter(stream))
+        await stream.close()
+        await asyncio.wait_for(port.dispatcher.closed.wait(), GONE_S)
+
+
+@pytest.fixture
+def exporter() -> InMemorySpanExporter:
+    return InMemorySpanExporter()
+
+
+@pytest.fixture
+def tracing(exporter: InMemorySpanExporter) -> Iterator[Tracing]:
+    tracing = setup_tracing(Service.ROUTER, "r", exporter=exporter)
+    assert tracing is not None
+    yield tracing
+    tracing.shutdown()
+
+
+def spans(tracing: Tracing, exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:
+    tracing.flush()
+    return {span.name: span for span in exporter.get_finished_spans()}
+
+
+async def test_the_span_of_a_call(
+    tmp_path: Path, tracing: Tracing, exporter: InMemorySpanExporter
+) -> None:
+    async with open_port(tmp_path, says("SECRET")) as port:
+        got = await port.client.completions.create(
+            model=MODEL,
+            prompt="SECRET",
+            extra_headers={"traceparent": CALLER, "x-request-id": "tag" * 99},
+        )
+        assert got._request_id == "ab" * 16
+    found = spans(tracing, exporter)
+    server = found["POST /v1/completions"]
+    assert server.kind is SpanKind.SERVER
+    assert server.context.trace_id == int("ab" * 16, 16)
+    assert server.parent is not None
+    assert server.parent.span_id == int("cd" * 8, 16)
+    assert dict(server.attributes or {}) == {
+        Attr.HTTP_REQUEST_METHOD: "POST",
+        Attr.HTTP_ROUTE: "/v1/completions",
+        Attr.HTTP_RESPONSE_STATUS_CODE: 200,
+    }
+    assert not undeclared(server.attributes or ())
+    assert server.status.status_code is StatusCode.UNSET
+    generation = found["text_completion tiny"].parent
+    assert generation is not None
+    assert generation.span_id == server.context.span_id
+    assert "SECRET" not in f"{[span.to_json() for span in found.values()]}"
+
+
+@pytest.mark.parametrize(
+    ("script", "stream", "status", "error"),
+    [
+        (fails(errors.queue_full(1, 1.0)), False, 429, None),
+        (fails(errors.no_workers()), False, 503, "NO_WORKERS"),
+        (fails(ValueError("SECRET")), True, 500, "INTERNAL"),
+        (fails(errors.worker_lost_mid_stream(1), after=[70]), True, 200, "WORKER_LOST_MID_STREAM"),
+        (fails(errors.worker_lost_mid_stream(1), after=[70]), False, 503, "WORKER_LOST_MID_STREAM"),
+    ],
+)
+async def test_the_span_of_a_call_that_fails(
+    tmp_path: Path,
+    tracing: Tracing,
+    exporter: InMemorySpanExporter,
+    script: Script,
+    stream: bool,
+    status: int,
+    error: str | None,
+) -> None:
+    async with open_port(tmp_path, script) as port:
+        with pytest.raises(openai.APIError):
+            await read(await port.client.completions.create(model=MODEL, prompt="a", stream=stream))
+    server = spans(tracing, exporter)["POST /v1/completions"]
+    attributes = dict(server.attributes or {})
+    assert attributes[Attr.HTTP_RESPONSE_STATUS_CODE] == status
+    assert attributes.get(Attr.ERROR_TYPE) == error
+    assert (server.status.status_code is StatusCode.ERROR) == (error is not None)
+    assert "SECRET" not in server.to_json()
