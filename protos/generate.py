@@ -17,8 +17,8 @@ def generate(output: Path) -> None:
     sources = sorted(str(path.relative_to(PROTOS)) for path in PROTOS.rglob("*.proto"))
     well_known = Path(protoc.__file__).parent / "_proto"
     arguments = ["protoc", f"-I{PROTOS}", f"-I{well_known}"]
-    for kind in ("python", "mypy", "grpc_python", "mypy_grpc"):
-        arguments.append(f"--{kind}_out={output}")
+    kinds = ("python", "mypy", "grpc_python", "mypy_grpc")
+    arguments += [f"--{kind}_out={output}" for kind in kinds]
     if protoc.main([*arguments, *sources]) != 0:
         raise SystemExit("protoc failed")
     for source in sources:
