@@ -2,7 +2,7 @@
 
 Life of the process:
 
-1. Both gRPC servers start: the public one for clients, the internal one for workers.
+1. The servers start: gRPC and HTTP for clients, the internal gRPC one for workers.
 2. Serving: health says so for the process at once, and for the API while some model can be run.
 3. SIGTERM or SIGINT. Draining: health says NOT_SERVING, new requests are refused, those under way
    get `drain_s` seconds. A second signal ends the wait.
@@ -28,6 +28,7 @@ from baton.grpc_services import add_health_and_reflection
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from router.dispatch import JobDispatcher
 from router.frontdoor import SERVICE_NAME, InferenceService
+from router.openai.server import OpenAiServer
 from router.registry import Registry, RegistryServicer
 from router.tokenization import Tokenizers
 from router.validation import Limits
@@ -61,7 +62,11 @@ class RouterServer:
         self.address = ""
         """Where clients reach it; set by `start`, as below."""
         self.internal_address = ""
+        self.http_address = ""
         self._tokenizers = Tokenizers(settings.tokenizer_threads)
+        self._http = OpenAiServer(
+            settings.http_listen, self.dispatcher, self._tokenizers, _limits(settings)
+        )
         self._public = grpc.aio.server(interceptors=[ServerSpans()], options=server_options())
         self._internal = grpc.aio.server(options=server_options())
         self._health: health.aio.HealthServicer
@@ -72,7 +77,7 @@ class RouterServer:
         """Binds and serves.
 
         Raises:
-            RuntimeError: an address cannot be bound.
+            RuntimeError, OSError: an address cannot be bound.
         """
         service = InferenceService(self.dispatcher, self._tokenizers, _limits(self.settings))
         service.add_to_server(self._public)
@@ -85,14 +90,22 @@ class RouterServer:
         self.address = _bind(self._public, self.settings.listen)
         await self._internal.start()
         await self._public.start()
+        await self._http.start()
+        self.http_address = self._http.address
         self._health_task = asyncio.create_task(self._publish_health())
         logger.info(
-            "router serves", extra={"address": self.address, "internal": self.internal_address}
+            "router serves",
+            extra={
+                "address": self.address,
+                "http": self.http_address,
+                "internal": self.internal_address,
+            },
         )
 
     async def drain(self) -> None:
         """Refuses new work and returns when none is left."""
         await self._health.enter_graceful_shutdown()
+        self._http.drain()
         self.dispatcher.drain()
         await self.dispatcher.idle()
 
@@ -104,7 +117,7 @@ class RouterServer:
         await self._health.enter_graceful_shutdown()
         self.dispatcher.drain()
         self.dispatcher.fail_all()
-        await self._public.stop(LAST_WORDS_S)
+        await asyncio.gather(self._public.stop(LAST_WORDS_S), self._http.stop())
         await self.registry.close()
         if self._tracing is not None:  # before the internal server, which may be its receiver
             await asyncio.to_thread(self._tracing.shutdown)

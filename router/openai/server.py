@@ -63,8 +63,9 @@ class OpenAiServer:
         self._host, _, self._port = listen.rpartition(":")
         self.address = ""
         """HOST:PORT, set by `start`."""
+        self._pages = _Pages(dispatcher)
         config = uvicorn.Config(
-            application(dispatcher, tokenizers, limits, routes),
+            _application(self._pages, dispatcher, tokenizers, limits, routes),
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -92,6 +93,10 @@ class OpenAiServer:
         if self._task.done():
             await self._task
 
+    def drain(self) -> None:
+        """From now on /health sends clients elsewhere; requests are refused by the dispatcher."""
+        self._pages.draining = True
+
     async def stop(self) -> None:
         """Ends it; requests under way get a second."""
         if self._task is None:
@@ -110,7 +115,8 @@ class _EmbeddedServer(uvicorn.Server):
         yield
 
 
-def application(
+def _application(
+    pages: _Pages,
     dispatcher: Dispatcher,
     tokenizers: Tokenizers,
     limits: Limits,
@@ -120,7 +126,6 @@ def application(
     generations = Generations(dispatcher, tokenizers, limits)
     completions = Completions(generations, dispatcher, tokenizers)
     chat = ChatCompletions(generations, dispatcher, tokenizers)
-    pages = _Pages(dispatcher)
     return Starlette(
         routes=[
             Route(COMPLETIONS, Endpoint(COMPLETIONS, completions), methods=["POST"]),
@@ -138,6 +143,7 @@ class _Pages:
     """What is asked beside generations."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
+        self.draining = False
         self._dispatcher = dispatcher
         self._started_s = int(time.time())
 
@@ -157,7 +163,8 @@ class _Pages:
 
     async def health(self, request: Request) -> Response:
         """200 while some model can be run."""
-        return Response(status_code=200 if self._dispatcher.models() else 503)
+        ready = self._dispatcher.models() and not self.draining
+        return Response(status_code=200 if ready else 503)
 
     def _describe(self, model: ServedModel) -> JSON:
         return {

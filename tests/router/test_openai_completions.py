@@ -304,7 +304,10 @@ async def test_models(tmp_path: Path) -> None:
 async def test_health(tmp_path: Path) -> None:
     async with open_port(tmp_path, hangs) as port:
         assert await health(port) == 200
-        port.dispatcher.served = []
+        served, port.dispatcher.served = port.dispatcher.served, []
+        assert await health(port) == 503
+        port.dispatcher.served = served
+        port.server.drain()
         assert await health(port) == 503
 
 
