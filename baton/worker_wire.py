@@ -230,6 +230,7 @@ def endpoint_message(endpoint: Endpoint) -> worker_pb2.KvEndpoint:
         device_id=endpoint.device_id,
         memory=endpoint.memory,
         scratch_page=SCRATCH_PAGE,
+        process=endpoint.process,
     )
 
 
@@ -244,6 +245,7 @@ def endpoint_of(message: worker_pb2.KvEndpoint) -> Endpoint:
         num_pages=message.num_pages,
         device_id=message.device_id,
         memory=message.memory,
+        process=message.process,
     )
 
 

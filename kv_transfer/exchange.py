@@ -13,6 +13,7 @@ from typing import ParamSpec
 
 from kv_transfer.events import TransferCounters, TransferEvent
 from kv_transfer.peers import Peers
+from kv_transfer.processes import ProcessWatch
 from kv_transfer.receiving import Receiver
 from kv_transfer.sending import Sender
 from kv_transfer.tables import Clock
@@ -49,6 +50,7 @@ class Exchange:
         self._transport = transport
         self._on_event = emit
         self._counters = counters
+        self._processes = ProcessWatch()
         self.peers = Peers(transport, self._emit, clock)
         self.sender = Sender(transport, self.peers, self._emit, counters, clock)
         self.receiver = Receiver(epoch, self.peers, self._emit, counters, clock)
@@ -69,6 +71,7 @@ class Exchange:
         if self.peers.is_replaced_by(endpoint):
             self.sender.peer_lost(endpoint.agent_name)
         self.peers.meet(endpoint)
+        self._processes.watch(endpoint.agent_name, endpoint.process)
 
     def part(self, agent_name: str, proven_dead: bool) -> None:
         """See `TransferThread.part`."""
@@ -84,6 +87,8 @@ class Exchange:
     def turn(self) -> None:
         """Does what there is to do; bounded, apart from what peers have sent."""
         self._read_notifications()
+        for agent_name in self._processes.gone():
+            self._guard(self.part, agent_name, True)
         self._guard(self.receiver.tick)
         self._guard(self.sender.tick)
         self._guard(self.peers.tick, self._is_used)
@@ -101,6 +106,10 @@ class Exchange:
         if self.peers.any_known:
             due.append(IDLE_POLL_S)
         return min((after_s for after_s in due if after_s is not None), default=None)
+
+    def close(self) -> None:
+        """Stops watching the peers' processes."""
+        self._processes.close()
 
     def check_invariants(self) -> None:
         """Raises AssertionError where a state machine contradicts itself."""

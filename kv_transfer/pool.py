@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kv_transfer.processes import own_process
 from kv_transfer.types import Endpoint, TransportError
 
 
@@ -65,6 +66,7 @@ class PoolMemory:
             self.num_pages,
             self.device_id,
             self.memory,
+            own_process(),
         )
 
 

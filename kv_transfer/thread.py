@@ -121,6 +121,7 @@ class TransferThread:
         while not self._is_over(exchange):
             self._turn(exchange)
         self._left_nothing = not exchange.pushes_in_progress
+        exchange.close()
         transport.shutdown()
 
     def _turn(self, exchange: Exchange) -> None:

@@ -56,6 +56,8 @@ class Endpoint:
     device_id: int
     memory: str
     """"DRAM" or "VRAM"."""
+    process: str = ""
+    """The owner's process, as `kv_transfer.processes` names it; empty: nobody can watch it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,5 +112,5 @@ def test_a_payload_that_is_none_is_refused(payload: bytes) -> None:
 
 
 def test_endpoints_survive() -> None:
-    endpoint = Endpoint("agent", "nixl", b"metadata", 2**47, 4096, 10, 3, "VRAM")
+    endpoint = Endpoint("agent", "nixl", b"metadata", 2**47, 4096, 10, 3, "VRAM", "a/b/1/2")
     assert endpoint_of(endpoint_message(endpoint)) == endpoint

@@ -314,6 +314,7 @@ class KvEndpoint(_message.Message):
     DEVICE_ID_FIELD_NUMBER: _builtins.int
     MEMORY_FIELD_NUMBER: _builtins.int
     SCRATCH_PAGE_FIELD_NUMBER: _builtins.int
+    PROCESS_FIELD_NUMBER: _builtins.int
     agent_name: _builtins.str
     """Name of the transfer agent, new at every start."""
     transport: _builtins.str
@@ -332,6 +333,10 @@ class KvEndpoint(_message.Message):
     """"DRAM" or "VRAM"."""
     scratch_page: _builtins.int
     """The page that may be scribbled on by anyone: for warm-up and self-tests."""
+    process: _builtins.str
+    """Boot id, PID namespace, process id and start time of the owner, so that a
+    peer on the same host can tell when its process is gone; may be empty.
+    """
     def __init__(
         self,
         *,
@@ -344,10 +349,11 @@ class KvEndpoint(_message.Message):
         device_id: _builtins.int = ...,
         memory: _builtins.str = ...,
         scratch_page: _builtins.int = ...,
+        process: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_name", b"agent_name", "base_address", b"base_address", "device_id", b"device_id", "memory", b"memory", "metadata", b"metadata", "num_pages", b"num_pages", "page_bytes", b"page_bytes", "scratch_page", b"scratch_page", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_name", b"agent_name", "base_address", b"base_address", "device_id", b"device_id", "memory", b"memory", "metadata", b"metadata", "num_pages", b"num_pages", "page_bytes", b"page_bytes", "process", b"process", "scratch_page", b"scratch_page", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
