@@ -1,0 +1,260 @@
+"""The engine alone, offline in one process: tokens a second, case by case, beside what is known.
+
+python -m bench.engine [--cases NAME ...] [--repeats 1] [--json FILE] [--profile NAME]
+
+Dummy weights (the speed does not depend on them), random token ids, greedy, lengths forced, no
+prefix cache. Before the cases, ten seconds of matrix products measure what the chip sustains.
+
+Columns: `rate` is prompt tokens a second in prefill cases and output tokens a second elsewhere,
+from the first submission to the last token. `floor` is what the rates of the libraries allow: the
+products' operations at 653 TFLOP/s or their bytes at the measured rate of small batches, KV at
+3.7 TB/s, attention over prompts at 520 TFLOP/s, summed, on one H200. `vllm` is vLLM 0.25.1 on one
+H200 (max_num_seqs 256, max_num_batched_tokens 8192, FlashAttention-3, CUDA graphs).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.types import (
+    ChoiceEnded,
+    Event,
+    Request,
+    RequestFailed,
+    SamplingParams,
+    StopRules,
+)
+
+SHAPE = Path(__file__).parent / "shapes" / "llama-8b"
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """So many prompts, of one length, with outputs of one length."""
+
+    prompts: int
+    prompt_tokens: int
+    output_tokens: int
+    vllm: float
+    floor: float
+    target: float
+
+    @property
+    def counted_tokens(self) -> int:
+        """Tokens that the rate counts."""
+        return self.prompts * (
+            self.prompt_tokens if self.output_tokens == 1 else self.output_tokens
+        )
+
+
+CASES = {
+    "prefill-8192": Case(32, 8192, 1, 38_500, 39_200, 38_800),
+    "prefill-1024": Case(128, 1024, 1, 43_400, 45_700, 44_000),
+    "decode-1": Case(1, 128, 512, 201.7, 268, 225),
+    "decode-256": Case(256, 128, 512, 18_600, 21_400, 20_000),
+    "64x1024+256": Case(64, 1024, 256, 4_700, 5_360, 5_000),
+    "256x2048+256": Case(256, 2048, 256, 3_410, 3_520, 3_450),
+    "1000x1024+128": Case(1000, 1024, 128, 3_940, 4_140, 4_000),
+    "1000x256+256": Case(1000, 256, 256, 14_100, 15_900, 15_200),
+}
+
+
+@dataclass
+class Outcome:
+    """One case, measured."""
+
+    case: str
+    rates: list[float] = field(default_factory=list)
+    steps: int = 0
+    step_p50_ms: float = 0.0
+    step_p99_ms: float = 0.0
+    cpu_per_step_ms: float = 0.0
+    """Of the step loop's thread."""
+
+    @property
+    def rate(self) -> float:
+        """Median of the repeats."""
+        return statistics.median(self.rates)
+
+
+class Watch:
+    """The sink of all requests of a case: counts ends, and times steps on the loop's thread."""
+
+    def __init__(self, expected: int) -> None:
+        self.done = threading.Event()
+        self.failed = False
+        self.step_times: list[float] = []
+        self.cpu_times: list[float] = []
+        self._left = expected
+
+    def __call__(self, events: Sequence[Event]) -> None:
+        """See `engine.types.Sink`."""
+        self.step_times.append(time.perf_counter())
+        self.cpu_times.append(time.thread_time())
+        for event in events:
+            if isinstance(event, RequestFailed):
+                self.failed = True
+            if isinstance(event, ChoiceEnded | RequestFailed):
+                self._left -= 1
+        if self._left == 0:
+            self.done.set()
+
+
+def run_case(engine: Engine, case: Case, seed: int) -> tuple[float, Watch]:
+    """Seconds from the first submission to the last token."""
+    rng = np.random.default_rng(seed)
+    vocab = engine.model.vocab_size
+    prompts = rng.integers(3, vocab, (case.prompts, case.prompt_tokens), dtype=np.int32)
+    watch = Watch(case.prompts)
+    stop = StopRules(case.output_tokens, ignore_eos=True)
+    begin = time.perf_counter()
+    for i, prompt in enumerate(prompts):
+        identity = seed.to_bytes(8, "big") + i.to_bytes(8, "big")
+        engine.submit(Request(identity, prompt, GREEDY, stop), watch)
+    assert watch.done.wait(600), "a case took more than ten minutes"
+    assert not watch.failed, "a request failed"
+    return time.perf_counter() - begin, watch
+
+
+def measure(engine: Engine, name: str, repeats: int) -> Outcome:
+    """Runs a case after a short one of the same shape."""
+    case, outcome = CASES[name], Outcome(name)
+    warm_up = Case(min(case.prompts, 16), case.prompt_tokens, min(case.output_tokens, 4), 0, 0, 0)
+    run_case(engine, warm_up, seed=1)
+    for repeat in range(repeats):
+        seconds, watch = run_case(engine, case, seed=100 + repeat)
+        outcome.rates.append(case.counted_tokens / seconds)
+        gaps = np.diff(watch.step_times) * 1e3
+        gaps = gaps[gaps > 0.2]
+        outcome.steps = len(gaps) + 1
+        if len(gaps):
+            outcome.step_p50_ms, outcome.step_p99_ms = np.percentile(gaps, (50, 99)).tolist()
+            outcome.cpu_per_step_ms = 1e3 * (watch.cpu_times[-1] - watch.cpu_times[0]) / len(gaps)
+    return outcome
+
+
+def sustained_tflops(seconds: float) -> float:
+    """Rate of one large bf16 product, over and over."""
+    if seconds <= 0:
+        return 0.0
+    a = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn(4096, 28672, device="cuda", dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    begin, count = time.perf_counter(), 0
+    while time.perf_counter() - begin < seconds:
+        for _ in range(50):
+            a @ b
+        torch.cuda.synchronize()
+        count += 50
+    return 2 * 8192 * 4096 * 28672 * count / (time.perf_counter() - begin) / 1e12
+
+
+def profile(engine: Engine, name: str, rows: int = 14) -> str:
+    """Where the device's time goes in a case: kernels by time, and the share that it idles."""
+    activity = torch.profiler.ProfilerActivity.CUDA
+    with torch.profiler.profile(activities=[activity]) as profiler:
+        seconds, _ = run_case(engine, CASES[name], seed=7)
+        torch.cuda.synchronize()
+    averages = sorted(profiler.key_averages(), key=lambda e: -e.self_device_time_total)
+    busy = sum(entry.self_device_time_total for entry in averages) / 1e6
+    lines = [f"{name}: {seconds:.3f} s, device busy {busy:.3f} s"]
+    lines += [
+        f"{e.self_device_time_total / 1e3:10.1f} ms {e.count:7d} x"
+        f" {e.self_device_time_total / e.count:8.1f} us  {e.key[:90]}"
+        for e in averages[:rows]
+    ]
+    return "\n".join(lines)
+
+
+def build(arguments: argparse.Namespace) -> Engine:
+    """The engine of all cases, ready."""
+    begin, last = time.perf_counter(), {"phase": ""}
+
+    def progress(phase: str, done: int, total: int) -> None:
+        if phase != last["phase"]:
+            last["phase"] = phase
+            print(f"{time.perf_counter() - begin:6.1f} s  {phase} ({total})", flush=True)
+
+    config = EngineConfig(
+        model=str(SHAPE),
+        load_format="dummy",
+        device="cuda",
+        page_size=arguments.page_size,
+        max_sequences=256,
+        max_step_tokens=arguments.step_tokens,
+        mixed_prefill_tokens=arguments.mixed_tokens,
+        prefix_cache=False,
+        gpu_memory_utilization=0.85,
+        cuda_graphs=not arguments.no_graphs,
+    )
+    engine = Engine.build(config, progress)
+    pages = engine.pool.num_pages
+    print(f"{time.perf_counter() - begin:6.1f} s  ready, {pages} pages", flush=True)
+    engine.start()
+    return engine
+
+
+def report(outcome: Outcome) -> str:
+    """A line of the table."""
+    case = CASES[outcome.case]
+    return (
+        f"{outcome.case:>14} {outcome.rate:10,.1f} {case.target:10,.1f} {case.vllm:10,.1f}"
+        f" {case.floor:10,.1f} {outcome.rate / case.vllm:6.3f} {outcome.steps:6d}"
+        f" {outcome.step_p50_ms:9.2f} {outcome.step_p99_ms:9.2f} {outcome.cpu_per_step_ms:7.2f}"
+    )
+
+
+def main() -> None:
+    """Runs what is asked for and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--step-tokens", type=int, default=8192)
+    parser.add_argument("--mixed-tokens", type=int, default=0)
+    parser.add_argument("--matmul-seconds", type=float, default=10.0)
+    parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--profile", nargs="*", default=[], choices=list(CASES))
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    sustained = sustained_tflops(arguments.matmul_seconds)
+    device = torch.cuda.get_device_name()
+    print(f"{device}, torch {torch.__version__}: sustained bf16 product {sustained:.0f} TFLOP/s")
+    engine = build(arguments)
+    print(
+        f"{'case':>14} {'rate':>10} {'target':>10} {'vllm':>10} {'floor':>10} {'/vllm':>6}"
+        f" {'steps':>6} {'p50 ms':>9} {'p99 ms':>9} {'cpu ms':>7}"
+    )
+    outcomes = []
+    for name in arguments.cases:
+        outcomes.append(measure(engine, name, arguments.repeats))
+        print(report(outcomes[-1]), flush=True)
+    for name in arguments.profile:
+        print(profile(engine, name), flush=True)
+    engine.stop()
+    if arguments.json:
+        results = [{**asdict(o), "rate": o.rate, **asdict(CASES[o.case])} for o in outcomes]
+        about = {
+            "device": device, "torch": torch.__version__, "host": platform.machine(),
+            "sustained_tflops": sustained, "page_size": arguments.page_size,
+            "step_tokens": arguments.step_tokens, "cases": results,
+        }  # fmt: skip
+        arguments.json.write_text(json.dumps(about, indent=1))
+
+
+if __name__ == "__main__":
+    main()
