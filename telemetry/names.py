@@ -8,6 +8,7 @@ named here does not belong into a span: see `undeclared`.
 The spans of one request, and who writes them:
 
     [router]   baton.inference.v1.InferenceService/StreamGenerate       SERVER
+               or POST /v1/completions, /v1/chat/completions
                  text_completion MODEL                                  INTERNAL
                    router.admit
                    router.tokenize

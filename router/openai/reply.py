@@ -52,8 +52,8 @@ class Piece:
     def extend(self, later: Piece) -> None:
         """Takes in what follows."""
         self.texts += later.texts
-        if later.scored is not None:
-            self.scored = [*(self.scored or ()), *later.scored]
+        if self.scored is not None and later.scored is not None:
+            self.scored += later.scored
         self.finish_reason = later.finish_reason
 
 

@@ -18,7 +18,7 @@ from pydantic_core import to_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 
 from router import errors
 from router.generation import Generations
@@ -28,8 +28,6 @@ from router.openai.completions import Completions
 from router.openai.edge import Endpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from starlette.requests import Request
 
     from router.jobs import Dispatcher, ServedModel
@@ -49,7 +47,6 @@ class OpenAiServer:
 
     Args:
         listen: HOST:PORT; port 0 takes a free one.
-        routes: served beside the API's own.
     """
 
     def __init__(
@@ -58,14 +55,13 @@ class OpenAiServer:
         dispatcher: Dispatcher,
         tokenizers: Tokenizers,
         limits: Limits,
-        routes: Sequence[BaseRoute] = (),
     ) -> None:
         self._host, _, self._port = listen.rpartition(":")
         self.address = ""
         """HOST:PORT, set by `start`."""
         self._pages = _Pages(dispatcher)
         config = uvicorn.Config(
-            _application(self._pages, dispatcher, tokenizers, limits, routes),
+            _application(self._pages, dispatcher, tokenizers, limits),
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -120,7 +116,6 @@ def _application(
     dispatcher: Dispatcher,
     tokenizers: Tokenizers,
     limits: Limits,
-    routes: Sequence[BaseRoute] = (),
 ) -> Starlette:
     """The API as an ASGI application."""
     generations = Generations(dispatcher, tokenizers, limits)
@@ -133,7 +128,6 @@ def _application(
             Route("/v1/models", pages.models),
             Route("/v1/models/{name:path}", pages.model),
             Route("/health", pages.health),
-            *routes,
         ],
         exception_handlers={HTTPException: _not_served},
     )

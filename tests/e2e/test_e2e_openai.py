@@ -1,0 +1,90 @@
+"""The OpenAI-compatible API through real processes, by the official client."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+from cluster import make_cluster
+from tiny_models import write_tiny_model
+
+TEXT = "Prefill runs the first leg, decode runs the second."
+CHAT = [{"role": "user", "content": "Zwölf Boxkämpfer jagen Viktor 🥖"}]
+MAX_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("openai")
+    cluster = make_cluster(write_tiny_model(folder / "model"), folder / "logs")
+    try:
+        cluster.start_all()
+        yield cluster
+    finally:
+        codes = cluster.stop()
+    assert set(codes.values()) == {0}, cluster.tail()
+
+
+@pytest.fixture
+def client(cluster):
+    url = f"http://{cluster.plan.http_address}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def model(client):
+    return client.models.list().data[0].id
+
+
+def test_both_apis_say_the_same(cluster, client, model):
+    with cluster.client() as grpc:
+        text = grpc.generate(TEXT, max_tokens=MAX_TOKENS, temperature=0.0)
+        turn = grpc.generate(messages=CHAT, max_tokens=MAX_TOKENS, temperature=0.0)
+    options = {"model": model, "max_tokens": MAX_TOKENS, "temperature": 0}
+    whole = client.completions.create(prompt=TEXT, **options)
+    assert whole.choices[0].text == text.text
+    assert whole.usage.prompt_tokens == text.usage.prompt_tokens
+    assert whole.usage.completion_tokens == text.usage.output_tokens
+    chat = client.chat.completions.create(messages=CHAT, **options)
+    assert chat.choices[0].message.content == turn.text
+    stream = client.chat.completions.create(messages=CHAT, stream=True, **options)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == turn.text
+    cluster.check_baseline()
+
+
+def test_batch_with_choices_equals_its_parts(cluster, client, model):
+    options = {"model": model, "max_tokens": MAX_TOKENS, "seed": 3, "temperature": 0.8}
+    prompts = [TEXT, "Once upon a time", TEXT[:20]]
+    solo = [client.completions.create(prompt=one, n=2, **options).choices for one in prompts]
+    batch = client.completions.create(prompt=prompts, n=2, **options)
+    assert [one.text for one in batch.choices] == [one.text for two in solo for one in two]
+    cluster.check_baseline()
+
+
+def test_prompt_is_scored(cluster, client, model):
+    """A greedy output, given as a prompt, scores as it did when it was generated."""
+    options = {"model": model, "temperature": 0, "logprobs": 1}
+    ids = list(range(10, 40))
+    first = client.completions.create(prompt=ids, max_tokens=6, **options).choices[0].logprobs
+    with cluster.client() as grpc:
+        output = grpc.generate(token_ids=ids, max_tokens=6, temperature=0.0).token_ids
+    prompt = [*ids, *output]
+    again = client.completions.create(prompt=prompt, max_tokens=1, echo=True, **options)
+    scores = again.choices[0].logprobs.token_logprobs
+    assert len(scores) == len(prompt) + 1
+    assert scores[0] is None
+    assert scores[len(ids) : -1] == pytest.approx(first.token_logprobs, abs=1e-3)
+    cluster.check_baseline()
+
+
+def test_leaving_a_stream_frees_its_pages(cluster, client, model):
+    stream = client.completions.create(
+        model=model,
+        prompt=["a", "b"],
+        max_tokens=900,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    next(iter(stream))
+    stream.close()
+    cluster.check_baseline()
