@@ -323,6 +323,7 @@ class DecodeService:
         try:
             records = decode_first_tokens(event.payload, attempt.request.choices)
         except MalformedMessage:
+            self._answer_wanted_abort(attempt, already_ready=True)
             attempt.fail(worker_pb2.FAILURE_REASON_KV_TRANSFER)
             self._end_early(attempt, KV_TRANSFER)
             return
@@ -331,6 +332,7 @@ class DecodeService:
             attempt_id=attempt.id, delivered_unix_ns=event.delivered_ns
         )
         attempt.tell(delivered=delivered)
+        self._answer_wanted_abort(attempt, already_ready=True)
         for choice, record in enumerate(records):
             first_index = resumed_tokens(attempt.request, choice)
             self._tell_tokens(attempt, choice, first_index, [record])
@@ -352,6 +354,8 @@ class DecodeService:
         self._quarantine(attempt, EXPIRED)
 
     def _answer_wanted_abort(self, attempt: DecodeAttempt, *, already_ready: bool) -> None:
+        """Answered as soon as the verdict is known: the attempt may be over before
+        `ReceiveAborted` comes."""
         if attempt.abort_wanted:
             attempt.abort_wanted = False
             _answer_abort(attempt.stream, attempt.id, already_ready=already_ready)

@@ -195,6 +195,11 @@ class Node:
         return load.free_pages + load.evictable_pages
 
     @property
+    def held_pages(self) -> int:
+        """Pages on their way in pushes that the transport holds."""
+        return sum(len(push.source) for push in list(self.transport._pushes.values()))
+
+    @property
     def all_pages(self) -> int:
         return self.engine.load().total_pages
 
@@ -319,6 +324,7 @@ class Pair:
         self.p.peers.meet(self.d.identity, self.from_p.outbox)
         self.d.peers.meet(self.p.identity, self.from_d.outbox)
         await until(lambda: self.p.peers.path_to(self.d.name) and self.d.peers.path_to(self.p.name))
+        await until(lambda: not self.p.transport.held_pushes and not self.d.transport.held_pushes)
 
     def submit(self, attempt: Attempted) -> None:
         """To both."""
@@ -372,6 +378,7 @@ class Attempted:
         self.stops = stops
         self.deadline_unix_ns = deadline_unix_ns
         self.traceparent = traceparent
+        self.abort_asked: Ear | None = None
 
     @property
     def expected(self) -> list[int]:

@@ -94,6 +94,7 @@ async def _play(
             case "cancel_d":
                 pair.d.decode.cancel(attempt.id, from_d.outbox)
             case "abort":
+                attempt.abort_asked = from_d
                 pair.d.decode.abort(attempt.id, from_d.outbox)
             case "break" if rng.random() < 0.1:
                 pair.p.prefill.end_stream(from_p.outbox)
@@ -131,6 +132,8 @@ def _check(attempt: Attempted, from_p: Ear, from_d: Ear) -> None:
         assert set(after_end) <= {"aborted"}
         assert {failed.reason for failed in ear.all("failed", attempt.id)} <= EXPECTED_FAILURES
     kinds = from_d.kinds(attempt.id)
+    if attempt.abort_asked is from_d:
+        assert "aborted" in kinds, "an abort was never answered"
     aborted = [not message.already_ready for message in from_d.all("aborted", attempt.id)]
     assert not any(aborted) or "delivered" not in kinds, "aborted, and delivered all the same"
     if kinds.count("finished") == attempt.choices:
