@@ -1,8 +1,8 @@
 """FlashAttention-3 over the paged pool (Shah et al. 2024), on Hopper GPUs.
 
-The kernels read the pool's strided views in place: one pair of views a layer, made once. Decode
-rows and prompt rows are two calls: each has kernels of its own. Prompts that begin at position 0
-attend over the new K and V where they are, without going through pages.
+Prompt rows go through the library, which reads the pool's strided views in place: one pair of
+views a layer, made once. Prompts that begin at position 0 attend over the new K and V where they
+are, without going through pages. Decode rows go through `engine.cuda.decode_attention`.
 
 Two ways in, one set of calls:
 - a plain `AttentionBackend`: `begin` takes a batch from the host, a call stores K and V itself;
@@ -14,7 +14,7 @@ Two ways in, one set of calls:
 from __future__ import annotations
 
 from types import ModuleType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,10 +22,24 @@ from torch import Tensor
 from engine.attention.base import AttentionBatch
 from engine.kv_pool import KvPool
 
-FEW_TILES = 264
-"""Decode calls of fewer (row, KV head) pairs than two for each of a Hopper's 132 processors split
-rows along the context; more fill the chip unsplit, and then a row's result depends on no other."""
 ALL = (-1, -1)
+"""The library's window that hides nothing: positions before a token's own, and after it."""
+
+
+class DecodeKernel(Protocol):
+    """`engine.cuda.decode_attention.decode_attention`, which not every machine can import."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        pool: KvPool,
+        layer: int,
+        contexts: Tensor,
+        page_table: Tensor,
+        window: int | None,
+    ) -> Tensor:
+        """See there."""
+        ...
 
 
 class PagedStep(NamedTuple):
@@ -50,18 +64,23 @@ class Fa3Backend:
 
     name = "fa3"
 
-    def __init__(self, pool: KvPool, windows: tuple[int | None, ...], kernels: ModuleType) -> None:
+    def __init__(
+        self,
+        pool: KvPool,
+        windows: tuple[int | None, ...],
+        kernels: ModuleType,
+        decode: DecodeKernel,
+    ) -> None:
         self._pool = pool
         self._kernels = kernels
         """The module `flash_attn_interface`, or one with its signatures."""
-        self._windows = tuple(ALL if window is None else (window - 1, 0) for window in windows)
-        """Per layer: positions seen before a token's own, and after it."""
+        self._decode_kernel = decode
+        self._windows = windows
+        """Per layer: tokens that a position sees, itself included; None: all before it."""
         self._views = [
             (keys.transpose(1, 2), values.transpose(1, 2))
             for keys, values in map(pool.layer, range(len(windows)))
         ]
-        self._metadata: dict[tuple[int, int], Tensor] = {}
-        """How the step's decode rows are spread over the chip, by window."""
 
     def begin(self, batch: AttentionBatch) -> None:
         """See `AttentionBackend`."""
@@ -93,7 +112,6 @@ class Fa3Backend:
     def prepare(self, step: PagedStep) -> None:
         """The step that `attend` works on from now on."""
         self._step = step
-        self._metadata.clear()
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """One layer, whose K and V of this step are in the pool. Shapes as `AttentionBackend`."""
@@ -106,48 +124,14 @@ class Fa3Backend:
         return torch.cat((self._decode(layer, q[:count]), prompts))
 
     def _decode(self, layer: int, q: Tensor) -> Tensor:
-        step, window, count = self._step, self._windows[layer], self._step.num_decodes
-        keys, values = self._views[layer]
-        if window not in self._metadata:
-            self._metadata[window] = self._spread(q, window)
-        out: Tensor = self._kernels.flash_attn_with_kvcache(
-            q[:, None],
-            keys,
-            values,
-            cache_seqlens=step.context_lens[:count],
-            page_table=step.page_table[:count],
-            causal=True,
-            window_size=window,
-            scheduler_metadata=self._metadata[window],
-            num_splits=self._num_splits(count),
-        )
-        return out[:, 0]
-
-    def _spread(self, q: Tensor, window: tuple[int, int]) -> Tensor:
-        """Asks the library, once a step and window, how it spreads the rows over the chip."""
-        count, page_table = self._step.num_decodes, self._step.page_table
-        spread: Tensor = self._kernels.get_scheduler_metadata(
-            count,
-            1,
-            page_table.shape[1] * self._pool.page_size,
-            q.shape[1],
-            self._pool.tensor.shape[1],
-            q.shape[2],
-            self._step.context_lens[:count],
-            qkv_dtype=q.dtype,
-            page_size=self._pool.page_size,
-            causal=True,
-            window_size=window,
-            num_splits=self._num_splits(count),
-        )
-        return spread
-
-    def _num_splits(self, rows: int) -> int:
-        """0: as many as the library thinks best."""
-        return 0 if rows * self._pool.tensor.shape[1] < FEW_TILES else 1
+        step, count = self._step, self._step.num_decodes
+        contexts, table = step.context_lens[:count], step.page_table[:count]
+        return self._decode_kernel(q, self._pool, layer, contexts, table, self._windows[layer])
 
     def _prompts(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        step, window, first = self._step, self._windows[layer], self._step.num_decodes
+        step, first = self._step, self._step.num_decodes
+        visible = self._windows[layer]
+        window = ALL if visible is None else (visible - 1, 0)
         out: Tensor
         if step.all_fresh:
             out = self._kernels.flash_attn_varlen_func(

@@ -43,7 +43,9 @@ def choose_backend(name: str, pool: KvPool, windows: tuple[int | None, ...]) -> 
         log.info("attention: sdpa (%s)", obstacle or "asked for")
         return SdpaBackend(pool, windows)
     log.info("attention: fa3 (%s)", "asked for" if name == "fa3" else "the device is a Hopper")
-    return Fa3Backend(pool, windows, _fa3_kernels())
+    from engine.cuda.decode_attention import decode_attention
+
+    return Fa3Backend(pool, windows, _fa3_kernels(), decode_attention)
 
 
 def _fa3_obstacle(pool: KvPool) -> str:
@@ -59,8 +61,9 @@ def _fa3_obstacle(pool: KvPool) -> str:
         return f"head dimension {head_dim} is not one of {FA3_HEAD_DIMS}"
     try:
         _fa3_kernels()
+        importlib.import_module("triton")
     except (ImportError, OSError) as error:
-        return f"flash_attn_interface cannot be imported ({type(error).__name__})"
+        return f"flash_attn_interface or triton cannot be imported ({type(error).__name__})"
     return ""
 
 

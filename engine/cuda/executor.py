@@ -164,7 +164,7 @@ class CudaExecutor:
             self._token_table[slots.long()] = tokens
 
     def _finish(self, read: Read) -> CudaStep:
-        done = torch.cuda.Event()
+        done = torch.cuda.Event(blocking=True)
         done.record(self._stream)
         return CudaStep(done, read)
 

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.fa3 import Fa3Backend
-from engine.cuda.kernels import HeadNorms, add_rms_norm, rms_norm, rope_store, silu_mul
+from engine.cuda.kernels import HeadNorms, add_rms_norm, rms_norm, rope_store
+from engine.cuda.single_row import gated, linear
 from engine.kv_pool import KvPool
 from engine.model import Model
 from engine.model.llama import Layer
@@ -45,21 +46,20 @@ class FusedForward:
         for layer, norm in zip(self._layers, self._next_norms, strict=True):
             x = self._attend(layer, x, positions, stores)
             x = add_rms_norm(residual, x, layer.mlp_norm.weight, layer.mlp_norm.eps)
-            x = layer.down(silu_mul(layer.gate_up(x)))
+            x = linear(gated(x, layer.gate_up), layer.down.weight, layer.down.bias)
             x = add_rms_norm(residual, x, norm.weight, norm.eps)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, H] -> [S, vocab], in the model's dtype."""
-        return F.linear(hidden, self._model.head)
+        return linear(hidden, self._model.head)
 
     def _attend(self, layer: Layer, x: Tensor, positions: Tensor, stores: Tensor) -> Tensor:
-        norms = self._head_norms[layer.index]
-        q, k, v = rope_store(
-            layer.qkv(x), self._rope, positions, stores, self._pool, layer.index, norms
-        )
-        attended: Tensor = layer.output(self._attention.attend(layer.index, q, k, v).flatten(1))
-        return attended
+        norms, rope = self._head_norms[layer.index], self._rope
+        qkv = linear(x, layer.qkv.weight, layer.qkv.bias)
+        q, k, v = rope_store(qkv, rope, positions, stores, self._pool, layer.index, norms)
+        attended = self._attention.attend(layer.index, q, k, v).flatten(1)
+        return linear(attended, layer.output.weight, layer.output.bias)
 
 
 def _head_norms(layer: Layer) -> HeadNorms | None:

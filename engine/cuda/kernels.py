@@ -59,7 +59,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root mean square norm of [T, H]."""
     out = torch.empty_like(x)
     size = x.shape[1]
-    _launch(_rms_norm, (len(x),), x, weight, out, eps, size, triton.next_power_of_2(size))
+    launch(_rms_norm, (len(x),), x, weight, out, eps, size, triton.next_power_of_2(size))
     return out
 
 
@@ -67,7 +67,7 @@ def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Ten
     """Adds `x` to `residual` in place; returns the norm of the sum. [T, H] each."""
     size = x.shape[1]
     block = triton.next_power_of_2(size)
-    _launch(_add_rms_norm, (len(x),), residual, x, weight, x, eps, size, block)
+    launch(_add_rms_norm, (len(x),), residual, x, weight, x, eps, size, block)
     return x
 
 
@@ -172,7 +172,7 @@ def rope_store(
     strides = pool.tensor.stride()
     q_weight, k_weight, eps = norms or HeadNorms(rope, rope, 0.0)
     grid = (len(qkv), triton.cdiv(heads + 2 * kv_heads, _HEADS_AT_ONCE))
-    _launch(
+    launch(
         _rope_store,
         grid,
         qkv,
@@ -216,7 +216,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, size)
     grid = (rows, triton.cdiv(size, _ACTIVATION_BLOCK))
-    _launch(_silu_mul, grid, gate_up, out, size, _ACTIVATION_BLOCK)
+    launch(_silu_mul, grid, gate_up, out, size, _ACTIVATION_BLOCK)
     return out
 
 
@@ -271,9 +271,9 @@ def greedy(logits: Tensor, slots: Tensor, token_table: Tensor) -> Tensor:
     finite = torch.empty_like(ids)
     drawn = torch.empty(2, rows, dtype=torch.int32, device=logits.device)
     grid = (rows, num_blocks)
-    _launch(_best_of_block, grid, logits, best, ids, finite, vocab, num_blocks, _LOGITS_BLOCK)
+    launch(_best_of_block, grid, logits, best, ids, finite, vocab, num_blocks, _LOGITS_BLOCK)
     blocks = triton.next_power_of_2(num_blocks)
-    _launch(
+    launch(
         _best_of_row,
         (rows,),
         best,
@@ -357,7 +357,7 @@ def unpack_decode(
         page_size: tokens in a page.
         into: filled in.
     """
-    _launch(
+    launch(
         _unpack_decode,
         (len(slots),),
         header,
@@ -375,5 +375,6 @@ def unpack_decode(
     )
 
 
-def _launch(kernel: Kernel, grid: tuple[int, ...], *arguments: object) -> None:
-    kernel[grid](*arguments)
+def launch(kernel: Kernel, grid: tuple[int, ...], *arguments: object, **options: int) -> None:
+    """Launches a Triton kernel on the current stream; `options` are the compiler's."""
+    kernel[grid](*arguments, **options)

@@ -126,18 +126,18 @@ def test_hand_off_between_engines(engine, model_path):
     other.stop()
 
 
-def test_a_row_does_not_depend_on_the_others_in_its_bucket(tmp_path):
-    """Where rows fill the chip without being split (`engine.attention.fa3.FEW_TILES`)."""
+@pytest.mark.parametrize("rows", [3, 8, 40])
+def test_a_row_does_not_depend_on_the_others_in_its_bucket(rows, tmp_path):
     shape = {"hidden": 512, "heads": 32, "kv_heads": 8, "head_dim": 128}
     path = write_tiny_model(tmp_path, tokenizer=False, **shape)
-    engine = build_on_gpu(path, num_pages=4000, max_sequences=40, prefix_cache=False)
+    engine = build_on_gpu(path, num_pages=4000, max_step_tokens=8000, prefix_cache=False)
     sampling = SamplingParams(temperature=0.0, top_logprobs=2)
     results = []
     for seed in (1, 2):
         watched = submit(engine, prompt_of(50), 60, sampling=sampling, min_tokens=60)
         others = [
             submit(engine, prompt_of(50 + 10 * (i % 7), seed * 100 + i), 60, min_tokens=60)
-            for i in range(39)
+            for i in range(rows - 1)
         ]
         finish(watched, *others)
         results.append(watched.records)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from engine.attention import AttentionBatch, choose_backend
 from engine.kv_pool import KvPool
-from engine.model.llama import rotate
+from engine.model.llama import Linear, rotate
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -89,6 +89,42 @@ def test_rope_store_fills_pages_beyond_two_to_the_31_elements(heads, kv_heads, d
     assert not pool.tensor.any(), "something was stored elsewhere"
 
 
+@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 14336), (333, 512), (64, 96)])
+def test_products_of_a_single_row(outputs, inputs):
+    from engine.cuda.single_row import gated, linear
+
+    x, weight = draw(1, inputs), draw(outputs, inputs, seed=1)
+    assert relative_error(linear(x, weight), x.double() @ weight.double().T) < 3e-3
+    layer = Linear(inputs, 2 * outputs, False, torch.bfloat16, CUDA)
+    layer.weight.copy_(draw(2 * outputs, inputs, seed=2) * inputs**-0.5)
+    gate, up = (x.double() @ layer.weight.double().T).chunk(2, -1)
+    assert relative_error(gated(x, layer), F.silu(gate) * up) < 6e-3
+
+
+@pytest.mark.parametrize("splits", [1, 2, 8, 32])
+@pytest.mark.parametrize("page_size", [16, 32, 128])
+@pytest.mark.parametrize("window", [None, 100])
+def test_parts_of_a_context_make_a_whole(splits, page_size, window):
+    from engine.cuda.decode_attention import decode_attention
+
+    contexts = torch.tensor([1, 63, 64, 65, 700, 2000], dtype=torch.int32, device=CUDA)
+    pool = KvPool(
+        num_pages=6 * 2048 // page_size, num_layers=2, num_kv_heads=2, head_dim=128,
+        page_size=page_size, dtype=torch.bfloat16, device=CUDA,
+    )  # fmt: skip
+    pool.tensor.normal_()
+    table = torch.randperm(pool.num_pages, device=CUDA).int().view(6, -1)
+    q = draw(6, 12, 128)[:, :8]
+    got = decode_attention(q, pool, 1, contexts, table, window, splits)
+    for row, length in enumerate(contexts.tolist()):
+        kv = pool.layer_kv(1)[table[row].long()].permute(2, 1, 0, 3, 4).reshape(2, 2, -1, 128)
+        first = 0 if window is None else max(0, length - window)
+        keys, values = kv[:, :, first:length].double()
+        grouped = q[row].double().view(2, 4, 128)
+        weights = (grouped @ keys.transpose(1, 2) * 128**-0.5).softmax(-1)
+        assert relative_error(got[row], (weights @ values).view(8, 128)) < 1e-2
+
+
 def test_greedy_takes_the_lowest_of_equals_and_tells_bad_rows():
     from engine.cuda.kernels import greedy
 
@@ -162,13 +198,14 @@ def test_fa3_reads_pages_beyond_two_to_the_31_elements():
     small = pool_of(20, 8, 128, layers=32)
     small.tensor[1:11] = pool.tensor[2050:]
     outputs = []
-    q, k, v = draw(1, 32, 128), draw(1, 8, 128), draw(1, 8, 128, seed=5)
+    q, k, v = draw(6, 32, 128), draw(6, 8, 128), draw(6, 8, 128, seed=5)
     for where, first in ((pool, 2050), (small, 1)):
         table = torch.arange(first, first + 10, device=CUDA)[None]
         backend = choose_backend("fa3", where, (None,) * 32)
+        queries, contexts = np.array([1, 5], np.int32), np.array([80, 80], np.int32)
         batch = AttentionBatch(
-            np.array([1], np.int32), np.array([160], np.int32), 1, table,
-            table[:, -1], torch.tensor([15], device=CUDA),
+            queries, contexts, 1, table.view(2, 5), table.view(-1)[[4, 9, 9, 9, 9, 9]],
+            torch.tensor([15, 11, 12, 13, 14, 15], device=CUDA),
         )  # fmt: skip
         backend.begin(batch)
         outputs.append(backend(31, q, k, v))

@@ -1,0 +1,78 @@
+"""Products of one row with a weight: a batch of one waits for memory alone.
+
+One program an output (or an output of gate and of up, activated and multiplied on the spot); all
+of a weight's row is in flight at once. Libraries reach the chip's bandwidth only on the largest
+weights here: they tile for matrices.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+from __future__ import annotations
+
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.cuda.kernels import launch, silu_mul
+from engine.model.llama import Linear
+
+_BLOCKS = (2048, 1024, 512)
+"""Inputs at once: the largest that divides a row."""
+_WARPS = 4
+
+
+@triton.jit
+def _dot(x, weight, out, inputs: tl.constexpr, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, block)
+    acc = tl.zeros((block,), tl.float32)
+    for start in range(0, inputs, block):
+        value = tl.load(x + start + at).to(tl.float32)
+        acc += value * tl.load(weight + row * inputs + start + at).to(tl.float32)
+    tl.store(out + row, tl.sum(acc))
+
+
+@triton.jit
+def _gated_dot(x, weight, out, outputs, inputs: tl.constexpr, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, block)
+    gate_acc = tl.zeros((block,), tl.float32)
+    up_acc = tl.zeros((block,), tl.float32)
+    gate_row = weight + row * inputs
+    up_row = weight + (row + outputs) * inputs
+    for start in range(0, inputs, block):
+        value = tl.load(x + start + at).to(tl.float32)
+        gate_acc += value * tl.load(gate_row + start + at).to(tl.float32)
+        up_acc += value * tl.load(up_row + start + at).to(tl.float32)
+    dtype: tl.constexpr = out.dtype.element_ty
+    gate = tl.sum(gate_acc).to(dtype).to(tl.float32)
+    up = tl.sum(up_acc).to(dtype).to(tl.float32)
+    activated = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
+    tl.store(out + row, activated * up)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear` of [T, inputs]; by a kernel of its own where T is 1."""
+    block = _block(x)
+    if not block or bias is not None:
+        return F.linear(x, weight, bias)
+    out = x.new_empty(1, len(weight))
+    launch(_dot, (len(weight),), x, weight, out, x.shape[1], block, num_warps=_WARPS)
+    return out
+
+
+def gated(x: Tensor, gate_up: Linear) -> Tensor:
+    """silu(gate) * up of [T, H] -> [T, I]; in one kernel where T is 1."""
+    block = _block(x)
+    if not block or gate_up.bias is not None:
+        return silu_mul(gate_up(x))
+    outputs = len(gate_up.weight) // 2
+    out = x.new_empty(1, outputs)
+    arguments = (x, gate_up.weight, out, outputs, x.shape[1], block)
+    launch(_gated_dot, (outputs,), *arguments, num_warps=_WARPS)
+    return out
+
+
+def _block(x: Tensor) -> int:
+    """Inputs at once; 0: not one row, or one that does not divide."""
+    return 0 if len(x) != 1 else next((b for b in _BLOCKS if x.shape[1] % b == 0), 0)
