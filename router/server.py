@@ -31,7 +31,11 @@ from router.frontdoor import SERVICE_NAME, InferenceService
 from router.openai.server import OpenAiServer
 from router.registry import Registry, RegistryServicer
 from router.tokenization import Tokenizers
+from router.trace_store import TraceStore, add_trace_receiver, trace_routes
 from router.validation import Limits
+from telemetry.admin import AdminServer
+from telemetry.logs import setup_logging
+from telemetry.metrics import RouterLoad, RouterMetrics
 from telemetry.names import Service
 from telemetry.rpc import ServerSpans
 from telemetry.tracing import setup_tracing
@@ -71,6 +75,14 @@ class RouterServer:
         self._internal = grpc.aio.server(options=server_options())
         self._health: health.aio.HealthServicer
         self._health_task: asyncio.Task[None] | None = None
+        self._traces = TraceStore(settings.max_stored_traces) if settings.trace_store else None
+        self._metrics = RouterMetrics(self._load)
+        self.admin = AdminServer(
+            *_split(settings.admin),
+            self._metrics.registry,
+            lambda: bool(self.dispatcher.models()),
+            trace_routes(self._traces) if self._traces is not None else (),
+        )
         self._tracing = setup_tracing(Service.ROUTER, settings.name, settings.otlp_endpoint)
 
     async def start(self) -> None:
@@ -86,12 +98,15 @@ class RouterServer:
             RegistryServicer(self.registry), self._internal
         )
         await add_health_and_reflection(self._internal, (_REGISTRY_NAME,))
+        if self._traces is not None:
+            add_trace_receiver(self._internal, self._traces)
         self.internal_address = _bind(self._internal, self.settings.internal_listen)
         self.address = _bind(self._public, self.settings.listen)
         await self._internal.start()
         await self._public.start()
         await self._http.start()
         self.http_address = self._http.address
+        await self.admin.start()
         self._health_task = asyncio.create_task(self._publish_health())
         logger.info(
             "router serves",
@@ -122,8 +137,12 @@ class RouterServer:
         if self._tracing is not None:  # before the internal server, which may be its receiver
             await asyncio.to_thread(self._tracing.shutdown)
         await self._internal.stop(None)
+        await self.admin.stop()
         self._tokenizers.close()
         return clean
+
+    def _load(self) -> RouterLoad:
+        return RouterLoad(inflight_requests=self.dispatcher.active_jobs)
 
     async def _publish_health(self) -> None:
         changed = self.dispatcher.membership_changed
@@ -153,6 +172,7 @@ async def serve(settings: RouterSettings) -> int:
 
 def main(settings: RouterSettings) -> int:
     """Runs a router process; returns its exit code."""
+    setup_logging(Service.ROUTER, settings.name, settings.log_level, settings.log_format)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(serve(settings))
 
@@ -168,6 +188,11 @@ class _Signals:
 
     def _count(self) -> None:
         (self.second if self.first.is_set() else self.first).set()
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)
 
 
 def _bind(server: grpc.aio.Server, address: str) -> str:

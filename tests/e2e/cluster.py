@@ -6,8 +6,9 @@ import asyncio
 import os
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,14 +93,21 @@ class Cluster:
 
     def load(self, name: str) -> worker.Load:
         """A load report, as a router that has just attached gets it."""
+        over = threading.Event()
+
+        def say_hello() -> Iterator[worker.WorkRequest]:
+            yield worker.WorkRequest(attach=worker.Attach(router_id="test"))
+            over.wait(10)
+
         with grpc.insecure_channel(self.workers[name]) as channel:
-            stub = worker_grpc.WorkerServiceStub(channel)
-            hello = worker.WorkRequest(attach=worker.Attach(router_id="test"))
-            call = stub.Work(iter([hello, *_silence()]), timeout=10)
-            for response in call:
-                if response.HasField("load"):
-                    call.cancel()
-                    return response.load
+            try:
+                for response in worker_grpc.WorkerServiceStub(channel).Work(
+                    say_hello(), timeout=10
+                ):
+                    if response.HasField("load"):
+                        return response.load
+            finally:
+                over.set()
         raise AssertionError(f"{name} sent no load")
 
     def available_pages(self, name: str) -> int:
@@ -126,13 +134,6 @@ class Cluster:
 
     def _spec(self, name: str) -> ProcessSpec:
         return next(spec for spec in self.plan.specs if spec.name == name)
-
-
-def _silence():
-    """Keeps the request side of a stream open for as long as a test may want it."""
-    time.sleep(10)
-    return
-    yield
 
 
 def make_cluster(
