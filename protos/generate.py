@@ -17,6 +17,10 @@ def generate(output: Path) -> None:
     sources = sorted(str(path.relative_to(PROTOS)) for path in PROTOS.rglob("*.proto"))
     well_known = Path(protoc.__file__).parent / "_proto"
     arguments = ["protoc", f"-I{PROTOS}", f"-I{well_known}"]
+    # The plugins of this environment, whatever PATH says.
+    scripts = Path(sys.executable).parent
+    plugins = ("protoc-gen-mypy", "protoc-gen-mypy_grpc")
+    arguments += [f"--plugin={plugin}={scripts / plugin}" for plugin in plugins]
     kinds = ("python", "mypy", "grpc_python", "mypy_grpc")
     arguments += [f"--{kind}_out={output}" for kind in kinds]
     if protoc.main([*arguments, *sources]) != 0:

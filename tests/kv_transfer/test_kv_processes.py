@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -51,11 +52,13 @@ def a_remote(role: str) -> Iterator[RemoteWorker]:
         worker.close()
 
 
-def introduce(one: Worker, other: Worker) -> None:
+def introduce(one: Worker, other: Worker, *, same_host: bool = True) -> None:
+    """Elsewhere, a peer's process cannot be watched: its death is proven by somebody's word."""
     pairs = ((one, other), (other, one))
     seen = [len(worker.events.of(PeerOpened)) for worker, _ in pairs]
     for worker, peer in pairs:
-        worker.thread.meet(peer.endpoint)
+        endpoint = peer.endpoint if same_host else replace(peer.endpoint, process="")
+        worker.thread.meet(endpoint)
     for (worker, peer), before in zip(pairs, seen, strict=True):
         opened = worker.events.wait(PeerOpened, before + 1)
         assert opened.agent_name == peer.endpoint.agent_name
@@ -150,10 +153,11 @@ def test_a_frozen_prefill_process_keeps_its_quarantine_until_it_wakes() -> None:
     decode.close()
 
 
-def test_a_killed_prefill_process_frees_only_when_proven() -> None:
+@pytest.mark.parametrize("same_host", [True, False])
+def test_a_killed_prefill_process_frees_only_when_proven(same_host: bool) -> None:
     decode = a_local("decode")
     with a_remote("prefill") as prefill:
-        introduce(decode, prefill)
+        introduce(decode, prefill, same_host=same_host)
         transfer = Transfer(prefill, decode, 200)
         transfer.begin()
         transfer.compute(100)
@@ -161,8 +165,9 @@ def test_a_killed_prefill_process_frees_only_when_proven() -> None:
         decode.thread.abort_receive(transfer.id)
         decode.events.wait(ReceiveAborted)
         decode.thread.part(prefill.endpoint.agent_name, False)
-        decode.events.absent(ReceiveFreed, for_s=0.5)
-        decode.thread.part(prefill.endpoint.agent_name, True)
+        if not same_host:
+            decode.events.absent(ReceiveFreed, for_s=0.5)
+            decode.thread.part(prefill.endpoint.agent_name, True)
         decode.events.wait(ReceiveFreed)
     with a_remote("prefill") as reborn:
         introduce(decode, reborn)
@@ -174,17 +179,20 @@ def test_a_killed_prefill_process_frees_only_when_proven() -> None:
     decode.close()
 
 
-def test_a_killed_decode_process_fails_the_send_and_pins_its_pages() -> None:
+@pytest.mark.parametrize("same_host", [True, False])
+def test_a_killed_decode_process_fails_the_send_and_pins_its_pages(same_host: bool) -> None:
     prefill = a_local("prefill")
     with a_remote("decode") as decode:
-        introduce(prefill, decode)
+        introduce(prefill, decode, same_host=same_host)
         transfer = Transfer(prefill, decode, 200)
         transfer.begin()
         decode.signal(signal.SIGKILL)
         transfer.compute(100)
         prefill.events.wait(SendFailed, timeout_s=20.0)
-        prefill.events.wait(PeerFailed)
-        prefill.thread.part(decode.endpoint.agent_name, True)
+        if not same_host:
+            prefill.events.wait(PeerFailed)
+            prefill.events.absent(SendQuiesced, for_s=0.2)
+            prefill.thread.part(decode.endpoint.agent_name, True)
         prefill.events.wait(SendQuiesced)
     with a_remote("decode") as reborn:
         introduce(prefill, reborn)
