@@ -123,10 +123,17 @@ class Fa3Backend:
         prompts = self._prompts(layer, q[count:], k[count:], v[count:])
         return torch.cat((self._decode(layer, q[:count]), prompts))
 
+    def attend_ends(self, layer: int, q: Tensor, contexts: Tensor, page_table: Tensor) -> Tensor:
+        """One layer, from the last positions of S rows over all that is stored of them.
+
+        `q` [S, Hq, D], `contexts` [S] and `page_table` [S, P] int32; returns [S, Hq, D].
+        """
+        window = self._windows[layer]
+        return self._decode_kernel(q, self._pool, layer, contexts, page_table, window)
+
     def _decode(self, layer: int, q: Tensor) -> Tensor:
         step, count = self._step, self._step.num_decodes
-        contexts, table = step.context_lens[:count], step.page_table[:count]
-        return self._decode_kernel(q, self._pool, layer, contexts, table, self._windows[layer])
+        return self.attend_ends(layer, q, step.context_lens[:count], step.page_table[:count])
 
     def _prompts(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         step, first = self._step, self._step.num_decodes

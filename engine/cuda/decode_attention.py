@@ -29,7 +29,7 @@ MIN_GROUP = 16
 """Rows of the smallest matrix product: query heads of a KV head are padded to it."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_width", "window"])
 def _attend_part(
     q,
     pool,

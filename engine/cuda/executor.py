@@ -29,7 +29,7 @@ from torch import Tensor
 from engine.attention.fa3 import Fa3Backend, PagedStep
 from engine.blocks import SCRATCH_PAGE
 from engine.cuda.buckets import bucket_of, bucket_sizes
-from engine.cuda.forward import FusedForward
+from engine.cuda.forward import FusedForward, RowEnds
 from engine.cuda.kernels import DecodeInputs, greedy, unpack_decode
 from engine.cuda.staging import Int32s, Staging
 from engine.executor import SCORE_ROWS, Launched, Limits
@@ -217,18 +217,26 @@ class CudaExecutor:
         contexts, decoding = add(plan.context_lens), add(plan.row_slots[:count])
         starts = add(np.concatenate([[0], queries.cumsum()]).astype(np.int32))
         sampled, slots = add(plan.sample_tokens), add(plan.sample_slots)
+        sampled_rows = add(_rows(plan)[plan.sample_tokens])
+        sampled_contexts = add(plan.positions[plan.sample_tokens] + 1)
         self._staging.upload()
         token_ids[:count] = self._token_table.index_select(0, decoding)
         fresh = bool((queries == plan.context_lens[count:]).all())
         self._attention.prepare(
             PagedStep(count, contexts, page_table, starts, int(queries.max()), fresh)
         )
-        hidden = self._forward.hidden(token_ids, positions, stores)
-        scores = [self._score(hidden, wanted) for wanted in plan.scores]
+        scores = []
+        if plan.scores:
+            hidden = self._forward.hidden(token_ids, positions, stores)
+            scores = [self._score(hidden, wanted) for wanted in plan.scores]
+            hidden = hidden.index_select(0, sampled)
+        else:
+            pages = page_table.index_select(0, sampled_rows)
+            ends = RowEnds(sampled, sampled_contexts, pages)
+            hidden = self._forward.hidden(token_ids, positions, stores, ends)
         if plan.sample is None:
             return lambda: _nothing_drawn(scores)
-        logits = self._forward.logits(hidden.index_select(0, sampled))
-        return self._draw(logits, slots, plan.sample, scores)
+        return self._draw(self._forward.logits(hidden), slots, plan.sample, scores)
 
     def _score(self, hidden: Tensor, wanted: ScorePlan) -> _HostScores:
         """In row chunks: a long prompt's logits would not fit at once."""
@@ -305,10 +313,14 @@ def _read_sampled(drawn: SampleResult, scores: list[_HostScores]) -> StepResult:
 
 def _stores(plan: StepPlan, page_size: int) -> Int32s:
     """[T], where each new token's K and V go: page * page_size + offset."""
-    rows = np.repeat(np.arange(len(plan.row_slots)), plan.query_lens)
     index, offset = np.divmod(plan.positions, page_size)
-    stores: Int32s = plan.page_table[rows, index] * np.int32(page_size) + offset
+    stores: Int32s = plan.page_table[_rows(plan), index] * np.int32(page_size) + offset
     return stores
+
+
+def _rows(plan: StepPlan) -> Int32s:
+    """[T], the row of each new token."""
+    return np.repeat(np.arange(len(plan.row_slots), dtype=np.int32), plan.query_lens)
 
 
 def _most_integers(limits: Limits, max_pages: int) -> int:

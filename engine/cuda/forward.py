@@ -6,7 +6,7 @@ through memory once between two products.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,17 @@ from engine.cuda.single_row import gated, linear
 from engine.kv_pool import KvPool
 from engine.model import Model
 from engine.model.llama import Layer
+
+
+class RowEnds(NamedTuple):
+    """The last tokens of S rows."""
+
+    tokens: Tensor
+    """[S] int32, among the step's."""
+    contexts: Tensor
+    """[S] int32, tokens of the row up to this one."""
+    page_table: Tensor
+    """[S, P] int32."""
 
 
 class FusedForward:
@@ -35,16 +46,30 @@ class FusedForward:
         """Per layer, the norm that its sum goes through next."""
         self._rope = _rope_table(model, max_context_tokens)
 
-    def hidden(self, token_ids: Tensor, positions: Tensor, stores: Tensor) -> Tensor:
+    def hidden(
+        self, token_ids: Tensor, positions: Tensor, stores: Tensor, ends: RowEnds | None = None
+    ) -> Tensor:
         """[T] int32 ids at [T] positions, stored at [T] places of the pool -> [T, H].
 
+        With `ends`, [S, H] of those tokens only: in the last layer the others' K and V are all
+        that anything will read, and the rest of their work is left out.
         The attention backend must have been prepared for this step.
         """
         residual = F.embedding(token_ids, self._model.embedding)
         first = self._layers[0].input_norm
         x = rms_norm(residual, first.weight, first.eps)
         for layer, norm in zip(self._layers, self._next_norms, strict=True):
-            x = self._attend(layer, x, positions, stores)
+            q, k, v = self._project(layer, x, positions, stores)
+            if ends is None or layer is not self._layers[-1]:
+                attended = self._attention.attend(layer.index, q, k, v)
+            elif len(ends.tokens) == 0:
+                return x[:0]
+            else:
+                q, residual = (t.index_select(0, ends.tokens) for t in (q, residual))
+                attended = self._attention.attend_ends(
+                    layer.index, q, ends.contexts, ends.page_table
+                )
+            x = linear(attended.flatten(1), layer.output.weight, layer.output.bias)
             x = add_rms_norm(residual, x, layer.mlp_norm.weight, layer.mlp_norm.eps)
             x = linear(gated(x, layer.gate_up), layer.down.weight, layer.down.bias)
             x = add_rms_norm(residual, x, norm.weight, norm.eps)
@@ -54,12 +79,13 @@ class FusedForward:
         """[S, H] -> [S, vocab], in the model's dtype."""
         return linear(hidden, self._model.head)
 
-    def _attend(self, layer: Layer, x: Tensor, positions: Tensor, stores: Tensor) -> Tensor:
-        norms, rope = self._head_norms[layer.index], self._rope
+    def _project(
+        self, layer: Layer, x: Tensor, positions: Tensor, stores: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v, rotated; k and v are in the pool, too."""
+        norms = self._head_norms[layer.index]
         qkv = linear(x, layer.qkv.weight, layer.qkv.bias)
-        q, k, v = rope_store(qkv, rope, positions, stores, self._pool, layer.index, norms)
-        attended = self._attention.attend(layer.index, q, k, v).flatten(1)
-        return linear(attended, layer.output.weight, layer.output.bias)
+        return rope_store(qkv, self._rope, positions, stores, self._pool, layer.index, norms)
 
 
 def _head_norms(layer: Layer) -> HeadNorms | None:

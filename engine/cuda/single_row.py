@@ -36,10 +36,10 @@ def _dot(x, weight, out, inputs: tl.constexpr, block: tl.constexpr):
 def _gated_dot(x, weight, out, outputs, inputs: tl.constexpr, block: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, block)
-    gate_acc = tl.zeros((block,), tl.float32)
-    up_acc = tl.zeros((block,), tl.float32)
     gate_row = weight + row * inputs
     up_row = weight + (row + outputs) * inputs
+    gate_acc = tl.zeros((block,), tl.float32)
+    up_acc = tl.zeros((block,), tl.float32)
     for start in range(0, inputs, block):
         value = tl.load(x + start + at).to(tl.float32)
         gate_acc += value * tl.load(gate_row + start + at).to(tl.float32)

@@ -1,0 +1,110 @@
+"""Decode steps through the CUDA executor, plan by plan, over a pool of random KV."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import write_tiny_model
+
+from engine.attention import choose_backend
+from engine.executor import Limits
+from engine.kv_pool import KvPool
+from engine.model import load_model
+from engine.sampling import Sampler
+from engine.step import StepPlan, StepResult
+from engine.types import SamplingParams, StopRules
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+NOTHING = np.zeros(0, np.int32)
+SLOTS, PAGES, PAGE_SIZE = 40, 4000, 16
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    shape = {"hidden": 512, "heads": 32, "kv_heads": 8, "head_dim": 128}
+    path = write_tiny_model(tmp_path_factory.mktemp("tiny"), tokenizer=False, **shape)
+    return load_model(str(path), dtype=torch.bfloat16, device=CUDA)
+
+
+class Device:
+    """An executor whose sequences have random KV: the same for equal seeds, page by page."""
+
+    def __init__(self, loaded, *, graphs: bool) -> None:
+        from engine.cuda.executor import CudaExecutor
+
+        model = loaded.config
+        self.pool = KvPool(
+            num_pages=PAGES, num_layers=model.num_layers, num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim, page_size=PAGE_SIZE, dtype=torch.bfloat16, device=CUDA,
+        )  # fmt: skip
+        self.pool.tensor.normal_(generator=torch.Generator(CUDA).manual_seed(0))
+        self.sampler = Sampler(SLOTS, model.vocab_size, CUDA, [0])
+        wanted = SamplingParams(temperature=0.0, top_logprobs=5)
+        for slot in range(SLOTS):
+            self.sampler.assign(slot, wanted, StopRules(99), 0, NOTHING, NOTHING)
+        backend = choose_backend("fa3", self.pool, model.windows)
+        limits = Limits(SLOTS, 256, 2048)
+        torch.cuda.synchronize()
+        self.executor = CudaExecutor(loaded.model, self.pool, backend, self.sampler, limits)
+        if graphs:
+            self.executor.capture()
+
+    def decode(self, contexts: list[int], tokens: list[int], seed: int) -> StepResult:
+        """One step of rows in slots 0, 1, ...; row 0 has the same pages whatever the seed."""
+        rows, columns = len(contexts), max(contexts) // PAGE_SIZE + 1
+        pages = np.random.default_rng(seed).permutation(np.arange(200, PAGES))
+        table = pages[: rows * columns].reshape(rows, columns).astype(np.int32)
+        table[0] = np.arange(1, columns + 1)
+        lens, slots = np.array(contexts, np.int32), np.arange(rows, dtype=np.int32)
+        plan = StepPlan(
+            number=0, token_ids=np.zeros(rows, np.int32), positions=lens - 1, row_slots=slots,
+            query_lens=np.ones(rows, np.int32), context_lens=lens, num_decodes=rows,
+            page_table=table, sample_tokens=slots, sample_slots=slots,
+            sample_generations=slots, sample_indices=slots,
+            sample=self.sampler.plan(slots, slots), copy_source=NOTHING, copy_target=NOTHING,
+            write_slots=slots, write_tokens=np.array(tokens, np.int32),
+        )  # fmt: skip
+        return self.executor.launch(plan).result(60)
+
+
+def random_rows(rows: int, seed: int) -> tuple[list[int], list[int]]:
+    rng = np.random.default_rng(seed)
+    contexts, tokens = rng.integers(1, 1500, rows), rng.integers(1, 384, rows)
+    contexts[0], tokens[0] = 700, 5
+    return contexts.tolist(), tokens.tolist()
+
+
+def assert_same(one: StepResult, two: StepResult, rows: slice) -> None:
+    for name in ("tokens", "finite", "logprobs", "top_ids", "top_logprobs"):
+        np.testing.assert_array_equal(getattr(one, name)[rows], getattr(two, name)[rows])
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 16, 23, 40])
+def test_a_graph_equals_its_kernels_bit_for_bit(loaded, rows):
+    contexts, tokens = random_rows(rows, rows)
+    results = [
+        Device(loaded, graphs=graphs).decode(contexts, tokens, seed=1) for graphs in (True, False)
+    ]
+    assert results[0].finite.all()
+    assert_same(*results, slice(None))
+
+
+@pytest.mark.parametrize("rows", [2, 4, 8, 24, 40])
+def test_a_row_is_the_same_whatever_the_others_of_its_bucket_hold(loaded, rows):
+    device = Device(loaded, graphs=True)
+    first, *others = (
+        device.decode(*random_rows(count, seed), seed=seed)
+        for seed, count in ((1, rows), (2, rows), (3, max(rows - 1, 2)))
+    )
+    for other in others:
+        assert_same(first, other, slice(0, 1))
+
+
+def test_tokens_feed_the_next_step_without_the_host(loaded):
+    device = Device(loaded, graphs=True)
+    contexts, tokens = random_rows(9, 4)
+    drawn = device.decode(contexts, tokens, seed=5).tokens
+    table = device.executor._token_table[:9].cpu().numpy()
+    np.testing.assert_array_equal(table, drawn)
