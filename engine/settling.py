@@ -87,12 +87,14 @@ def _settle_tokens(
     stopped &= indices >= slots.min_tokens[where]
     at_limit = slots.prompt_len[where] + indices + 1 >= slots.limit_len[where]
     ended = stopped | at_limit
-    for row, slot, index in zip(rows.tolist(), where.tolist(), indices.tolist(), strict=True):
+    columns = (rows.tolist(), where.tolist(), indices.tolist(), tokens.tolist())
+    for row, slot, index, token in zip(*columns, strict=True):
         owner = _owner(scheduler, slot)
-        event = NewTokens(
-            owner.job.request.id, owner.choice, index, (token_record(owner, result, row),), now_ns
-        )
-        scheduler.emit(owner.job, event)
+        # A batch without log probabilities pays nothing for them.
+        plain = result.logprobs is None
+        record = TokenRecord(token) if plain else token_record(owner, result, row)
+        job = owner.job
+        scheduler.emit(job, NewTokens(job.request.id, owner.choice, index, (record,), now_ns))
     for i in np.flatnonzero(ended).tolist():
         owner = _owner(scheduler, int(where[i]))
         scheduler.end(owner, _reason(scheduler, owner, int(tokens[i]), bool(stopped[i])))

@@ -11,7 +11,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from itertools import groupby
 
 from engine.executor import Executor, Launched
 from engine.planning import plan_step
@@ -19,7 +18,7 @@ from engine.scheduler import Scheduler
 from engine.sequences import RequestState
 from engine.settling import fail_step, settle_step
 from engine.step import StepPlan
-from engine.types import EngineLoad
+from engine.types import EngineLoad, Event, Sink
 
 log = logging.getLogger("baton.engine")
 
@@ -110,12 +109,7 @@ class StepLoop:
         self._flush()
 
     def _flush(self) -> None:
-        """Hands queued events to their sinks, in order, one call a run of the same sink."""
-        for sink, events in groupby(self._scheduler.take_events(), key=lambda entry: entry[0]):
-            try:
-                sink([event for _, event in events])
-            except Exception:
-                log.exception("a sink failed")
+        hand_out(self._scheduler.take_events())
 
     def _publish_load(self, long_step_s: float = 0.0) -> None:
         self._progress += 1
@@ -140,6 +134,20 @@ class StepLoop:
             prompt_tokens_cached=scheduler.cached_tokens,
             tokens_sampled=self._rates.tokens_sampled,
         )
+
+
+def hand_out(events: list[tuple[Sink, Event]]) -> None:
+    """Calls the sinks with their events, in order, one call for a run of the same sink."""
+    start = 0
+    for end in range(1, len(events) + 1):
+        if end < len(events) and events[end][0] == events[start][0]:
+            continue
+        sink = events[start][0]
+        try:
+            sink([event for _, event in events[start:end]])
+        except Exception:
+            log.exception("a sink failed")
+        start = end
 
 
 class _Rates:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,8 +94,7 @@ class Request:
     prompt_logprobs: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class TokenRecord:
+class TokenRecord(NamedTuple):
     """One token and what was asked for about it."""
 
     token_id: int
@@ -153,8 +153,7 @@ class Joined:
     at_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class NewTokens:
+class NewTokens(NamedTuple):
     """New tokens of one sequence."""
 
     request_id: bytes
