@@ -106,8 +106,11 @@ class WorkerSettings(BaseSettings):
 
     page_size_tokens: int = Field(default=16, ge=1, le=256)
     """Tokens in a KV page: small wastes less, large moves in fewer pieces. Same on all workers."""
-    kv_memory_gib: float = Field(default=1, gt=0)
-    """Memory of the KV pool, GiB. On a GPU give it most of what the weights leave free."""
+    kv_memory_gib: float = Field(default=0, ge=0)
+    """Memory of the KV pool, GiB. 0: on a GPU what the largest step leaves of
+    `gpu_memory_utilization`, on a CPU 1."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    """Share of the GPU's memory that the worker may take in all, where `kv_memory_gib` is 0."""
     num_pages: int = Field(default=0, ge=0)
     """Pages of the KV pool; overrides `kv_memory_gib`. 0: as many as fit in that."""
     max_sequences: int = Field(default=64, ge=1)

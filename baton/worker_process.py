@@ -244,6 +244,7 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
         page_size=settings.page_size_tokens,
         num_pages=settings.num_pages,
         kv_memory_bytes=int(settings.kv_memory_gib * (1 << 30)),
+        gpu_memory_utilization=settings.gpu_memory_utilization,
         max_sequences=settings.max_sequences,
         max_step_tokens=settings.max_step_tokens,
         max_context_tokens=settings.max_context_tokens,
