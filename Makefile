@@ -70,6 +70,7 @@ $(RUN_STAMP) $(DEV_STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Baton needs Python 3.11 or newer; name one: make PYTHON=python3.12"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install --quiet "pip>=24.1" # its progress can be shown while the model is fetched
 	@echo "installing Baton and what it needs into $(VENV), once"
 ifneq ($(GPU),)
 	$(PIP) install -e ".[$(EXTRAS)]"

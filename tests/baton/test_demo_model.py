@@ -97,3 +97,11 @@ def test_the_real_one_answers(demo_model: Path) -> None:
     output = model.generate(**prompt, max_new_tokens=16, do_sample=False)
     answer = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
     assert answer == "The capital of France is Paris."
+
+
+@pytest.mark.parametrize(
+    ("version", "form"), [("23.2.1", "off"), ("24.0", "off"), ("24.1", "raw"), ("26.0.dev1", "raw")]
+)
+def test_an_old_pip_is_asked_for_no_progress(monkeypatch, version, form) -> None:
+    monkeypatch.setattr(demo.metadata, "version", lambda name: version)
+    assert demo._progress_bar() == form
