@@ -246,6 +246,7 @@ class _PortPicker:
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 holder.bind((HOST, port))
+                holder.listen(1)  # two sockets that do not listen may share a port
             except OSError:
                 holder.close()
                 continue

@@ -155,6 +155,7 @@ def _say_how_to_talk(plan: up.Plan, took_s: float) -> None:
         "",
         f'  ask      [cyan]{ask} "What is the capital of France?"[/]',
         f"  gRPC     {plan.router_address}",
+        f"  OpenAI   http://{plan.http_address}/v1",
         f"  metrics  http://{plan.admin_address}/metrics",
         "  stop     Ctrl-C",
     )

@@ -49,3 +49,17 @@ async def test_a_worker_that_cannot_start_is_an_error_at_once(plan: up.Plan) -> 
             await up.wait_until_ready(plan, supervisor)
     assert ("decode-0", "no such model") in lines
     assert supervisor.pids() == {}
+
+
+def test_no_two_processes_get_the_same_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    plan = up.plan(up.UpOptions(model="/m", prefill=2, decode=2))
+    flags = ("--listen", "--internal-listen", "--http-listen", "--admin")
+    taken = [
+        value
+        for spec in plan.specs
+        for flag, value in zip(spec.argv, spec.argv[1:], strict=False)
+        if flag in flags
+    ]
+    assert len(taken) == 4 + 2 * 4
+    assert len(set(taken)) == len(taken)
