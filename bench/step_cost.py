@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from engine.admission import admit
 from engine.blocks import BlockManager
 from engine.executor import NullExecutor
 from engine.planning import plan_step
@@ -49,12 +50,12 @@ def _ignore(events: Sequence[Event]) -> None:
 def measure(sequences: int, steps: int) -> tuple[list[float], list[float]]:
     """Seconds of planning and of settling, events handed out included, per step."""
     scheduler, executor = build(sequences, steps), NullExecutor()
-    scheduler.admit()
+    admit(scheduler)
     plans, settles = [], []
     previous = None
     for _ in range(steps):
         began = time.perf_counter()
-        scheduler.admit()
+        admit(scheduler)
         plan = plan_step(scheduler)
         planned = time.perf_counter()
         if previous is not None:

@@ -10,8 +10,9 @@ A request's life:
 A running sequence that finds no page is preempted, youngest first: its pages go back, and it
 waits, before all new requests and oldest first, to compute prompt and output again.
 
-This module moves requests between these states. `engine.planning` decides what a step does, and
-`engine.settling` reads what a step did; planning runs one step ahead of settling.
+This module keeps these states. `engine.admission` says who gets slots and pages,
+`engine.planning` what a step does, and `engine.settling` reads what a step did; planning runs one
+step ahead of settling.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.blocks import BlockManager
 from engine.policies import Fcfs, SchedulingPolicy
@@ -39,7 +39,6 @@ from engine.types import (
     Mode,
     Request,
     RequestFailed,
-    Reserved,
     Sink,
     TokenRecord,
 )
@@ -212,121 +211,10 @@ class Scheduler:
             and not (request.generated and slots > 1 and request.mode is not Mode.WHOLE)
         )
 
-    # -- admission ------------------------------------------------------------------------------
+    # -- slots ----------------------------------------------------------------------------------
 
-    def admit(self) -> None:
-        """Gives slots and pages to whoever may have them: preempted sequences first."""
-        while self.preempted and self._readmit(min(self.preempted, key=_age)):
-            pass
-        if self.preempted or not self.waiting or self.slots.num_free == 0:
-            return
-        active = [job for job in self.jobs.values() if job.state is RequestState.ACTIVE]
-        for job in list(self.policy.order(self.waiting, active)):
-            if self._try_admit(job):
-                self.waiting.remove(job)
-                for older in self.waiting:
-                    older.passed_over += older.seniority < job.seniority
-            elif job.passed_over >= self.config.max_passed_over or self.slots.num_free == 0:
-                break
-
-    def _readmit(self, sequence: Sequence) -> bool:
-        tokens = sequence.tokens()
-        pages = -(-len(tokens) // self.config.page_size)
-        wanted = pages + self._growth(sequence.job.request, pages)
-        reserve = self.config.reserve_pages * self.slots.num_used
-        if self.slots.num_free == 0 or wanted > self.blocks.available - reserve:
-            return False
-        self.preempted.remove(sequence)
-        keys = self._keys(sequence.job.request, tokens, [])
-        self._start_prefill([sequence], tokens, keys)
-        return True
-
-    def _try_admit(self, job: Job) -> bool:
-        request = job.request
-        num_sequences = request.choices if request.mode is not Mode.PREFILL else 1
-        outputs = job.initial_outputs
-        tokens = np.concatenate([request.prompt_ids, outputs[0]])
-        job.keys = self._keys(request, tokens, job.keys)
-        pages = -(-len(tokens) // self.config.page_size)
-        spare = num_sequences - 1 if len(tokens) % self.config.page_size else 0
-        growth = 0 if request.mode is Mode.PREFILL else self._growth(request, pages)
-        cached = self.blocks.count_cached(job.keys)
-        wanted = pages - cached + self.blocks.count_evictable(job.keys)
-        wanted += spare + growth * num_sequences
-        kept_back = max(self.config.reserve_pages * self.slots.num_used, self.slots.largest_need())
-        if num_sequences > self.slots.num_free or wanted > self.blocks.available - kept_back:
-            return False
-        job.sequences = [Sequence(job, i, outputs[i]) for i in range(num_sequences)]
-        if num_sequences > 1 and request.generated:
-            self._admit_resumed(job)
-            return True
-        job.spare_pages = self.blocks.allocate(spare)
-        if request.mode is Mode.RECEIVE:
-            self._reserve(job, tokens)
-        else:
-            job.state = RequestState.ACTIVE
-            self._start_prefill(job.sequences, tokens, job.keys)
-        return True
-
-    def _growth(self, request: Request, pages: int) -> int:
-        """Pages that a sequence with `pages` pages will want soon: one, unless it is complete."""
-        longest = len(request.prompt_ids) + request.stop.max_tokens
-        return min(1, -(-longest // self.config.page_size) - pages)
-
-    def _admit_resumed(self, job: Job) -> None:
-        """Choices that differ already are computed one by one, as if they had been preempted."""
-        job.state = RequestState.ACTIVE
-        self.preempted.extend(job.sequences)
-
-    def _keys(self, request: Request, tokens: NDArray[np.int32], known: list[bytes]) -> list[bytes]:
-        """Keys that may be looked up: at least one token is left to compute."""
-        if not self.config.prefix_cache or request.prompt_logprobs:
-            return []
-        limit = (len(tokens) - 1) // self.config.page_size
-        if len(known) == limit:
-            return known
-        size = self.config.page_size
-        return page_keys(tokens[: limit * size], size, request.cache_salt)
-
-    def _reserve(self, job: Job, tokens: NDArray[np.int32]) -> None:
-        for sequence in job.sequences:
-            self._enter_slot(sequence, SlotState.RESERVED)
-        held = self._allocate_prompt(job.sequences[0].slot, len(tokens), job.keys)
-        job.state = RequestState.RESERVED
-        pages = self.slots.pages(job.sequences[0].slot)
-        self.emit(job, Reserved(job.request.id, pages, held))
-
-    def _start_prefill(
-        self, sequences: list[Sequence], tokens: NDArray[np.int32], keys: list[bytes]
-    ) -> None:
-        for sequence in sequences:
-            self._enter_slot(sequence, SlotState.PREFILLING)
-        leader = sequences[0]
-        held = self._allocate_prompt(leader.slot, len(tokens), keys)
-        cached = held * self.config.page_size
-        self.cached_tokens += cached
-        self.slots.kv_len[leader.slot] = cached
-        self.prefills.append(
-            PrefillTask(
-                leader=leader,
-                followers=sequences[1:],
-                token_ids=tokens,
-                keys=keys,
-                cursor=cached,
-                cached_tokens=cached,
-                published_pages=held,
-                generation=int(self.slots.generation[leader.slot]),
-            )
-        )
-
-    def _allocate_prompt(self, slot: int, num_tokens: int, keys: list[bytes]) -> int:
-        """Cached pages, then fresh ones. Returns how many came from the cache."""
-        cached = self.blocks.acquire(keys)
-        count = -(-num_tokens // self.config.page_size) - len(cached)
-        self.slots.set_pages(slot, np.concatenate([cached, self.blocks.allocate(count)]))
-        return len(cached)
-
-    def _enter_slot(self, sequence: Sequence, state: SlotState) -> None:
+    def enter_slot(self, sequence: Sequence, state: SlotState) -> None:
+        """Gives a sequence a slot; its pages are the caller's to set."""
         job = sequence.job
         request = job.request
         slot = self.slots.take(
@@ -505,7 +393,3 @@ class Scheduler:
                     assert sequence in self.preempted, "sequence neither in a slot nor preempted"
         assert used == self.slots.num_used, "slot leaked"
         self.blocks.check_holders(holders)
-
-
-def _age(sequence: Sequence) -> tuple[int, int]:
-    return (sequence.job.seniority, sequence.choice)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
+from engine.admission import admit
 from engine.executor import Executor, Launched
 from engine.planning import plan_step
 from engine.scheduler import Scheduler
@@ -65,7 +66,7 @@ class StepLoop:
         idle = False
         while not self._stopping:
             self._receive(IDLE_TURN_S if idle else 0.0)
-            self._scheduler.admit()
+            admit(self._scheduler)
             plan = plan_step(self._scheduler)
             self._flush()
             launched = self._launch(plan) if plan is not None else None

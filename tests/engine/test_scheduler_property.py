@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from engine_fakes import VOCAB, HashExecutor, expected_output, next_token
 
+from engine.admission import admit
 from engine.blocks import BlockManager
 from engine.eviction import EVICTION_POLICIES
 from engine.planning import plan_step
@@ -103,7 +104,7 @@ class Bench:
 
     def turn(self):
         scheduler = self.scheduler
-        scheduler.admit()
+        admit(scheduler)
         plan = plan_step(scheduler)
         launched = self.device.launch(plan) if plan else None
         if self.previous:

@@ -1,0 +1,152 @@
+"""Who gets slots and pages, and when.
+
+Pages under a transfer cannot be preempted, so a request is admitted only while what is left keeps
+every promise made before:
+
+    pages(prompt) + growth <= free + evictable - max(reserve * used slots, largest single need)
+
+The largest single need is the most pages that one sequence in a slot may still ask for: whatever
+else runs is preempted in its favour, so one sequence always gets to its end. Preempted sequences
+come first, oldest first, and no new request is admitted while one waits. A request that does not
+fit may be passed by smaller ones a bounded number of times.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.prefix import page_keys
+from engine.scheduler import Scheduler
+from engine.sequences import Job, PrefillTask, RequestState, Sequence
+from engine.slots import SlotState
+from engine.types import Mode, Request, Reserved
+
+
+def admit(scheduler: Scheduler) -> None:
+    """Gives slots and pages to whoever may have them: preempted sequences first."""
+    while scheduler.preempted and _readmit(scheduler, min(scheduler.preempted, key=_age)):
+        pass
+    if scheduler.preempted or not scheduler.waiting or scheduler.slots.num_free == 0:
+        return
+    active = [job for job in scheduler.jobs.values() if job.state is RequestState.ACTIVE]
+    for job in list(scheduler.policy.order(scheduler.waiting, active)):
+        if _try_admit(scheduler, job):
+            scheduler.waiting.remove(job)
+            for older in scheduler.waiting:
+                older.passed_over += older.seniority < job.seniority
+        elif job.passed_over >= scheduler.config.max_passed_over or scheduler.slots.num_free == 0:
+            break
+
+
+def _readmit(scheduler: Scheduler, sequence: Sequence) -> bool:
+    tokens = sequence.tokens()
+    pages = -(-len(tokens) // scheduler.config.page_size)
+    wanted = pages + _growth(scheduler, sequence.job.request, pages)
+    reserve = scheduler.config.reserve_pages * scheduler.slots.num_used
+    if scheduler.slots.num_free == 0 or wanted > scheduler.blocks.available - reserve:
+        return False
+    scheduler.preempted.remove(sequence)
+    keys = _keys(scheduler, sequence.job.request, tokens, [])
+    _start_prefill(scheduler, [sequence], tokens, keys)
+    return True
+
+
+def _try_admit(scheduler: Scheduler, job: Job) -> bool:
+    request = job.request
+    num_sequences = request.choices if request.mode is not Mode.PREFILL else 1
+    outputs = job.initial_outputs
+    tokens = np.concatenate([request.prompt_ids, outputs[0]])
+    job.keys = _keys(scheduler, request, tokens, job.keys)
+    pages = -(-len(tokens) // scheduler.config.page_size)
+    spare = num_sequences - 1 if len(tokens) % scheduler.config.page_size else 0
+    growth = 0 if request.mode is Mode.PREFILL else _growth(scheduler, request, pages)
+    cached = scheduler.blocks.count_cached(job.keys)
+    wanted = pages - cached + scheduler.blocks.count_evictable(job.keys)
+    wanted += spare + growth * num_sequences
+    kept_back = max(
+        scheduler.config.reserve_pages * scheduler.slots.num_used, scheduler.slots.largest_need()
+    )
+    if num_sequences > scheduler.slots.num_free or wanted > scheduler.blocks.available - kept_back:
+        return False
+    job.sequences = [Sequence(job, i, outputs[i]) for i in range(num_sequences)]
+    if num_sequences > 1 and request.generated:
+        _admit_resumed(scheduler, job)
+        return True
+    job.spare_pages = scheduler.blocks.allocate(spare)
+    if request.mode is Mode.RECEIVE:
+        _reserve(scheduler, job, tokens)
+    else:
+        job.state = RequestState.ACTIVE
+        _start_prefill(scheduler, job.sequences, tokens, job.keys)
+    return True
+
+
+def _growth(scheduler: Scheduler, request: Request, pages: int) -> int:
+    """Pages that a sequence with `pages` pages will want soon: one, unless it is complete."""
+    longest = len(request.prompt_ids) + request.stop.max_tokens
+    return min(1, -(-longest // scheduler.config.page_size) - pages)
+
+
+def _admit_resumed(scheduler: Scheduler, job: Job) -> None:
+    """Choices that differ already are computed one by one, as if they had been preempted."""
+    job.state = RequestState.ACTIVE
+    scheduler.preempted.extend(job.sequences)
+
+
+def _keys(
+    scheduler: Scheduler, request: Request, tokens: NDArray[np.int32], known: list[bytes]
+) -> list[bytes]:
+    """Keys that may be looked up: at least one token is left to compute."""
+    if not scheduler.config.prefix_cache or request.prompt_logprobs:
+        return []
+    limit = (len(tokens) - 1) // scheduler.config.page_size
+    if len(known) == limit:
+        return known
+    size = scheduler.config.page_size
+    return page_keys(tokens[: limit * size], size, request.cache_salt)
+
+
+def _reserve(scheduler: Scheduler, job: Job, tokens: NDArray[np.int32]) -> None:
+    for sequence in job.sequences:
+        scheduler.enter_slot(sequence, SlotState.RESERVED)
+    held = _allocate_prompt(scheduler, job.sequences[0].slot, len(tokens), job.keys)
+    job.state = RequestState.RESERVED
+    pages = scheduler.slots.pages(job.sequences[0].slot)
+    scheduler.emit(job, Reserved(job.request.id, pages, held))
+
+
+def _start_prefill(
+    scheduler: Scheduler, sequences: list[Sequence], tokens: NDArray[np.int32], keys: list[bytes]
+) -> None:
+    for sequence in sequences:
+        scheduler.enter_slot(sequence, SlotState.PREFILLING)
+    leader = sequences[0]
+    held = _allocate_prompt(scheduler, leader.slot, len(tokens), keys)
+    cached = held * scheduler.config.page_size
+    scheduler.cached_tokens += cached
+    scheduler.slots.kv_len[leader.slot] = cached
+    scheduler.prefills.append(
+        PrefillTask(
+            leader=leader,
+            followers=sequences[1:],
+            token_ids=tokens,
+            keys=keys,
+            cursor=cached,
+            cached_tokens=cached,
+            published_pages=held,
+            generation=int(scheduler.slots.generation[leader.slot]),
+        )
+    )
+
+
+def _allocate_prompt(scheduler: Scheduler, slot: int, num_tokens: int, keys: list[bytes]) -> int:
+    """Cached pages, then fresh ones. Returns how many came from the cache."""
+    cached = scheduler.blocks.acquire(keys)
+    count = -(-num_tokens // scheduler.config.page_size) - len(cached)
+    scheduler.slots.set_pages(slot, np.concatenate([cached, scheduler.blocks.allocate(count)]))
+    return len(cached)
+
+
+def _age(sequence: Sequence) -> tuple[int, int]:
+    return (sequence.job.seniority, sequence.choice)
