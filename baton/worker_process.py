@@ -98,7 +98,7 @@ class Worker:
         self.metrics = WorkerMetrics(engine.load, lambda: self.transfer.counters)
         self.services = self._make_services()
         self.servicer = WorkerServicer(self.identity, self.services, self.load)
-        self.admin = AdminServer(*_split(settings.admin), self.metrics.registry, self._is_ready)
+        self.admin = AdminServer(settings.admin, self.metrics.registry, self._is_ready)
         self._server = grpc.aio.server(options=server_options())
         self._health: health.aio.HealthServicer
         self._lag = EventLoopLag(self.metrics.loop_lagged)
@@ -212,7 +212,7 @@ class Worker:
 
     def _bind(self) -> str:
         """Binds the server; returns the address that routers are told."""
-        host, _ = _split(self.settings.listen)
+        host = self.settings.listen.rpartition(":")[0]
         port = self._server.add_insecure_port(self.settings.listen)
         if self.settings.advertise:
             return self.settings.advertise
@@ -319,11 +319,6 @@ def _log_progress() -> Callable[[str, int, int], None]:
             logger.info("loading", extra={"phase": phase, "percent": 25 * quarter})
 
     return progress
-
-
-def _split(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host, int(port)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:

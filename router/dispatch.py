@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Final
 from baton.worker.v1 import worker_pb2
 from router import errors, routing
 from router.attempt import Attempt
+from router.events import NO_EVENTS, RouterEvents
 from router.faults import Fault, error_of
 from router.job_run import JobRun
 from router.jobs import Job, JobEvent, JobFinished, ServedModel
@@ -43,8 +44,9 @@ CLOSING_GRACE_S: Final = 0.05
 class JobDispatcher:
     """`router.jobs.Dispatcher` over attached workers; also the registry's `LinkOwner`."""
 
-    def __init__(self, settings: RouterSettings) -> None:
+    def __init__(self, settings: RouterSettings, events: RouterEvents = NO_EVENTS) -> None:
         self._settings = settings
+        self._events = events
         self._policy = POLICIES[settings.policy]()
         self._workers: list[WorkerLink] = []
         self._queue: AdmissionQueue[JobRun] = AdmissionQueue(
@@ -74,12 +76,21 @@ class JobDispatcher:
         """Jobs waiting for room."""
         return len(self._queue)
 
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens of those."""
+        return self._queue.tokens
+
     # What the front doors call.
 
     def models(self) -> Sequence[ServedModel]:
         """Models that could be run now, by name: not those that half of a pair is attached for."""
-        names = {model.name: model for model in self._attached_models()}
+        names = {model.name: model for model in self.attached_models()}
         return [names[name] for name in sorted(names) if self._can_run(name)]
+
+    def attached_models(self) -> list[ServedModel]:
+        """The model of every worker; those of a pair say the same."""
+        return [_served_model(worker.identity.model) for worker in self._workers]
 
     def model(self, name: str) -> ServedModel:
         """The model of that name; an empty one selects the only model.
@@ -87,7 +98,7 @@ class JobDispatcher:
         Raises:
             RouterError: NO_WORKERS or MODEL_NOT_FOUND.
         """
-        attached = {model.name: model for model in self._attached_models()}
+        attached = {model.name: model for model in self.attached_models()}
         if not attached:
             raise errors.no_workers(name)
         if not name and len(attached) == 1:
@@ -101,7 +112,7 @@ class JobDispatcher:
         run = self._runs[job] = JobRun(job)
         self._idle.clear()
         try:
-            self._admit(run)
+            self._admit_or_reject(run)
             while not isinstance(event := await run.next_event(), JobFinished):
                 yield event
             yield event
@@ -171,14 +182,18 @@ class JobDispatcher:
                 self._fail(run, self._nobody(run))
         self._pump_soon()
 
-    def _attached_models(self) -> list[ServedModel]:
-        return [_served_model(worker.identity.model) for worker in self._workers]
-
     def _can_run(self, model: str) -> bool:
         workers = [worker for worker in self._workers if worker.identity.model.name == model]
         return routing.can_run(workers)
 
     # Waiting.
+
+    def _admit_or_reject(self, run: JobRun) -> None:
+        try:
+            self._admit(run)
+        except errors.RouterError as error:
+            self._events.rejected(error.reason)
+            raise
 
     def _admit(self, run: JobRun) -> None:
         now_s = self._now_s()
@@ -225,7 +240,7 @@ class JobDispatcher:
         route = routing.choose(run.job, self._workers, self._policy, run.avoid)
         if route is None:
             return False
-        self._queue.take(run, self._now_s())
+        self._events.waited(self._queue.take(run, self._now_s()))
         self._stop_waiting(run)
         self._dispatch(run, route)
         return True
@@ -266,6 +281,7 @@ class JobDispatcher:
             run.finish(attempt.timings())
             self._release(run)
         elif self._may_retry(run, fault):
+            self._events.retried(fault.name)
             self._enqueue(run, bounded=False)
         else:
             self._fail(run, error_of(run, fault))

@@ -15,6 +15,7 @@ import grpc.aio
 
 from baton.inference.v1 import inference_pb2 as api
 from router.calls import Call, stream_method, unary_method
+from router.events import NO_EVENTS, RouterEvents
 from router.generation import Generations
 from router.validation import Limits
 
@@ -29,12 +30,16 @@ class InferenceService:
     """The methods, free of gRPC."""
 
     def __init__(
-        self, dispatcher: Dispatcher, tokenizers: Tokenizers, limits: Limits | None = None
+        self,
+        dispatcher: Dispatcher,
+        tokenizers: Tokenizers,
+        limits: Limits | None = None,
+        events: RouterEvents = NO_EVENTS,
     ) -> None:
         self._dispatcher = dispatcher
         self._tokenizers = tokenizers
         self._limits = limits or Limits()
-        self._generations = Generations(dispatcher, tokenizers, self._limits)
+        self._generations = Generations(dispatcher, tokenizers, self._limits, events)
 
     def add_to_server(self, server: grpc.aio.Server) -> None:
         """Registers the service."""

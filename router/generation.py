@@ -23,6 +23,7 @@ from baton.inference.v1 import inference_pb2 as api
 from router import errors, validation
 from router.detokenization import CONTEXT_TOKENS, Detokenizer, StopTexts
 from router.errors import Violation
+from router.events import NO_EVENTS, RouterEvents
 from router.jobs import (
     ChoiceEnded,
     Dispatcher,
@@ -58,10 +59,17 @@ GenerationRequest = api.GenerateRequest | api.StreamGenerateRequest
 class Generations:
     """Runs the requests of all front doors of a process."""
 
-    def __init__(self, dispatcher: Dispatcher, tokenizers: Tokenizers, limits: Limits) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        tokenizers: Tokenizers,
+        limits: Limits,
+        events: RouterEvents = NO_EVENTS,
+    ) -> None:
         self._dispatcher = dispatcher
         self._tokenizers = tokenizers
         self._limits = limits
+        self._events = events
 
     async def stream(
         self, request: GenerationRequest, call: Call
@@ -71,7 +79,7 @@ class Generations:
         Raises:
             RouterError: why it was refused or could not be finished.
         """
-        with RequestSpan(call, request) as span:
+        with RequestSpan(call, request, self._events) as span:
             with span.step(SpanName.ADMIT):
                 model, tokenizer = await self._admit(request)
             with span.step(SpanName.TOKENIZE):

@@ -173,6 +173,12 @@ class WorkerLink:
         return self.identity.worker_id
 
     @property
+    def role(self) -> str:
+        """ "prefill", "decode" or "both"."""
+        role = worker_pb2.WorkerRole.Name(self.identity.role)
+        return role.removeprefix("WORKER_ROLE_").lower()
+
+    @property
     def agent_name(self) -> str:
         """Name of its transfer agent; empty where it has none."""
         return self.identity.endpoint.agent_name

@@ -123,11 +123,13 @@ class AdmissionQueue(Generic[Entry]):
         """The next entry of each lane."""
         return [lane[0][1] for lane in self._lanes.values()]
 
-    def take(self, entry: Entry, now_s: float) -> None:
-        """Removes an entry that is dispatched now."""
+    def take(self, entry: Entry, now_s: float) -> float:
+        """Removes an entry that is dispatched now; returns how long it waited, seconds."""
         place = self.remove(entry, now_s)
-        if place is not None and now_s - place.pushed_s > AT_ONCE_S:
+        waited_s = now_s - place.pushed_s if place is not None else 0.0
+        if waited_s > AT_ONCE_S:
             self._drain.left(entry.tokens)
+        return waited_s
 
     def remove(self, entry: Entry, now_s: float) -> _Place | None:
         """Removes an entry, if it is there; returns the place it had."""

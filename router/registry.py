@@ -210,5 +210,4 @@ def _key(worker: worker_pb2.WorkerIdentity) -> Key:
 
 
 def _describe(link: WorkerLink) -> dict[str, str]:
-    role = worker_pb2.WorkerRole.Name(link.identity.role).removeprefix("WORKER_ROLE_").lower()
-    return {"worker": link.worker_id, "role": role, "address": link.identity.address}
+    return {"worker": link.worker_id, "role": link.role, "address": link.identity.address}

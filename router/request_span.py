@@ -1,4 +1,4 @@
-"""What is recorded of one generation: its span, the steps below it, one line in the log.
+"""What is recorded of one generation: its span, the steps below it, figures, a line in the log.
 
 Nothing here holds a prompt, an output or the text of an exception.
 """
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Self
 from baton.inference.v1 import inference_pb2 as api
 from router.errors import RouterError
 from telemetry.names import Attr, SpanName
-from telemetry.tracing import context_of, end_span, start_span
+from telemetry.tracing import context_of, end_span, start_span, trace_id_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from opentelemetry.util.types import AttributeValue
 
     from router.calls import Call
+    from router.events import RouterEvents
     from router.jobs import Job
 
 logger = logging.getLogger(__name__)
@@ -42,9 +43,13 @@ class RequestSpan:
     """The span `text_completion MODEL` below the call's; a context manager around the request."""
 
     def __init__(
-        self, call: Call, request: api.GenerateRequest | api.StreamGenerateRequest
+        self,
+        call: Call,
+        request: api.GenerateRequest | api.StreamGenerateRequest,
+        events: RouterEvents,
     ) -> None:
         self._call = call
+        self._events = events
         self._model = request.input.model[:_MAX_NAME_CHARS]
         self._client_tag = request.client_tag[:_MAX_NAME_CHARS]
         self._span = start_span(
@@ -60,9 +65,12 @@ class RequestSpan:
         )
         self.context = context_of(self._span)
         """Holds this span: the parent of all that is done for the request."""
+        self._served_model = ""
         self._prompt_tokens = 0
         self._output_tokens = 0
-        self._first_token_s = 0.0
+        self._first_token_s: float | None = None
+        self._last_tokens_s: dict[int, float] = {}
+        """By choice: when its last message of tokens left, from the arrival."""
         self._finish_reasons: dict[int, str] = {}
 
     def __enter__(self) -> Self:
@@ -83,22 +91,33 @@ class RequestSpan:
             Attr.RESPONSE_FINISH_REASONS: reasons,
         }
         end_span(self._span, attributes=totals, error=outcome)
-        self._log(outcome, reasons)
+        duration_s = self._passed_s
+        self._events.ended(
+            self._served_model,
+            outcome or "OK",
+            duration_s,
+            first_token_s=self._first_token_s,
+            output_tokens=self._output_tokens,
+            trace_id=trace_id_of(self.context),
+        )
+        self._log(outcome, duration_s, reasons)
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """A span below this one around a step of the front door."""
+        """A span below this one around a step of the front door, which may refuse the request."""
         span = start_span(name, self.context)
         try:
             yield
         except BaseException as error:
             end_span(span, error=_outcome(error))
+            if isinstance(error, RouterError):
+                self._events.rejected(error.reason)
             raise
         end_span(span)
 
     def describe_job(self, job: Job) -> None:
         """Notes what is asked for, defaults filled in."""
-        self._model = job.model.name
+        self._model = self._served_model = job.model.name
         self._prompt_tokens = job.prompt_tokens
         self._span.update_name(SpanName.request(job.model.name))
         sampling = job.sampling
@@ -124,21 +143,35 @@ class RequestSpan:
                 cached = message.started.cached_prompt_tokens
                 self._span.set_attribute(Attr.CACHED_INPUT_TOKENS, cached)
             case "delta":
-                if not self._output_tokens:
-                    self._first_token_s = (time.time_ns() - self._call.arrived_ns) / 1e9
-                    self._span.set_attribute(Attr.RESPONSE_FIRST_TOKEN_S, self._first_token_s)
-                self._output_tokens += len(message.delta.token_ids)
+                self._observe_tokens(message.delta)
             case "finished":
                 finished = message.finished
                 self._finish_reasons[finished.choice_index] = _FINISH_WORDS[finished.finish_reason]
 
+    def _observe_tokens(self, delta: api.TokenDelta) -> None:
+        if not delta.token_ids:  # Text that was held back.
+            return
+        now_s = self._passed_s
+        if self._first_token_s is None:
+            self._first_token_s = now_s
+            self._span.set_attribute(Attr.RESPONSE_FIRST_TOKEN_S, now_s)
+            trace_id = trace_id_of(self.context)
+            self._events.first_token(self._model, now_s, self._prompt_tokens, trace_id)
+        last_s = self._last_tokens_s.get(delta.choice_index)
+        self._last_tokens_s[delta.choice_index] = now_s
+        count = len(delta.token_ids)
+        self._output_tokens += count
+        self._events.tokens(self._model, count, None if last_s is None else now_s - last_s)
+
+    @property
+    def _passed_s(self) -> float:
+        return (time.time_ns() - self._call.arrived_ns) / 1e9
+
     def _is_overdue(self) -> bool:
         left_s = self._call.time_left_s
-        passed_s = (time.time_ns() - self._call.arrived_ns) / 1e9
-        return left_s is not None and passed_s > left_s - _DEADLINE_SLACK_S
+        return left_s is not None and self._passed_s > left_s - _DEADLINE_SLACK_S
 
-    def _log(self, outcome: str, reasons: list[str]) -> None:
-        duration_s = (time.time_ns() - self._call.arrived_ns) / 1e9
+    def _log(self, outcome: str, duration_s: float, reasons: list[str]) -> None:
         logger.info(
             "generation ended",
             extra={
@@ -149,7 +182,7 @@ class RequestSpan:
                 "prompt_tokens": self._prompt_tokens,
                 "output_tokens": self._output_tokens,
                 "finish_reasons": reasons,
-                "first_token_s": round(self._first_token_s, 6),
+                "first_token_s": round(self._first_token_s or 0.0, 6),
                 "duration_s": round(duration_s, 6),
             },
         )

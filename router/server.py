@@ -33,9 +33,9 @@ from router.registry import Registry, RegistryServicer
 from router.tokenization import Tokenizers
 from router.trace_store import TraceStore, add_trace_receiver, trace_routes
 from router.validation import Limits
-from telemetry.admin import AdminServer
+from telemetry.admin import AdminServer, metrics_route
 from telemetry.logs import setup_logging
-from telemetry.metrics import RouterLoad, RouterMetrics
+from telemetry.metrics import EventLoopLag, RouterLoad, RouterMetrics, WorkerUp
 from telemetry.names import Service
 from telemetry.rpc import ServerSpans
 from telemetry.tracing import setup_tracing
@@ -61,29 +61,38 @@ class RouterServer:
 
     def __init__(self, settings: RouterSettings) -> None:
         self.settings = settings
-        self.dispatcher = JobDispatcher(settings)
+        self.metrics = RouterMetrics(self._load)
+        self.dispatcher = JobDispatcher(settings, self.metrics)
         self.registry = Registry(settings, self.dispatcher)
         self.address = ""
         """Where clients reach it; set by `start`, as below."""
         self.internal_address = ""
         self.http_address = ""
         self._tokenizers = Tokenizers(settings.tokenizer_threads)
+        self._limits = _limits(settings)
         self._http = OpenAiServer(
-            settings.http_listen, self.dispatcher, self._tokenizers, _limits(settings)
+            settings.http_listen,
+            self.dispatcher,
+            self._tokenizers,
+            self._limits,
+            self.metrics,
+            [metrics_route(self.metrics.registry)],
         )
         self._public = grpc.aio.server(interceptors=[ServerSpans()], options=server_options())
         self._internal = grpc.aio.server(options=server_options())
         self._health: health.aio.HealthServicer
-        self._health_task: asyncio.Task[None] | None = None
+        self._members_task: asyncio.Task[None] | None = None
         self._traces = TraceStore(settings.max_stored_traces) if settings.trace_store else None
-        self._metrics = RouterMetrics(self._load)
         self.admin = AdminServer(
-            *_split(settings.admin),
-            self._metrics.registry,
+            settings.admin,
+            self.metrics.registry,
             lambda: bool(self.dispatcher.models()),
             trace_routes(self._traces) if self._traces is not None else (),
         )
         self._tracing = setup_tracing(Service.ROUTER, settings.name, settings.otlp_endpoint)
+        if (tracing := self._tracing) is not None:
+            self.metrics.watch_spans(lambda: tracing.counts)
+        self._lag = EventLoopLag(self.metrics.loop_lagged)
 
     async def start(self) -> None:
         """Binds and serves.
@@ -91,7 +100,7 @@ class RouterServer:
         Raises:
             RuntimeError, OSError: an address cannot be bound.
         """
-        service = InferenceService(self.dispatcher, self._tokenizers, _limits(self.settings))
+        service = InferenceService(self.dispatcher, self._tokenizers, self._limits, self.metrics)
         service.add_to_server(self._public)
         self._health = await add_health_and_reflection(self._public, (SERVICE_NAME,))
         worker_pb2_grpc.add_RegistryServiceServicer_to_server(
@@ -107,7 +116,8 @@ class RouterServer:
         await self._http.start()
         self.http_address = self._http.address
         await self.admin.start()
-        self._health_task = asyncio.create_task(self._publish_health())
+        self._lag.start()
+        self._members_task = asyncio.create_task(self._follow_members())
         logger.info(
             "router serves",
             extra={
@@ -127,8 +137,8 @@ class RouterServer:
     async def stop(self) -> bool:
         """Ends everything; returns whether nothing had to be cut short."""
         clean = self.dispatcher.active_jobs == 0
-        if self._health_task is not None:
-            self._health_task.cancel()
+        if self._members_task is not None:
+            self._members_task.cancel()
         await self._health.enter_graceful_shutdown()
         self.dispatcher.drain()
         self.dispatcher.fail_all()
@@ -137,17 +147,27 @@ class RouterServer:
         if self._tracing is not None:  # before the internal server, which may be its receiver
             await asyncio.to_thread(self._tracing.shutdown)
         await self._internal.stop(None)
+        self._lag.stop()
         await self.admin.stop()
         self._tokenizers.close()
         return clean
 
     def _load(self) -> RouterLoad:
-        return RouterLoad(inflight_requests=self.dispatcher.active_jobs)
+        dispatcher = self.dispatcher
+        return RouterLoad(
+            inflight_requests=dispatcher.active_jobs,
+            queued_requests=dispatcher.queued_jobs,
+            queued_tokens=dispatcher.queued_tokens,
+            workers=[WorkerUp(link.worker_id, link.role) for link in self.registry.members],
+        )
 
-    async def _publish_health(self) -> None:
+    async def _follow_members(self) -> None:
+        """Keeps health true. Tokenizers are read from a model's first worker on, and before health
+        says that it can be run: no request is to wait for that."""
         changed = self.dispatcher.membership_changed
         while True:
             changed.clear()
+            await self._tokenizers.warm(model.path for model in self.dispatcher.attached_models())
             status = _SERVING if self.dispatcher.models() else _NOT_SERVING
             await self._health.set(SERVICE_NAME, status)
             await changed.wait()
@@ -188,11 +208,6 @@ class _Signals:
 
     def _count(self) -> None:
         (self.second if self.first.is_set() else self.first).set()
-
-
-def _split(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host, int(port)
 
 
 def _bind(server: grpc.aio.Server, address: str) -> str:

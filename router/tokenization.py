@@ -5,15 +5,15 @@ the same Rust library, but importing it takes seconds and pulls torch in whereve
 installed, and a router holds no torch. The template gets the variables and helpers that chat
 templates are written against, in a sandbox: it comes with a checkpoint, from anywhere.
 
-A model folder is read once, on the first request for it. Encoding releases the GIL and runs on a
-small pool, so that a prompt of a megabyte holds up nobody else's tokens.
+A model folder is read once, ahead of the first request for it where it is warmed. Encoding releases
+the GIL and runs on a small pool, so that a prompt of a megabyte holds up nobody else's tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
@@ -152,6 +152,10 @@ class Tokenizers:
             self._loads[folder] = load
         # Shielded: a caller that gives up must not spoil the load for those who wait with it.
         return await asyncio.shield(load)
+
+    async def warm(self, folders: Iterable[str]) -> None:
+        """Reads what was not read yet. What cannot be read is the affair of who asks for it."""
+        await asyncio.gather(*map(self.get, folders), return_exceptions=True)
 
     async def encode(self, tokenizer: Tokenizer, prompt: str | api.ChatPrompt) -> PromptIds:
         """Ids of a text or a conversation; long ones are encoded on the pool.

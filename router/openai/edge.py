@@ -38,6 +38,8 @@ from telemetry.tracing import context_of, end_span, start_span, trace_id_of
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
+    from router.events import RouterEvents
+
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES: Final = 64 * 1024 * 1024
@@ -70,9 +72,10 @@ Method = Callable[[bytes, Call, str], Awaitable[Answer]]
 class Endpoint:
     """An ASGI application around one method."""
 
-    def __init__(self, route: str, method: Method) -> None:
+    def __init__(self, route: str, method: Method, events: RouterEvents) -> None:
         self._route = route
         self._method = method
+        self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
@@ -89,7 +92,11 @@ class Endpoint:
             response.close()
 
     async def _serve(self, body: bytes, request: Request, response: _Response) -> None:
-        answer = await self._method(body, response.call, _client_tag(request))
+        try:
+            answer = await self._method(body, response.call, _client_tag(request))
+        except errors.RouterError as error:
+            self._events.rejected(error.reason)
+            raise
         if not answer.stream:
             await response.whole(await answer.whole())
             return

@@ -1,31 +1,29 @@
-"""The HTTP port of a router: its routes, and the server in the process's own event loop.
+"""The HTTP port of a router: its routes.
 
-Signals are left to the process. `stop` lets what is under way end for a moment: whoever stops the
-router has ended the jobs before, so that their last words are on the way.
+`stop` lets what is under way end for a moment: whoever stops the router has ended the jobs before,
+so that their last words are on the way.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-import uvicorn
 from pydantic_core import to_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import BaseRoute, Route
 
 from router import errors
+from router.events import NO_EVENTS, RouterEvents
 from router.generation import Generations
 from router.openai import statuses
 from router.openai.chat import ChatCompletions
 from router.openai.completions import Completions
-from router.openai.edge import Endpoint
+from router.openai.edge import Endpoint, Method
+from telemetry.embedded_http import EmbeddedHttpServer
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -37,16 +35,18 @@ if TYPE_CHECKING:
 
 COMPLETIONS: Final = "/v1/completions"
 CHAT_COMPLETIONS: Final = "/v1/chat/completions"
-STOP_TIMEOUT_S: Final = 2.0
-_KEEP_ALIVE_S: Final = 75
-"""Longer than clients keep idle connections, so that none is closed under a request."""
 
 
-class OpenAiServer:
+class OpenAiServer(EmbeddedHttpServer):
     """Serves the OpenAI-compatible API. Belongs to the event loop that started it.
 
     Args:
         listen: HOST:PORT; port 0 takes a free one.
+        dispatcher: runs what is asked for.
+        tokenizers: of the models served.
+        limits: of requests.
+        events: hears of requests.
+        routes: beside those of the API.
     """
 
     def __init__(
@@ -55,82 +55,32 @@ class OpenAiServer:
         dispatcher: Dispatcher,
         tokenizers: Tokenizers,
         limits: Limits,
+        events: RouterEvents = NO_EVENTS,
+        routes: Sequence[BaseRoute] = (),
     ) -> None:
-        self._host, _, self._port = listen.rpartition(":")
-        self.address = ""
-        """HOST:PORT, set by `start`."""
         self._pages = _Pages(dispatcher)
-        config = uvicorn.Config(
-            _application(self._pages, dispatcher, tokenizers, limits),
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            server_header=False,
-            timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=1,
+        generations = Generations(dispatcher, tokenizers, limits, events)
+        completions = Completions(generations, dispatcher, tokenizers)
+        chat = ChatCompletions(generations, dispatcher, tokenizers)
+        api = (
+            _method(COMPLETIONS, completions, events),
+            _method(CHAT_COMPLETIONS, chat, events),
+            Route("/v1/models", self._pages.models),
+            Route("/v1/models/{name:path}", self._pages.model),
+            Route("/health", self._pages.health),
         )
-        self._server = _EmbeddedServer(config)
-        self._task: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        """Binds and serves.
-
-        Raises:
-            OSError: the address cannot be bound.
-        """
-        host = self._host.strip("[]")
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        bound = socket.create_server((host, int(self._port)), family=family)
-        self.address = f"{self._host}:{bound.getsockname()[1]}"
-        self._task = asyncio.create_task(self._server.serve([bound]), name="openai-server")
-        while not self._server.started and not self._task.done():
-            await asyncio.sleep(0.005)
-        if self._task.done():
-            await self._task
+        application = Starlette(
+            routes=[*api, *routes], exception_handlers={HTTPException: _not_served}
+        )
+        super().__init__(listen, application, "openai-server")
 
     def drain(self) -> None:
         """From now on /health sends clients elsewhere; requests are refused by the dispatcher."""
         self._pages.draining = True
 
-    async def stop(self) -> None:
-        """Ends it; requests under way get a second."""
-        if self._task is None:
-            return
-        self._server.should_exit = True
-        _, late = await asyncio.wait({self._task}, timeout=STOP_TIMEOUT_S)
-        for task in late:
-            task.cancel()
 
-
-class _EmbeddedServer(uvicorn.Server):
-    """Leaves signals to the process that it is part of."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def _application(
-    pages: _Pages,
-    dispatcher: Dispatcher,
-    tokenizers: Tokenizers,
-    limits: Limits,
-) -> Starlette:
-    """The API as an ASGI application."""
-    generations = Generations(dispatcher, tokenizers, limits)
-    completions = Completions(generations, dispatcher, tokenizers)
-    chat = ChatCompletions(generations, dispatcher, tokenizers)
-    return Starlette(
-        routes=[
-            Route(COMPLETIONS, Endpoint(COMPLETIONS, completions), methods=["POST"]),
-            Route(CHAT_COMPLETIONS, Endpoint(CHAT_COMPLETIONS, chat), methods=["POST"]),
-            Route("/v1/models", pages.models),
-            Route("/v1/models/{name:path}", pages.model),
-            Route("/health", pages.health),
-        ],
-        exception_handlers={HTTPException: _not_served},
-    )
+def _method(path: str, method: Method, events: RouterEvents) -> Route:
+    return Route(path, Endpoint(path, method, events), methods=["POST"])
 
 
 class _Pages:

@@ -25,8 +25,7 @@ class Process:
         self.ready = False
         self.metrics = RouterMetrics(lambda: RouterLoad(queued_requests=5))
         self.admin = AdminServer(
-            "127.0.0.1",
-            0,
+            "127.0.0.1:0",
             self.metrics.registry,
             lambda: self.ready,
             [Route("/traces", lambda request: PlainTextResponse("mine"))],
@@ -93,14 +92,13 @@ async def test_signals_stay_the_process_own(process: Process) -> None:
 
 
 async def test_an_address_in_use_is_said_at_the_start(process: Process) -> None:
-    second = AdminServer("127.0.0.1", process.admin.port, process.metrics.registry)
+    second = AdminServer(process.admin.address, process.metrics.registry)
     with pytest.raises(OSError, match="in use"):
         await second.start()
 
 
 async def test_stopping_frees_the_port(process: Process) -> None:
-    port = process.admin.port
     await process.admin.stop()
-    again = AdminServer("127.0.0.1", port, process.metrics.registry)
+    again = AdminServer(process.admin.address, process.metrics.registry)
     await again.start()
     await again.stop()

@@ -1,0 +1,92 @@
+"""What a router tells whoever counts: each thing once, when it happens.
+
+`telemetry.metrics.RouterMetrics` counts; `NO_EVENTS` is for those who need no figures.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+
+class RouterEvents(Protocol):
+    """Hears of requests. Called on the event loop; never raises, never waits."""
+
+    def rejected(self, reason: str) -> None:
+        """A request was refused before any work; `reason` is one of the error table's."""
+        ...
+
+    def waited(self, seconds: float) -> None:
+        """A request left the queue for a worker."""
+        ...
+
+    def retried(self, cause: str) -> None:
+        """An attempt failed before the first token, and another begins."""
+        ...
+
+    def first_token(
+        self, model: str, seconds: float, prompt_tokens: int, trace_id: str = ""
+    ) -> None:
+        """A request's first token left for the client, so long after its arrival."""
+        ...
+
+    def tokens(self, model: str, count: int, seconds_since_last: float | None) -> None:
+        """A message of tokens left for the client; None for its choice's first."""
+        ...
+
+    def ended(
+        self,
+        model: str,
+        outcome: str,
+        duration_s: float,
+        *,
+        first_token_s: float | None = None,
+        output_tokens: int = 0,
+        trace_id: str = "",
+    ) -> None:
+        """A request ended.
+
+        Args:
+            model: "" where it named none that is served: whoever asks chooses no label.
+            outcome: "OK" or the reason of the error table.
+            duration_s: since its arrival.
+            first_token_s: from its arrival; None where none was sent.
+            output_tokens: sent to the client, of all choices.
+            trace_id: "" where it is not traced.
+        """
+        ...
+
+
+class NoEvents:
+    """Hears and forgets."""
+
+    def rejected(self, reason: str) -> None:
+        """Forgets it."""
+
+    def waited(self, seconds: float) -> None:
+        """Forgets it."""
+
+    def retried(self, cause: str) -> None:
+        """Forgets it."""
+
+    def first_token(
+        self, model: str, seconds: float, prompt_tokens: int, trace_id: str = ""
+    ) -> None:
+        """Forgets it."""
+
+    def tokens(self, model: str, count: int, seconds_since_last: float | None) -> None:
+        """Forgets it."""
+
+    def ended(
+        self,
+        model: str,
+        outcome: str,
+        duration_s: float,
+        *,
+        first_token_s: float | None = None,
+        output_tokens: int = 0,
+        trace_id: str = "",
+    ) -> None:
+        """Forgets it."""
+
+
+NO_EVENTS: Final = NoEvents()
