@@ -130,7 +130,7 @@ class Worker:
         self.identity.address = self._bind()
         endpoint = await asyncio.to_thread(self.transfer.start)
         self._adopt(endpoint)
-        self.engine.start()
+        self.engine.start(self.metrics.stepped)
         await self.admin.start()
         self._lag.start()
         await self._server.start()
@@ -190,7 +190,6 @@ class Worker:
             self.engine,
             self.transfer,
             self.inbox.hop,
-            self.metrics,
             epoch=self.epoch,
             agent_name=self.agent_name,
             page_bytes=self.engine.pool.page_bytes,

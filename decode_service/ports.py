@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from engine.types import EngineLoad, Request, Sink, TokenRecord
+from engine.types import Request, Sink, TokenRecord
 from kv_transfer.thread import ReceiveSpec
 
 
@@ -26,10 +26,6 @@ class DecodeEngine(Protocol):
 
     def release(self, request_id: bytes) -> None:
         """Nothing outside touches the pages any more."""
-        ...
-
-    def load(self) -> EngineLoad:
-        """The step loop's last snapshot."""
         ...
 
 

@@ -69,7 +69,6 @@ from kv_transfer.events import (
     TransferEvent,
 )
 from kv_transfer.thread import ReceiveSpec
-from telemetry.metrics import WorkerMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +85,6 @@ class DecodeService:
         engine: DecodeEngine,
         transfer: ReceivingThread,
         hop: Hop,
-        metrics: WorkerMetrics,
         *,
         epoch: int,
         agent_name: str,
@@ -97,7 +95,6 @@ class DecodeService:
         self._engine = engine
         self._transfer = transfer
         self._hop = hop
-        self._metrics = metrics
         self._epoch = epoch
         self._agent_name = agent_name
         self._page_bytes = page_bytes
@@ -190,8 +187,6 @@ class DecodeService:
 
     def _take_events(self, events: Sequence[Event]) -> None:
         """The events of one step; the tokens among them leave in one message per router."""
-        if decoded := sum(isinstance(event, NewTokens) for event in events):
-            self._metrics.stepped(self._engine.load().step_ms / 1e3, decoded)
         for event in events:
             attempt = self._attempts.get(event.request_id)
             if attempt is None or attempt.state is DecodeState.QUARANTINED:

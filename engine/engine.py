@@ -23,7 +23,7 @@ from engine.model import LoadedModel, load_model
 from engine.policies import POLICIES
 from engine.sampling import Sampler
 from engine.scheduler import Scheduler, SchedulerConfig
-from engine.step_loop import StepLoop
+from engine.step_loop import OnStep, StepLoop
 from engine.types import EngineLoad, ModelInfo, Request, Sink, TokenRecord
 
 log = logging.getLogger("baton.engine")
@@ -71,9 +71,14 @@ class Engine:
         executor = _build_executor(config, loaded, info, pool, sampler, progress)
         return cls(info, pool, StepLoop(_scheduler(config, info, pool, sampler), executor))
 
-    def start(self) -> None:
-        """Starts the step loop."""
-        self._loop.start()
+    def start(self, on_step: OnStep | None = None) -> None:
+        """Starts the step loop.
+
+        Args:
+            on_step: called once per settled step with its seconds and how many sequences it
+                decoded, on the loop's thread: it must return at once.
+        """
+        self._loop.start(on_step)
 
     def stop(self) -> None:
         """Stops the step loop; requests still inside are dropped without an event."""

@@ -24,6 +24,8 @@ from engine.types import EngineLoad, Event, Sink
 log = logging.getLogger("baton.engine")
 
 Command = Callable[[Scheduler], None]
+OnStep = Callable[[float, int], None]
+"""Hears of a settled step, on the loop's thread: its seconds, and how many sequences it decoded."""
 IDLE_TURN_S = 0.25
 """How long an idle turn waits for a command: progress is shown at least this often."""
 LONG_STEP_S = 1.0
@@ -41,12 +43,14 @@ class StepLoop:
         self._executor = executor
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._stopping = False
+        self._on_step: OnStep = _unobserved
         self._thread = threading.Thread(target=self._run, name="baton-step-loop", daemon=True)
         self._rates = _Rates()
         self._progress = 0
 
-    def start(self) -> None:
+    def start(self, on_step: OnStep | None = None) -> None:
         """Starts the thread."""
+        self._on_step = on_step or _unobserved
         self._publish_load()
         self._thread.start()
 
@@ -107,6 +111,7 @@ class StepLoop:
         else:
             self._rates.settled(plan)
             settle_step(self._scheduler, plan, result)
+            self._on_step(self._rates.step_s, plan.num_decodes)
         self._flush()
 
     def _flush(self) -> None:
@@ -135,6 +140,10 @@ class StepLoop:
             prompt_tokens_cached=scheduler.cached_tokens,
             tokens_sampled=self._rates.tokens_sampled,
         )
+
+
+def _unobserved(_seconds: float, _decoded_sequences: int) -> None:
+    """For who needs no figures."""
 
 
 def hand_out(events: list[tuple[Sink, Event]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from engine.types import EngineLoad, Request, Sink
+from engine.types import Request, Sink
 from kv_transfer.thread import SendSpec
 
 
@@ -21,10 +21,6 @@ class PrefillEngine(Protocol):
 
     def release(self, request_id: bytes) -> None:
         """Nothing outside touches the pages any more."""
-        ...
-
-    def load(self) -> EngineLoad:
-        """The step loop's last snapshot."""
         ...
 
 

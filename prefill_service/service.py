@@ -206,8 +206,6 @@ class PrefillService:
                 outgoing.chunk(event.pages, event.end_token, payload)
 
     def _take_events(self, events: Sequence[Event]) -> None:
-        if any(isinstance(event, ChunkComputed) for event in events):
-            self._metrics.stepped(self._engine.load().step_ms / 1e3, 0)
         for event in events:
             attempt = self._attempts.get(event.request_id)
             if attempt is None or attempt.state is PrefillState.QUIESCING:

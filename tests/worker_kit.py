@@ -178,7 +178,6 @@ class Node:
             self.engine,
             self.transfer,
             self.inbox.hop,
-            self.metrics,
             epoch=self.epoch,
             agent_name=self.name,
             page_bytes=pool.page_bytes,
@@ -187,7 +186,7 @@ class Node:
         self.services = Services(self.prefill, self.decode, self.peers)
         endpoint = self.transfer.start()
         self.identity.endpoint.CopyFrom(endpoint_message(endpoint))
-        self.engine.start()
+        self.engine.start(self.metrics.stepped)
 
     @property
     def free_pages(self) -> int:

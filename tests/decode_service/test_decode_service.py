@@ -71,6 +71,15 @@ async def test_a_prefix_that_is_held_already_is_not_sent() -> None:
         await pair.quiet()
 
 
+async def test_steps_are_counted() -> None:
+    async with a_pair() as pair:
+        await pair.run(Attempted(LONG, max_tokens=6))
+        read = pair.d.metrics.registry.get_sample_value
+        await until(lambda: read("baton_engine_step_seconds_count") == pair.d.engine.load().steps)
+        assert (read("baton_decode_batch_size_sum") or 0) >= 5
+        await pair.quiet()
+
+
 @pytest.mark.parametrize("end", ["cancel", "end_stream", "expire", "fail_all"])
 @pytest.mark.parametrize(
     "state", ["waiting", "reserved", "granted", "filling", "pushing", "ready", "running", "ended"]

@@ -189,6 +189,7 @@ async def test_counts_what_was_sent_and_what_failed() -> None:
         assert read("baton_kv_transfer_seconds_count", sent) == 1
         assert read("baton_kv_transfer_exposed_seconds_count", sent) == 1
         assert read("baton_engine_step_seconds_count") == 3
+        assert read("baton_decode_batch_size_count") == 0
         await pair.quiet()
 
 
