@@ -6,6 +6,7 @@ those that are not.
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import time
@@ -266,7 +267,7 @@ class _Store:
     def trace(self, trace_id: str | None) -> Trace | None:
         """The trace, or the latest generation's, as far as it is there."""
         trace_id = trace_id or self._latest()
-        found = _get(f"{self.base_url}/traces/{trace_id}") if trace_id else None
+        found = _get(f"{self.base_url}/traces/{_in_path(trace_id)}") if trace_id else None
         return from_store(found) if found is not None else None
 
     def _latest(self) -> str | None:
@@ -288,7 +289,7 @@ class _Jaeger:
     def trace(self, trace_id: str | None) -> Trace | None:
         """The trace, or the router's latest, as far as it is there."""
         if trace_id:
-            found = _get(f"{self.base_url}/api/traces/{trace_id}")
+            found = _get(f"{self.base_url}/api/traces/{_in_path(trace_id)}")
         else:
             query = urllib.parse.urlencode({"service": Service.ROUTER, "limit": 20})
             found = _get(f"{self.base_url}/api/traces?{query}")
@@ -296,6 +297,10 @@ class _Jaeger:
         if not trace_id:
             traces = [trace for trace in traces if trace.request]
         return max(traces, key=lambda trace: trace.start_ns, default=None)
+
+
+def _in_path(text: str) -> str:
+    return urllib.parse.quote(text, safe="")
 
 
 def _get(url: str) -> dict[str, Any] | None:
@@ -309,5 +314,5 @@ def _get(url: str) -> dict[str, Any] | None:
             if error.code == 404:
                 return None
             raise TraceError(f"{url} answered {error.code}") from None
-    except (OSError, ValueError):
+    except (OSError, ValueError, http.client.HTTPException):
         raise TraceError(f"{url} does not answer: does the router run there?") from None

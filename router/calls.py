@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final, NoReturn, Protocol, TypeVar, cast
 
 import grpc
+import grpc.aio
 from google.protobuf.message import DecodeError, Message
 from opentelemetry import context as otel_context
 from opentelemetry.context import Context
@@ -95,7 +96,9 @@ def stream_method(
         try:
             async with aclosing(method(_parsed(request), call)) as responses:
                 async for response in responses:
-                    await context.write(response)
+                    await _write(response, context)
+        except _CallerLeftError:
+            raise asyncio.CancelledError from None
         except asyncio.CancelledError as error:
             await _abort_unless_ours(error, context, call)
         except Exception as error:
@@ -104,6 +107,25 @@ def stream_method(
     return grpc.unary_stream_rpc_method_handler(
         handle, request_deserializer=_parser(request_type), response_serializer=_serialize
     )
+
+
+class _CallerLeftError(Exception):
+    """Nobody reads the stream any more."""
+
+
+async def _write(response: Message, context: ServerContext) -> None:
+    """Sends one message.
+
+    A caller that leaves cancels the handler's task; but where a write is in flight it may fail
+    first, with one of gRPC's own errors.
+
+    Raises:
+        _CallerLeftError: there is no one to send it to.
+    """
+    try:
+        await context.write(response)
+    except (grpc.aio.InternalError, grpc.aio.UsageError):
+        raise _CallerLeftError from None
 
 
 def _call(context: ServerContext) -> Call:
