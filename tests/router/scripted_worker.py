@@ -15,6 +15,7 @@ from opentelemetry.context import Context
 from baton.grpc_options import server_options
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from router.dispatch import JobDispatcher
+from router.events import NO_EVENTS, RouterEvents
 from router.jobs import Job, JobEvent, JobTokens, ServedModel
 from router.merge import pack_ids
 from router.registry import Registry
@@ -195,9 +196,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
 class Cluster:
     """A dispatcher with a registry, and scripted workers that are attached to it."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, events: RouterEvents = NO_EVENTS, **settings: Any) -> None:
         self.settings = RouterSettings(name="router", stale_after_s=1, **settings)
-        self.dispatcher = JobDispatcher(self.settings)
+        self.dispatcher = JobDispatcher(self.settings, events)
         self.registry = Registry(self.settings, self.dispatcher)
         self.workers: list[ScriptedWorker] = []
 
