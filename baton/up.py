@@ -73,6 +73,8 @@ class Plan:
     admin_address: str
     worker_addresses: tuple[tuple[str, str], ...]
     """Name and address of each worker."""
+    worker_admin_addresses: tuple[tuple[str, str], ...]
+    """Name and admin address of each worker."""
     on_gpus: bool
     drain_s: float
 
@@ -114,6 +116,7 @@ def plan(options: UpOptions) -> Plan:
         http_address=at.http,
         admin_address=at.admin,
         worker_addresses=tuple((worker.name, worker.address) for worker in workers),
+        worker_admin_addresses=tuple((worker.name, worker.admin) for worker in workers),
         on_gpus=bool(gpus),
         drain_s=options.drain_s,
     )

@@ -6,13 +6,15 @@ import asyncio
 import signal
 import socket
 import sys
+import urllib.request
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
-from scripted_worker import BOTH, ScriptedWorker, until
+from scripted_worker import BOTH, PREFILL, WAIT_S, ScriptedWorker, until
 
 from baton.client import AsyncClient
 from baton.grpc_options import channel_options
@@ -22,6 +24,7 @@ from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from router.frontdoor import SERVICE_NAME
 from router.server import RouterServer
 from router.settings import RouterSettings
+from router.tokenization import Tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -30,16 +33,16 @@ ANY = "127.0.0.1:0"
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[tuple[RouterServer, ScriptedWorker]]:
+async def served(role: int = BOTH) -> AsyncIterator[tuple[RouterServer, ScriptedWorker]]:
     """A router, and a worker that announced itself to it."""
     settings = RouterSettings(listen=ANY, internal_listen=ANY, http_listen=ANY, admin=ANY)
-    server, worker = RouterServer(settings), ScriptedWorker("b0", BOTH)
+    server, worker = RouterServer(settings), ScriptedWorker("b0", role)
     await server.start()
     await worker.start()
     async with grpc.aio.insecure_channel(server.internal_address) as channel:
         registry = worker_pb2_grpc.RegistryServiceStub(channel)
         await registry.Announce(worker_pb2.AnnounceRequest(worker=worker.identity))
-    await until(server.dispatcher.models)
+    await until(server.dispatcher.attached_models)
     try:
         yield server, worker
     finally:
@@ -86,12 +89,48 @@ async def test_health_follows_the_workers() -> None:
     serving = health_pb2.HealthCheckResponse.SERVING
     async with served() as (server, worker), grpc.aio.insecure_channel(server.address) as channel:
         assert await health_of(channel, "") == serving
-        await asyncio.sleep(0)
-        assert await health_of(channel, SERVICE_NAME) == serving
+        await until_serving(channel)
         await worker.stop()
         await until(lambda: not server.dispatcher.models())
         assert await health_of(channel, "") == serving
         assert await health_of(channel, SERVICE_NAME) != serving
+
+
+async def until_serving(channel: grpc.aio.Channel) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while await health_of(channel, SERVICE_NAME) != health_pb2.HealthCheckResponse.SERVING:
+            await asyncio.sleep(0.01)
+
+
+async def test_no_request_waits_for_a_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read from the first worker on, and before health says that the model can be run."""
+    reads: list[str] = []
+    monkeypatch.setattr(Tokenizer, "load", reads.append)
+    async with served(PREFILL):
+        await until(lambda: reads)
+    assert reads == ["/tiny"]
+    async with served() as (server, worker), grpc.aio.insecure_channel(server.address) as channel:
+        await until_serving(channel)
+        assert reads == ["/tiny"] * 2
+        inference_pb2_grpc.InferenceServiceStub(channel).StreamGenerate(request())
+        await worker.heard("submit")
+        assert reads == ["/tiny"] * 2
+
+
+async def test_metrics_on_both_http_ports() -> None:
+    async with served() as (server, worker), grpc.aio.insecure_channel(server.address) as channel:
+        inference_pb2_grpc.InferenceServiceStub(channel).StreamGenerate(request())
+        await worker.heard("submit")
+        for address in (server.admin.address, server.http_address):
+            page = await asyncio.to_thread(_read, f"http://{address}/metrics")
+            assert "\nbaton_requests_inflight 1.0\n" in page
+            assert "\nbaton_queue_wait_seconds_count 1.0\n" in page
+            assert '\nbaton_worker_up{role="both",worker="b0"} 1.0\n' in page
+
+
+def _read(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=WAIT_S) as page:
+        return str(page.read(), "utf-8")
 
 
 async def test_reflection_v1_names_the_services() -> None:
