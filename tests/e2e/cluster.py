@@ -70,6 +70,11 @@ class Cluster:
         """Addresses by name."""
         return dict(self.plan.worker_addresses)
 
+    @property
+    def admin_addresses(self) -> dict[str, str]:
+        """Of every process, by name."""
+        return {"router": self.plan.admin_address, **dict(self.plan.worker_admin_addresses)}
+
     def client(self) -> Client:
         return Client(self.plan.router_address)
 
@@ -143,6 +148,7 @@ def make_cluster(
     prefill: int = 1,
     decode: int = 1,
     both: int = 0,
+    trace: bool = False,
     otlp_endpoint: str = "",
     **worker_settings: object,
 ) -> Cluster:
@@ -153,7 +159,7 @@ def make_cluster(
         decode=decode,
         both=both,
         device="cpu",
-        trace=False,
+        trace=trace,
         grpc_port=0,
         http_port=0,
         admin_port=0,

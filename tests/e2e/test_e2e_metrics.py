@@ -1,0 +1,228 @@
+"""What the processes show of themselves agrees with what was run, process by process."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from cluster import Cluster, make_cluster
+from prometheus_client.parser import text_string_to_metric_families
+from tiny_models import write_tiny_model
+
+from baton.errors import BatonError
+from baton.generation import Generation
+from baton.traces import DEFAULT_PATIENCE_S, fetch
+from baton.waterfall import complete
+from telemetry.names import Metric
+
+PAGE_TOKENS = 16
+PAGE_BYTES = 2 * 2 * 2 * 16 * PAGE_TOKENS * 4
+"""Two layers, keys and values, two heads of 16, in float32."""
+PROMPTS = (1, 15, 16, 17, 300)
+MAX_TOKENS = 12
+STEP_TOKENS = 128
+MUST_STAY_ZERO = (
+    Metric.STALE_NOTIFICATIONS + "_total",
+    Metric.EXPIRED_GRANTS + "_total",
+    Metric.TRANSFERS_QUARANTINED,
+    Metric.SENDS_IN_PROGRESS,
+    Metric.PREEMPTIONS + "_total",
+    Metric.RUNNING_SEQUENCES,
+    Metric.WAITING_REQUESTS,
+    Metric.QUEUED_PREFILL_TOKENS,
+)
+SETTLED_S = 10.0
+
+
+class Figures:
+    """One scrape of one process."""
+
+    def __init__(self, page: str) -> None:
+        self.samples = {
+            (sample.name, frozenset(sample.labels.items())): sample.value
+            for family in text_string_to_metric_families(page)
+            for sample in family.samples
+        }
+
+    def of(self, name: str, **labels: str) -> float:
+        return self.samples[name, frozenset(labels.items())]
+
+    def all(self, name: str) -> dict[frozenset[tuple[str, str]], float]:
+        """By labels."""
+        return {labels: value for (one, labels), value in self.samples.items() if one == name}
+
+    def total(self, name: str) -> float:
+        return sum(self.all(name).values())
+
+
+def read(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as response:
+        return str(response.read(), "utf-8")
+
+
+def scrape(cluster: Cluster, name: str) -> Figures:
+    return Figures(read(f"http://{cluster.admin_addresses[name]}/metrics"))
+
+
+def scrape_until(cluster: Cluster, name: str, settled: Callable[[Figures], bool]) -> Figures:
+    """Figures of a process once what was run has come to rest there."""
+    deadline = time.monotonic() + SETTLED_S
+    while not settled(figures := scrape(cluster, name)):
+        assert time.monotonic() < deadline, f"{name}: {figures.samples}"
+        time.sleep(0.05)
+    return figures
+
+
+def all_steps_counted(figures: Figures) -> bool:
+    steps = figures.of(Metric.STEPS + "_total")
+    return steps > 0 and figures.of(Metric.STEP_SECONDS + "_count") == steps
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("metrics")
+    model = write_tiny_model(folder / "model")
+    cluster = make_cluster(model, folder / "logs", trace=True, max_step_tokens=STEP_TOKENS)
+    try:
+        cluster.start_all()
+        yield cluster
+    finally:
+        codes = cluster.stop()
+    assert set(codes.values()) == {0}, cluster.tail()
+
+
+@pytest.fixture(scope="module")
+def results(cluster) -> list[Generation]:
+    """Prompts that share nothing, one answer each; and two requests that are refused."""
+    rng = np.random.default_rng(5)
+    found = []
+    with cluster.client() as client:
+        for length in PROMPTS:
+            prompt = rng.integers(5, 260, length).tolist()
+            found.append(
+                client.generate(
+                    token_ids=prompt, max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True
+                )
+            )
+        with pytest.raises(BatonError, match="nobody"):
+            client.generate("Hello", model="nobody")
+        with pytest.raises(BatonError):
+            client.generate("Hello", temperature=-1.0)
+    cluster.check_baseline()
+    return found
+
+
+def test_the_router_counts_requests_and_tokens(cluster, results):
+    figures = scrape(cluster, "router")
+    model = results[0].model
+    assert {
+        tuple(sorted(labels)): n for labels, n in figures.all("baton_requests_total").items()
+    } == {
+        (("model", model), ("outcome", "OK")): len(PROMPTS),
+        (("model", ""), ("outcome", "MODEL_NOT_FOUND")): 1,
+        (("model", ""), ("outcome", "INVALID_FIELD")): 1,
+    }
+    assert figures.of("baton_rejections_total", reason="MODEL_NOT_FOUND") == 1
+    assert figures.of("baton_rejections_total", reason="INVALID_FIELD") == 1
+    assert figures.of("baton_prompt_tokens_total", model=model) == sum(PROMPTS)
+    assert figures.of("baton_output_tokens_total", model=model) == len(PROMPTS) * MAX_TOKENS
+
+    by_model = {"gen_ai_request_model": model}
+    first = figures.of(Metric.TIME_TO_FIRST_TOKEN + "_sum", **by_model)
+    whole = figures.of(Metric.REQUEST_DURATION + "_sum", error_type="", **by_model)
+    assert figures.of(Metric.TIME_TO_FIRST_TOKEN + "_count", **by_model) == len(PROMPTS)
+    assert figures.of(Metric.TIME_PER_OUTPUT_TOKEN + "_count", **by_model) == len(PROMPTS)
+    assert 0 < first < whole
+    told = sum(one.timings.time_to_first_token_s for one in results)
+    assert first == pytest.approx(told, abs=0.05)
+    per_token = figures.of(Metric.TIME_PER_OUTPUT_TOKEN + "_sum", **by_model)
+    assert per_token == pytest.approx((whole - first) / (MAX_TOKENS - 1), rel=1e-6)
+    assert figures.of("baton_queue_wait_seconds_count") == len(PROMPTS)
+
+
+def test_the_router_at_rest(cluster, results):
+    figures = scrape(cluster, "router")
+    for name in ("baton_requests_inflight", "baton_queue_depth", "baton_queue_tokens"):
+        assert figures.of(name) == 0
+    assert figures.total("baton_retries_total") == figures.total("baton_failovers_total") == 0
+    assert figures.of("baton_worker_up", worker="prefill-0", role="prefill") == 1
+    assert figures.of("baton_worker_up", worker="decode-0", role="decode") == 1
+    public = Figures(read(f"http://{cluster.plan.http_address}/metrics"))
+    for labels, count in figures.all("baton_requests_total").items():
+        assert public.of("baton_requests_total", **dict(labels)) == count
+
+
+@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
+def test_pages_add_up_and_nothing_is_left(cluster, results, name):
+    figures = scrape_until(cluster, name, all_steps_counted)
+    pages = figures.all(Metric.KV_PAGES)
+    assert len(pages) == 5
+    assert sum(pages.values()) == figures.of(Metric.KV_PAGES_TOTAL) == 399
+    for state in ("used", "granted", "quarantined"):
+        assert figures.of(Metric.KV_PAGES, state=state) == 0
+    assert figures.of(Metric.KV_PAGES, state="cached") > 0
+    for metric in MUST_STAY_ZERO:
+        assert figures.of(metric) == 0, metric
+    for outcome in ("aborted", "failed"):
+        assert figures.of("baton_kv_transfers_total", outcome=outcome) == 0
+    assert figures.total("baton_kv_transfer_failures_total") == 0
+
+
+def test_every_prompt_is_computed_once_and_sent(cluster, results):
+    figures = scrape_until(cluster, "prefill-0", all_steps_counted)
+    pages = sum(-(-length // PAGE_TOKENS) for length in PROMPTS)
+    assert figures.of("baton_prefill_tokens_total", source="computed") == sum(PROMPTS)
+    assert figures.of("baton_prefill_tokens_total", source="cached") == 0
+    assert figures.of("baton_sampled_tokens_total") == len(PROMPTS)
+    assert figures.of("baton_engine_steps_total") >= len(PROMPTS) + 300 // STEP_TOKENS
+    assert figures.of("baton_decode_batch_size_count") == 0
+    assert figures.of("baton_kv_transfers_total", outcome="sent") == len(PROMPTS)
+    assert figures.of("baton_kv_transfer_sent_bytes_total") == pages * PAGE_BYTES
+    assert len(PROMPTS) <= figures.of("baton_kv_transfer_descriptors_total") <= pages
+    assert figures.total(Metric.TRANSFER_SECONDS + "_count") == len(PROMPTS)
+    assert figures.total(Metric.TRANSFER_EXPOSED + "_count") == len(PROMPTS)
+    (transport,) = [
+        dict(labels)["transport"] for labels in figures.all(Metric.TRANSFER_SECONDS + "_sum")
+    ]
+    assert transport
+
+
+def test_every_other_token_is_decoded(cluster, results):
+    figures = scrape_until(cluster, "decode-0", all_steps_counted)
+    decoded = len(PROMPTS) * (MAX_TOKENS - 1)
+    assert figures.of("baton_kv_transfers_total", outcome="received") == len(PROMPTS)
+    assert figures.of("baton_kv_transfer_sent_bytes_total") == 0
+    assert figures.of("baton_prefill_tokens_total", source="computed") == 0
+    # A step that is in flight when a sequence ends decodes a token that is nobody's.
+    assert decoded <= figures.of("baton_decode_batch_size_sum") <= decoded + len(PROMPTS)
+    assert decoded <= figures.of("baton_sampled_tokens_total") <= decoded + len(PROMPTS)
+    assert figures.of("baton_engine_step_seconds_sum") > 0
+
+
+def test_the_store_has_every_trace_whole(cluster, results):
+    admin = cluster.plan.admin_address
+    for result in results:
+        trace = fetch(admin, result.trace_id, patience_s=SETTLED_S)
+        assert complete(trace) == []
+        assert {span.instance for span in trace.spans} == {"router", "prefill-0", "decode-0"}
+    kept = {one["trace_id"] for one in json.loads(read(f"http://{admin}/traces"))["traces"]}
+    assert {result.trace_id for result in results} <= kept
+    assert fetch(admin, None, DEFAULT_PATIENCE_S).request is not None
+
+
+@pytest.mark.parametrize("name", ["router", "prefill-0", "decode-0"])
+def test_every_process_shows_itself(cluster, results, name):
+    def spans_left(figures: Figures) -> bool:
+        return figures.of("baton_spans_total", outcome="exported") >= len(PROMPTS)
+
+    figures = scrape_until(cluster, name, spans_left)
+    assert figures.of("baton_spans_total", outcome="dropped") == 0
+    assert figures.of("baton_spans_total", outcome="failed") == 0
+    assert figures.of("baton_event_loop_lag_seconds_count") > 0
+    assert figures.of("process_resident_memory_bytes") > 0
+    for probe in ("live", "ready"):
+        assert read(f"http://{cluster.admin_addresses[name]}/health/{probe}") == "ok\n"
