@@ -142,7 +142,7 @@ def test_a_span_without_a_trace_is_ignored() -> None:
 
 async def test_the_pages() -> None:
     store = TraceStore()
-    admin = AdminServer("127.0.0.1", 0, CollectorRegistry(), routes=trace_routes(store))
+    admin = AdminServer("127.0.0.1:0", CollectorRegistry(), routes=trace_routes(store))
     await admin.start()
 
     async def get(path: str) -> tuple[int, object]:
