@@ -175,9 +175,9 @@ class RouterServer:
 
 async def serve(settings: RouterSettings) -> int:
     """Runs a router until it is told to stop; returns the process's exit code."""
+    signals = _Signals()  # before anybody can see that the router serves, and end it
     server = RouterServer(settings)
     await server.start()
-    signals = _Signals()
     await signals.first.wait()
     logger.info("draining", extra={"jobs": server.dispatcher.active_jobs})
     drained = asyncio.create_task(server.drain())
