@@ -277,15 +277,17 @@ async def _serve(settings: WorkerSettings, engine: Engine, tracing: Tracing | No
     worker = Worker(settings, engine)
     if tracing is not None:
         worker.metrics.watch_spans(lambda: tracing.counts)
+    told = _count_signals()  # before anybody can see that the worker serves, and end it
     await worker.start()
-    clean = await _until_told_to_stop(worker)
+    clean = await _until_told_to_stop(worker, *told)
     if tracing is not None:
         await asyncio.to_thread(tracing.shutdown)
     logger.info("worker ends", extra={"clean": clean})
     return 0 if clean else 1
 
 
-async def _until_told_to_stop(worker: Worker) -> bool:
+def _count_signals() -> tuple[asyncio.Event, asyncio.Event]:
+    """Set by the first and by the second SIGTERM or SIGINT."""
     first, second = asyncio.Event(), asyncio.Event()
 
     def count() -> None:
@@ -293,6 +295,10 @@ async def _until_told_to_stop(worker: Worker) -> bool:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, count)
+    return first, second
+
+
+async def _until_told_to_stop(worker: Worker, first: asyncio.Event, second: asyncio.Event) -> bool:
     await first.wait()
     logger.info("draining", extra={"attempts": worker.services.active})
     drained = asyncio.create_task(worker.drain())
