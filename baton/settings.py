@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Generic, Literal, Named
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, SettingsConfigDict
 
+from telemetry.failpoints import check as check_failpoints
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -132,6 +134,8 @@ class WorkerSettings(BaseSettings):
     """`json` writes one object a line, for log collectors."""
     drain_s: float = Field(default=30, ge=0)
     """Seconds that running requests get to finish after SIGTERM."""
+    failpoints: Annotated[str, AfterValidator(check_failpoints)] = ""
+    """Where this process fails on purpose, for tests alone: NAME=ACTION[:ARG][~KEY][@NTH],..."""
     seed: int = Field(default=0, ge=0)
     """Seed of `dummy` weights. Sampling seeds belong to requests."""
 

@@ -49,6 +49,7 @@ from kv_transfer.factory import make_transport
 from kv_transfer.thread import TransferThread
 from kv_transfer.types import Endpoint, KvTransport, TransportError
 from prefill_service.service import PrefillService
+from telemetry import failpoints
 from telemetry.admin import AdminServer
 from telemetry.logs import log_loop_errors, setup_logging
 from telemetry.metrics import EventLoopLag, WorkerMetrics
@@ -256,6 +257,7 @@ def main(settings: WorkerSettings) -> int:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     service = _SERVICES[settings.role]
     setup_logging(service, settings.name, settings.log_level, settings.log_format)
+    failpoints.arm(settings.failpoints)
     if settings.threads:
         torch.set_num_threads(settings.threads)
     try:

@@ -24,6 +24,7 @@ import grpc
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from baton.worker_outbox import Outbox
 from baton.worker_wire import MalformedMessage, failed_message
+from telemetry import failpoints
 
 if TYPE_CHECKING:
     from baton.worker_peers import Peers
@@ -145,6 +146,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     def _receive(self, request: worker_pb2.WorkRequest, outbox: Outbox) -> None:
         services = self._services
+        failpoints.hit("worker.received", request.WhichOneof("message"))
         match request.WhichOneof("message"):
             case "submit":
                 self._submit(request.submit, outbox)
@@ -199,3 +201,4 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 async def _write(context: Context, outbox: Outbox) -> None:
     while (message := await outbox.get()) is not None:
         await context.write(message)
+        failpoints.hit("worker.wrote", message.WhichOneof("message"))

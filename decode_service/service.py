@@ -69,6 +69,7 @@ from kv_transfer.events import (
     TransferEvent,
 )
 from kv_transfer.thread import ReceiveSpec
+from telemetry import failpoints
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +135,7 @@ class DecodeService:
             return
         attempt = DecodeAttempt.received(submit, stream, self._attempts.clock())
         self._attempts.add(attempt)
+        failpoints.hit("decode.submitted", len(attempt.request.prompt_ids))
         self._engine.submit(attempt.request, self._sink)
 
     def cancel(self, attempt_id: bytes, stream: Outbox) -> None:
@@ -205,6 +207,7 @@ class DecodeService:
                     attempt.state = DecodeState.RUNNING
                     attempt.joined_ns = event.at_ns
                 case NewTokens():
+                    failpoints.hit("decode.tokens", len(attempt.request.prompt_ids))
                     if attempt.is_whole and not attempt.computed_ns:
                         self._first_tokens(attempt, event.at_ns, events)
                     attempt.count(event)
@@ -219,6 +222,7 @@ class DecodeService:
 
     def _reserved(self, attempt: DecodeAttempt, event: Reserved) -> None:
         """WAITING -> GRANTED."""
+        failpoints.hit("decode.before_grant")
         attempt.reserve(secrets.token_bytes(TRANSFER_ID_BYTES), event.pages, event.held_pages)
         left_s = attempt.expires_s - self._attempts.clock()
         self._by_transfer[attempt.transfer_id] = attempt
@@ -242,6 +246,7 @@ class DecodeService:
                 held_pages=event.held_pages,
             )
         )
+        failpoints.hit("decode.after_grant")
         spans.write_grant(attempt)
 
     def _first_tokens(self, attempt: DecodeAttempt, at_ns: int, events: Sequence[Event]) -> None:
@@ -277,6 +282,8 @@ class DecodeService:
 
     def _choice_ended(self, attempt: DecodeAttempt, event: ChoiceEnded) -> None:
         attempt.preemptions += event.preemptions
+        if event.last:
+            failpoints.hit("decode.ended")
         finished = worker_pb2.Finished(
             attempt_id=attempt.id,
             choice_index=event.choice,
@@ -313,6 +320,7 @@ class DecodeService:
         """GRANTED -> READY, unless this side gave it up before it heard."""
         if attempt.state is not DecodeState.GRANTED:
             return
+        failpoints.hit("decode.delivered")
         attempt.state, attempt.ready_ns = DecodeState.READY, event.delivered_ns
         spans.write_receive(attempt, event, self._page_bytes)
         try:
@@ -378,6 +386,7 @@ class DecodeService:
 
     def _quarantine(self, attempt: DecodeAttempt, error: str) -> None:
         """GRANTED -> QUARANTINED: out of its slots; the pages wait for `ReceiveFreed`."""
+        failpoints.hit("decode.quarantined")
         spans.write_receive_failed(attempt, error)
         attempt.state, attempt.expires_s = DecodeState.QUARANTINED, math.inf
         self._engine.cancel(attempt.id)

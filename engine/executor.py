@@ -21,6 +21,7 @@ from engine.kv_pool import KvPool
 from engine.model import Model
 from engine.sampling import Sampler, SampleResult, score
 from engine.step import ScorePlan, ScoreResult, StepPlan, StepResult
+from telemetry import failpoints
 
 SCORE_ROWS = 256
 """Positions whose logits are held at once when a prompt is scored."""
@@ -108,6 +109,7 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def _run(self, plan: StepPlan) -> StepResult:
+        failpoints.hit("engine.step")
         if plan.copy_source.size:
             self._pool.copy_pages(self._upload(plan.copy_source), self._upload(plan.copy_target))
         if plan.write_slots.size:

@@ -20,6 +20,7 @@ from engine.sequences import RequestState
 from engine.settling import fail_step, settle_step
 from engine.step import StepPlan
 from engine.types import EngineLoad, Event, Sink
+from telemetry import failpoints
 
 log = logging.getLogger("baton.engine")
 
@@ -70,6 +71,7 @@ class StepLoop:
         idle = False
         while not self._stopping:
             self._receive(IDLE_TURN_S if idle else 0.0)
+            failpoints.hit("engine.turn")
             admit(self._scheduler)
             plan = plan_step(self._scheduler)
             self._flush()

@@ -27,6 +27,7 @@ from kv_transfer.wire import (
     Quiesced,
     decode,
 )
+from telemetry import failpoints
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +130,7 @@ class Exchange:
             return
         match message:
             case Chunk():
+                failpoints.hit("transfer.chunk_landed")
                 self.receiver.on_chunk(peer, message)
             case Quiesced():
                 self.receiver.on_quiesced(peer, message)

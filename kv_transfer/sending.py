@@ -33,6 +33,7 @@ from kv_transfer.tables import BoundedMemory, Clock, Timers
 from kv_transfer.trouble import describe
 from kv_transfer.types import KvTransport, PushState, TransportError
 from kv_transfer.wire import Quiesce, Quiesced, encode
+from telemetry import failpoints
 
 logger = logging.getLogger(__name__)
 
@@ -138,6 +139,7 @@ class Sender:
         if send is None:
             if transfer_id not in self._tombstones:
                 self._tombstones.add(transfer_id, SendState.QUIESCED)
+            failpoints.hit("transfer.before_quiesced")
             self._peers.notify(from_agent, Quiesced(transfer_id, message.decode_epoch))
         elif send.spec is None:
             self._quiesce(send)
@@ -249,10 +251,15 @@ class Sender:
             self._pin(send, "internal")
         else:
             send.mark_posted(pages, began_ns)
+            failpoints.hit("transfer.last_pushed" if send.last_posted else "transfer.pushed")
             self._settle(send)
 
     def _post_pages(self, send: Outgoing, spec: SendSpec, pages: PageRange) -> None:
-        payload = encode(send.chunk(spec, pages))
+        chunk = send.chunk(spec, pages)
+        failpoints.hit("transfer.before_push", error=_path_broken)
+        if chunk.last:
+            failpoints.hit("transfer.before_last_push", error=_path_broken)
+        payload = encode(chunk)
         source = spec.source_pages[pages.first : pages.end]
         target = spec.target_pages[pages.first : pages.end]
         if not len(source):
@@ -304,10 +311,16 @@ class Sender:
         del self._sends[send.transfer_id]
         self._tombstones.add(send.transfer_id, state)
         if state is SendState.DELIVERED:
+            failpoints.hit("transfer.done")
             self._counters.transfers_sent += 1
             self._counters.bytes_sent += send.pages * self._page_bytes
             self._emit(Sent(send.transfer_id, send.stats(self._page_bytes)))
             return
         self._emit(SendQuiesced(send.transfer_id))
         if send.spec is not None:
+            failpoints.hit("transfer.before_quiesced")
             self._peers.notify(send.spec.peer, Quiesced(send.transfer_id, send.spec.decode_epoch))
+
+
+def _path_broken(failpoint: str) -> TransportError:
+    return TransportError("failpoint", failpoint)

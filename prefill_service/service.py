@@ -55,6 +55,7 @@ from prefill_service import spans
 from prefill_service.attempt import PrefillAttempt, PrefillState
 from prefill_service.outgoing import Destination, Outgoing
 from prefill_service.ports import PrefillEngine, SendingThread
+from telemetry import failpoints
 from telemetry.metrics import WorkerMetrics
 
 logger = logging.getLogger(__name__)
@@ -130,6 +131,7 @@ class PrefillService:
         attempt = PrefillAttempt.received(submit, stream, self._attempts.clock())
         attempt.deadline_s = attempt.expires_s
         self._attempts.add(attempt)
+        failpoints.hit("prefill.submitted", len(attempt.request.prompt_ids))
         self._outgoing[attempt.id] = Outgoing(
             self._transfer,
             kv_tokens(attempt.request),
@@ -140,6 +142,7 @@ class PrefillService:
 
     def grant(self, grant: worker_pb2.Grant, stream: Outbox) -> None:
         """Where the pages of an attempt go."""
+        failpoints.hit("prefill.granted")
         attempt = self._attempts.of(grant.attempt_id, stream)
         outgoing = self._outgoing.get(grant.attempt_id)
         if attempt is None or outgoing is None:
@@ -198,6 +201,7 @@ class PrefillService:
             outgoing = self._outgoing.get(event.request_id)
             if outgoing is None:
                 continue
+            failpoints.hit("prefill.chunk")
             prefilled = ends.get(event.request_id)
             if prefilled is None or event.end_token < outgoing.num_tokens:
                 outgoing.chunk(event.pages, event.end_token, None)
@@ -232,6 +236,7 @@ class PrefillService:
 
     def _prefilled(self, attempt: PrefillAttempt, event: Prefilled) -> None:
         attempt.computed_ns = event.at_ns
+        failpoints.hit("prefill.first_token", len(attempt.request.prompt_ids))
         first = worker_pb2.FirstToken(
             attempt_id=attempt.id,
             records=[record_message(record) for record in event.records],
@@ -277,6 +282,7 @@ class PrefillService:
             return
         match event:
             case Sent():
+                failpoints.hit("prefill.sent")
                 self._count(attempt, event.stats)
                 self._end(attempt, event.stats)
             case SendFailed():

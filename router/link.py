@@ -24,6 +24,7 @@ import grpc
 from baton.grpc_options import channel_options
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from router.ledger import Ledger, Room
+from telemetry import failpoints
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -260,6 +261,7 @@ class WorkerLink:
         elif message.WhichOneof("message") == "load":
             self._report(message.load)
         elif self.state is LinkState.ATTACHED:
+            failpoints.hit("router.received", message.WhichOneof("message"))
             self._owner.received(self, message)
 
     def _answer(self, answered: worker_pb2.WorkerIdentity) -> None:

@@ -33,6 +33,7 @@ from router.registry import Registry, RegistryServicer
 from router.tokenization import Tokenizers
 from router.trace_store import TraceStore, add_trace_receiver, trace_routes
 from router.validation import Limits
+from telemetry import failpoints
 from telemetry.admin import AdminServer, metrics_route
 from telemetry.logs import setup_logging
 from telemetry.metrics import EventLoopLag, RouterLoad, RouterMetrics, WorkerUp
@@ -193,6 +194,7 @@ async def serve(settings: RouterSettings) -> int:
 def main(settings: RouterSettings) -> int:
     """Runs a router process; returns its exit code."""
     setup_logging(Service.ROUTER, settings.name, settings.log_level, settings.log_format)
+    failpoints.arm(settings.failpoints)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(serve(settings))
 

@@ -8,6 +8,8 @@ from typing import Annotated, Final, Literal
 from pydantic import AfterValidator, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from telemetry.failpoints import check as check_failpoints
+
 PUBLIC_ADDRESS: Final = "127.0.0.1:50051"
 """Where clients find a router unless told otherwise."""
 INTERNAL_ADDRESS: Final = "127.0.0.1:50050"
@@ -81,3 +83,5 @@ class RouterSettings(BaseSettings):
     """`json` writes one object a line, for log collectors."""
     drain_s: float = Field(default=30, ge=0)
     """Seconds that running requests get to finish after SIGTERM."""
+    failpoints: Annotated[str, AfterValidator(check_failpoints)] = ""
+    """Where this process fails on purpose, for tests alone: NAME=ACTION[:ARG][~KEY][@NTH],..."""

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from telemetry import failpoints
 from telemetry.embedded_http import EmbeddedHttpServer
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ class AdminServer(EmbeddedHttpServer):
             Route("/health/live", _health_page(lambda: True)),
             Route("/health/ready", _health_page(ready)),
         )
-        super().__init__(listen, Starlette(routes=[*own, *routes]), "admin-server")
+        tests = [_failpoints_route()] if failpoints.is_live() else []
+        super().__init__(listen, Starlette(routes=[*own, *tests, *routes]), "admin-server")
 
 
 def metrics_route(registry: CollectorRegistry) -> Route:
@@ -59,6 +61,21 @@ def metrics_route(registry: CollectorRegistry) -> Route:
         return Response(encode(registry), headers={"content-type": content_type})
 
     return Route("/metrics", page)
+
+
+def _failpoints_route() -> Route:
+    """`/failpoints`: arms others, tells how often each was hit and has fired. See `failpoints`."""
+
+    async def page(request: Request) -> Response:
+        if request.method == "POST":
+            specification = (await request.body()).decode(errors="replace")
+            try:
+                failpoints.arm(f"{failpoints.LIVE},{specification}")
+            except failpoints.FailpointsError as error:
+                return PlainTextResponse(f"{error}\n", status_code=400)
+        return JSONResponse(failpoints.counts())
+
+    return Route("/failpoints", page, methods=["GET", "POST"])
 
 
 def _health_page(healthy: Callable[[], bool]) -> Page:

@@ -37,6 +37,7 @@ from engine.kv_pool import KvPool
 from engine.model import Model
 from engine.sampling import SamplePlan, Sampler, SampleResult, Scores, score
 from engine.step import ScorePlan, ScoreResult, StepPlan, StepResult
+from telemetry import failpoints
 
 Progress = Callable[[str, int, int], None]
 Read = Callable[[], StepResult]
@@ -132,6 +133,7 @@ class CudaExecutor:
     def launch(self, plan: StepPlan) -> Launched:
         """Queues the step. What goes wrong here is told by its `result`, like what does there."""
         try:
+            failpoints.hit("engine.step")
             with torch.inference_mode(), torch.cuda.stream(self._stream):
                 return self._launch(plan)
         except Exception as error:
