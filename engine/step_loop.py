@@ -1,7 +1,8 @@
-"""The step loop: `receive -> admit -> plan -> launch -> settle(previous)`, for ever.
+"""The step loop: `pace -> receive -> admit -> plan -> launch -> settle(previous)`, for ever.
 
-One step is always in flight while the host settles the one before it. The loop is the only one to
-touch the scheduler; others talk to it through `post`, and read `load`.
+One step is always in flight while the host settles the one before it, and the next is launched
+shortly before that one ends (`engine.pacing`). The loop is the only one to touch the scheduler;
+others talk to it through `post`, and read `load`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 
 from engine.admission import admit
 from engine.executor import Executor, Launched
+from engine.pacing import LaunchPacer
 from engine.planning import plan_step
 from engine.scheduler import Scheduler
 from engine.sequences import RequestState
@@ -47,6 +49,7 @@ class StepLoop:
         self._on_step: OnStep = _unobserved
         self._thread = threading.Thread(target=self._run, name="baton-step-loop", daemon=True)
         self._rates = _Rates()
+        self._pacer = LaunchPacer()
         self._progress = 0
 
     def start(self, on_step: OnStep | None = None) -> None:
@@ -70,6 +73,7 @@ class StepLoop:
         previous: tuple[StepPlan, Launched] | None = None
         idle = False
         while not self._stopping:
+            self._pace(previous[0] if previous else None)
             self._receive(IDLE_TURN_S if idle else 0.0)
             failpoints.hit("engine.turn")
             admit(self._scheduler)
@@ -81,6 +85,13 @@ class StepLoop:
             previous = (plan, launched) if plan is not None and launched is not None else None
             idle = previous is None
             self._publish_load()
+
+    def _pace(self, in_flight: StepPlan | None) -> None:
+        """Lets the step in flight come close to its end: who arrives until then joins the next."""
+        wait_s = self._pacer.wait_s(in_flight, self._rates.began(in_flight)) if in_flight else 0.0
+        if wait_s:
+            time.sleep(wait_s)
+        self._pacer.woke()
 
     def _receive(self, wait_s: float) -> None:
         for command in self._pending(wait_s):
@@ -101,7 +112,9 @@ class StepLoop:
     def _launch(self, plan: StepPlan) -> Launched:
         self._rates.launched(plan)
         self._publish_load(self._rates.expected_s(plan))
-        return self._executor.launch(plan)
+        launched = self._executor.launch(plan)
+        self._pacer.launched()
+        return launched
 
     def _settle(self, plan: StepPlan, launched: Launched) -> None:
         try:
@@ -112,6 +125,7 @@ class StepLoop:
             fail_step(self._scheduler, plan)
         else:
             self._rates.settled(plan)
+            self._pacer.settled(plan, self._rates.step_s)
             settle_step(self._scheduler, plan, result)
             self._on_step(self._rates.step_s, plan.num_decodes)
         self._flush()
@@ -177,10 +191,15 @@ class _Rates:
         """The step is about to be launched."""
         self._began[plan.number] = time.monotonic()
 
+    def began(self, plan: StepPlan) -> float:
+        """When a launched step began: at its launch, or when the step before it was done."""
+        return max(self._began[plan.number], self._last_done)
+
     def settled(self, plan: StepPlan) -> None:
-        """The step is done: it ran since its launch, or since the step before it was done."""
+        """The step is done."""
         now = time.monotonic()
-        self.step_s = now - max(self._began.pop(plan.number), self._last_done)
+        self.step_s = now - self.began(plan)
+        del self._began[plan.number]
         self._last_done = now
         prompt = plan.num_tokens - plan.num_decodes
         self.prompt_tokens += prompt

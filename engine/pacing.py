@@ -1,0 +1,65 @@
+"""When a step is launched: no later than the device needs it, and not much earlier.
+
+A step that is launched while the one before it has only just begun waits on the device for a whole
+step, and nobody who arrives meanwhile can join it: a delivered request then waits half a step for
+the one that runs, and a whole one for the one that is queued. Launched shortly before the one that
+runs ends, the next step takes along whatever arrived until then, and the device waits for nothing.
+
+The end is predicted: a decode step takes about what the last ones took, from the end of the step
+before it. The lead is what the host took to get a step launched, twice, and a little more. A step
+with prompts is not predicted, and none is waited for: what follows it is launched at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from engine.step import StepPlan
+
+SLACK_S = 3e-4
+"""For a late wake-up: the event loop may hold the interpreter meanwhile."""
+FORGET = 0.95
+"""Each turn lets go of this much of the longest launch seen."""
+
+
+class LaunchPacer:
+    """Told of every step launched and settled, in order; knows how long to wait in between."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._recent_s: tuple[float, float] = (0.0, 0.0)
+        """How long the last two decode steps took."""
+        self._launch_s = 0.0
+        """What the host takes from waking up to having launched."""
+        self._woke = clock()
+
+    def wait_s(self, in_flight: StepPlan | None, began: float) -> float:
+        """Seconds until the step behind `in_flight` should be prepared; 0: now.
+
+        Args:
+            in_flight: the step that the device works at; None: it idles.
+            began: when the device began with it, by this clock.
+        """
+        if in_flight is None or not is_decode(in_flight):
+            return 0.0
+        lead = 2 * self._launch_s + SLACK_S
+        return max(0.0, began + min(self._recent_s) - lead - self._clock())
+
+    def woke(self) -> None:
+        """The host begins to prepare a step."""
+        self._woke = self._clock()
+
+    def launched(self) -> None:
+        """The step is launched."""
+        self._launch_s = max(self._clock() - self._woke, FORGET * self._launch_s)
+
+    def settled(self, plan: StepPlan, step_s: float) -> None:
+        """The step is done, and took so long on the device."""
+        if is_decode(plan):
+            self._recent_s = (self._recent_s[1], step_s)
+
+
+def is_decode(plan: StepPlan) -> bool:
+    """Whether the step only decodes: such steps take about as long as each other."""
+    return 0 < plan.num_tokens == plan.num_decodes
