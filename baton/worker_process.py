@@ -113,7 +113,7 @@ class Worker:
         room = PrefillRoom(
             queued=prefill.queued_tokens + decode.queued_tokens,
             ungranted=prefill.ungranted_tokens,
-            step=self._step_tokens,
+            step=self.engine.max_step_tokens,
             page=self.engine.model.page_size_tokens,
         )
         return load_message(load, room, draining=self.servicer.draining)
@@ -225,11 +225,6 @@ class Worker:
     def _stop_announcing(self) -> None:
         for announcer in self._announcers:
             announcer.cancel()
-
-    @property
-    def _step_tokens(self) -> int:
-        on_cpu = self.engine.pool.tensor.device.type == "cpu"
-        return self.settings.max_step_tokens or (512 if on_cpu else 2048)
 
 
 def engine_config(settings: WorkerSettings) -> EngineConfig:

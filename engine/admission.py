@@ -9,6 +9,10 @@ The largest single need is the most pages that one sequence in a slot may still 
 else runs is preempted in its favour, so one sequence always gets to its end. Preempted sequences
 come first, oldest first, and no new request is admitted while one waits. A request that does not
 fit may be passed by smaller ones a bounded number of times.
+
+A prompt to be computed here is admitted when the next step may begin it, not before: pages that
+wait for their turn hold nothing, and a prompt that waits for its pages may yet find more of them
+in the prefix cache.
 """
 
 from __future__ import annotations
@@ -39,7 +43,15 @@ def admit(scheduler: Scheduler) -> None:
             break
 
 
+def _has_prefill_room(scheduler: Scheduler) -> bool:
+    """Whether the next step could take more prompt tokens than are admitted."""
+    admitted = sum(task.remaining for task in scheduler.prefills)
+    return admitted < scheduler.config.max_step_tokens
+
+
 def _readmit(scheduler: Scheduler, sequence: Sequence) -> bool:
+    if not _has_prefill_room(scheduler):
+        return False
     tokens = sequence.tokens()
     pages = -(-len(tokens) // scheduler.config.page_size)
     wanted = pages + _growth(scheduler, sequence.job.request, pages)
@@ -54,6 +66,8 @@ def _readmit(scheduler: Scheduler, sequence: Sequence) -> bool:
 
 def _try_admit(scheduler: Scheduler, job: Job) -> bool:
     request = job.request
+    if request.mode is not Mode.RECEIVE and not _has_prefill_room(scheduler):
+        return False
     num_sequences = request.choices if request.mode is not Mode.PREFILL else 1
     outputs = job.initial_outputs
     tokens = np.concatenate([request.prompt_ids, outputs[0]])

@@ -71,6 +71,11 @@ class Engine:
         executor = _build_executor(config, loaded, info, pool, sampler, progress)
         return cls(info, pool, StepLoop(_scheduler(config, info, pool, sampler), executor))
 
+    @property
+    def max_step_tokens(self) -> int:
+        """Most new tokens in a step: the chunk of a long prompt."""
+        return self._loop.max_step_tokens
+
     def start(self, on_step: OnStep | None = None) -> None:
         """Starts the step loop.
 

@@ -42,6 +42,7 @@ class StepLoop:
 
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
         self.load = EngineLoad(max_sequences=scheduler.config.max_sequences)
+        self.max_step_tokens = scheduler.config.max_step_tokens
         self._scheduler = scheduler
         self._executor = executor
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()

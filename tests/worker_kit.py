@@ -10,19 +10,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-import sys
 import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from engine_fakes import VOCAB, HashExecutor, expected_output
 
 from baton.worker.v1 import worker_pb2
 from baton.worker_outbox import LoopInbox, Outbox
@@ -44,9 +43,6 @@ from kv_transfer.pool import PoolMemory
 from kv_transfer.thread import TransferThread
 from prefill_service.service import PrefillService
 from telemetry.metrics import WorkerMetrics
-
-sys.path.append(str(Path(__file__).parent / "engine"))
-from engine_fakes import VOCAB, HashExecutor, expected_output
 
 WAIT_S = 10.0
 PAGE_TOKENS = 4
