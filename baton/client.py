@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Self, Unpack
+from typing import Self, TypeVar, Unpack
 
 import grpc
 import grpc.aio
@@ -33,7 +33,7 @@ from baton.generation import (
     chat_prompt,
     generation_input,
 )
-from baton.grpc_options import channel_options
+from baton.grpc_options import client_options
 from baton.inference.v1 import inference_pb2 as pb
 from baton.inference.v1 import inference_pb2_grpc as pb_grpc
 from baton.settings import ROUTER_ADDRESS
@@ -165,9 +165,15 @@ class AsyncGenerationStream(_Stream):
 class Client:
     """Talks to a router; safe to share between threads."""
 
-    def __init__(self, address: str = ROUTER_ADDRESS) -> None:
-        """Connects lazily: the first call finds out whether a router is there."""
-        self._channel = grpc.insecure_channel(address, options=channel_options())
+    def __init__(self, address: str = ROUTER_ADDRESS, *, retries: bool = True) -> None:
+        """Connects lazily: the first call finds out whether a router is there.
+
+        Args:
+            address: HOST:PORT of a router.
+            retries: whether calls that were refused for now, before anything was generated, are
+                sent again by the channel: `baton.grpc_options.client_options` says when.
+        """
+        self._channel = grpc.insecure_channel(address, options=client_options(retries=retries))
         self._stub = pb_grpc.InferenceServiceStub(self._channel)
 
     def generate(
@@ -192,10 +198,7 @@ class Client:
             BatonError: the call failed.
             ValueError: not exactly one form of prompt was given.
         """
-        request = pb.GenerateRequest(
-            input=generation_input(prompt, messages, token_ids, options),
-            client_tag=options.get("client_tag", ""),
-        )
+        request = _request(pb.GenerateRequest, prompt, messages, token_ids, options)
         try:
             response = self._stub.Generate(request, timeout=timeout_s, metadata=_trace_context())
         except grpc.RpcError as error:
@@ -212,10 +215,7 @@ class Client:
         **options: Unpack[Options],
     ) -> GenerationStream:
         """Generates and returns the deltas as they come. Arguments as `generate`."""
-        request = pb.StreamGenerateRequest(
-            input=generation_input(prompt, messages, token_ids, options),
-            client_tag=options.get("client_tag", ""),
-        )
+        request = _request(pb.StreamGenerateRequest, prompt, messages, token_ids, options)
         call = self._stub.StreamGenerate(request, timeout=timeout_s, metadata=_trace_context())
         return GenerationStream(iter(call), call.cancel, options.get("choices", 1))
 
@@ -258,9 +258,9 @@ class Client:
 class AsyncClient:
     """Talks to a router; belongs to the event loop it was made in."""
 
-    def __init__(self, address: str = ROUTER_ADDRESS) -> None:
-        """Connects lazily: the first call finds out whether a router is there."""
-        self._channel = grpc.aio.insecure_channel(address, options=channel_options())
+    def __init__(self, address: str = ROUTER_ADDRESS, *, retries: bool = True) -> None:
+        """Connects lazily. Arguments as `Client`."""
+        self._channel = grpc.aio.insecure_channel(address, options=client_options(retries=retries))
         self._stub: pb_grpc.InferenceServiceAsyncStub = pb_grpc.InferenceServiceStub(self._channel)
 
     async def generate(
@@ -273,10 +273,7 @@ class AsyncClient:
         **options: Unpack[Options],
     ) -> Generation:
         """Generates and returns the whole result. Arguments and errors as `Client.generate`."""
-        request = pb.GenerateRequest(
-            input=generation_input(prompt, messages, token_ids, options),
-            client_tag=options.get("client_tag", ""),
-        )
+        request = _request(pb.GenerateRequest, prompt, messages, token_ids, options)
         try:
             response = await self._stub.Generate(
                 request, timeout=timeout_s, metadata=_trace_context()
@@ -295,10 +292,7 @@ class AsyncClient:
         **options: Unpack[Options],
     ) -> AsyncGenerationStream:
         """Generates and returns the deltas as they come. Arguments as `Client.generate`."""
-        request = pb.StreamGenerateRequest(
-            input=generation_input(prompt, messages, token_ids, options),
-            client_tag=options.get("client_tag", ""),
-        )
+        request = _request(pb.StreamGenerateRequest, prompt, messages, token_ids, options)
         call = self._stub.StreamGenerate(request, timeout=timeout_s, metadata=_trace_context())
         return AsyncGenerationStream(aiter(call), call.cancel, options.get("choices", 1))
 
@@ -336,6 +330,22 @@ class AsyncClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+_Request = TypeVar("_Request", pb.GenerateRequest, pb.StreamGenerateRequest)
+
+
+def _request(
+    kind: type[_Request],
+    prompt: str | None,
+    messages: Sequence[Message] | None,
+    token_ids: Sequence[int] | None,
+    options: Options,
+) -> _Request:
+    return kind(
+        input=generation_input(prompt, messages, token_ids, options),
+        client_tag=options.get("client_tag", ""),
+    )
 
 
 def _tokenize_request(

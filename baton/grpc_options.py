@@ -11,9 +11,11 @@ a server counts the pings on a long silent stream as abuse and closes it ("Too m
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Final
 
 Options = list[tuple[str, int]]
+ClientOptions = list[tuple[str, int | str]]
 
 KEEPALIVE_INTERVAL_MS: Final = 1_000
 """A connection that was silent this long is pinged."""
@@ -23,6 +25,9 @@ DETECTION_MS: Final = KEEPALIVE_INTERVAL_MS + PING_TIMEOUT_MS
 """A silent peer is noticed within this time; kept below 3 s."""
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
 """Room for the longest prompts as packed ids, and for log probabilities of all their tokens."""
+
+SERVICE_CONFIG: Final = Path(__file__).parent / "inference" / "v1" / "service_config.json"
+"""When a client's channel sends a call again by itself; a file, for clients in any language."""
 
 
 def _options() -> Options:
@@ -49,6 +54,24 @@ def channel_options() -> Options:
         ("grpc.min_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1_000),
         ("grpc.use_local_subchannel_pool", 1),
+    ]
+
+
+def client_options(*, retries: bool) -> ClientOptions:
+    """Options of a channel to the public API.
+
+    With `retries`, `SERVICE_CONFIG` holds: a call that ends with UNAVAILABLE or RESOURCE_EXHAUSTED
+    before its first message is sent again, four times in all, after the wait that the router names
+    (`grpc-retry-pushback-ms`) or else after 0.2 s, doubling to 2 s. An outage is not multiplied:
+    with half of ten recent calls failed, none is retried. gRPC keeps the request until then, up to
+    a limit that would leave long prompts out.
+    """
+    if not retries:
+        return [*channel_options(), ("grpc.enable_retries", 0)]
+    return [
+        *channel_options(),
+        ("grpc.service_config", SERVICE_CONFIG.read_text(encoding="utf-8")),
+        ("grpc.per_rpc_retry_buffer_size", MAX_MESSAGE_BYTES),
     ]
 
 

@@ -75,7 +75,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         ids: list[int] = rng.integers(10, arguments.vocabulary, arguments.isl).tolist()
         return ids
 
-    async with AsyncClient(arguments.router) as client:
+    async with AsyncClient(arguments.router, retries=False) as client:
         for _ in range(WARM_UPS):
             await request(client, prompt(), arguments.osl, time.perf_counter())
         prompts = [prompt() for _ in range(arguments.num)]

@@ -8,6 +8,7 @@ the name of a Python class, and any exception with its text.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -25,6 +26,10 @@ from router import errors
 from telemetry.tracing import trace_id_of
 
 DETAILS_KEY: Final = "grpc-status-details-bin"
+PUSHBACK_KEY: Final = "grpc-retry-pushback-ms"
+"""When a channel that retries by itself may send the call again; negative: not at all."""
+MAX_PUSHBACK_S: Final = 5.0
+"""A longer wait is not the channel's to sit out unseen: its caller is told, with RetryInfo."""
 _MALFORMED: Final = object()
 """Stands for a request whose bytes did not parse."""
 
@@ -170,5 +175,11 @@ async def _abort_unless_ours(
 async def _abort(error: BaseException, context: ServerContext, call: Call) -> NoReturn:
     described = errors.describe(error, call.id)
     status = errors.to_status(described, call.id)
-    details = ((DETAILS_KEY, status.SerializeToString()),)
-    await context.abort(described.code, described.message, details)
+    trailers: tuple[tuple[str, str | bytes], ...] = ((DETAILS_KEY, status.SerializeToString()),)
+    if described.retry_after_s is not None:
+        trailers += ((PUSHBACK_KEY, _pushback_ms(described.retry_after_s)),)
+    await context.abort(described.code, described.message, trailers)
+
+
+def _pushback_ms(retry_after_s: float) -> str:
+    return str(math.ceil(retry_after_s * 1e3) if retry_after_s <= MAX_PUSHBACK_S else -1)

@@ -133,7 +133,7 @@ def router(served: tuple[ScriptedRouter, str]) -> ScriptedRouter:
 
 @pytest.fixture
 def client(served: tuple[ScriptedRouter, str], router: ScriptedRouter) -> Iterator[Client]:
-    with Client(served[1]) as client:
+    with Client(served[1], retries=False) as client:
         yield client
 
 
@@ -141,7 +141,7 @@ def client(served: tuple[ScriptedRouter, str], router: ScriptedRouter) -> Iterat
 async def async_client(
     served: tuple[ScriptedRouter, str], router: ScriptedRouter
 ) -> AsyncIterator[AsyncClient]:
-    async with AsyncClient(served[1]) as client:
+    async with AsyncClient(served[1], retries=False) as client:
         yield client
 
 

@@ -75,8 +75,9 @@ class Cluster:
         """Of every process, by name."""
         return {"router": self.plan.admin_address, **dict(self.plan.worker_admin_addresses)}
 
-    def client(self) -> Client:
-        return Client(self.plan.router_address)
+    def client(self, *, retries: bool = False) -> Client:
+        """Without retries by itself, so that a test meets each status as it was sent."""
+        return Client(self.plan.router_address, retries=retries)
 
     def kill(self, name: str, signum: int = signal.SIGKILL) -> None:
         self.processes[name].send_signal(signum)

@@ -204,6 +204,7 @@ class Door:
     dispatcher: ScriptedDispatcher
     channel: grpc.aio.Channel
     stub: api_grpc.InferenceServiceAsyncStub
+    address: str
 
 
 @asynccontextmanager
@@ -218,9 +219,9 @@ async def open_door(
     InferenceService(dispatcher, tokenizers_, limits).add_to_server(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    options = channel_options()
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
-        yield Door(dispatcher, channel, api_grpc.InferenceServiceStub(channel))
+    address = f"127.0.0.1:{port}"
+    async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+        yield Door(dispatcher, channel, api_grpc.InferenceServiceStub(channel), address)
     await server.stop(None)
     tokenizers_.close()
 

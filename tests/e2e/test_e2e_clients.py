@@ -1,10 +1,11 @@
-"""The OpenAI-compatible API through real processes, by the official client."""
+"""Clients that are not ours through real processes: OpenAI's over HTTP, one in Node over gRPC."""
 
 from __future__ import annotations
 
 import openai
 import pytest
 from cluster import make_cluster
+from node_kit import run_scenario
 from tiny_models import write_tiny_model
 
 TEXT = "Prefill runs the first leg, decode runs the second."
@@ -88,3 +89,42 @@ def test_leaving_a_stream_frees_its_pages(cluster, client, model):
     next(iter(stream))
     stream.close()
     cluster.check_baseline()
+
+
+def test_node_streams(cluster):
+    seen = run_scenario("whole", cluster.plan.router_address)
+    with cluster.client() as grpc:
+        ours = grpc.generate(TEXT, max_tokens=MAX_TOKENS, temperature=0.0)
+        served = grpc.models()
+        token_ids = grpc.tokenize(TEXT)
+    streamed = seen["streamed"]
+    assert streamed["error"] is None
+    assert streamed["tokenIds"] == list(ours.token_ids)
+    assert "".join(streamed["texts"]) == seen["unary"] == ours.text
+    assert streamed["started"]["model"] == served[0].name == seen["models"][0]["name"]
+    assert streamed["started"]["promptTokens"] == len(token_ids) == len(seen["tokenIds"])
+    assert streamed["finished"]["finishReason"] == f"FINISH_REASON_{ours.finish_reason.name}"
+    assert streamed["finished"]["usage"]["outputTokens"] == ours.usage.output_tokens
+    assert len(streamed["texts"]) > 1
+    cluster.check_baseline()
+
+
+@pytest.mark.parametrize(
+    ("scenario", "code"), [("cancel", "CANCELLED"), ("deadline", "DEADLINE_EXCEEDED")]
+)
+def test_node_leaves_and_its_pages_are_free(cluster, scenario, code):
+    seen = run_scenario(scenario, cluster.plan.router_address)
+    assert seen["error"]["code"] == code
+    assert seen["finished"] is None
+    cluster.check_baseline()
+
+
+def test_node_reads_every_violation(cluster):
+    error = run_scenario("wrong", cluster.plan.router_address)["error"]
+    assert error["code"] == "INVALID_ARGUMENT"
+    assert error["ErrorInfo"]["reason"] == "INVALID_FIELD"
+    assert {found["field"] for found in error["BadRequest"]["fieldViolations"]} == {
+        "input.sampling.temperature",
+        "input.sampling.top_p",
+        "input.choices",
+    }

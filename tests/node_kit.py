@@ -1,0 +1,57 @@
+"""Runs the scenarios of `tests/node`: a client in Node, from `protos/` alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parent / "node"
+INSTALL_S = 100
+SCENARIO_S = 30
+
+
+def run_scenario(name: str, address: str) -> dict[str, Any]:
+    """What came of a scenario of `scenario.mjs` against the router at the address."""
+    _install()
+    command = ["node", str(FOLDER / "scenario.mjs"), name, address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SCENARIO_S, check=False)
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+@cache
+def _install() -> None:
+    """Installs what the lock file names, once a version of it; skips where that cannot be."""
+    if shutil.which("node") is None or shutil.which("npm") is None:
+        _give_up("node and npm are not installed here")
+    digest = hashlib.sha256((FOLDER / "package-lock.json").read_bytes()).hexdigest()
+    stamp = FOLDER / "node_modules" / f".installed-{digest[:16]}"
+    if stamp.exists():
+        return
+    quiet = ["--no-audit", "--no-fund", "--ignore-scripts"]
+    done = subprocess.run(
+        ["npm", "ci", *quiet],
+        cwd=FOLDER,
+        capture_output=True,
+        text=True,
+        timeout=INSTALL_S,
+        check=False,
+    )
+    if done.returncode != 0:
+        _give_up(f"npm ci fails here: {done.stderr[-500:]}")
+    stamp.touch()
+
+
+def _give_up(reason: str) -> None:
+    if os.environ.get("CI"):
+        raise AssertionError(reason)
+    pytest.skip(reason)
