@@ -134,6 +134,8 @@ class WorkerSettings(BaseSettings):
     """`json` writes one object a line, for log collectors."""
     drain_s: float = Field(default=30, ge=0)
     """Seconds that running requests get to finish after SIGTERM."""
+    poison_freed_pages: bool = False
+    """Debugging: free KV pages carry a pattern, and writes to them are found and counted."""
     failpoints: Annotated[str, AfterValidator(check_failpoints)] = ""
     """Where this process fails on purpose, for tests alone: NAME=ACTION[:ARG][~KEY][@NTH],..."""
     seed: int = Field(default=0, ge=0)

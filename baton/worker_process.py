@@ -244,6 +244,7 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
         max_step_tokens=settings.max_step_tokens,
         max_context_tokens=settings.max_context_tokens,
         prefix_cache=settings.prefix_cache,
+        poison_freed_pages=settings.poison_freed_pages,
     )
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,10 +49,49 @@ class CacheEvent:
     page: int
 
 
+class PageWatch(Protocol):
+    """Hears of pages that become free and of pages that are free no more."""
+
+    damaged: int
+    """Pages found written while they were free: must stay 0."""
+
+    def freed(self, page: int) -> None:
+        """The page is FREE from now on."""
+        ...
+
+    def allocated(self, pages: PageIds) -> None:
+        """FREE pages are about to be HELD."""
+        ...
+
+    def idle(self, is_free: NDArray[np.bool_]) -> None:
+        """There is time to look at FREE pages, given for every page of the pool."""
+        ...
+
+
+class Unwatched:
+    """Looks at nothing."""
+
+    damaged = 0
+
+    def freed(self, page: int) -> None:
+        """See `PageWatch`."""
+
+    def allocated(self, pages: PageIds) -> None:
+        """See `PageWatch`."""
+
+    def idle(self, is_free: NDArray[np.bool_]) -> None:
+        """See `PageWatch`."""
+
+
 class BlockManager:
     """Reference-counted pages, the prefix cache's index, and the last-writer rule."""
 
-    def __init__(self, num_pages: int, eviction: EvictionPolicy | None = None) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        eviction: EvictionPolicy | None = None,
+        watch: PageWatch | None = None,
+    ) -> None:
         if num_pages < 2:
             raise ValueError("a pool has a scratch page and at least one more")
         self.num_pages = num_pages
@@ -67,6 +107,7 @@ class BlockManager:
         self._evictable: EvictionPolicy = LruEviction() if eviction is None else eviction
         self._listeners: list[Callable[[CacheEvent], None]] = []
         self._event_sequence = 0
+        self._watch: PageWatch = watch or Unwatched()
 
     @property
     def total(self) -> int:
@@ -93,6 +134,11 @@ class BlockManager:
         """Pages in state SETTLING."""
         return len(self._settling)
 
+    @property
+    def damaged(self) -> int:
+        """Pages that were written while they were free, where somebody watches for that."""
+        return self._watch.damaged
+
     def subscribe(self, listener: Callable[[CacheEvent], None]) -> None:
         """Calls `listener` for every event of the cache from now on, on the caller's thread."""
         self._listeners.append(listener)
@@ -110,6 +156,7 @@ class BlockManager:
         while self._free < count:
             self._evict()
         pages = self._pick(count)
+        self._watch.allocated(pages)
         self._is_free[pages] = False
         self._refcount[pages] = 1
         self._free -= count
@@ -154,6 +201,7 @@ class BlockManager:
             self._evictable.add(page, keyed[1])
 
     def _make_free(self, page: int) -> None:
+        self._watch.freed(page)
         self._is_free[page] = True
         self._free += 1
 
@@ -228,6 +276,10 @@ class BlockManager:
             event = CacheEvent(self._event_sequence, kind, key, page)
             for listener in self._listeners:
                 listener(event)
+
+    def inspect(self) -> None:
+        """Gives who watches the pages time to look at the free ones."""
+        self._watch.idle(self._is_free)
 
     # -- integrity ----------------------------------------------------------------------------
 

@@ -44,3 +44,5 @@ class EngineConfig:
     policy: str = "fcfs"
     eviction: str = "lru"
     prefix_cache: bool = True
+    poison_freed_pages: bool = False
+    """Debugging: free pages carry a pattern, and are checked to carry it when they are used."""

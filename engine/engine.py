@@ -20,6 +20,7 @@ from engine.eviction import EVICTION_POLICIES
 from engine.executor import Executor, Limits, TorchExecutor
 from engine.kv_pool import LAYOUT_VERSION, KvPool
 from engine.model import LoadedModel, load_model
+from engine.poison import PagePoison
 from engine.policies import POLICIES
 from engine.sampling import Sampler
 from engine.scheduler import Scheduler, SchedulerConfig
@@ -271,5 +272,6 @@ def _scheduler(config: EngineConfig, info: ModelInfo, pool: KvPool, sampler: Sam
         eos_token_ids=frozenset(info.eos_token_ids),
         prefix_cache=config.prefix_cache,
     )
-    blocks = BlockManager(pool.num_pages, EVICTION_POLICIES[config.eviction]())
+    watch = PagePoison(pool.tensor) if config.poison_freed_pages else None
+    blocks = BlockManager(pool.num_pages, EVICTION_POLICIES[config.eviction](), watch)
     return Scheduler(bounds, blocks, sampler, POLICIES[config.policy]())

@@ -85,6 +85,8 @@ class StepLoop:
                 self._settle(*previous)
             previous = (plan, launched) if plan is not None and launched is not None else None
             idle = previous is None
+            if idle:
+                self._scheduler.blocks.inspect()
             self._publish_load()
 
     def _pace(self, in_flight: StepPlan | None) -> None:
@@ -148,6 +150,7 @@ class StepLoop:
             evictable_pages=blocks.evictable,
             granted_pages=scheduler.pages_in(RequestState.RESERVED),
             quarantined_pages=scheduler.pages_in(RequestState.HELD),
+            damaged_pages=blocks.damaged,
             step_ms=self._rates.step_s * 1e3,
             prefill_tokens_per_s=self._rates.prefill_tokens_per_s,
             long_step_ms=1e3 * long_step_s if long_step_s > LONG_STEP_S else 0.0,

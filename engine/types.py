@@ -225,6 +225,8 @@ class EngineLoad:
     evictable_pages: int = 0
     granted_pages: int = 0
     quarantined_pages: int = 0
+    damaged_pages: int = 0
+    """Found written while they were free, where that is watched for: must stay 0."""
     step_ms: float = 0.0
     """Duration of the last step, launch to settled."""
     long_step_ms: float = 0.0

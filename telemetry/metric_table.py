@@ -89,6 +89,9 @@ DECLARED: Final[Mapping[str, Declared]] = {
     Metric.PREEMPTIONS: Declared("counter", "Sequences preempted."),
     Metric.KV_PAGES: Declared("gauge", "Pages of the KV pool, by state.", ("state",)),
     Metric.KV_PAGES_TOTAL: Declared("gauge", "Pages of the KV pool that can be granted."),
+    Metric.KV_DAMAGED_PAGES: Declared(
+        "counter", "Free pages that were written to; watched for with poison_freed_pages alone."
+    ),
     # Worker: KV transfer.
     Metric.TRANSFERS: Declared("counter", "KV transfers, by outcome.", ("outcome",)),
     Metric.TRANSFER_BYTES: Declared("counter", "KV bytes written to peers."),

@@ -199,6 +199,7 @@ class Metric:
     PREEMPTIONS: Final = "baton_preemptions"
     KV_PAGES: Final = "baton_kv_pages"
     KV_PAGES_TOTAL: Final = "baton_kv_pages_capacity"
+    KV_DAMAGED_PAGES: Final = "baton_kv_damaged_pages"
 
     TRANSFERS: Final = "baton_kv_transfers"
     TRANSFER_BYTES: Final = "baton_kv_transfer_sent_bytes"

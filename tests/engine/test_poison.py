@@ -1,0 +1,123 @@
+"""Free pages carry a pattern: a write of somebody who holds them no more is found."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engine_kit import build, check_baseline, finish, hand_off, submit
+from tiny_models import write_tiny_model
+
+from engine.blocks import SCRATCH_PAGE, BlockManager
+from engine.engine import Engine
+from engine.poison import PATTERN, PagePoison
+from engine.types import SamplingParams
+
+PROMPT = list(range(7, 60))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), tokenizer=False)
+
+
+@pytest.fixture
+def engine(path: Path) -> Iterator[Engine]:
+    engine = build(path, num_pages=24, prefix_cache=False, poison_freed_pages=True)
+    yield engine
+    engine.stop()
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def pool_of(num_pages: int = 8, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.zeros((num_pages, 2, 2, 2, 4, 8), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_pattern_is_finite_and_exact_in_every_dtype(dtype: torch.dtype) -> None:
+    pages = pool_of(dtype=dtype)
+    poison = PagePoison(pages)
+    assert float(pages[SCRATCH_PAGE].abs().max()) == 0
+    assert (pages[1:] == PATTERN).all()
+    assert torch.isfinite(pages).all()
+    poison.allocated(np.arange(1, 8, dtype=np.int32))
+    assert poison.damaged == 0
+
+
+def test_a_page_is_filled_only_when_its_last_writer_has_settled() -> None:
+    pages = pool_of()
+    blocks = BlockManager(8, watch=PagePoison(pages))
+    held = blocks.allocate(2)
+    pages[held.tolist()] = 1.0
+    blocks.mark_written(held[:1], step=4)
+    blocks.settle(3)
+    blocks.release(held)
+    assert (pages[held[0]] == 1.0).all(), "step 4 may still write it"
+    assert (pages[held[1]] == PATTERN).all()
+    pages[held[0]] = 2.0  # step 4 does
+    blocks.settle(4)
+    assert (pages[held[0]] == PATTERN).all()
+    blocks.allocate(7)
+    assert blocks.damaged == 0
+
+
+def test_one_number_written_to_a_free_page_is_found_when_it_is_used_again() -> None:
+    pages = pool_of()
+    blocks = BlockManager(8, watch=PagePoison(pages))
+    held = blocks.allocate(3)
+    blocks.release(held)
+    pages[held[1], 1, 0, 1, 3, 7] = 0.0
+    blocks.allocate(7)
+    assert blocks.damaged == 1
+
+
+def test_a_late_write_is_found_while_the_engine_is_idle_and_counted_once(engine: Engine) -> None:
+    finish(submit(engine, PROMPT))
+    assert engine.load().damaged_pages == 0
+    engine.pool.tensor[5] = 0.25
+    until(lambda: engine.load().damaged_pages == 1)
+    time.sleep(0.6)  # two more idle turns
+    finish(submit(engine, PROMPT, 64))
+    assert engine.load().damaged_pages == 1
+    check_baseline(engine)
+
+
+def test_a_late_write_is_found_by_the_next_request_that_gets_the_page(engine: Engine) -> None:
+    """The device is kept busy, so that no idle turn looks."""
+    long = submit(engine, PROMPT, 200)
+    until(lambda: len(long.records[0]) > 2)
+    free = engine.pool.num_pages - 1
+    engine.pool.tensor[free] = 0.25
+    finish(long, submit(engine, PROMPT, 64))
+    until(lambda: engine.load().damaged_pages == 1)
+
+
+def test_output_is_what_it_is_without_the_pattern(path: Path) -> None:
+    """Preempted, packed and handed-off requests read nothing that they did not write."""
+    seeded = SamplingParams(temperature=0.9, seed=3)
+    prompts = [list(range(3 + i, 40 + 5 * i)) for i in range(6)]
+    outputs = []
+    for poisoned in (False, True):
+        options = {"poison_freed_pages": poisoned, "prefix_cache": False}
+        small = build(path, num_pages=26, **options)
+        other = build(path, num_pages=26, **options)
+        runs = [submit(small, prompt, 40, sampling=seeded) for prompt in prompts]
+        finish(*runs)
+        assert small.load().preemptions > 0
+        runs += [hand_off(small, other, prompt, 12) for prompt in prompts]
+        for engine in (small, other):
+            check_baseline(engine)
+            assert engine.load().damaged_pages == 0
+            engine.stop()
+        outputs.append([run.tokens for run in runs])
+    assert outputs[0] == outputs[1]
