@@ -11,7 +11,7 @@ import typer
 from rich.markup import escape
 from typer.core import TyperGroup
 
-from baton.commands import ask, config, demo, model, serve, trace
+from baton.commands import ask, config, demo, health, model, serve, trace
 from baton.commands.output import stderr
 from baton.demo_model import DemoModelError
 from baton.errors import (
@@ -120,7 +120,12 @@ _PANELS: Final[Mapping[str, Mapping[str, Callable[..., None]]]] = {
         "config": config.config,
         "model": model.model,
     },
-    "Ask": {"generate": ask.generate, "models": ask.models, "trace": trace.trace},
+    "Ask": {
+        "generate": ask.generate,
+        "models": ask.models,
+        "trace": trace.trace,
+        "health": health.health,
+    },
 }
 for _panel, _commands in _PANELS.items():
     for _name, _command in _commands.items():

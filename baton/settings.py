@@ -92,13 +92,19 @@ class WorkerSettings(BaseSettings):
     """Of weights and KV. `auto`: what config.json says, on a CPU float32 (the fast one there)."""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """`auto`, `cpu`, `cuda` or `cuda:N`. `auto`: the first GPU, where there is one."""
+    gpu_slots_dir: str = ""
+    """Folder that all workers of this host share, to claim one GPU each by a lock in it. Empty:
+    `device` says which GPU."""
     threads: int = Field(default=0, ge=0)
     """CPU threads of torch. 0: every core; share them out when workers share a machine."""
 
     listen: Address = "127.0.0.1:0"
     """Where routers reach the worker. Port 0 is fine: the worker announces the real one."""
     advertise: str = ""
-    """Address announced to routers. Empty: `listen`; set it behind NAT or when listening on all."""
+    """Address announced to routers. Empty: `listen`; set it behind NAT or when listening on all.
+    Port 0 stands for the real one."""
+    address_file: str = ""
+    """File that gets the worker's address once it serves: for `baton health @FILE` and scripts."""
     routers: Addresses = (ROUTER_INTERNAL_ADDRESS,)
     """Routers' internal addresses to announce to, until they answer: start order is free."""
     admin: Address = Field(
@@ -140,6 +146,12 @@ class WorkerSettings(BaseSettings):
     """Where this process fails on purpose, for tests alone: NAME=ACTION[:ARG][~KEY][@NTH],..."""
     seed: int = Field(default=0, ge=0)
     """Seed of `dummy` weights. Sampling seeds belong to requests."""
+
+    @model_validator(mode="after")
+    def _one_place_names_the_gpu(self) -> WorkerSettings:
+        if self.gpu_slots_dir and self.device.startswith("cuda:"):
+            raise ValueError("device must leave the choice of the GPU to gpu_slots_dir")
+        return self
 
     @model_validator(mode="after")
     def _a_step_fits_a_page(self) -> WorkerSettings:

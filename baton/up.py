@@ -13,14 +13,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
+from baton.gpu_slots import visible_gpus
 from baton.settings import Role
 from baton.supervisor import ProcessSpec, Supervisor, Write
 
@@ -199,14 +198,6 @@ def _spans_to(options: UpOptions, at: _RouterAddresses) -> str | None:
 def _quiet() -> dict[str, str]:
     """gRPC's own remarks on every connection that closes help nobody here."""
     return {"GRPC_VERBOSITY": os.environ.get("GRPC_VERBOSITY", "error")}
-
-
-def visible_gpus() -> list[str]:
-    """GPUs that this process may use, as `CUDA_VISIBLE_DEVICES` names them."""
-    if (chosen := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [name.strip() for name in chosen.split(",") if name.strip() not in ("", "-1")]
-    nodes = Path("/dev").glob("nvidia[0-9]*")
-    return [str(i) for i, _ in enumerate(n for n in nodes if re.fullmatch(r"nvidia\d+", n.name))]
 
 
 def _roles(options: UpOptions) -> list[tuple[str, Role]]:

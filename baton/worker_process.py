@@ -21,16 +21,18 @@ import asyncio
 import logging
 import secrets
 import signal
-import socket
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 import grpc.aio
 import torch
 from grpc_health.v1 import health, health_pb2
 
+from baton.addresses import advertised, reachable
+from baton.gpu_slots import NoSlotError, claimed_for
 from baton.grpc_options import server_options
 from baton.grpc_services import add_health_and_reflection
 from baton.settings import Role, WorkerSettings
@@ -128,11 +130,14 @@ class Worker:
         """
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self.servicer, self._server)
         self._health = await add_health_and_reflection(self._server, (SERVICE_NAME,))
-        self.identity.address = self._bind()
+        bound = self._bind()
+        advertise = self.settings.advertise
+        self.identity.address = advertised(bound, advertise)
         endpoint = await asyncio.to_thread(self.transfer.start)
         self._adopt(endpoint)
         self.engine.start(self.metrics.stepped)
         await self.admin.start()
+        self.identity.admin_address = reachable(self.admin.address, advertise.rpartition(":")[0])
         self._lag.start()
         await self._server.start()
         self._reporter = asyncio.create_task(self.servicer.report_forever())
@@ -141,6 +146,7 @@ class Worker:
             asyncio.create_task(announce_forever(router, self.identity))
             for router in self.settings.routers
         ]
+        await asyncio.to_thread(self._write_address, bound)
         details = {"address": self.identity.address, "admin": self.admin.address}
         logger.info("worker serves", extra=details | {"transport": endpoint.transport})
 
@@ -211,13 +217,15 @@ class Worker:
         self.identity.endpoint.CopyFrom(endpoint_message(endpoint))
 
     def _bind(self) -> str:
-        """Binds the server; returns the address that routers are told."""
-        host = self.settings.listen.rpartition(":")[0]
+        """Binds the server; returns its address."""
         port = self._server.add_insecure_port(self.settings.listen)
-        if self.settings.advertise:
-            return self.settings.advertise
-        is_any = host.strip("[]") in ("0.0.0.0", "::")
-        return f"{socket.gethostname() if is_any else host}:{port}"
+        return f"{self.settings.listen.rpartition(':')[0]}:{port}"
+
+    def _write_address(self, bound: str) -> None:
+        """For those on this host."""
+        if self.settings.address_file:
+            address = reachable(bound, "127.0.0.1")
+            Path(self.settings.address_file).write_text(f"{address}\n", encoding="utf-8")
 
     def _is_ready(self) -> bool:
         return not self.servicer.draining
@@ -254,6 +262,17 @@ def main(settings: WorkerSettings) -> int:
     service = _SERVICES[settings.role]
     setup_logging(service, settings.name, settings.log_level, settings.log_format)
     failpoints.arm(settings.failpoints)
+    try:
+        with claimed_for(settings.device, settings.gpu_slots_dir, settings.name) as gpu:
+            if gpu:
+                logger.info("GPU claimed", extra={"gpu": gpu})
+            return _run(settings, service)
+    except NoSlotError as error:
+        logger.error("the worker cannot start: %s", error)
+        return 1
+
+
+def _run(settings: WorkerSettings, service: str) -> int:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     try:

@@ -26,6 +26,7 @@ from grpc_health.v1 import health_pb2
 from baton.grpc_options import server_options
 from baton.grpc_services import add_health_and_reflection
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
+from router.discovery import discovery_route
 from router.dispatch import JobDispatcher
 from router.frontdoor import SERVICE_NAME, InferenceService
 from router.openai.server import OpenAiServer
@@ -88,7 +89,10 @@ class RouterServer:
             settings.admin,
             self.metrics.registry,
             lambda: bool(self.dispatcher.models()),
-            trace_routes(self._traces) if self._traces is not None else (),
+            (
+                discovery_route(lambda: self.registry.members),
+                *(trace_routes(self._traces) if self._traces is not None else ()),
+            ),
         )
         self._tracing = setup_tracing(Service.ROUTER, settings.name, settings.otlp_endpoint)
         if (tracing := self._tracing) is not None:

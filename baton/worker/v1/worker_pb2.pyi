@@ -213,6 +213,7 @@ class WorkerIdentity(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
+    ADMIN_ADDRESS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name, such as "prefill-0"."""
     epoch: _builtins.int
@@ -221,6 +222,8 @@ class WorkerIdentity(_message.Message):
     """Address of its WorkerService."""
     role: Global___WorkerRole.ValueType
     """What it does."""
+    admin_address: _builtins.str
+    """Address of its metrics and health; empty where nobody outside of its host reaches them."""
     @_builtins.property
     def model(self) -> Global___ModelInfo:
         """The model it serves."""
@@ -238,10 +241,11 @@ class WorkerIdentity(_message.Message):
         role: Global___WorkerRole.ValueType = ...,
         model: Global___ModelInfo | None = ...,
         endpoint: Global___KvEndpoint | None = ...,
+        admin_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "endpoint", b"endpoint", "epoch", b"epoch", "model", b"model", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admin_address", b"admin_address", "endpoint", b"endpoint", "epoch", b"epoch", "model", b"model", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

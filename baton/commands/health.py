@@ -1,0 +1,33 @@
+"""`baton health`: whether a process serves."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from baton.commands.output import stdout
+from baton.settings import ROUTER_ADDRESS
+
+
+def health(
+    address: Annotated[
+        str, typer.Argument(help="HOST:PORT of a router or worker, or @FILE that holds it.")
+    ] = ROUTER_ADDRESS,
+    service: Annotated[
+        str, typer.Option(help="Full name of a gRPC service. Default: the process as such.")
+    ] = "",
+    timeout: Annotated[float, typer.Option(help="Seconds.")] = 2.0,
+) -> None:
+    """Ask a router or a worker whether it serves; exit code 0 means that it does.
+
+    Probes run [cyan]python -m baton.health ADDRESS[/], which is the same and starts faster.
+
+    Example: [cyan]baton health HOST:50051 --service baton.inference.v1.InferenceService[/]
+    """
+    from baton.health import SERVING, check_at
+
+    status = check_at(address, service, timeout)
+    stdout.print(status)
+    if status != SERVING:
+        raise typer.Exit(1)

@@ -1,0 +1,66 @@
+"""Asks a process whether it serves: the standard gRPC health check, for probes and for people.
+
+`python -m baton.health ADDRESS` is what probes run every few seconds. It imports little beyond gRPC
+and so starts in about a quarter of the time of `baton health`, which does the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Final
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+SERVING: Final = "SERVING"
+DEFAULT_TIMEOUT_S: Final = 2.0
+
+
+def check(address: str, service: str = "", timeout_s: float = DEFAULT_TIMEOUT_S) -> str:
+    """`SERVING`, or in one word why not: another health status, or the call's status code.
+
+    Args:
+        address: HOST:PORT of a gRPC server.
+        service: full name of a service; "" asks for the process.
+        timeout_s: of the whole check.
+    """
+    request = health_pb2.HealthCheckRequest(service=service)
+    with grpc.insecure_channel(address) as channel:
+        try:
+            answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            return str(error.code().name)
+    return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
+
+
+def read_address(file: Path) -> str:
+    """The address that a worker wrote down (`address_file`); "" while there is none."""
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0 where the process serves, else 1."""
+    parser = argparse.ArgumentParser(prog="python -m baton.health", description=__doc__)
+    parser.add_argument("address", metavar="ADDRESS", help="HOST:PORT, or @FILE that holds it")
+    parser.add_argument("--service", default="", help="full name; default: the process as such")
+    parser.add_argument("--timeout", type=float, default=DEFAULT_TIMEOUT_S, help="seconds")
+    given = parser.parse_args(argv)
+    status = check_at(given.address, given.service, given.timeout)
+    print(status)
+    return 0 if status == SERVING else 1
+
+
+def check_at(address: str, service: str, timeout_s: float) -> str:
+    """As `check`, of an address or of the one that stands in a file named `@FILE`."""
+    if address.startswith("@"):
+        address = read_address(Path(address[1:]))
+    return check(address, service, timeout_s) if address else "NO_ADDRESS"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
