@@ -27,6 +27,7 @@ from router.events import NO_EVENTS, RouterEvents
 from router.faults import Fault, error_of
 from router.job_run import JobRun
 from router.jobs import Job, JobEvent, JobFinished, ServedModel
+from router.models import Models
 from router.policies import POLICIES
 from router.queue import AdmissionQueue
 from telemetry.names import Attr, SpanName
@@ -49,6 +50,7 @@ class JobDispatcher:
         self._events = events
         self._policy = POLICIES[settings.policy]()
         self._workers: list[WorkerLink] = []
+        self._models = Models(self._workers)
         self._queue: AdmissionQueue[JobRun] = AdmissionQueue(
             settings.max_queued_requests, settings.max_queued_tokens
         )
@@ -85,27 +87,19 @@ class JobDispatcher:
 
     def models(self) -> Sequence[ServedModel]:
         """Models that could be run now, by name: not those that half of a pair is attached for."""
-        names = {model.name: model for model in self.attached_models()}
-        return [names[name] for name in sorted(names) if self._can_run(name)]
+        return self._models.runnable()
 
-    def attached_models(self) -> list[ServedModel]:
-        """The model of every worker; those of a pair say the same."""
-        return [_served_model(worker.identity.model) for worker in self._workers]
+    def attached_models(self) -> Sequence[ServedModel]:
+        """Models that any worker is attached for, by name."""
+        return self._models.attached()
 
     def model(self, name: str) -> ServedModel:
-        """The model of that name; an empty one selects the only model.
+        """The model of that name; an empty one selects the only one that can be run.
 
         Raises:
             RouterError: NO_WORKERS or MODEL_NOT_FOUND.
         """
-        attached = {model.name: model for model in self.attached_models()}
-        if not attached:
-            raise errors.no_workers(name)
-        if not name and len(attached) == 1:
-            return next(iter(attached.values()))
-        if name not in attached:
-            raise errors.model_not_found(name)
-        return attached[name]
+        return self._models.find(name, self._now_s())
 
     async def run(self, job: Job) -> AsyncGenerator[JobEvent, None]:
         """Runs a job; see `router.jobs.Dispatcher.run`."""
@@ -149,6 +143,7 @@ class JobDispatcher:
         """A worker joins; it gets work with its first load report."""
         self._workers.append(link)
         self._workers.sort(key=lambda worker: worker.worker_id)
+        self._models.joined(link)
         self.membership_changed.set()
 
     def loaded(self, _link: WorkerLink) -> None:
@@ -174,6 +169,7 @@ class JobDispatcher:
         """A worker left: its attempts end, and so does the wait of jobs only it could run."""
         if link in self._workers:
             self._workers.remove(link)
+            self._models.left(link, self._now_s())
         self.membership_changed.set()
         for attempt in list(self._attempts.values()):
             attempt.worker_lost(link)
@@ -181,10 +177,6 @@ class JobDispatcher:
             if not routing.is_servable(run.job, self._workers):
                 self._fail(run, self._nobody(run))
         self._pump_soon()
-
-    def _can_run(self, model: str) -> bool:
-        workers = [worker for worker in self._workers if worker.identity.model.name == model]
-        return routing.can_run(workers)
 
     # Waiting.
 
@@ -202,14 +194,15 @@ class JobDispatcher:
         if not routing.is_servable(run.job, self._workers):
             raise self._nobody(run)
         left_s = (run.job.deadline_ns - time.time_ns()) / 1e9
-        wait_s = self._queue.wait_s(now_s)
+        wait_s = self._queue.wait_s(run.lane, now_s)
         if wait_s is not None and wait_s > left_s:
-            retry_after_s = self._queue.retry_after_s(now_s)
+            retry_after_s = self._queue.retry_after_s(run.lane, now_s)
             raise errors.deadline_unreachable(wait_s, left_s, retry_after_s)
         self._enqueue(run, bounded=True)
 
     def _enqueue(self, run: JobRun, *, bounded: bool) -> None:
-        ahead = {Attr.QUEUE_DEPTH: len(self._queue), Attr.QUEUE_TOKENS: self._queue.tokens}
+        depth, tokens = self._queue.ahead(run.lane)
+        ahead = {Attr.QUEUE_DEPTH: depth, Attr.QUEUE_TOKENS: tokens}
         self._queue.push(run, self._now_s(), bounded=bounded)
         run.queue_span = start_span(SpanName.QUEUE, run.job.context, ahead)
         run.timer = asyncio.get_running_loop().call_later(
@@ -218,7 +211,7 @@ class JobDispatcher:
         self._pump()
 
     def _wait_over(self, run: JobRun) -> None:
-        retry_after_s = self._queue.retry_after_s(self._now_s())
+        retry_after_s = self._queue.retry_after_s(run.lane, self._now_s())
         self._fail(run, errors.queue_timeout(self._settings.queue_timeout_s, retry_after_s))
 
     def _pump_soon(self) -> None:
@@ -350,15 +343,3 @@ class JobDispatcher:
     @staticmethod
     def _now_s() -> float:
         return asyncio.get_running_loop().time()
-
-
-def _served_model(model: worker_pb2.ModelInfo) -> ServedModel:
-    return ServedModel(
-        name=model.name,
-        revision=model.revision,
-        path=model.path,
-        max_context_tokens=model.max_context_tokens,
-        vocab_size=model.vocab_size,
-        eos_token_ids=tuple(model.eos_token_ids),
-        page_size_tokens=model.page_size_tokens,
-    )

@@ -30,6 +30,8 @@ MAX_VIOLATIONS: Final = 32
 """Violations reported at once; statuses travel in trailers, which have room for a few KiB."""
 _MAX_VALUE_CHARS: Final = 128
 """A client's own words in an error are cut here."""
+_MAX_NAMES: Final = 8
+"""Names listed in an error; ListModels has them all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +103,17 @@ def context_length_exceeded(prompt_tokens: int, max_tokens: int, limit_tokens: i
     )
 
 
-def model_not_found(name: str) -> RouterError:
-    """No model of that name is served; an empty name where several are."""
+def model_not_found(name: str, served: Sequence[str] = ()) -> RouterError:
+    """No model of that name is served, but these are; an empty name where there are several."""
     name = name[:_MAX_VALUE_CHARS]
-    message = f"model {name!r} is not served" if name else "several models are served: name one"
+    names = ", ".join(one[:_MAX_VALUE_CHARS] for one in served[:_MAX_NAMES])
+    names += ", ..." if len(served) > _MAX_NAMES else ""
+    wrong = f"model {name!r} is not served" if name else "several models are served: name one"
     return RouterError(
         grpc.StatusCode.NOT_FOUND,
         "MODEL_NOT_FOUND",
-        message,
-        {"model": name},
+        f"{wrong} (served: {names})" if names else wrong,
+        {"model": name, "served": names},
         resource=("model", name),
     )
 

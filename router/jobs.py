@@ -146,7 +146,8 @@ class Dispatcher(Protocol):
         """The model of that name; an empty name selects the only one, where there is just one.
 
         Raises:
-            RouterError: MODEL_NOT_FOUND, or NO_WORKERS where no model is served at all.
+            RouterError: MODEL_NOT_FOUND, or NO_WORKERS where no model is served at all, or the one
+                asked for was until a while ago.
         """
         ...
 

@@ -76,30 +76,76 @@ class _Place(NamedTuple):
     pushed_s: float
 
 
-class AdmissionQueue(Generic[Entry]):
-    """Bounded by entries and by prompt tokens, over all lanes.
+class _Lane(Generic[Entry]):
+    """What waits for one model, and how fast that goes.
 
-    Invariant: `tokens` is the sum over the entries; lanes are sorted by place.
+    Invariant: `tokens` is the sum over the entries, which are sorted by place.
+    """
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[_Place, Entry]] = []
+        self.tokens = 0
+        self._drain = DrainMeter()
+        self._seen_s = 0.0
+
+    def add(self, place: _Place, entry: Entry) -> None:
+        self._advance(place.pushed_s)
+        bisect.insort(self.waiting, (place, entry), key=lambda item: item[0])
+        self.tokens += entry.tokens
+
+    def remove(self, entry: Entry, now_s: float) -> _Place | None:
+        self._advance(now_s)
+        for index, (place, waiting) in enumerate(self.waiting):
+            if waiting is entry:
+                del self.waiting[index]
+                self.tokens -= entry.tokens
+                return place
+        return None
+
+    def drained(self, tokens: int) -> None:
+        self._drain.left(tokens)
+
+    def wait_s(self, now_s: float) -> float | None:
+        self._advance(now_s)
+        if not self.tokens:
+            return 0.0
+        rate = self._drain.tokens_per_s()
+        return self.tokens / rate if rate else None
+
+    def _advance(self, now_s: float) -> None:
+        if self.waiting:
+            self._drain.backlog(now_s - self._seen_s)
+        self._seen_s = now_s
+
+
+class AdmissionQueue(Generic[Entry]):
+    """A lane for each model, bounded by entries and by prompt tokens: a model that is swamped is
+    full for its own requests only. A lane stays when it is empty, for what it has measured.
     """
 
     def __init__(self, max_entries: int, max_tokens: int) -> None:
         self._max_entries = max_entries
         self._max_tokens = max_tokens
-        self._lanes: dict[str, list[tuple[_Place, Entry]]] = {}
+        self._lanes: dict[str, _Lane[Entry]] = {}
         self._tickets = 0
-        self.tokens = 0
-        """Prompt tokens waiting."""
-        self._drain = DrainMeter()
-        self._seen_s = 0.0
 
     def __len__(self) -> int:
-        return sum(len(lane) for lane in self._lanes.values())
+        return sum(len(lane.waiting) for lane in self._lanes.values())
 
     def __iter__(self) -> Iterator[Entry]:
-        return iter([entry for lane in self._lanes.values() for _, entry in lane])
+        return iter([entry for lane in self._lanes.values() for _, entry in lane.waiting])
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens waiting in all lanes."""
+        return sum(lane.tokens for lane in self._lanes.values())
+
+    def ahead(self, lane: str) -> tuple[int, int]:
+        """Entries and prompt tokens that wait in a lane."""
+        return len(self._lane(lane).waiting), self._lane(lane).tokens
 
     def push(self, entry: Entry, now_s: float, *, bounded: bool = True) -> None:
-        """Adds an entry behind its equals. The empty queue has room for an entry of any size.
+        """Adds an entry behind its equals. An empty lane has room for an entry of any size.
 
         Args:
             entry: what waits.
@@ -109,57 +155,40 @@ class AdmissionQueue(Generic[Entry]):
         Raises:
             RouterError: QUEUE_FULL.
         """
-        full = len(self) >= self._max_entries or self.tokens + entry.tokens > self._max_tokens
-        if bounded and full and len(self) > 0:
-            raise errors.queue_full(len(self), self.retry_after_s(now_s))
-        self._advance(now_s)
+        lane = self._lane(entry.lane)
+        depth = len(lane.waiting)
+        full = depth >= self._max_entries or lane.tokens + entry.tokens > self._max_tokens
+        if bounded and full and depth > 0:
+            raise errors.queue_full(depth, self.retry_after_s(entry.lane, now_s))
         self._tickets += 1
-        place = _Place(entry.order, self._tickets, now_s)
-        lane = self._lanes.setdefault(entry.lane, [])
-        bisect.insort(lane, (place, entry), key=lambda item: item[0])
-        self.tokens += entry.tokens
+        lane.add(_Place(entry.order, self._tickets, now_s), entry)
 
     def heads(self) -> list[Entry]:
         """The next entry of each lane."""
-        return [lane[0][1] for lane in self._lanes.values()]
+        return [lane.waiting[0][1] for lane in self._lanes.values() if lane.waiting]
 
     def take(self, entry: Entry, now_s: float) -> float:
         """Removes an entry that is dispatched now; returns how long it waited, seconds."""
         place = self.remove(entry, now_s)
         waited_s = now_s - place.pushed_s if place is not None else 0.0
         if waited_s > AT_ONCE_S:
-            self._drain.left(entry.tokens)
+            self._lane(entry.lane).drained(entry.tokens)
         return waited_s
 
     def remove(self, entry: Entry, now_s: float) -> _Place | None:
         """Removes an entry, if it is there; returns the place it had."""
-        self._advance(now_s)
-        lane = self._lanes.get(entry.lane, [])
-        for index, (place, waiting) in enumerate(lane):
-            if waiting is entry:
-                del lane[index]
-                self.tokens -= entry.tokens
-                if not lane:
-                    del self._lanes[entry.lane]
-                return place
-        return None
+        return self._lane(entry.lane).remove(entry, now_s)
 
-    def wait_s(self, now_s: float) -> float | None:
-        """How long what waits takes to drain; None while nothing was measured."""
-        self._advance(now_s)
-        if not self.tokens:
-            return 0.0
-        rate = self._drain.tokens_per_s()
-        return self.tokens / rate if rate else None
+    def wait_s(self, lane: str, now_s: float) -> float | None:
+        """How long what waits in a lane takes to drain; None while nothing was measured."""
+        return self._lane(lane).wait_s(now_s)
 
-    def retry_after_s(self, now_s: float) -> float:
+    def retry_after_s(self, lane: str, now_s: float) -> float:
         """When a refused client may find room, by the measured drain rate."""
-        wait_s = self.wait_s(now_s)
+        wait_s = self.wait_s(lane, now_s)
         if wait_s is None:
             return MAX_RETRY_AFTER_S
         return min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, wait_s))
 
-    def _advance(self, now_s: float) -> None:
-        if self._lanes:
-            self._drain.backlog(now_s - self._seen_s)
-        self._seen_s = now_s
+    def _lane(self, name: str) -> _Lane[Entry]:
+        return self._lanes.setdefault(name, _Lane())

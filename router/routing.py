@@ -14,7 +14,7 @@ from router.ledger import Charge
 from router.registry import PREFILLS, can_hand_off
 
 if TYPE_CHECKING:
-    from router.jobs import Job
+    from router.jobs import Job, ServedModel
     from router.link import WorkerLink
     from router.policies import Policy
 
@@ -50,6 +50,12 @@ def is_servable(job: Job, workers: Sequence[WorkerLink]) -> bool:
     return any(
         _partners(worker, job, workers, _anyone) for worker in _starters(job, workers, _anyone)
     )
+
+
+def holds(worker: WorkerLink, model: ServedModel) -> bool:
+    """Whether the worker has this model, of this very revision."""
+    served = worker.identity.model
+    return served.name == model.name and served.revision == model.revision
 
 
 def can_run(workers: Sequence[WorkerLink]) -> bool:
@@ -111,7 +117,7 @@ def _partners(
 
 
 def _serves(worker: WorkerLink, job: Job) -> bool:
-    return worker.identity.model.name == job.model.name and not worker.draining
+    return holds(worker, job.model) and not worker.draining
 
 
 def _anyone(_worker: WorkerLink, _job: Job) -> bool:

@@ -48,9 +48,9 @@ class RouterSettings(BaseSettings):
     policy: Literal["least_work", "round_robin"] = "least_work"
     """How workers are chosen. `round_robin` ignores load: good for comparisons only."""
     max_queued_requests: int = Field(default=1024, ge=1)
-    """Requests waiting in the router; one more is refused at once."""
+    """Requests of one model waiting in the router; one more is refused at once."""
     max_queued_tokens: int = Field(default=2_000_000, ge=1)
-    """Prompt tokens waiting in the router: bounds the wait where prompts are long."""
+    """Prompt tokens of one model waiting in the router: bounds the wait where prompts are long."""
     queue_timeout_s: float = Field(default=60, gt=0)
     """Longest wait in the router's queue, seconds."""
     max_retries: int = Field(default=2, ge=0, le=10)

@@ -99,10 +99,10 @@ class _Pages:
     async def model(self, request: Request) -> Response:
         """One of them."""
         name = request.path_params["name"]
-        for model in self._dispatcher.models():
-            if model.name == name:
-                return _json(self._describe(model))
-        error = errors.model_not_found(name)
+        models = {model.name: model for model in self._dispatcher.models()}
+        if name in models:
+            return _json(self._describe(models[name]))
+        error = errors.model_not_found(name, list(models))
         return _json(statuses.error_body(error), statuses.http_status(error))
 
     async def health(self, request: Request) -> Response:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import grpc
@@ -172,6 +172,34 @@ def make_cluster(
         environment["BATON_OTLP_ENDPOINT"] = otlp_endpoint
     logs.mkdir(parents=True, exist_ok=True)
     return Cluster(up.plan(options), logs, environment)
+
+
+def add_model(cluster: Cluster, model: Path, **counts: int) -> None:
+    """Adds workers of another model to a cluster that is not started; its name leads theirs."""
+    options = up.UpOptions(
+        str(model), **counts, device="cpu", trace=False, grpc_port=0, http_port=0, admin_port=0
+    )
+    more = up.plan(options)
+    router = _flag(more.specs[0], "--internal-listen")
+    ours = _flag(cluster.plan.specs[0], "--internal-listen")
+    workers = [name for name, _ in more.worker_addresses]
+    names = {router: ours} | {name: f"{model.name}-{name}" for name in workers}
+    specs = [
+        replace(spec, name=names[spec.name], argv=[names.get(word, word) for word in spec.argv])
+        for spec in more.specs[1:]
+    ]
+    cluster.plan = replace(
+        cluster.plan,
+        specs=(*cluster.plan.specs, *specs),
+        worker_addresses=cluster.plan.worker_addresses
+        + tuple((names[name], address) for name, address in more.worker_addresses),
+        worker_admin_addresses=cluster.plan.worker_admin_addresses
+        + tuple((names[name], address) for name, address in more.worker_admin_addresses),
+    )
+
+
+def _flag(spec: ProcessSpec, name: str) -> str:
+    return spec.argv[list(spec.argv).index(name) + 1]
 
 
 class OtlpReceiver(otlp_grpc.TraceServiceServicer):

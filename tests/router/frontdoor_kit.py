@@ -139,7 +139,7 @@ class ScriptedDispatcher:
             raise errors.no_workers(name)
         named = [model for model in self.served if name in ("", model.name)]
         if len(named) != 1:
-            raise errors.model_not_found(name)
+            raise errors.model_not_found(name, [model.name for model in self.served])
         return named[0]
 
     async def run(self, job: Job) -> AsyncGenerator[JobEvent, None]:

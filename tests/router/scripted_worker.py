@@ -35,16 +35,24 @@ _epochs = itertools.count(1)
 class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
     """Records what it is sent, says what the test makes it say, and reports load by itself."""
 
-    def __init__(self, worker_id: str, role: int, *, fingerprint: str = "f") -> None:
+    def __init__(
+        self,
+        worker_id: str,
+        role: int,
+        *,
+        model: str = "tiny",
+        revision: str = "r",
+        fingerprint: str = "f",
+    ) -> None:
         epoch = next(_epochs)
         self.identity = worker_pb2.WorkerIdentity(
             worker_id=worker_id,
             epoch=epoch,
             role=role,  # type: ignore[arg-type]
             model=worker_pb2.ModelInfo(
-                name="tiny",
-                path="/tiny",
-                revision="r",
+                name=model,
+                path=f"/{model}",
+                revision=revision,
                 fingerprint=fingerprint,
                 max_context_tokens=256,
                 vocab_size=100,
@@ -283,13 +291,15 @@ def job(
     max_tokens: int = 8,
     choices: int = 1,
     deadline_s: float = 60,
+    model: str = "tiny",
+    revision: str = "r",
     **options: Any,
 ) -> Job:
     """A job for the scripted workers' model."""
     now_ns = time.time_ns()
     return Job(
         id="0" * 31 + "1",
-        model=ServedModel("tiny", "r", "/tiny", 256, 100, (), PAGE_SIZE_TOKENS),
+        model=ServedModel(model, revision, f"/{model}", 256, 100, (), PAGE_SIZE_TOKENS),
         prompt_ids=np.arange(prompt_tokens, dtype=np.uint32) % 100,
         sampling=worker_pb2.Sampling(),
         stopping=worker_pb2.Stopping(max_tokens=max_tokens),

@@ -169,6 +169,23 @@ def test_lanes_do_not_hold_each_other_up() -> None:
     assert queue.heads() == entries[:2]
 
 
+def test_a_swamped_lane_is_full_and_slow_for_its_own_only() -> None:
+    queue: AdmissionQueue[Waiting] = AdmissionQueue(2, 100)
+    swamped = [Waiting("a", tokens=50), Waiting("a", tokens=50)]
+    for entry in swamped:
+        queue.push(entry, 0.0)
+    with pytest.raises(RouterError, match="QUEUE_FULL") as refused:
+        queue.push(Waiting("a"), 0.0)
+    assert refused.value.metadata["queued_requests"] == "2"
+    assert queue.wait_s("b", 0.0) == 0.0
+    queue.push(Waiting("b", tokens=90), 0.0)
+    queue.take(swamped[0], 10.0)
+    assert queue.wait_s("a", 10.0) == pytest.approx(10, rel=0.6)
+    assert queue.wait_s("b", 10.0) is None
+    assert queue.ahead("a") == (1, 50)
+    assert (len(queue), queue.tokens) == (2, 140)
+
+
 def test_queue_is_bounded_by_entries_and_by_tokens() -> None:
     queue: AdmissionQueue[Waiting] = AdmissionQueue(2, 100)
     queue.push(Waiting(tokens=90), 0.0)
@@ -192,10 +209,10 @@ def test_retry_after_is_the_backlog_over_the_measured_rate() -> None:
     waiting = [Waiting(tokens=10) for _ in range(60)]
     for entry in waiting:
         queue.push(entry, 0.0)
-    assert queue.retry_after_s(0.0) == MAX_RETRY_AFTER_S  # nothing measured yet
+    assert queue.retry_after_s("m", 0.0) == MAX_RETRY_AFTER_S  # nothing measured yet
     for second, entry in enumerate(waiting[:40], start=1):
         queue.take(entry, float(second))
-    assert queue.wait_s(40.0) == pytest.approx(200 / 10, rel=0.1)
+    assert queue.wait_s("m", 40.0) == pytest.approx(200 / 10, rel=0.1)
 
 
 def test_idle_time_and_unhindered_work_say_nothing_about_draining() -> None:
@@ -206,4 +223,4 @@ def test_idle_time_and_unhindered_work_say_nothing_about_draining() -> None:
         queue.push(entry, float(second))
         queue.take(entry, float(second))
     queue.push(Waiting(), 100.0)
-    assert queue.wait_s(100.0) is None
+    assert queue.wait_s("m", 100.0) is None

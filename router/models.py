@@ -1,0 +1,105 @@
+"""The models that attached workers serve. A name is a pool: jobs that ask for it run there only.
+
+Life of a name: its first worker attaches -> it can be run, once workers for every part of a job
+are there -> its last worker leaves: for `REMEMBERED_S` it is a model without workers, which clients
+wait for, and after that one that nobody serves.
+
+Workers of one name may hold different weights while a fleet is upgraded, or by mistake. A job is
+bound to one revision from its prompt's first token id to its last retry; new jobs get the revision
+that can be run, and of several the one with the most workers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from router import errors, routing
+from router.jobs import ServedModel
+
+if TYPE_CHECKING:
+    from baton.worker.v1 import worker_pb2
+    from router.link import WorkerLink
+
+logger = logging.getLogger(__name__)
+
+REMEMBERED_S: Final = 600.0
+"""A model whose workers all left is expected back for this long."""
+
+
+class Models:
+    """Names and who serves them; `workers` is the dispatcher's own list of attached workers."""
+
+    def __init__(self, workers: Sequence[WorkerLink]) -> None:
+        self._workers = workers
+        self._left_s: dict[str, float] = {}
+        """When the last worker of a name left."""
+
+    def attached(self) -> list[ServedModel]:
+        """One for each name that any worker serves, by name."""
+        names = sorted({worker.identity.model.name for worker in self._workers})
+        return [self._of(name) for name in names]
+
+    def runnable(self) -> list[ServedModel]:
+        """Those that could be run now: not those that half of a pair is attached for."""
+        return [model for model in self.attached() if self._can_run(model)]
+
+    def find(self, name: str, now_s: float) -> ServedModel:
+        """The model of that name; an empty one selects the only one that can be run.
+
+        Raises:
+            RouterError: NO_WORKERS or MODEL_NOT_FOUND.
+        """
+        if self._named(name):
+            return self._of(name)
+        if not self._workers or self._is_expected(name, now_s):
+            raise errors.no_workers(name)
+        candidates = self.runnable() or self.attached()
+        if not name and len(candidates) == 1:
+            return candidates[0]
+        raise errors.model_not_found(name, [model.name for model in self.attached()])
+
+    def joined(self, worker: WorkerLink) -> None:
+        """A worker was attached."""
+        model = worker.identity.model
+        self._left_s.pop(model.name, None)
+        revisions = {other.identity.model.revision for other in self._named(model.name)}
+        if len(revisions) > 1:
+            fields = {"model": model.name, "revisions": sorted(revisions)}
+            logger.warning("workers of one model name hold different weights", extra=fields)
+
+    def left(self, worker: WorkerLink, now_s: float) -> None:
+        """A worker was lost."""
+        name = worker.identity.model.name
+        if not self._named(name):
+            self._left_s[name] = now_s
+
+    def _is_expected(self, name: str, now_s: float) -> bool:
+        left_s = self._left_s.get(name)
+        return left_s is not None and now_s - left_s < REMEMBERED_S
+
+    def _named(self, name: str) -> list[WorkerLink]:
+        return [worker for worker in self._workers if worker.identity.model.name == name]
+
+    def _of(self, name: str) -> ServedModel:
+        """What new jobs of that name get; of workers alike in weights, the first one's word."""
+        models = [_served(worker.identity.model) for worker in self._named(name)]
+        workers = Counter(model.revision for model in models)
+        return max(models, key=lambda model: (self._can_run(model), workers[model.revision]))
+
+    def _can_run(self, model: ServedModel) -> bool:
+        return routing.can_run([one for one in self._workers if routing.holds(one, model)])
+
+
+def _served(model: worker_pb2.ModelInfo) -> ServedModel:
+    return ServedModel(
+        name=model.name,
+        revision=model.revision,
+        path=model.path,
+        max_context_tokens=model.max_context_tokens,
+        vocab_size=model.vocab_size,
+        eos_token_ids=tuple(model.eos_token_ids),
+        page_size_tokens=model.page_size_tokens,
+    )

@@ -1,0 +1,136 @@
+"""Several models on one router: each has its own workers, and no part in the others' troubles."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import pytest
+from scripted_worker import BOTH, DECODE, PREFILL, Cluster, ScriptedWorker, job, tokens_of, until
+
+from router import models
+from router.errors import RouterError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[Cluster]:
+    cluster = Cluster(max_queued_requests=1)
+    yield cluster
+    cluster.check_nothing_leaked()
+    await cluster.close()
+
+
+async def add(cluster: Cluster, model: str, role: int = BOTH, **options: str) -> ScriptedWorker:
+    name = f"{model}-{role}-{len(cluster.workers)}"
+    return await cluster.add(name, role, model=model, fingerprint=model, **options)
+
+
+def refusal(cluster: Cluster, name: str) -> RouterError:
+    with pytest.raises(RouterError) as refused:
+        cluster.dispatcher.model(name)
+    return refused.value
+
+
+def names(cluster: Cluster) -> list[str]:
+    return [model.name for model in cluster.dispatcher.models()]
+
+
+async def lose(cluster: Cluster, worker: ScriptedWorker) -> None:
+    members = len(cluster.registry.members)
+    await worker.stop()
+    await until(lambda: len(cluster.registry.members) < members)
+
+
+async def test_a_job_runs_on_workers_of_its_model(cluster: Cluster) -> None:
+    workers = {name: await add(cluster, name) for name in ("one", "two")}
+    for name, worker in workers.items():
+        reader = cluster.read(job(model=name, max_tokens=1))
+        attempt = (await worker.heard("submit")).attempt_id
+        worker.first_token(attempt, 10)
+        worker.finished(attempt, 1)
+        assert tokens_of(await reader.end()) == [10]
+    assert [worker.count("submit") for worker in workers.values()] == [0, 0]
+
+
+async def test_no_pair_is_made_of_two_models(cluster: Cluster) -> None:
+    await add(cluster, "one", PREFILL)
+    await add(cluster, "two", DECODE)
+    assert names(cluster) == []
+    with pytest.raises(RouterError, match="NO_WORKERS"):
+        await cluster.read(job(model="one")).end()
+
+
+async def test_the_empty_name_selects_the_only_model_that_runs(cluster: Cluster) -> None:
+    await add(cluster, "one")
+    await add(cluster, "half", PREFILL)
+    assert names(cluster) == ["one"]
+    assert cluster.dispatcher.model("").name == "one"
+    await add(cluster, "two")
+    error = refusal(cluster, "")
+    assert (error.reason, error.metadata["served"]) == ("MODEL_NOT_FOUND", "half, one, two")
+
+
+async def test_an_unknown_model_is_told_what_is_served(cluster: Cluster) -> None:
+    await add(cluster, "one")
+    error = refusal(cluster, "three")
+    assert (error.reason, error.code.name) == ("MODEL_NOT_FOUND", "NOT_FOUND")
+    assert error.message == "model 'three' is not served (served: one)"
+    assert error.metadata == {"model": "three", "served": "one"}
+
+
+async def test_a_model_that_lost_its_workers_is_expected_back(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its clients are to wait, as for any worker that restarts; not for ever."""
+    gone, _ = await add(cluster, "one"), await add(cluster, "two")
+    await lose(cluster, gone)
+    assert names(cluster) == ["two"]
+    assert refusal(cluster, "one").reason == "NO_WORKERS"
+    assert refusal(cluster, "three").reason == "MODEL_NOT_FOUND"
+    with monkeypatch.context() as patch:
+        patch.setattr(models, "REMEMBERED_S", 0.0)
+        assert refusal(cluster, "one").reason == "MODEL_NOT_FOUND"
+    await add(cluster, "one")
+    assert cluster.dispatcher.model("one").name == "one"
+
+
+async def test_a_full_queue_is_full_for_its_model_only(cluster: Cluster) -> None:
+    busy, free = await add(cluster, "busy"), await add(cluster, "free")
+    link = next(one for one in cluster.registry.members if one.worker_id == busy.identity.worker_id)
+    busy.report(prefill_credit_tokens=0)
+    await until(lambda: not link.room().prefill_credit_tokens)
+    waiting = cluster.read(job(model="busy"))
+    await until(lambda: cluster.dispatcher.queued_jobs == 1)
+    with pytest.raises(RouterError, match="QUEUE_FULL"):
+        await cluster.read(job(model="busy")).end()
+    reader = cluster.read(job(model="free", max_tokens=1))
+    attempt = (await free.heard("submit")).attempt_id
+    free.first_token(attempt, 10)
+    free.finished(attempt, 1)
+    assert tokens_of(await reader.end()) == [10]
+    await waiting.leave()
+
+
+async def test_a_job_keeps_to_the_revision_that_it_began_with(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While a fleet is upgraded: new jobs go where most workers are, once those can run them."""
+    old = await add(cluster, "one", revision="old")
+    with caplog.at_level(logging.WARNING):
+        new = [await add(cluster, "one", revision="new") for _ in range(2)]
+    assert "different weights" in caplog.text
+    assert cluster.dispatcher.model("one").revision == "new"
+    reader = cluster.read(job(model="one", revision="old", max_tokens=1))
+    attempt = (await old.heard("submit")).attempt_id
+    old.first_token(attempt, 10)
+    old.finished(attempt, 1)
+    assert tokens_of(await reader.end()) == [10]
+    assert [worker.count("submit") for worker in new] == [0, 0]
+    for worker in new:
+        await lose(cluster, worker)
+    assert cluster.dispatcher.model("one").revision == "old"
+    with pytest.raises(RouterError, match="NO_WORKERS"):
+        await cluster.read(job(model="one", revision="new")).end()
