@@ -138,6 +138,10 @@ class WorkerSettings(BaseSettings):
     """Least severe line that is logged."""
     log_format: Literal["text", "json"] = "text"
     """`json` writes one object a line, for log collectors."""
+    profile: int = Field(default=0, ge=0)
+    """Write a profile of so many first steps with work. SIGUSR2 asks for one at any time."""
+    profile_dir: Path = Path("profiles")
+    """Folder for profiles, as Chrome traces (chrome://tracing, Perfetto)."""
     drain_s: float = Field(default=30, ge=0)
     """Seconds that running requests get to finish after SIGTERM."""
     poison_freed_pages: bool = False

@@ -67,6 +67,8 @@ LAST_WORDS_S: Final = 1.0
 PUSHES_END_S: Final = 5.0
 """Pushes in progress at the end get this long: they cannot be taken back."""
 IDLE_POLL_S: Final = 0.05
+PROFILE_STEPS: Final = 50
+"""Of a profile that SIGUSR2 asks for, where no setting says how many."""
 SERVICE_NAME: Final = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 
 _ROLES: Final = {
@@ -149,6 +151,11 @@ class Worker:
         await asyncio.to_thread(self._write_address, bound)
         details = {"address": self.identity.address, "admin": self.admin.address}
         logger.info("worker serves", extra=details | {"transport": endpoint.transport})
+
+    def profile(self) -> None:
+        """Records the next steps that do any work."""
+        steps = self.settings.profile or PROFILE_STEPS
+        self.engine.profile(steps, self.settings.profile_dir)
 
     async def drain(self) -> None:
         """Refuses new work and returns when none is left."""
@@ -295,7 +302,11 @@ async def _serve(settings: WorkerSettings, engine: Engine, tracing: Tracing | No
     if tracing is not None:
         worker.metrics.watch_spans(lambda: tracing.counts)
     told = _count_signals()  # before anybody can see that the worker serves, and end it
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGUSR2, worker.profile)
     await worker.start()
+    if settings.profile:
+        worker.profile()
     clean = await _until_told_to_stop(worker, *told)
     if tracing is not None:
         await asyncio.to_thread(tracing.shutdown)

@@ -22,6 +22,7 @@ from engine.kv_pool import LAYOUT_VERSION, KvPool
 from engine.model import LoadedModel, load_model
 from engine.poison import PagePoison
 from engine.policies import POLICIES
+from engine.profiling import StepProfiler
 from engine.sampling import Sampler
 from engine.scheduler import Scheduler, SchedulerConfig
 from engine.step_loop import OnStep, StepLoop
@@ -70,7 +71,9 @@ class Engine:
         info = _model_info(config, loaded, pool)
         sampler = Sampler(config.max_sequences, info.vocab_size, device, info.eos_token_ids)
         executor = _build_executor(config, loaded, info, pool, sampler, progress)
-        return cls(info, pool, StepLoop(_scheduler(config, info, pool, sampler), executor))
+        profiler = StepProfiler(nvtx=device.type == "cuda")
+        scheduler = _scheduler(config, info, pool, sampler)
+        return cls(info, pool, StepLoop(scheduler, executor, profiler))
 
     @property
     def max_step_tokens(self) -> int:
@@ -110,6 +113,10 @@ class Engine:
     def release(self, request_id: bytes) -> None:
         """Nothing outside touches the request's pages any more. Unknown ids are ignored."""
         self._loop.post(lambda scheduler: scheduler.release(request_id))
+
+    def profile(self, steps: int, folder: Path) -> None:
+        """Records the next `steps` steps as a Chrome trace in `folder`, and logs its path."""
+        self._loop.profiler.request(steps, folder)
 
     def load(self) -> EngineLoad:
         """The step loop's last snapshot."""

@@ -17,6 +17,7 @@ from engine.admission import admit
 from engine.executor import Executor, Launched
 from engine.pacing import LaunchPacer
 from engine.planning import plan_step
+from engine.profiling import StepProfiler
 from engine.scheduler import Scheduler
 from engine.sequences import RequestState
 from engine.settling import fail_step, settle_step
@@ -33,6 +34,8 @@ IDLE_TURN_S = 0.25
 """How long an idle turn waits for a command: progress is shown at least this often."""
 LONG_STEP_S = 1.0
 """A step expected to take longer is announced."""
+PROFILE_END_S = 10.0
+"""Announced for the end of a profile: its events are gathered on the loop's thread."""
 UNKNOWN_STEP_S = 30.0
 """Announced for steps with prompts while no rate is known: the first one warms everything up."""
 
@@ -40,7 +43,10 @@ UNKNOWN_STEP_S = 30.0
 class StepLoop:
     """Owns the scheduler and the executor, on a thread of its own."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, profiler: StepProfiler | None = None
+    ) -> None:
+        self.profiler = profiler or StepProfiler()
         self.load = EngineLoad(max_sequences=scheduler.config.max_sequences)
         self.max_step_tokens = scheduler.config.max_step_tokens
         self._scheduler = scheduler
@@ -72,21 +78,29 @@ class StepLoop:
 
     def _run(self) -> None:
         previous: tuple[StepPlan, Launched] | None = None
-        idle = False
+        idle, verb = False, self.profiler.verb
         while not self._stopping:
             self._pace(previous[0] if previous else None)
-            self._receive(IDLE_TURN_S if idle else 0.0)
+            with verb("receive"):
+                self._receive(IDLE_TURN_S if idle else 0.0)
             failpoints.hit("engine.turn")
-            admit(self._scheduler)
-            plan = plan_step(self._scheduler)
-            self._flush()
-            launched = self._launch(plan) if plan is not None else None
-            if previous is not None:
-                self._settle(*previous)
+            with verb("admit"):
+                admit(self._scheduler)
+            with verb("plan"):
+                plan = plan_step(self._scheduler)
+                self._flush()
+            with verb("launch"):
+                launched = self._launch(plan) if plan is not None else None
+            with verb("settle"):
+                if previous is not None:
+                    self._settle(*previous)
             previous = (plan, launched) if plan is not None and launched is not None else None
             idle = previous is None
             if idle:
                 self._scheduler.blocks.inspect()
+            if self.profiler.is_over():
+                self._publish_load(PROFILE_END_S)
+                self.profiler.end()
             self._publish_load()
 
     def _pace(self, in_flight: StepPlan | None) -> None:
@@ -115,6 +129,7 @@ class StepLoop:
     def _launch(self, plan: StepPlan) -> Launched:
         self._rates.launched(plan)
         self._publish_load(self._rates.expected_s(plan))
+        self.profiler.launching()
         launched = self._executor.launch(plan)
         self._pacer.launched()
         return launched

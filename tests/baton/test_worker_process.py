@@ -170,7 +170,7 @@ class RegistryRecorder(worker_pb2_grpc.RegistryServiceServicer):
 
 
 @asynccontextmanager
-async def a_process(tiny: Path) -> AsyncIterator[tuple[Process, RouterEnd]]:
+async def a_process(tiny: Path, *more: str) -> AsyncIterator[tuple[Process, RouterEnd]]:
     """A worker process, and a router that is attached to it."""
     recorder = RegistryRecorder()
     registry = grpc.aio.server(options=server_options())
@@ -191,7 +191,7 @@ async def a_process(tiny: Path) -> AsyncIterator[tuple[Process, RouterEnd]]:
     flags = [part for name, value in options.items() for part in (f"--{name}", value)]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "baton", "worker", *flags),
+        *("-m", "baton", "worker", *flags, *more),
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     try:
@@ -223,6 +223,19 @@ async def test_sigterm_finishes_what_runs_and_exits_clean(tiny: Path) -> None:
         assert failed.reason == worker_pb2.FAILURE_REASON_DRAINING
         if "finished" not in dict(router.history):
             assert (await router.heard("finished")).output_tokens == 200
+        assert await process.wait() == 0
+
+
+async def test_sigusr2_writes_a_profile_of_what_runs(tiny: Path, tmp_path: Path) -> None:
+    async with a_process(tiny, "--profile-dir", str(tmp_path)) as (process, router):
+        process.send_signal(signal.SIGUSR2)
+        stopping = worker_pb2.Stopping(max_tokens=100, ignore_eos=True)
+        await router.say(submit=submit(WHOLE, [5] * 40, b"r" * 16, stopping=stopping))
+        assert (await router.heard("finished")).output_tokens == 100
+        async with asyncio.timeout(START_S):
+            while not os.listdir(tmp_path):
+                await asyncio.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
         assert await process.wait() == 0
 
 
