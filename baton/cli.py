@@ -5,14 +5,15 @@ from __future__ import annotations
 import errno
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import typer
 from rich.markup import escape
 from typer.core import TyperGroup
 
+from baton import __version__
 from baton.commands import ask, config, demo, health, model, serve, trace
-from baton.commands.output import stderr
+from baton.commands.output import stderr, stdout
 from baton.demo_model import DemoModelError
 from baton.errors import (
     BatonError,
@@ -29,6 +30,10 @@ FAILED: Final = 1
 WRONG_USE: Final = 2
 TRY_LATER: Final = 3
 INTERRUPTED: Final = 130
+_ROOMS: Final = frozenset(
+    ("baton", "router", "prefill_service", "decode_service", "engine", "kv_transfer", "telemetry")
+)
+"""Packages of ours: one that is missing is a bug; any other belongs to an extra."""
 
 
 def explain(error: Exception) -> tuple[str, int] | None:
@@ -55,6 +60,12 @@ def explain(error: Exception) -> tuple[str, int] | None:
         case RuntimeError() if str(error).startswith("Failed to bind"):  # gRPC's words
             address = str(error).removeprefix("Failed to bind to address ").partition(";")[0]
             return f"cannot listen on {address}: is something else there?", FAILED
+        case ModuleNotFoundError(name=str(name)) if name.partition(".")[0] not in _ROOMS:
+            return (
+                f"{name.partition('.')[0]} is not installed: `pip install 'baton-llm[router]'` "
+                "is what a router needs, [worker] a worker, [worker,router,gguf] the demo",
+                FAILED,
+            )
         case OSError(errno=errno.EADDRINUSE | errno.EADDRNOTAVAIL):
             return f"cannot listen: {error.strerror}", FAILED
         case _:
@@ -89,8 +100,21 @@ app = typer.Typer(
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        stdout.print(__version__)
+        raise typer.Exit
+
+
 @app.callback()
-def _baton() -> None:
+def _baton(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
     """Baton serves language models with prefill and decode on different workers.
 
     Try it: [cyan]baton demo[/]

@@ -49,6 +49,17 @@ def test_buf_lint() -> None:
     run("buf", "lint", "protos")
 
 
+def test_protos_only_grow_since_the_last_release(tmp_path: Path) -> None:
+    described = subprocess.run(
+        ["git", "describe", "--tags", "--abbrev=0"], cwd=ROOT, capture_output=True, text=True
+    )
+    if described.returncode != 0:
+        pytest.skip("nothing was released yet: there is no tag")
+    archive = tmp_path / "protos.tar"
+    run("git", "archive", "--output", str(archive), described.stdout.strip(), "protos")
+    run("buf", "breaking", "protos", "--against", f"{archive}#subdir=protos")
+
+
 def test_stubs_are_current(tmp_path: Path) -> None:
     run(sys.executable, "protos/generate.py", str(tmp_path))
     made = [path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()]
