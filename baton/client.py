@@ -39,6 +39,7 @@ from baton.inference.v1 import inference_pb2_grpc as pb_grpc
 from baton.settings import ROUTER_ADDRESS
 
 Metadata = tuple[tuple[str, str], ...]
+Request = TypeVar("Request", pb.GenerateRequest, pb.StreamGenerateRequest)
 
 
 def _inject_nothing(carrier: dict[str, str]) -> None:
@@ -56,10 +57,20 @@ def _find_inject() -> Callable[[dict[str, str]], None]:
 _inject = _find_inject()
 
 
-def _trace_context() -> Metadata:
-    carrier: dict[str, str] = {}
+def _metadata(token: str) -> Metadata:
+    """What goes with every call: the trace to join, and who calls."""
+    carrier = {"authorization": f"Bearer {token}"} if token else {}
     _inject(carrier)
     return tuple(carrier.items())
+
+
+@contextmanager
+def _typed_errors() -> Iterator[None]:
+    """What a call raises comes out as a `BatonError`."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from None
 
 
 class _Stream:
@@ -94,9 +105,8 @@ class _Stream:
     def _typed_errors(self) -> Iterator[None]:
         """Whatever breaks the stream comes out as a `BatonError` and ends the call."""
         try:
-            yield
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+            with _typed_errors():
+                yield
         except BatonError:
             self.close()
             raise
@@ -165,14 +175,18 @@ class AsyncGenerationStream(_Stream):
 class Client:
     """Talks to a router; safe to share between threads."""
 
-    def __init__(self, address: str = ROUTER_ADDRESS, *, retries: bool = True) -> None:
+    def __init__(
+        self, address: str = ROUTER_ADDRESS, *, token: str = "", retries: bool = True
+    ) -> None:
         """Connects lazily: the first call finds out whether a router is there.
 
         Args:
             address: HOST:PORT of a router.
+            token: shown to a router that asks for one.
             retries: whether calls that were refused for now, before anything was generated, are
                 sent again by the channel: `baton.grpc_options.client_options` says when.
         """
+        self._token = token
         self._channel = grpc.insecure_channel(address, options=client_options(retries=retries))
         self._stub = pb_grpc.InferenceServiceStub(self._channel)
 
@@ -199,10 +213,10 @@ class Client:
             ValueError: not exactly one form of prompt was given.
         """
         request = _request(pb.GenerateRequest, prompt, messages, token_ids, options)
-        try:
-            response = self._stub.Generate(request, timeout=timeout_s, metadata=_trace_context())
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+        with _typed_errors():
+            response = self._stub.Generate(
+                request, timeout=timeout_s, metadata=_metadata(self._token)
+            )
         return Gathering(options.get("choices", 1)).add_whole(response)
 
     def stream(
@@ -216,15 +230,17 @@ class Client:
     ) -> GenerationStream:
         """Generates and returns the deltas as they come. Arguments as `generate`."""
         request = _request(pb.StreamGenerateRequest, prompt, messages, token_ids, options)
-        call = self._stub.StreamGenerate(request, timeout=timeout_s, metadata=_trace_context())
+        call = self._stub.StreamGenerate(
+            request, timeout=timeout_s, metadata=_metadata(self._token)
+        )
         return GenerationStream(iter(call), call.cancel, options.get("choices", 1))
 
     def models(self, *, timeout_s: float | None = 10.0) -> tuple[Model, ...]:
         """The models served now."""
-        try:
-            response = self._stub.ListModels(pb.ListModelsRequest(), timeout=timeout_s)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+        with _typed_errors():
+            response = self._stub.ListModels(
+                pb.ListModelsRequest(), timeout=timeout_s, metadata=_metadata(self._token)
+            )
         return _models(response)
 
     def tokenize(
@@ -236,12 +252,11 @@ class Client:
         timeout_s: float | None = 10.0,
     ) -> tuple[int, ...]:
         """The token ids of a text, or of chat turns in the model's template."""
-        try:
+        request = _tokenize_request(text, messages, model)
+        with _typed_errors():
             response = self._stub.Tokenize(
-                _tokenize_request(text, messages, model), timeout=timeout_s
+                request, timeout=timeout_s, metadata=_metadata(self._token)
             )
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
         return tuple(response.token_ids)
 
     def close(self) -> None:
@@ -258,8 +273,11 @@ class Client:
 class AsyncClient:
     """Talks to a router; belongs to the event loop it was made in."""
 
-    def __init__(self, address: str = ROUTER_ADDRESS, *, retries: bool = True) -> None:
+    def __init__(
+        self, address: str = ROUTER_ADDRESS, *, token: str = "", retries: bool = True
+    ) -> None:
         """Connects lazily. Arguments as `Client`."""
+        self._token = token
         self._channel = grpc.aio.insecure_channel(address, options=client_options(retries=retries))
         self._stub: pb_grpc.InferenceServiceAsyncStub = pb_grpc.InferenceServiceStub(self._channel)
 
@@ -274,12 +292,10 @@ class AsyncClient:
     ) -> Generation:
         """Generates and returns the whole result. Arguments and errors as `Client.generate`."""
         request = _request(pb.GenerateRequest, prompt, messages, token_ids, options)
-        try:
+        with _typed_errors():
             response = await self._stub.Generate(
-                request, timeout=timeout_s, metadata=_trace_context()
+                request, timeout=timeout_s, metadata=_metadata(self._token)
             )
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
         return Gathering(options.get("choices", 1)).add_whole(response)
 
     def stream(
@@ -293,15 +309,17 @@ class AsyncClient:
     ) -> AsyncGenerationStream:
         """Generates and returns the deltas as they come. Arguments as `Client.generate`."""
         request = _request(pb.StreamGenerateRequest, prompt, messages, token_ids, options)
-        call = self._stub.StreamGenerate(request, timeout=timeout_s, metadata=_trace_context())
+        call = self._stub.StreamGenerate(
+            request, timeout=timeout_s, metadata=_metadata(self._token)
+        )
         return AsyncGenerationStream(aiter(call), call.cancel, options.get("choices", 1))
 
     async def models(self, *, timeout_s: float | None = 10.0) -> tuple[Model, ...]:
         """The models served now."""
-        try:
-            response = await self._stub.ListModels(pb.ListModelsRequest(), timeout=timeout_s)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+        with _typed_errors():
+            response = await self._stub.ListModels(
+                pb.ListModelsRequest(), timeout=timeout_s, metadata=_metadata(self._token)
+            )
         return _models(response)
 
     async def tokenize(
@@ -313,12 +331,11 @@ class AsyncClient:
         timeout_s: float | None = 10.0,
     ) -> tuple[int, ...]:
         """The token ids of a text, or of chat turns in the model's template."""
-        try:
+        request = _tokenize_request(text, messages, model)
+        with _typed_errors():
             response = await self._stub.Tokenize(
-                _tokenize_request(text, messages, model), timeout=timeout_s
+                request, timeout=timeout_s, metadata=_metadata(self._token)
             )
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
         return tuple(response.token_ids)
 
     async def close(self) -> None:
@@ -332,20 +349,15 @@ class AsyncClient:
         await self.close()
 
 
-_Request = TypeVar("_Request", pb.GenerateRequest, pb.StreamGenerateRequest)
-
-
 def _request(
-    kind: type[_Request],
+    kind: type[Request],
     prompt: str | None,
     messages: Sequence[Message] | None,
     token_ids: Sequence[int] | None,
     options: Options,
-) -> _Request:
-    return kind(
-        input=generation_input(prompt, messages, token_ids, options),
-        client_tag=options.get("client_tag", ""),
-    )
+) -> Request:
+    given = generation_input(prompt, messages, token_ids, options)
+    return kind(input=given, client_tag=options.get("client_tag", ""))
 
 
 def _tokenize_request(

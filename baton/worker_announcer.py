@@ -1,4 +1,4 @@
-"""A worker tells routers that it exists, for as long as it lives.
+"""A worker tells routers that it exists, for as long as it lives; before that, that it loads.
 
 Each router is told every second until it holds a stream, and every few seconds after that. A router
 that is not there, or went away, is told on: it may come back, and start order is free.
@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Final
 
 import grpc
@@ -20,6 +23,41 @@ logger = logging.getLogger(__name__)
 UNATTACHED_INTERVAL_S: Final = 1.0
 ATTACHED_INTERVAL_S: Final = 3.0
 TIMEOUT_S: Final = 2.0
+
+
+@contextmanager
+def announced_as_loading(
+    addresses: Sequence[str], worker: worker_pb2.WorkerIdentity
+) -> Iterator[None]:
+    """Tells routers, from a thread of its own, that a worker's model is being loaded."""
+    over = threading.Event()
+    thread = threading.Thread(
+        target=_say_loading, args=(addresses, worker, over), name="loading", daemon=True
+    )
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _say_loading(
+    addresses: Sequence[str], worker: worker_pb2.WorkerIdentity, over: threading.Event
+) -> None:
+    request = worker_pb2.AnnounceRequest(worker=worker, loading=True)
+    with ExitStack() as stack:
+        channels = [
+            stack.enter_context(grpc.insecure_channel(address, options=channel_options()))
+            for address in addresses
+        ]
+        while True:
+            for channel in channels:
+                with suppress(grpc.RpcError):  # It is not there, or not yet.
+                    registry = worker_pb2_grpc.RegistryServiceStub(channel)
+                    registry.Announce(request, timeout=UNATTACHED_INTERVAL_S)
+            if over.wait(UNATTACHED_INTERVAL_S):
+                return
 
 
 async def announce_forever(address: str, worker: worker_pb2.WorkerIdentity) -> None:

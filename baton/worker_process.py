@@ -2,7 +2,8 @@
 
 Life of the process:
 
-1. Loading: the model is read and the pool allocated. Nothing answers yet; a signal ends it at once.
+1. Loading: the model is read and the pool allocated. Routers are told so, nothing answers yet; a
+   signal ends it at once.
 2. Serving: the Work stream, health and metrics answer, and routers are told of the worker for ever.
 3. SIGTERM or SIGINT. Draining: health says NOT_SERVING, routers are told of it no more, new
    attempts are refused, those under way and their transfers get `drain_s` seconds. A second signal
@@ -37,7 +38,7 @@ from baton.grpc_options import server_options
 from baton.grpc_services import add_health_and_reflection
 from baton.settings import Role, WorkerSettings
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
-from baton.worker_announcer import announce_forever
+from baton.worker_announcer import announce_forever, announced_as_loading
 from baton.worker_load import PrefillRoom, load_message
 from baton.worker_outbox import LoopInbox
 from baton.worker_peers import Peers
@@ -263,6 +264,16 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
     )
 
 
+def _identity_while_loading(settings: WorkerSettings) -> worker_pb2.WorkerIdentity:
+    """What is known before the model is."""
+    name = settings.served_name or Path(settings.model).name
+    return worker_pb2.WorkerIdentity(
+        worker_id=settings.name,
+        role=_ROLES[settings.role],
+        model=worker_pb2.ModelInfo(name=name),
+    )
+
+
 def main(settings: WorkerSettings) -> int:
     """Runs a worker process; returns its exit code."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -283,7 +294,8 @@ def _run(settings: WorkerSettings, service: str) -> int:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     try:
-        engine = Engine.build(engine_config(settings), _log_progress())
+        with announced_as_loading(settings.routers, _identity_while_loading(settings)):
+            engine = Engine.build(engine_config(settings), _log_progress())
     except EngineError as error:
         logger.error("the engine cannot be built: %s", error)
         return 1

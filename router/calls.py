@@ -1,8 +1,8 @@
 """The edge of the gRPC API: what a method is given, and what may leave it.
 
-Methods are plain coroutines and generators of (request, `Call`). Around each one stands the only
-place where errors become statuses. Without it gRPC answers bytes that do not parse with UNKNOWN and
-the name of a Python class, and any exception with its text.
+Methods are plain coroutines and generators of (request, `Call`). Around each one stands an `Edge`,
+the only place where errors become statuses. Without it gRPC answers bytes that do not parse with
+UNKNOWN and the name of a Python class, and any exception with its text.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import asyncio
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field, replace
 from typing import Final, NoReturn, Protocol, TypeVar, cast
 
 import grpc
@@ -23,6 +23,9 @@ from opentelemetry import context as otel_context
 from opentelemetry.context import Context
 
 from router import errors
+from router.access import AccessRecord
+from router.auth import AUTHORIZATION, OPEN, Gate
+from router.events import NO_EVENTS, RouterEvents
 from telemetry.tracing import trace_id_of
 
 DETAILS_KEY: Final = "grpc-status-details-bin"
@@ -32,6 +35,8 @@ MAX_PUSHBACK_S: Final = 5.0
 """A longer wait is not the channel's to sit out unseen: its caller is told, with RetryInfo."""
 _MALFORMED: Final = object()
 """Stands for a request whose bytes did not parse."""
+_DEADLINE_SLACK_S: Final = 0.02
+"""gRPC's clock and ours may differ by this much about when a deadline is met."""
 
 Request = TypeVar("Request", bound=Message)
 Response = TypeVar("Response", bound=Message)
@@ -48,6 +53,32 @@ class Call:
     """Until the caller's deadline; None where there is none."""
     context: Context = field(default_factory=Context)
     """Holds the span of the call."""
+    tenant: str = ""
+    """Whom the caller's token stands for; "" where nobody is asked for one."""
+    record: AccessRecord = field(default_factory=AccessRecord)
+
+    @property
+    def passed_s(self) -> float:
+        """Since its arrival."""
+        return (time.time_ns() - self.arrived_ns) / 1e9
+
+    def admitted(self, gate: Gate, authorization: str | None) -> Call:
+        """The call, as the tenant's whose token it shows.
+
+        Raises:
+            RouterError: UNAUTHENTICATED.
+        """
+        self.record.tenant = gate.tenant_of(authorization)
+        return replace(self, tenant=self.record.tenant)
+
+    def left(self) -> errors.RouterError:
+        """Why the caller is gone: gRPC tells a deadline and a cancellation in the same way."""
+        is_overdue = self.time_left_s is not None and (
+            self.passed_s > self.time_left_s - _DEADLINE_SLACK_S
+        )
+        if is_overdue:
+            return errors.deadline_exceeded(self.record.output_tokens)
+        return errors.cancelled()
 
 
 class ServerContext(Protocol):
@@ -55,6 +86,10 @@ class ServerContext(Protocol):
 
     def time_remaining(self) -> float | None:
         """Seconds until the caller's deadline."""
+        ...
+
+    def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None:
+        """What the caller sent beside the request."""
         ...
 
     async def write(self, message: Message) -> None:
@@ -71,47 +106,83 @@ class ServerContext(Protocol):
         ...
 
 
-def unary_method(
-    request_type: type[Request], method: Callable[[Request, Call], Awaitable[Response]]
-) -> grpc.RpcMethodHandler[Request, Response]:
-    """Handler of a method with one response."""
-
-    async def handle(request: Request, context: ServerContext) -> Response:
-        call = _call(context)
-        try:
-            return await method(_parsed(request), call)
-        except asyncio.CancelledError as error:
-            await _abort_unless_ours(error, context, call)
-        except Exception as error:
-            await _abort(error, context, call)
-
-    return grpc.unary_unary_rpc_method_handler(
-        handle, request_deserializer=_parser(request_type), response_serializer=_serialize
-    )
+UnaryMethod = Callable[[Request, Call], Awaitable[Response]]
+StreamMethod = Callable[[Request, Call], AsyncGenerator[Response, None]]
 
 
-def stream_method(
-    request_type: type[Request],
-    method: Callable[[Request, Call], AsyncGenerator[Response, None]],
-) -> grpc.RpcMethodHandler[Request, Response]:
-    """Handler of a method with a stream of responses; `method` is closed however the call ends."""
+class Edge:
+    """Stands around every method: who may call, what becomes of errors, the access log."""
 
-    async def handle(request: Request, context: ServerContext) -> None:
-        call = _call(context)
-        try:
-            async with aclosing(method(_parsed(request), call)) as responses:
+    def __init__(self, gate: Gate = OPEN, events: RouterEvents = NO_EVENTS) -> None:
+        self._gate = gate
+        self._events = events
+
+    def unary(
+        self, name: str, request_type: type[Request], method: UnaryMethod[Request, Response]
+    ) -> grpc.RpcMethodHandler[Request, Response]:
+        """Handler of a method with one response."""
+
+        async def handle(request: Request, context: ServerContext) -> Response:
+            async with self._around(name, request, context) as call:
+                return await method(request, call)
+
+        return grpc.unary_unary_rpc_method_handler(
+            handle, request_deserializer=_parser(request_type), response_serializer=_serialize
+        )
+
+    def stream(
+        self, name: str, request_type: type[Request], method: StreamMethod[Request, Response]
+    ) -> grpc.RpcMethodHandler[Request, Response]:
+        """Handler of a method with a stream of responses; `method` is closed however it ends."""
+
+        async def handle(request: Request, context: ServerContext) -> None:
+            async with (
+                self._around(name, request, context) as call,
+                aclosing(method(request, call)) as responses,
+            ):
                 async for response in responses:
                     await _write(response, context)
-        except _CallerLeftError:
-            raise asyncio.CancelledError from None
-        except asyncio.CancelledError as error:
-            await _abort_unless_ours(error, context, call)
-        except Exception as error:
-            await _abort(error, context, call)
 
-    return grpc.unary_stream_rpc_method_handler(
-        handle, request_deserializer=_parser(request_type), response_serializer=_serialize
-    )
+        return grpc.unary_stream_rpc_method_handler(
+            handle, request_deserializer=_parser(request_type), response_serializer=_serialize
+        )
+
+    @asynccontextmanager
+    async def _around(
+        self, name: str, request: object, context: ServerContext
+    ) -> AsyncIterator[Call]:
+        """Around one call: admits it, turns what ends it into a status, and logs it."""
+        call = _call(name, context)
+        ended: errors.RouterError | None = None
+        try:
+            yield self._admitted(call, request, context)
+        except (_CallerLeftError, asyncio.CancelledError) as error:
+            if not _is_ours(error):
+                ended = call.left()
+                raise asyncio.CancelledError from None
+            ended = errors.describe(error, call.id)
+            await _abort(ended, context, call)
+        except Exception as error:
+            ended = errors.describe(error, call.id)
+            await _abort(ended, context, call)
+        finally:
+            code = grpc.StatusCode.OK if ended is None else ended.code
+            call.record.write(call.id, call.arrived_ns, code.name, ended.reason if ended else "")
+
+    def _admitted(self, call: Call, request: object, context: ServerContext) -> Call:
+        """The call, with its tenant.
+
+        Raises:
+            RouterError: UNAUTHENTICATED or MALFORMED_REQUEST.
+        """
+        try:
+            call = call.admitted(self._gate, _metadata(context).get(AUTHORIZATION))
+            if request is _MALFORMED:
+                raise errors.malformed_request()
+        except errors.RouterError as error:
+            self._events.rejected(error.reason)
+            raise
+        return call
 
 
 class _CallerLeftError(Exception):
@@ -133,13 +204,18 @@ async def _write(response: Message, context: ServerContext) -> None:
         raise _CallerLeftError from None
 
 
-def _call(context: ServerContext) -> Call:
+def _call(name: str, context: ServerContext) -> Call:
     current = otel_context.get_current()
     return Call(
         id=trace_id_of(current) or uuid.uuid4().hex,
         time_left_s=context.time_remaining(),
         context=current,
+        record=AccessRecord(method=name),
     )
+
+
+def _metadata(context: ServerContext) -> dict[str, str]:
+    return {key: str(value) for key, value in context.invocation_metadata() or ()}
 
 
 def _parser(message_type: type[Request]) -> Callable[[bytes], Request]:
@@ -152,28 +228,18 @@ def _parser(message_type: type[Request]) -> Callable[[bytes], Request]:
     return parse
 
 
-def _parsed(request: Request) -> Request:
-    if request is _MALFORMED:
-        raise errors.malformed_request()
-    return request
-
-
 def _serialize(message: Message) -> bytes:
     return message.SerializeToString()
 
 
-async def _abort_unless_ours(
-    error: asyncio.CancelledError, context: ServerContext, call: Call
-) -> NoReturn:
-    """The caller's cancellation goes on; one that leaked out of something inside is a bug."""
+def _is_ours(error: BaseException) -> bool:
+    """Whether a cancellation leaked out of something inside, and is not the caller's."""
     task = asyncio.current_task()
-    if task is None or task.cancelling():
-        raise error
-    await _abort(error, context, call)
+    cancelled = isinstance(error, asyncio.CancelledError)
+    return cancelled and task is not None and not task.cancelling()
 
 
-async def _abort(error: BaseException, context: ServerContext, call: Call) -> NoReturn:
-    described = errors.describe(error, call.id)
+async def _abort(described: errors.RouterError, context: ServerContext, call: Call) -> NoReturn:
     status = errors.to_status(described, call.id)
     trailers: tuple[tuple[str, str | bytes], ...] = ((DETAILS_KEY, status.SerializeToString()),)
     if described.retry_after_s is not None:

@@ -24,7 +24,7 @@ from baton.worker.v1 import worker_pb2
 from router import errors, routing
 from router.attempt import Attempt
 from router.events import NO_EVENTS, RouterEvents
-from router.faults import Fault, error_of
+from router.faults import Fault, error_of, refusal
 from router.job_run import JobRun
 from router.jobs import Job, JobEvent, JobFinished, ServedModel
 from router.models import Models
@@ -43,7 +43,7 @@ CLOSING_GRACE_S: Final = 0.05
 
 
 class JobDispatcher:
-    """`router.jobs.Dispatcher` over attached workers; also the registry's `LinkOwner`."""
+    """`router.jobs.Dispatcher` over attached workers; also the `RegistryOwner`."""
 
     def __init__(self, settings: RouterSettings, events: RouterEvents = NO_EVENTS) -> None:
         self._settings = settings
@@ -97,7 +97,7 @@ class JobDispatcher:
         """The model of that name; an empty one selects the only one that can be run.
 
         Raises:
-            RouterError: NO_WORKERS or MODEL_NOT_FOUND.
+            RouterError: NO_WORKERS, MODEL_LOADING or MODEL_NOT_FOUND.
         """
         return self._models.find(name, self._now_s())
 
@@ -146,6 +146,10 @@ class JobDispatcher:
         self._models.joined(link)
         self.membership_changed.set()
 
+    def loading(self, model: str) -> None:
+        """A worker says that it loads a model."""
+        self._models.loading(model, self._now_s())
+
     def loaded(self, _link: WorkerLink) -> None:
         """A worker may have room."""
         self._pump_soon()
@@ -174,8 +178,8 @@ class JobDispatcher:
         for attempt in list(self._attempts.values()):
             attempt.worker_lost(link)
         for run in list(self._queue):
-            if not routing.is_servable(run.job, self._workers):
-                self._fail(run, self._nobody(run))
+            if (error := self._refusal(run)) is not None:
+                self._fail(run, error)
         self._pump_soon()
 
     # Waiting.
@@ -191,8 +195,8 @@ class JobDispatcher:
         now_s = self._now_s()
         if self._draining:
             raise errors.draining()
-        if not routing.is_servable(run.job, self._workers):
-            raise self._nobody(run)
+        if (error := self._refusal(run)) is not None:
+            raise error
         left_s = (run.job.deadline_ns - time.time_ns()) / 1e9
         wait_s = self._queue.wait_s(run.lane, now_s)
         if wait_s is not None and wait_s > left_s:
@@ -259,6 +263,7 @@ class JobDispatcher:
         now_ns = time.time_ns()
         write_span(SpanName.ROUTE, run.job.context, now_ns, now_ns, chosen)
         attempt = Attempt(run, route, self._attempt_failed)
+        run.job.workers.extend(leg.worker.worker_id for leg in attempt.legs)
         self._attempts[attempt.id] = attempt
         run.begin_attempt(attempt)
         attempt.start(self._now_s())
@@ -285,7 +290,7 @@ class JobDispatcher:
             not run.started
             and not fault.final
             and run.attempts <= self._settings.max_retries
-            and routing.is_servable(run.job, self._workers)
+            and self._refusal(run) is None
         )
 
     def _settle(self, attempt: Attempt) -> None:
@@ -312,6 +317,8 @@ class JobDispatcher:
         self._release(run)
 
     def _fail(self, run: JobRun, error: errors.RouterError) -> None:
+        if not run.attempts:
+            self._events.rejected(error.reason)
         run.fail(error)
         self._release(run, error.reason)
 
@@ -332,13 +339,9 @@ class JobDispatcher:
             run.attempt = None
             self._pump_soon()
 
-    @staticmethod
-    def _nobody(run: JobRun) -> errors.RouterError:
-        if run.started:
-            return errors.worker_lost_mid_stream(run.tokens_sent)
-        if run.attempts:
-            return errors.worker_lost(run.attempts)
-        return errors.no_workers(run.job.model.name)
+    def _refusal(self, run: JobRun) -> errors.RouterError | None:
+        is_loading = self._models.is_loading(run.job.model.name, self._now_s())
+        return refusal(run, self._workers, is_loading=is_loading)
 
     @staticmethod
     def _now_s() -> float:

@@ -170,13 +170,19 @@ def no_workers(model: str = "", retry_after_s: float = 1.0) -> RouterError:
 
 
 def model_loading(model: str, retry_after_s: float = 5.0) -> RouterError:
-    """Workers of the model are attached and still loading it."""
+    """Workers are there and still load the model."""
     return _unavailable("MODEL_LOADING", f"model {model!r} loads", {"model": model}, retry_after_s)
 
 
 def draining(retry_after_s: float = 1.0) -> RouterError:
     """This router takes no new work."""
     return _unavailable("DRAINING", "this router shuts down", {}, retry_after_s)
+
+
+def workers_draining(model: str, retry_after_s: float = 1.0) -> RouterError:
+    """Every worker that could run the request shuts down."""
+    message = f"the workers of model {model!r} shut down"
+    return _unavailable("DRAINING", message, {"model": model}, retry_after_s)
 
 
 def worker_lost(attempts: int, retry_after_s: float = 1.0) -> RouterError:

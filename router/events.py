@@ -39,8 +39,7 @@ class RouterEvents(Protocol):
         outcome: str,
         duration_s: float,
         *,
-        first_token_s: float | None = None,
-        output_tokens: int = 0,
+        per_token_s: float | None = None,
         trace_id: str = "",
     ) -> None:
         """A request ended.
@@ -49,8 +48,7 @@ class RouterEvents(Protocol):
             model: "" where it named none that is served: whoever asks chooses no label.
             outcome: "OK" or the reason of the error table.
             duration_s: since its arrival.
-            first_token_s: from its arrival; None where none was sent.
-            output_tokens: sent to the client, of all choices.
+            per_token_s: mean time of a token after its choice's first; None where there was none.
             trace_id: "" where it is not traced.
         """
         ...
@@ -82,8 +80,7 @@ class NoEvents:
         outcome: str,
         duration_s: float,
         *,
-        first_token_s: float | None = None,
-        output_tokens: int = 0,
+        per_token_s: float | None = None,
         trace_id: str = "",
     ) -> None:
         """Forgets it."""

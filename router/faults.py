@@ -1,12 +1,13 @@
-"""Why a part of an attempt failed, and what the client is told where no attempt follows."""
+"""Why no attempt begins, or a part of one failed, and what the client is then told."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from baton.worker.v1 import worker_pb2
-from router import errors
+from router import errors, routing
 
 if TYPE_CHECKING:
     from router.job_run import JobRun
@@ -61,3 +62,30 @@ def error_of(run: JobRun, fault: Fault) -> errors.RouterError:
             return errors.queue_full(0, retry_after_s=1.0)
         case _:
             return errors.kv_transfer_failed(run.attempts)
+
+
+def refusal(
+    run: JobRun, workers: Sequence[WorkerLink], *, is_loading: bool
+) -> errors.RouterError | None:
+    """Why none of the workers could run the job even if it had room; None where one could."""
+    job = run.job
+    limit_tokens = routing.largest_pool_tokens(job, workers)
+    if limit_tokens is None:
+        return _nobody(run, workers, is_loading=is_loading)
+    max_tokens = job.stopping.max_tokens
+    if job.prompt_tokens + max_tokens > limit_tokens:
+        return errors.context_length_exceeded(job.prompt_tokens, max_tokens, limit_tokens)
+    return None
+
+
+def _nobody(run: JobRun, workers: Sequence[WorkerLink], *, is_loading: bool) -> errors.RouterError:
+    model = run.job.model.name
+    if run.started:
+        return errors.worker_lost_mid_stream(run.tokens_sent)
+    if run.attempts:
+        return errors.worker_lost(run.attempts)
+    if is_loading:
+        return errors.model_loading(model)
+    if any(one.draining for one in workers if one.identity.model.name == model):
+        return errors.workers_draining(model)
+    return errors.no_workers(model)

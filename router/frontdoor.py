@@ -14,7 +14,8 @@ import grpc
 import grpc.aio
 
 from baton.inference.v1 import inference_pb2 as api
-from router.calls import Call, stream_method, unary_method
+from router.auth import OPEN, Gate
+from router.calls import Call, Edge
 from router.events import NO_EVENTS, RouterEvents
 from router.generation import Generations
 from router.validation import Limits
@@ -35,7 +36,9 @@ class InferenceService:
         tokenizers: Tokenizers,
         limits: Limits | None = None,
         events: RouterEvents = NO_EVENTS,
+        gate: Gate = OPEN,
     ) -> None:
+        self._edge = Edge(gate, events)
         self._dispatcher = dispatcher
         self._tokenizers = tokenizers
         self._limits = limits or Limits()
@@ -43,11 +46,14 @@ class InferenceService:
 
     def add_to_server(self, server: grpc.aio.Server) -> None:
         """Registers the service."""
+        edge, path = self._edge, f"{SERVICE_NAME}/"
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
-            "Generate": unary_method(api.GenerateRequest, self.generate),
-            "StreamGenerate": stream_method(api.StreamGenerateRequest, self.stream_generate),
-            "Tokenize": unary_method(api.TokenizeRequest, self.tokenize),
-            "ListModels": unary_method(api.ListModelsRequest, self.list_models),
+            "Generate": edge.unary(path + "Generate", api.GenerateRequest, self.generate),
+            "StreamGenerate": edge.stream(
+                path + "StreamGenerate", api.StreamGenerateRequest, self.stream_generate
+            ),
+            "Tokenize": edge.unary(path + "Tokenize", api.TokenizeRequest, self.tokenize),
+            "ListModels": edge.unary(path + "ListModels", api.ListModelsRequest, self.list_models),
         }
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),)

@@ -47,11 +47,11 @@ from router.outputs import (
 )
 from router.request_span import RequestSpan
 from router.tokenization import ChatTemplateError, PromptIds, Tokenizer, Tokenizers
+from telemetry.names import SpanName
 
 if TYPE_CHECKING:
     from router.calls import Call
     from router.validation import Limits
-from telemetry.names import SpanName
 
 GenerationRequest = api.GenerateRequest | api.StreamGenerateRequest
 
@@ -168,6 +168,9 @@ class Generations:
             context=span.context,
             priority=generation.priority,
             prompt_logprobs=generation.output.prompt_logprobs,
+            tenant=call.tenant,
+            cache_salt=call.tenant.encode(),
+            workers=call.record.workers,
         )
 
 

@@ -15,8 +15,8 @@ any point cancels the work. Failover happens behind it: a resumed job goes on at
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol, Self
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,6 +39,19 @@ class ServedModel:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     page_size_tokens: int
+
+    @classmethod
+    def of(cls, model: worker_pb2.ModelInfo) -> Self:
+        """What a worker says of its model."""
+        return cls(
+            name=model.name,
+            revision=model.revision,
+            path=model.path,
+            max_context_tokens=model.max_context_tokens,
+            vocab_size=model.vocab_size,
+            eos_token_ids=tuple(model.eos_token_ids),
+            page_size_tokens=model.page_size_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +78,8 @@ class Job:
     prompt_logprobs: bool = False
     tenant: str = ""
     cache_salt: bytes = b""
+    workers: list[str] = field(default_factory=list)
+    """Ids of those that were given a part of it, in order; added to by the dispatcher."""
 
     @property
     def prompt_tokens(self) -> int:

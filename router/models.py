@@ -1,8 +1,8 @@
 """The models that attached workers serve. A name is a pool: jobs that ask for it run there only.
 
-Life of a name: its first worker attaches -> it can be run, once workers for every part of a job
-are there -> its last worker leaves: for `REMEMBERED_S` it is a model without workers, which clients
-wait for, and after that one that nobody serves.
+Life of a name: a worker says that it loads it -> its first worker attaches -> it can be run, once
+workers for every part of a job are there -> its last worker leaves: for `REMEMBERED_S` it is a
+model without workers, which clients wait for, and after that one that nobody serves.
 
 Workers of one name may hold different weights while a fleet is upgraded, or by mistake. A job is
 bound to one revision from its prompt's first token id to its last retry; new jobs get the revision
@@ -12,6 +12,7 @@ that can be run, and of several the one with the most workers.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
@@ -20,13 +21,14 @@ from router import errors, routing
 from router.jobs import ServedModel
 
 if TYPE_CHECKING:
-    from baton.worker.v1 import worker_pb2
     from router.link import WorkerLink
 
 logger = logging.getLogger(__name__)
 
 REMEMBERED_S: Final = 600.0
 """A model whose workers all left is expected back for this long."""
+LOADING_S: Final = 3.5
+"""Workers that load say so every second: three times may go missing."""
 
 
 class Models:
@@ -36,6 +38,8 @@ class Models:
         self._workers = workers
         self._left_s: dict[str, float] = {}
         """When the last worker of a name left."""
+        self._loading_s: dict[str, float] = {}
+        """When a worker last said that it loads a name."""
 
     def attached(self) -> list[ServedModel]:
         """One for each name that any worker serves, by name."""
@@ -50,16 +54,30 @@ class Models:
         """The model of that name; an empty one selects the only one that can be run.
 
         Raises:
-            RouterError: NO_WORKERS or MODEL_NOT_FOUND.
+            RouterError: NO_WORKERS, MODEL_LOADING or MODEL_NOT_FOUND.
         """
         if self._named(name):
             return self._of(name)
+        if self.is_loading(name, now_s):
+            raise errors.model_loading(name)
         if not self._workers or self._is_expected(name, now_s):
             raise errors.no_workers(name)
         candidates = self.runnable() or self.attached()
         if not name and len(candidates) == 1:
             return candidates[0]
         raise errors.model_not_found(name, [model.name for model in self.attached()])
+
+    def loading(self, name: str, now_s: float) -> None:
+        """Some worker says that it loads a model."""
+        self._loading_s = {
+            other: said_s for other, said_s in self._loading_s.items() if now_s - said_s < LOADING_S
+        }
+        self._loading_s[name] = now_s
+
+    def is_loading(self, name: str, now_s: float) -> bool:
+        """Whether a worker loads it now; an empty name is any, where nobody is attached yet."""
+        names = self._loading_s if not (name or self._workers) else {name}
+        return any(now_s - self._loading_s.get(one, -math.inf) < LOADING_S for one in names)
 
     def joined(self, worker: WorkerLink) -> None:
         """A worker was attached."""
@@ -85,21 +103,9 @@ class Models:
 
     def _of(self, name: str) -> ServedModel:
         """What new jobs of that name get; of workers alike in weights, the first one's word."""
-        models = [_served(worker.identity.model) for worker in self._named(name)]
+        models = [ServedModel.of(worker.identity.model) for worker in self._named(name)]
         workers = Counter(model.revision for model in models)
         return max(models, key=lambda model: (self._can_run(model), workers[model.revision]))
 
     def _can_run(self, model: ServedModel) -> bool:
         return routing.can_run([one for one in self._workers if routing.holds(one, model)])
-
-
-def _served(model: worker_pb2.ModelInfo) -> ServedModel:
-    return ServedModel(
-        name=model.name,
-        revision=model.revision,
-        path=model.path,
-        max_context_tokens=model.max_context_tokens,
-        vocab_size=model.vocab_size,
-        eos_token_ids=tuple(model.eos_token_ids),
-        page_size_tokens=model.page_size_tokens,
-    )

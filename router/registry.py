@@ -13,7 +13,7 @@ import asyncio
 import errno
 import ipaddress
 import logging
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import grpc
 
@@ -35,10 +35,18 @@ Key = tuple[str, int]
 """One start of a worker: id and epoch."""
 
 
+class RegistryOwner(LinkOwner, Protocol):
+    """Hears of workers, and of those to come."""
+
+    def loading(self, model: str) -> None:
+        """Some worker loads a model; said again while it does."""
+        ...
+
+
 class Registry:
     """Owns the links. What comes over an attached one goes on to `owner`."""
 
-    def __init__(self, settings: RouterSettings, owner: LinkOwner) -> None:
+    def __init__(self, settings: RouterSettings, owner: RegistryOwner) -> None:
         self._settings = settings
         self._owner = owner
         self._links: dict[Key, WorkerLink] = {}
@@ -70,6 +78,10 @@ class Registry:
             )
             self._spawn(link.run())
         return self._links[key].state is LinkState.ATTACHED
+
+    def announce_loading(self, worker: worker_pb2.WorkerIdentity) -> None:
+        """A worker says that it will exist once its model is loaded."""
+        self._owner.loading(worker.model.name)
 
     async def close(self) -> None:
         """Ends every link."""
@@ -143,6 +155,9 @@ class RegistryServicer(worker_pb2_grpc.RegistryServiceServicer):
     ) -> worker_pb2.AnnounceResponse:
         """Takes an announcement."""
         worker = request.worker
+        if request.loading and worker.model.name:
+            self._registry.announce_loading(worker)
+            return worker_pb2.AnnounceResponse(attached=False)
         if not (worker.worker_id and worker.address and worker.role and worker.model.name):
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT, "worker_id, address, role and model are needed"

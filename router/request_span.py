@@ -1,4 +1,4 @@
-"""What is recorded of one generation: its span, the steps below it, figures, a line in the log.
+"""What is recorded of one generation: its span, the steps below it, figures, its share of the log.
 
 Nothing here holds a prompt, an output or the text of an exception.
 """
@@ -6,9 +6,8 @@ Nothing here holds a prompt, an output or the text of an exception.
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Self
 
 from baton.inference.v1 import inference_pb2 as api
@@ -17,7 +16,7 @@ from telemetry.names import Attr, SpanName
 from telemetry.tracing import context_of, end_span, start_span, trace_id_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
     from types import TracebackType
 
     from opentelemetry.util.types import AttributeValue
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from router.events import RouterEvents
     from router.jobs import Job
 
-logger = logging.getLogger(__name__)
-
 _FINISH_WORDS: Final = {
     api.FINISH_REASON_END_OF_SEQUENCE: "stop",
     api.FINISH_REASON_STOP: "stop",
@@ -35,8 +32,6 @@ _FINISH_WORDS: Final = {
 }
 _MAX_NAME_CHARS: Final = 128
 _PROVIDER: Final = "baton"
-_DEADLINE_SLACK_S: Final = 0.02
-"""gRPC's clock and ours may differ by this much about when a deadline is met."""
 
 
 class RequestSpan:
@@ -51,7 +46,8 @@ class RequestSpan:
         self._call = call
         self._events = events
         self._model = request.input.model[:_MAX_NAME_CHARS]
-        self._client_tag = request.client_tag[:_MAX_NAME_CHARS]
+        self._record = call.record
+        self._record.client_tag = request.client_tag[:_MAX_NAME_CHARS]
         self._span = start_span(
             SpanName.request(self._model),
             call.context,
@@ -69,8 +65,8 @@ class RequestSpan:
         self._prompt_tokens = 0
         self._output_tokens = 0
         self._first_token_s: float | None = None
-        self._last_tokens_s: dict[int, float] = {}
-        """By choice: when its last message of tokens left, from the arrival."""
+        self._paces: dict[int, _Pace] = {}
+        """By choice."""
         self._finish_reasons: dict[int, str] = {}
 
     def __enter__(self) -> Self:
@@ -83,24 +79,22 @@ class RequestSpan:
         stack: TracebackType | None,
     ) -> None:
         outcome = _outcome(error)
-        if outcome == "CANCELLED" and self._is_overdue():
-            outcome = "DEADLINE_EXCEEDED"  # gRPC tells both to a handler in the same way.
+        if outcome == "CANCELLED":
+            outcome = self._call.left().reason
         reasons = [reason for _, reason in sorted(self._finish_reasons.items())]
         totals: dict[str, AttributeValue] = {
             Attr.OUTPUT_TOKENS: self._output_tokens,
             Attr.RESPONSE_FINISH_REASONS: reasons,
         }
         end_span(self._span, attributes=totals, error=outcome)
-        duration_s = self._passed_s
+        duration_s = self._call.passed_s
         self._events.ended(
             self._served_model,
             outcome or "OK",
             duration_s,
-            first_token_s=self._first_token_s,
-            output_tokens=self._output_tokens,
+            per_token_s=_per_token_s(self._paces.values()),
             trace_id=trace_id_of(self.context),
         )
-        self._log(outcome, duration_s, reasons)
 
     @contextmanager
     def step(self, name: str) -> Iterator[None]:
@@ -119,6 +113,8 @@ class RequestSpan:
         """Notes what is asked for, defaults filled in."""
         self._model = self._served_model = job.model.name
         self._prompt_tokens = job.prompt_tokens
+        self._record.model = job.model.name
+        self._record.prompt_tokens += job.prompt_tokens
         self._span.update_name(SpanName.request(job.model.name))
         sampling = job.sampling
         self._span.set_attributes(
@@ -142,50 +138,57 @@ class RequestSpan:
             case "started":
                 cached = message.started.cached_prompt_tokens
                 self._span.set_attribute(Attr.CACHED_INPUT_TOKENS, cached)
+                self._record.cached_prompt_tokens += cached
             case "delta":
                 self._observe_tokens(message.delta)
             case "finished":
-                finished = message.finished
-                self._finish_reasons[finished.choice_index] = _FINISH_WORDS[finished.finish_reason]
+                self._observe_end(message.finished)
 
     def _observe_tokens(self, delta: api.TokenDelta) -> None:
         if not delta.token_ids:  # Text that was held back.
             return
-        now_s = self._passed_s
+        now_s = self._call.passed_s
         if self._first_token_s is None:
             self._first_token_s = now_s
             self._span.set_attribute(Attr.RESPONSE_FIRST_TOKEN_S, now_s)
             trace_id = trace_id_of(self.context)
             self._events.first_token(self._model, now_s, self._prompt_tokens, trace_id)
-        last_s = self._last_tokens_s.get(delta.choice_index)
-        self._last_tokens_s[delta.choice_index] = now_s
+            if self._record.first_token_s is None:
+                self._record.first_token_s = now_s
         count = len(delta.token_ids)
+        gap_s = None
+        if (pace := self._paces.get(delta.choice_index)) is None:
+            self._paces[delta.choice_index] = _Pace(now_s, now_s, count)
+        else:
+            gap_s = now_s - pace.last_s
+            pace.last_s, pace.tokens = now_s, pace.tokens + count
         self._output_tokens += count
-        self._events.tokens(self._model, count, None if last_s is None else now_s - last_s)
+        self._record.output_tokens += count
+        self._events.tokens(self._model, count, gap_s)
 
-    @property
-    def _passed_s(self) -> float:
-        return (time.time_ns() - self._call.arrived_ns) / 1e9
+    def _observe_end(self, finished: api.GenerationFinished) -> None:
+        reason = _FINISH_WORDS[finished.finish_reason]
+        self._finish_reasons[finished.choice_index] = reason
+        self._record.finish_reasons.append(reason)
+        if finished.HasField("timings"):
+            self._record.add_timings(finished.timings)
 
-    def _is_overdue(self) -> bool:
-        left_s = self._call.time_left_s
-        return left_s is not None and self._passed_s > left_s - _DEADLINE_SLACK_S
 
-    def _log(self, outcome: str, duration_s: float, reasons: list[str]) -> None:
-        logger.info(
-            "generation ended",
-            extra={
-                "trace_id": self._call.id,
-                "client_tag": self._client_tag,
-                "model": self._model,
-                "outcome": outcome or "OK",
-                "prompt_tokens": self._prompt_tokens,
-                "output_tokens": self._output_tokens,
-                "finish_reasons": reasons,
-                "first_token_s": round(self._first_token_s or 0.0, 6),
-                "duration_s": round(duration_s, 6),
-            },
-        )
+@dataclass(slots=True)
+class _Pace:
+    """Of one choice: when its first and last messages of tokens left, seconds from the arrival."""
+
+    first_s: float
+    last_s: float
+    tokens: int
+
+
+def _per_token_s(paces: Collection[_Pace]) -> float | None:
+    """Mean time of a token after its choice's first; None where there is no such token."""
+    later_tokens = sum(pace.tokens - 1 for pace in paces)
+    return (
+        sum(pace.last_s - pace.first_s for pace in paces) / later_tokens if later_tokens else None
+    )
 
 
 def _outcome(error: BaseException | None) -> str:

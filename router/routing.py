@@ -40,16 +40,23 @@ def prefill_charge(job: Job) -> Charge:
 
 
 def decode_charge(job: Job) -> Charge:
-    """What the job takes of the worker that decodes: the prompt's pages, and one more a choice."""
-    prompt_pages = -(-job.prompt_tokens // job.model.page_size_tokens)
-    return Charge(pages=prompt_pages + job.choices, sequences=job.choices)
+    """What the job takes of the worker that decodes: the prompt's pages, and one more for each
+    choice that will need one."""
+    size = job.model.page_size_tokens
+    prompt_pages = -(-job.prompt_tokens // size)
+    all_pages = -(-(job.prompt_tokens + job.stopping.max_tokens) // size)
+    growth = min(1, all_pages - prompt_pages)
+    return Charge(pages=prompt_pages + growth * job.choices, sequences=job.choices)
 
 
-def is_servable(job: Job, workers: Sequence[WorkerLink]) -> bool:
-    """Whether these workers could run the job if they had room."""
-    return any(
-        _partners(worker, job, workers, _anyone) for worker in _starters(job, workers, _anyone)
-    )
+def largest_pool_tokens(job: Job, workers: Sequence[WorkerLink]) -> int | None:
+    """Prompt and output tokens that the roomiest route could ever hold; None without a route."""
+    limits = [
+        _route_tokens(job, first, partner)
+        for first in _starters(job, workers, _anyone)
+        for partner in _partners(first, job, workers, _anyone)
+    ]
+    return max(limits, default=None)
 
 
 def holds(worker: WorkerLink, model: ServedModel) -> bool:
@@ -116,6 +123,21 @@ def _partners(
     ]
 
 
+def _route_tokens(job: Job, first: WorkerLink, partner: WorkerLink | None) -> int:
+    """A prefill worker holds the prompt alone; a last token has no KV where nobody decodes."""
+    first_tokens = _pool_tokens(job, first)
+    if partner is None:
+        return first_tokens + 1
+    return first_tokens if job.prompt_tokens > first_tokens else _pool_tokens(job, partner)
+
+
+def _pool_tokens(job: Job, worker: WorkerLink) -> int:
+    """Tokens of a choice that the empty pool holds; what the context holds while it is unknown."""
+    pages = worker.room().total_pages
+    shared = 2 * (job.choices - 1)  # Pages in which choices begin to differ.
+    return (pages - shared) * job.model.page_size_tokens if pages else job.model.max_context_tokens
+
+
 def _serves(worker: WorkerLink, job: Job) -> bool:
     return holds(worker, job.model) and not worker.draining
 
@@ -124,17 +146,19 @@ def _anyone(_worker: WorkerLink, _job: Job) -> bool:
     return True
 
 
-def _has_credit(worker: WorkerLink, _job: Job) -> bool:
+def _has_credit(worker: WorkerLink, job: Job) -> bool:
     """Any credit will do: no prompt is so long that a worker could not begin it."""
-    return worker.room().prefill_credit_tokens > 0
+    fits = job.prompt_tokens <= _pool_tokens(job, worker)
+    return fits and worker.room().prefill_credit_tokens > 0
 
 
 def _has_room(worker: WorkerLink, job: Job) -> bool:
-    """Slots and pages; what no room could ever hold is the worker's to refuse."""
+    """Slots and pages, in a pool that can hold the whole of it."""
     room, need = worker.room(), decode_charge(job)
     if room.free_sequences < min(need.sequences, max(1, room.max_sequences)):
         return False
-    return need.pages <= room.free_pages or need.pages > room.total_pages
+    whole_tokens = job.prompt_tokens + job.stopping.max_tokens
+    return need.pages <= room.free_pages and whole_tokens <= _pool_tokens(job, worker)
 
 
 def _preferred(

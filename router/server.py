@@ -26,6 +26,7 @@ from grpc_health.v1 import health_pb2
 from baton.grpc_options import server_options
 from baton.grpc_services import add_health_and_reflection
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
+from router.auth import TokensFileError, gate_of
 from router.discovery import discovery_route
 from router.dispatch import JobDispatcher
 from router.frontdoor import SERVICE_NAME, InferenceService
@@ -63,6 +64,7 @@ class RouterServer:
 
     def __init__(self, settings: RouterSettings) -> None:
         self.settings = settings
+        self._gate = gate_of(settings.auth_tokens_file)
         self.metrics = RouterMetrics(self._load)
         self.dispatcher = JobDispatcher(settings, self.metrics)
         self.registry = Registry(settings, self.dispatcher)
@@ -79,6 +81,7 @@ class RouterServer:
             self._limits,
             self.metrics,
             [metrics_route(self.metrics.registry)],
+            self._gate,
         )
         self._public = grpc.aio.server(interceptors=[ServerSpans()], options=server_options())
         self._internal = grpc.aio.server(options=server_options())
@@ -105,7 +108,9 @@ class RouterServer:
         Raises:
             RuntimeError, OSError: an address cannot be bound.
         """
-        service = InferenceService(self.dispatcher, self._tokenizers, self._limits, self.metrics)
+        service = InferenceService(
+            self.dispatcher, self._tokenizers, self._limits, self.metrics, self._gate
+        )
         service.add_to_server(self._public)
         self._health = await add_health_and_reflection(self._public, (SERVICE_NAME,))
         worker_pb2_grpc.add_RegistryServiceServicer_to_server(
@@ -199,8 +204,12 @@ def main(settings: RouterSettings) -> int:
     """Runs a router process; returns its exit code."""
     setup_logging(Service.ROUTER, settings.name, settings.log_level, settings.log_format)
     failpoints.arm(settings.failpoints)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(serve(settings))
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(serve(settings))
+    except TokensFileError as error:
+        logger.error("the router cannot start: %s", error)
+        return 1
 
 
 class _Signals:

@@ -44,6 +44,8 @@ class RouterSettings(BaseSettings):
     """Where clients reach the OpenAI-compatible HTTP API."""
     admin: Address = "127.0.0.1:9090"
     """Where metrics, health and traces are served."""
+    auth_tokens_file: str = ""
+    """TOML file of `"token" = "tenant"` lines: who may call, and as whom. Empty: everybody may."""
 
     policy: Literal["least_work", "round_robin"] = "least_work"
     """How workers are chosen. `round_robin` ignores load: good for comparisons only."""

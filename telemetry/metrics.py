@@ -153,16 +153,14 @@ class RouterMetrics(ProcessMetrics):
         outcome: str,
         duration_s: float,
         *,
-        first_token_s: float | None = None,
-        output_tokens: int = 0,
+        per_token_s: float | None = None,
         trace_id: str = "",
     ) -> None:
         """A request ended; `outcome` is "OK" or the reason of the error table."""
         error = "" if outcome == "OK" else outcome
         self._requests.labels(model, outcome).inc()
         self._duration.labels(model, error).observe(duration_s, _exemplar(trace_id))
-        if not error and first_token_s is not None and output_tokens > 1:
-            per_token_s = (duration_s - first_token_s) / (output_tokens - 1)
+        if not error and per_token_s is not None:
             self._per_token.labels(model).observe(per_token_s, _exemplar(trace_id))
 
 

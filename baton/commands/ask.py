@@ -21,6 +21,13 @@ RouterOption = Annotated[
     typer.Option("--router", envvar="BATON_ROUTER", metavar="HOST:PORT", help="Router to ask."),
 ]
 
+TokenOption = Annotated[
+    str,
+    typer.Option(
+        "--token", envvar="BATON_TOKEN", help="Token to show, where the router asks for one."
+    ),
+]
+
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to ask; `-` reads standard input.")],
@@ -43,6 +50,7 @@ def generate(
         bool, typer.Option("--trace", help="Draw the request's waterfall afterwards.")
     ] = False,
     admin: AdminOption = None,
+    token: TokenOption = "",
 ) -> None:
     """Ask a running router and stream the answer.
 
@@ -58,7 +66,7 @@ def generate(
         options["top_p"] = top_p
     if seed is not None:
         options["seed"] = seed
-    with Client(router) as client:
+    with Client(router, token=token) as client:
         generation = stream_answer(
             client,
             None if chat else text,
@@ -120,9 +128,10 @@ def _sum_up(generation: Generation, first_text_s: float, total_s: float) -> None
 def models(
     router: RouterOption = ROUTER_ADDRESS,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    token: TokenOption = "",
 ) -> None:
     """List the models that a running router serves."""
-    with Client(router) as client:
+    with Client(router, token=token) as client:
         served = client.models()
     if as_json:
         print_json([asdict(model) for model in served])

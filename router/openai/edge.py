@@ -3,12 +3,13 @@
 Life of a request:
 
 1. A SERVER span, below the caller's where `traceparent` names one; its trace id is the answer's
-   `x-request-id`. The body is read, whole.
+   `x-request-id`. Its token is looked at, and the body is read, whole.
 2. The method makes an `Answer` of it. Nothing is sent before its first part is there, that is, in
    a stream, before the first token: a request that is refused has its own status.
 3. The answer goes out at the client's pace. An error behind the first part of a stream is its last
    event; a stream that is complete ends with `[DONE]`.
 4. A client that leaves, at any point, cancels the work at once, and counts as 499.
+5. One line in the access log.
 
 Around each method this is the only place where errors become statuses.
 """
@@ -16,8 +17,6 @@ Around each method this is the only place where errors become statuses.
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
@@ -28,6 +27,8 @@ from pydantic_core import to_json
 from starlette.requests import ClientDisconnect, Request
 
 from router import errors
+from router.access import AccessRecord
+from router.auth import AUTHORIZATION, OPEN, Gate
 from router.calls import Call
 from router.openai.statuses import CLIENT_LEFT, JSON, error_body, http_status, retry_headers
 from router.validation import MAX_CLIENT_TAG_BYTES
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from router.events import RouterEvents
-
-logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES: Final = 64 * 1024 * 1024
 """As for gRPC messages: room for the longest prompts."""
@@ -72,31 +71,32 @@ Method = Callable[[bytes, Call, str], Awaitable[Answer]]
 class Endpoint:
     """An ASGI application around one method."""
 
-    def __init__(self, route: str, method: Method, events: RouterEvents) -> None:
+    def __init__(self, route: str, method: Method, events: RouterEvents, gate: Gate = OPEN) -> None:
         self._route = route
         self._method = method
         self._events = events
+        self._gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
         request = Request(scope, receive)
         response = _Response(self._route, request, send)
         try:
+            response.admit(self._gate)
             body = await _body(request)
             await _while_there(self._serve(body, request, response), response, receive)
         except ClientDisconnect:
             response.status = CLIENT_LEFT
         except Exception as error:
+            if isinstance(error, errors.RouterError) and not response.begun:
+                self._events.rejected(error.reason)
             await response.fail(error)
         finally:
             response.close()
 
     async def _serve(self, body: bytes, request: Request, response: _Response) -> None:
-        try:
-            answer = await self._method(body, response.call, _client_tag(request))
-        except errors.RouterError as error:
-            self._events.rejected(error.reason)
-            raise
+        answer = await self._method(body, response.call, _client_tag(request))
+        response.begun = True
         if not answer.stream:
             await response.whole(await answer.whole())
             return
@@ -110,7 +110,7 @@ class _Response:
     """What goes out, and what is recorded of it."""
 
     def __init__(self, route: str, request: Request, send: Send) -> None:
-        self._route = route
+        self._request = request
         self._send = send
         self._error = ""
         self._span = start_span(
@@ -120,10 +120,26 @@ class _Response:
             kind=SpanKind.SERVER,
         )
         context = context_of(self._span)
-        self.call = Call(id=trace_id_of(context) or uuid.uuid4().hex, context=context)
+        self.call = Call(
+            id=trace_id_of(context) or uuid.uuid4().hex,
+            context=context,
+            record=AccessRecord(
+                method=f"{request.method} {route}", client_tag=_client_tag(request)
+            ),
+        )
+        self.begun = False
+        """Set when the method took the request: from then on generations count what they refuse."""
         self.status = 0
         """Set when the answer begins; 0 before."""
         self.complete = False
+
+    def admit(self, gate: Gate) -> None:
+        """Lets the caller in.
+
+        Raises:
+            RouterError: UNAUTHENTICATED.
+        """
+        self.call = self.call.admitted(gate, self._request.headers.get(AUTHORIZATION))
 
     async def whole(self, content: JSON, status: int = 200, **headers: str) -> None:
         """Sends all of an answer."""
@@ -154,7 +170,7 @@ class _Response:
             await self.whole(content, status, **retry_headers(described))
 
     def close(self) -> None:
-        """Ends the span; one line in the log where the answer is not a whole one."""
+        """Ends the span, and writes the request's line in the access log."""
         status = self.status or CLIENT_LEFT
         failed = status >= 500 or (status == 200 and self._error)
         end_span(
@@ -162,16 +178,8 @@ class _Response:
             attributes={Attr.HTTP_RESPONSE_STATUS_CODE: status},
             error=self._error if failed else "",
         )
-        if status != 200 or self._error:
-            duration_s = (time.time_ns() - self.call.arrived_ns) / 1e9
-            fields = {
-                "trace_id": self.call.id,
-                "route": self._route,
-                "status": status,
-                "reason": self._error or "CANCELLED",
-                "duration_s": round(duration_s, 6),
-            }
-            logger.info("http request not served", extra=fields)
+        left = "" if self.complete else "CANCELLED"
+        self.call.record.write(self.call.id, self.call.arrived_ns, status, self._error or left)
 
     async def _begin(self, status: int, media_type: str, headers: dict[str, str]) -> None:
         self.status = status

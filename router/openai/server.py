@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from router import errors
+from router.auth import AUTHORIZATION, OPEN, Gate
 from router.events import NO_EVENTS, RouterEvents
 from router.generation import Generations
 from router.openai import statuses
@@ -47,6 +48,7 @@ class OpenAiServer(EmbeddedHttpServer):
         limits: of requests.
         events: hears of requests.
         routes: beside those of the API.
+        gate: who may use the API; /health and `routes` are open to all.
     """
 
     def __init__(
@@ -57,20 +59,22 @@ class OpenAiServer(EmbeddedHttpServer):
         limits: Limits,
         events: RouterEvents = NO_EVENTS,
         routes: Sequence[BaseRoute] = (),
+        gate: Gate = OPEN,
     ) -> None:
-        self._pages = _Pages(dispatcher)
+        self._pages = _Pages(dispatcher, gate)
         generations = Generations(dispatcher, tokenizers, limits, events)
         completions = Completions(generations, dispatcher, tokenizers)
         chat = ChatCompletions(generations, dispatcher, tokenizers)
         api = (
-            _method(COMPLETIONS, completions, events),
-            _method(CHAT_COMPLETIONS, chat, events),
+            _method(COMPLETIONS, completions, events, gate),
+            _method(CHAT_COMPLETIONS, chat, events, gate),
             Route("/v1/models", self._pages.models),
             Route("/v1/models/{name:path}", self._pages.model),
             Route("/health", self._pages.health),
         )
         application = Starlette(
-            routes=[*api, *routes], exception_handlers={HTTPException: _not_served}
+            routes=[*api, *routes],
+            exception_handlers={HTTPException: _not_served, errors.RouterError: _refused},
         )
         super().__init__(listen, application, "openai-server")
 
@@ -79,36 +83,41 @@ class OpenAiServer(EmbeddedHttpServer):
         self._pages.draining = True
 
 
-def _method(path: str, method: Method, events: RouterEvents) -> Route:
-    return Route(path, Endpoint(path, method, events), methods=["POST"])
+def _method(path: str, method: Method, events: RouterEvents, gate: Gate) -> Route:
+    return Route(path, Endpoint(path, method, events, gate), methods=["POST"])
 
 
 class _Pages:
     """What is asked beside generations."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: Dispatcher, gate: Gate) -> None:
         self.draining = False
+        self._gate = gate
         self._dispatcher = dispatcher
         self._started_s = int(time.time())
 
     async def models(self, request: Request) -> Response:
         """All models served now."""
+        self._admit(request)
         models = [self._describe(model) for model in self._dispatcher.models()]
         return _json({"object": "list", "data": models})
 
     async def model(self, request: Request) -> Response:
         """One of them."""
+        self._admit(request)
         name = request.path_params["name"]
         models = {model.name: model for model in self._dispatcher.models()}
-        if name in models:
-            return _json(self._describe(models[name]))
-        error = errors.model_not_found(name, list(models))
-        return _json(statuses.error_body(error), statuses.http_status(error))
+        if name not in models:
+            raise errors.model_not_found(name, list(models))
+        return _json(self._describe(models[name]))
 
     async def health(self, request: Request) -> Response:
         """200 while some model can be run."""
         ready = self._dispatcher.models() and not self.draining
         return Response(status_code=200 if ready else 503)
+
+    def _admit(self, request: Request) -> None:
+        self._gate.tenant_of(request.headers.get(AUTHORIZATION))
 
     def _describe(self, model: ServedModel) -> JSON:
         return {
@@ -126,6 +135,12 @@ async def _not_served(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     content = statuses.body(error.detail, "invalid_request_error", None, "not_found")
     return _json(content, error.status_code)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    """Errors of the API's pages."""
+    assert isinstance(error, errors.RouterError)
+    return _json(statuses.error_body(error), statuses.http_status(error))
 
 
 def _json(content: JSON, status: int = 200) -> Response:

@@ -11,7 +11,7 @@ import pytest
 from baton import worker_announcer
 from baton.grpc_options import server_options
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
-from baton.worker_announcer import announce_forever
+from baton.worker_announcer import announce_forever, announced_as_loading
 
 WORKER = worker_pb2.WorkerIdentity(worker_id="w", epoch=7, address="127.0.0.1:1")
 
@@ -19,12 +19,14 @@ WORKER = worker_pb2.WorkerIdentity(worker_id="w", epoch=7, address="127.0.0.1:1"
 class RegistryRecorder(worker_pb2_grpc.RegistryServiceServicer):
     def __init__(self) -> None:
         self.heard: asyncio.Queue[worker_pb2.WorkerIdentity] = asyncio.Queue()
+        self.loading = 0
         self.attached = False
 
     async def Announce(  # noqa: N802
         self, request: worker_pb2.AnnounceRequest, context: Any
     ) -> worker_pb2.AnnounceResponse:
         self.heard.put_nowait(request.worker)
+        self.loading += request.loading
         return worker_pb2.AnnounceResponse(attached=self.attached)
 
 
@@ -53,4 +55,22 @@ async def test_goes_on_when_the_router_restarts(monkeypatch: pytest.MonkeyPatch)
         server, _ = await _serve(recorder, address)
         assert await recorder.heard.get() == WORKER
     announcing.cancel()
+    await server.stop(None)
+
+
+async def test_says_that_it_loads_and_falls_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a thread of its own, past a router that is not there."""
+    monkeypatch.setattr(worker_announcer, "UNATTACHED_INTERVAL_S", 0.1)
+    recorder = RegistryRecorder()
+    server, address = await _serve(recorder, "127.0.0.1:0")
+    loading = announced_as_loading(["127.0.0.1:1", address], WORKER)
+    async with asyncio.timeout(20):
+        await asyncio.to_thread(loading.__enter__)
+        for _ in range(3):
+            assert await recorder.heard.get() == WORKER
+        await asyncio.to_thread(loading.__exit__, None, None, None)
+    heard = recorder.loading
+    assert heard >= 3
+    await asyncio.sleep(0.3)
+    assert recorder.loading == heard
     await server.stop(None)

@@ -8,10 +8,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
+import pytest
 import tokenizers
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
@@ -22,7 +23,9 @@ from baton.inference.v1 import inference_pb2 as api
 from baton.inference.v1 import inference_pb2_grpc as api_grpc
 from baton.worker.v1 import worker_pb2
 from router import errors
+from router.auth import OPEN, Gate
 from router.calls import DETAILS_KEY
+from router.events import NO_EVENTS, RouterEvents
 from router.frontdoor import InferenceService
 from router.jobs import (
     ChoiceEnded,
@@ -212,11 +215,14 @@ async def open_door(
     dispatcher: ScriptedDispatcher,
     limits: Limits | None = None,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    events: RouterEvents = NO_EVENTS,
+    gate: Gate = OPEN,
 ) -> AsyncIterator[Door]:
     """Serves the front door on a free port."""
     server = grpc.aio.server(options=server_options(), interceptors=list(interceptors))
     tokenizers_ = Tokenizers()
-    InferenceService(dispatcher, tokenizers_, limits).add_to_server(server)
+    service = InferenceService(dispatcher, tokenizers_, limits, events, gate)
+    service.add_to_server(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     address = f"127.0.0.1:{port}"
@@ -279,3 +285,8 @@ async def read(
 def ids_input(*token_ids: int) -> api.GenerationInput:
     """A prompt of ids."""
     return api.GenerationInput(token_ids=api.TokenIds(ids=token_ids or (70, 71, 72)))
+
+
+def access_lines(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    """The access log, a line as the fields that its formatter gets."""
+    return [vars(one) for one in caplog.records if one.name == "baton.access"]

@@ -11,6 +11,8 @@ from frontdoor_kit import Script, ScriptedDispatcher, served_model, write_tokeni
 from openai import AsyncOpenAI
 
 from baton.worker.v1 import worker_pb2
+from router.auth import OPEN, Gate
+from router.events import NO_EVENTS, RouterEvents
 from router.jobs import (
     ChoiceEnded,
     Job,
@@ -49,19 +51,26 @@ class Port:
 
 
 @asynccontextmanager
-async def open_port(folder: Path, script: Script, **client_options: object) -> AsyncIterator[Port]:
+async def open_port(
+    folder: Path,
+    script: Script,
+    *,
+    events: RouterEvents = NO_EVENTS,
+    gate: Gate = OPEN,
+    **client_options: object,
+) -> AsyncIterator[Port]:
     """Serves a model with a tokenizer on a free port."""
     write_tokenizer(folder)
     tokenizer = Tokenizer.load(str(folder))
     assert tokenizer is not None
     dispatcher = ScriptedDispatcher([served_model(folder, max_context_tokens=256)], script)
     tokenizers = Tokenizers()
-    server = OpenAiServer("127.0.0.1:0", dispatcher, tokenizers, Limits())
+    server = OpenAiServer("127.0.0.1:0", dispatcher, tokenizers, Limits(), events, gate=gate)
     await server.start()
     url = f"http://{server.address}/v1"
-    options = {"max_retries": 0, "timeout": 20.0, **client_options}
+    options = {"max_retries": 0, "timeout": 20.0, "api_key": "none", **client_options}
     try:
-        async with AsyncOpenAI(base_url=url, api_key="none", **options) as client:
+        async with AsyncOpenAI(base_url=url, **options) as client:
             yield Port(dispatcher, client, tokenizer, server)
     finally:
         await server.stop()

@@ -269,7 +269,7 @@ async def test_draining_worker_gets_no_new_work(cluster: Cluster) -> None:
     prefill, _ = await cluster.pair()
     prefill.report(draining=True)
     await until(lambda: any(link.draining for link in cluster.registry.members))
-    assert (await error_of(cluster.read(job()))).reason == "NO_WORKERS"
+    assert (await error_of(cluster.read(job()))).reason == "DRAINING"
 
 
 async def test_queue_is_bounded_and_waits_end() -> None:

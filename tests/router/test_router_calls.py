@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator
 from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
 import pytest
+from frontdoor_kit import access_lines
 
 from baton.inference.v1 import inference_pb2 as api
-from router.calls import Call, stream_method
+from router.calls import Call, Edge
 
 
 class LeavingCaller:
@@ -22,6 +24,9 @@ class LeavingCaller:
         self._error = error
 
     def time_remaining(self) -> float | None:
+        return None
+
+    def invocation_metadata(self) -> None:
         return None
 
     async def write(self, message: Any) -> None:
@@ -36,6 +41,7 @@ class LeavingCaller:
 async def test_a_write_that_nobody_takes_is_a_cancellation(
     error: type[Exception], caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     ends: list[str] = []
 
     async def method(
@@ -47,10 +53,12 @@ async def test_a_write_that_nobody_takes_is_a_cancellation(
             ends.append("left")
             raise
 
-    handler: Any = stream_method(api.StreamGenerateRequest, method)
+    handler: Any = Edge().stream("m", api.StreamGenerateRequest, method)
     caller = LeavingCaller(error)
     with pytest.raises(asyncio.CancelledError):
         await handler.unary_stream(api.StreamGenerateRequest(), caller)
     assert ends == ["left"]
     assert not caller.aborted
-    assert not caplog.records
+    (line,) = access_lines(caplog)
+    assert (line["status"], line["reason"]) == ("CANCELLED", "CANCELLED")
+    assert len(caplog.records) == 1

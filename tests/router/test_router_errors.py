@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import grpc
@@ -12,6 +13,7 @@ from google.rpc import status_pb2
 
 from router import errors
 from router.errors import RouterError, Violation
+from router.openai.statuses import http_status
 
 Code = grpc.StatusCode
 Detail = TypeVar("Detail", bound=Message)
@@ -43,6 +45,7 @@ ROWS: list[tuple[RouterError, grpc.StatusCode, str, type[Message] | None]] = [
     (errors.no_workers("m", 1.5), Code.UNAVAILABLE, "NO_WORKERS", details.RetryInfo),
     (errors.model_loading("m", 1.5), Code.UNAVAILABLE, "MODEL_LOADING", details.RetryInfo),
     (errors.draining(1.5), Code.UNAVAILABLE, "DRAINING", details.RetryInfo),
+    (errors.workers_draining("m", 1.5), Code.UNAVAILABLE, "DRAINING", details.RetryInfo),
     (errors.worker_lost(3, 1.5), Code.UNAVAILABLE, "WORKER_LOST", details.RetryInfo),
     (errors.kv_transfer_failed(3, 1.5), Code.UNAVAILABLE, "KV_TRANSFER_FAILED", details.RetryInfo),
     (errors.worker_lost_mid_stream(7), Code.ABORTED, "WORKER_LOST_MID_STREAM", None),
@@ -122,3 +125,16 @@ def test_text_of_foreign_exceptions_goes_nowhere(
         assert vars(record)["error_type"] == "ValueError"
         assert any("raise_foreign" in frame for frame in vars(record)["frames"])
     assert len(caplog.records) == (reason == "INTERNAL")
+
+
+def test_the_page_has_every_reason_with_its_code() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "errors.md").read_text(encoding="utf-8")
+    rows = [line.split("|") for line in page.splitlines() if line.count("|") == 7]
+    told = {row[4].strip(): (row[2].strip(), row[3].strip()) for row in rows[2:]}
+    known = {
+        error.reason: (error.code.name, str(http_status(error)))
+        for error, *_ in ROWS
+        if error.reason != "CANCELLED"
+    }
+    assert told.pop("CANCELLED") == ("CANCELLED", "499, logged")
+    assert told == known

@@ -7,47 +7,21 @@ import signal
 import socket
 import sys
 import urllib.request
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
-from scripted_worker import BOTH, PREFILL, WAIT_S, ScriptedWorker, until
+from router_kit import served
+from scripted_worker import PREFILL, WAIT_S, until
 
 from baton.client import AsyncClient
 from baton.grpc_options import channel_options
 from baton.grpc_services import REFLECTION_V1
 from baton.inference.v1 import inference_pb2, inference_pb2_grpc
-from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from router.frontdoor import SERVICE_NAME
-from router.server import RouterServer
-from router.settings import RouterSettings
 from router.tokenization import Tokenizer
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-ANY = "127.0.0.1:0"
-
-
-@asynccontextmanager
-async def served(role: int = BOTH) -> AsyncIterator[tuple[RouterServer, ScriptedWorker]]:
-    """A router, and a worker that announced itself to it."""
-    settings = RouterSettings(listen=ANY, internal_listen=ANY, http_listen=ANY, admin=ANY)
-    server, worker = RouterServer(settings), ScriptedWorker("b0", role)
-    await server.start()
-    await worker.start()
-    async with grpc.aio.insecure_channel(server.internal_address) as channel:
-        registry = worker_pb2_grpc.RegistryServiceStub(channel)
-        await registry.Announce(worker_pb2.AnnounceRequest(worker=worker.identity))
-    await until(server.dispatcher.attached_models)
-    try:
-        yield server, worker
-    finally:
-        await server.stop()
-        await worker.stop()
 
 
 def request(max_tokens: int = 2) -> inference_pb2.StreamGenerateRequest:

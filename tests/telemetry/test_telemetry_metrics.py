@@ -97,7 +97,7 @@ def test_a_request_from_its_first_token_to_its_end() -> None:
     metrics.first_token("m", 0.0625, prompt_tokens=33, trace_id="ab" * 16)
     metrics.tokens("m", 1, None)
     metrics.tokens("m", 2, 0.0045)
-    metrics.ended("m", "OK", 0.0725, first_token_s=0.0625, output_tokens=3, trace_id="ab" * 16)
+    metrics.ended("m", "OK", 0.0725, per_token_s=0.005, trace_id="ab" * 16)
     metrics.ended("m", "WORKER_LOST", 1.0)
     metrics.rejected("QUEUE_FULL")
     metrics.retried("worker_lost")

@@ -162,6 +162,11 @@ class AnnounceRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WORKER_FIELD_NUMBER: _builtins.int
+    LOADING_FIELD_NUMBER: _builtins.int
+    loading: _builtins.bool
+    """The model is being loaded: only the worker's id, role and model name are
+    known, and there is no address yet. The router opens no stream.
+    """
     @_builtins.property
     def worker(self) -> Global___WorkerIdentity:
         """Who announces."""
@@ -170,10 +175,11 @@ class AnnounceRequest(_message.Message):
         self,
         *,
         worker: Global___WorkerIdentity | None = ...,
+        loading: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loading", b"loading", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

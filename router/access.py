@@ -1,0 +1,74 @@
+"""The access log: one line for each request, whatever became of it, and never what it said.
+
+The edge that took the request opens a record, whoever knows something notes it there, and the edge
+writes it when the call is over. Times are seconds; an HTTP request with several prompts adds up.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+
+from baton.inference.v1 import inference_pb2 as api
+
+logger = logging.getLogger("baton.access")
+
+_PHASES = ("queue", "prefill", "kv_transfer", "decode_queue", "decode")
+"""Of `Timings`, in their order."""
+
+
+@dataclass(slots=True)
+class AccessRecord:
+    """What is told of one request."""
+
+    method: str = ""
+    """Set by the edge: `package.Service/Method`, or verb and route. As is `tenant`."""
+    tenant: str = ""
+    client_tag: str = ""
+    """Set by the generation, as all below."""
+    model: str = ""
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    output_tokens: int = 0
+    finish_reasons: list[str] = field(default_factory=list)
+    first_token_s: float | None = None
+    """From the arrival; None where none was sent."""
+    phases_s: dict[str, float] = field(default_factory=dict)
+    workers: list[str] = field(default_factory=list)
+    """Who was given a part of it, in this order, once for each attempt; set by the dispatcher."""
+
+    def add_timings(self, timings: api.Timings) -> None:
+        """Where a generation's time went."""
+        for phase in _PHASES:
+            seconds = getattr(timings, phase).ToNanoseconds() / 1e9
+            self.phases_s[phase] = self.phases_s.get(phase, 0.0) + seconds
+
+    def write(self, trace_id: str, arrived_ns: int, status: str | int, reason: str = "") -> None:
+        """Writes the line.
+
+        Args:
+            trace_id: of the call.
+            arrived_ns: Unix nanoseconds.
+            status: name of the gRPC code, or the HTTP status.
+            reason: of the error table; "" where the request was answered whole.
+        """
+        line: dict[str, object] = {
+            "trace_id": trace_id,
+            "method": self.method,
+            "status": status,
+            "reason": reason,
+            "tenant": self.tenant,
+            "client_tag": self.client_tag,
+            "model": self.model,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_prompt_tokens": self.cached_prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "finish_reasons": self.finish_reasons,
+            "workers": self.workers,
+            "duration_s": round((time.time_ns() - arrived_ns) / 1e9, 6),
+        }
+        if self.first_token_s is not None:
+            line["first_token_s"] = round(self.first_token_s, 6)
+        line |= {f"{phase}_s": round(seconds, 6) for phase, seconds in self.phases_s.items()}
+        logger.info("request", extra=line)

@@ -1,0 +1,170 @@
+"""Tokens at both front doors: who is let in, as which tenant, and what becomes of the others."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from pathlib import Path
+
+import grpc
+import openai
+import pytest
+from frontdoor_kit import (
+    ScriptedDispatcher,
+    access_lines,
+    ids_input,
+    open_door,
+    plays,
+    refusal,
+    served_model,
+    write_tokenizer,
+)
+from openai_kit import open_port, says
+
+from baton.client import AsyncClient, Client
+from baton.errors import DeniedError
+from baton.inference.v1 import inference_pb2 as api
+from router.auth import OPEN, TokenGate, TokensFileError, gate_of
+from router.errors import RouterError
+from router.server import main
+from router.settings import RouterSettings
+from telemetry.metrics import RouterLoad, RouterMetrics
+from telemetry.names import Metric
+
+GOOD, OTHER, BAD = "sk-good", "sk-other", "sk-bad"
+SHOWN = (("authorization", f"Bearer {GOOD}"),)
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    path = tmp_path / "tokens.toml"
+    path.write_text(f'"{GOOD}" = "acme"\n"{OTHER}" = "größe"\n')
+    return path
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [None, "", "Bearer", f"Bearer {BAD}", "Bearer ", f"Basic {GOOD}", GOOD, f"Bearer{GOOD}"],
+)
+def test_nobody_else_is_let_in(tokens: Path, shown: str | None) -> None:
+    with pytest.raises(RouterError) as caught:
+        TokenGate(tokens).tenant_of(shown)
+    assert caught.value.code is grpc.StatusCode.UNAUTHENTICATED
+    assert "sk-" not in str(caught.value)
+
+
+def test_a_token_names_its_tenant(tokens: Path) -> None:
+    gate = gate_of(str(tokens))
+    assert gate.tenant_of(f"Bearer {GOOD}") == "acme"
+    assert gate.tenant_of(f"bearer  {OTHER} ") == "größe"
+    assert gate_of("") is OPEN
+    assert OPEN.tenant_of(None) == ""
+
+
+def test_a_changed_file_counts_and_a_broken_one_does_not(
+    tokens: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    now_s = 0.0
+    gate = TokenGate(tokens, lambda: now_s)
+    tokens.write_text(f'"{BAD}" = "acme"\n')
+    os.utime(tokens, ns=(1, 1))
+    assert gate.tenant_of(f"Bearer {GOOD}") == "acme", "looked at once a second"
+    now_s = 1.5
+    assert gate.tenant_of(f"Bearer {BAD}") == "acme"
+    with pytest.raises(RouterError):
+        gate.tenant_of(f"Bearer {GOOD}")
+    for broken in (f'"{GOOD}" = 3', f"{GOOD} == [", '"" = "acme"', f'"{GOOD}" = ""'):
+        now_s += 2
+        tokens.write_text(broken)
+        os.utime(tokens, ns=(int(now_s), int(now_s)))
+        assert gate.tenant_of(f"Bearer {BAD}") == "acme"
+    tokens.unlink()
+    now_s += 2
+    assert gate.tenant_of(f"Bearer {BAD}") == "acme"
+    assert len(caplog.records) == 5
+    assert "sk-" not in caplog.text
+
+
+def test_a_router_does_not_start_on_a_file_that_it_cannot_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("router.server.setup_logging", lambda *_: None)  # for all later tests, too
+    missing = str(tmp_path / "none.toml")
+    with pytest.raises(TokensFileError):
+        gate_of(missing)
+    assert main(RouterSettings(auth_tokens_file=missing)) == 1
+    assert "No such file" in caplog.text
+
+
+async def test_every_grpc_method_asks_for_it(
+    tokens: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    write_tokenizer(tmp_path)
+    dispatcher = ScriptedDispatcher([served_model(tmp_path)], plays([70]))
+    counted = RouterMetrics(RouterLoad)
+    async with open_door(dispatcher, events=counted, gate=TokenGate(tokens)) as door:
+        calls = {
+            "Generate": (door.stub.Generate, api.GenerateRequest(input=ids_input())),
+            "Tokenize": (door.stub.Tokenize, api.TokenizeRequest(text="a")),
+            "ListModels": (door.stub.ListModels, api.ListModelsRequest()),
+        }
+        for method, request in calls.values():
+            for metadata in ((), (("authorization", f"Bearer {BAD}"),)):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await method(request, metadata=metadata, timeout=20)
+                found = refusal(caught.value)
+                assert (found.code.name, found.info.reason) == ("UNAUTHENTICATED",) * 2
+            await method(request, metadata=SHOWN, timeout=20)
+        stream = door.stub.StreamGenerate(api.StreamGenerateRequest(input=ids_input()))
+        assert await stream.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert [(job.tenant, job.cache_salt) for job in dispatcher.jobs] == [("acme", b"acme")]
+    rejected = {"reason": "UNAUTHENTICATED"}
+    assert counted.registry.get_sample_value(Metric.REJECTIONS + "_total", rejected) == 7
+    lines = access_lines(caplog)
+    assert [line["tenant"] for line in lines] == ["", "", "acme"] * 3 + [""]
+    assert "sk-" not in f"{lines}{caplog.text}"
+
+
+async def test_the_python_clients_show_it(tokens: Path, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    dispatcher = ScriptedDispatcher([served_model(tmp_path)], plays([70]))
+    async with open_door(dispatcher, gate=TokenGate(tokens)) as door:
+        async with AsyncClient(door.address, token=OTHER) as client:
+            assert (await client.generate("a")).token_ids == (70,)
+            assert [delta.token_ids async for delta in client.stream("a")]
+            assert await client.models()
+            assert await client.tokenize("a")
+        async with AsyncClient(door.address, token=BAD) as client:
+            with pytest.raises(DeniedError):
+                await client.models()
+        assert {job.tenant for job in dispatcher.jobs} == {"größe"}
+
+        def blocking() -> int:
+            with Client(door.address, token=GOOD) as client:
+                return len(client.generate("a").token_ids) + len(client.models())
+
+        assert await asyncio.to_thread(blocking) == 2
+
+
+async def test_openais_client_shows_its_key(tokens: Path, tmp_path: Path) -> None:
+    gate = TokenGate(tokens)
+    async with open_port(tmp_path, says("a"), gate=gate, api_key=GOOD) as port:
+        await port.client.completions.create(model="tiny", prompt="a")
+        assert (port.job.tenant, port.job.cache_salt) == ("acme", b"acme")
+        assert (await port.client.models.list()).data
+        denied = port.client.with_options(api_key=BAD)
+        for call in (
+            denied.completions.create(model="tiny", prompt="a"),
+            denied.chat.completions.create(model="tiny", messages=[]),
+            denied.models.retrieve("tiny"),
+        ):
+            with pytest.raises(openai.AuthenticationError) as caught:
+                await call
+            assert caught.value.code == "unauthenticated"
+        with pytest.raises(openai.AuthenticationError):
+            await denied.models.list()
+        assert len(port.dispatcher.jobs) == 1
+        health = await port.client._client.get(f"http://{port.server.address}/health")
+        assert health.status_code == 200

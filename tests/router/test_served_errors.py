@@ -1,0 +1,313 @@
+"""The rows of the error table, brought about for real: a whole router, both its doors, its workers.
+
+Only the workers' words are scripted. What a router refuses by itself, or makes of what befell a
+worker, reaches a gRPC caller and an HTTP caller with one reason, each in its own form.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import grpc
+import httpx2 as httpx  # what the OpenAI client brings
+import pytest
+from frontdoor_kit import refusal
+from google.rpc import error_details_pb2
+from router_kit import a_router, announce, served
+from scripted_worker import DECODE, PREFILL, ScriptedWorker, until
+
+from baton.grpc_options import channel_options
+from baton.inference.v1 import inference_pb2 as api
+from baton.inference.v1 import inference_pb2_grpc as api_grpc
+from baton.worker.v1 import worker_pb2
+from router.errors import DOMAIN
+from router.server import RouterServer
+
+HTTP_STATUSES = {
+    "INVALID_ARGUMENT": 400,
+    "NOT_FOUND": 404,
+    "RESOURCE_EXHAUSTED": 429,
+    "UNAVAILABLE": 503,
+    "ABORTED": 503,
+    "DEADLINE_EXCEEDED": 504,
+    "INTERNAL": 500,
+}
+
+
+@dataclass
+class Seen:
+    """An error, as either caller sees it."""
+
+    code: str
+    """Of gRPC; an HTTP status stands for all codes that have it."""
+    reason: str
+    message: str
+    retry_after_s: float | None
+    metadata: dict[str, str] = field(default_factory=dict)
+    """gRPC alone."""
+
+
+Ask = Callable[..., Awaitable[Seen]]
+
+
+async def ask_grpc(
+    server: RouterServer, prompt: int = 3, timeout_s: float = 20.0, model: str = "tiny"
+) -> Seen:
+    given = api.GenerationInput(model=model, token_ids=api.TokenIds(ids=[1] * prompt))
+    given.stop.max_tokens = 4
+    async with grpc.aio.insecure_channel(server.address, options=channel_options()) as channel:
+        stub = api_grpc.InferenceServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Generate(api.GenerateRequest(input=given), timeout=timeout_s)
+    found = refusal(caught.value)
+    assert found.info.domain == DOMAIN
+    assert len(found.detail(error_details_pb2.RequestInfo).request_id) == 32
+    retry = None
+    if found.has(error_details_pb2.RetryInfo):
+        retry = found.detail(error_details_pb2.RetryInfo).retry_delay.ToMilliseconds() / 1e3
+    values = dict(found.info.metadata)
+    return Seen(found.code.name, found.info.reason, found.message, retry, values)
+
+
+async def ask_http(
+    server: RouterServer, prompt: int = 3, timeout_s: float = 20.0, model: str = "tiny"
+) -> Seen:
+    body = {"model": model, "prompt": [1] * prompt, "max_tokens": 4}
+    async with httpx.AsyncClient() as client:
+        url = f"http://{server.http_address}/v1/completions"
+        answer = await client.post(url, json=body, timeout=timeout_s)
+    error = answer.json()["error"]
+    code = next(code for code, status in HTTP_STATUSES.items() if status == answer.status_code)
+    retry = answer.headers.get("retry-after-ms")
+    assert answer.headers["x-should-retry"] == str(retry is not None).lower()
+    return Seen(code, error["code"].upper(), error["message"], retry and float(retry) / 1e3)
+
+
+@pytest.fixture(params=[ask_grpc, ask_http], ids=["grpc", "http"])
+def ask(request: pytest.FixtureRequest) -> Ask:
+    return request.param
+
+
+def check(seen: Seen, code: str, reason: str, *, retry: bool, **metadata: str) -> None:
+    assert seen.reason == reason
+    assert HTTP_STATUSES[seen.code] == HTTP_STATUSES[code]
+    assert (seen.retry_after_s is not None) == retry
+    if seen.metadata:
+        assert seen.code == code
+        assert seen.metadata.items() >= metadata.items()
+
+
+async def test_no_worker_yet(ask: Ask) -> None:
+    async with a_router() as server:
+        check(await ask(server), "UNAVAILABLE", "NO_WORKERS", retry=True, model="tiny")
+
+
+async def test_half_a_pair(ask: Ask) -> None:
+    async with served(PREFILL) as (server, _):
+        check(await ask(server), "UNAVAILABLE", "NO_WORKERS", retry=True, model="tiny")
+
+
+async def test_a_model_that_is_being_loaded(ask: Ask) -> None:
+    """From the first announcement on, for any worker, and until the last one is silent."""
+    async with a_router() as server:
+        identity = worker_pb2.WorkerIdentity(
+            worker_id="d0", model=worker_pb2.ModelInfo(name="tiny")
+        )
+        await announce(server, identity, loading=True)
+        assert not server.registry.members
+        check(await ask(server), "UNAVAILABLE", "MODEL_LOADING", retry=True, model="tiny")
+        check(await ask(server, model=""), "UNAVAILABLE", "MODEL_LOADING", retry=True)
+        check(await ask(server, model="x"), "UNAVAILABLE", "NO_WORKERS", retry=True, model="x")
+    async with served(PREFILL) as (server, _):
+        await announce(server, identity, loading=True)
+        check(await ask(server), "UNAVAILABLE", "MODEL_LOADING", retry=True, model="tiny")
+
+
+async def test_unknown_model(ask: Ask) -> None:
+    async with served() as (server, _):
+        seen = await ask(server, model="x")
+        check(seen, "NOT_FOUND", "MODEL_NOT_FOUND", retry=False, model="x")
+
+
+async def test_a_router_that_drains(ask: Ask) -> None:
+    async with served() as (server, _):
+        server.dispatcher.drain()
+        check(await ask(server), "UNAVAILABLE", "DRAINING", retry=True)
+
+
+async def test_workers_that_drain(ask: Ask) -> None:
+    async with served() as (server, worker):
+        worker.report(draining=True)
+        await until(lambda: server.registry.members[0].draining)
+        check(await ask(server), "UNAVAILABLE", "DRAINING", retry=True, model="tiny")
+
+
+async def test_longer_than_the_context(ask: Ask) -> None:
+    async with served() as (server, _):
+        seen = await ask(server, prompt=254)
+        reason = "CONTEXT_LENGTH_EXCEEDED"
+        check(seen, "INVALID_ARGUMENT", reason, retry=False, max_context_tokens="256")
+
+
+async def test_larger_than_any_pool(ask: Ask) -> None:
+    """Refused at once, and not by whichever worker happens to be asked."""
+    async with served() as (server, worker):
+        worker.report(total_pages=3, free_pages=3)
+        await until(lambda: server.registry.members[0].room().total_pages == 3)
+        seen = await ask(server, prompt=45)
+        reason = "CONTEXT_LENGTH_EXCEEDED"
+        check(seen, "INVALID_ARGUMENT", reason, retry=False, max_context_tokens="48")
+        assert not worker.count("submit")
+        fits = asyncio.ensure_future(ask(server, prompt=44))
+        attempt = (await worker.heard("submit")).attempt_id
+        worker.failed(attempt, worker_pb2.FAILURE_REASON_NUMERICAL)
+        assert (await fits).reason == "NUMERICAL_ERROR"
+
+
+async def no_credit(server: RouterServer, worker: ScriptedWorker) -> None:
+    worker.report(prefill_credit_tokens=0)
+    await until(lambda: server.registry.members[0].room().prefill_credit_tokens <= 0)
+
+
+async def backlog(server: RouterServer, worker: ScriptedWorker, tokens: int) -> asyncio.Task[Seen]:
+    """A prompt that waits, for as long as nothing changes."""
+    before = server.dispatcher.queued_jobs
+    waits = asyncio.create_task(ask_grpc(server, tokens))
+    await until(lambda: server.dispatcher.queued_jobs == before + 1)
+    return waits
+
+
+async def measured_rate(server: RouterServer, worker: ScriptedWorker) -> float:
+    """Lets a prompt wait and go: prompt tokens per second that leave the queue."""
+    await no_credit(server, worker)
+    waits = await backlog(server, worker, 4)
+    started_s = time.monotonic()
+    await asyncio.sleep(0.3)
+    worker.report(prefill_credit_tokens=64)
+    attempt = (await worker.heard("submit")).attempt_id
+    rate = 4 / (time.monotonic() - started_s)
+    worker.failed(attempt, worker_pb2.FAILURE_REASON_NUMERICAL)
+    await waits
+    await no_credit(server, worker)
+    return rate
+
+
+async def test_a_full_queue_says_when_by_its_own_pace(ask: Ask) -> None:
+    async with served(max_queued_requests=1) as (server, worker):
+        rate = await measured_rate(server, worker)
+        waits = await backlog(server, worker, 40)
+        seen = await ask(server)
+        check(seen, "RESOURCE_EXHAUSTED", "QUEUE_FULL", retry=True, queued_requests="1")
+        assert seen.retry_after_s == pytest.approx(40 / rate, rel=0.3)
+        waits.cancel()
+
+
+async def test_a_deadline_that_the_queue_leaves_no_time_for() -> None:
+    async with served() as (server, worker):
+        rate = await measured_rate(server, worker)
+        waits = await backlog(server, worker, 40)
+        seen = await ask_grpc(server, timeout_s=1.5)
+        check(seen, "RESOURCE_EXHAUSTED", "DEADLINE_UNREACHABLE", retry=True)
+        assert float(seen.metadata["needed_s"]) == pytest.approx(40 / rate, rel=0.3)
+        assert 1 < float(seen.metadata["left_s"]) <= 1.5
+        waits.cancel()
+
+
+async def test_a_wait_that_is_too_long(ask: Ask) -> None:
+    async with served(queue_timeout_s=0.2) as (server, worker):
+        await no_credit(server, worker)
+        seen = await ask(server)
+        check(seen, "RESOURCE_EXHAUSTED", "QUEUE_TIMEOUT", retry=True, waited_s="0.2")
+        rejected = server.metrics.registry.get_sample_value
+        assert rejected("baton_rejections_total", {"reason": "QUEUE_TIMEOUT"}) == 1
+
+
+async def test_a_worker_lost_before_the_first_token(ask: Ask) -> None:
+    async with served() as (server, worker):
+        asked = asyncio.ensure_future(ask(server))
+        await worker.heard("submit")
+        await worker.stop()
+        check(await asked, "UNAVAILABLE", "WORKER_LOST", retry=True, attempts="1")
+
+
+async def test_a_worker_lost_after_the_first_token(ask: Ask) -> None:
+    async with served() as (server, worker):
+        asked = asyncio.ensure_future(ask(server))
+        attempt = (await worker.heard("submit")).attempt_id
+        worker.first_token(attempt, 10)
+        worker.tokens(attempt, 1, 11)
+        await until(lambda: tokens_sent(server) == 2)
+        await worker.stop()
+        seen = await asked
+        check(seen, "ABORTED", "WORKER_LOST_MID_STREAM", retry=False, tokens_sent="2")
+
+
+def tokens_sent(server: RouterServer) -> int:
+    return sum(run.tokens_sent for run in server.dispatcher._runs.values())
+
+
+FAILURES = {
+    worker_pb2.FAILURE_REASON_NUMERICAL: ("INTERNAL", "NUMERICAL_ERROR", False),
+    worker_pb2.FAILURE_REASON_INTERNAL: ("INTERNAL", "INTERNAL", False),
+    worker_pb2.FAILURE_REASON_QUEUE_FULL: ("RESOURCE_EXHAUSTED", "QUEUE_FULL", True),
+    worker_pb2.FAILURE_REASON_DRAINING: ("UNAVAILABLE", "WORKER_LOST", True),
+}
+
+
+@pytest.mark.parametrize("reason", FAILURES, ids=worker_pb2.FailureReason.Name)
+async def test_what_a_worker_failed_of(ask: Ask, reason: int) -> None:
+    async with served(max_retries=0) as (server, worker):
+        asked = asyncio.ensure_future(ask(server))
+        worker.failed((await worker.heard("submit")).attempt_id, reason)
+        code, name, retry = FAILURES[reason]
+        check(await asked, code, name, retry=retry)
+
+
+async def test_a_hand_off_that_failed(ask: Ask) -> None:
+    async with served(PREFILL, max_retries=0) as (server, prefill):
+        decode = ScriptedWorker("d0", DECODE)
+        await decode.start()
+        await announce(server, decode.identity)
+        await until(server.dispatcher.models)
+        asked = asyncio.ensure_future(ask(server))
+        await decode.heard("submit")
+        attempt = (await prefill.heard("submit")).attempt_id
+        prefill.failed(attempt, worker_pb2.FAILURE_REASON_KV_TRANSFER)
+        await decode.heard("abort")
+        decode.aborted(attempt, already_ready=False)
+        check(await asked, "UNAVAILABLE", "KV_TRANSFER_FAILED", retry=True, attempts="1")
+        await decode.stop()
+
+
+async def test_a_deadline_met_while_tokens_come(ask: Ask) -> None:
+    """The work ends at the worker, too."""
+    async with served(max_request_duration_s=0.5) as (server, worker):
+        asked = asyncio.ensure_future(ask(server))
+        attempt = (await worker.heard("submit")).attempt_id
+        worker.first_token(attempt, 10)
+        seen = await asked
+        check(seen, "DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED", retry=False, tokens_sent="1")
+        assert (await worker.heard("cancel")).attempt_id == attempt
+
+
+async def test_the_callers_own_deadline_and_cancellation() -> None:
+    async with (
+        served() as (server, worker),
+        grpc.aio.insecure_channel(server.address, options=channel_options()) as channel,
+    ):
+        stub = api_grpc.InferenceServiceStub(channel)
+        given = api.GenerationInput(token_ids=api.TokenIds(ids=[1, 2, 3]))
+        request = api.StreamGenerateRequest(input=given)
+        late = stub.StreamGenerate(request, timeout=0.4)
+        attempt = (await worker.heard("submit")).attempt_id
+        assert await late.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert (await worker.heard("cancel")).attempt_id == attempt
+        left = stub.StreamGenerate(request)
+        attempt = (await worker.heard("submit")).attempt_id
+        left.cancel()
+        assert await left.code() is grpc.StatusCode.CANCELLED
+        assert (await worker.heard("cancel")).attempt_id == attempt
+        await until(lambda: not server.dispatcher.active_jobs)
