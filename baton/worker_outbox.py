@@ -10,11 +10,12 @@ from collections.abc import Callable
 from typing import Final
 
 from baton.worker.v1 import worker_pb2
+from baton.worker_wire import append_tokens
 
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED_ENTRIES: Final = 1 << 16
-"""Messages, and tokens' entries within them, that a router may leave unread."""
+"""Messages, or rows of tokens within them, that a router may leave unread."""
 
 Action = Callable[[], None]
 Hop = Callable[[Action], None]
@@ -51,13 +52,13 @@ class Outbox:
         """Queues a message."""
         self._put(message)
 
-    def add_tokens(self, sequence: worker_pb2.SequenceTokens) -> None:
-        """Queues new tokens of a sequence, together with others that wait."""
+    def add_tokens(self, tokens: worker_pb2.Tokens) -> None:
+        """Queues new tokens, together with others that wait."""
         if not self.closed and self._queue and self._queue[-1].HasField("tokens"):
-            self._queue[-1].tokens.sequences.append(sequence)
-            self._count()
+            append_tokens(self._queue[-1].tokens, tokens)
+            self._count(len(tokens.attempt_ids))
         else:
-            self._put(worker_pb2.WorkResponse(tokens=worker_pb2.Tokens(sequences=[sequence])))
+            self._put(worker_pb2.WorkResponse(tokens=tokens))
 
     def report(self, load: worker_pb2.Load) -> None:
         """Queues a load report, in the place of one that still waits."""
@@ -75,7 +76,7 @@ class Outbox:
             self._filled.clear()
             await self._filled.wait()
         message = self._queue.popleft()
-        self._entries -= max(1, len(message.tokens.sequences))
+        self._entries -= _entries_of(message)
         if message is self._load:
             self._load = None
         return message
@@ -94,14 +95,18 @@ class Outbox:
     def _put(self, message: worker_pb2.WorkResponse) -> None:
         if not self.closed:
             self._queue.append(message)
-            self._count()
+            self._count(_entries_of(message))
             self._filled.set()
 
-    def _count(self) -> None:
-        self._entries += 1
+    def _count(self, entries: int) -> None:
+        self._entries += entries
         if self._entries > self._max_entries:
             self.close()
             self._on_overflow()
+
+
+def _entries_of(message: worker_pb2.WorkResponse) -> int:
+    return max(1, len(message.tokens.attempt_ids))
 
 
 class LoopInbox:

@@ -18,6 +18,7 @@ from engine.types import (
     FailureReason,
     Mode,
     ModelInfo,
+    NewTokens,
     PageIds,
     Request,
     SamplingParams,
@@ -177,18 +178,42 @@ def decode_first_tokens(payload: bytes, choices: int) -> tuple[TokenRecord, ...]
     return tuple(record_of(record) for record in message.records)
 
 
-def sequence_message(
-    attempt_id: bytes, choice: int, first_index: int, records: Sequence[TokenRecord]
-) -> worker_pb2.SequenceTokens:
-    """New tokens of one sequence; records ride along only where log probabilities are wanted."""
-    scored = [record_message(record) for record in records if record.logprob is not None]
-    return worker_pb2.SequenceTokens(
-        attempt_id=attempt_id,
-        choice_index=choice,
-        first_index=first_index,
-        token_ids=pack_ids([record.token_id for record in records]),
-        records=scored,
+def first_tokens(request: Request, records: Sequence[TokenRecord], at_ns: int) -> NewTokens:
+    """The next token of every choice, as the transfer brought it: none was sampled here."""
+    count = len(records)
+    return NewTokens(
+        request_ids=[request.id] * count,
+        choices=np.arange(count, dtype=np.int32),
+        indices=np.array([resumed_tokens(request, i) for i in range(count)], np.int32),
+        token_ids=np.array([record.token_id for record in records], np.int32),
+        scored={i: record for i, record in enumerate(records) if record.logprob is not None},
+        at_ns=at_ns,
     )
+
+
+def tokens_message(tokens: NewTokens, rows: Sequence[int]) -> worker_pb2.Tokens:
+    """Some rows of a step's tokens, as they travel."""
+    scored = [(at, tokens.scored[row]) for at, row in enumerate(rows) if row in tokens.scored]
+    where = np.array(rows, np.intp)
+    return worker_pb2.Tokens(
+        attempt_ids=[tokens.request_ids[row] for row in rows],
+        choice_indices=pack_ids(tokens.choices[where]),
+        indices=pack_ids(tokens.indices[where]),
+        token_ids=pack_ids(tokens.token_ids[where]),
+        scored_rows=pack_ids([at for at, _ in scored]),
+        records=[record_message(record) for _, record in scored],
+    )
+
+
+def append_tokens(tokens: worker_pb2.Tokens, more: worker_pb2.Tokens) -> None:
+    """Adds rows behind those that a message has."""
+    scored_rows = unpack_ids(more.scored_rows) + len(tokens.attempt_ids)
+    tokens.attempt_ids.extend(more.attempt_ids)
+    tokens.choice_indices += more.choice_indices
+    tokens.indices += more.indices
+    tokens.token_ids += more.token_ids
+    tokens.scored_rows += pack_ids(scored_rows)
+    tokens.records.extend(more.records)
 
 
 def end_reason_message(reason: EndReason) -> worker_pb2.EndReason.ValueType:

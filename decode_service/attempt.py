@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from baton.worker.v1 import worker_pb2
 from baton.worker_attempts import Attempt
-from engine.types import ChoiceEnded, Mode, NewTokens, PageIds
+from engine.types import ChoiceEnded, Mode, PageIds
 
 
 class DecodeState(enum.IntEnum):
@@ -68,14 +68,14 @@ class DecodeAttempt(Attempt):
         self.num_pages, self.held_pages = len(pages), held_pages
         self.granted_ns = time.time_ns()
 
-    def count(self, event: NewTokens) -> None:
-        """Takes note of the tokens of a step."""
-        self.steps += event.at_ns != self.last_token_ns
-        self.tokens += len(event.records)
-        self.last_token_ns = event.at_ns
-        if before_ns := self.last_token_of.get(event.choice):
-            self.gaps_ms.append((event.at_ns - before_ns) / 1e6)
-        self.last_token_of[event.choice] = event.at_ns
+    def count(self, choice: int, at_ns: int) -> None:
+        """Takes note of a choice's token of a step."""
+        self.steps += at_ns != self.last_token_ns
+        self.tokens += 1
+        self.last_token_ns = at_ns
+        if before_ns := self.last_token_of.get(choice):
+            self.gaps_ms.append((at_ns - before_ns) / 1e6)
+        self.last_token_of[choice] = at_ns
 
     def timings(self, event: ChoiceEnded) -> worker_pb2.WorkTimings:
         """When things happened, for the last message about the attempt."""

@@ -28,6 +28,7 @@ import logging
 import math
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
@@ -40,11 +41,11 @@ from baton.worker_wire import (
     MalformedMessage,
     decode_first_tokens,
     end_reason_message,
+    first_tokens,
     kv_tokens,
     pack_ids,
     record_message,
-    resumed_tokens,
-    sequence_message,
+    tokens_message,
 )
 from decode_service import spans
 from decode_service.attempt import DecodeAttempt, DecodeState
@@ -59,7 +60,6 @@ from engine.types import (
     Reserved,
     Sink,
     Started,
-    TokenRecord,
 )
 from kv_transfer.events import (
     Delivered,
@@ -190,6 +190,9 @@ class DecodeService:
     def _take_events(self, events: Sequence[Event]) -> None:
         """The events of one step; the tokens among them leave in one message per router."""
         for event in events:
+            if isinstance(event, NewTokens):
+                self._new_tokens(event)
+                continue
             attempt = self._attempts.get(event.request_id)
             if attempt is None or attempt.state is DecodeState.QUARANTINED:
                 continue
@@ -206,12 +209,6 @@ class DecodeService:
                 case Joined():
                     attempt.state = DecodeState.RUNNING
                     attempt.joined_ns = event.at_ns
-                case NewTokens():
-                    failpoints.hit("decode.tokens", len(attempt.request.prompt_ids))
-                    if attempt.is_whole and not attempt.computed_ns:
-                        self._first_tokens(attempt, event.at_ns, events)
-                    attempt.count(event)
-                    self._tell_tokens(attempt, event.choice, event.first_index, event.records)
                 case ChoiceEnded():
                     self._choice_ended(attempt, event)
                 case RequestFailed():
@@ -249,36 +246,37 @@ class DecodeService:
         failpoints.hit("decode.after_grant")
         spans.write_grant(attempt)
 
-    def _first_tokens(self, attempt: DecodeAttempt, at_ns: int, events: Sequence[Event]) -> None:
+    def _new_tokens(self, tokens: NewTokens) -> None:
+        """The tokens of a step: counted, and on to the routers that want them."""
+        wanted: dict[Outbox, list[int]] = defaultdict(list)
+        rows = zip(tokens.request_ids, tokens.choices.tolist(), strict=True)
+        for row, (attempt_id, choice) in enumerate(rows):
+            attempt = self._attempts.get(attempt_id)
+            if attempt is None:
+                continue
+            failpoints.hit("decode.tokens", len(attempt.request.prompt_ids))
+            if attempt.is_whole and not attempt.computed_ns:
+                self._first_tokens(attempt, tokens, row)
+            attempt.count(choice, tokens.at_ns)
+            if not attempt.silent:
+                wanted[attempt.stream].append(row)
+        for stream, of_stream in wanted.items():
+            stream.add_tokens(tokens_message(tokens, of_stream))
+
+    def _first_tokens(self, attempt: DecodeAttempt, tokens: NewTokens, row: int) -> None:
         """A whole attempt's prompt is computed. All choices begin in the same step, but for those
         that were resumed or preempted, whose first tokens are told like all others."""
-        records = [
-            event.records[0]
-            for event in events
-            if isinstance(event, NewTokens)
-            and event.request_id == attempt.id
-            and event.first_index == 0
-        ]
-        if len(records) == attempt.request.choices:
+        rows = range(row, min(row + attempt.request.choices, len(tokens.request_ids)))
+        firsts = [i for i in rows if tokens.request_ids[i] == attempt.id and tokens.indices[i] == 0]
+        if len(firsts) == attempt.request.choices:
             first = worker_pb2.FirstToken(
                 attempt_id=attempt.id,
-                records=[record_message(record) for record in records],
+                records=[record_message(tokens.record(i)) for i in firsts],
                 cached_prompt_tokens=attempt.cached_tokens,
             )
             attempt.tell(first_token=first)
-        attempt.computed_ns = attempt.ready_ns = at_ns
+        attempt.computed_ns = attempt.ready_ns = tokens.at_ns
         spans.write_prompt(attempt)
-
-    def _tell_tokens(
-        self,
-        attempt: DecodeAttempt,
-        choice: int,
-        first_index: int,
-        records: Sequence[TokenRecord],
-    ) -> None:
-        if not attempt.silent:
-            tokens = sequence_message(attempt.id, choice, first_index, records)
-            attempt.stream.add_tokens(tokens)
 
     def _choice_ended(self, attempt: DecodeAttempt, event: ChoiceEnded) -> None:
         attempt.preemptions += event.preemptions
@@ -336,9 +334,9 @@ class DecodeService:
         )
         attempt.tell(delivered=delivered)
         self._answer_wanted_abort(attempt, already_ready=True)
-        for choice, record in enumerate(records):
-            first_index = resumed_tokens(attempt.request, choice)
-            self._tell_tokens(attempt, choice, first_index, [record])
+        if not attempt.silent:
+            tokens = first_tokens(attempt.request, records, event.delivered_ns)
+            attempt.stream.add_tokens(tokens_message(tokens, range(len(records))))
 
     def _receive_aborted(self, attempt: DecodeAttempt, *, already_ready: bool) -> None:
         """The answer to whoever asked: the router's Abort, or an end from this side."""

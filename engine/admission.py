@@ -127,7 +127,7 @@ def _reserve(scheduler: Scheduler, job: Job, tokens: NDArray[np.int32]) -> None:
     held = _allocate_prompt(scheduler, job.sequences[0].slot, len(tokens), job.keys)
     job.state = RequestState.RESERVED
     pages = scheduler.slots.pages(job.sequences[0].slot)
-    scheduler.emit(job, Reserved(job.request.id, pages, held))
+    scheduler.emit(job.sink, Reserved(job.request.id, pages, held))
 
 
 def _start_prefill(

@@ -47,7 +47,7 @@ def plan_step(scheduler: Scheduler) -> StepPlan | None:
     scheduler.next_step += 1
     slots = scheduler.slots
     slots.kv_len[rows] += 1
-    np.add.at(slots.in_flight, plan.sample_slots, 1)
+    slots.count_in_flight(plan.sample_slots, 1)
     for chunk in chunks:
         _advance(scheduler, chunk)
     return plan
@@ -150,7 +150,7 @@ def _advance(scheduler: Scheduler, chunk: ChunkPlan) -> None:
     task, job = chunk.task, chunk.task.leader.job
     if not job.started:
         job.started = True
-        scheduler.emit(job, Started(job.request.id, task.cached_tokens, time.time_ns()))
+        scheduler.emit(job.sink, Started(job.request.id, task.cached_tokens, time.time_ns()))
     task.cursor = chunk.end
     scheduler.slots.kv_len[task.leader.slot] = chunk.end
     if task.remaining == 0:

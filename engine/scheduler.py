@@ -110,9 +110,9 @@ class Scheduler:
         job = Job(request, sink, self._arrivals)
         self._arrivals += 1
         if request.id in self.jobs:
-            self.emit(job, RequestFailed(request.id, FailureReason.INTERNAL))
+            self.emit(job.sink, RequestFailed(request.id, FailureReason.INTERNAL))
         elif not self._can_ever_fit(request):
-            self.emit(job, RequestFailed(request.id, FailureReason.TOO_LARGE))
+            self.emit(job.sink, RequestFailed(request.id, FailureReason.TOO_LARGE))
         else:
             self.jobs[request.id] = job
             self.waiting.append(job)
@@ -195,7 +195,7 @@ class Scheduler:
             self.release(job.request.id)
         else:
             self.drop(job)
-        self.emit(job, RequestFailed(job.request.id, reason))
+        self.emit(job.sink, RequestFailed(job.request.id, reason))
 
     def _can_ever_fit(self, request: Request) -> bool:
         size, config = self.config.page_size, self.config
@@ -221,6 +221,7 @@ class Scheduler:
             state, len(request.prompt_ids), sequence.outputs, request.stop, job.seniority
         )
         self.slots.choice[slot] = sequence.choice
+        self.slots.request_id[slot], self.slots.sink[slot] = request.id, job.sink
         self.slots.set_stop_ids(slot, sorted(end_ids(request.stop, self.config.eos_token_ids)))
         sequence.slot = slot
         self.owners[slot] = sequence
@@ -253,7 +254,7 @@ class Scheduler:
         """Tells once that the request's sequences are in the batch."""
         if not job.joined and job.request.mode is not Mode.PREFILL:
             job.joined = True
-            self.emit(job, Joined(job.request.id, time.time_ns()))
+            self.emit(job.sink, Joined(job.request.id, time.time_ns()))
 
     def fork(self, sequences: list[Sequence]) -> None:
         """The leader's KV is computed, or will be by the step just planned: every sequence runs
@@ -287,7 +288,7 @@ class Scheduler:
         job.sequences.remove(sequence)
         last = not job.sequences
         self.emit(
-            job,
+            job.sink,
             ChoiceEnded(
                 job.request.id,
                 sequence.choice,
@@ -338,9 +339,9 @@ class Scheduler:
 
     # -- reporting ------------------------------------------------------------------------------
 
-    def emit(self, job: Job, event: Event) -> None:
-        """Queues an event for the request's sink."""
-        self._outbox.append((job.sink, event))
+    def emit(self, sink: Sink, event: Event) -> None:
+        """Queues an event."""
+        self._outbox.append((sink, event))
 
     def take_events(self) -> list[tuple[Sink, Event]]:
         """Events queued since the last call."""

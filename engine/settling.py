@@ -29,6 +29,7 @@ from engine.types import (
 )
 
 Bools = NDArray[np.bool_]
+Rows = NDArray[np.intp]
 
 
 def settle_step(scheduler: Scheduler, plan: StepPlan, result: StepResult) -> None:
@@ -36,7 +37,7 @@ def settle_step(scheduler: Scheduler, plan: StepPlan, result: StepResult) -> Non
     now_ns = time.time_ns()
     scheduler.blocks.settle(plan.number)
     alive = _alive(scheduler, plan)
-    np.add.at(scheduler.slots.in_flight, plan.sample_slots[alive], -1)
+    scheduler.slots.count_in_flight(plan.sample_slots[alive], -1)
     _fail_rows(scheduler, plan, alive & ~result.finite)
     for chunk in plan.chunks:
         _settle_chunk(scheduler, chunk, result, now_ns)
@@ -80,27 +81,55 @@ def _settle_tokens(
     rows = np.flatnonzero(alive)
     if rows.size == 0:
         return
-    where, indices, tokens = plan.sample_slots[rows], plan.sample_indices[rows], result.tokens[rows]
+    where = plan.sample_slots[rows].astype(np.intp)
+    indices, tokens = plan.sample_indices[rows], result.tokens[rows]
     slots.outputs[where, indices] = tokens
     slots.output_len[where] = indices + 1
     stopped = (slots.stop_ids[where] == tokens[:, None]).any(1)
     stopped &= indices >= slots.min_tokens[where]
     at_limit = slots.prompt_len[where] + indices + 1 >= slots.limit_len[where]
     ended = stopped | at_limit
-    columns = (rows.tolist(), where.tolist(), indices.tolist(), tokens.tolist())
-    for row, slot, index, token in zip(*columns, strict=True):
-        owner = _owner(scheduler, slot)
-        # A batch without log probabilities pays nothing for them.
-        plain = result.logprobs is None
-        record = TokenRecord(token) if plain else token_record(owner, result, row)
-        job = owner.job
-        scheduler.emit(job, NewTokens(job.request.id, owner.choice, index, (record,), now_ns))
+    _tell_tokens(scheduler, plan, result, rows, now_ns)
     for i in np.flatnonzero(ended).tolist():
         owner = _owner(scheduler, int(where[i]))
         scheduler.end(owner, _reason(scheduler, owner, int(tokens[i]), bool(stopped[i])))
     leaving = where[(slots.state[where] == SlotState.PREEMPTING) & (slots.in_flight[where] == 0)]
     for slot in leaving.tolist():
         scheduler.finish_preemption(_owner(scheduler, slot))
+
+
+def _tell_tokens(
+    scheduler: Scheduler, plan: StepPlan, result: StepResult, rows: Rows, now_ns: int
+) -> None:
+    """One event for each sink that has sequences among `rows`."""
+    slots = scheduler.slots
+    while rows.size:
+        sinks = slots.sink[plan.sample_slots[rows]]
+        mine = np.asarray(sinks == sinks[0], np.bool_)
+        told, rows = rows[mine], rows[~mine]
+        where = plan.sample_slots[told]
+        event = NewTokens(
+            request_ids=slots.request_id[where].tolist(),
+            choices=slots.choice[where],
+            indices=plan.sample_indices[told],
+            token_ids=result.tokens[told],
+            scored=_scored(scheduler, plan, result, told),
+            at_ns=now_ns,
+        )
+        scheduler.emit(sinks[0], event)
+
+
+def _scored(
+    scheduler: Scheduler, plan: StepPlan, result: StepResult, rows: Rows
+) -> dict[int, TokenRecord]:
+    """By place in `rows`; a batch without log probabilities pays nothing for them."""
+    if result.logprobs is None:
+        return {}
+    records = (
+        token_record(_owner(scheduler, int(plan.sample_slots[row])), result, row)
+        for row in rows.tolist()
+    )
+    return {i: record for i, record in enumerate(records) if record.logprob is not None}
 
 
 def _owner(scheduler: Scheduler, slot: int) -> Sequence:
@@ -141,11 +170,11 @@ def _settle_chunk(scheduler: Scheduler, chunk: ChunkPlan, result: StepResult, no
     if chunk.score >= 0:
         task.scores.extend(_score_records(result.scores[chunk.score]))
     if chunk.is_last and task.scores:
-        scheduler.emit(job, PromptScored(job.request.id, tuple(task.scores)))
+        scheduler.emit(job.sink, PromptScored(job.request.id, tuple(task.scores)))
     if job.request.mode is not Mode.PREFILL or job.state is not RequestState.ACTIVE:
         return
     pages = scheduler.slots.pages(slot)
-    scheduler.emit(job, ChunkComputed(job.request.id, chunk.end, pages, now_ns))
+    scheduler.emit(job.sink, ChunkComputed(job.request.id, chunk.end, pages, now_ns))
     if chunk.is_last:
         _settle_prefilled(scheduler, chunk, result, now_ns)
 
@@ -186,7 +215,7 @@ def _settle_prefilled(
         ends.append(
             end_reason(record.token_id, index, stop, scheduler.config.eos_token_ids, context_room=1)
         )
-    scheduler.emit(job, Prefilled(job.request.id, tuple(records), tuple(ends), now_ns))
+    scheduler.emit(job.sink, Prefilled(job.request.id, tuple(records), tuple(ends), now_ns))
     scheduler.hold(job)
 
 

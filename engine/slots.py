@@ -41,6 +41,9 @@ class SlotTable:
         self.state = np.zeros(max_slots, np.int8)
         self.generation = np.zeros(max_slots, np.int32)
         self.choice = np.zeros(max_slots, np.int32)
+        self.request_id = np.empty(max_slots, np.object_)
+        self.sink = np.empty(max_slots, np.object_)
+        """Who is told of the sequence; set by the scheduler, as the request's id and choice."""
         self.prompt_len = np.zeros(max_slots, np.int32)
         self.limit_len = np.zeros(max_slots, np.int32)
         """Prompt and output together when `max_tokens` is reached."""
@@ -121,6 +124,10 @@ class SlotTable:
     def running(self) -> NDArray[np.intp]:
         """Slots in the batch, in slot order."""
         return np.flatnonzero(self.state == SlotState.RUNNING)
+
+    def count_in_flight(self, drawn: NDArray[np.int32], step: int) -> None:
+        """One step more (1) or fewer (-1) in flight per token drawn for a slot."""
+        self.in_flight += step * np.bincount(drawn, minlength=self.max_slots)
 
     def largest_need(self) -> int:
         """Most pages that one sequence in a slot may still ask for."""

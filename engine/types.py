@@ -153,15 +153,26 @@ class Joined:
     at_ns: int
 
 
-class NewTokens(NamedTuple):
-    """New tokens of one sequence."""
+@dataclass(frozen=True, slots=True, eq=False)
+class NewTokens:
+    """What one step drew for the running sequences of one sink: columns of R rows, a token each.
+    A request's choices that begin together are neighbours, in order."""
 
-    request_id: bytes
-    choice: int
-    first_index: int
-    """Index of the first of them in the sequence's whole output."""
-    records: tuple[TokenRecord, ...]
+    request_ids: Sequence[bytes]
+    """[R]"""
+    choices: NDArray[np.int32]
+    """[R]"""
+    indices: NDArray[np.int32]
+    """[R]; of the token in the sequence's whole output."""
+    token_ids: TokenIds
+    """[R]"""
+    scored: Mapping[int, TokenRecord]
+    """By row, the tokens whose log probabilities are wanted."""
     at_ns: int
+
+    def record(self, row: int) -> TokenRecord:
+        """The token of a row, with what was asked for about it."""
+        return self.scored.get(row) or TokenRecord(int(self.token_ids[row]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ from baton.worker_wire import (
 from engine.types import (
     ChunkComputed,
     Event,
+    NewTokens,
     Prefilled,
     PromptScored,
     RequestFailed,
@@ -211,6 +212,7 @@ class PrefillService:
 
     def _take_events(self, events: Sequence[Event]) -> None:
         for event in events:
+            assert not isinstance(event, NewTokens), "nothing decodes here"
             attempt = self._attempts.get(event.request_id)
             if attempt is None or attempt.state is PrefillState.QUIESCING:
                 continue

@@ -34,7 +34,7 @@ from telemetry.tracing import SpanKind, end_span, start_span, traceparent_of
 
 if TYPE_CHECKING:
     from router.job_run import JobRun
-    from router.jobs import Job
+    from router.jobs import Job, JobTokens
     from router.ledger import Charge
     from router.link import WorkerLink
     from router.routing import Route
@@ -187,10 +187,10 @@ class Attempt:
             case "aborted":
                 self._aborted(leg, already_ready=message.aborted.already_ready)
 
-    def tokens(self, worker: WorkerLink, tokens: worker_pb2.SequenceTokens) -> None:
-        """Takes the tokens of one sequence and step."""
+    def tokens(self, worker: WorkerLink, tokens: JobTokens) -> None:
+        """Takes tokens of one choice from one of its workers."""
         if self.phase is not Phase.ENDED and self._leg_of(worker) is not None:
-            self.run.add([merge.step_tokens(tokens)])
+            self.run.add([tokens])
 
     def worker_lost(self, worker: WorkerLink) -> None:
         """A worker is gone, and its part with it."""

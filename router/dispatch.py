@@ -21,7 +21,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from baton.worker.v1 import worker_pb2
-from router import errors, routing
+from router import errors, merge, routing
 from router.attempt import Attempt
 from router.events import NO_EVENTS, RouterEvents
 from router.faults import Fault, error_of, refusal
@@ -158,8 +158,8 @@ class JobDispatcher:
         """Hands a message to its attempt; one for an attempt that is over is late, and dropped."""
         kind = message.WhichOneof("message")
         if kind == "tokens":
-            for tokens in message.tokens.sequences:
-                if (attempt := self._attempts.get(tokens.attempt_id)) is not None:
+            for drawn_for, tokens in merge.step_tokens(message.tokens):
+                if (attempt := self._attempts.get(drawn_for)) is not None:
                     attempt.tokens(link, tokens)
                     self._settle(attempt)
         elif kind is not None and kind != "attached":

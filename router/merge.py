@@ -80,12 +80,14 @@ def first_tokens(message: worker_pb2.FirstToken) -> list[JobTokens]:
     ]
 
 
-def step_tokens(message: worker_pb2.SequenceTokens) -> JobTokens:
-    """The tokens that one sequence got in one step."""
-    token_ids = unpack_ids(message.token_ids)
-    return JobTokens(
-        message.choice_index, message.first_index, token_ids, _logprobs(message.records)
-    )
+def step_tokens(message: worker_pb2.Tokens) -> Iterable[tuple[bytes, JobTokens]]:
+    """The tokens of a step, with the attempt of each."""
+    scored = dict(zip(unpack_ids(message.scored_rows), _logprobs(message.records), strict=True))
+    packed = message.choice_indices, message.indices, message.token_ids
+    columns = zip(message.attempt_ids, *map(unpack_ids, packed), strict=True)
+    for row, (attempt_id, choice, index, token_id) in enumerate(columns):
+        logprobs = (scored[row],) if row in scored else ()
+        yield attempt_id, JobTokens(choice, index, (token_id,), logprobs)
 
 
 def prompt_logprobs(message: worker_pb2.PromptLogprobs) -> tuple[TokenLogprobs, ...]:

@@ -285,18 +285,19 @@ class Ear:
                 content = getattr(message, kind)
                 self.history.append((kind, content))
                 if kind == "tokens":
-                    for sequence in content.sequences:
-                        self._merge(sequence)
+                    self._merge(content)
                 if kind == "first_token":
                     self._merge_first(content)
                 self._arrived.notify_all()
 
-    def _merge(self, sequence: worker_pb2.SequenceTokens) -> None:
-        known = self.tokens[sequence.attempt_id, sequence.choice_index]
-        assert sequence.first_index <= len(known), "a gap"
-        for index, token in enumerate(unpack_ids(sequence.token_ids).tolist()):
-            if sequence.first_index + index < len(known):
-                assert known[sequence.first_index + index] == token
+    def _merge(self, tokens: worker_pb2.Tokens) -> None:
+        packed = tokens.choice_indices, tokens.indices, tokens.token_ids
+        columns = (unpack_ids(column).tolist() for column in packed)
+        for attempt_id, choice, index, token in zip(tokens.attempt_ids, *columns, strict=True):
+            known = self.tokens[attempt_id, choice]
+            assert index <= len(known), "a gap"
+            if index < len(known):
+                assert known[index] == token
             else:
                 known.append(token)
 

@@ -5,16 +5,25 @@ from __future__ import annotations
 import asyncio
 import threading
 
+import numpy as np
+
 from baton.worker.v1 import worker_pb2
 from baton.worker_outbox import LoopInbox, Outbox
+from baton.worker_wire import tokens_message
+from engine.types import NewTokens, TokenRecord
+from router.jobs import JobTokens, TokenLogprobs
+from router.merge import step_tokens
 
 
 def delivered(attempt_id: bytes) -> worker_pb2.WorkResponse:
     return worker_pb2.WorkResponse(delivered=worker_pb2.Delivered(attempt_id=attempt_id))
 
 
-def sequence(attempt_id: bytes, first_index: int) -> worker_pb2.SequenceTokens:
-    return worker_pb2.SequenceTokens(attempt_id=attempt_id, first_index=first_index)
+def row(attempt_id: bytes, index: int, *records: TokenRecord) -> worker_pb2.Tokens:
+    token_ids = np.array([100 + index], np.int32)
+    at, choice = np.array([index], np.int32), np.zeros(1, np.int32)
+    tokens = NewTokens([attempt_id], choice, at, token_ids, dict(enumerate(records)), at_ns=0)
+    return tokens_message(tokens, [0])
 
 
 async def drain(outbox: Outbox) -> list[worker_pb2.WorkResponse]:
@@ -27,12 +36,19 @@ def never() -> None:
 
 async def test_tokens_that_wait_merge_and_keep_their_place() -> None:
     outbox = Outbox(never)
-    outbox.add_tokens(sequence(b"a", 0))
-    outbox.add_tokens(sequence(b"b", 0))
+    outbox.add_tokens(row(b"a", 0))
+    outbox.add_tokens(row(b"b", 3, TokenRecord(103, -0.5)))
+    outbox.add_tokens(row(b"a", 1))
     outbox.send(delivered(b"c"))
-    outbox.add_tokens(sequence(b"a", 1))
-    kinds = [message.WhichOneof("message") for message in await drain(outbox)]
-    assert kinds == ["tokens", "delivered", "tokens"]
+    outbox.add_tokens(row(b"a", 2))
+    first, between, last = await drain(outbox)
+    assert list(step_tokens(first.tokens)) == [
+        (b"a", JobTokens(0, 0, (100,))),
+        (b"b", JobTokens(0, 3, (103,), (TokenLogprobs(-0.5),))),
+        (b"a", JobTokens(0, 1, (101,))),
+    ]
+    assert between == delivered(b"c")
+    assert list(step_tokens(last.tokens)) == [(b"a", JobTokens(0, 2, (102,)))]
 
 
 async def test_only_the_newest_load_report_waits() -> None:
@@ -50,11 +66,11 @@ async def test_a_router_that_does_not_read_is_given_up() -> None:
     given_up: list[bool] = []
     outbox = Outbox(lambda: given_up.append(True), max_entries=10)
     for index in range(10):
-        outbox.add_tokens(sequence(b"a", index))
+        outbox.add_tokens(row(b"a", index))
     assert not given_up
     await drain(outbox)
     for index in range(11):
-        outbox.add_tokens(sequence(b"a", index))
+        outbox.add_tokens(row(b"a", index))
     assert given_up == [True]
     outbox.send(delivered(b"a"))
     assert len(outbox) == 0
@@ -65,7 +81,7 @@ async def test_what_waits_is_still_got_after_the_finish() -> None:
     outbox.send(delivered(b"a"))
     outbox.finish()
     outbox.send(delivered(b"b"))
-    outbox.add_tokens(sequence(b"b", 0))
+    outbox.add_tokens(row(b"b", 0))
     assert (await outbox.get()) == delivered(b"a")
     assert await outbox.get() is None
 

@@ -27,6 +27,7 @@ from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from baton.worker_process import SERVICE_NAME, Worker, engine_config
 from baton.worker_wire import pack_ids
 from engine.engine import Engine
+from router.merge import step_tokens
 
 START_S = 60.0
 
@@ -83,14 +84,13 @@ async def output_of(router: RouterEnd, attempt_id: bytes) -> list[int]:
     """Reads to the end of an attempt; its tokens."""
     finished = await router.heard("finished")
     assert finished.attempt_id == attempt_id
-    packed = b"".join(
-        sequence.token_ids
+    return [
+        tokens.token_ids[0]
         for kind, message in router.history
         if kind == "tokens"
-        for sequence in message.sequences
-        if sequence.attempt_id == attempt_id
-    )
-    return list(memoryview(packed).cast("I"))
+        for drawn_for, tokens in step_tokens(message)
+        if drawn_for == attempt_id
+    ]
 
 
 async def introduce(routers: dict[str, RouterEnd], workers: dict[str, Worker]) -> None:

@@ -52,7 +52,9 @@ class Run:
         for event in events:
             match event:
                 case NewTokens():
-                    self.records[event.choice].extend(event.records)
+                    for row, choice in enumerate(event.choices.tolist()):
+                        assert event.request_ids[row] == self.request.id
+                        self.records[choice].append(event.record(row))
                 case ChoiceEnded():
                     self.ends[event.choice] = event
                     if event.last:

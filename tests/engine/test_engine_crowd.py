@@ -111,8 +111,8 @@ def start(engine: Engine, stream: Stream) -> Run:
         for event in events:
             if (
                 isinstance(event, NewTokens)
-                and event.choice == 0
-                and event.first_index + 1 == stream.cancel_after
+                and (event.choices == 0).any()
+                and event.indices[event.choices == 0][0] + 1 == stream.cancel_after
             ):
                 engine.cancel(request.id)
 

@@ -69,12 +69,9 @@ class Bench:
         for event in events:
             match event:
                 case NewTokens():
-                    out = self.outputs.setdefault((event.request_id, event.choice), [])
-                    request = self.requests[event.request_id]
-                    given = len(request.generated[event.choice]) if request.generated else 0
-                    first = given + (request.mode is Mode.RECEIVE)
-                    assert event.first_index == len(out) + first, "gap or duplicate"
-                    out.extend(record.token_id for record in event.records)
+                    columns = (event.request_ids, event.choices, event.indices, event.token_ids)
+                    for request_id, choice, index, token in zip(*columns, strict=True):
+                        self.take(request_id, int(choice), int(index), int(token))
                 case ChoiceEnded():
                     assert (event.request_id, event.choice) not in self.ends
                     self.ends[event.request_id, event.choice] = event.reason
@@ -86,6 +83,14 @@ class Bench:
                     self.prefilled[event.request_id] = event
                 case RequestFailed():
                     self.failed[event.request_id] = event.reason
+
+    def take(self, request_id, choice, index, token):
+        out = self.outputs.setdefault((request_id, choice), [])
+        request = self.requests[request_id]
+        given = len(request.generated[choice]) if request.generated else 0
+        first = given + (request.mode is Mode.RECEIVE)
+        assert index == len(out) + first, "gap or duplicate"
+        out.append(token)
 
     def submit(self, prompt, max_tokens=8, *, mode=Mode.WHOLE, choices=1, stop=(), **more):
         request_id = len(self.requests).to_bytes(16, "big")

@@ -159,13 +159,15 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.say(delivered=worker_pb2.Delivered(attempt_id=attempt_id, delivered_unix_ns=1_600))
 
     def tokens(self, attempt_id: bytes, first: int, *token_ids: int, choice: int = 0) -> None:
-        sequence = worker_pb2.SequenceTokens(
-            attempt_id=attempt_id,
-            choice_index=choice,
-            first_index=first,
-            token_ids=pack_ids(token_ids),
+        count = len(token_ids)
+        self.say(
+            tokens=worker_pb2.Tokens(
+                attempt_ids=[attempt_id] * count,
+                choice_indices=pack_ids([choice] * count),
+                indices=pack_ids(range(first, first + count)),
+                token_ids=pack_ids(token_ids),
+            )
         )
-        self.say(tokens=worker_pb2.Tokens(sequences=[sequence]))
 
     def finished(self, attempt_id: bytes, output_tokens: int, choice: int = 0) -> None:
         self.say(

@@ -96,8 +96,17 @@ def test_wire_forms() -> None:
     scores = (TokenLogprobs(-0.5, (7, 8), (-1.0, -2.0)),)
     first = worker_pb2.FirstToken(records=[record, worker_pb2.TokenRecord(token_id=9)])
     assert first_tokens(first) == [JobTokens(0, 0, (7,), scores), JobTokens(1, 0, (9,))]
-    step = worker_pb2.SequenceTokens(
-        choice_index=1, first_index=4, token_ids=pack_ids([7]), records=[record]
+    step = worker_pb2.Tokens(
+        attempt_ids=[b"a", b"b", b"b"],
+        choice_indices=pack_ids([0, 1, 1]),
+        indices=pack_ids([9, 4, 5]),
+        token_ids=pack_ids([6, 7, 8]),
+        scored_rows=pack_ids([1]),
+        records=[record],
     )
-    assert step_tokens(step) == JobTokens(1, 4, (7,), scores)
+    assert list(step_tokens(step)) == [
+        (b"a", JobTokens(0, 9, (6,))),
+        (b"b", JobTokens(1, 4, (7,), scores)),
+        (b"b", JobTokens(1, 5, (8,))),
+    ]
     assert unpack_ids(pack_ids([0, 2**32 - 1])) == (0, 2**32 - 1)

@@ -1077,67 +1077,51 @@ Global___TokenRecord: _TypeAlias = TokenRecord  # noqa: Y015
 
 @_typing.final
 class Tokens(_message.Message):
-    """All tokens of one step for one router, one entry per sequence."""
+    """All tokens of one step for one router, as columns of equal length: a row is one token. Several
+    rows of one choice are in order.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SEQUENCES_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceTokens]:
-        """One per sequence that has new tokens."""
-
-    def __init__(
-        self,
-        *,
-        sequences: _abc.Iterable[Global___SequenceTokens] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequences", b"sequences"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Tokens: _TypeAlias = Tokens  # noqa: Y015
-
-@_typing.final
-class SequenceTokens(_message.Message):
-    """New tokens of one sequence."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    ATTEMPT_ID_FIELD_NUMBER: _builtins.int
-    CHOICE_INDEX_FIELD_NUMBER: _builtins.int
-    FIRST_INDEX_FIELD_NUMBER: _builtins.int
+    ATTEMPT_IDS_FIELD_NUMBER: _builtins.int
+    CHOICE_INDICES_FIELD_NUMBER: _builtins.int
+    INDICES_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    SCORED_ROWS_FIELD_NUMBER: _builtins.int
     RECORDS_FIELD_NUMBER: _builtins.int
-    attempt_id: _builtins.bytes
-    """The attempt."""
-    choice_index: _builtins.int
-    """Which choice."""
-    first_index: _builtins.int
-    """Index of the first token below in the choice's whole output."""
+    choice_indices: _builtins.bytes
+    """Per row, which choice; packed."""
+    indices: _builtins.bytes
+    """Per row, the token's index in the choice's whole output; packed."""
     token_ids: _builtins.bytes
-    """Packed ids."""
+    """Per row, the token; packed."""
+    scored_rows: _builtins.bytes
+    """Rows whose log probabilities are wanted; packed."""
+    @_builtins.property
+    def attempt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Per row, the attempt."""
+
     @_builtins.property
     def records(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenRecord]:
-        """One per token, only where log probabilities are wanted."""
+        """One for each of those rows."""
 
     def __init__(
         self,
         *,
-        attempt_id: _builtins.bytes = ...,
-        choice_index: _builtins.int = ...,
-        first_index: _builtins.int = ...,
+        attempt_ids: _abc.Iterable[_builtins.bytes] | None = ...,
+        choice_indices: _builtins.bytes = ...,
+        indices: _builtins.bytes = ...,
         token_ids: _builtins.bytes = ...,
+        scored_rows: _builtins.bytes = ...,
         records: _abc.Iterable[Global___TokenRecord] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "choice_index", b"choice_index", "first_index", b"first_index", "records", b"records", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_ids", b"attempt_ids", "choice_indices", b"choice_indices", "indices", b"indices", "records", b"records", "scored_rows", b"scored_rows", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SequenceTokens: _TypeAlias = SequenceTokens  # noqa: Y015
+Global___Tokens: _TypeAlias = Tokens  # noqa: Y015
 
 @_typing.final
 class PrefillDone(_message.Message):
