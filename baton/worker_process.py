@@ -54,6 +54,7 @@ from kv_transfer.types import Endpoint, KvTransport, TransportError
 from prefill_service.service import PrefillService
 from telemetry import failpoints
 from telemetry.admin import AdminServer
+from telemetry.gpu import gpu_reader
 from telemetry.logs import log_loop_errors, setup_logging
 from telemetry.metrics import EventLoopLag, WorkerMetrics
 from telemetry.names import Service
@@ -102,6 +103,7 @@ class Worker:
         self.inbox = LoopInbox(asyncio.get_running_loop())
         self.transfer = TransferThread(self._make_transport, self.epoch, self._on_transfer)
         self.metrics = WorkerMetrics(engine.load, lambda: self.transfer.counters)
+        self._watch_gpu()
         self.services = self._make_services()
         self.servicer = WorkerServicer(self.identity, self.services, self.load)
         self.admin = AdminServer(settings.admin, self.metrics.registry, self._is_ready)
@@ -160,6 +162,7 @@ class Worker:
 
     async def drain(self) -> None:
         """Refuses new work and returns when none is left."""
+        self.metrics.draining()
         await self._health.enter_graceful_shutdown()
         self._stop_announcing()
         self.servicer.draining = True
@@ -184,6 +187,12 @@ class Worker:
         await self.admin.stop()
         return clean and left_nothing
 
+    def _watch_gpu(self) -> None:
+        device = self.engine.pool.tensor.device
+        if device.type == "cuda":
+            uuid = torch.cuda.get_device_properties(device).uuid
+            self.metrics.watch_gpu(gpu_reader(f"GPU-{uuid}"))
+
     def _make_transport(self) -> KvTransport:
         pool = self.engine.pool
         return make_transport(
@@ -205,6 +214,7 @@ class Worker:
             self.engine,
             self.transfer,
             self.inbox.hop,
+            self.metrics,
             epoch=self.epoch,
             agent_name=self.agent_name,
             page_bytes=self.engine.pool.page_bytes,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -147,13 +147,23 @@ def record_of(message: worker_pb2.TokenRecord) -> TokenRecord:
     )
 
 
-def encode_first_tokens(records: Sequence[TokenRecord]) -> bytes:
+class FirstTokens(NamedTuple):
+    """The first token of every choice."""
+
+    records: tuple[TokenRecord, ...]
+    sampled_ns: int
+    """Unix nanoseconds of the prefill worker's clock; 0 where it did not say."""
+
+
+def encode_first_tokens(records: Sequence[TokenRecord], sampled_ns: int) -> bytes:
     """The payload of a transfer's last notification: the first token of every choice.
 
     Where they do not fit, alternatives are left out, then log probabilities: the router has them
     from the prefill worker's own stream.
     """
-    message = worker_pb2.FirstToken(records=[record_message(record) for record in records])
+    message = worker_pb2.FirstToken(
+        records=[record_message(record) for record in records], sampled_unix_ns=sampled_ns
+    )
     for fields in (("top_ids", "top_logprobs"), ("logprob",)):
         if message.ByteSize() <= MAX_PAYLOAD_BYTES:
             break
@@ -163,7 +173,7 @@ def encode_first_tokens(records: Sequence[TokenRecord]) -> bytes:
     return message.SerializeToString()
 
 
-def decode_first_tokens(payload: bytes, choices: int) -> tuple[TokenRecord, ...]:
+def decode_first_tokens(payload: bytes, choices: int) -> FirstTokens:
     """Reads the payload of a transfer's last notification.
 
     Raises:
@@ -175,7 +185,8 @@ def decode_first_tokens(payload: bytes, choices: int) -> tuple[TokenRecord, ...]
         raise MalformedMessage("payload") from None
     if len(message.records) != choices:
         raise MalformedMessage("payload")
-    return tuple(record_of(record) for record in message.records)
+    records = tuple(record_of(record) for record in message.records)
+    return FirstTokens(records, message.sampled_unix_ns)
 
 
 def first_tokens(request: Request, records: Sequence[TokenRecord], at_ns: int) -> NewTokens:

@@ -40,6 +40,10 @@ class DecodeAttempt(Attempt):
     computed_ns: int = 0
     """First token of a whole attempt."""
     granted_ns: int = 0
+    first_token_ns: int = 0
+    """Sampled, by the clock of whoever computed the prompt."""
+    second_token_ns: int = 0
+    """The first that was sampled after those."""
     ready_ns: int = 0
     joined_ns: int = 0
     last_token_ns: int = 0
@@ -62,6 +66,14 @@ class DecodeAttempt(Attempt):
         """The prompt's KV is here: the attempt must not be tried elsewhere."""
         return self.state >= DecodeState.READY
 
+    @property
+    def second_token_gap_ms(self) -> float | None:
+        """From the first token to the second, where a hand-off shows; None before it, or where
+        nobody said when the first was sampled. Not below 0 where clocks disagree."""
+        if not (self.first_token_ns and self.second_token_ns):
+            return None
+        return max(0, self.second_token_ns - self.first_token_ns) / 1e6
+
     def reserve(self, transfer_id: bytes, pages: PageIds, held_pages: int) -> None:
         """WAITING -> GRANTED."""
         self.state, self.transfer_id = DecodeState.GRANTED, transfer_id
@@ -70,6 +82,8 @@ class DecodeAttempt(Attempt):
 
     def count(self, choice: int, at_ns: int) -> None:
         """Takes note of a choice's token of a step."""
+        if not self.second_token_ns and at_ns != self.first_token_ns:
+            self.second_token_ns = at_ns
         self.steps += at_ns != self.last_token_ns
         self.tokens += 1
         self.last_token_ns = at_ns

@@ -70,6 +70,7 @@ from kv_transfer.events import (
 )
 from kv_transfer.thread import ReceiveSpec
 from telemetry import failpoints
+from telemetry.metrics import WorkerMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ class DecodeService:
         engine: DecodeEngine,
         transfer: ReceivingThread,
         hop: Hop,
+        metrics: WorkerMetrics,
         *,
         epoch: int,
         agent_name: str,
@@ -96,6 +98,7 @@ class DecodeService:
         self._engine = engine
         self._transfer = transfer
         self._hop = hop
+        self._metrics = metrics
         self._epoch = epoch
         self._agent_name = agent_name
         self._page_bytes = page_bytes
@@ -275,7 +278,7 @@ class DecodeService:
                 cached_prompt_tokens=attempt.cached_tokens,
             )
             attempt.tell(first_token=first)
-        attempt.computed_ns = attempt.ready_ns = tokens.at_ns
+        attempt.computed_ns = attempt.ready_ns = attempt.first_token_ns = tokens.at_ns
         spans.write_prompt(attempt)
 
     def _choice_ended(self, attempt: DecodeAttempt, event: ChoiceEnded) -> None:
@@ -293,6 +296,8 @@ class DecodeService:
         attempt.tell(finished=finished)
         if event.last:
             spans.write_generate(attempt)
+            if attempt.second_token_gap_ms is not None:
+                self._metrics.second_token(attempt.second_token_gap_ms / 1e3)
             self._forget(attempt, was_ready=True)
 
     # What the transfer thread says.
@@ -322,21 +327,22 @@ class DecodeService:
         attempt.state, attempt.ready_ns = DecodeState.READY, event.delivered_ns
         spans.write_receive(attempt, event, self._page_bytes)
         try:
-            records = decode_first_tokens(event.payload, attempt.request.choices)
+            first = decode_first_tokens(event.payload, attempt.request.choices)
         except MalformedMessage:
             self._answer_wanted_abort(attempt, already_ready=True)
             attempt.fail(worker_pb2.FAILURE_REASON_KV_TRANSFER)
             self._end_early(attempt, KV_TRANSFER)
             return
-        self._engine.deliver(attempt.id, records)
+        attempt.first_token_ns = first.sampled_ns
+        self._engine.deliver(attempt.id, first.records)
         delivered = worker_pb2.Delivered(
             attempt_id=attempt.id, delivered_unix_ns=event.delivered_ns
         )
         attempt.tell(delivered=delivered)
         self._answer_wanted_abort(attempt, already_ready=True)
         if not attempt.silent:
-            tokens = first_tokens(attempt.request, records, event.delivered_ns)
-            attempt.stream.add_tokens(tokens_message(tokens, range(len(records))))
+            tokens = first_tokens(attempt.request, first.records, event.delivered_ns)
+            attempt.stream.add_tokens(tokens_message(tokens, range(len(first.records))))
 
     def _receive_aborted(self, attempt: DecodeAttempt, *, already_ready: bool) -> None:
         """The answer to whoever asked: the router's Abort, or an end from this side."""

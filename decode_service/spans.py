@@ -85,6 +85,8 @@ def write_generate(attempt: DecodeAttempt, error: str = "") -> None:
         Attr.DECODE_PREEMPTIONS: attempt.preemptions,
         Attr.DECODE_JOIN_WAIT_MS: milliseconds(attempt.ready_ns, attempt.joined_ns),
     }
+    if attempt.second_token_gap_ms is not None:
+        attributes[Attr.DECODE_SECOND_TOKEN_GAP_MS] = attempt.second_token_gap_ms
     if attempt.gaps_ms:
         p50, p99 = np.percentile(np.frombuffer(attempt.gaps_ms, np.float32), (50, 99))
         attributes |= {Attr.DECODE_ITL_P50_MS: float(p50), Attr.DECODE_ITL_P99_MS: float(p99)}

@@ -207,7 +207,7 @@ class PrefillService:
             if prefilled is None or event.end_token < outgoing.num_tokens:
                 outgoing.chunk(event.pages, event.end_token, None)
             elif not all(prefilled.ends):
-                payload = encode_first_tokens(prefilled.records)
+                payload = encode_first_tokens(prefilled.records, prefilled.at_ns)
                 outgoing.chunk(event.pages, event.end_token, payload)
 
     def _take_events(self, events: Sequence[Event]) -> None:

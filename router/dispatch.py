@@ -83,6 +83,10 @@ class JobDispatcher:
         """Prompt tokens of those."""
         return self._queue.tokens
 
+    def queue_drain_s(self) -> dict[str, float]:
+        """By model, how long what waits takes at the rate measured, where that is known."""
+        return self._queue.waits_s(self._now_s())
+
     # What the front doors call.
 
     def models(self) -> Sequence[ServedModel]:

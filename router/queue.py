@@ -183,6 +183,11 @@ class AdmissionQueue(Generic[Entry]):
         """How long what waits in a lane takes to drain; None while nothing was measured."""
         return self._lane(lane).wait_s(now_s)
 
+    def waits_s(self, now_s: float) -> dict[str, float]:
+        """`wait_s` of every lane where it is known."""
+        waits = {name: lane.wait_s(now_s) for name, lane in self._lanes.items()}
+        return {name: wait_s for name, wait_s in waits.items() if wait_s is not None}
+
     def retry_after_s(self, lane: str, now_s: float) -> float:
         """When a refused client may find room, by the measured drain rate."""
         wait_s = self.wait_s(lane, now_s)

@@ -139,6 +139,7 @@ class RouterServer:
 
     async def drain(self) -> None:
         """Refuses new work and returns when none is left."""
+        self.metrics.draining()
         await self._health.enter_graceful_shutdown()
         self._http.drain()
         self.dispatcher.drain()
@@ -168,6 +169,7 @@ class RouterServer:
             inflight_requests=dispatcher.active_jobs,
             queued_requests=dispatcher.queued_jobs,
             queued_tokens=dispatcher.queued_tokens,
+            queue_drain_s=dispatcher.queue_drain_s(),
             workers=[WorkerUp(link.worker_id, link.role) for link in self.registry.members],
         )
 

@@ -68,6 +68,9 @@ DECLARED: Final[Mapping[str, Declared]] = {
     Metric.INFLIGHT: Declared("gauge", "Requests waiting or running."),
     Metric.QUEUE_DEPTH: Declared("gauge", "Requests in the router's queue."),
     Metric.QUEUE_TOKENS: Declared("gauge", "Prompt tokens in the router's queue."),
+    Metric.QUEUE_DRAIN: Declared(
+        "gauge", "How long what waits takes at the rate measured; none while unknown.", ("model",)
+    ),
     Metric.WORKER_UP: Declared(
         "gauge", "1 while the worker's stream stands; 0 after it left.", ("worker", "role")
     ),
@@ -93,6 +96,12 @@ DECLARED: Final[Mapping[str, Declared]] = {
         "counter", "Free pages that were written to; watched for with poison_freed_pages alone."
     ),
     # Worker: KV transfer.
+    Metric.SECOND_TOKEN_GAP: Declared(
+        "histogram",
+        "From a request's first token to its second, over the hand-off between them.",
+        (),
+        _STEP_S,
+    ),
     Metric.TRANSFERS: Declared("counter", "KV transfers, by outcome.", ("outcome",)),
     Metric.TRANSFER_BYTES: Declared("counter", "KV bytes written to peers."),
     Metric.TRANSFER_DESCRIPTORS: Declared("counter", "Descriptors posted, after merging."),
@@ -109,7 +118,13 @@ DECLARED: Final[Mapping[str, Declared]] = {
     Metric.STALE_NOTIFICATIONS: Declared(
         "counter", "Notifications dropped: unknown transfer, old epoch, wrong peer or coverage."
     ),
+    # Worker: its GPU, where NVML can be read.
+    Metric.GPU_UTILIZATION: Declared("gauge", "Share of time in which some kernel ran."),
+    Metric.GPU_MEMORY_USED: Declared("gauge", "GPU memory in use, by all processes."),
+    Metric.GPU_MEMORY_TOTAL: Declared("gauge", "GPU memory."),
+    Metric.GPU_POWER: Declared("gauge", "Power that the GPU draws."),
     # Every process.
+    Metric.DRAIN_SECONDS: Declared("gauge", "Since the process began to drain; 0 before."),
     Metric.LOOP_LAG: Declared(
         "histogram", "How much later than asked for the event loop woke up.", (), _STEP_S
     ),

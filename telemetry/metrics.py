@@ -8,45 +8,20 @@ is written in the step loop that nobody reads.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Self
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.process_collector import ProcessCollector
-from prometheus_client.registry import Collector
 
+from telemetry.collectors import Row, Samples, Snapshot
 from telemetry.export import ExportCounts
+from telemetry.gpu import GpuLoad
 from telemetry.metric_table import DECLARED
 from telemetry.names import Metric
-
-
-class Row(NamedTuple):
-    """One sample of a snapshot."""
-
-    metric: str
-    read: Callable[[Any], float]
-    labels: tuple[str, ...] = ()
-
-
-class _Snapshot(Collector):
-    """Rows of a snapshot, taken when Prometheus asks."""
-
-    def __init__(self, take: Callable[[], object], rows: Sequence[Row]) -> None:
-        self._take = take
-        self._rows = rows
-
-    def describe(self) -> Iterable[Family]:
-        return [_family(name) for name in dict.fromkeys(row.metric for row in self._rows)]
-
-    def collect(self) -> Iterable[Family]:
-        snapshot = self._take()
-        families = {row.metric: _family(row.metric) for row in self._rows}
-        for row in self._rows:
-            families[row.metric].add_metric(row.labels, row.read(snapshot))
-        return families.values()
 
 
 class ProcessMetrics:
@@ -56,6 +31,15 @@ class ProcessMetrics:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self._loop_lag = self._histogram(Metric.LOOP_LAG)
+        self._drain_began_s = 0.0
+        self._watch(self._drain_s, _PROCESS_ROWS)
+
+    def draining(self) -> None:
+        """The process takes no more work and finishes what it has."""
+        self._drain_began_s = self._drain_began_s or time.monotonic()
+
+    def _drain_s(self) -> float:
+        return time.monotonic() - self._drain_began_s if self._drain_began_s else 0.0
 
     def watch_spans(self, counts: Callable[[], ExportCounts]) -> None:
         """Shows what becomes of this process's spans."""
@@ -80,7 +64,7 @@ class ProcessMetrics:
         )
 
     def _watch(self, take: Callable[[], object], rows: Sequence[Row]) -> None:
-        self.registry.register(_Snapshot(take, rows))
+        self.registry.register(Snapshot(take, rows))
 
 
 class WorkerUp(NamedTuple):
@@ -97,6 +81,8 @@ class RouterLoad(NamedTuple):
     queued_requests: int = 0
     queued_tokens: int = 0
     workers: Sequence[WorkerUp] = ()
+    queue_drain_s: Mapping[str, float] = MappingProxyType({})
+    """By model, how long what waits takes at the measured rate; not there where none is known."""
 
 
 class RouterMetrics(ProcessMetrics):
@@ -116,7 +102,13 @@ class RouterMetrics(ProcessMetrics):
         self._inter_token = self._histogram(Metric.INTER_TOKEN)
         self._duration = self._histogram(Metric.REQUEST_DURATION)
         self._watch(load, _ROUTER_ROWS)
-        self.registry.register(_Workers(load))
+        self.registry.register(Samples(Metric.WORKER_UP, _WorkersUp(load)))
+        self.registry.register(
+            Samples(
+                Metric.QUEUE_DRAIN,
+                lambda: {(model,): wait_s for model, wait_s in load().queue_drain_s.items()},
+            )
+        )
 
     def rejected(self, reason: str) -> None:
         """A request was refused before any work; `reason` is one of the error table's."""
@@ -179,12 +171,21 @@ class WorkerMetrics(ProcessMetrics):
         super().__init__()
         self._step = self._histogram(Metric.STEP_SECONDS)
         self._batch = self._histogram(Metric.BATCH_SIZE)
+        self._second_token = self._histogram(Metric.SECOND_TOKEN_GAP)
         self._transfer_s = self._histogram(Metric.TRANSFER_SECONDS)
         self._exposed_s = self._histogram(Metric.TRANSFER_EXPOSED)
         self._transfer_failures = self._counter(Metric.TRANSFER_FAILURES)
         self._watch(load, _ENGINE_ROWS)
         if transfer is not None:
             self._watch(transfer, _TRANSFER_ROWS)
+
+    def watch_gpu(self, read: Callable[[], GpuLoad | None]) -> None:
+        """Shows how the worker's GPU stands."""
+        self._watch(read, _GPU_ROWS)
+
+    def second_token(self, gap_s: float) -> None:
+        """A request ended whose second token came so long after its first."""
+        self._second_token.observe(gap_s)
 
     def stepped(self, seconds: float, decoded_sequences: int) -> None:
         """A step has settled; a step of prompts alone has decoded none."""
@@ -234,29 +235,17 @@ class EventLoopLag:
             self._observe(max(0.0, loop.time() - due_s))
 
 
-class _Workers(Collector):
+class _WorkersUp:
     """Who is attached, and who was."""
 
     def __init__(self, load: Callable[[], RouterLoad]) -> None:
         self._load = load
         self._known: set[WorkerUp] = set()
 
-    def describe(self) -> Iterable[Family]:
-        return [_family(Metric.WORKER_UP)]
-
-    def collect(self) -> Iterable[Family]:
+    def __call__(self) -> dict[tuple[str, ...], float]:
         up = set(self._load().workers)
         self._known |= up
-        family = _family(Metric.WORKER_UP)
-        for worker in sorted(self._known):
-            family.add_metric(worker, float(worker in up))
-        return [family]
-
-
-def _family(name: str) -> CounterMetricFamily | GaugeMetricFamily:
-    declared = DECLARED[name]
-    kind = CounterMetricFamily if declared.kind == "counter" else GaugeMetricFamily
-    return kind(name, declared.help, labels=declared.labels)
+        return {worker: float(worker in up) for worker in self._known}
 
 
 def _exemplar(trace_id: str) -> dict[str, str] | None:
@@ -268,6 +257,7 @@ def _used_pages(load: Any) -> float:
     return max(0.0, float(load.total_pages - sum(unused)))
 
 
+_PROCESS_ROWS: Final = (Row(Metric.DRAIN_SECONDS, float),)
 _ROUTER_ROWS: Final = (
     Row(Metric.INFLIGHT, attrgetter("inflight_requests")),
     Row(Metric.QUEUE_DEPTH, attrgetter("queued_requests")),
@@ -305,6 +295,12 @@ _TRANSFER_ROWS: Final = (
     Row(Metric.SENDS_IN_PROGRESS, attrgetter("sends_in_progress")),
     Row(Metric.EXPIRED_GRANTS, attrgetter("expired_grants")),
     Row(Metric.STALE_NOTIFICATIONS, attrgetter("stale_notifications")),
+)
+_GPU_ROWS: Final = (
+    Row(Metric.GPU_UTILIZATION, attrgetter("utilization")),
+    Row(Metric.GPU_MEMORY_USED, attrgetter("memory_used_bytes")),
+    Row(Metric.GPU_MEMORY_TOTAL, attrgetter("memory_total_bytes")),
+    Row(Metric.GPU_POWER, attrgetter("power_watts")),
 )
 _SPAN_ROWS: Final = (
     Row(Metric.SPANS, attrgetter("exported"), ("exported",)),

@@ -179,6 +179,7 @@ class Metric:
     INTER_TOKEN: Final = "baton_inter_token_seconds"
     QUEUE_DEPTH: Final = "baton_queue_depth"
     QUEUE_TOKENS: Final = "baton_queue_tokens"
+    QUEUE_DRAIN: Final = "baton_queue_drain_seconds"
     QUEUE_WAIT: Final = "baton_queue_wait_seconds"
     RETRIES: Final = "baton_retries"
     FAILOVERS: Final = "baton_failovers"
@@ -201,6 +202,7 @@ class Metric:
     KV_PAGES_TOTAL: Final = "baton_kv_pages_capacity"
     KV_DAMAGED_PAGES: Final = "baton_kv_damaged_pages"
 
+    SECOND_TOKEN_GAP: Final = "baton_second_token_gap_seconds"
     TRANSFERS: Final = "baton_kv_transfers"
     TRANSFER_BYTES: Final = "baton_kv_transfer_sent_bytes"
     TRANSFER_DESCRIPTORS: Final = "baton_kv_transfer_descriptors"
@@ -212,6 +214,12 @@ class Metric:
     EXPIRED_GRANTS: Final = "baton_kv_grants_expired"
     STALE_NOTIFICATIONS: Final = "baton_kv_stale_notifications"
 
+    GPU_UTILIZATION: Final = "baton_gpu_utilization_ratio"
+    GPU_MEMORY_USED: Final = "baton_gpu_memory_used_bytes"
+    GPU_MEMORY_TOTAL: Final = "baton_gpu_memory_total_bytes"
+    GPU_POWER: Final = "baton_gpu_power_watts"
+
+    DRAIN_SECONDS: Final = "baton_drain_seconds"
     LOOP_LAG: Final = "baton_event_loop_lag_seconds"
     SPANS: Final = "baton_spans"
 

@@ -174,6 +174,7 @@ class Node:
             self.engine,
             self.transfer,
             self.inbox.hop,
+            self.metrics,
             epoch=self.epoch,
             agent_name=self.name,
             page_bytes=pool.page_bytes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
@@ -10,7 +11,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 from worker_kit import STEP_TOKENS, WHOLE, Attempted, a_pair, until
 
-from telemetry.names import Attr, undeclared
+from telemetry.names import Attr, Metric, undeclared
 from telemetry.tracing import Tracing, setup_tracing
 
 TRACE_ID = 0x0AF7651916CD43DD8448EB211C80319C
@@ -86,7 +87,27 @@ async def test_a_hand_off_has_all_six(recorded: Recorded) -> None:
     assert sent[Attr.KV_BYTES] == received[Attr.KV_BYTES] > 0  # type: ignore[operator]
     assert sent[Attr.KV_TRANSPORT] == "loopback"
     assert (spans["decode.generate"].attributes or {})[Attr.DECODE_TOKENS] == 8
-    assert Attr.DECODE_ITL_P99_MS in (spans["decode.generate"].attributes or {})
+    generate = spans["decode.generate"].attributes or {}
+    assert Attr.DECODE_ITL_P99_MS in generate
+    check_second_token(spans)
+    assert gaps_counted(pair.d) == 1
+
+
+def check_second_token(spans: dict[str, ReadableSpan]) -> None:
+    """It came so long after the prompt was computed, within the span of decoding."""
+    computed_ns, generate = spans["prefill.compute"].end_time, spans["decode.generate"]
+    gap_ms = (generate.attributes or {})[Attr.DECODE_SECOND_TOKEN_GAP_MS]
+    assert isinstance(gap_ms, float)
+    assert computed_ns is not None
+    assert generate.start_time is not None
+    assert generate.end_time is not None
+    second_ns = computed_ns + gap_ms * 1e6
+    assert max(computed_ns, generate.start_time) < second_ns <= generate.end_time
+
+
+def gaps_counted(worker: Any) -> float:
+    name = Metric.SECOND_TOKEN_GAP + "_count"
+    return worker.metrics.registry.get_sample_value(name) or 0.0
 
 
 async def test_a_whole_attempt_has_three(recorded: Recorded) -> None:
@@ -98,6 +119,8 @@ async def test_a_whole_attempt_has_three(recorded: Recorded) -> None:
     spans = recorded.spans()
     assert set(spans) == {"prefill.queue", "prefill.compute", "decode.generate"}
     assert not errors(spans)
+    check_second_token(spans)
+    assert gaps_counted(pair.d) == 1
 
 
 async def test_a_cancel_while_pages_move_marks_what_it_cut(recorded: Recorded) -> None:

@@ -98,14 +98,14 @@ def test_token_records_survive() -> None:
 def test_the_payload_fits_a_notification_whatever_was_asked_for() -> None:
     assert MAX_PAYLOAD_BYTES <= ROOM_BYTES
     few = [record(20)] * 2
-    assert decode_first_tokens(encode_first_tokens(few), 2) == tuple(few)
+    assert decode_first_tokens(encode_first_tokens(few, 5), 2) == (tuple(few), 5)
     for choices in (64, 128, 256):
-        payload = encode_first_tokens([record(20)] * choices)
+        payload = encode_first_tokens([record(20)] * choices, 1 << 60)
         assert len(payload) <= MAX_PAYLOAD_BYTES
-        assert {one.token_id for one in decode_first_tokens(payload, choices)} == {7}
+        assert {one.token_id for one in decode_first_tokens(payload, choices).records} == {7}
 
 
-@pytest.mark.parametrize("payload", [b"", b"\xff\xff", encode_first_tokens([record(1)] * 3)])
+@pytest.mark.parametrize("payload", [b"", b"\xff\xff", encode_first_tokens([record(1)] * 3, 0)])
 def test_a_payload_that_is_none_is_refused(payload: bytes) -> None:
     with pytest.raises(MalformedMessage):
         decode_first_tokens(payload, 2)

@@ -11,6 +11,7 @@ from tiny_models import write_tiny_model
 
 from baton.inference.v1 import inference_pb2 as pb
 from baton.inference.v1 import inference_pb2_grpc as pb_grpc
+from telemetry.names import Attr
 
 SECRET = "the quick brown zebra"
 PARENTS = {
@@ -93,15 +94,48 @@ def test_content_is_nowhere_in_the_export_or_the_logs(cluster, receiver):
         assert content not in cluster.logged()
 
 
-def test_timings_agree_with_the_spans(cluster, receiver):
+def test_usage_and_timings_agree_with_the_spans(cluster, receiver):
+    """To the millisecond, though three processes wrote them."""
     trace_id = secrets.token_hex(16)
     events = stream(cluster, SECRET, f"00-{trace_id}-{secrets.token_hex(8)}-01")
-    found = receiver.wait_for(trace_id, list(PARENTS))
-    timings = events[-1].finished.timings
-    compute = found["prefill.compute"][1]
-    spanned = (compute.end_time_unix_nano - compute.start_time_unix_nano) / 1e9
-    assert timings.prefill.ToTimedelta().total_seconds() == pytest.approx(spanned, abs=2e-3)
-    generate = found["decode.generate"][1]
-    spanned = (generate.end_time_unix_nano - generate.start_time_unix_nano) / 1e9
-    assert timings.decode.ToTimedelta().total_seconds() == pytest.approx(spanned, abs=2e-3)
-    assert 0 < timings.time_to_first_token.ToTimedelta().total_seconds() < 10
+    request = f"text_completion {events[0].started.model}"
+    found = receiver.wait_for(trace_id, [*PARENTS, request])
+    spans = {name: span for name, (_, span) in found.items()}
+    timings, usage = events[-1].finished.timings, events[-1].finished.usage
+
+    def attribute(name: str, key: str) -> float:
+        value = next(one.value for one in spans[name].attributes if one.key == key)
+        return value.double_value or value.int_value
+
+    def ended(name: str) -> int:
+        return spans[name].end_time_unix_nano
+
+    def began(name: str) -> int:
+        return spans[name].start_time_unix_nano
+
+    def lasted(name: str) -> int:
+        return ended(name) - began(name)
+
+    expected_ns = {
+        "queue": began("router.route") - began(request) + lasted("prefill.queue"),
+        "prefill": lasted("prefill.compute"),
+        "kv_transfer": ended("kv.send") - ended("prefill.compute"),
+        "decode_queue": attribute("decode.generate", Attr.DECODE_JOIN_WAIT_MS) * 1e6,
+        "decode": lasted("decode.generate"),
+        "time_to_first_token": attribute(request, Attr.RESPONSE_FIRST_TOKEN_S) * 1e9,
+    }
+    for phase, duration_ns in expected_ns.items():
+        told_ns = getattr(timings, phase).ToNanoseconds()
+        assert told_ns == pytest.approx(duration_ns, abs=1e6), phase
+    assert timings.prefill.ToNanoseconds() > 0
+    assert timings.decode.ToNanoseconds() > 0
+    assert usage.prompt_tokens == attribute(request, Attr.INPUT_TOKENS)
+    assert usage.output_tokens == attribute(request, Attr.OUTPUT_TOKENS) == 12
+    assert usage.prompt_tokens == sum(
+        attribute("prefill.compute", key)
+        for key in (Attr.PREFILL_TOKENS, Attr.PREFILL_CACHED_TOKENS)
+    )
+    assert attribute("decode.generate", Attr.DECODE_TOKENS) == 11
+    # From the first token, known when the prompt is computed, into the batch's first step.
+    gap_ns = attribute("decode.generate", Attr.DECODE_SECOND_TOKEN_GAP_MS) * 1e6
+    assert began("decode.generate") < ended("prefill.compute") + gap_ns < ended("decode.generate")

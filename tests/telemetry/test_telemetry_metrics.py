@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.types import EngineLoad
 from kv_transfer.events import TransferCounters
 from telemetry.export import ExportCounts
+from telemetry.gpu import GpuLoad, gpu_reader
 from telemetry.metric_table import DECLARED
 from telemetry.metrics import (
     EventLoopLag,
@@ -127,6 +131,112 @@ def test_a_worker_that_left_is_shown_as_down() -> None:
     assert samples[Metric.WORKER_UP, (("role", "decode"), ("worker", "decode-0"))] == 0
 
 
+def test_a_backlog_is_shown_for_each_model_that_has_one() -> None:
+    waits = {"a": 2.5}
+    metrics = RouterMetrics(lambda: RouterLoad(queue_drain_s=waits))
+    assert scrape(metrics)[Metric.QUEUE_DRAIN, (("model", "a"),)] == 2.5
+    waits.clear()
+    assert not [name for name, _ in scrape(metrics) if name == Metric.QUEUE_DRAIN]
+
+
+def test_a_drain_is_timed_from_its_beginning() -> None:
+    metrics = RouterMetrics(RouterLoad)
+    assert scrape(metrics)[Metric.DRAIN_SECONDS, ()] == 0
+    metrics.draining()
+    time.sleep(0.02)
+    metrics.draining()
+    assert 0.02 <= scrape(metrics)[Metric.DRAIN_SECONDS, ()] < 10
+
+
+class Nvml:
+    """As much of `pynvml` as is used."""
+
+    NVMLError = RuntimeError
+
+    def __init__(self) -> None:
+        self.lost = False
+
+    def nvmlInit(self) -> None:  # noqa: N802
+        pass
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:  # noqa: N802
+        if uuid != "GPU-1":
+            raise self.NVMLError("no such device")
+        return uuid
+
+    def nvmlDeviceGetMemoryInfo(self, handle: str) -> Any:  # noqa: N802
+        if self.lost:
+            raise self.NVMLError("GPU is lost")
+        return SimpleNamespace(used=3 << 30, total=80 << 30)
+
+    def nvmlDeviceGetUtilizationRates(self, handle: str) -> Any:  # noqa: N802
+        return SimpleNamespace(gpu=75)
+
+    def nvmlDeviceGetPowerUsage(self, handle: str) -> int:  # noqa: N802
+        return 412_500
+
+
+def test_a_gpu_is_shown_while_it_can_be_read() -> None:
+    nvml = Nvml()
+    metrics = WorkerMetrics(EngineLoad)
+    metrics.watch_gpu(gpu_reader("GPU-1", nvml))
+    samples = scrape(metrics)
+    assert samples[Metric.GPU_UTILIZATION, ()] == 0.75
+    assert samples[Metric.GPU_MEMORY_USED, ()] == 3 << 30
+    assert samples[Metric.GPU_MEMORY_TOTAL, ()] == 80 << 30
+    assert samples[Metric.GPU_POWER, ()] == 412.5
+    nvml.lost = True
+    assert (Metric.GPU_POWER, ()) not in scrape(metrics)
+
+
+def test_no_such_gpu_is_no_figure_and_no_error() -> None:
+    for read in (gpu_reader("GPU-2", Nvml()), gpu_reader("GPU-no-such-device")):
+        metrics = WorkerMetrics(EngineLoad)
+        metrics.watch_gpu(read)
+        assert (Metric.GPU_POWER, ()) not in scrape(metrics)
+        assert (Metric.STEPS + "_total", ()) in scrape(metrics)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+def test_the_page_tells_of_every_metric_as_it_is_declared() -> None:
+    rows = [line.split("|")[1:-1] for line in PAGE.read_text().splitlines() if line[:3] == "| `"]
+    told = {cells[0].strip(" `"): [cell.strip() for cell in cells[1:]] for cells in rows}
+    assert len(told) == len(rows)
+    suffixes = {"counter": "_total"}
+    assert told == {
+        name + suffixes.get(declared.kind, ""): [
+            declared.kind,
+            unit_of(name),
+            ", ".join(f"`{label}`" for label in declared.labels),
+            declared.help,
+        ]
+        for name, declared in DECLARED.items()
+    }
+
+
+def unit_of(name: str) -> str:
+    """By OpenMetrics' rule: the name's end."""
+    units = ("seconds", "bytes", "ratio", "watts", "tokens_per_second")
+    return next((unit.replace("_", " ") for unit in units if name.endswith(unit)), "")
+
+
+def test_the_pages_queries_name_metrics_and_labels_that_there_are() -> None:
+    queries = "\n".join(PAGE.read_text().split("```promql")[1:])
+    named = set(re.findall(r"\b(?:baton|gen_ai)_\w+", queries))
+    labels = {label for declared in DECLARED.values() for label in declared.labels}
+    known = {
+        name + suffix
+        for name, declared in DECLARED.items()
+        for suffix in {"counter": ("_total",), "gauge": ("",)}.get(
+            declared.kind, ("_sum", "_count", "_bucket")
+        )
+    }
+    assert len(named) >= 8
+    assert named <= known | labels
+
+
 def test_spans_dropped_are_shown() -> None:
     metrics = RouterMetrics(RouterLoad)
     metrics.watch_spans(lambda: ExportCounts(10, 4, 1, 2))
@@ -142,6 +252,7 @@ def test_the_table_declares_every_name_and_nothing_else() -> None:
         assert declared.help.endswith("."), name
     used = RouterMetrics(RouterLoad), WorkerMetrics(EngineLoad, TransferCounters)
     used[0].watch_spans(lambda: ExportCounts(0, 0, 0, 0))
+    used[1].watch_gpu(lambda: GpuLoad(0.5, 1, 2, 3.0))
     shown = {family.name for metrics in used for family in metrics.registry.collect()}
     assert names <= shown
 

@@ -1016,10 +1016,13 @@ class FirstToken(_message.Message):
     ATTEMPT_ID_FIELD_NUMBER: _builtins.int
     RECORDS_FIELD_NUMBER: _builtins.int
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    SAMPLED_UNIX_NS_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.bytes
     """The attempt."""
     cached_prompt_tokens: _builtins.int
     """Prompt tokens found in the prefix cache."""
+    sampled_unix_ns: _builtins.int
+    """When they were sampled; set where they ride with a transfer's last notification."""
     @_builtins.property
     def records(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenRecord]:
         """One per choice, by index."""
@@ -1030,10 +1033,11 @@ class FirstToken(_message.Message):
         attempt_id: _builtins.bytes = ...,
         records: _abc.Iterable[Global___TokenRecord] | None = ...,
         cached_prompt_tokens: _builtins.int = ...,
+        sampled_unix_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "cached_prompt_tokens", b"cached_prompt_tokens", "records", b"records"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "cached_prompt_tokens", b"cached_prompt_tokens", "records", b"records", "sampled_unix_ns", b"sampled_unix_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
