@@ -317,11 +317,25 @@ def endless(tokens: int, pace_s: float = 0.0) -> Script:
 async def test_one_token_a_message_while_the_client_keeps_up(
     dispatcher: ScriptedDispatcher,
 ) -> None:
-    dispatcher.script = endless(50, pace_s=0.005)
+    """Each token is made when the one before it was read: nothing waits behind another."""
+    may_go_on = asyncio.Event()
+
+    async def at_the_readers_pace(job: Job) -> AsyncGenerator[JobEvent, None]:
+        async for event in endless(50)(job):
+            yield event
+            if isinstance(event, JobTokens):
+                await may_go_on.wait()
+                may_go_on.clear()
+
+    dispatcher.script = at_the_readers_pace
+    sizes = []
     async with open_door(dispatcher) as door:
-        messages = await read(door.stub, ids_input())
-    sizes = [len(message.delta.token_ids) for message in messages if message.HasField("delta")]
-    assert sizes.count(1) > 40
+        call = door.stub.StreamGenerate(api.StreamGenerateRequest(input=ids_input()), timeout=20)
+        async for message in call:
+            if message.HasField("delta"):
+                sizes.append(len(message.delta.token_ids))
+                may_go_on.set()
+    assert sizes == [1] * 50
 
 
 async def test_a_reader_that_pauses_gets_the_rest_merged(dispatcher: ScriptedDispatcher) -> None:
