@@ -95,6 +95,9 @@ class WorkerSettings(BaseSettings):
     gpu_slots_dir: str = ""
     """Folder that all workers of this host share, to claim one GPU each by a lock in it. Empty:
     `device` says which GPU."""
+    attention: Literal["auto", "fa3", "fa2", "sdpa"] = "auto"
+    """FlashAttention-3 or -2, or torch's own. `auto`: the best that runs here, and the log says
+    why. FlashAttention-2 wants pages of 256 tokens."""
     threads: int = Field(default=0, ge=0)
     """CPU threads of torch. 0: every core; share them out when workers share a machine."""
 

@@ -261,6 +261,7 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
         load_format=settings.load_format,
         dtype=settings.dtype,
         device=settings.device,
+        attention=settings.attention,
         seed=settings.seed,
         page_size=settings.page_size_tokens,
         num_pages=settings.num_pages,

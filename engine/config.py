@@ -22,6 +22,7 @@ class EngineConfig:
     seed: int = 0
     """Of dummy weights."""
     attention: str = "auto"
+    """"fa3", "fa2" or "sdpa"; auto: the best that runs on the device."""
     page_size: int = 16
     """Tokens in a page."""
     num_pages: int = 0

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from engine.attention import choose_backend
-from engine.attention.fa3 import Fa3Backend
+from engine.attention import AttentionBackend, AttentionError, choose_backend
+from engine.attention.paged import PagedAttention
 from engine.blocks import BlockManager
 from engine.config import EngineConfig
 from engine.eviction import EVICTION_POLICIES
@@ -199,14 +199,21 @@ def _memory_left(config: EngineConfig, loaded: LoadedModel, device: torch.device
     if device.type == "cpu":
         return DEFAULT_KV_BYTES
     scratch = _pool_of(1, config, loaded, device)
-    backend = choose_backend(config.attention, scratch, loaded.config.windows)
-    if not isinstance(backend, Fa3Backend):
+    backend = _backend(config, loaded, scratch)
+    if not isinstance(backend, PagedAttention):
         return DEFAULT_KV_BYTES
     from engine.cuda.memory import bytes_left
 
     limits = _limits(config, loaded.config.max_position_embeddings)
     share = config.gpu_memory_utilization
     return bytes_left(loaded.model, scratch, backend, limits, share)
+
+
+def _backend(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> AttentionBackend:
+    try:
+        return choose_backend(config.attention, pool, loaded.config.windows)
+    except AttentionError as error:
+        raise EngineError(str(error)) from error
 
 
 def _limits(config: EngineConfig, max_context_tokens: int) -> Limits:
@@ -221,9 +228,9 @@ def _build_executor(
     sampler: Sampler,
     progress: Progress | None,
 ) -> Executor:
-    backend = choose_backend(config.attention, pool, loaded.config.windows)
-    if not isinstance(backend, Fa3Backend):
-        device = pool.tensor.device
+    backend = _backend(config, loaded, pool)
+    device = pool.tensor.device
+    if not (isinstance(backend, PagedAttention) and device.type == "cuda"):
         return TorchExecutor(loaded.model, pool, backend, sampler, config.max_sequences, device)
     from engine.cuda.executor import CudaExecutor
 

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
 
 from engine.attention.base import AttentionBackend
+from engine.attention.fa2 import PAGE_MULTIPLE, Fa2Backend
 from engine.attention.fa3 import Fa3Backend
 from engine.attention.sdpa import SdpaBackend
 from engine.kv_pool import KvPool
 
 log = logging.getLogger("baton.engine")
 
-BACKENDS = ("auto", "fa3", "sdpa")
+BACKENDS = ("auto", "fa3", "fa2", "sdpa")
+"""Best first."""
 FA3_HEAD_DIMS = (64, 128, 256)
+FA2_MOST_HEAD_DIM = 256
+
+Windows = tuple[int | None, ...]
 
 
 class AttentionError(Exception):
     """The backend asked for does not exist or cannot run here."""
 
 
-def choose_backend(name: str, pool: KvPool, windows: tuple[int | None, ...]) -> AttentionBackend:
+def choose_backend(name: str, pool: KvPool, windows: Windows) -> AttentionBackend:
     """Builds the backend called `name`, or the best one for the pool's device for "auto".
 
     Args:
@@ -36,36 +42,86 @@ def choose_backend(name: str, pool: KvPool, windows: tuple[int | None, ...]) -> 
     """
     if name not in BACKENDS:
         raise AttentionError(f"attention backend {name!r} is not one of {', '.join(BACKENDS)}")
-    obstacle = "" if name == "sdpa" else _fa3_obstacle(pool)
-    if name == "fa3" and obstacle:
-        raise AttentionError(f"attention backend fa3 cannot run here: {obstacle}")
-    if name == "sdpa" or obstacle:
-        log.info("attention: sdpa (%s)", obstacle or "asked for")
-        return SdpaBackend(pool, windows)
-    log.info("attention: fa3 (%s)", "asked for" if name == "fa3" else "the device is a Hopper")
-    from engine.cuda.decode_attention import decode_attention
-
-    return Fa3Backend(pool, windows, _fa3_kernels(), decode_attention)
+    if name != "auto":
+        if obstacle := _OBSTACLES[name](pool):
+            raise AttentionError(f"attention backend {name} cannot run here: {obstacle}")
+        log.info("attention: %s (asked for)", name)
+        return _BUILDERS[name](pool, windows)
+    obstacles = {other: _OBSTACLES[other](pool) for other in BACKENDS[1:]}
+    best = next(other for other, obstacle in obstacles.items() if not obstacle)
+    reasons = "; ".join(f"not {other}: {why}" for other, why in obstacles.items() if why)
+    log.info("attention: %s (%s)", best, reasons or "the best there is")
+    return _BUILDERS[best](pool, windows)
 
 
 def _fa3_obstacle(pool: KvPool) -> str:
     """Why FlashAttention-3 cannot run over this pool; empty: it can."""
-    device, dtype, head_dim = pool.tensor.device, pool.tensor.dtype, pool.tensor.shape[-1]
-    if device.type != "cuda":
-        return f"the device is a {device.type}"
-    if torch.cuda.get_device_capability(device)[0] != 9:
+    if obstacle := _gpu_obstacle(pool):
+        return obstacle
+    if torch.cuda.get_device_capability(pool.tensor.device)[0] != 9:
         return "the GPU is not a Hopper"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"KV is {str(dtype).removeprefix('torch.')}, not 16 bits wide"
-    if head_dim not in FA3_HEAD_DIMS:
+    if (head_dim := pool.tensor.shape[-1]) not in FA3_HEAD_DIMS:
         return f"head dimension {head_dim} is not one of {FA3_HEAD_DIMS}"
-    try:
-        _fa3_kernels()
-        importlib.import_module("triton")
-    except (ImportError, OSError) as error:
-        return f"flash_attn_interface or triton cannot be imported ({type(error).__name__})"
+    return _import_obstacle("flash_attn_interface")
+
+
+def _fa2_obstacle(pool: KvPool) -> str:
+    """Why FlashAttention-2 cannot run over this pool; empty: it can."""
+    if obstacle := _gpu_obstacle(pool):
+        return obstacle
+    if torch.cuda.get_device_capability(pool.tensor.device)[0] < 8:
+        return "the GPU is older than Ampere"
+    if (head_dim := pool.tensor.shape[-1]) > FA2_MOST_HEAD_DIM or head_dim % 8:
+        return f"head dimension {head_dim} is no multiple of 8 up to {FA2_MOST_HEAD_DIM}"
+    if pool.page_size % PAGE_MULTIPLE:
+        return f"pages of {pool.page_size} tokens are no multiple of {PAGE_MULTIPLE}"
+    return _import_obstacle("flash_attn")
+
+
+def _no_obstacle(_pool: KvPool) -> str:
+    """SDPA runs everywhere."""
     return ""
 
 
-def _fa3_kernels() -> ModuleType:
-    return importlib.import_module("flash_attn_interface")
+def _gpu_obstacle(pool: KvPool) -> str:
+    device, dtype = pool.tensor.device, pool.tensor.dtype
+    if device.type != "cuda":
+        return f"the device is a {device.type}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"KV is {str(dtype).removeprefix('torch.')}, not 16 bits wide"
+    return ""
+
+
+def _import_obstacle(library: str) -> str:
+    try:
+        importlib.import_module(library)
+        importlib.import_module("triton")
+    except (ImportError, OSError) as error:
+        return f"{library} or triton cannot be imported ({type(error).__name__})"
+    return ""
+
+
+def _library(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+def _build_fa3(pool: KvPool, windows: Windows) -> AttentionBackend:
+    from engine.cuda.decode_attention import decode_attention
+
+    return Fa3Backend(pool, windows, _library("flash_attn_interface"), decode_attention)
+
+
+def _build_fa2(pool: KvPool, windows: Windows) -> AttentionBackend:
+    return Fa2Backend(pool, windows, _library("flash_attn"))
+
+
+_OBSTACLES: dict[str, Callable[[KvPool], str]] = {
+    "fa3": _fa3_obstacle,
+    "fa2": _fa2_obstacle,
+    "sdpa": _no_obstacle,
+}
+_BUILDERS: dict[str, Callable[[KvPool, Windows], AttentionBackend]] = {
+    "fa3": _build_fa3,
+    "fa2": _build_fa2,
+    "sdpa": SdpaBackend,
+}

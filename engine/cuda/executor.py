@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.fa3 import Fa3Backend, PagedStep
+from engine.attention.paged import PagedAttention, PagedStep
 from engine.blocks import SCRATCH_PAGE
 from engine.cuda.buckets import bucket_of, bucket_sizes
 from engine.cuda.forward import FusedForward, RowEnds
@@ -84,7 +84,12 @@ class CudaExecutor:
     """`Executor` over fused kernels, FlashAttention-3 and graphs."""
 
     def __init__(
-        self, model: Model, pool: KvPool, attention: Fa3Backend, sampler: Sampler, limits: Limits
+        self,
+        model: Model,
+        pool: KvPool,
+        attention: PagedAttention,
+        sampler: Sampler,
+        limits: Limits,
     ) -> None:
         device = pool.tensor.device
         max_pages = -(-limits.max_context_tokens // pool.page_size)

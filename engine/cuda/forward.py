@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.fa3 import Fa3Backend
+from engine.attention.paged import PagedAttention
 from engine.cuda.kernels import HeadNorms, add_rms_norm, rms_norm, rope_store
 from engine.cuda.single_row import gated, linear
 from engine.kv_pool import KvPool
@@ -35,7 +35,7 @@ class FusedForward:
     """Runs a loaded model over a pool."""
 
     def __init__(
-        self, model: Model, pool: KvPool, attention: Fa3Backend, max_context_tokens: int
+        self, model: Model, pool: KvPool, attention: PagedAttention, max_context_tokens: int
     ) -> None:
         self._model = model
         self._pool = pool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.attention.fa3 import Fa3Backend, PagedStep
+from engine.attention.paged import PagedAttention, PagedStep
 from engine.blocks import SCRATCH_PAGE
 from engine.cuda.forward import FusedForward
 from engine.executor import Limits
@@ -19,7 +19,7 @@ SAMPLING_COPIES = 6
 
 @torch.inference_mode()
 def bytes_left(
-    model: Model, scratch: KvPool, attention: Fa3Backend, limits: Limits, utilization: float
+    model: Model, scratch: KvPool, attention: PagedAttention, limits: Limits, utilization: float
 ) -> int:
     """Bytes that a pool may have; negative where the model alone is too much.
 
@@ -43,7 +43,7 @@ def bytes_left(
     return int(total * utilization) - (total - free) - step - sampling - GRAPH_BYTES
 
 
-def _run_largest(model: Model, scratch: KvPool, attention: Fa3Backend, limits: Limits) -> None:
+def _run_largest(model: Model, scratch: KvPool, attention: PagedAttention, limits: Limits) -> None:
     """One prompt as long as a step may be; every token is stored in the scratch page."""
     size, device = limits.max_step_tokens, scratch.tensor.device
     positions = torch.arange(size, dtype=torch.int32, device=device)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import flash_attn_like
 import numpy as np
 import pytest
 import torch
 from engine_kit import build, check_baseline, finish, hand_off, submit
 from tiny_models import write_tiny_model
 
+from engine.attention.fa2 import Fa2Backend
 from engine.engine import EngineError
 from engine.types import EndReason, FailureReason, Mode, SamplingParams
 
@@ -231,3 +233,22 @@ def test_a_pool_that_cannot_be_is_refused_in_words(model_path):
         build(model_path, num_pages=10**9)
     with pytest.raises(EngineError, match="max_step_tokens"):
         build(model_path, max_step_tokens=8)
+
+
+def test_flash_attention_2_over_a_stand_in_for_its_library(model_path, reference, monkeypatch):
+    """Chunks, decode rows and a prefix from the cache, pages of 256 tokens."""
+    monkeypatch.setattr(
+        "engine.engine.choose_backend",
+        lambda _name, pool, windows: Fa2Backend(pool, windows, flash_attn_like),
+    )
+    engine = build(model_path, page_size=256, num_pages=40, max_step_tokens=300)
+    try:
+        prompt = prompt_of(700, seed=9)
+        for _ in range(2):
+            run = submit(engine, prompt, 12, ignore_eos=True)
+            finish(run)
+            assert run.tokens == [reference(prompt, 12)]
+        assert engine.load().prompt_tokens_cached == 512
+        check_baseline(engine)
+    finally:
+        engine.stop()

@@ -1,15 +1,20 @@
-"""SDPA over pages against attention written out, on random batches of every mix."""
+"""Backends over pages against attention written out, on random batches of every mix.
+
+FlashAttention-2 runs over a stand-in for its library, which this machine cannot run.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import flash_attn_like
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from engine.attention import AttentionBatch, AttentionError, choose_backend
+from engine.attention import AttentionBackend, AttentionBatch, AttentionError, choose_backend
+from engine.attention.fa2 import Fa2Backend
 from engine.kv_pool import KvPool
 
 CPU = torch.device("cpu")
@@ -70,11 +75,24 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     return out
 
 
-def check(rows: list[Row], size: int, windows: tuple[int | None, ...], decodes: int, seed: int):
+def backend_over(name: str, pool: KvPool, windows: tuple[int | None, ...]) -> AttentionBackend:
+    if name == "fa2":
+        return Fa2Backend(pool, windows, flash_attn_like)
+    return choose_backend(name, pool, windows)
+
+
+def check(
+    rows: list[Row],
+    size: int,
+    windows: tuple[int | None, ...],
+    decodes: int,
+    seed: int,
+    name: str = "sdpa",
+):
     generator = torch.Generator().manual_seed(seed)
     pool = make_pool(size)
     batch = make_batch(rows, size, np.random.default_rng(seed), decodes)
-    backend = choose_backend("sdpa", pool, windows)
+    backend = backend_over(name, pool, windows)
     backend.begin(batch)
     for layer in reversed(range(LAYERS)):
         kv = [torch.randn(2, row.context, KV_HEADS, DIM, generator=generator) for row in rows]
@@ -98,15 +116,16 @@ WINDOWS = ((None,) * 3, (5, None, 16), (1, 200, 8))
 
 
 @pytest.mark.parametrize("windows", WINDOWS, ids=str)
-@pytest.mark.parametrize("size", [4, 16])
+@pytest.mark.parametrize(("name", "size"), [("sdpa", 4), ("sdpa", 16), ("fa2", 256)])
 @pytest.mark.parametrize("mix", MIXES)
-def test_every_mix_of_rows(mix, size, windows):
+def test_every_mix_of_rows(mix, name, size, windows):
     rows, decodes = MIXES[mix]
-    check(rows, size, windows, decodes, seed=7)
+    check(rows, size, windows, decodes, 7, name)
 
 
+@pytest.mark.parametrize("name", ["sdpa", "fa2"])
 @pytest.mark.parametrize("seed", range(12))
-def test_random_batches(seed):
+def test_random_batches(seed, name):
     rng = np.random.default_rng(seed)
     decodes = int(rng.integers(0, 5))
     rows = [Row(1, int(rng.integers(1, 60))) for _ in range(decodes)]
@@ -114,7 +133,14 @@ def test_random_batches(seed):
         new = int(rng.integers(2, 20))
         rows.append(Row(new, new + int(rng.integers(0, 40))))
     window = int(rng.integers(1, 40))
-    check(rows, int(rng.choice([4, 8, 16])), (None, window, None), decodes, seed)
+    size = 256 if name == "fa2" else int(rng.choice([4, 8, 16]))
+    check(rows, size, (None, window, None), decodes, seed, name)
+
+
+def test_fa2_reads_on_in_a_second_page():
+    rows = [Row(1, 700), Row(1, 256), Row(1, 257), Row(40, 300), Row(300, 300)]
+    for window in (None, 270):
+        check(rows, 256, (None, window, 3), 3, 11, "fa2")
 
 
 def test_new_tokens_go_where_the_batch_says_and_nowhere_else():
@@ -157,6 +183,12 @@ def test_an_int32_page_table_will_do():
     narrow = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
     backend.begin(AttentionBatch(**narrow | {"page_table": batch.page_table.int()}))
     assert torch.equal(backend(0, q, k, v), want)
+
+
+@pytest.mark.parametrize("name", ["fa3", "fa2"])
+def test_a_backend_that_cannot_run_says_why(name):
+    with pytest.raises(AttentionError, match=f"{name} cannot run here: the device is a cpu"):
+        choose_backend(name, make_pool(256), (None,) * LAYERS)
 
 
 def test_a_backend_that_does_not_exist_is_refused():

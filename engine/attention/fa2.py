@@ -1,0 +1,82 @@
+"""FlashAttention-2 over the paged pool (Dao 2023), on GPUs from Ampere on that have no better.
+
+Its pages must be a multiple of 256 tokens long. Decode rows go through `flash_attn_with_kvcache`,
+prompts through `flash_attn_varlen_func`, which reads pages by a block table too.
+
+Not run on a GPU by us yet: the tests run it over a stand-in for the library that has its documented
+signatures and refuses what it refuses.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.attention.paged import ALL, PagedAttention, PagedStep
+from engine.kv_pool import KvPool
+
+PAGE_MULTIPLE = 256
+
+
+class Fa2Backend(PagedAttention):
+    """`PagedAttention` over `flash_attn`."""
+
+    name = "fa2"
+
+    def __init__(self, pool: KvPool, windows: tuple[int | None, ...], kernels: ModuleType) -> None:
+        super().__init__(pool, windows)
+        self._kernels = kernels
+        """The module `flash_attn`, or one with its signatures."""
+
+    def attend_ends(self, layer: int, q: Tensor, contexts: Tensor, page_table: Tensor) -> Tensor:
+        """See `PagedAttention`."""
+        keys, values = self._views[layer]
+        visible = self._windows[layer]
+        out: Tensor = self._kernels.flash_attn_with_kvcache(
+            q.unsqueeze(1),
+            keys,
+            values,
+            cache_seqlens=contexts,
+            block_table=page_table,
+            causal=True,
+            window_size=ALL if visible is None else (visible - 1, 0),
+        )
+        return out.squeeze(1)
+
+    def _fresh_prompts(
+        self, q: Tensor, k: Tensor, v: Tensor, step: PagedStep, window: tuple[int, int]
+    ) -> Tensor:
+        out: Tensor = self._kernels.flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            step.query_starts,
+            step.query_starts,
+            step.max_query,
+            step.max_query,
+            causal=True,
+            window_size=window,
+        )
+        return out
+
+    def _continued_prompts(
+        self, layer: int, q: Tensor, step: PagedStep, window: tuple[int, int]
+    ) -> Tensor:
+        keys, values = self._views[layer]
+        contexts = step.context_lens[step.num_decodes :]
+        table = step.page_table[step.num_decodes :]
+        out: Tensor = self._kernels.flash_attn_varlen_func(
+            q,
+            keys,
+            values,
+            step.query_starts,
+            F.pad(contexts.cumsum(0), (1, 0)).int(),
+            step.max_query,
+            table.shape[1] * self._pool.page_size,
+            causal=True,
+            window_size=window,
+            block_table=table,
+        )
+        return out

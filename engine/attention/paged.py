@@ -1,0 +1,129 @@
+"""FlashAttention over the paged pool: what its generations share.
+
+Two ways in, one set of calls:
+- a plain `AttentionBackend`: `begin` takes a batch from the host, a call stores K and V itself;
+- the CUDA executor stores K and V in a fused kernel, describes a step with tensors that are on
+  the device already (`prepare`) and calls `attend`. Nothing there waits for the device, so it
+  can be captured in a graph.
+
+A library sees the pool as strided views, one pair a layer, made once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.attention.base import AttentionBatch
+from engine.kv_pool import KvPool
+
+ALL = (-1, -1)
+"""The library's window that hides nothing: positions before a token's own, and after it."""
+
+
+class PagedStep(NamedTuple):
+    """R rows of a step as the kernels read them: decode rows, then prompt rows."""
+
+    num_decodes: int
+    context_lens: Tensor
+    """[R] int32, tokens in KV after the step."""
+    page_table: Tensor
+    """[R, P] int32."""
+    query_starts: Tensor | None
+    """[prompt rows + 1] int32, where each prompt row's tokens start among those of prompt rows;
+    None: there is no prompt row."""
+    max_query: int
+    """Most new tokens of a prompt row."""
+    all_fresh: bool
+    """Every prompt row begins at position 0."""
+
+
+class PagedAttention(ABC):
+    """`AttentionBackend` whose kernels read pages; a generation says how its library is called."""
+
+    name: str
+
+    def __init__(self, pool: KvPool, windows: tuple[int | None, ...]) -> None:
+        self._pool = pool
+        self._windows = windows
+        """Per layer: tokens that a position sees, itself included; None: all before it."""
+        self._views = [
+            (keys.transpose(1, 2), values.transpose(1, 2))
+            for keys, values in map(pool.layer, range(len(windows)))
+        ]
+        """Per layer, K and V as [pages, page_size, Hkv, D]."""
+
+    @abstractmethod
+    def attend_ends(self, layer: int, q: Tensor, contexts: Tensor, page_table: Tensor) -> Tensor:
+        """One layer, from the last positions of S rows over all that is stored of them.
+
+        `q` [S, Hq, D], `contexts` [S] and `page_table` [S, P] int32; returns [S, Hq, D].
+        """
+
+    @abstractmethod
+    def _fresh_prompts(
+        self, q: Tensor, k: Tensor, v: Tensor, step: PagedStep, window: tuple[int, int]
+    ) -> Tensor:
+        """Prompts that begin at position 0, over their own K and V."""
+
+    @abstractmethod
+    def _continued_prompts(
+        self, layer: int, q: Tensor, step: PagedStep, window: tuple[int, int]
+    ) -> Tensor:
+        """Prompts part of which was computed before, over pages."""
+
+    def begin(self, batch: AttentionBatch) -> None:
+        """See `AttentionBackend`."""
+        self._store_at = (batch.token_pages, batch.token_offsets)
+        device, first = batch.page_table.device, batch.num_decodes
+        queries = torch.from_numpy(batch.query_lens[first:]).to(torch.int32)
+        starts = None
+        if len(queries):
+            starts = torch.nn.functional.pad(queries.cumsum(0), (1, 0)).int().to(device)
+        fresh = bool((batch.query_lens[first:] == batch.context_lens[first:]).all())
+        self.prepare(
+            PagedStep(
+                num_decodes=first,
+                context_lens=torch.from_numpy(batch.context_lens).int().to(device),
+                page_table=batch.page_table.int(),
+                query_starts=starts,
+                max_query=int(batch.query_lens[first:].max(initial=0)),
+                all_fresh=fresh,
+            )
+        )
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `AttentionBackend`."""
+        pages, offsets = self._store_at
+        stored = self._pool.layer_kv(layer)
+        stored[pages, :, :, offsets] = torch.stack((k, v), dim=2)
+        return self.attend(layer, q, k, v)
+
+    def prepare(self, step: PagedStep) -> None:
+        """The step that `attend` works on from now on."""
+        self._step = step
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """One layer, whose K and V of this step are in the pool. Shapes as `AttentionBackend`."""
+        step, count = self._step, self._step.num_decodes
+        if step.query_starts is None:
+            return self._decode(layer, q)
+        if count == 0:
+            return self._prompts(layer, q, k, v)
+        prompts = self._prompts(layer, q[count:], k[count:], v[count:])
+        return torch.cat((self._decode(layer, q[:count]), prompts))
+
+    def _decode(self, layer: int, q: Tensor) -> Tensor:
+        step, count = self._step, self._step.num_decodes
+        return self.attend_ends(layer, q, step.context_lens[:count], step.page_table[:count])
+
+    def _prompts(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        step = self._step
+        visible = self._windows[layer]
+        window = ALL if visible is None else (visible - 1, 0)
+        if step.all_fresh:
+            return self._fresh_prompts(q, k, v, step, window)
+        return self._continued_prompts(layer, q, step, window)
