@@ -165,7 +165,8 @@ class RegistryRecorder(worker_pb2_grpc.RegistryServiceServicer):
     async def Announce(  # noqa: N802
         self, request: worker_pb2.AnnounceRequest, context: Any
     ) -> worker_pb2.AnnounceResponse:
-        self.heard.put_nowait(request.worker)
+        if request.worker.address:  # before that it only says what it is loading
+            self.heard.put_nowait(request.worker)
         return worker_pb2.AnnounceResponse(attached=True)
 
 
