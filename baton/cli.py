@@ -12,7 +12,8 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from baton import __version__
-from baton.commands import ask, config, demo, health, model, serve, trace
+from baton.bench.errors import BenchError, WrongUseError
+from baton.commands import ask, bench, config, demo, health, model, serve, trace
 from baton.commands.output import stderr, stdout
 from baton.demo_model import DemoModelError
 from baton.errors import (
@@ -53,9 +54,9 @@ def explain(error: Exception) -> tuple[str, int] | None:
             return f"{error.reason}: {error.message}{again}", TRY_LATER
         case BatonError():
             return f"{error.reason or error.code.name}: {error.message}", FAILED
-        case SettingsError():
+        case SettingsError() | WrongUseError():
             return str(error), WRONG_USE
-        case UpError() | DemoModelError() | TraceError():
+        case UpError() | DemoModelError() | TraceError() | BenchError():
             return str(error), FAILED
         case RuntimeError() if str(error).startswith("Failed to bind"):  # gRPC's words
             address = str(error).removeprefix("Failed to bind to address ").partition(";")[0]
@@ -150,6 +151,7 @@ _PANELS: Final[Mapping[str, Mapping[str, Callable[..., None]]]] = {
         "trace": trace.trace,
         "health": health.health,
     },
+    "Measure": {"bench": bench.bench},
 }
 for _panel, _commands in _PANELS.items():
     for _name, _command in _commands.items():

@@ -56,7 +56,8 @@ from telemetry import failpoints
 from telemetry.admin import AdminServer
 from telemetry.gpu import gpu_reader
 from telemetry.logs import log_loop_errors, setup_logging
-from telemetry.metrics import EventLoopLag, WorkerMetrics
+from telemetry.loop_lag import EventLoopLag
+from telemetry.metrics import WorkerMetrics
 from telemetry.names import Service
 from telemetry.tracing import Tracing, setup_tracing
 

@@ -38,7 +38,8 @@ from router.validation import Limits
 from telemetry import failpoints
 from telemetry.admin import AdminServer, metrics_route
 from telemetry.logs import setup_logging
-from telemetry.metrics import EventLoopLag, RouterLoad, RouterMetrics, WorkerUp
+from telemetry.loop_lag import EventLoopLag
+from telemetry.metrics import RouterLoad, RouterMetrics, WorkerUp
 from telemetry.names import Service
 from telemetry.rpc import ServerSpans
 from telemetry.tracing import setup_tracing

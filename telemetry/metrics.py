@@ -7,12 +7,11 @@ is written in the step loop that nobody reads.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.process_collector import ProcessCollector
@@ -201,38 +200,6 @@ class WorkerMetrics(ProcessMetrics):
     def transfer_failed(self, cause: str) -> None:
         """A transfer cannot complete; `cause` is a short stable word."""
         self._transfer_failures.labels(cause).inc()
-
-
-class EventLoopLag:
-    """Measures how late the running event loop wakes up; an asynchronous context manager."""
-
-    def __init__(self, observe: Callable[[float], None], interval_s: float = 0.1) -> None:
-        self._observe = observe
-        self._interval_s = interval_s
-        self._task: asyncio.Task[None] | None = None
-
-    async def __aenter__(self) -> Self:
-        self.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.stop()
-
-    def start(self) -> None:
-        """Begins to measure, on the running loop."""
-        self._task = asyncio.create_task(self._measure(), name="event-loop-lag")
-
-    def stop(self) -> None:
-        """Ends it."""
-        if self._task is not None:
-            self._task.cancel()
-
-    async def _measure(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            due_s = loop.time() + self._interval_s
-            await asyncio.sleep(self._interval_s)
-            self._observe(max(0.0, loop.time() - due_s))
 
 
 class _WorkersUp:

@@ -34,7 +34,17 @@ def no_settings_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_help_names_every_command() -> None:
     shown = plain(run("--help").output)
-    for command in ("demo", "up", "router", "worker", "prefill", "decode", "generate", "models"):
+    for command in (
+        "demo",
+        "up",
+        "router",
+        "worker",
+        "prefill",
+        "decode",
+        "generate",
+        "models",
+        "bench",
+    ):
         assert f" {command} " in shown
     assert "Exit codes" in shown
 
@@ -52,6 +62,7 @@ def test_help_names_every_command() -> None:
         "models",
         "config",
         "trace",
+        "bench",
     ],
 )
 def test_every_command_has_help(command: str) -> None:

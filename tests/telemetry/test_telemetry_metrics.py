@@ -18,9 +18,9 @@ from engine.types import EngineLoad
 from kv_transfer.events import TransferCounters
 from telemetry.export import ExportCounts
 from telemetry.gpu import GpuLoad, gpu_reader
+from telemetry.loop_lag import EventLoopLag
 from telemetry.metric_table import DECLARED
 from telemetry.metrics import (
-    EventLoopLag,
     ProcessMetrics,
     RouterLoad,
     RouterMetrics,

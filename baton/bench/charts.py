@@ -1,0 +1,203 @@
+"""A result as pictures: matplotlib figures, drawn without a display."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+from baton.bench.benchmark import Result, Run
+from baton.bench.goodput import Goodput
+from baton.bench.outcome import Outcome
+from baton.bench.summary import Slo
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from numpy.typing import ArrayLike
+
+DPI: Final = 150
+_WIDTH_IN: Final = 10.5
+_INK, _FAINT = "#1f2933", "#d5dbe1"
+_BLUE, _ORANGE, _GREEN, _RED = "#2563a8", "#d9771f", "#2f8f5b", "#c2392b"
+_STYLE: Final[Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.edgecolor": _FAINT,
+    "axes.labelcolor": _INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": _FAINT,
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "text.color": _INK,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+    "legend.frameon": False,
+    "figure.facecolor": "white",
+}
+_BINS: Final = 60
+
+
+def figures(result: Result) -> Mapping[str, Figure]:
+    """Every picture that the result gives, by name."""
+    shown = result.shown
+    slo = result.options.slo
+    with rc_context(_STYLE):
+        drawn = {"latency": _latency(shown, slo), "timeline": _timeline(shown[-1], slo)}
+        if result.found is not None:
+            return {"goodput": _goodput(result.found), **drawn}
+    return drawn
+
+
+def _figure(rows: int, columns: int, height_in: float) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(_WIDTH_IN, height_in), dpi=DPI, layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False, sharex="col" if rows > 1 else False)
+    return figure, list(axes.flat)
+
+
+def _latency(runs: Sequence[Run], slo: Slo) -> Figure:
+    """Shares of requests, or of gaps, up to a latency: one line a run."""
+    figure, (first, gap, rest) = _figure(1, 3, 3.6)
+    for run in runs:
+        good = [outcome for outcome in run.outcomes if outcome.ok]
+        gaps = [outcome.gaps_s for outcome in good if len(outcome.gaps_s)]
+        label = run is runs[0]
+        _share(first, [o.ttft_s for o in good], _BLUE, "TTFT" if label else "")
+        _share(gap, np.concatenate(gaps) if gaps else [], _BLUE, "every gap (ITL)" if label else "")
+        _share(gap, [g[0] for g in gaps], _ORANGE, "second token" if label else "")
+        tpots = [o.tpot_s for o in good if o.tpot_s is not None]
+        _share(rest, tpots, _GREEN, "TPOT" if label else "")
+    titles = ("Time to first token", "Between messages", "Time per output token")
+    for axes, title in zip((first, gap, rest), titles, strict=True):
+        axes.set(title=title, xlabel="ms", ylim=(0, 1.02))
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+        axes.set_xlim(left=0)
+    _zoom(gap, [g for run in runs for o in run.outcomes if o.ok for g in o.gaps_s])
+    _limit(first, slo.ttft_ms)
+    _limit(gap, slo.itl_p99_ms)
+    _limit(rest, slo.tpot_ms)
+    if gap.lines:
+        gap.legend(loc="center right")
+    return figure
+
+
+def _share(axes: Axes, seconds: ArrayLike, colour: str, label: str) -> None:
+    values = np.sort(1e3 * np.asarray(seconds, dtype=np.float64))
+    if values.size:
+        shares = np.arange(1, values.size + 1) / values.size
+        axes.step(values, shares, where="post", color=colour, linewidth=1.6, label=label or None)
+
+
+def _zoom(axes: Axes, gaps_s: Sequence[float]) -> None:
+    """Leaves the longest one in a thousand out of sight: they would flatten all others."""
+    if gaps_s:
+        axes.set_xlim(0, 1.3e3 * float(np.percentile(gaps_s, 99.9)))
+
+
+def _limit(axes: Axes, limit_ms: float | None) -> None:
+    if limit_ms is not None:
+        axes.axvline(limit_ms, color=_RED, linewidth=1, linestyle="--")
+        axes.annotate(
+            f"SLO {limit_ms:g}",
+            (limit_ms, 0.03),
+            (-4, 0),
+            textcoords="offset points",
+            color=_RED,
+            ha="right",
+        )
+
+
+def _timeline(run: Run, slo: Slo) -> Figure:
+    """First token of each request, requests under way, and tokens a second, over the run."""
+    figure, (first, running, tokens) = _figure(3, 1, 6.4)
+    good = [outcome for outcome in run.outcomes if outcome.ok]
+    bad = [outcome for outcome in run.outcomes if not outcome.ok]
+    first.scatter(
+        [o.sent_s for o in good], [1e3 * o.ttft_s for o in good], s=9, color=_BLUE, linewidths=0
+    )
+    if bad:
+        first.scatter(
+            [o.sent_s for o in bad], [0.0] * len(bad), s=22, color=_RED, marker="x", label="failed"
+        )
+        first.legend(loc="upper left")
+    if slo.ttft_ms is not None:
+        first.axhline(slo.ttft_ms, color=_RED, linewidth=1, linestyle="--")
+    first.set(title="Time to first token, by the time of sending", ylabel="ms")
+    first.set_ylim(bottom=0)
+    at_s, under_way = _under_way(run.outcomes)
+    running.fill_between(at_s, under_way, step="post", color=_BLUE, alpha=0.25, linewidth=0)
+    running.step(at_s, under_way, where="post", color=_BLUE, linewidth=1)
+    running.set(title="Requests under way", ylim=(0, None))
+    until_s = max(at_s)
+    edges, rates = _token_rates(good, until_s)
+    tokens.stairs(rates, edges, fill=True, color=_GREEN, alpha=0.6)
+    tokens.set(title="Output tokens a second", xlabel="seconds", ylim=(0, None))
+    tokens.set_xlim(0, until_s)
+    return figure
+
+
+def _under_way(outcomes: Sequence[Outcome]) -> tuple[Sequence[float], Sequence[int]]:
+    begins = [(outcome.sent_s, 1) for outcome in outcomes]
+    ends = [(float(o.arrivals_s[-1]), -1) for o in outcomes if len(o.arrivals_s)]
+    ends += [(o.sent_s, -1) for o in outcomes if not len(o.arrivals_s)]
+    changes = sorted(begins + ends)
+    return [at_s for at_s, _ in changes], np.cumsum([change for _, change in changes]).tolist()
+
+
+def _token_rates(outcomes: Sequence[Outcome], until_s: float) -> tuple[ArrayLike, ArrayLike]:
+    """Edges of bins and tokens a second in each; messages of a request count alike."""
+    edges = np.linspace(0.0, until_s, _BINS + 1)
+    rates = np.zeros(_BINS)
+    for outcome in outcomes:
+        counts, _ = np.histogram(outcome.arrivals_s, edges)
+        rates += counts * (outcome.tokens / len(outcome.arrivals_s) / edges[1])
+    return edges, rates
+
+
+def _goodput(found: Goodput) -> Figure:
+    """Attainment and tail latencies over the rate."""
+    figure, (share, tail) = _figure(1, 2, 3.8)
+    probes = found.by_rate()
+    rates = [probe.offered_rate for probe in probes]
+    share.plot(rates, [probe.attainment or 0.0 for probe in probes], "o-", color=_BLUE)
+    share.axhline(found.wanted_attainment, color=_RED, linewidth=1, linestyle="--")
+    share.set(title="Requests within the SLO", xlabel="requests/s", ylim=(0, 1.05))
+    share.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    for label, field, colour in (("TTFT", "ttft_ms", _BLUE), ("ITL", "itl_ms", _ORANGE)):
+        points = [(p.offered_rate, getattr(p, field).p99) for p in probes if getattr(p, field)]
+        if points:
+            tail.plot(*zip(*points, strict=True), "o-", color=colour, label=f"{label} p99")
+    tail.set(title="Latency at the 99th percentile", xlabel="requests/s", ylabel="ms")
+    tail.set_yscale("log")
+    tail.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    tail.legend(loc="upper left")
+    for axes in (share, tail):
+        axes.set_xlim(left=0)
+        if found.rate:
+            axes.axvspan(0, found.rate, color=_GREEN, alpha=0.10, linewidth=0)
+            axes.axvline(found.rate, color=_GREEN, linewidth=1.4)
+    share.annotate(
+        f"wanted: {found.wanted_attainment:.0%}",
+        (0, found.wanted_attainment),
+        (6, -13),
+        textcoords="offset points",
+        color=_RED,
+    )
+    if found.rate:
+        share.annotate(
+            f"{found.rate:.3g}/s",
+            (found.rate, 0.03),
+            (-6, 0),
+            textcoords="offset points",
+            ha="right",
+            color=_GREEN,
+            fontweight="bold",
+        )
+    return figure

@@ -1,0 +1,80 @@
+"""`InferenceService/StreamGenerate`, by bytes.
+
+The requests are those of `baton.client`, and the answers pass through the same checks; only the
+moment differs: they are written before the run and read after it.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+import grpc
+import grpc.aio
+
+from baton.bench.endpoints import Asked, EndpointError, Kept, Reading, timed_out
+from baton.bench.outcome import UNREACHABLE
+from baton.errors import ProtocolError, UnreachableError, from_rpc_error
+from baton.generation import Gathering, Options, generation_input
+from baton.grpc_options import channel_options
+from baton.inference.v1 import inference_pb2 as pb
+
+_SERVICE: Final = pb.DESCRIPTOR.services_by_name["InferenceService"]
+_METHOD: Final = f"/{_SERVICE.full_name}/{_SERVICE.methods_by_name['StreamGenerate'].name}"
+
+
+class GrpcEndpoint:
+    """A router's gRPC door."""
+
+    def __init__(self, address: str, asked: Asked) -> None:
+        self._asked = asked
+        self._channel = grpc.aio.insecure_channel(address, options=channel_options())
+        self._call: grpc.aio.UnaryStreamMultiCallable[bytes, bytes]
+        self._call = self._channel.unary_stream(_METHOD)
+
+    def write(self, prompt: list[int], output_tokens: int) -> bytes:
+        """A request in full."""
+        options = Options(model=self._asked.model, max_tokens=output_tokens, temperature=0.0)
+        if self._asked.force_length:
+            options["min_tokens"] = output_tokens
+            options["ignore_eos"] = True
+        request = generation_input(None, None, prompt, options)
+        return pb.StreamGenerateRequest(input=request).SerializeToString()
+
+    async def send(self, request: bytes, kept: Kept) -> None:
+        """Sends it and keeps what comes back."""
+        at_s, parts, now = kept.at_s, kept.parts, time.perf_counter
+        try:
+            async for part in self._call(request, timeout=self._asked.timeout_s):
+                at_s.append(now())
+                parts.append(part)
+        except grpc.aio.AioRpcError as failed:
+            raise self._error(failed) from None
+
+    def _error(self, failed: grpc.aio.AioRpcError) -> EndpointError:
+        error = from_rpc_error(failed)
+        if isinstance(error, UnreachableError):
+            return EndpointError(UNREACHABLE, error.message)
+        if error.code is grpc.StatusCode.DEADLINE_EXCEEDED and not error.reason:
+            return timed_out(self._asked.timeout_s)
+        return EndpointError(error.reason or error.code.name, error.message)
+
+    def read(self, kept: Kept) -> Reading:
+        """What the answer said; the tokens up to the first one out of order count."""
+        gathering = Gathering()
+        arrivals_s: list[float] = []
+        tokens = 0
+        try:
+            for at_s, part in zip(kept.at_s, kept.parts, strict=True):
+                delta = gathering.add(pb.StreamGenerateResponse.FromString(part))
+                if delta is not None and delta.token_ids:
+                    arrivals_s.append(at_s)
+                    tokens += len(delta.token_ids)
+            gathering.result()
+        except ProtocolError:
+            return Reading(arrivals_s, tokens, gathering.trace_id, whole=False)
+        return Reading(arrivals_s, tokens, gathering.trace_id)
+
+    async def close(self) -> None:
+        """Hangs up."""
+        await self._channel.close()

@@ -1,0 +1,222 @@
+"""One sender process: writes its requests, sends each when it is due, stamps what comes back.
+
+Life: idle -> (`Order`) every request is written, connections are made and warmed up, `Ready` ->
+(`Start`) all are sent, `Progress` four times a second, `SenderReport` -> idle again. An order that
+cannot be carried out is answered with `NotReady`; the process ends when the other side hangs up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import itertools
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from baton.bench.endpoints import Asked, Endpoint, EndpointError, Kept, Target, connect
+from baton.bench.outcome import OK, PROTOCOL, SHORT, Outcome, SenderReport
+from baton.bench.workload import WARM_UPS, Planned, prompt_ids
+from telemetry.loop_lag import EventLoopLag
+
+PROGRESS_INTERVAL_S: Final = 0.25
+LAG_INTERVAL_S: Final = 0.01
+
+
+class Order(NamedTuple):
+    """What a sender is to send."""
+
+    targets: tuple[Target, ...]
+    """In turn, by a request's number."""
+    asked: Asked
+    requests: tuple[Planned, ...]
+    seed: int
+    vocabulary: int
+    """Token ids are drawn below it."""
+    in_turn: bool
+    """As in `Plan`."""
+    warm_ups: int
+    """Requests to each target first, with the lengths of the first to come."""
+
+
+class Ready(NamedTuple):
+    """Everything is written and warm."""
+
+
+class NotReady(NamedTuple):
+    """A request of the warm-up failed."""
+
+    status: str
+    message: str
+
+
+class Start(NamedTuple):
+    """Begin."""
+
+    at_s: float
+    """Of `time.perf_counter`, the same for all processes of a machine."""
+
+
+class Progress(NamedTuple):
+    """Requests so far."""
+
+    sent: int
+    ended: int
+
+
+class _Sent(NamedTuple):
+    request: Planned
+    sent_s: float
+    """Of `time.perf_counter`."""
+    kept: Kept
+    status: str
+
+
+def main(connection: Connection) -> None:
+    """A sender process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The process that started it ends it.
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner, _hung_up():
+        while True:
+            runner.run(_obey(connection, connection.recv()))
+
+
+def _hung_up() -> contextlib.suppress:
+    """Ends the process's work when the one that started it is gone."""
+    return contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+        return factory
+    return None
+
+
+async def _obey(connection: Connection, order: Order) -> None:
+    endpoints = [connect(target, order.asked) for target in order.targets]
+    try:
+        load = _Load(order, endpoints)
+        try:
+            await load.warm_up()
+        except EndpointError as error:
+            connection.send(NotReady(error.status, error.message))
+            return
+        connection.send(Ready())
+        start: Start = await asyncio.to_thread(connection.recv)
+        with _no_garbage_collection():
+            connection.send(await load.run(start.at_s, connection))
+    finally:
+        await asyncio.gather(*(endpoint.close() for endpoint in endpoints))
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A collection among thousands of kept messages takes longer than a decode step."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+class _Load:
+    """One order, being carried out."""
+
+    def __init__(self, order: Order, endpoints: Sequence[Endpoint]) -> None:
+        self._order = order
+        self._endpoints = endpoints
+        self._written = [self._write(request) for request in order.requests]
+        self._sent: list[_Sent] = []
+        self._begun = 0
+
+    def _at(self, request: Planned) -> Endpoint:
+        return self._endpoints[request.number % len(self._endpoints)]
+
+    def _write(self, request: Planned) -> bytes:
+        ids = prompt_ids(request, self._order.seed, self._order.vocabulary)
+        return self._at(request).write(ids.tolist(), request.output_tokens)
+
+    async def warm_up(self) -> None:
+        """Sends requests like those to come, one after another, to every endpoint."""
+        own = self._order.requests[0].number if self._order.requests else 0
+        likes = itertools.cycle(self._order.requests)
+        for number, endpoint in itertools.product(range(self._order.warm_ups), self._endpoints):
+            like = next(likes, None)
+            if like is None:
+                return
+            new = like._replace(number=own * self._order.warm_ups + number, blocks=())
+            ids = prompt_ids(new, self._order.seed, self._order.vocabulary, WARM_UPS)
+            kept = Kept()
+            await endpoint.send(endpoint.write(ids.tolist(), like.output_tokens), kept)
+            if not endpoint.read(kept).whole:
+                raise EndpointError(PROTOCOL, "the answer to a warm-up request was not whole")
+
+    async def run(self, start_s: float, connection: Connection) -> SenderReport:
+        """Sends everything, and returns when the last answer has ended."""
+        report = SenderReport()
+        await asyncio.sleep(max(0.0, start_s - time.perf_counter()))
+        begun_s, cpu_s = time.perf_counter(), time.process_time()
+        telling = asyncio.create_task(self._tell(connection))
+        async with EventLoopLag(report.loop_lags_s.append, LAG_INTERVAL_S):
+            await (self._in_turn() if self._order.in_turn else self._open_loop(start_s))
+        report.cpu_s = time.process_time() - cpu_s
+        report.wall_s = time.perf_counter() - begun_s
+        telling.cancel()
+        report.outcomes = [self._outcome(sent, start_s) for sent in self._sent]
+        return report
+
+    async def _open_loop(self, start_s: float) -> None:
+        tasks = []
+        for request, written in zip(self._order.requests, self._written, strict=True):
+            due_s = start_s + request.due_s
+            await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+            tasks.append(asyncio.create_task(self._send(request, written)))
+        await asyncio.gather(*tasks)
+
+    async def _in_turn(self) -> None:
+        for request, written in zip(self._order.requests, self._written, strict=True):
+            await self._send(request, written)
+
+    async def _send(self, request: Planned, written: bytes) -> None:
+        kept, status = Kept(), OK
+        self._begun += 1
+        sent_s = time.perf_counter()
+        try:
+            await self._at(request).send(written, kept)
+        except EndpointError as error:
+            status = error.status
+        self._sent.append(_Sent(request, sent_s, kept, status))
+
+    async def _tell(self, connection: Connection) -> None:
+        while True:
+            await asyncio.sleep(PROGRESS_INTERVAL_S)
+            connection.send(Progress(self._begun, len(self._sent)))
+
+    def _outcome(self, sent: _Sent, start_s: float) -> Outcome:
+        request, kept = sent.request, sent.kept
+        reading = self._at(request).read(kept)
+        status = sent.status
+        if status == OK and not reading.whole:
+            status = PROTOCOL
+        forced = self._order.asked.force_length
+        if status == OK and forced and reading.tokens < request.output_tokens:
+            status = SHORT
+        sent_s = sent.sent_s - start_s
+        return Outcome(
+            number=request.number,
+            due_s=sent_s if self._order.in_turn else request.due_s,
+            sent_s=sent_s,
+            prompt_tokens=request.prompt_tokens,
+            arrivals_s=np.array(reading.arrivals_s) - start_s,
+            tokens=reading.tokens,
+            status=status,
+            trace_id=reading.trace_id,
+        )

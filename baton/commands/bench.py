@@ -1,0 +1,305 @@
+"""`baton bench`: load on a server, and what its clients saw."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from baton.bench.errors import BenchError
+from baton.commands.output import print_json, stderr, stdout
+from baton.settings import ROUTER_ADDRESS
+
+if TYPE_CHECKING:
+    from baton.bench.benchmark import Result
+    from baton.bench.workload import Workload
+
+NOT_VALID = 1
+"""Exit code where the client was the bottleneck."""
+PROBE_S = 60.0
+"""Requests of a run of a search are due within this time, unless told otherwise."""
+_LOAD, _SLO, _CLIENT = "Load", "Service levels", "Client"
+
+
+class Arrivals(StrEnum):
+    """How requests come."""
+
+    POISSON = "poisson"
+    TRACE = "trace"
+
+
+def bench(
+    url: Annotated[
+        list[str],
+        typer.Option(
+            "--url",
+            help="grpc://HOST:PORT, or http://HOST:PORT/v1 of any OpenAI-compatible server. "
+            "Several take requests in turn.",
+        ),
+    ] = [f"grpc://{ROUTER_ADDRESS}"],  # noqa: B006 - typer copies it
+    model: Annotated[str, typer.Option(help="Model name. Default: the only one served.")] = "",
+    rate: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="Requests a second. 0: at the trace's own times, else one after another.",
+            rich_help_panel=_LOAD,
+        ),
+    ] = 0.0,
+    num: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Requests of a run. Default: 100, or all of a trace at its own times.",
+            rich_help_panel=_LOAD,
+        ),
+    ] = None,
+    duration_s: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            help="Leave out what is due later. Default: nothing; of each run of a search, 60.",
+            rich_help_panel=_LOAD,
+        ),
+    ] = None,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=1, help="Length of every prompt.", rich_help_panel=_LOAD)
+    ] = 1024,
+    output_tokens: Annotated[
+        int, typer.Option(min=1, help="Length of every answer.", rich_help_panel=_LOAD)
+    ] = 128,
+    trace: Annotated[
+        str,
+        typer.Option(
+            help="Lengths from a trace: azure-conversation, mooncake-conversation, or a file in "
+            "the form of these (.csv, .jsonl, .gz). Shared prefixes are kept.",
+            rich_help_panel=_LOAD,
+        ),
+    ] = "",
+    arrivals: Annotated[
+        Arrivals | None,
+        typer.Option(
+            help="`trace`: its own times, stretched to --rate if that is set. Default: `trace` "
+            "where there is a trace and no rate.",
+            rich_help_panel=_LOAD,
+        ),
+    ] = None,
+    time_scale: Annotated[
+        float,
+        typer.Option(
+            min=1e-3,
+            help="Stretches a trace's own times: 0.5 is twice as fast.",
+            rich_help_panel=_LOAD,
+        ),
+    ] = 1.0,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Runs, each with a seed of its own.", rich_help_panel=_LOAD)
+    ] = 1,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Of arrivals and prompts. Default: a fresh one. The same again finds its "
+            "prompts in prefix caches.",
+            rich_help_panel=_LOAD,
+        ),
+    ] = None,
+    vocabulary: Annotated[
+        int, typer.Option(min=16, help="Token ids are drawn below it.", rich_help_panel=_LOAD)
+    ] = 32_000,
+    force_length: Annotated[
+        bool,
+        typer.Option(
+            "--force-length/--natural-length",
+            help="Go on past the end of sequence.",
+            rich_help_panel=_LOAD,
+        ),
+    ] = True,
+    slo_ttft_ms: Annotated[
+        float | None, typer.Option(help="Time to first token.", rich_help_panel=_SLO)
+    ] = None,
+    slo_itl_p99_ms: Annotated[
+        float | None, typer.Option(help="Of each request's own gaps.", rich_help_panel=_SLO)
+    ] = None,
+    slo_tpot_ms: Annotated[
+        float | None,
+        typer.Option(help="Mean time of a token after the first.", rich_help_panel=_SLO),
+    ] = None,
+    slo_e2e_ms: Annotated[
+        float | None, typer.Option(help="Time to the last token.", rich_help_panel=_SLO)
+    ] = None,
+    goodput: Annotated[
+        bool,
+        typer.Option(
+            "--goodput",
+            help="Search the highest rate that keeps the service levels, from --rate on.",
+            rich_help_panel=_SLO,
+        ),
+    ] = False,
+    attainment: Annotated[
+        float,
+        typer.Option(
+            min=0.01,
+            max=1,
+            help="Share of the requests that must keep them.",
+            rich_help_panel=_SLO,
+        ),
+    ] = 0.9,
+    tolerance: Annotated[
+        float, typer.Option(min=0.001, help="How exact goodput shall be.", rich_help_panel=_SLO)
+    ] = 0.05,
+    max_probes: Annotated[
+        int, typer.Option(min=1, help="Most runs of a search.", rich_help_panel=_SLO)
+    ] = 16,
+    simulate_idle_ttft_ms: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            help="Add a row: TTFT of one server with one queue that takes this long, on the same "
+            "arrivals.",
+            rich_help_panel=_SLO,
+        ),
+    ] = None,
+    senders: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Sender processes. Default: a quarter of the cores, at most 8.",
+            rich_help_panel=_CLIENT,
+        ),
+    ] = None,
+    warm_ups: Annotated[
+        int,
+        typer.Option(min=0, help="Requests of each sender before a run.", rich_help_panel=_CLIENT),
+    ] = 4,
+    timeout_s: Annotated[
+        float, typer.Option(min=0.1, help="Of one request.", rich_help_panel=_CLIENT)
+    ] = 120.0,
+    max_lag_ms: Annotated[
+        float,
+        typer.Option(
+            help="A client later than this at p99 makes the result invalid.",
+            rich_help_panel=_CLIENT,
+        ),
+    ] = 5.0,
+    api_key: Annotated[
+        str, typer.Option(envvar="OPENAI_API_KEY", help="Bearer token of an HTTP endpoint.")
+    ] = "",
+    admin: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="A router's admin address: sum up the spans of the last requests, too.",
+        ),
+    ] = "",
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            file_okay=False, help="Folder for report.html, its plots as PNG, and result.json."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Put load on a server and measure it as its clients see it.
+
+    Requests are sent when they are due, whatever became of those before: a slow server is not
+    spared. Prompts are random token ids, new for every request.
+
+    Example: [cyan]baton bench --rate 4 --num 300 --prompt-tokens 1024 --output-tokens 256[/]
+
+    Example: [cyan]baton bench --trace mooncake-conversation --time-scale 2 --report out[/]
+
+    Example: [cyan]baton bench --url http://peer:8000/v1 --trace azure-conversation --rate 2
+    --goodput --slo-ttft-ms 400 --slo-itl-p99-ms 10[/]
+    """
+    _need("numpy")
+    from baton.bench.benchmark import Options, SearchOptions, measure
+    from baton.bench.endpoints import parse_url
+    from baton.bench.fleet import usual_senders
+    from baton.bench.show import progress_bar, render
+    from baton.bench.summary import Slo
+
+    targets = tuple(map(parse_url, url))
+    if any(target.protocol == "openai" for target in targets):
+        _need("aiohttp")
+    if report is not None:
+        _need("matplotlib")
+    seconds = duration_s if duration_s is not None else PROBE_S if goodput else 0.0
+    options = Options(
+        targets=targets,
+        workload=_workload(
+            num, prompt_tokens, output_tokens, trace, arrivals, time_scale, rate, seconds
+        ),
+        rate=rate,
+        repeats=repeats,
+        model=model,
+        api_key=api_key,
+        vocabulary=vocabulary,
+        force_length=force_length,
+        senders=senders or usual_senders(),
+        warm_ups=warm_ups,
+        timeout_s=timeout_s,
+        slo=Slo(slo_ttft_ms, slo_itl_p99_ms, slo_tpot_ms, slo_e2e_ms),
+        search=SearchOptions(attainment, tolerance, max_probes) if goodput else None,
+        idle_ttft_ms=simulate_idle_ttft_ms,
+        max_lag_ms=max_lag_ms,
+        admin=admin,
+        **({} if seed is None else {"seed": seed}),
+    )
+    with progress_bar() as watcher:
+        result = measure(options, watcher)
+    _hand_out(result, render(result), report, as_json)
+
+
+def _need(module: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise BenchError(f"this needs {module}: pip install 'baton-llm[bench]'")
+
+
+def _workload(
+    num: int | None,
+    prompt_tokens: int,
+    output_tokens: int,
+    trace: str,
+    arrivals: Arrivals | None,
+    time_scale: float,
+    rate: float,
+    duration_s: float,
+) -> Workload:
+    from baton.bench.trace_files import read_trace
+    from baton.bench.workload import DEFAULT_NUM, Workload, scaled
+
+    rows = scaled(read_trace(trace), time_scale) if trace else ()
+    own = arrivals is Arrivals.TRACE or (arrivals is None and bool(rows) and not rate)
+    return Workload(
+        num=num or (0 if own else DEFAULT_NUM),
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        trace=rows,
+        trace_arrivals=own,
+        duration_s=duration_s,
+    )
+
+
+def _hand_out(result: Result, table: object, report: Path | None, as_json: bool) -> None:
+    from baton.bench.benchmark import as_json as result_json
+
+    found = result_json(result)
+    if as_json:
+        print_json(found)
+    else:
+        stdout.print(table, soft_wrap=False)
+    if report is not None:
+        from baton.bench.report import write_report
+
+        page = write_report(result, report)
+        (report / "result.json").write_text(json.dumps(found, indent=2), encoding="utf-8")
+        stderr.print(f"report: {page}")
+    if result.complaints:
+        for complaint in result.complaints:
+            stderr.print(f"[bold red]not valid[/]: the client was the bottleneck: {complaint}")
+        raise typer.Exit(NOT_VALID)
