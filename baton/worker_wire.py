@@ -97,6 +97,7 @@ def request_of(submit: worker_pb2.Submit) -> Request:
         ),
         mode=mode,
         choices=submit.choices,
+        first_choice=submit.first_choice,
         generated=tuple(unpack_ids(tokens.token_ids) for tokens in submit.generated),
         priority=submit.priority,
         tenant=submit.tenant,

@@ -7,8 +7,9 @@ every promise made before:
 
 The largest single need is the most pages that one sequence in a slot may still ask for: whatever
 else runs is preempted in its favour, so one sequence always gets to its end. Preempted sequences
-come first, oldest first, and no new request is admitted while one waits. A request that does not
-fit may be passed by smaller ones a bounded number of times.
+come first, oldest first, and no new request is admitted while one waits; then requests that were
+begun on another worker, whose client has seen tokens already; then new ones as the policy says. A
+request that does not fit may be passed by smaller ones a bounded number of times.
 
 A prompt to be computed here is admitted when the next step may begin it, not before: pages that
 wait for their turn hold nothing, and a prompt that waits for its pages may yet find more of them
@@ -34,7 +35,8 @@ def admit(scheduler: Scheduler) -> None:
     if scheduler.preempted or not scheduler.waiting or scheduler.slots.num_free == 0:
         return
     active = [job for job in scheduler.jobs.values() if job.state is RequestState.ACTIVE]
-    for job in list(scheduler.policy.order(scheduler.waiting, active)):
+    ordered = scheduler.policy.order(scheduler.waiting, active)
+    for job in sorted(ordered, key=lambda job: not job.request.generated):
         if _try_admit(scheduler, job):
             scheduler.waiting.remove(job)
             for older in scheduler.waiting:

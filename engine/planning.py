@@ -204,7 +204,7 @@ def _samples(scheduler: Scheduler, rows: Slots, chunks: list[ChunkPlan]) -> _Sam
     decode = rows.astype(np.int32)
     tokens, where = [np.arange(rows.size, dtype=np.int32)], [decode]
     indices = [slots.kv_len[rows] + 1 - slots.prompt_len[rows]]
-    choices = [slots.choice[rows]]
+    choices = [slots.noise_choice[rows]]
     last_token = rows.size - 1
     for chunk in chunks:
         last_token += chunk.end - chunk.start
@@ -213,7 +213,7 @@ def _samples(scheduler: Scheduler, rows: Slots, chunks: list[ChunkPlan]) -> _Sam
             tokens.append(np.full(len(drawn), last_token, np.int32))
             where.append(np.array([sequence.slot for sequence in drawn], np.int32))
             indices.append(np.array([len(sequence.outputs) for sequence in drawn], np.int32))
-            choices.append(np.arange(len(drawn), dtype=np.int32) + drawn[0].choice)
+            choices.append(np.arange(len(drawn), dtype=np.int32) + drawn[0].noise_choice)
     return _Samples(
         *(np.concatenate(c).astype(np.int32) for c in (tokens, where, indices, choices))
     )

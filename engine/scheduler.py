@@ -201,7 +201,9 @@ class Scheduler:
         size, config = self.config.page_size, self.config
         longest = len(request.prompt_ids) + request.stop.max_tokens
         slots = 1 if request.mode is Mode.PREFILL else request.choices
-        grown = len(request.prompt_ids) if request.mode is Mode.PREFILL else longest
+        resumed = len(request.generated[0]) if request.generated else 0
+        computed = len(request.prompt_ids) + resumed
+        grown = computed if request.mode is Mode.PREFILL else longest
         return (
             len(request.prompt_ids) > 0
             and longest <= config.max_context_tokens
@@ -221,6 +223,7 @@ class Scheduler:
             state, len(request.prompt_ids), sequence.outputs, request.stop, job.seniority
         )
         self.slots.choice[slot] = sequence.choice
+        self.slots.noise_choice[slot] = sequence.noise_choice
         self.slots.request_id[slot], self.slots.sink[slot] = request.id, job.sink
         self.slots.set_stop_ids(slot, sorted(end_ids(request.stop, self.config.eos_token_ids)))
         sequence.slot = slot
@@ -233,7 +236,7 @@ class Scheduler:
             slot,
             request.sampling,
             request.stop,
-            sequence.choice,
+            sequence.noise_choice,
             request.prompt_ids,
             self.slots.output_ids(slot),
         )

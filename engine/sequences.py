@@ -64,6 +64,11 @@ class Sequence:
     """-1 while preempted."""
     preemptions: int = 0
 
+    @property
+    def noise_choice(self) -> int:
+        """Which choice the noise is keyed by."""
+        return self.job.request.first_choice + self.choice
+
     def tokens(self) -> TokenIds:
         """Prompt and output: what a prefill of this sequence computes."""
         return np.concatenate([self.job.request.prompt_ids, self.outputs])

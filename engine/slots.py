@@ -41,6 +41,9 @@ class SlotTable:
         self.state = np.zeros(max_slots, np.int8)
         self.generation = np.zeros(max_slots, np.int32)
         self.choice = np.zeros(max_slots, np.int32)
+        """As the request counts them."""
+        self.noise_choice = np.zeros(max_slots, np.int32)
+        """As the noise does."""
         self.request_id = np.empty(max_slots, np.object_)
         self.sink = np.empty(max_slots, np.object_)
         """Who is told of the sequence; set by the scheduler, as the request's id and choice."""

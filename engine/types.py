@@ -86,6 +86,8 @@ class Request:
     stop: StopRules
     mode: Mode = Mode.WHOLE
     choices: int = 1
+    first_choice: int = 0
+    """Added to a choice's index where that keys the noise: a resumed choice comes by itself."""
     generated: tuple[TokenIds, ...] = ()
     """Tokens already sent, one array per choice: forced, never sampled again. Empty: none."""
     priority: int = 0

@@ -10,7 +10,11 @@ Life of an attempt that is handed off:
 When the prefill leg fails before delivery, the attempt is ABORTING: only the decode worker knows
 whether the KV made it, so it is asked to abort. It answers that it did, and the attempt is over; or
 that the KV is there, and the attempt is DELIVERED. No other attempt starts before the answer or the
-decode worker's death: else two could run at once.
+decode worker's death: else two could run at once. Where the prompt's log probabilities are wanted
+and have not come, nobody else can tell them, nothing was sent yet, and the attempt is over at once.
+
+An attempt at a share that was begun before is a *resume*: what was generated goes along, is
+computed behind the prompt and never sampled again. Nothing else about it differs.
 
 Invariant: a leg is open from its Submit until its worker said that it holds nothing of the attempt
 any more, or was sent a Cancel, or was lost.
@@ -22,6 +26,7 @@ import enum
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from baton.worker.v1 import worker_pb2
@@ -33,11 +38,11 @@ from telemetry.names import Attr, SpanName
 from telemetry.tracing import SpanKind, end_span, start_span, traceparent_of
 
 if TYPE_CHECKING:
-    from router.job_run import JobRun
-    from router.jobs import Job, JobTokens
+    from router.jobs import JobTokens
     from router.ledger import Charge
     from router.link import WorkerLink
     from router.routing import Route
+    from router.share import Share
 
 ATTEMPT_ID_BYTES: Final = 16
 
@@ -58,7 +63,7 @@ class Leg:
         self,
         worker: WorkerLink,
         mode: worker_pb2.WorkMode.ValueType,
-        job: Job,
+        share: Share,
         attempt_id: bytes,
         peer: WorkerLink | None,
     ) -> None:
@@ -66,14 +71,14 @@ class Leg:
         self.mode = mode
         self.open = False
         self.finished: set[int] = set()
-        """Choices that ended here."""
-        self._job = job
+        """Choices of the attempt that ended here."""
+        self._share = share
         self._attempt_id = attempt_id
         self._peer = peer
         prefills = mode == worker_pb2.WORK_MODE_PREFILL
         self._span = start_span(
             SpanName.PREFILL if prefills else SpanName.DECODE,
-            job.context,
+            share.run.job.context,
             {
                 Attr.WORKER_ID: worker.worker_id,
                 Attr.ATTEMPT_ID: attempt_id.hex(),
@@ -82,11 +87,11 @@ class Leg:
             kind=SpanKind.CLIENT,
         )
 
-    def submit(self, generated: list[worker_pb2.GeneratedTokens], now_s: float) -> None:
+    def submit(self, now_s: float) -> None:
         """Hands the worker its part, and charges it."""
         self.open = True
         self.worker.ledger.charge(self._attempt_id, self._charge(), now_s)
-        self.worker.send(worker_pb2.WorkRequest(submit=self._message(generated)))
+        self.worker.send(worker_pb2.WorkRequest(submit=self._message()))
 
     def cancel(self, fault: str = "") -> None:
         """Ends the part at the worker, if it is still open there; a fault says why."""
@@ -104,48 +109,60 @@ class Leg:
         end_span(self._span, error=fault)
 
     def _charge(self) -> Charge:
+        demand = self._share.demand
         match self.mode:
             case worker_pb2.WORK_MODE_PREFILL:
-                return prefill_charge(self._job)
+                return prefill_charge(demand)
             case worker_pb2.WORK_MODE_DECODE:
-                return decode_charge(self._job)
+                return decode_charge(demand)
             case _:
-                prompt = prefill_charge(self._job).prefill_tokens
-                return decode_charge(self._job)._replace(prefill_tokens=prompt)
+                prompt = prefill_charge(demand).prefill_tokens
+                return decode_charge(demand)._replace(prefill_tokens=prompt)
 
-    def _message(self, generated: list[worker_pb2.GeneratedTokens]) -> worker_pb2.Submit:
-        job = self._job
+    def _message(self) -> worker_pb2.Submit:
+        share, job = self._share, self._share.run.job
+        scores_wanted = job.prompt_logprobs and not share.run.started
         return worker_pb2.Submit(
             attempt_id=self._attempt_id,
             mode=self.mode,
             prompt_ids=job.prompt_ids.astype("<u4").tobytes(),
-            generated=generated,
+            generated=[
+                worker_pb2.GeneratedTokens(token_ids=merge.pack_ids(token_ids))
+                for token_ids in share.generated
+            ],
             sampling=job.sampling,
             stopping=job.stopping,
-            choices=job.choices,
+            choices=len(share.choices),
+            first_choice=share.choices[0],
             priority=job.priority,
             cache_salt=job.cache_salt,
             traceparent=traceparent_of(self._span),
             deadline_unix_ns=job.deadline_ns,
             peer_agent_name=self._peer.agent_name if self._peer else "",
-            prompt_logprobs=job.prompt_logprobs and self.mode != worker_pb2.WORK_MODE_DECODE,
+            prompt_logprobs=scores_wanted and self.mode != worker_pb2.WORK_MODE_DECODE,
             tenant=job.tenant,
         )
 
 
 class Attempt:
-    """Runs a job on a route. `on_over` is called once, where it failed."""
+    """Runs a share on a route. `on_over` is called once, where it failed."""
 
     def __init__(
-        self, run: JobRun, route: Route, on_over: Callable[[Attempt, Fault], None]
+        self, share: Share, route: Route, on_over: Callable[[Attempt, Fault], None]
     ) -> None:
         self.id = secrets.token_bytes(ATTEMPT_ID_BYTES)
-        self.run = run
+        self.share = share
+        self.run = share.run
         self.phase = Phase.PREFILLING
-        self.prefill, self.decode = self._legs(run.job, route)
+        self.prefill, self.decode = self._legs(route)
+        self._first_indexes = [len(tokens) for tokens in share.generated] or [0] * len(
+            share.choices
+        )
+        """Index of each choice's first new token."""
+        self._is_computed = False
         self._on_over = on_over
         self._fault: Fault | None = None
-        self._clocks = _Clocks(run.job.arrived_ns)
+        self._clocks = _Clocks(share.waits_since_ns)
 
     @property
     def legs(self) -> list[Leg]:
@@ -161,7 +178,7 @@ class Attempt:
         """Submits to the decode worker and the prefill worker together."""
         self._clocks.dispatched_ns = time.time_ns()
         for leg in reversed(self.legs):
-            leg.submit(self._generated(), now_s)
+            leg.submit(now_s)
 
     def receive(self, worker: WorkerLink, message: worker_pb2.WorkResponse) -> None:
         """Takes a message of one of its workers that is about it alone."""
@@ -188,13 +205,21 @@ class Attempt:
                 self._aborted(leg, already_ready=message.aborted.already_ready)
 
     def tokens(self, worker: WorkerLink, tokens: JobTokens) -> None:
-        """Takes tokens of one choice from one of its workers."""
-        if self.phase is not Phase.ENDED and self._leg_of(worker) is not None:
-            self.run.add([tokens])
+        """Takes tokens of one choice, counted as in the attempt, from one of its workers."""
+        leg, choices = self._leg_of(worker), self.share.choices
+        if self.phase is Phase.ENDED or leg is None or tokens.choice >= len(choices):
+            return
+        if leg.mode == worker_pb2.WORK_MODE_WHOLE:
+            self._prompt_computed(leg)
+        if (choice := choices[tokens.choice]) != tokens.choice:
+            tokens = replace(tokens, choice=choice)
+        self.run.add([tokens])
 
     def worker_lost(self, worker: WorkerLink) -> None:
         """A worker is gone, and its part with it."""
         if (leg := self._leg_of(worker)) is not None and leg.open:
+            if self._had_in_hand(leg):
+                self.run.lost.add(worker)
             self._leg_failed(leg, Fault(worker, None))
 
     def decode_enough(self) -> None:
@@ -212,22 +237,21 @@ class Attempt:
         """Where the time went, as far as the workers said."""
         return self._clocks.timings()
 
-    def _legs(self, job: Job, route: Route) -> tuple[Leg | None, Leg | None]:
+    def _legs(self, route: Route) -> tuple[Leg | None, Leg | None]:
+        share = self.share
         if route.whole:
-            return None, Leg(route.prefill, worker_pb2.WORK_MODE_WHOLE, job, self.id, None)
-        prefill = Leg(route.prefill, worker_pb2.WORK_MODE_PREFILL, job, self.id, route.decode)
+            return None, Leg(route.prefill, worker_pb2.WORK_MODE_WHOLE, share, self.id, None)
+        prefill = Leg(route.prefill, worker_pb2.WORK_MODE_PREFILL, share, self.id, route.decode)
         if route.decode is None:
             return prefill, None
-        return prefill, Leg(route.decode, worker_pb2.WORK_MODE_DECODE, job, self.id, route.prefill)
+        decode = Leg(route.decode, worker_pb2.WORK_MODE_DECODE, share, self.id, route.prefill)
+        return prefill, decode
 
-    def _generated(self) -> list[worker_pb2.GeneratedTokens]:
-        """What the client has already: to be repeated, never sampled again."""
-        if not self.run.started:
-            return []
-        return [
-            worker_pb2.GeneratedTokens(token_ids=merge.pack_ids(choice.token_ids))
-            for choice in self.run.choices
-        ]
+    def _had_in_hand(self, leg: Leg) -> bool:
+        """Whether the worker may have run any of it: one that only kept room for it did not."""
+        if leg.mode == worker_pb2.WORK_MODE_DECODE:
+            return self.phase is Phase.DELIVERED
+        return leg.mode == worker_pb2.WORK_MODE_WHOLE or self.phase is Phase.PREFILLING
 
     def _leg_of(self, worker: WorkerLink) -> Leg | None:
         return next((leg for leg in self.legs if leg.worker is worker), None)
@@ -237,9 +261,15 @@ class Attempt:
             self.prefill.worker.send(worker_pb2.WorkRequest(grant=grant))
 
     def _first_token(self, leg: Leg, first: worker_pb2.FirstToken) -> None:
-        leg.worker.ledger.prefilled(self.id)
+        self._prompt_computed(leg)
         self.run.first_known(first.cached_prompt_tokens)
-        self.run.add(merge.first_tokens(first))
+        self.run.add(merge.first_tokens(first, self.share.choices, self._first_indexes))
+
+    def _prompt_computed(self, leg: Leg) -> None:
+        """Told by the first token that comes of it; a resume that runs whole has no other sign."""
+        if not self._is_computed:
+            self._is_computed = True
+            leg.worker.ledger.prefilled(self.id)
 
     def _prefill_done(self, leg: Leg, done: worker_pb2.PrefillDone) -> None:
         self._clocks.prefill = done
@@ -249,21 +279,21 @@ class Attempt:
     def _finished(self, leg: Leg, finished: worker_pb2.Finished) -> None:
         if finished.HasField("timings"):
             self._clocks.work = finished.timings
-        self.run.end_choice(
-            ChoiceEnded(finished.choice_index, finished.reason, finished.output_tokens)
-        )
-        leg.finished.add(finished.choice_index)
-        if leg is self.decode and len(leg.finished) == self.run.job.choices:
+        if finished.choice_index < len(self.share.choices):
+            choice = self.share.choices[finished.choice_index]
+            self.run.end_choice(ChoiceEnded(choice, finished.reason, finished.output_tokens))
+            leg.finished.add(finished.choice_index)
+        if leg is self.decode and len(leg.finished) == len(self.share.choices):
             leg.close()
 
     def _leg_failed(self, leg: Leg, fault: Fault) -> None:
         leg.close(fault.name)
-        if leg is self.prefill and self.decode is not None and self.decode.open:
-            self.run.prefill_over()
+        decode = self.decode
+        if leg is self.prefill and decode is not None and decode.open and not self.run.owes_scores:
             if self.phase is Phase.PREFILLING:
                 self.phase, self._fault = Phase.ABORTING, fault
                 abort = worker_pb2.Abort(attempt_id=self.id)
-                self.decode.worker.send(worker_pb2.WorkRequest(abort=abort))
+                decode.worker.send(worker_pb2.WorkRequest(abort=abort))
             return
         self._over(self._fault if self._fault and self.phase is Phase.ABORTING else fault)
 

@@ -5,9 +5,15 @@ Life of a job:
 1. Admitted: refused at once where no worker could run it, or the queue is full.
 2. Waiting, in the router's own queue, until a route has room: credit at a prefill worker, slots and
    pages at a decode worker. Whatever may make room (a load report, a worker, an end) pumps.
-3. Running: one attempt at a time. An attempt that fails before the first token was sent is followed
-   by another, `max_retries` times.
-4. Over: finished, failed, or left by its reader; its attempt is ended at every worker involved.
+3. Running: its shares (`router.share`), one attempt at a time each. An attempt that failed is
+   followed by another, before the first token was sent and after it: what was sent goes along, and
+   the stream goes on behind it.
+4. Over: finished, failed, or left by its reader; its attempts are ended at every worker involved.
+
+How often an attempt is followed by another: `max_retries` times after a refusal or an error, and
+until `max_workers_lost` workers were lost that had the job in hand. It may be what kills them, so
+it is not passed on any further. Where nobody is left who could run it, a job that was not begun
+fails at once; the reader of one that was is worth a wait of `resume_grace_s` for a worker.
 
 Everything runs on the event loop, and every handler is synchronous: no state changes between two of
 its lines.
@@ -17,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from baton.worker.v1 import worker_pb2
@@ -37,6 +43,7 @@ if TYPE_CHECKING:
     from router.link import LinkState, Loss, WorkerLink
     from router.routing import Route
     from router.settings import RouterSettings
+    from router.share import Share
 
 CLOSING_GRACE_S: Final = 0.05
 """A prefill worker's last word, with its timings, is waited for this long after the last token."""
@@ -51,7 +58,7 @@ class JobDispatcher:
         self._policy = POLICIES[settings.policy]()
         self._workers: list[WorkerLink] = []
         self._models = Models(self._workers)
-        self._queue: AdmissionQueue[JobRun] = AdmissionQueue(
+        self._queue: AdmissionQueue[Share] = AdmissionQueue(
             settings.max_queued_requests, settings.max_queued_tokens
         )
         self._runs: dict[Job, JobRun] = {}
@@ -110,7 +117,7 @@ class JobDispatcher:
         run = self._runs[job] = JobRun(job)
         self._idle.clear()
         try:
-            self._admit_or_reject(run)
+            self._admit_or_reject(run.shares[0])
             while not isinstance(event := await run.next_event(), JobFinished):
                 yield event
             yield event
@@ -123,8 +130,9 @@ class JobDispatcher:
         if run is None or run.over or choice >= len(run.choices):
             return
         run.choices[choice].close()
-        if run.complete:
-            self._finish(run)
+        share = run.share_of(choice)
+        if share is not None and share.complete:
+            self._finish(share)
 
     # What the server calls when it ends.
 
@@ -181,46 +189,73 @@ class JobDispatcher:
         self.membership_changed.set()
         for attempt in list(self._attempts.values()):
             attempt.worker_lost(link)
-        for run in list(self._queue):
-            if (error := self._refusal(run)) is not None:
-                self._fail(run, error)
+        for share in list(self._queue):
+            self._wait_or_fail(share)
         self._pump_soon()
 
     # Waiting.
 
-    def _admit_or_reject(self, run: JobRun) -> None:
+    def _admit_or_reject(self, share: Share) -> None:
         try:
-            self._admit(run)
+            self._admit(share)
         except errors.RouterError as error:
             self._events.rejected(error.reason)
             raise
 
-    def _admit(self, run: JobRun) -> None:
+    def _admit(self, share: Share) -> None:
         now_s = self._now_s()
         if self._draining:
             raise errors.draining()
-        if (error := self._refusal(run)) is not None:
+        if (error := self._refusal(share)) is not None:
             raise error
-        left_s = (run.job.deadline_ns - time.time_ns()) / 1e9
-        wait_s = self._queue.wait_s(run.lane, now_s)
+        left_s = (share.run.job.deadline_ns - time.time_ns()) / 1e9
+        wait_s = self._queue.wait_s(share.lane, now_s)
         if wait_s is not None and wait_s > left_s:
-            retry_after_s = self._queue.retry_after_s(run.lane, now_s)
+            retry_after_s = self._queue.retry_after_s(share.lane, now_s)
             raise errors.deadline_unreachable(wait_s, left_s, retry_after_s)
-        self._enqueue(run, bounded=True)
+        self._enqueue(share, bounded=True)
 
-    def _enqueue(self, run: JobRun, *, bounded: bool) -> None:
-        depth, tokens = self._queue.ahead(run.lane)
+    def _enqueue(self, share: Share, *, bounded: bool) -> None:
+        depth, tokens = self._queue.ahead(share.lane)
         ahead = {Attr.QUEUE_DEPTH: depth, Attr.QUEUE_TOKENS: tokens}
-        self._queue.push(run, self._now_s(), bounded=bounded)
-        run.queue_span = start_span(SpanName.QUEUE, run.job.context, ahead)
-        run.timer = asyncio.get_running_loop().call_later(
-            self._settings.queue_timeout_s, self._wait_over, run
-        )
+        self._queue.push(share, self._now_s(), bounded=bounded)
+        share.queue_span = start_span(SpanName.QUEUE, share.run.job.context, ahead)
+        self._set_timer(share, self._settings.queue_timeout_s, self._wait_over)
+        self._wait_or_fail(share)
         self._pump()
 
-    def _wait_over(self, run: JobRun) -> None:
-        retry_after_s = self._queue.retry_after_s(run.lane, self._now_s())
+    def _wait_or_fail(self, share: Share) -> None:
+        """Bounds the wait of a share that nobody can run now."""
+        error = self._refusal(share)
+        if error is None:
+            return
+        if not share.run.started:
+            self._fail(share.run, error)
+        elif not share.in_grace:
+            share.in_grace = True
+            self._set_timer(share, self._settings.resume_grace_s, self._grace_over)
+
+    def _grace_over(self, share: Share) -> None:
+        """Where a worker came back meanwhile, it gets an ordinary wait to find room."""
+        share.in_grace = False
+        if self._refusal(share) is None:
+            self._set_timer(share, self._settings.queue_timeout_s, self._wait_over)
+        else:
+            self._fail(share.run, errors.worker_lost_mid_stream(share.run.tokens_sent))
+
+    def _wait_over(self, share: Share) -> None:
+        run = share.run
+        if run.started:
+            self._fail(run, errors.worker_lost_mid_stream(run.tokens_sent))
+            return
+        retry_after_s = self._queue.retry_after_s(share.lane, self._now_s())
         self._fail(run, errors.queue_timeout(self._settings.queue_timeout_s, retry_after_s))
+
+    @staticmethod
+    def _set_timer(share: Share, after_s: float, then: Callable[[Share], None]) -> None:
+        if share.timer is not None:
+            share.timer.cancel()
+        share.timer = asyncio.get_running_loop().call_later(after_s, then, share)
 
     def _pump_soon(self) -> None:
         """Pumps once after all that is being handled now."""
@@ -233,119 +268,123 @@ class JobDispatcher:
         self._pump_due = False
         heads = self._queue.heads()
         while heads:
-            heads = [run for run in heads if self._try_dispatch(run)]
+            heads = [share for share in heads if self._try_dispatch(share)]
             if heads:
                 heads = self._queue.heads()
 
-    def _try_dispatch(self, run: JobRun) -> bool:
-        route = routing.choose(run.job, self._workers, self._policy, run.avoid)
+    def _try_dispatch(self, share: Share) -> bool:
+        route = routing.choose(share.demand, self._workers, self._policy, share.avoid)
         if route is None:
             return False
-        self._events.waited(self._queue.take(run, self._now_s()))
-        self._stop_waiting(run)
-        self._dispatch(run, route)
+        self._events.waited(self._queue.take(share, self._now_s()))
+        self._stop_waiting(share)
+        self._dispatch(share, route)
         return True
 
-    def _stop_waiting(self, run: JobRun, fault: str = "") -> None:
-        self._queue.remove(run, self._now_s())
-        if run.timer is not None:
-            run.timer.cancel()
-            run.timer = None
-        if run.queue_span is not None:
-            end_span(run.queue_span, error=fault)
-            run.queue_span = None
+    def _stop_waiting(self, share: Share, fault: str = "") -> None:
+        self._queue.remove(share, self._now_s())
+        share.in_grace = False
+        if share.timer is not None:
+            share.timer.cancel()
+            share.timer = None
+        if share.queue_span is not None:
+            end_span(share.queue_span, error=fault)
+            share.queue_span = None
 
     # Running.
 
-    def _dispatch(self, run: JobRun, route: Route) -> None:
+    def _dispatch(self, share: Share, route: Route) -> None:
         chosen: dict[str, str | int] = {
             Attr.ROUTE_POLICY: self._policy.name,
             Attr.ROUTE_PREFILL: route.prefill.worker_id,
             Attr.ROUTE_DECODE: route.decode.worker_id if route.decode else "",
-            Attr.ROUTE_ATTEMPT: run.attempts + 1,
+            Attr.ROUTE_ATTEMPT: share.attempts + 1,
         }
         now_ns = time.time_ns()
-        write_span(SpanName.ROUTE, run.job.context, now_ns, now_ns, chosen)
-        attempt = Attempt(run, route, self._attempt_failed)
-        run.job.workers.extend(leg.worker.worker_id for leg in attempt.legs)
-        self._attempts[attempt.id] = attempt
-        run.begin_attempt(attempt)
+        write_span(SpanName.ROUTE, share.run.job.context, now_ns, now_ns, chosen)
+        attempt = Attempt(share, route, self._attempt_failed)
+        share.run.job.workers.extend(leg.worker.worker_id for leg in attempt.legs)
+        self._attempts[attempt.id] = share.attempt = attempt
+        share.run.begin_attempt(share)
         attempt.start(self._now_s())
 
     def _attempt_failed(self, attempt: Attempt, fault: Fault) -> None:
-        run = attempt.run
+        share, run = attempt.share, attempt.run
         del self._attempts[attempt.id]
-        run.attempt = None
-        run.avoid.add(fault.worker)
+        share.end_attempt(fault)
         if run.over:
             return
-        if run.complete:  # only its prefill worker's last word was still awaited
-            run.finish(attempt.timings())
-            self._release(run)
-        elif self._may_retry(run, fault):
-            self._events.retried(fault.name)
-            self._enqueue(run, bounded=False)
+        run.end_by_tokens(share)
+        if share.complete:  # at most its prefill worker's last word was still awaited
+            self._finish(share)
+        elif not self._may_go_on(share, fault):
+            self._fail(run, error_of(share, fault, self._settings.max_workers_lost))
         else:
-            self._fail(run, error_of(run, fault))
+            (self._events.failed_over if run.started else self._events.retried)(fault.name)
+            for part in share.split():
+                self._enqueue(part, bounded=False)
 
-    def _may_retry(self, run: JobRun, fault: Fault) -> bool:
-        """Before the first token was sent, and where somebody is left to try."""
+    def _may_go_on(self, share: Share, fault: Fault) -> bool:
+        """Whether another attempt follows."""
         return (
-            not run.started
-            and not fault.final
-            and run.attempts <= self._settings.max_retries
-            and self._refusal(run) is None
+            not fault.final
+            and len(share.run.lost) < self._settings.max_workers_lost
+            and share.refusals <= self._settings.max_retries
+            and (share.run.started or self._refusal(share) is None)
         )
 
     def _settle(self, attempt: Attempt) -> None:
-        """Finishes the job once every choice has ended.
+        """Finishes the share once every choice of it has ended.
 
         The decode worker is let go at once (a first token may have ended them all). The prefill
         worker is about to say how long it took, if it has not yet; that is worth a short wait.
         """
-        run = attempt.run
-        if not run.complete or run.over or run.attempt is not attempt:
+        share = attempt.share
+        if not share.complete or share.run.over or share.attempt is not attempt:
             return
         attempt.decode_enough()
         if not attempt.prefill_open:
-            self._finish(run)
-        elif run.timer is None:
-            loop = asyncio.get_running_loop()
-            run.timer = loop.call_later(CLOSING_GRACE_S, self._finish, run)
+            self._finish(share)
+        elif share.timer is None:
+            self._set_timer(share, CLOSING_GRACE_S, self._finish)
 
     # Over.
 
-    def _finish(self, run: JobRun) -> None:
-        if run.attempt is not None:
-            run.finish(run.attempt.timings())
-        self._release(run)
+    def _finish(self, share: Share) -> None:
+        """Every choice of the share has ended, and with the last share the job."""
+        timings = share.timings()
+        self._release(share)
+        if share.run.complete:
+            share.run.finish(timings)
 
     def _fail(self, run: JobRun, error: errors.RouterError) -> None:
-        if not run.attempts:
+        if not any(share.attempts for share in run.shares):
             self._events.rejected(error.reason)
         run.fail(error)
-        self._release(run, error.reason)
+        for share in run.shares:
+            self._release(share, error.reason)
 
     def _leave(self, run: JobRun) -> None:
         """The reader is done, for whatever reason."""
         run.over = True
-        self._release(run, "cancelled")
+        for share in run.shares:
+            self._release(share, "cancelled")
         del self._runs[run.job]
         if not self._runs:
             self._idle.set()
 
-    def _release(self, run: JobRun, fault: str = "") -> None:
-        """Frees all that the job holds, wherever it is; what is free already stays so."""
-        self._stop_waiting(run, fault)
-        if run.attempt is not None:
-            run.attempt.end(fault)
-            del self._attempts[run.attempt.id]
-            run.attempt = None
+    def _release(self, share: Share, fault: str = "") -> None:
+        """Frees all that the share holds, wherever it is; what is free already stays so."""
+        self._stop_waiting(share, fault)
+        if share.attempt is not None:
+            share.attempt.end(fault)
+            del self._attempts[share.attempt.id]
+            share.attempt = None
             self._pump_soon()
 
-    def _refusal(self, run: JobRun) -> errors.RouterError | None:
-        is_loading = self._models.is_loading(run.job.model.name, self._now_s())
-        return refusal(run, self._workers, is_loading=is_loading)
+    def _refusal(self, share: Share) -> errors.RouterError | None:
+        is_loading = self._models.is_loading(share.run.job.model.name, self._now_s())
+        return refusal(share, self._workers, is_loading=is_loading)
 
     @staticmethod
     def _now_s() -> float:

@@ -207,6 +207,20 @@ def worker_lost_mid_stream(tokens_sent: int) -> RouterError:
     )
 
 
+def poison_request(workers_lost: int, tokens_sent: int, *, started: bool) -> RouterError:
+    """So many workers were lost with the request in hand that it may be what kills them.
+
+    ABORTED where tokens were sent, INTERNAL before: neither is retried by a client of its own
+    accord, as UNAVAILABLE would be.
+    """
+    return RouterError(
+        grpc.StatusCode.ABORTED if started else grpc.StatusCode.INTERNAL,
+        "POISON_REQUEST",
+        f"{workers_lost} workers were lost while they ran the request, after {tokens_sent} tokens",
+        {"workers_lost": str(workers_lost), "tokens_sent": str(tokens_sent)},
+    )
+
+
 def reader_too_slow(tokens_sent: int, tokens_waiting: int) -> RouterError:
     """The client left more tokens unread than the router keeps for one stream."""
     return RouterError(

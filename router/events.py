@@ -23,6 +23,10 @@ class RouterEvents(Protocol):
         """An attempt failed before the first token, and another begins."""
         ...
 
+    def failed_over(self, cause: str) -> None:
+        """An attempt failed after the first token, and the stream goes on with another."""
+        ...
+
     def first_token(
         self, model: str, seconds: float, prompt_tokens: int, trace_id: str = ""
     ) -> None:
@@ -64,6 +68,9 @@ class NoEvents:
         """Forgets it."""
 
     def retried(self, cause: str) -> None:
+        """Forgets it."""
+
+    def failed_over(self, cause: str) -> None:
         """Forgets it."""
 
     def first_token(

@@ -10,8 +10,8 @@ from baton.worker.v1 import worker_pb2
 from router import errors, routing
 
 if TYPE_CHECKING:
-    from router.job_run import JobRun
     from router.link import WorkerLink
+    from router.share import Share
 
 _FINAL: Final = frozenset(
     {worker_pb2.FAILURE_REASON_TOO_LARGE, worker_pb2.FAILURE_REASON_NUMERICAL}
@@ -40,8 +40,11 @@ class Fault:
         return self.reason in _FINAL
 
 
-def error_of(run: JobRun, fault: Fault) -> errors.RouterError:
+def error_of(share: Share, fault: Fault, max_workers_lost: int) -> errors.RouterError:
     """What the client is told when no attempt follows."""
+    run = share.run
+    if len(run.lost) >= max_workers_lost:
+        return errors.poison_request(len(run.lost), run.tokens_sent, started=run.started)
     match fault.reason:
         case worker_pb2.FAILURE_REASON_NUMERICAL:
             return errors.numerical_error()
@@ -57,33 +60,31 @@ def error_of(run: JobRun, fault: Fault) -> errors.RouterError:
         return errors.worker_lost_mid_stream(run.tokens_sent)
     match fault.reason:
         case None | worker_pb2.FAILURE_REASON_DRAINING:
-            return errors.worker_lost(run.attempts)
+            return errors.worker_lost(share.attempts)
         case worker_pb2.FAILURE_REASON_QUEUE_FULL:
             return errors.queue_full(0, retry_after_s=1.0)
         case _:
-            return errors.kv_transfer_failed(run.attempts)
+            return errors.kv_transfer_failed(share.attempts)
 
 
 def refusal(
-    run: JobRun, workers: Sequence[WorkerLink], *, is_loading: bool
+    share: Share, workers: Sequence[WorkerLink], *, is_loading: bool
 ) -> errors.RouterError | None:
-    """Why none of the workers could run the job even if it had room; None where one could."""
-    job = run.job
-    limit_tokens = routing.largest_pool_tokens(job, workers)
+    """Why none of the workers could run the share even if it had room; None where one could."""
+    job = share.run.job
+    limit_tokens = routing.largest_pool_tokens(share.demand, workers)
     if limit_tokens is None:
-        return _nobody(run, workers, is_loading=is_loading)
+        return _nobody(share, workers, is_loading=is_loading)
     max_tokens = job.stopping.max_tokens
     if job.prompt_tokens + max_tokens > limit_tokens:
         return errors.context_length_exceeded(job.prompt_tokens, max_tokens, limit_tokens)
     return None
 
 
-def _nobody(run: JobRun, workers: Sequence[WorkerLink], *, is_loading: bool) -> errors.RouterError:
-    model = run.job.model.name
-    if run.started:
-        return errors.worker_lost_mid_stream(run.tokens_sent)
-    if run.attempts:
-        return errors.worker_lost(run.attempts)
+def _nobody(share: Share, workers: Sequence[WorkerLink], *, is_loading: bool) -> errors.RouterError:
+    model = share.run.job.model.name
+    if share.attempts:
+        return errors.worker_lost(share.attempts)
     if is_loading:
         return errors.model_loading(model)
     if any(one.draining for one in workers if one.identity.model.name == model):

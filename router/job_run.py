@@ -1,6 +1,6 @@
 """A job between `Dispatcher.run` and its last event: what its reader has been told.
 
-Life: WAITING in the queue -> attempts, one at a time -> OVER: finished, failed, or left by its
+Life: its shares (`router.share`) wait, run and are done -> OVER: finished, failed, or left by its
 reader. What happens to the attempts stays hidden: the reader sees one start, tokens without gap or
 duplicate, and one end.
 
@@ -24,11 +24,10 @@ from router.jobs import (
     TokenLogprobs,
 )
 from router.merge import ChoiceMerger
+from router.share import Share
+from router.stopping import end_of
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Span
-
-    from router.attempt import Attempt
     from router.errors import RouterError
     from router.link import WorkerLink
 
@@ -39,36 +38,15 @@ class JobRun:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.choices = [ChoiceMerger(choice) for choice in range(job.choices)]
-        self.attempt: Attempt | None = None
-        """The attempt under way; set by the dispatcher, as all below."""
-        self.attempts = 0
-        """Attempts begun."""
-        self.avoid: set[WorkerLink] = set()
-        """Workers that failed it."""
-        self.timer: asyncio.TimerHandle | None = None
-        """What it waits for at the longest."""
-        self.queue_span: Span | None = None
         self.started = False
         self.over = False
+        self.shares = [Share(self, tuple(range(job.choices)))]
+        self.lost: set[WorkerLink] = set()
+        """Workers that were lost while they had it in hand."""
         self._events: asyncio.Queue[JobEvent | RouterError] = asyncio.Queue()
         self._held: list[JobEvent] = []
         self._cached_prompt_tokens = 0
         self._prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
-
-    @property
-    def lane(self) -> str:
-        """Where it queues: jobs of one model compete with each other only."""
-        return self.job.model.name
-
-    @property
-    def tokens(self) -> int:
-        """What it weighs in the queue."""
-        return self.job.prompt_tokens
-
-    @property
-    def order(self) -> tuple[bool, int]:
-        """Work that was begun before goes first, then the higher priority."""
-        return self.attempts == 0, -self.job.priority
 
     @property
     def tokens_sent(self) -> int:
@@ -80,21 +58,38 @@ class JobRun:
         """Every choice has ended."""
         return all(choice.ended for choice in self.choices)
 
-    def begin_attempt(self, attempt: Attempt) -> None:
+    def share_of(self, choice: int) -> Share | None:
+        """The share that an open choice belongs to."""
+        return next((share for share in self.shares if choice in share.choices), None)
+
+    def begin_attempt(self, share: Share) -> None:
         """An attempt begins: what an earlier one left out of order is void.
 
         Before the start the choices begin anew; after it what was sent stays, and the attempt goes
         on behind it.
         """
-        self.attempt = attempt
-        self.attempts += 1
+        share.attempts += 1
         self._held.clear()
         if self.started:
-            for choice in self.choices:
-                choice.forget_waiting()
+            for choice in share.choices:
+                self.choices[choice].forget_waiting()
         else:
             self.choices = [ChoiceMerger(choice.choice) for choice in self.choices]
             self._prompt_logprobs = None
+
+    def end_by_tokens(self, share: Share) -> None:
+        """Ends choices whose last token came and whose end was lost with a worker."""
+        for index in share.choices if self.started else ():
+            choice = self.choices[index]
+            reason = end_of(choice.token_ids, self.job.stopping, self.job.model.eos_token_ids)
+            if reason is not None:
+                choice.forget_waiting()
+                self.end_choice(ChoiceEnded(index, reason, len(choice.token_ids)))
+
+    @property
+    def owes_scores(self) -> bool:
+        """The prompt's log probabilities are wanted, and have not come."""
+        return self.job.prompt_logprobs and self._prompt_logprobs is None
 
     def first_known(self, cached_prompt_tokens: int) -> None:
         """The prefill side knows the first token."""
@@ -148,8 +143,7 @@ class JobRun:
     def _tell(self, events: Sequence[JobEvent]) -> None:
         """Passes events on; holds them while the prompt's log probabilities are owed first."""
         self._held += events
-        owed = self.job.prompt_logprobs and self._prompt_logprobs is None
-        if self._held and not self.over and not owed:
+        if self._held and not self.over and not self.owes_scores:
             self._start()
 
     def _start(self) -> None:

@@ -139,6 +139,16 @@ class JobTimings:
     decode_queue_ns: int = 0
     decode_ns: int = 0
 
+    def __add__(self, other: JobTimings) -> JobTimings:
+        """The phases of two attempts, one after the other."""
+        return JobTimings(
+            queue_ns=self.queue_ns + other.queue_ns,
+            prefill_ns=self.prefill_ns + other.prefill_ns,
+            kv_transfer_ns=self.kv_transfer_ns + other.kv_transfer_ns,
+            decode_queue_ns=self.decode_queue_ns + other.decode_queue_ns,
+            decode_ns=self.decode_ns + other.decode_ns,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class JobFinished:

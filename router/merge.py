@@ -72,11 +72,21 @@ class ChoiceMerger:
         return [end]
 
 
-def first_tokens(message: worker_pb2.FirstToken) -> list[JobTokens]:
-    """The first token of every choice."""
+def first_tokens(
+    message: worker_pb2.FirstToken, choices: Sequence[int], first_indexes: Sequence[int]
+) -> list[JobTokens]:
+    """The first new token of every choice of an attempt.
+
+    Args:
+        message: one record for each choice.
+        choices: which choice of the job each of them is.
+        first_indexes: of the new token in the choice's whole output.
+    """
     return [
-        JobTokens(choice, 0, (record.token_id,), _logprobs([record]))
-        for choice, record in enumerate(message.records)
+        JobTokens(choice, first_index, (record.token_id,), _logprobs([record]))
+        for choice, first_index, record in zip(
+            choices, first_indexes, message.records, strict=False
+        )
     ]
 
 

@@ -56,7 +56,11 @@ class RouterSettings(BaseSettings):
     queue_timeout_s: float = Field(default=60, gt=0)
     """Longest wait in the router's queue, seconds."""
     max_retries: int = Field(default=2, ge=0, le=10)
-    """Further attempts at a request that failed before its first token was sent."""
+    """Further attempts at a request after a refusal or an error that cost no worker."""
+    max_workers_lost: int = Field(default=2, ge=1, le=10)
+    """Workers that may be lost with a request in hand; then it ends: it may be what kills them."""
+    resume_grace_s: float = Field(default=10, ge=0)
+    """How long a stream whose tokens were sent waits, where no worker is left, for one to come."""
     stale_after_s: float = Field(default=3, ge=1)
     """A worker whose progress counter stands still this long is taken for frozen, seconds."""
     attach_timeout_s: float = Field(default=3, gt=0)

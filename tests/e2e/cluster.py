@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otlp_grpc
 from opentelemetry.proto.trace.v1 import trace_pb2
+from prometheus_client.parser import text_string_to_metric_families
 
 from baton import up
 from baton.client import Client
@@ -74,6 +76,26 @@ class Cluster:
     def admin_addresses(self) -> dict[str, str]:
         """Of every process, by name."""
         return {"router": self.plan.admin_address, **dict(self.plan.worker_admin_addresses)}
+
+    def metric(self, name: str, process: str = "router", **labels: str) -> float:
+        """A figure that a process exports, summed over the labels that are not given; 0 where it
+        exports none."""
+        text = urllib.request.urlopen(
+            f"http://{self.admin_addresses[process]}/metrics", timeout=10
+        ).read()
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(text.decode())
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+    def wait_attached(self, name: str) -> None:
+        """Until the router holds a stream to the worker."""
+        deadline = time.monotonic() + READY_S
+        while not self.metric("baton_worker_up", worker=name):
+            assert time.monotonic() < deadline, f"{name} did not attach:\n{self.tail()}"
+            time.sleep(0.05)
 
     def client(self, *, retries: bool = False) -> Client:
         """Without retries by itself, so that a test meets each status as it was sent."""

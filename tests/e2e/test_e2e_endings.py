@@ -22,7 +22,9 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture
 def cluster(tiny, tmp_path):
-    cluster = make_cluster(tiny, tmp_path / "logs", num_pages=1100, max_step_tokens=64)
+    cluster = make_cluster(
+        tiny, tmp_path / "logs", num_pages=1100, max_step_tokens=64, resume_grace_s=1
+    )
     cluster.start_all()
     yield cluster
     cluster.stop()

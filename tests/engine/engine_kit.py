@@ -88,6 +88,8 @@ def submit(
     choices: int = 1,
     sampling: SamplingParams = GREEDY,
     prompt_logprobs: bool = False,
+    generated: Sequence[Sequence[int]] = (),
+    first_choice: int = 0,
     **stop,
 ) -> Run:
     request = Request(
@@ -97,6 +99,8 @@ def submit(
         StopRules(max_tokens, **stop),
         mode,
         choices,
+        first_choice=first_choice,
+        generated=tuple(np.array(tokens, np.int32) for tokens in generated),
         prompt_logprobs=prompt_logprobs,
     )
     run = Run(request)

@@ -112,20 +112,6 @@ async def test_only_prefill_worker_dies(cluster: Cluster) -> None:
     assert error.retry_after_s
 
 
-async def test_prefill_dies_after_its_first_token(cluster: Cluster) -> None:
-    prefill, decode = await cluster.pair()
-    reader = cluster.read(job())
-    attempt = (await prefill.heard("submit")).attempt_id
-    prefill.first_token(attempt, 10)
-    await reader.until(2)
-    await prefill.stop()
-    await decode.heard("abort")
-    decode.aborted(attempt, already_ready=False)
-    error = await error_of(reader)
-    assert error.reason == "WORKER_LOST_MID_STREAM"
-    assert error.metadata["tokens_sent"] == "1"
-
-
 async def test_prefill_dies_when_its_first_token_was_the_last(cluster: Cluster) -> None:
     """All that was wanted has come: there is nothing left to lose."""
     prefill, decode = await cluster.pair()
@@ -160,23 +146,6 @@ async def test_decode_dies_before_the_first_token(cluster: Cluster) -> None:
     second = (await other.heard("submit")).attempt_id
     assert (await prefill.heard("submit")).attempt_id == second
     await finish(reader, prefill, other, second)
-
-
-async def test_decode_dies_mid_stream(cluster: Cluster) -> None:
-    prefill, decode = await cluster.pair()
-    await cluster.add("d1", DECODE)
-    reader = cluster.read(job())
-    attempt = (await prefill.heard("submit")).attempt_id
-    prefill.first_token(attempt, 10)
-    prefill.prefill_done(attempt)
-    decode.delivered(attempt)
-    decode.tokens(attempt, 1, 11, 12)
-    await reader.until(3)
-    await decode.stop()
-    error = await error_of(reader)
-    assert (error.reason, error.code.name) == ("WORKER_LOST_MID_STREAM", "ABORTED")
-    assert error.metadata["tokens_sent"] == "3"
-    assert tokens_of(reader.events) == [10, 11, 12]
 
 
 async def test_frozen_decode_worker(cluster: Cluster) -> None:

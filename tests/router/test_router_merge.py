@@ -95,7 +95,11 @@ def test_wire_forms() -> None:
     )
     scores = (TokenLogprobs(-0.5, (7, 8), (-1.0, -2.0)),)
     first = worker_pb2.FirstToken(records=[record, worker_pb2.TokenRecord(token_id=9)])
-    assert first_tokens(first) == [JobTokens(0, 0, (7,), scores), JobTokens(1, 0, (9,))]
+    assert first_tokens(first, (0, 1), (0, 0)) == [
+        JobTokens(0, 0, (7,), scores),
+        JobTokens(1, 0, (9,)),
+    ]
+    assert first_tokens(first, (3, 4), (5, 6))[1] == JobTokens(4, 6, (9,))
     step = worker_pb2.Tokens(
         attempt_ids=[b"a", b"b", b"b"],
         choice_indices=pack_ids([0, 1, 1]),

@@ -525,6 +525,7 @@ class Submit(_message.Message):
     PEER_AGENT_NAME_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    FIRST_CHOICE_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.bytes
     """Names the attempt everywhere; random, 16 bytes."""
     mode: Global___WorkMode.ValueType
@@ -549,6 +550,11 @@ class Submit(_message.Message):
     """Log probabilities of the prompt's tokens wanted."""
     tenant: _builtins.str
     """Name of the tenant for fair scheduling; may be empty."""
+    first_choice: _builtins.int
+    """Which choice of the request the attempt's first one is: with the seed and
+    the output index it keys the noise. Workers count choices from 0 all the
+    same, in every message.
+    """
     @_builtins.property
     def generated(self) -> _containers.RepeatedCompositeFieldContainer[Global___GeneratedTokens]:
         """Tokens already sent to the client, per choice: forced, never sampled again."""
@@ -578,10 +584,11 @@ class Submit(_message.Message):
         peer_agent_name: _builtins.str = ...,
         prompt_logprobs: _builtins.bool = ...,
         tenant: _builtins.str = ...,
+        first_choice: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "cache_salt", b"cache_salt", "choices", b"choices", "deadline_unix_ns", b"deadline_unix_ns", "generated", b"generated", "mode", b"mode", "peer_agent_name", b"peer_agent_name", "priority", b"priority", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stopping", b"stopping", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "cache_salt", b"cache_salt", "choices", b"choices", "deadline_unix_ns", b"deadline_unix_ns", "first_choice", b"first_choice", "generated", b"generated", "mode", b"mode", "peer_agent_name", b"peer_agent_name", "priority", b"priority", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stopping", b"stopping", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

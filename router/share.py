@@ -1,0 +1,126 @@
+"""A share of a job: the choices that one attempt at a time runs.
+
+Life: WAITING in the queue -> an attempt -> done, or, where the attempt failed, WAITING again.
+
+A job begins as one share of all its choices, since they have one prompt in common. Once tokens were
+sent they have that no more: after a failure each choice that goes on becomes a share of its own, a
+prompt with what was generated behind it. To a worker that is a request of one choice, and what the
+choices still have in common its prefix cache finds.
+
+Invariant: an open choice belongs to exactly one share.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from baton.worker.v1 import worker_pb2
+from router.jobs import JobTimings
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from opentelemetry.trace import Span
+
+    from router.attempt import Attempt
+    from router.faults import Fault
+    from router.job_run import JobRun
+    from router.jobs import Job
+    from router.link import WorkerLink
+
+
+class Share:
+    """Some choices of one job, and how their attempts went. The dispatcher sets the fields."""
+
+    def __init__(self, run: JobRun, choices: tuple[int, ...], former: Share | None = None) -> None:
+        """A share that waits.
+
+        Args:
+            run: the job.
+            choices: their indices in the job.
+            former: the share that these choices belonged to.
+        """
+        self.run = run
+        self.choices = choices
+        self.attempt: Attempt | None = None
+        """The attempt under way."""
+        self.attempts: int = former.attempts if former else 0
+        """Attempts begun."""
+        self.refusals: int = former.refusals if former else 0
+        """Attempts that failed though no worker was lost that had it in hand."""
+        self.avoid: set[WorkerLink] = set(former.avoid) if former else set()
+        """Workers that failed it."""
+        self.timer: asyncio.TimerHandle | None = None
+        """What it waits for at the longest."""
+        self.in_grace = False
+        """It waits though nobody could run it."""
+        self.queue_span: Span | None = None
+        self.waits_since_ns: int = former.waits_since_ns if former else run.job.arrived_ns
+        self.earlier: JobTimings = former.earlier if former else JobTimings()
+        """Where the time of earlier attempts went."""
+        self.demand = self._demand()
+        """The job as workers have to make room for it: what was generated counts as prompt, for
+        it is computed again behind that."""
+
+    @property
+    def lane(self) -> str:
+        """Where it queues: jobs of one model compete with each other only."""
+        return self.run.job.model.name
+
+    @property
+    def tokens(self) -> int:
+        """What it weighs in the queue."""
+        return self.demand.prompt_tokens
+
+    @property
+    def order(self) -> tuple[bool, int]:
+        """Work that was begun before goes first, then the higher priority."""
+        return self.attempts == 0, -self.run.job.priority
+
+    @property
+    def complete(self) -> bool:
+        """Every choice of it has ended."""
+        return all(self.run.choices[choice].ended for choice in self.choices)
+
+    @property
+    def generated(self) -> list[list[int]]:
+        """Tokens of each choice that the client has: to be repeated, never sampled again."""
+        if not self.run.started:
+            return []
+        return [list(self.run.choices[choice].token_ids) for choice in self.choices]
+
+    def end_attempt(self, fault: Fault) -> None:
+        """The attempt failed; what follows is another, or the end."""
+        self.earlier, self.attempt = self.timings(), None
+        self.refusals += fault.worker not in self.run.lost
+        self.avoid.add(fault.worker)
+        self.waits_since_ns = time.time_ns()
+        self.demand = self._demand()
+
+    def split(self) -> list[Share]:
+        """The shares that go on after a failed attempt."""
+        run = self.run
+        if not run.started or len(self.choices) == 1:
+            return [self]
+        open_choices = [choice for choice in self.choices if not run.choices[choice].ended]
+        shares = [Share(run, (choice,), self) for choice in open_choices]
+        run.shares = [share for share in run.shares if share is not self] + shares
+        return shares
+
+    def timings(self) -> JobTimings:
+        """Where the time went, over all attempts."""
+        if self.attempt is None:
+            return self.earlier
+        return self.earlier + self.attempt.timings()
+
+    def _demand(self) -> Job:
+        job, generated = self.run.job, self.generated
+        if not generated:
+            return job
+        prompt = np.concatenate([job.prompt_ids, np.asarray(generated[0], job.prompt_ids.dtype)])
+        rest = worker_pb2.Stopping(max_tokens=job.stopping.max_tokens - len(generated[0]))
+        return dataclasses.replace(job, prompt_ids=prompt, choices=len(self.choices), stopping=rest)

@@ -1,0 +1,27 @@
+"""When a choice has ended, told from its tokens alone.
+
+Workers judge ends, by the same rules (`engine.stopping`), and say so behind the last token. A
+worker that died between the two said the token only, and what follows it must not be generated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from baton.worker.v1 import worker_pb2
+
+
+def end_of(
+    token_ids: Sequence[int], stopping: worker_pb2.Stopping, eos_ids: Collection[int]
+) -> worker_pb2.EndReason.ValueType | None:
+    """Why a choice with this output has ended, or None if it goes on."""
+    if not token_ids:
+        return None
+    if len(token_ids) > stopping.min_tokens:
+        if not stopping.ignore_eos and token_ids[-1] in eos_ids:
+            return worker_pb2.END_REASON_END_OF_SEQUENCE
+        if token_ids[-1] in stopping.token_ids:
+            return worker_pb2.END_REASON_STOP_TOKEN
+    if len(token_ids) >= stopping.max_tokens:
+        return worker_pb2.END_REASON_LENGTH
+    return None

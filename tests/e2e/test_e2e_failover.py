@@ -1,0 +1,233 @@
+"""Workers die under running streams, and the clients notice nothing but a pause."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from cluster import make_cluster
+from tiny_models import write_tiny_model
+
+from baton.errors import BatonError
+from baton.generation import Delta, FinishReason, Generation
+
+NOISE = 1e-3
+"""Log probabilities of float32 logits, computed in another order, differ by less."""
+MAX_TOKENS = 300
+KILL_AFTER = 40
+REPLAYED = [
+    {"temperature": 0.0, "logprobs": True, "top_logprobs": 2},
+    {"temperature": 0.9, "top_p": 0.95, "seed": 77, "choices": 3},
+    {
+        "temperature": 0.8,
+        "seed": 5,
+        "frequency_penalty": 0.3,
+        "repetition_penalty": 1.1,
+        "min_tokens": 250,
+    },
+]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    tiny = write_tiny_model(tmp_path_factory.mktemp("model"), max_positions=4096)
+    cluster = make_cluster(
+        tiny,
+        tmp_path_factory.mktemp("logs"),
+        prefill=2,
+        decode=2,
+        num_pages=1100,
+        resume_grace_s=3,
+    )
+    cluster.start_all()
+    yield cluster
+    cluster.stop()
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(5, 384, length).tolist()
+
+
+@dataclass
+class Reading:
+    """A stream, read in a thread of its own."""
+
+    deltas: list[Delta] = field(default_factory=list)
+    generation: Generation | None = None
+    error: BatonError | None = None
+    longest_gap_s: float = 0.0
+    thread: threading.Thread | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(delta.token_ids) for delta in self.deltas)
+
+    def tokens(self, choice: int = 0) -> list[int]:
+        """Fails where a token is missing or repeated."""
+        found: list[int] = []
+        for delta in self.deltas:
+            if delta.choice == choice:
+                assert delta.first_token_index == len(found)
+                found += delta.token_ids
+        return found
+
+    def until(self, num_tokens: int) -> None:
+        deadline = time.monotonic() + 30
+        while self.num_tokens < num_tokens:
+            assert self.error is None, self.error
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+
+    def end(self) -> None:
+        assert self.thread is not None
+        self.thread.join(60)
+        assert not self.thread.is_alive(), "the stream hangs"
+
+
+def read(client, prompt: list[int], **options) -> Reading:
+    reading = Reading()
+
+    def consume() -> None:
+        options.setdefault("ignore_eos", True)
+        options.setdefault("max_tokens", MAX_TOKENS)
+        last = time.monotonic()
+        try:
+            with client.stream(token_ids=prompt, timeout_s=60, **options) as stream:
+                for delta in stream:
+                    reading.deltas.append(delta)
+                    now = time.monotonic()
+                    reading.longest_gap_s = max(reading.longest_gap_s, now - last)
+                    last = now
+                reading.generation = stream.result
+        except BatonError as error:
+            reading.error = error
+
+    reading.thread = threading.Thread(target=consume)
+    reading.thread.start()
+    return reading
+
+
+def busy(cluster, role: str) -> str:
+    """The worker of that role that runs most."""
+    names = [name for name in cluster.workers if name.startswith(role)]
+    return max(names, key=lambda name: cluster.load(name).running_sequences)
+
+
+def bring_back(cluster, *names: str) -> None:
+    for name in names:
+        cluster.start(name)
+    cluster.wait_ready()
+    for name in names:
+        cluster.wait_attached(name)
+    cluster.check_baseline()
+
+
+def check_same(reading: Reading, unbroken: Reading, options) -> None:
+    """Nothing lost, nothing repeated, and what a fault-free run says, up to the first token whose
+    choice hung by less than the noise."""
+    assert reading.error is None, reading.error
+    for choice in range(options.get("choices", 1)):
+        got, want = reading.tokens(choice), unbroken.tokens(choice)
+        assert len(got) == len(want)
+        if got != want:
+            first = next(i for i in range(len(want)) if got[i] != want[i])
+            assert options.get("logprobs"), f"choice {choice} differs at {first}"
+            scores = [score for delta in unbroken.deltas for score in delta.logprobs][first]
+            margin = scores.top[0][1] - scores.top[1][1]
+            assert margin < NOISE, f"differs at {first}, margin {margin}"
+    usage = reading.generation.usage
+    assert usage.prompt_tokens == unbroken.generation.usage.prompt_tokens
+    assert usage.output_tokens == MAX_TOKENS * options.get("choices", 1)
+    ends = {choice.finish_reason for choice in reading.generation.choices}
+    assert ends == {FinishReason.LENGTH}
+    assert [c.text for c in reading.generation.choices if not options.get("logprobs")] == [
+        c.text for c in unbroken.generation.choices if not options.get("logprobs")
+    ]
+
+
+def test_streams_survive_the_death_of_their_decode_worker(cluster):
+    """Greedy with log probabilities, three choices, penalties: on both decode workers at once."""
+    with cluster.client() as client:
+        prompts = [prompt_of(90 + i, seed=i) for i in range(len(REPLAYED))]
+        unbroken = []
+        for prompt, options in zip(prompts, REPLAYED, strict=True):
+            unbroken.append(read(client, prompt, **options))
+            unbroken[-1].end()
+        cases = [*zip(prompts, REPLAYED, unbroken, strict=True)] * 2
+        readings = [read(client, prompt, **options) for prompt, options, _ in cases]
+        for reading in readings:
+            reading.until(KILL_AFTER)
+        victim = busy(cluster, "decode")
+        cluster.kill(victim)
+        for reading, (_, options, want) in zip(readings, cases, strict=True):
+            reading.end()
+            check_same(reading, want, options)
+    assert cluster.metric("baton_failovers_total") >= 1
+    bring_back(cluster, victim)
+
+
+def test_streams_survive_the_death_of_a_prefill_worker(cluster):
+    """Some prompts wait, some are computed, some are decoded when it dies."""
+    prompts = [prompt_of(1200, seed=50 + i) for i in range(6)]
+    options = {"temperature": 0.0, "max_tokens": 40, "timeout_s": 60}
+    with cluster.client() as client:
+        want = [
+            client.generate(token_ids=prompt, ignore_eos=True, **options).token_ids
+            for prompt in prompts
+        ]
+        prompts = [[*prompt[:-1], 7] for prompt in prompts]  # not in any prefix cache to the end
+        fresh = [read(client, prompt, temperature=0.0, max_tokens=40) for prompt in prompts]
+        time.sleep(0.4)
+        cluster.kill("prefill-0")
+        for reading in fresh:
+            reading.end()
+            assert reading.error is None, reading.error
+            assert len(reading.tokens()) == 40
+        again = [
+            client.generate(token_ids=prompt, ignore_eos=True, **options).token_ids
+            for prompt in prompts
+        ]
+        assert [tuple(reading.tokens()) for reading in fresh] == again
+        assert again != want
+    bring_back(cluster, "prefill-0")
+
+
+def test_a_frozen_decode_worker_loses_its_streams_and_is_taken_back(cluster):
+    """Seen by its progress counter; what it says when it wakes is nobody's business any more."""
+    with cluster.client() as client:
+        options = REPLAYED[2]
+        want = read(client, prompt_of(92, seed=2), **options)
+        want.end()
+        readings = [read(client, prompt_of(92, seed=2), **options) for _ in range(2)]
+        for reading in readings:
+            reading.until(KILL_AFTER)
+        victim = busy(cluster, "decode")
+        cluster.kill(victim, signal.SIGSTOP)
+        for reading in readings:
+            reading.end()
+            check_same(reading, want, options)
+        assert max(reading.longest_gap_s for reading in readings) < 3.0 + 3.0
+        cluster.kill(victim, signal.SIGCONT)
+        cluster.wait_attached(victim)
+        cluster.check_baseline()
+        result = client.generate(token_ids=prompt_of(50), max_tokens=8, ignore_eos=True)
+        assert len(result.token_ids) == 8
+
+
+def test_nobody_left_is_told_with_the_tokens_that_were_sent(cluster):
+    with cluster.client() as client:
+        reading = read(client, prompt_of(60, seed=9), temperature=0.0, max_tokens=3000)
+        reading.until(KILL_AFTER)
+        began = time.monotonic()
+        for name in ("decode-0", "decode-1"):
+            cluster.kill(name)
+        reading.end()
+        assert time.monotonic() - began < 3.0 + 3.0
+    assert reading.error is not None
+    assert (reading.error.code.name, reading.error.reason) == ("ABORTED", "WORKER_LOST_MID_STREAM")
+    assert int(reading.error.metadata["tokens_sent"]) == len(reading.tokens())
+    bring_back(cluster, "decode-0", "decode-1")
