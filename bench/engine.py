@@ -1,6 +1,7 @@
 """The engine alone, offline in one process: tokens a second, case by case, beside what is known.
 
-python -m bench.engine [--cases NAME ...] [--repeats 1] [--json FILE] [--profile NAME]
+python -m bench.engine [--cases NAME ...] [--repeats 1] [--page-size 16 ...] [--json FILE]
+                       [--plot FILE] [--profile NAME ...] [--sampling [NAME ...]]
 
 Dummy weights (the speed does not depend on them), random token ids, greedy, lengths forced, no
 prefix cache. Before the cases, ten seconds of matrix products measure what the chip sustains.
@@ -8,21 +9,25 @@ prefix cache. Before the cases, ten seconds of matrix products measure what the 
 Columns: `rate` is prompt tokens a second in prefill cases and output tokens a second elsewhere,
 from the first submission to the last token. `floor` is what the rates of the libraries allow: the
 products' operations at 653 TFLOP/s or their bytes at the measured rate of small batches, KV at
-3.7 TB/s, attention over prompts at 520 TFLOP/s, summed, on one H200. `vllm` is vLLM 0.25.1 on one
+3.7 TB/s, attention over prompts at 520 TFLOP/s, summed, on one H200. `--sampling` runs 256 x
+(128 + 512) again with each sampling option in all rows; `--page-size` takes several, and runs all
+once for each. `vllm` is vLLM 0.25.1 on one
 H200 (max_num_seqs 256, max_num_batched_tokens 8192, FlashAttention-3, CUDA graphs).
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import platform
 import statistics
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,6 +66,19 @@ class Case:
         )
 
 
+SAMPLING = {
+    "greedy": GREEDY,
+    "temperature": SamplingParams(temperature=0.8),
+    "top-k": SamplingParams(temperature=0.8, top_k=50),
+    "top-p": SamplingParams(temperature=0.8, top_p=0.95),
+    "top-k and top-p": SamplingParams(temperature=0.8, top_k=50, top_p=0.95),
+    "min-p": SamplingParams(temperature=0.8, min_p=0.05),
+    "penalties": SamplingParams(
+        temperature=0.8, repetition_penalty=1.1, frequency_penalty=0.2, presence_penalty=0.1
+    ),
+    "5 logprobs": SamplingParams(temperature=0.8, top_logprobs=5),
+}
+SAMPLED_CASE = "decode-256"
 CASES = {
     "prefill-8192": Case(32, 8192, 1, 38_500, 39_200, 38_800),
     "prefill-1024": Case(128, 1024, 1, 43_400, 45_700, 44_000),
@@ -114,7 +132,9 @@ class Watch:
             self.done.set()
 
 
-def run_case(engine: Engine, case: Case, seed: int) -> tuple[float, Watch]:
+def run_case(
+    engine: Engine, case: Case, seed: int, sampling: SamplingParams = GREEDY
+) -> tuple[float, Watch]:
     """Seconds from the first submission to the last token."""
     rng = np.random.default_rng(seed)
     vocab = engine.model.vocab_size
@@ -124,19 +144,20 @@ def run_case(engine: Engine, case: Case, seed: int) -> tuple[float, Watch]:
     begin = time.perf_counter()
     for i, prompt in enumerate(prompts):
         identity = seed.to_bytes(8, "big") + i.to_bytes(8, "big")
-        engine.submit(Request(identity, prompt, GREEDY, stop), watch)
+        params = replace(sampling, seed=i)
+        engine.submit(Request(identity, prompt, params, stop), watch)
     assert watch.done.wait(600), "a case took more than ten minutes"
     assert not watch.failed, "a request failed"
     return time.perf_counter() - begin, watch
 
 
-def measure(engine: Engine, name: str, repeats: int) -> Outcome:
+def measure(engine: Engine, name: str, repeats: int, sampling: SamplingParams = GREEDY) -> Outcome:
     """Runs a case after a short one of the same shape."""
     case, outcome = CASES[name], Outcome(name)
     warm_up = Case(min(case.prompts, 16), case.prompt_tokens, min(case.output_tokens, 4), 0, 0, 0)
-    run_case(engine, warm_up, seed=1)
+    run_case(engine, warm_up, 1, sampling)
     for repeat in range(repeats):
-        seconds, watch = run_case(engine, case, seed=100 + repeat)
+        seconds, watch = run_case(engine, case, 100 + repeat, sampling)
         outcome.rates.append(case.counted_tokens / seconds)
         gaps = np.diff(watch.step_times) * 1e3
         gaps = gaps[gaps > 0.2]
@@ -171,7 +192,8 @@ def profile(engine: Engine, name: str, rows: int = 14) -> str:
         torch.cuda.synchronize()
     averages = sorted(profiler.key_averages(), key=lambda e: -e.self_device_time_total)
     busy = sum(entry.self_device_time_total for entry in averages) / 1e6
-    lines = [f"{name}: {seconds:.3f} s, device busy {busy:.3f} s"]
+    idle = 1 - busy / seconds
+    lines = [f"{name}: {seconds:.3f} s, device busy {busy:.3f} s, idle {idle:.1%}"]
     lines += [
         f"{e.self_device_time_total / 1e3:10.1f} ms {e.count:7d} x"
         f" {e.self_device_time_total / e.count:8.1f} us  {e.key[:90]}"
@@ -180,7 +202,7 @@ def profile(engine: Engine, name: str, rows: int = 14) -> str:
     return "\n".join(lines)
 
 
-def build(arguments: argparse.Namespace) -> Engine:
+def build(arguments: argparse.Namespace, page_size: int) -> Engine:
     """The engine of all cases, ready."""
     begin, last = time.perf_counter(), {"phase": ""}
 
@@ -193,8 +215,8 @@ def build(arguments: argparse.Namespace) -> Engine:
         model=str(SHAPE),
         load_format="dummy",
         device="cuda",
-        page_size=arguments.page_size,
-        max_sequences=256,
+        page_size=page_size,
+        max_sequences=arguments.sequences,
         max_step_tokens=arguments.step_tokens,
         mixed_prefill_tokens=arguments.mixed_tokens,
         prefix_cache=False,
@@ -218,42 +240,116 @@ def report(outcome: Outcome) -> str:
     )
 
 
-def main() -> None:
-    """Runs what is asked for and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--step-tokens", type=int, default=8192)
-    parser.add_argument("--mixed-tokens", type=int, default=0)
-    parser.add_argument("--matmul-seconds", type=float, default=10.0)
-    parser.add_argument("--no-graphs", action="store_true")
-    parser.add_argument("--profile", nargs="*", default=[], choices=list(CASES))
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    sustained = sustained_tflops(arguments.matmul_seconds)
-    device = torch.cuda.get_device_name()
-    print(f"{device}, torch {torch.__version__}: sustained bf16 product {sustained:.0f} TFLOP/s")
-    engine = build(arguments)
+def run_all(arguments: argparse.Namespace, page_size: int) -> dict[str, Any]:
+    """Every case on one engine; prints the table, returns what it says."""
+    engine = build(arguments, page_size)
     print(
-        f"{'case':>14} {'rate':>10} {'target':>10} {'vllm':>10} {'floor':>10} {'/vllm':>6}"
-        f" {'steps':>6} {'p50 ms':>9} {'p99 ms':>9} {'cpu ms':>7}"
+        f"{'page ' + str(page_size):>14} {'rate':>10} {'target':>10} {'vllm':>10} {'floor':>10}"
+        f" {'/vllm':>6} {'steps':>6} {'p50 ms':>9} {'p99 ms':>9} {'cpu ms':>7}"
     )
     outcomes = []
     for name in arguments.cases:
         outcomes.append(measure(engine, name, arguments.repeats))
         print(report(outcomes[-1]), flush=True)
+    sampled = run_sampling(engine, arguments)
     for name in arguments.profile:
         print(profile(engine, name), flush=True)
     engine.stop()
+    return {
+        "page_size": page_size,
+        "cases": [{**asdict(o), "rate": o.rate, **asdict(CASES[o.case])} for o in outcomes],
+        "sampling": sampled,
+    }
+
+
+def run_sampling(engine: Engine, arguments: argparse.Namespace) -> dict[str, float]:
+    """Output tokens a second of one case with every row sampled in one way."""
+    rates = {}
+    for name in arguments.sampling:
+        outcome = measure(engine, SAMPLED_CASE, arguments.repeats, SAMPLING[name])
+        rates[name] = outcome.rate
+        step = f"{outcome.step_p50_ms:9.2f} ms, {outcome.cpu_per_step_ms:.2f} ms of CPU a step"
+        print(f"{name:>16} {outcome.rate:10,.1f} {step}", flush=True)
+    return rates
+
+
+def plot(runs: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Bars of what was reached, as a share of the floor; a line where vLLM is."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    names = [case["case"] for case in runs[0]["cases"]]
+    figure, axes = pyplot.subplots(figsize=(9, 0.45 * len(names) * len(runs) + 1.5))
+    height = 0.8 / len(runs)
+    for index, run in enumerate(runs):
+        at = np.arange(len(names)) + (index - (len(runs) - 1) / 2) * height
+        shares = [case["rate"] / case["floor"] for case in run["cases"]]
+        bars = axes.barh(at, shares, 0.9 * height, label=f"Baton, pages of {run['page_size']}")
+        axes.bar_label(bars, [f"{share:.0%}" for share in shares], padding=3, fontsize=8)
+    peer = [case["vllm"] / case["floor"] for case in runs[0]["cases"]]
+    axes.vlines(peer, np.arange(len(names)) - 0.42, np.arange(len(names)) + 0.42, "k", label="vLLM")
+    axes.axvline(1, color="grey", linestyle=":")
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.15)
+    axes.set_xlabel("share of what the libraries' measured rates allow")
+    axes.set_title(title, fontsize=10)
+    axes.legend(loc="lower left", fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+def free_memory() -> None:
+    """Of an engine that is gone: its pool and graphs."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--page-size", type=int, nargs="+", default=[16])
+    parser.add_argument("--sequences", type=int, default=256)
+    parser.add_argument("--step-tokens", type=int, default=8192)
+    parser.add_argument("--mixed-tokens", type=int, default=0)
+    parser.add_argument("--matmul-seconds", type=float, default=10.0)
+    parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--profile", nargs="*", default=[], choices=list(CASES))
+    parser.add_argument("--sampling", nargs="*", default=None, choices=list(SAMPLING))
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    arguments = parser.parse_args()
+    if arguments.sampling is not None:
+        arguments.sampling = arguments.sampling or list(SAMPLING)
+    else:
+        arguments.sampling = []
+    return arguments
+
+
+def main() -> None:
+    """Runs what is asked for and prints the tables."""
+    arguments = parse()
+    sustained = sustained_tflops(arguments.matmul_seconds)
+    device = torch.cuda.get_device_name()
+    title = f"{device}, torch {torch.__version__}, {sustained:.0f} TFLOP/s sustained"
+    print(title)
+    runs = []
+    for page_size in arguments.page_size:
+        runs.append(run_all(arguments, page_size))
+        free_memory()
     if arguments.json:
-        results = [{**asdict(o), "rate": o.rate, **asdict(CASES[o.case])} for o in outcomes]
         about = {
             "device": device, "torch": torch.__version__, "host": platform.machine(),
-            "sustained_tflops": sustained, "page_size": arguments.page_size,
-            "step_tokens": arguments.step_tokens, "cases": results,
+            "sustained_tflops": sustained, "sequences": arguments.sequences,
+            "step_tokens": arguments.step_tokens, "runs": runs,
         }  # fmt: skip
         arguments.json.write_text(json.dumps(about, indent=1))
+    if arguments.plot:
+        plot(runs, title, arguments.plot)
 
 
 if __name__ == "__main__":
