@@ -125,6 +125,7 @@ DECLARED: Final[Mapping[str, Declared]] = {
     Metric.GPU_POWER: Declared("gauge", "Power that the GPU draws."),
     # Every process.
     Metric.DRAIN_SECONDS: Declared("gauge", "Since the process began to drain; 0 before."),
+    Metric.LOOP_TASKS: Declared("gauge", "Tasks of the event loop."),
     Metric.LOOP_LAG: Declared(
         "histogram", "How much later than asked for the event loop woke up.", (), _STEP_S
     ),

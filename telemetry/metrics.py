@@ -31,14 +31,24 @@ class ProcessMetrics:
         ProcessCollector(registry=self.registry)
         self._loop_lag = self._histogram(Metric.LOOP_LAG)
         self._drain_began_s = 0.0
-        self._watch(self._drain_s, _PROCESS_ROWS)
+        self._watch(lambda: self, _PROCESS_ROWS)
 
     def draining(self) -> None:
         """The process takes no more work and finishes what it has."""
         self._drain_began_s = self._drain_began_s or time.monotonic()
 
-    def _drain_s(self) -> float:
+    @property
+    def drain_s(self) -> float:
+        """Since the process began to drain; 0 before."""
         return time.monotonic() - self._drain_began_s if self._drain_began_s else 0.0
+
+    @property
+    def loop_tasks(self) -> int:
+        """Of the loop that is running here."""
+        try:
+            return len(asyncio.all_tasks())
+        except RuntimeError:  # Collected outside of any loop.
+            return 0
 
     def watch_spans(self, counts: Callable[[], ExportCounts]) -> None:
         """Shows what becomes of this process's spans."""
@@ -224,7 +234,10 @@ def _used_pages(load: Any) -> float:
     return max(0.0, float(load.total_pages - sum(unused)))
 
 
-_PROCESS_ROWS: Final = (Row(Metric.DRAIN_SECONDS, float),)
+_PROCESS_ROWS: Final = (
+    Row(Metric.DRAIN_SECONDS, attrgetter("drain_s")),
+    Row(Metric.LOOP_TASKS, attrgetter("loop_tasks")),
+)
 _ROUTER_ROWS: Final = (
     Row(Metric.INFLIGHT, attrgetter("inflight_requests")),
     Row(Metric.QUEUE_DEPTH, attrgetter("queued_requests")),

@@ -220,6 +220,7 @@ class Metric:
     GPU_POWER: Final = "baton_gpu_power_watts"
 
     DRAIN_SECONDS: Final = "baton_drain_seconds"
+    LOOP_TASKS: Final = "baton_event_loop_tasks"
     LOOP_LAG: Final = "baton_event_loop_lag_seconds"
     SPANS: Final = "baton_spans"
 

@@ -124,6 +124,13 @@ async def test_a_model_that_is_being_loaded(ask: Ask) -> None:
     async with served(PREFILL) as (server, _):
         await announce(server, identity, loading=True)
         check(await ask(server), "UNAVAILABLE", "MODEL_LOADING", retry=True, model="tiny")
+        decode = ScriptedWorker("d0", DECODE)
+        await decode.start()
+        await announce(server, decode.identity)
+        await until(server.dispatcher.models)
+        await decode.stop()
+        await until(lambda: not server.dispatcher.models())
+        check(await ask(server), "UNAVAILABLE", "NO_WORKERS", retry=True, model="tiny")
 
 
 async def test_unknown_model(ask: Ask) -> None:
