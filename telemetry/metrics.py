@@ -7,6 +7,7 @@ is written in the step loop that nobody reads.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
