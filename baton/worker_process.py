@@ -47,6 +47,7 @@ from baton.worker_wire import endpoint_message, model_message
 from decode_service.service import DecodeService
 from engine.config import EngineConfig
 from engine.engine import Engine, EngineError
+from engine.model import ModelError
 from kv_transfer.events import TransferEvent
 from kv_transfer.factory import make_transport
 from kv_transfer.thread import TransferThread
@@ -308,7 +309,7 @@ def _run(settings: WorkerSettings, service: str) -> int:
     try:
         with announced_as_loading(settings.routers, _identity_while_loading(settings)):
             engine = Engine.build(engine_config(settings), _log_progress())
-    except EngineError as error:
+    except (EngineError, ModelError) as error:
         logger.error("the engine cannot be built: %s", error)
         return 1
     tracing = setup_tracing(service, settings.name, settings.otlp_endpoint)

@@ -1,0 +1,306 @@
+"""Writes the Grafana dashboards from the tables below: one entry a panel.
+
+    python compose/grafana/make_dashboards.py [FOLDER]
+
+Latency panels carry exemplars: a dot is one request, and a click on it opens its trace in Jaeger.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Final
+
+from panels import Panel, dashboard, quantiles, rate, stat
+
+FOLDER: Final = Path(__file__).resolve().parent / "dashboards"
+TTFT: Final = "gen_ai_server_time_to_first_token_seconds"
+TPOT: Final = "gen_ai_server_time_per_output_token_seconds"
+DURATION: Final = "gen_ai_server_request_duration_seconds"
+
+OVERVIEW: Final = [
+    stat("Requests", "sum(baton:requests:rate1m)", "reqps"),
+    stat("Output tokens a second", "baton:output_tokens:rate1m"),
+    stat("All tokens a second", "baton:total_tokens:rate1m"),
+    stat("First token, p99", quantiles(TTFT, of=(99,))[0][0], "s"),
+    stat("In flight", "sum(baton_requests_inflight)"),
+    stat("Workers", "sum by (role) (baton_worker_up)", legend="{{role}}"),
+    Panel(
+        "Requests by outcome",
+        [("baton:requests:rate1m", "{{outcome}}")],
+        "reqps",
+        "OK, or the reason that the caller was told.",
+        stacked=True,
+    ),
+    Panel(
+        "Time to first token",
+        quantiles(TTFT),
+        "s",
+        "From a request's arrival to its first token. Dots are requests: click for the trace.",
+        exemplars=True,
+    ),
+    Panel(
+        "Time per output token",
+        quantiles(TPOT),
+        "s",
+        "Mean of each request, after its first token.",
+        exemplars=True,
+    ),
+    Panel(
+        "Tokens a second",
+        [
+            ("baton:output_tokens:rate1m", "output"),
+            ("sum(rate(baton_prompt_tokens_total[1m]))", "prompt"),
+        ],
+    ),
+    Panel("Router's queue", [("sum(baton_queue_depth)", "requests")]),
+    Panel(
+        "Time to empty the queue",
+        [("max by (model) (baton_queue_drain_seconds)", "{{model}}")],
+        "s",
+        "At the rate measured; what callers are told to wait before they try again.",
+    ),
+    Panel(
+        "Refused before any work",
+        [rate("baton_rejections", "reason")],
+        "reqps",
+        stacked=True,
+    ),
+    Panel(
+        "Retries and failovers",
+        [
+            (rate("baton_retries", "cause")[0], "retry: {{cause}}"),
+            (rate("baton_failovers", "cause")[0], "failover: {{cause}}"),
+        ],
+        "ops",
+        "A retry is invisible to the client; a failover goes on with a stream that had begun.",
+    ),
+    Panel(
+        "Event loops",
+        quantiles("baton_event_loop_lag_seconds", "job", of=(99,)),
+        "s",
+        "How late they wake up. Above some 10 ms a process is short of CPU.",
+    ),
+]
+
+BALANCE: Final = [
+    Panel(
+        "Prefill work that waits",
+        [("baton:prefill_backlog:seconds", "backlog")],
+        "s",
+        "Queued prompt tokens over the pool's rate. Steadily high: too few prefill workers.",
+        limit=2,
+    ),
+    Panel(
+        "KV pages in use",
+        [("baton:kv_in_use:ratio", "{{worker}}")],
+        "percentunit",
+        "Used, granted or quarantined. Decode workers near 1: too few of them.",
+        limit=0.9,
+    ),
+    Panel("Wait in the router's queue", quantiles("baton_queue_wait_seconds"), "s"),
+    Panel(
+        "Requests that wait at workers",
+        [("sum by (worker) (baton_waiting_requests)", "{{worker}}")],
+        help="For pages or a slot.",
+    ),
+    Panel(
+        "Prompt tokens a second",
+        [rate("baton_prefill_tokens", "worker", "source")],
+        help="Computed, or found in the prefix cache.",
+        stacked=True,
+    ),
+    Panel(
+        "Prefix cache hits",
+        [("baton:prefix_hits:ratio5m", "hit rate")],
+        "percentunit",
+    ),
+    Panel(
+        "Running sequences",
+        [
+            ("sum by (worker) (baton_running_sequences)", "{{worker}}"),
+            ("max by (worker) (baton_max_sequences)", "{{worker}}: slots"),
+        ],
+    ),
+    Panel(
+        "Sequences decoded in a step",
+        quantiles("baton_decode_batch_size", "worker", of=(50, 99)),
+    ),
+    Panel(
+        "Step time",
+        quantiles("baton_engine_step_seconds", "worker", of=(50, 99)),
+        "s",
+        "Launch to settled. On a decode worker it is the time between tokens.",
+    ),
+    Panel("Sampled tokens a second", [rate("baton_sampled_tokens", "worker")], stacked=True),
+    Panel(
+        "KV pages by state",
+        [("sum by (worker, state) (baton_kv_pages)", "{{worker}} {{state}}")],
+        stacked=True,
+    ),
+    Panel(
+        "Preemptions",
+        [rate("baton_preemptions", "worker")],
+        "ops",
+        "Sequences thrown out of the batch because pages ran out, and computed again.",
+    ),
+    Panel(
+        "GPUs",
+        [("max by (worker) (baton_gpu_utilization_ratio)", "{{worker}}")],
+        "percentunit",
+        "Share of time in which some kernel ran: 1 says busy, not efficient.",
+    ),
+    Panel("GPU power", [("max by (worker) (baton_gpu_power_watts)", "{{worker}}")], "watt"),
+    Panel(
+        "GPU memory",
+        [
+            (
+                "max by (worker) (baton_gpu_memory_used_bytes)"
+                " / max by (worker) (baton_gpu_memory_total_bytes)",
+                "{{worker}}",
+            )
+        ],
+        "percentunit",
+    ),
+]
+
+HANDOFF: Final = [
+    Panel("Transfers", [rate("baton_kv_transfers", "outcome")], "ops"),
+    Panel(
+        "Sent",
+        [rate("baton_kv_transfer_sent_bytes", "worker")],
+        "Bps",
+        stacked=True,
+    ),
+    Panel(
+        "Exposed",
+        quantiles("baton_kv_transfer_exposed_seconds", "transport"),
+        "s",
+        "From the last chunk computed to its push done: what the hand-off adds to a request.",
+        limit=0.05,
+    ),
+    Panel(
+        "First token to second",
+        quantiles("baton_second_token_gap_seconds"),
+        "s",
+        "What a client sees of the hand-off: the pause after its first token.",
+        limit=0.1,
+    ),
+    Panel(
+        "Whole transfer",
+        quantiles("baton_kv_transfer_seconds", "transport"),
+        "s",
+        "From the first push to the last one done; most of it hides behind compute.",
+    ),
+    Panel(
+        "Descriptors a transfer",
+        [
+            (
+                "sum by (worker) (rate(baton_kv_transfer_descriptors_total[1m]))"
+                ' / sum by (worker) (rate(baton_kv_transfers_total{outcome="sent"}[1m]) > 0)',
+                "{{worker}}",
+            )
+        ],
+        help="After merging neighbours; each costs some microseconds.",
+    ),
+    Panel(
+        "Failures",
+        [rate("baton_kv_transfer_failures", "cause")],
+        "ops",
+    ),
+    Panel(
+        "Quarantine",
+        [
+            ("sum by (worker) (baton_kv_transfers_quarantined)", "{{worker}}: transfers"),
+            (
+                'sum by (worker) (baton_kv_pages{state="quarantined"})',
+                "{{worker}}: pages",
+            ),
+        ],
+        help="Pages that a lost peer may still write. They come back on its word or on its death.",
+    ),
+    Panel(
+        "Fences at work",
+        [
+            (rate("baton_kv_stale_notifications", "worker")[0], "{{worker}}: stale"),
+            (rate("baton_kv_grants_expired", "worker")[0], "{{worker}}: expired grants"),
+        ],
+        "ops",
+        "Late or foreign messages that were dropped, and grants that nobody used.",
+    ),
+    Panel(
+        "Pushes in progress",
+        [("sum by (worker) (baton_kv_sends_in_progress)", "{{worker}}")],
+    ),
+]
+
+OBJECTIVES: Final = [
+    Panel(
+        "First token within 0.5 s",
+        [("baton:ttft_met:ratio5m", "5 min"), ("baton:ttft_met:ratio1h", "1 h")],
+        "percentunit",
+        "The objective is 95 %. Its threshold stands in recording.yml.",
+        limit=0.95,
+    ),
+    Panel(
+        "At most 50 ms a token",
+        [("baton:tpot_met:ratio5m", "5 min"), ("baton:tpot_met:ratio1h", "1 h")],
+        "percentunit",
+        "The objective is 95 %.",
+        limit=0.95,
+    ),
+    Panel(
+        "Goodput",
+        [("baton:goodput:rate5m", "met both"), ("sum(baton:requests:rate1m)", "all")],
+        "reqps",
+        "Requests a second that met both objectives, from below.",
+    ),
+    Panel("Time to first token", quantiles(TTFT), "s", exemplars=True, limit=0.5),
+    Panel("Time per output token", quantiles(TPOT), "s", exemplars=True, limit=0.05),
+    Panel(
+        "First tokens, spread",
+        [(f"sum by (le) (increase({TTFT}_bucket[1m]))", "{{le}}")],
+        "s",
+        kind="heatmap",
+        exemplars=True,
+    ),
+    Panel("Whole requests", quantiles(DURATION), "s", exemplars=True),
+    Panel("Time between messages", quantiles("baton_inter_token_seconds"), "s"),
+    Panel(
+        "Failed through our own fault",
+        [
+            (
+                "sum by (outcome) (rate(baton_requests_total"
+                '{outcome=~"INTERNAL|NUMERICAL_ERROR|WORKER_LOST.*|KV_.*"}[1m]))',
+                "{{outcome}}",
+            )
+        ],
+        "reqps",
+    ),
+    Panel(
+        "Spans",
+        [rate("baton_spans", "outcome")],
+        "ops",
+        "Dropped or failed: traces have holes.",
+    ),
+]
+
+DASHBOARDS: Final = {
+    "overview": ("Baton: overview", OVERVIEW),
+    "balance": ("Baton: prefill and decode", BALANCE),
+    "handoff": ("Baton: hand-off", HANDOFF),
+    "objectives": ("Baton: objectives", OBJECTIVES),
+}
+
+
+def write(folder: Path) -> None:
+    """All dashboards, as JSON files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for uid, (title, panels) in DASHBOARDS.items():
+        text = json.dumps(dashboard(uid, title, panels), indent=1, ensure_ascii=False)
+        (folder / f"{uid}.json").write_text(f"{text}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)

@@ -1,0 +1,208 @@
+"""Containers of compose/docker-compose.yml, as plain processes.
+
+What runs is what `docker-compose config` prints: command, environment, health check and grace
+period, word for word. Stood in for is only what the container itself gives: its network namespace
+by a loopback address of its own, its mounts by folders, its host name by BATON_NAME.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from baton.client import Client
+from baton.generation import Generation
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+COMPOSE = ROOT / "compose"
+HEALTHY_S = 200.0
+GPUS = 4
+MAX_TOKENS = 150
+VARIABLES = {
+    "BATON_MODEL": "/models/tiny",
+    # No GPU here: slots are claimed all the same, and the model runs on the CPU.
+    "BATON_DEVICE": "auto",
+    "BATON_KV_MEMORY_GIB": "0.02",
+    "BATON_THREADS": "1",
+    "BATON_OTLP_ENDPOINT": "http://router:50050",
+    "BATON_RDMA_OTLP_ENDPOINT": "",
+    "BATON_HOST_ADDRESS": "127.0.0.1",
+}
+
+
+def tool(name: str) -> str:
+    """The program's path; the test is skipped where it is missing."""
+    found = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
+    if found is None:
+        pytest.skip(f"{name} is not installed")
+    return found
+
+
+def run_tool(*command: str, **environment: str) -> str:
+    done = subprocess.run(
+        [tool(command[0]), *command[1:]],
+        cwd=COMPOSE,
+        env={**clean_environment(), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def clean_environment() -> dict[str, str]:
+    """The caller's, without what would reach the file's variables."""
+    return {k: v for k, v in os.environ.items() if not k.startswith(("BATON_", "COMPOSE_"))}
+
+
+def services(**environment: str) -> dict[str, dict[str, Any]]:
+    """Every service as docker-compose understands it, whatever its profile."""
+    found: dict[str, dict[str, Any]] = yaml.safe_load(
+        run_tool("docker-compose", "config", **environment)
+    )["services"]
+    return found
+
+
+def seconds(duration: str) -> float:
+    """Of a duration such as 1m30s."""
+    parts = re.findall(r"(\d+)([hms])", duration)
+    assert parts, duration
+    return float(sum(int(number) * {"h": 3600, "m": 60, "s": 1}[unit] for number, unit in parts))
+
+
+@dataclass
+class Container:
+    """One container."""
+
+    name: str
+    service: Mapping[str, Any]
+    words: Mapping[str, str]
+    """What stands for what in its command and environment."""
+    logs: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def grace_s(self) -> float:
+        return seconds(self.service["stop_grace_period"])
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "baton", *map(self._here, self.service["command"])]
+        given = {key: self._here(str(v)) for key, v in self.service["environment"].items()}
+        given["BATON_NAME"] = self.name  # by default it holds the container's host name
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(
+                command,
+                env={**clean_environment(), **self.environment, **given},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def is_healthy(self) -> bool:
+        test = self.service["healthcheck"]["test"]
+        assert test[:2] == ["CMD", "python"]
+        command = [sys.executable, *map(self._here, test[2:])]
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+    def wait_healthy(self) -> None:
+        deadline = time.monotonic() + HEALTHY_S
+        while not self.is_healthy():
+            assert self.process is not None
+            assert self.process.poll() is None, self.log
+            assert time.monotonic() < deadline, self.log
+            time.sleep(0.2)
+
+    def stop(self) -> tuple[int, float]:
+        """As `docker stop`: SIGTERM, and no longer than the grace period. Exit code and seconds."""
+        assert self.process is not None
+        began = time.monotonic()
+        self.process.terminate()
+        try:
+            self.process.wait(self.grace_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"{self.name} outlived its grace period:\n{self.log}") from None
+        return self.process.returncode, time.monotonic() - began
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(10)
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    @property
+    def _log(self) -> Path:
+        return self.logs / f"{self.name}.log"
+
+    def _here(self, text: str) -> str:
+        there = "|".join(re.escape(word) for word in self.words)
+        return re.sub(there, lambda found: self.words[found[0]], text)
+
+
+class Host:
+    """A host that runs some of the services."""
+
+    def __init__(self, folder: Path, gpus: int, **variables: str) -> None:
+        self.folder = folder
+        self.services = services(**variables)
+        self.containers: list[Container] = []
+        self.network = f"127.{20 + os.getpid() % 200}.{os.getpid() // 200 % 250}"
+        self.router_ip = f"{self.network}.1"
+        self.environment = {
+            "CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in range(gpus)),
+            "OMP_NUM_THREADS": "1",
+            "GRPC_VERBOSITY": "error",
+        }
+        for name in ("slots", "cache", "models", "logs"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+
+    def up(self, service: str, **words: str) -> Container:
+        """Starts one more container of a service; `words` are replaced, too."""
+        number = len(self.containers) + 1
+        spec = self.services[service]
+        name = f"{service}-{number}"
+        own = self.folder / name
+        own.mkdir()
+        on_host_network = spec.get("network_mode") == "host"
+        ip = "127.0.0.1" if on_host_network else f"{self.network}.{number}"
+        stands_for = {
+            **words,
+            "0.0.0.0": "0.0.0.0" if on_host_network else ip,
+            "127.0.0.1:": f"{ip}:",
+            "router:50050": f"{self.router_ip}:50050",
+            "/run/baton/slots": str(self.folder / "slots"),
+            "/models": str(self.folder / "models"),
+            "/tmp": str(own),
+        }
+        cache = {"BATON_CACHE": str(self.folder / "cache")}  # the image's, for the mounted volume
+        made = Container(
+            name, spec, stands_for, self.folder / "logs", {**self.environment, **cache}
+        )
+        self.containers.append(made)
+        made.start()
+        return made
+
+    def down(self) -> None:
+        for container in self.containers:
+            if container.process is not None and container.process.poll() is None:
+                container.kill()
+
+
+def ask(host: Host, text: str, max_tokens: int = MAX_TOKENS) -> Generation:
+    with Client(f"{host.router_ip}:50051") as client:
+        return client.generate(text, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)

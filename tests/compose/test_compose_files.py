@@ -1,0 +1,158 @@
+"""The deployment's files: what the tools they are for say of them, and what they promise."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from compose_kit import COMPOSE, ROOT, run_tool, seconds, services
+
+from telemetry.metric_table import DECLARED
+
+RULES = ("recording.yml", "alerts.yml")
+WORKERS = {"cpu": ("prefill-cpu", "decode-cpu"), "gpu": ("prefill", "decode")}
+WORKERS["rdma"] = ("prefill-rdma", "decode-rdma")
+DRAIN_AND_MORE_S = 20
+"""What a process may take after its drain: last words, pushes in progress, spans."""
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict[str, Any]]:
+    return services()
+
+
+@pytest.mark.parametrize(
+    "profile", ["cpu", "gpu", "rdma", "observability"], ids="profile-{}".format
+)
+def test_docker_compose_takes_every_profile(profile: str) -> None:
+    shown = yaml.safe_load(run_tool("docker-compose", "--profile", profile, "config"))["services"]
+    started = {name for name, one in shown.items() if profile in one.get("profiles", [profile])}
+    watchers = {"jaeger", "prometheus", "grafana"} if profile == "observability" else set()
+    assert started == {"router", "pause", *WORKERS.get(profile, ()), *watchers}
+
+
+def test_only_what_both_versions_of_compose_take() -> None:
+    """1.29 has no `version`-less `start_interval`, `configs.content`, `include` or `!reset`."""
+    text = (COMPOSE / "docker-compose.yml").read_text()
+    raw = yaml.safe_load(text)
+    assert set(raw) - {key for key in raw if key.startswith("x-")} == {"services", "volumes"}
+    for newer in ("start_interval", "include:", "!reset", "!override", "required:", "develop:"):
+        assert newer not in text
+    assert "container_name" not in text  # would forbid --scale
+
+
+def test_workers_share_what_cuda_ipc_and_the_proof_of_death_need(found: Any) -> None:
+    assert found["pause"]["ipc"] == "shareable"
+    for name in (name for names in WORKERS.values() for name in names):
+        worker = found[name]
+        assert worker["ipc"] == worker["pid"] == "service:pause"
+        assert worker["ulimits"]["memlock"] == {"soft": -1, "hard": -1}
+        assert not any("published" in str(port) for port in worker.get("ports", []))
+    for name in (*WORKERS["gpu"], *WORKERS["rdma"]):
+        (device,) = found[name]["deploy"]["resources"]["reservations"]["devices"]
+        assert device["count"] == "all"
+        assert found[name]["environment"]["BATON_GPU_SLOTS_DIR"] == "/run/baton/slots"
+
+
+def test_docker_waits_longer_than_the_drain(found: Any) -> None:
+    drained = [one for one in found.values() if "BATON_DRAIN_S" in one.get("environment", {})]
+    assert len(drained) == 7
+    for one in drained:
+        drain_s = float(one["environment"]["BATON_DRAIN_S"])
+        assert seconds(one["stop_grace_period"]) >= drain_s + DRAIN_AND_MORE_S
+
+
+def test_nothing_of_ours_needs_root_or_a_writable_root(found: Any) -> None:
+    for one in found.values():
+        if "build" in one:
+            assert one["read_only"] is True
+            assert one["cap_drop"] == ["ALL"]
+            assert "no-new-privileges:true" in one["security_opt"]
+            assert "/tmp" in one["tmpfs"]
+    stages = (COMPOSE / "Dockerfile").read_text().split("\nFROM ")
+    targets = {one["build"]["target"] for one in found.values() if "build" in one}
+    final = [stage for stage in stages if stage.split()[2] in targets]
+    assert len(final) == len(targets) == 3
+    assert all(re.search(r"^USER 10001:10001$", stage, re.MULTILINE) for stage in final)
+
+
+def test_everything_mounted_and_copied_is_there(found: Any) -> None:
+    mounted = [str(v) for one in found.values() for v in one.get("volumes", ())]
+    for folder in (v.split(":")[0] for v in mounted if v.startswith(str(COMPOSE))):
+        assert Path(folder).exists() or folder.endswith("/models"), folder
+    copied = re.findall(
+        r"^COPY ([a-z_][^\n]*) \S+$", (COMPOSE / "Dockerfile").read_text(), re.MULTILINE
+    )
+    allowed = (ROOT / ".dockerignore").read_text().splitlines()
+    for name in (name for line in copied for name in line.split()):
+        assert (ROOT / name).exists()
+        assert f"!{name}" in allowed
+
+
+def test_hadolint() -> None:
+    run_tool("hadolint", "Dockerfile")
+
+
+def test_promtool() -> None:
+    run_tool("promtool", "check", "rules", *(f"prometheus/{name}" for name in RULES))
+    run_tool("promtool", "test", "rules", "prometheus/rules_test.yml")
+
+
+def test_every_alert_is_tested_or_says_why_not() -> None:
+    """Those that are one comparison with a constant need no test of their own."""
+    tested = set(re.findall(r"alertname: (\w+)", read("rules_test.yml")))
+    simple = {
+        "BatonOverloaded",
+        "BatonTokensSlow",
+        "BatonPreempting",
+        "BatonStaleNotifications",
+        "BatonPagesDamaged",
+        "BatonSpansLost",
+        "BatonEventLoopLate",
+    }
+    assert set(re.findall(r"alert: (\w+)", read("alerts.yml"))) == tested | simple
+
+
+def test_dashboards_are_current(tmp_path: Path) -> None:
+    make = [sys.executable, str(COMPOSE / "grafana" / "make_dashboards.py"), str(tmp_path)]
+    subprocess.run(make, check=True)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert len(names) == 4
+    there = COMPOSE / "grafana" / "dashboards"
+    assert sorted(path.name for path in there.iterdir()) == names
+    assert filecmp.cmpfiles(tmp_path, there, names, shallow=False) == (names, [], [])
+
+
+def test_dashboards_fit_what_is_provisioned() -> None:
+    provisioned = yaml.safe_load(
+        (COMPOSE / "grafana/provisioning/datasources/baton.yml").read_text()
+    )
+    known = {source["uid"] for source in provisioned["datasources"]}
+    for path, panel in panels():
+        assert {target["datasource"]["uid"] for target in panel["targets"]} <= known, path
+        assert panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24
+    ids = [(path, panel["id"]) for path, panel in panels()]
+    assert len(ids) == len(set(ids)) > 30
+
+
+def test_thresholds_are_bucket_boundaries() -> None:
+    for metric, boundary in re.findall(r"(gen_ai_\w+)_bucket\{le=\"([\d.]+)\"\}", read(RULES[0])):
+        assert float(boundary) in DECLARED[metric].buckets
+
+
+def read(name: str) -> str:
+    return (COMPOSE / "prometheus" / name).read_text()
+
+
+def panels() -> Iterator[tuple[str, dict[str, Any]]]:
+    for path in sorted((COMPOSE / "grafana" / "dashboards").glob("*.json")):
+        for panel in json.loads(path.read_text())["panels"]:
+            yield path.name, panel
