@@ -6,6 +6,8 @@ PROMPT ?= What is the capital of France?
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
+RUNS ?= 500
+SEED ?= $(shell date +%s)
 export PROMPT
 
 # Where pip finds CPU builds of torch, for machines without a GPU whose own sources have none.
@@ -22,7 +24,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo up install install-dev test test-slow lint format protos clean
+.PHONY: help demo up install install-dev test test-slow chaos lint format protos clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -42,6 +44,9 @@ test: install-dev ## Everything that runs without a GPU
 
 test-slow: install-dev ## And what takes minutes
 	$(BIN)/python -m pytest --slow $(PYTEST_ARGS)
+
+chaos: install-dev ## Runs with faults: make chaos RUNS=500 SEED=1; ONLY=7 repeats one of them
+	PYTHONPATH=tests:. $(BIN)/python -m chaos --runs $(RUNS) --seed $(SEED) $(if $(ONLY),--only $(ONLY)) $(CHAOS_ARGS)
 
 lint: install-dev ## Formatting, lint, types, protos
 	$(BIN)/ruff format --check .

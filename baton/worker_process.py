@@ -104,7 +104,9 @@ class Worker:
         self.agent_name = f"{settings.name}-{self.epoch:016x}"
         self.inbox = LoopInbox(asyncio.get_running_loop())
         self.transfer = TransferThread(self._make_transport, self.epoch, self._on_transfer)
-        self.metrics = WorkerMetrics(engine.load, lambda: self.transfer.counters)
+        self.metrics = WorkerMetrics(
+            engine.load, lambda: self.transfer.counters, lambda: self.servicer.streams
+        )
         self._watch_gpu()
         self.services = self._make_services()
         self.servicer = WorkerServicer(self.identity, self.services, self.load)

@@ -75,7 +75,8 @@ class InferenceService:
 
     async def tokenize(self, request: api.TokenizeRequest, call: Call) -> api.TokenizeResponse:
         """Tokenize."""
-        return await self._generations.tokenize(request)
+        token_ids = await self._generations.tokenize(request)
+        return api.TokenizeResponse(token_ids=token_ids.tolist())
 
     async def list_models(
         self, request: api.ListModelsRequest, call: Call

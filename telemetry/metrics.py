@@ -30,26 +30,17 @@ class ProcessMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
+        self._watch(_loop_tasks, (Row(Metric.LOOP_TASKS, float),))
         self._loop_lag = self._histogram(Metric.LOOP_LAG)
         self._drain_began_s = 0.0
-        self._watch(lambda: self, _PROCESS_ROWS)
+        self._watch(self._drain_s, _PROCESS_ROWS)
 
     def draining(self) -> None:
         """The process takes no more work and finishes what it has."""
         self._drain_began_s = self._drain_began_s or time.monotonic()
 
-    @property
-    def drain_s(self) -> float:
-        """Since the process began to drain; 0 before."""
+    def _drain_s(self) -> float:
         return time.monotonic() - self._drain_began_s if self._drain_began_s else 0.0
-
-    @property
-    def loop_tasks(self) -> int:
-        """Of the loop that is running here."""
-        try:
-            return len(asyncio.all_tasks())
-        except RuntimeError:  # Collected outside of any loop.
-            return 0
 
     def watch_spans(self, counts: Callable[[], ExportCounts]) -> None:
         """Shows what becomes of this process's spans."""
@@ -173,10 +164,14 @@ class WorkerMetrics(ProcessMetrics):
         load: latest snapshot, with the attributes of `engine.types.EngineLoad`.
         transfer: counts, with the attributes of `kv_transfer.events.TransferCounters`; None where
             nothing is handed off.
+        streams: routers attached.
     """
 
     def __init__(
-        self, load: Callable[[], object], transfer: Callable[[], object] | None = None
+        self,
+        load: Callable[[], object],
+        transfer: Callable[[], object] | None = None,
+        streams: Callable[[], int] = int,
     ) -> None:
         super().__init__()
         self._step = self._histogram(Metric.STEP_SECONDS)
@@ -188,6 +183,7 @@ class WorkerMetrics(ProcessMetrics):
         self._watch(load, _ENGINE_ROWS)
         if transfer is not None:
             self._watch(transfer, _TRANSFER_ROWS)
+        self._watch(streams, (Row(Metric.WORK_STREAMS, float),))
 
     def watch_gpu(self, read: Callable[[], GpuLoad | None]) -> None:
         """Shows how the worker's GPU stands."""
@@ -230,15 +226,20 @@ def _exemplar(trace_id: str) -> dict[str, str] | None:
     return {"trace_id": trace_id} if trace_id else None
 
 
+def _loop_tasks() -> int:
+    """Of the running loop, which is where metrics are collected; elsewhere there are none."""
+    try:
+        return len(asyncio.all_tasks())
+    except RuntimeError:
+        return 0
+
+
 def _used_pages(load: Any) -> float:
     unused = load.free_pages, load.evictable_pages, load.granted_pages, load.quarantined_pages
     return max(0.0, float(load.total_pages - sum(unused)))
 
 
-_PROCESS_ROWS: Final = (
-    Row(Metric.DRAIN_SECONDS, attrgetter("drain_s")),
-    Row(Metric.LOOP_TASKS, attrgetter("loop_tasks")),
-)
+_PROCESS_ROWS: Final = (Row(Metric.DRAIN_SECONDS, float),)
 _ROUTER_ROWS: Final = (
     Row(Metric.INFLIGHT, attrgetter("inflight_requests")),
     Row(Metric.QUEUE_DEPTH, attrgetter("queued_requests")),

@@ -219,8 +219,10 @@ class Metric:
     GPU_MEMORY_TOTAL: Final = "baton_gpu_memory_total_bytes"
     GPU_POWER: Final = "baton_gpu_power_watts"
 
-    DRAIN_SECONDS: Final = "baton_drain_seconds"
+    WORK_STREAMS: Final = "baton_work_streams"
+
     LOOP_TASKS: Final = "baton_event_loop_tasks"
+    DRAIN_SECONDS: Final = "baton_drain_seconds"
     LOOP_LAG: Final = "baton_event_loop_lag_seconds"
     SPANS: Final = "baton_spans"
 

@@ -96,13 +96,7 @@ def render(result: Result) -> RenderableType:
 
 def _table(words: Words) -> Table:
     title = f"\n{words.title}"
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for number, name in enumerate(words.head):
         table.add_column(name, justify="right" if number else "left", no_wrap=True)
     for row in words.rows:

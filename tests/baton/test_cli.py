@@ -63,7 +63,6 @@ def test_help_names_every_command() -> None:
         "config",
         "trace",
         "bench",
-        "top",
     ],
 )
 def test_every_command_has_help(command: str) -> None:

@@ -96,22 +96,18 @@ class GenerationInput(_message.Message):
     exactly one is served.
     """
     text: _builtins.str
-    """Raw text, tokenized by the server; not empty."""
+    """Raw text, tokenized by the server."""
     choices: _builtins.int
-    """How many completions of the one prompt, sharing its KV pages: at least 1,
-    at most what the server allows (16 by default). Unset: 1.
-    """
+    """How many completions of the one prompt, sharing its KV pages. Unset: 1."""
     priority: _builtins.int
     """Higher runs first, in [-100, 100]. Unset: 0."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
-        """Token ids, used as they are: no special token is added."""
+        """Token ids, used as they are."""
 
     @_builtins.property
     def chat(self) -> Global___ChatPrompt:
-        """Chat turns, rendered with the model's chat template, up to where the
-        assistant speaks.
-        """
+        """Chat turns, rendered with the model's chat template."""
 
     @_builtins.property
     def sampling(self) -> Global___SamplingOptions:
@@ -166,7 +162,7 @@ class TokenIds(_message.Message):
     IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The ids, in order: at least one, each below the vocabulary's size."""
+        """The ids, in order."""
 
     def __init__(
         self,
@@ -190,7 +186,7 @@ class ChatPrompt(_message.Message):
     MESSAGES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-        """Turns, oldest first; at least one."""
+        """Turns, oldest first."""
 
     def __init__(
         self,
@@ -216,7 +212,7 @@ class ChatMessage(_message.Message):
     role: Global___Role.ValueType
     """Who speaks."""
     content: _builtins.str
-    """What is said; may be empty."""
+    """What is said."""
     def __init__(
         self,
         *,
@@ -267,13 +263,11 @@ class SamplingOptions(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """Finite, at least 0. 0 is greedy, and so is all below 0.00001. Unset: 1."""
+    """At least 0; 0 is greedy. Unset: 1."""
     top_p: _builtins.float
     """In (0, 1]. Unset: 1."""
     top_k: _builtins.int
-    """Keep only this many most likely tokens; 0, or as many as the vocabulary
-    has, disables it. Unset: 0.
-    """
+    """Keep only this many most likely tokens; 0 disables it. Unset: 0."""
     min_p: _builtins.float
     """In [0, 1]: drop tokens less likely than this share of the likeliest. Unset: 0."""
     frequency_penalty: _builtins.float
@@ -281,16 +275,14 @@ class SamplingOptions(_message.Message):
     presence_penalty: _builtins.float
     """In [-2, 2]. Unset: 0."""
     repetition_penalty: _builtins.float
-    """Finite, above 0. Unset: 1."""
+    """Above 0. Unset: 1."""
     seed: _builtins.int
     """The noise depends on seed, choice and output index alone, so a seeded
     request draws the same noise alone or in any batch. Unset: the server draws.
     """
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """Bias by token id, each in [-100, 100]; at most 1,024 ids, each below the
-        vocabulary's size.
-        """
+        """Bias by token id, each in [-100, 100]."""
 
     def __init__(
         self,
@@ -357,31 +349,22 @@ class StopOptions(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     INCLUDE_STOP_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Most tokens to generate, at least 1 and at most Model.max_output_tokens;
-    with the prompt's they must fit Model.max_context_tokens. Unset: what the
-    context leaves, at most the server's default (1,024 unless it is set).
+    """Most tokens to generate, at least 1. Unset: what the context leaves, at
+    most the server's default.
     """
     min_tokens: _builtins.int
-    """Fewest tokens before end of sequence, a stop token or a stop text may
-    apply; at most max_tokens. Unset: 0.
-    """
+    """Fewest tokens before end of sequence, a stop token or a stop text may apply."""
     ignore_eos: _builtins.bool
     """Go on past the end-of-sequence token (for benchmarks)."""
     include_stop: _builtins.bool
-    """Return the text of the stop sequence or stop token that was met, too. The
-    ids of all generated tokens are returned in any case.
-    """
+    """Return the stop sequence or stop token that was met, too."""
     @_builtins.property
     def sequences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Texts that end generation: at most 16, each of 1 to 256 bytes. Not part of
-        the text returned unless `include_stop` is set. Needs a tokenizer.
-        """
+        """Texts that end generation; not returned unless `include_stop` is set."""
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids that end generation: at most 1,024, each below the vocabulary's
-        size. Their text is left out unless `include_stop` is set.
-        """
+        """Token ids that end generation."""
 
     def __init__(
         self,
@@ -421,13 +404,11 @@ class OutputOptions(_message.Message):
     logprobs: _builtins.bool
     """Return log probabilities of the chosen tokens."""
     top_logprobs: _builtins.int
-    """And of this many best alternatives, at most 20; needs `logprobs`."""
+    """And of this many best alternatives, at most 20."""
     prompt_logprobs: _builtins.bool
-    """Return log probabilities of the prompt's tokens, with as many alternatives
-    as `top_logprobs` says. The prompt is then computed without a prefix cache.
-    """
+    """Return log probabilities of the prompt's tokens too."""
     omit_text: _builtins.bool
-    """Leave `text` empty and return ids only; stop texts still apply."""
+    """Leave `text` empty and return ids only."""
     def __init__(
         self,
         *,
@@ -529,7 +510,7 @@ class Choice(_message.Message):
     finish_reason: Global___FinishReason.ValueType
     """Why it ended."""
     stop_sequence: _builtins.str
-    """The stop text met, where one was."""
+    """The stop sequence met, where one was."""
     @_builtins.property
     def output(self) -> Global___TokenDelta:
         """All its tokens and text."""
@@ -629,7 +610,7 @@ class GenerationStarted(_message.Message):
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     generation_id: _builtins.str
-    """Server's id of the generation, 32 hex digits; the trace id of its spans."""
+    """Server's id of the generation; the trace id of its spans."""
     model: _builtins.str
     """Model that answers."""
     model_revision: _builtins.str
@@ -662,9 +643,7 @@ Global___GenerationStarted: _TypeAlias = GenerationStarted  # noqa: Y015
 
 @_typing.final
 class TokenDelta(_message.Message):
-    """Tokens, in order. One may have no text yet; the last of a choice may be text
-    without tokens.
-    """
+    """Tokens, in order."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -778,7 +757,7 @@ class GenerationFinished(_message.Message):
     finish_reason: Global___FinishReason.ValueType
     """Why."""
     stop_sequence: _builtins.str
-    """The stop text met, where one was."""
+    """The stop sequence met, where one was."""
     @_builtins.property
     def usage(self) -> Global___Usage:
         """Token counts over all choices; set on the last one to end."""
@@ -897,24 +876,13 @@ class TokenizeRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
-    ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
-    TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model whose tokenizer to use; empty as in GenerationInput."""
     text: _builtins.str
-    """Raw text, not empty."""
-    add_special_tokens: _builtins.bool
-    """Whether to add the special tokens that the model expects around a text,
-    such as a beginning of text. Unset: as Generate does, which is true for
-    text and false for chat, whose template writes its own.
-    """
-    token_texts: _builtins.bool
-    """Return the text of each token, too."""
+    """Raw text."""
     @_builtins.property
     def chat(self) -> Global___ChatPrompt:
-        """Chat turns, rendered with the model's chat template, up to where the
-        assistant speaks.
-        """
+        """Chat turns, rendered with the model's chat template."""
 
     def __init__(
         self,
@@ -922,20 +890,13 @@ class TokenizeRequest(_message.Message):
         model: _builtins.str = ...,
         text: _builtins.str = ...,
         chat: Global___ChatPrompt | None = ...,
-        add_special_tokens: _builtins.bool | None = ...,
-        token_texts: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "prompt", b"prompt", "text", b"text"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "model", b"model", "prompt", b"prompt", "text", b"text", "token_texts", b"token_texts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "model", b"model", "prompt", b"prompt", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
-    _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
-    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___TokenizeRequest: _TypeAlias = TokenizeRequest  # noqa: Y015
@@ -947,26 +908,18 @@ class TokenizeResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The ids that Generate would run, unless `add_special_tokens` said otherwise."""
-
-    @_builtins.property
-    def token_texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """One per id, where asked for: its text as it stands inside a text, the name
-        of a special token, U+FFFD for part of a character.
-        """
+        """The ids."""
 
     def __init__(
         self,
         *,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
-        token_texts: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids", "token_texts", b"token_texts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -998,7 +951,7 @@ class ListModelsResponse(_message.Message):
     MODELS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___Model]:
-        """Models that can be run now, by name."""
+        """Models served now."""
 
     def __init__(
         self,
@@ -1031,7 +984,7 @@ class Model(_message.Message):
     max_context_tokens: _builtins.int
     """Prompt and output tokens together."""
     max_output_tokens: _builtins.int
-    """Largest max_tokens accepted, with a prompt of one token."""
+    """Largest max_tokens accepted."""
     has_tokenizer: _builtins.bool
     """False where the model has no tokenizer: ids in, ids out."""
     def __init__(

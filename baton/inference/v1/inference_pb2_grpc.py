@@ -26,12 +26,9 @@ if _version_not_supported:
 
 
 class InferenceServiceStub:
-    """Generates text. The deadline of an RPC bounds the whole generation (the
-    server's own, 10 minutes by default, does so where it comes earlier), and
+    """Generates text. The deadline of an RPC bounds the whole generation, and
     cancelling it stops the generation and frees every KV page it held. Errors
-    are gRPC statuses with google.rpc.ErrorInfo in the details, never events;
-    INVALID_ARGUMENT lists every violation in google.rpc.BadRequest, and what
-    can be tried again has google.rpc.RetryInfo. Messages have up to 64 MiB.
+    are gRPC statuses with google.rpc.ErrorInfo in the details, never events.
     """
 
     def __init__(self, channel):
@@ -63,12 +60,9 @@ class InferenceServiceStub:
 
 
 class InferenceServiceServicer:
-    """Generates text. The deadline of an RPC bounds the whole generation (the
-    server's own, 10 minutes by default, does so where it comes earlier), and
+    """Generates text. The deadline of an RPC bounds the whole generation, and
     cancelling it stops the generation and frees every KV page it held. Errors
-    are gRPC statuses with google.rpc.ErrorInfo in the details, never events;
-    INVALID_ARGUMENT lists every violation in google.rpc.BadRequest, and what
-    can be tried again has google.rpc.RetryInfo. Messages have up to 64 MiB.
+    are gRPC statuses with google.rpc.ErrorInfo in the details, never events.
     """
 
     def Generate(self, request, context):
@@ -133,12 +127,9 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService:
-    """Generates text. The deadline of an RPC bounds the whole generation (the
-    server's own, 10 minutes by default, does so where it comes earlier), and
+    """Generates text. The deadline of an RPC bounds the whole generation, and
     cancelling it stops the generation and frees every KV page it held. Errors
-    are gRPC statuses with google.rpc.ErrorInfo in the details, never events;
-    INVALID_ARGUMENT lists every violation in google.rpc.BadRequest, and what
-    can be tried again has google.rpc.RetryInfo. Messages have up to 64 MiB.
+    are gRPC statuses with google.rpc.ErrorInfo in the details, never events.
     """
 
     @staticmethod

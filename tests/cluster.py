@@ -9,10 +9,11 @@ import subprocess
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
@@ -30,6 +31,30 @@ READY_S = 60.0
 BASELINE_S = 10.0
 
 
+class Process(Protocol):
+    """What a cluster needs of `subprocess.Popen`."""
+
+    pid: int
+    returncode: int | None
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, number: int) -> None: ...
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+Launch = Callable[[Sequence[str], Mapping[str, str], Path], Process]
+"""Starts a command line in an environment; what it writes is appended to a file."""
+
+
+def launch(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            list(argv), env=dict(environment), stdout=file, stderr=subprocess.STDOUT
+        )
+
+
 @dataclass
 class Cluster:
     """Processes of a plan, started and killed one by one."""
@@ -37,18 +62,17 @@ class Cluster:
     plan: up.Plan
     logs: Path
     environment: Mapping[str, str]
-    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    launch: Launch
+    processes: dict[str, Process] = field(default_factory=dict)
     baselines: dict[str, int] = field(default_factory=dict)
+    started_s: dict[str, float] = field(default_factory=dict)
+    """When the process that runs under a name was started, `time.monotonic`."""
 
     def start(self, name: str) -> None:
         spec = self._spec(name)
-        with (self.logs / f"{name}.log").open("ab") as log:
-            self.processes[name] = subprocess.Popen(
-                list(spec.argv),
-                env={**os.environ, **self.environment, **spec.environment},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+        self.started_s[name] = time.monotonic()
+        environment = {**os.environ, **self.environment, **spec.environment}
+        self.processes[name] = self.launch(spec.argv, environment, self.logs / f"{name}.log")
 
     def start_all(self) -> None:
         for spec in self.plan.specs:
@@ -173,6 +197,7 @@ def make_cluster(
     both: int = 0,
     trace: bool = False,
     otlp_endpoint: str = "",
+    launch: Launch = launch,
     **worker_settings: object,
 ) -> Cluster:
     """A cluster that is not started. `worker_settings` reach the workers as BATON_* variables."""
@@ -193,7 +218,7 @@ def make_cluster(
     if otlp_endpoint:
         environment["BATON_OTLP_ENDPOINT"] = otlp_endpoint
     logs.mkdir(parents=True, exist_ok=True)
-    return Cluster(up.plan(options), logs, environment)
+    return Cluster(up.plan(options), logs, environment, launch)
 
 
 def add_model(cluster: Cluster, model: Path, **counts: int) -> None:

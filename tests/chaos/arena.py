@@ -1,0 +1,218 @@
+"""The processes of a block of runs: started, killed, frozen, started again at the same address.
+
+A process is as the harness left it until `tend` sees that a failpoint killed or stopped it: then
+it is started again, or woken, after the time that the fault gave it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from cluster import Cluster, Launch, make_cluster
+from prometheus_client.parser import text_string_to_metric_families
+
+from chaos.plan import Topology
+
+TEND_S: Final = 0.05
+ADMIN_TIMEOUT_S: Final = 5.0
+READY_S: Final = 60.0
+Sample = tuple[str, tuple[tuple[str, str], ...]]
+
+
+@dataclass
+class Blow:
+    """Something that a process suffered."""
+
+    name: str
+    kind: str
+    """`killed` or `frozen`."""
+    at_s: float
+    """`time.monotonic`."""
+    at_unix_s: float
+    woken_s: float = 0.0
+
+
+@dataclass
+class Care:
+    """What becomes of a process that a fault has struck."""
+
+    restart_after_s: float = 0.2
+    wake_after_s: float = 0.5
+
+
+@dataclass
+class Arena:
+    """A cluster, and what happened to it."""
+
+    cluster: Cluster
+    topology: Topology
+    care: dict[str, Care] = field(default_factory=dict)
+    blows: list[Blow] = field(default_factory=list)
+    frozen_by_us: set[str] = field(default_factory=set)
+
+    @classmethod
+    def start(cls, topology: Topology, model: Path, logs: Path, launch: Launch) -> Arena:
+        """Returns when the cluster serves."""
+        cluster = make_cluster(
+            model,
+            logs,
+            prefill=topology.prefill,
+            decode=topology.decode,
+            both=topology.both,
+            num_pages=700,
+            failpoints="live",
+            poison_freed_pages=True,
+            log_format="json",
+            drain_s=2,
+            launch=launch,
+        )
+        cluster.start_all()
+        return cls(cluster, topology)
+
+    def stop(self) -> None:
+        """Ends every process."""
+        for process in self.cluster.processes.values():
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+                process.wait()
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.cluster.processes)
+
+    def pid(self, name: str) -> int:
+        return self.cluster.processes[name].pid
+
+    def is_alive(self, name: str) -> bool:
+        return self.cluster.processes[name].poll() is None
+
+    def kill(self, name: str) -> None:
+        """SIGKILL."""
+        self._note(name, "killed")
+        self.cluster.kill(name)
+
+    def freeze(self, name: str) -> None:
+        """SIGSTOP."""
+        self.frozen_by_us.add(name)
+        self._note(name, "frozen")
+        self.cluster.kill(name, signal.SIGSTOP)
+
+    def wake(self, name: str) -> None:
+        """SIGCONT."""
+        self.frozen_by_us.discard(name)
+        if self.is_alive(name):
+            self.cluster.kill(name, signal.SIGCONT)
+        for blow in self.blows:
+            if blow.name == name and blow.kind == "frozen" and not blow.woken_s:
+                blow.woken_s = time.monotonic()
+
+    async def tend(self) -> None:
+        """Restarts the dead and wakes the stopped, for ever."""
+        due: dict[str, float] = {}
+        while True:
+            now_s = time.monotonic()
+            for name in self.names:
+                trouble = self._trouble(name)
+                if not trouble:
+                    due.pop(name, None)
+                elif name not in due:
+                    due[name] = now_s + self._patience_s(name, trouble)
+                elif now_s >= due[name]:
+                    del due[name]
+                    self.cluster.start(name) if trouble == "killed" else self.wake(name)
+            await asyncio.sleep(TEND_S)
+
+    async def ready(self) -> None:
+        """Until every process runs, serves and is attached. Raises AssertionError."""
+        deadline_s = time.monotonic() + READY_S
+        while not await self._is_whole():
+            assert time.monotonic() < deadline_s, f"not whole again:\n{self.cluster.tail()}"
+            await asyncio.sleep(TEND_S)
+
+    async def metrics(self, name: str) -> Mapping[Sample, float]:
+        """Every sample of a process, by name and labels. Raises OSError."""
+        text = await asyncio.to_thread(self._fetch, name, "/metrics", None)
+        return {
+            (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+
+    async def arm(self, name: str, specification: str) -> None:
+        """Arms failpoints of a process in place of those before. Raises OSError."""
+        await asyncio.to_thread(self._fetch, name, "/failpoints", specification.encode())
+
+    async def failpoints(self, name: str) -> str:
+        """What was hit and what has fired, as JSON. Raises OSError."""
+        return await asyncio.to_thread(self._fetch, name, "/failpoints", None)
+
+    def victim(self) -> subprocess.Popen[str]:
+        """A client process that reads for ever."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "chaos.victim", self.cluster.plan.router_address],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def _fetch(self, name: str, path: str, body: bytes | None) -> str:
+        url = f"http://{self.cluster.admin_addresses[name]}{path}"
+        with urllib.request.urlopen(url, body, timeout=ADMIN_TIMEOUT_S) as response:
+            return response.read().decode()
+
+    async def _is_whole(self) -> bool:
+        if any(self._trouble(name) for name in self.names):
+            return False
+        try:
+            found = await self.metrics("router")
+            up = {dict(labels)["worker"] for (key, labels), value in found.items()
+                  if key == "baton_worker_up" and value == 1}  # fmt: skip
+            for name in self.topology.workers:
+                await self.metrics(name)
+        except OSError:
+            return False
+        return up == set(self.topology.workers)
+
+    def _trouble(self, name: str) -> str:
+        """What a process suffers from that nobody told us of, or what we did to it."""
+        if not self.is_alive(name):
+            if not any(b.name == name and b.kind == "killed" for b in self._unhealed(name)):
+                self._note(name, "killed")
+            return "killed"
+        if name in self.frozen_by_us:
+            return ""
+        try:
+            state = Path(f"/proc/{self.pid(name)}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return ""
+        if state != "T":
+            return ""
+        if not any(b.kind == "frozen" and not b.woken_s for b in self._unhealed(name)):
+            self._note(name, "frozen")
+        return "frozen"
+
+    def _unhealed(self, name: str) -> list[Blow]:
+        """Blows to the process that runs under this name now."""
+        return [b for b in self.blows if b.name == name and b.at_s > self._born_s(name)]
+
+    def _born_s(self, name: str) -> float:
+        return self.cluster.started_s[name]
+
+    def _patience_s(self, name: str, trouble: str) -> float:
+        care = self.care.get(name, Care())
+        return care.restart_after_s if trouble == "killed" else care.wake_after_s
+
+    def _note(self, name: str, kind: str) -> None:
+        self.blows.append(Blow(name, kind, time.monotonic(), time.time()))

@@ -1,0 +1,78 @@
+"""Does what a plan's faults say, to the processes of an arena."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from chaos.arena import Arena, Care
+from chaos.plan import Fault
+
+VICTIM_BEGINS_S = 20.0
+
+
+@asynccontextmanager
+async def inflicted(arena: Arena, faults: Sequence[Fault]) -> AsyncIterator[None]:
+    """Failpoints are armed before the block; all other faults strike while it runs. Afterwards
+    every one has struck, and processes are started again and woken."""
+    arena.care = {
+        fault.target: Care(fault.restart_after_s or 0.2, fault.lasts_s or 0.5) for fault in faults
+    }
+    for target in {fault.target for fault in faults}:
+        armed = [f.failpoint for f in faults if f.target == target and f.failpoint]
+        if armed:
+            await arena.arm(target, ",".join(armed))
+    tending = asyncio.create_task(arena.tend())
+    striking = [asyncio.create_task(_strike(arena, fault)) for fault in faults]
+    try:
+        yield
+        await asyncio.gather(*striking)
+        await arena.ready()
+    finally:
+        for task in (*striking, tending):
+            task.cancel()
+        await asyncio.gather(*striking, tending, return_exceptions=True)
+
+
+async def fired(arena: Arena, faults: Sequence[Fault]) -> Counter[str]:
+    """How often failpoints have fired in the processes that outlived them; disarms them."""
+    found: Counter[str] = Counter()
+    for target in {fault.target for fault in faults if fault.failpoint}:
+        with contextlib.suppress(OSError):
+            for point, (_, times) in json.loads(await arena.failpoints(target)).items():
+                found[point] += times
+            await arena.arm(target, "")
+    return found
+
+
+async def _strike(arena: Arena, fault: Fault) -> None:
+    await asyncio.sleep(fault.at_s)
+    match fault.kind:
+        case "kill" | "kill_router" if arena.is_alive(fault.target):
+            arena.kill(fault.target)
+        case "freeze" if arena.is_alive(fault.target):
+            arena.freeze(fault.target)
+            try:
+                await asyncio.sleep(fault.lasts_s)
+            finally:
+                arena.wake(fault.target)
+        case "kill_client":
+            await _kill_client(arena)
+
+
+async def _kill_client(arena: Arena) -> None:
+    victim = arena.victim()
+    try:
+        assert victim.stdout is not None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(VICTIM_BEGINS_S):
+                await asyncio.to_thread(victim.stdout.readline)
+    finally:
+        victim.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            victim.wait(5)

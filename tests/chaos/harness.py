@@ -1,0 +1,170 @@
+"""Runs one plan after the other and judges each; see the package."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tiny_models import write_tiny_model
+
+from chaos.arena import Arena
+from chaos.checker import Excuses, Violation, check
+from chaos.clients import ask_all
+from chaos.faults import fired, inflicted
+from chaos.figures import Figures
+from chaos.history import History
+from chaos.nursery import Nursery
+from chaos.plan import RUNS_PER_CLUSTER, RunPlan, plan_run, topology_of
+from chaos.quiet import Baselines, wait_for_quiet
+from chaos.reference import ReferenceEngine
+
+
+@dataclass
+class Outcome:
+    """How a run went."""
+
+    plan: RunPlan
+    histories: Sequence[History]
+    violations: Sequence[Violation]
+    left: Sequence[str]
+    took_s: float
+
+    @property
+    def is_good(self) -> bool:
+        return not self.violations and not self.left
+
+    def report(self) -> str:
+        """For people: what was wrong, and how to see it again."""
+        plan = self.plan
+        wrong = [str(violation) for violation in self.violations] + list(self.left)
+        concerned = {violation.request for violation in self.violations}
+        shown = [h.as_json() for h in self.histories if h.ask.number in concerned]
+        return "\n".join(
+            (
+                f"FAILED {plan}",
+                *(f"  {text}" for text in wrong),
+                f"  again: make chaos SEED={plan.seed} ONLY={plan.number}",
+                *(f"  {json.dumps(one)}" for one in shown),
+            )
+        )
+
+
+@dataclass
+class Harness:
+    """Owns the reference engine and the cluster of the present block."""
+
+    workspace: Path
+    lenient: bool = False
+    """Failures are excused wherever a fault struck, others able to take over or not."""
+    figures: Figures = field(default_factory=Figures)
+    _arena: Arena | None = None
+    _block: tuple[int, int] | None = None
+    _baselines: Baselines = field(default_factory=Baselines)
+
+    def __post_init__(self) -> None:
+        self._nursery = Nursery()
+        self._model = write_tiny_model(self.workspace / "model")
+        self._reference = ReferenceEngine(self._model)
+
+    def run(self, seed: int, number: int) -> Outcome:
+        """Runs a plan and judges it. A cluster that was left in a bad state is not used again."""
+        began_s = time.monotonic()
+        plan = plan_run(seed, number)
+        arena = self._arena_of(seed, number)
+        outcome = asyncio.run(self._run(plan, arena))
+        outcome.took_s = time.monotonic() - began_s
+        if not outcome.is_good:
+            self.close_cluster()
+        return outcome
+
+    def close_cluster(self) -> None:
+        """Ends the processes of the present block."""
+        if self._arena is not None:
+            self.figures.detect(self._arena.blows, self._arena.cluster.logs / "router.log")
+            self._arena.stop()
+        self._arena = self._block = None
+
+    def close(self) -> None:
+        """Ends everything."""
+        self.close_cluster()
+        self._nursery.close()
+        self._reference.stop()
+
+    async def _run(self, plan: RunPlan, arena: Arena) -> Outcome:
+        blows = len(arena.blows)
+        references = self._reference.answer(plan.asks)
+        left: list[str] = []
+        histories: list[History] = []
+        points: Counter[str] = Counter()
+        try:
+            async with inflicted(arena, plan.faults):
+                histories = await ask_all(arena.cluster.plan.router_address, plan.asks)
+            points = await fired(arena, plan.faults)
+        except AssertionError as error:
+            left.append(str(error))
+        violations = check(histories, references, self._excuses(plan))
+        left += [] if left else await wait_for_quiet(arena, self._baselines)
+        struck = arena.blows[blows:]
+        self.figures.add(plan, histories, references, violations, left, struck, points)
+        return Outcome(plan, histories, violations, left, 0.0)
+
+    def _excuses(self, plan: RunPlan) -> Excuses:
+        return Excuses(
+            failures=bool(plan.faults) and (self.lenient or not plan.others_can_take_over),
+            router_died=any(fault.kind == "kill_router" for fault in plan.faults),
+        )
+
+    def _arena_of(self, seed: int, number: int) -> Arena:
+        block = seed, number // RUNS_PER_CLUSTER
+        if self._arena is None or self._block != block:
+            self.close_cluster()
+            logs = self.workspace / f"logs-{seed}-{number}"
+            launch = self._nursery.start
+            self._arena = Arena.start(topology_of(seed, number), self._model, logs, launch)
+            self._block, self._baselines = block, Baselines()
+            asyncio.run(self._warm_up(self._arena))
+        return self._arena
+
+    async def _warm_up(self, arena: Arena) -> None:
+        """Until peers have met and the first of everything is over; then what is at rest is."""
+        await arena.ready()
+        asks = [ask for ask in plan_run(0, 0).asks if ask.behaviour == "read"]
+        await ask_all(arena.cluster.plan.router_address, asks)
+        await wait_for_quiet(arena, self._baselines)
+
+
+@contextmanager
+def harness(*, lenient: bool = False, workspace: Path | None = None) -> Iterator[Harness]:
+    """A harness that leaves no process behind."""
+    with contextlib.ExitStack() as stack:
+        if workspace is None:
+            workspace = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
+        made = Harness(workspace, lenient)
+        stack.callback(made.close)
+        yield made
+
+
+def run_many(
+    made: Harness, seed: int, numbers: Sequence[int], say: Callable[[str], None], until_s: float
+) -> list[Outcome]:
+    """Runs plans until the time is up; says how it goes."""
+    outcomes: list[Outcome] = []
+    for number in numbers:
+        if time.monotonic() > until_s:
+            say(f"time is up after {len(outcomes)} runs")
+            break
+        outcome = made.run(seed, number)
+        outcomes.append(outcome)
+        mark = "ok  " if outcome.is_good else "FAIL"
+        say(f"{mark} {outcome.took_s:5.1f} s  {outcome.plan}")
+        if not outcome.is_good:
+            say(outcome.report())
+    return outcomes

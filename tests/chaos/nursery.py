@@ -1,0 +1,151 @@
+"""Processes that start in a fraction of a second: forked from one that has imported everything.
+
+A worker spends most of its start on imports, and chaos starts many. `python -m chaos.nursery` does
+them once, with one thread and nothing open, and then forks a child for every line that it reads;
+such a child has its own session, log and environment, and from there on is what `python -m baton`
+would be. When the harness dies, however it dies, the nursery ends and takes its children along.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+PR_SET_PDEATHSIG: Final = 1
+PRELOADED: Final = (
+    "baton.cli",
+    "baton.worker_process",
+    "router.server",
+    "kv_transfer.nixl",
+    "nixl_cu13._bindings",
+    "uvloop",
+    # What loading a model imports on the way.
+    "accelerate",
+    "safetensors.torch",
+    "torch._dynamo",
+    "torch.fx.experimental.symbolic_shapes",
+    "transformers.generation.configuration_utils",
+    "transformers.models.auto.configuration_auto",
+    "transformers.models.llama.configuration_llama",
+)
+"""Building a worker's engine on a tiny model takes 0.01 s of CPU after these, and 1.9 s before."""
+
+
+class Child:
+    """A process that somebody else is the parent of; looks like `subprocess.Popen`."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        """0 once it has ended: its real code is the nursery's to know."""
+        self._fd = os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        """Not None once it has ended."""
+        if self.returncode is None and select.select([self._fd], [], [], 0)[0]:
+            self._ended()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Blocks until it has ended. Raises subprocess.TimeoutExpired."""
+        if self.returncode is None:
+            if not select.select([self._fd], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("child", timeout or 0)
+            self._ended()
+        return 0
+
+    def send_signal(self, number: int) -> None:
+        """Does nothing to one that has ended."""
+        if self.poll() is None:
+            signal.pidfd_send_signal(self._fd, number)
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+    def _ended(self) -> None:
+        self.returncode = 0
+        os.close(self._fd)
+
+
+class Nursery:
+    """The harness's side."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "chaos.nursery"],
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+                "OMP_NUM_THREADS": "1",
+                "GRPC_VERBOSITY": "error",
+            },
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def start(self, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Child:
+        """Starts `python -m baton ...`; what it writes is appended to the log."""
+        assert argv[1:3] == ["-m", "baton"], argv
+        order = {"argv": list(argv[3:]), "environment": dict(environment), "log": str(log)}
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return Child(int(self._process.stdout.readline()))
+
+    def close(self) -> None:
+        """Ends the nursery and every child of it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(30)
+
+
+def _serve() -> None:
+    """Forks a child a line; returns in each child and at the end of the input."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    for line in sys.stdin:
+        order = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            _become(order)
+        print(pid, flush=True)
+
+
+def _become(order: dict[str, Any]) -> None:
+    """Runs the command line in the forked child; never returns."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    random.seed()  # trace ids are drawn from it
+    sys.argv = ["baton", *order["argv"]]
+    from baton.cli import main
+
+    main()
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    for name in PRELOADED:
+        __import__(name)
+    _serve()

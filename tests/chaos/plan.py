@@ -1,0 +1,259 @@
+"""A run, drawn from a seed: which processes, which requests, which faults. No clock, no process.
+
+The same seed and number always make the same run, whatever ran before. Runs share a cluster in
+blocks of `RUNS_PER_CLUSTER`: the topology belongs to the block, all else to the run.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from chaos.history import Ask, Behaviour
+
+RUNS_PER_CLUSTER: Final = 20
+VOCAB: Final = 384
+FIRST_ID: Final = 5
+"""Below are special tokens."""
+POISON_TOKENS: Final = 173
+"""Length of a prompt that kills, and of no other."""
+SPAN_S: Final = 1.5
+"""Requests begin, and faults strike, within this time."""
+
+FaultKind = Literal[
+    "kill",
+    "freeze",
+    "failpoint",
+    "stall_thread",
+    "hold_gil",
+    "cut_control",
+    "cut_data",
+    "kill_router",
+    "kill_client",
+    "poison",
+]
+WEIGHTS: Final[dict[FaultKind, int]] = {
+    "kill": 30,
+    "freeze": 10,
+    "failpoint": 30,
+    "stall_thread": 6,
+    "hold_gil": 4,
+    "cut_control": 6,
+    "cut_data": 6,
+    "kill_router": 4,
+    "kill_client": 4,
+    "poison": 4,
+}
+ENDINGS: Final = ("kill", "kill", "stop")
+PREFILL_POINTS: Final = (
+    "prefill.submitted",
+    "prefill.granted",
+    "prefill.chunk",
+    "prefill.first_token",
+    "worker.wrote~first_token",
+    "transfer.before_push",
+    "transfer.before_last_push",
+    "transfer.pushed",
+    "transfer.last_pushed",
+    "transfer.done",
+    "prefill.sent",
+    "transfer.before_quiesced",
+)
+DECODE_POINTS: Final = (
+    "decode.submitted",
+    "decode.before_grant",
+    "decode.after_grant",
+    "worker.wrote~granted",
+    "transfer.chunk_landed",
+    "decode.delivered",
+    "decode.tokens",
+    "decode.ended",
+    "worker.wrote~tokens",
+)
+BOTH_POINTS: Final = ("decode.submitted", "decode.tokens", "decode.ended", "worker.wrote~tokens")
+MAX_NTH: Final = {"decode.tokens": 120, "worker.wrote~tokens": 40, "prefill.chunk": 12}
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Workers by role."""
+
+    prefill: int
+    decode: int
+    both: int = 0
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """Names, as a cluster gives them."""
+        counts = {"prefill": self.prefill, "decode": self.decode, "both": self.both}
+        return tuple(f"{role}-{i}" for role, count in counts.items() for i in range(count))
+
+    def peers(self, name: str) -> int:
+        """Workers that do what this one does, itself included; `both` counts for either."""
+        role = name.partition("-")[0]
+        return {"prefill": self.prefill, "decode": self.decode, "both": self.both}[role]
+
+
+TOPOLOGIES: Final = (
+    Topology(1, 1),
+    Topology(2, 1),
+    Topology(1, 2),
+    Topology(2, 2),
+    Topology(3, 2),
+    Topology(2, 3),
+    Topology(3, 3),
+    Topology(0, 0, 2),
+    Topology(1, 1, 1),
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that goes wrong."""
+
+    kind: FaultKind
+    at_s: float
+    """After the begin of the run; failpoints are armed before it."""
+    target: str
+    """Name of a process."""
+    failpoint: str = ""
+    """Specification to arm at the target, if it is one."""
+    lasts_s: float = 0.0
+    """How long a frozen process stands."""
+    restart_after_s: float = 0.0
+    """A process that died starts again this much later."""
+
+    def __str__(self) -> str:
+        what = self.failpoint or self.kind
+        lasts = f" for {self.lasts_s:.1f} s" if self.lasts_s else ""
+        return f"{what} at {self.target} after {self.at_s:.2f} s{lasts}"
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Everything that is decided beforehand."""
+
+    seed: int
+    number: int
+    topology: Topology
+    asks: tuple[Ask, ...]
+    faults: tuple[Fault, ...]
+
+    @property
+    def others_can_take_over(self) -> bool:
+        """Whether each request must come to its end all the same: at most one worker is struck,
+        and another one does what it does."""
+        struck = {fault.target for fault in self.faults if fault.target != "client"}
+        return not struck or (
+            len(struck) == 1 and all(self.topology.peers(name) > 1 for name in struck)
+        )
+
+    def __str__(self) -> str:
+        shape = self.topology
+        faults = "; ".join(map(str, self.faults)) or "no fault"
+        workers = f"{shape.prefill}P {shape.decode}D {shape.both}B"
+        return f"run {self.number} of seed {self.seed}: {workers}, {len(self.asks)} asks, {faults}"
+
+
+def topology_of(seed: int, number: int) -> Topology:
+    """The cluster that a run shares with its block."""
+    block = number // RUNS_PER_CLUSTER
+    first = random.Random(seed).randrange(len(TOPOLOGIES))
+    return TOPOLOGIES[(first + block) % len(TOPOLOGIES)]
+
+
+def plan_run(seed: int, number: int) -> RunPlan:
+    """The run."""
+    rng = random.Random(f"{seed}/{number}")
+    topology = topology_of(seed, number)
+    asks = _asks(rng)
+    count = rng.choice((0, 1, 1, 1, 1, 2, 2))
+    kinds = rng.choices(list(WEIGHTS), list(WEIGHTS.values()), k=count)
+    faults = [_fault(rng, kind, topology) for kind in kinds if kind != "poison"]
+    if "poison" in kinds:
+        asks = (*asks, _poison(rng, len(asks)))
+        faults += _poisoned(topology)
+    return RunPlan(seed, number, topology, asks, tuple(faults))
+
+
+def _asks(rng: random.Random) -> tuple[Ask, ...]:
+    shared = tuple(rng.randrange(FIRST_ID, VOCAB) for _ in range(200))
+    return tuple(_ask(rng, number, shared) for number in range(rng.randint(6, 18)))
+
+
+def _ask(rng: random.Random, number: int, shared: tuple[int, ...]) -> Ask:
+    length = rng.choice((1, 15, 16, 17, 40, 90, 160, 300, 500))
+    own = tuple(rng.randrange(FIRST_ID, VOCAB) for _ in range(length))
+    held = shared[: rng.choice((0, 0, 0, 48, 160, 200))]
+    behaviours: tuple[Behaviour, ...] = ("read",) * 8 + ("cancel", "stall")
+    return Ask(
+        number=number,
+        prompt=held + own if len(held + own) != POISON_TOKENS else (*held, *own, FIRST_ID),
+        max_tokens=rng.choice((1, 2, 8, 24, 60, 120)),
+        choices=rng.choice((1, 1, 1, 1, 2, 3)),
+        temperature=rng.choice((0.0, 0.0, 0.7, 1.0)),
+        seed=rng.getrandbits(63),
+        frequency_penalty=rng.choice((0.0, 0.0, 0.0, 0.8)),
+        ignore_eos=rng.random() < 0.7,
+        start_s=rng.uniform(0, SPAN_S),
+        behaviour=rng.choice(behaviours),
+        after_deltas=rng.randint(0, 12),
+    )
+
+
+def _poison(rng: random.Random, number: int) -> Ask:
+    prompt = tuple(rng.randrange(FIRST_ID, VOCAB) for _ in range(POISON_TOKENS))
+    return Ask(number, prompt, max_tokens=30, start_s=rng.uniform(0, SPAN_S), poison=True)
+
+
+def _poisoned(topology: Topology) -> list[Fault]:
+    """Whoever computes the poisonous prompt dies of it, each worker once."""
+    return [
+        Fault("poison", 0, name, f"{point}=kill~{POISON_TOKENS}@1", restart_after_s=0.2)
+        for name in topology.workers
+        for point in ("prefill.submitted", "decode.submitted")
+        if not name.startswith("decode") and name.startswith("both") == point.startswith("decode")
+    ]
+
+
+def _fault(rng: random.Random, kind: FaultKind, topology: Topology) -> Fault:
+    target = rng.choice(topology.workers)
+    at_s = rng.uniform(0.05, SPAN_S)
+    restart_after_s = rng.choice((0.0, 0.2, 1.0))
+    match kind:
+        case "kill_router":
+            return Fault(kind, at_s, "router", restart_after_s=restart_after_s)
+        case "kill_client":
+            return Fault(kind, at_s, "client")
+        case "kill":
+            return Fault(kind, at_s, target, restart_after_s=restart_after_s)
+        case "freeze":
+            return Fault(kind, at_s, target, lasts_s=rng.choice((0.3, 1.5, 4.5)))
+        case "failpoint":
+            return _at_failpoint(rng, target, restart_after_s)
+        case "stall_thread":
+            point = rng.choice(("engine.turn", "engine.step", "transfer.before_push"))
+            spec = f"{point}=sleep:{rng.choice((0.5, 4.5))}@{rng.randint(1, 6)}"
+            return Fault(kind, 0, target, spec)
+        case "hold_gil":
+            return Fault(kind, 0, target, f"engine.step=gil:{rng.choice((1, 4))}@1")
+        case "cut_control":
+            return Fault(kind, 0, target, f"worker.received=raise@{rng.randint(1, 8)}")
+        case "cut_data":
+            sender = rng.choice([w for w in topology.workers if not w.startswith("decode")])
+            point = rng.choice(("transfer.before_push", "transfer.before_last_push"))
+            return Fault(kind, 0, sender, f"{point}=raise@{rng.randint(1, 4)}")
+        case _:
+            raise ValueError(kind)
+
+
+def _at_failpoint(rng: random.Random, target: str, restart_after_s: float) -> Fault:
+    points = {"prefill": PREFILL_POINTS, "decode": DECODE_POINTS, "both": BOTH_POINTS}
+    point = rng.choice(points[target.partition("-")[0]])
+    name, tilde, key = point.partition("~")
+    nth = rng.randint(1, MAX_NTH.get(point, 4))
+    ending = rng.choice(ENDINGS)
+    lasts_s = rng.choice((0.5, 4.5)) if ending == "stop" else 0.0
+    spec = f"{name}={ending}{tilde}{key}@{nth}"
+    return Fault("failpoint", 0, target, spec, lasts_s, restart_after_s)
