@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 from baton import __version__
 from baton.bench.errors import BenchError, WrongUseError
-from baton.commands import ask, bench, config, demo, health, model, serve, trace
+from baton.commands import ask, bench, config, demo, health, model, serve, top, trace
 from baton.commands.output import stderr, stdout
 from baton.demo_model import DemoModelError
 from baton.errors import (
@@ -24,6 +24,7 @@ from baton.errors import (
     UnreachableError,
 )
 from baton.settings import SettingsError
+from baton.top.scrape import TopError
 from baton.traces import TraceError
 from baton.up import UpError
 
@@ -56,7 +57,7 @@ def explain(error: Exception) -> tuple[str, int] | None:
             return f"{error.reason or error.code.name}: {error.message}", FAILED
         case SettingsError() | WrongUseError():
             return str(error), WRONG_USE
-        case UpError() | DemoModelError() | TraceError() | BenchError():
+        case UpError() | DemoModelError() | TraceError() | TopError() | BenchError():
             return str(error), FAILED
         case RuntimeError() if str(error).startswith("Failed to bind"):  # gRPC's words
             address = str(error).removeprefix("Failed to bind to address ").partition(";")[0]
@@ -151,7 +152,7 @@ _PANELS: Final[Mapping[str, Mapping[str, Callable[..., None]]]] = {
         "trace": trace.trace,
         "health": health.health,
     },
-    "Measure": {"bench": bench.bench},
+    "Watch and measure": {"top": top.top, "bench": bench.bench},
 }
 for _panel, _commands in _PANELS.items():
     for _name, _command in _commands.items():

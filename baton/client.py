@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Self, TypeVar, Unpack
+from typing import Self, Unpack
 
 import grpc
 import grpc.aio
@@ -30,16 +30,14 @@ from baton.generation import (
     Message,
     Model,
     Options,
-    chat_prompt,
-    generation_input,
 )
 from baton.grpc_options import client_options
 from baton.inference.v1 import inference_pb2 as pb
 from baton.inference.v1 import inference_pb2_grpc as pb_grpc
+from baton.requests import generation_request, tokenize_request
 from baton.settings import ROUTER_ADDRESS
 
 Metadata = tuple[tuple[str, str], ...]
-Request = TypeVar("Request", pb.GenerateRequest, pb.StreamGenerateRequest)
 
 
 def _inject_nothing(carrier: dict[str, str]) -> None:
@@ -212,7 +210,7 @@ class Client:
             BatonError: the call failed.
             ValueError: not exactly one form of prompt was given.
         """
-        request = _request(pb.GenerateRequest, prompt, messages, token_ids, options)
+        request = generation_request(pb.GenerateRequest, prompt, messages, token_ids, options)
         with _typed_errors():
             response = self._stub.Generate(
                 request, timeout=timeout_s, metadata=_metadata(self._token)
@@ -229,7 +227,7 @@ class Client:
         **options: Unpack[Options],
     ) -> GenerationStream:
         """Generates and returns the deltas as they come. Arguments as `generate`."""
-        request = _request(pb.StreamGenerateRequest, prompt, messages, token_ids, options)
+        request = generation_request(pb.StreamGenerateRequest, prompt, messages, token_ids, options)
         call = self._stub.StreamGenerate(
             request, timeout=timeout_s, metadata=_metadata(self._token)
         )
@@ -249,10 +247,14 @@ class Client:
         *,
         messages: Sequence[Message] | None = None,
         model: str = "",
+        add_special_tokens: bool | None = None,
         timeout_s: float | None = 10.0,
     ) -> tuple[int, ...]:
-        """The token ids of a text, or of chat turns in the model's template."""
-        request = _tokenize_request(text, messages, model)
+        """The token ids of a text, or of chat turns in the model's template.
+
+        Without `add_special_tokens` they are those that generating would run.
+        """
+        request = tokenize_request(text, messages, model, add_special_tokens)
         with _typed_errors():
             response = self._stub.Tokenize(
                 request, timeout=timeout_s, metadata=_metadata(self._token)
@@ -291,7 +293,7 @@ class AsyncClient:
         **options: Unpack[Options],
     ) -> Generation:
         """Generates and returns the whole result. Arguments and errors as `Client.generate`."""
-        request = _request(pb.GenerateRequest, prompt, messages, token_ids, options)
+        request = generation_request(pb.GenerateRequest, prompt, messages, token_ids, options)
         with _typed_errors():
             response = await self._stub.Generate(
                 request, timeout=timeout_s, metadata=_metadata(self._token)
@@ -308,7 +310,7 @@ class AsyncClient:
         **options: Unpack[Options],
     ) -> AsyncGenerationStream:
         """Generates and returns the deltas as they come. Arguments as `Client.generate`."""
-        request = _request(pb.StreamGenerateRequest, prompt, messages, token_ids, options)
+        request = generation_request(pb.StreamGenerateRequest, prompt, messages, token_ids, options)
         call = self._stub.StreamGenerate(
             request, timeout=timeout_s, metadata=_metadata(self._token)
         )
@@ -328,10 +330,11 @@ class AsyncClient:
         *,
         messages: Sequence[Message] | None = None,
         model: str = "",
+        add_special_tokens: bool | None = None,
         timeout_s: float | None = 10.0,
     ) -> tuple[int, ...]:
-        """The token ids of a text, or of chat turns in the model's template."""
-        request = _tokenize_request(text, messages, model)
+        """The token ids of a text or of chat turns. Arguments as `Client.tokenize`."""
+        request = tokenize_request(text, messages, model, add_special_tokens)
         with _typed_errors():
             response = await self._stub.Tokenize(
                 request, timeout=timeout_s, metadata=_metadata(self._token)
@@ -347,27 +350,6 @@ class AsyncClient:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-
-def _request(
-    kind: type[Request],
-    prompt: str | None,
-    messages: Sequence[Message] | None,
-    token_ids: Sequence[int] | None,
-    options: Options,
-) -> Request:
-    given = generation_input(prompt, messages, token_ids, options)
-    return kind(input=given, client_tag=options.get("client_tag", ""))
-
-
-def _tokenize_request(
-    text: str | None, messages: Sequence[Message] | None, model: str
-) -> pb.TokenizeRequest:
-    if (text is None) == (messages is None):
-        raise ValueError("give exactly one of text and messages")
-    if messages is not None:
-        return pb.TokenizeRequest(model=model, chat=chat_prompt(messages))
-    return pb.TokenizeRequest(model=model, text=text or "")
 
 
 def _models(response: pb.ListModelsResponse) -> tuple[Model, ...]:

@@ -148,6 +148,7 @@ def _router_spec(options: UpOptions, at: _RouterAddresses) -> ProcessSpec:
         "--internal-listen": at.internal,
         "--http-listen": at.http,
         "--admin": at.admin,
+        "--drain-grace-s": 0,  # nobody balances load in front of it
         "--drain-s": options.drain_s,
         "--otlp-endpoint": _spans_to(options, at),
     }

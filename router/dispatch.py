@@ -158,9 +158,9 @@ class JobDispatcher:
         self._models.joined(link)
         self.membership_changed.set()
 
-    def loading(self, model: str) -> None:
-        """A worker says that it loads a model."""
-        self._models.loading(model, self._now_s())
+    def loading(self, worker: worker_pb2.WorkerIdentity) -> None:
+        """A worker says that it loads its model."""
+        self._models.loading(worker, self._now_s())
 
     def loaded(self, _link: WorkerLink) -> None:
         """A worker may have room."""

@@ -75,8 +75,7 @@ class InferenceService:
 
     async def tokenize(self, request: api.TokenizeRequest, call: Call) -> api.TokenizeResponse:
         """Tokenize."""
-        token_ids = await self._generations.tokenize(request)
-        return api.TokenizeResponse(token_ids=token_ids.tolist())
+        return await self._generations.tokenize(request)
 
     async def list_models(
         self, request: api.ListModelsRequest, call: Call

@@ -92,8 +92,8 @@ class Generations:
                     span.observe(message)
                     yield message
 
-    async def tokenize(self, request: api.TokenizeRequest) -> PromptIds:
-        """Token ids of a text or of chat turns.
+    async def tokenize(self, request: api.TokenizeRequest) -> api.TokenizeResponse:
+        """Token ids of a text or of chat turns, and their texts where these are asked for.
 
         Raises:
             RouterError: INVALID_FIELD, or the model is not served.
@@ -105,7 +105,11 @@ class Generations:
         if tokenizer is None:
             validation.check_tokenizable(found, request)
             found.raise_if_any()
-        return await self._tokenize(request, tokenizer, "")
+        token_ids = (await self._tokenize(request, tokenizer, "")).tolist()
+        texts: list[str] = []
+        if tokenizer is not None and request.token_texts:
+            texts = await self._tokenizers.texts(tokenizer, token_ids)
+        return api.TokenizeResponse(token_ids=token_ids, token_texts=texts)
 
     async def _admit(self, request: GenerationRequest) -> tuple[ServedModel, Tokenizer | None]:
         found = validation.check_request(request, self._limits)
@@ -133,9 +137,12 @@ class Generations:
             return np.array(holder.token_ids.ids, dtype=np.uint32)
         assert tokenizer is not None  # Validated: text and chat need one.
         field = f"{path}.{kind}".lstrip(".")
+        special = None
+        if isinstance(holder, api.TokenizeRequest) and holder.HasField("add_special_tokens"):
+            special = holder.add_special_tokens
         try:
             prompt = holder.chat if kind == "chat" else holder.text
-            prompt_ids = await self._tokenizers.encode(tokenizer, prompt)
+            prompt_ids = await self._tokenizers.encode(tokenizer, prompt, special)
         except ChatTemplateError as error:
             raise errors.invalid_fields([Violation(field, error.rule)]) from None
         if not len(prompt_ids):

@@ -12,7 +12,6 @@ that can be run, and of several the one with the most workers.
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
@@ -21,6 +20,7 @@ from router import errors, routing
 from router.jobs import ServedModel
 
 if TYPE_CHECKING:
+    from baton.worker.v1 import worker_pb2
     from router.link import WorkerLink
 
 logger = logging.getLogger(__name__)
@@ -38,8 +38,8 @@ class Models:
         self._workers = workers
         self._left_s: dict[str, float] = {}
         """When the last worker of a name left."""
-        self._loading_s: dict[str, float] = {}
-        """When a worker last said that it loads a name."""
+        self._loading: dict[str, tuple[str, float]] = {}
+        """By worker: the name that it loads, and when it last said so."""
 
     def attached(self) -> list[ServedModel]:
         """One for each name that any worker serves, by name."""
@@ -67,21 +67,27 @@ class Models:
             return candidates[0]
         raise errors.model_not_found(name, [model.name for model in self.attached()])
 
-    def loading(self, name: str, now_s: float) -> None:
-        """Some worker says that it loads a model."""
-        self._loading_s = {
-            other: said_s for other, said_s in self._loading_s.items() if now_s - said_s < LOADING_S
+    def loading(self, worker: worker_pb2.WorkerIdentity, now_s: float) -> None:
+        """A worker says that it loads its model."""
+        self._loading = {
+            other: (name, said_s)
+            for other, (name, said_s) in self._loading.items()
+            if now_s - said_s < LOADING_S
         }
-        self._loading_s[name] = now_s
+        self._loading[worker.worker_id] = worker.model.name, now_s
 
     def is_loading(self, name: str, now_s: float) -> bool:
         """Whether a worker loads it now; an empty name is any, where nobody is attached yet."""
-        names = self._loading_s if not (name or self._workers) else {name}
-        return any(now_s - self._loading_s.get(one, -math.inf) < LOADING_S for one in names)
+        is_any = not name and not self._workers
+        return any(
+            now_s - said_s < LOADING_S and (is_any or name == loaded)
+            for loaded, said_s in self._loading.values()
+        )
 
     def joined(self, worker: WorkerLink) -> None:
         """A worker was attached."""
         model = worker.identity.model
+        self._loading.pop(worker.worker_id, None)
         self._left_s.pop(model.name, None)
         revisions = {other.identity.model.revision for other in self._named(model.name)}
         if len(revisions) > 1:

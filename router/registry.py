@@ -38,8 +38,8 @@ Key = tuple[str, int]
 class RegistryOwner(LinkOwner, Protocol):
     """Hears of workers, and of those to come."""
 
-    def loading(self, model: str) -> None:
-        """Some worker loads a model; said again while it does."""
+    def loading(self, worker: worker_pb2.WorkerIdentity) -> None:
+        """A worker loads its model; said again while it does."""
         ...
 
 
@@ -81,7 +81,7 @@ class Registry:
 
     def announce_loading(self, worker: worker_pb2.WorkerIdentity) -> None:
         """A worker says that it will exist once its model is loaded."""
-        self._owner.loading(worker.model.name)
+        self._owner.loading(worker)
 
     async def close(self) -> None:
         """Ends every link."""
@@ -155,7 +155,7 @@ class RegistryServicer(worker_pb2_grpc.RegistryServiceServicer):
     ) -> worker_pb2.AnnounceResponse:
         """Takes an announcement."""
         worker = request.worker
-        if request.loading and worker.model.name:
+        if request.loading and worker.worker_id and worker.model.name:
             self._registry.announce_loading(worker)
             return worker_pb2.AnnounceResponse(attached=False)
         if not (worker.worker_id and worker.address and worker.role and worker.model.name):

@@ -4,8 +4,9 @@ Life of the process:
 
 1. The servers start: gRPC and HTTP for clients, the internal gRPC one for workers.
 2. Serving: health says so for the process at once, and for the API while some model can be run.
-3. SIGTERM or SIGINT. Draining: health says NOT_SERVING, new requests are refused, those under way
-   get `drain_s` seconds. A second signal ends the wait.
+3. SIGTERM or SIGINT. Draining: health says NOT_SERVING; for `drain_grace_s` seconds, in which load
+   balancers learn of it, all goes on; then new requests are refused, and those under way get
+   `drain_s` seconds. A second signal ends the wait.
 4. Stopping: what is left ends with DRAINING; the streams to the workers close.
 
 The exit code is 0 where nothing had to be cut short.
@@ -139,10 +140,11 @@ class RouterServer:
         )
 
     async def drain(self) -> None:
-        """Refuses new work and returns when none is left."""
+        """Says so, then refuses new work; returns when none is left."""
         self.metrics.draining()
         await self._health.enter_graceful_shutdown()
         self._http.drain()
+        await asyncio.sleep(self.settings.drain_grace_s)
         self.dispatcher.drain()
         await self.dispatcher.idle()
 
@@ -195,9 +197,8 @@ async def serve(settings: RouterSettings) -> int:
     logger.info("draining", extra={"jobs": server.dispatcher.active_jobs})
     drained = asyncio.create_task(server.drain())
     hurried = asyncio.create_task(signals.second.wait())
-    await asyncio.wait(
-        {drained, hurried}, timeout=settings.drain_s, return_when=asyncio.FIRST_COMPLETED
-    )
+    patience_s = settings.drain_grace_s + settings.drain_s
+    await asyncio.wait({drained, hurried}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
     for task in (drained, hurried):
         task.cancel()
     return 0 if await server.stop() else 1

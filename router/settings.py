@@ -87,7 +87,9 @@ class RouterSettings(BaseSettings):
     """Least severe line that is logged."""
     log_format: Literal["text", "json"] = "text"
     """`json` writes one object a line, for log collectors."""
+    drain_grace_s: float = Field(default=1, ge=0)
+    """Seconds of serving on after SIGTERM, while health already sends new clients elsewhere."""
     drain_s: float = Field(default=30, ge=0)
-    """Seconds that running requests get to finish after SIGTERM."""
+    """Seconds that running requests get to finish after that."""
     failpoints: Annotated[str, AfterValidator(check_failpoints)] = ""
     """Where this process fails on purpose, for tests alone: NAME=ACTION[:ARG][~KEY][@NTH],..."""

@@ -91,17 +91,17 @@ class Tokenizer:
         template = _compile_template(source) if source is not None else None
         return cls(backend, template, _special_tokens(config))
 
-    def encode(self, text: str) -> PromptIds:
+    def encode(self, text: str, add_special_tokens: bool = True) -> PromptIds:
         """Ids of a raw text, with what the model expects around one (a beginning of text)."""
-        return _ids(self._backend.encode(text))
+        return _ids(self._backend.encode(text, add_special_tokens=add_special_tokens))
 
-    def encode_chat(self, chat: api.ChatPrompt) -> PromptIds:
+    def encode_chat(self, chat: api.ChatPrompt, add_special_tokens: bool = False) -> PromptIds:
         """Ids of a conversation up to where the assistant speaks.
 
         Raises:
             ChatTemplateError: there is no template, or it does not take these turns.
         """
-        return _ids(self._backend.encode(self.render_chat(chat), add_special_tokens=False))
+        return self.encode(self.render_chat(chat), add_special_tokens)
 
     def render_chat(self, chat: api.ChatPrompt) -> str:
         """Text of a conversation up to where the assistant speaks.
@@ -157,24 +157,52 @@ class Tokenizers:
         """Reads what was not read yet. What cannot be read is the affair of who asks for it."""
         await asyncio.gather(*map(self.get, folders), return_exceptions=True)
 
-    async def encode(self, tokenizer: Tokenizer, prompt: str | api.ChatPrompt) -> PromptIds:
+    async def encode(
+        self,
+        tokenizer: Tokenizer,
+        prompt: str | api.ChatPrompt,
+        add_special_tokens: bool | None = None,
+    ) -> PromptIds:
         """Ids of a text or a conversation; long ones are encoded on the pool.
+
+        Args:
+            tokenizer: of the model.
+            prompt: what to encode.
+            add_special_tokens: None: as generating needs it, for a text and not for a conversation.
 
         Raises:
             ChatTemplateError: the conversation cannot be rendered.
         """
+        if add_special_tokens is None:
+            add_special_tokens = isinstance(prompt, str)
         if _chars(prompt) <= _INLINE_CHARS:
-            return _encode(tokenizer, prompt)
+            return _encode(tokenizer, prompt, add_special_tokens)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, _encode, tokenizer, prompt)
+        return await loop.run_in_executor(
+            self._pool, _encode, tokenizer, prompt, add_special_tokens
+        )
+
+    async def texts(self, tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
+        """Text of each token, as `Tokenizer.token_text` has it, read on the pool."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, _texts, tokenizer, token_ids)
 
     def close(self) -> None:
         """Lets the threads go, once what they run is done."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _encode(tokenizer: Tokenizer, prompt: str | api.ChatPrompt) -> PromptIds:
-    return tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.encode_chat(prompt)
+def _encode(
+    tokenizer: Tokenizer, prompt: str | api.ChatPrompt, add_special_tokens: bool
+) -> PromptIds:
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt, add_special_tokens)
+    return tokenizer.encode_chat(prompt, add_special_tokens)
+
+
+def _texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
+    texts = {token_id: tokenizer.token_text(token_id) for token_id in set(token_ids)}
+    return [texts[token_id] for token_id in token_ids]
 
 
 def _chars(prompt: str | api.ChatPrompt) -> int:

@@ -126,8 +126,8 @@ DECLARED: Final[Mapping[str, Declared]] = {
     # Worker: its routers.
     Metric.WORK_STREAMS: Declared("gauge", "Routers attached."),
     # Every process.
-    Metric.LOOP_TASKS: Declared("gauge", "Tasks of the event loop that have not ended."),
     Metric.DRAIN_SECONDS: Declared("gauge", "Since the process began to drain; 0 before."),
+    Metric.LOOP_TASKS: Declared("gauge", "Tasks of the event loop."),
     Metric.LOOP_LAG: Declared(
         "histogram", "How much later than asked for the event loop woke up.", (), _STEP_S
     ),

@@ -30,17 +30,26 @@ class ProcessMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self._watch(_loop_tasks, (Row(Metric.LOOP_TASKS, float),))
         self._loop_lag = self._histogram(Metric.LOOP_LAG)
         self._drain_began_s = 0.0
-        self._watch(self._drain_s, _PROCESS_ROWS)
+        self._watch(lambda: self, _PROCESS_ROWS)
 
     def draining(self) -> None:
         """The process takes no more work and finishes what it has."""
         self._drain_began_s = self._drain_began_s or time.monotonic()
 
-    def _drain_s(self) -> float:
+    @property
+    def drain_s(self) -> float:
+        """Since the process began to drain; 0 before."""
         return time.monotonic() - self._drain_began_s if self._drain_began_s else 0.0
+
+    @property
+    def loop_tasks(self) -> int:
+        """Of the loop that is running here."""
+        try:
+            return len(asyncio.all_tasks())
+        except RuntimeError:  # Collected outside of any loop.
+            return 0
 
     def watch_spans(self, counts: Callable[[], ExportCounts]) -> None:
         """Shows what becomes of this process's spans."""
@@ -226,20 +235,15 @@ def _exemplar(trace_id: str) -> dict[str, str] | None:
     return {"trace_id": trace_id} if trace_id else None
 
 
-def _loop_tasks() -> int:
-    """Of the running loop, which is where metrics are collected; elsewhere there are none."""
-    try:
-        return len(asyncio.all_tasks())
-    except RuntimeError:
-        return 0
-
-
 def _used_pages(load: Any) -> float:
     unused = load.free_pages, load.evictable_pages, load.granted_pages, load.quarantined_pages
     return max(0.0, float(load.total_pages - sum(unused)))
 
 
-_PROCESS_ROWS: Final = (Row(Metric.DRAIN_SECONDS, float),)
+_PROCESS_ROWS: Final = (
+    Row(Metric.DRAIN_SECONDS, attrgetter("drain_s")),
+    Row(Metric.LOOP_TASKS, attrgetter("loop_tasks")),
+)
 _ROUTER_ROWS: Final = (
     Row(Metric.INFLIGHT, attrgetter("inflight_requests")),
     Row(Metric.QUEUE_DEPTH, attrgetter("queued_requests")),

@@ -221,8 +221,8 @@ class Metric:
 
     WORK_STREAMS: Final = "baton_work_streams"
 
-    LOOP_TASKS: Final = "baton_event_loop_tasks"
     DRAIN_SECONDS: Final = "baton_drain_seconds"
+    LOOP_TASKS: Final = "baton_event_loop_tasks"
     LOOP_LAG: Final = "baton_event_loop_lag_seconds"
     SPANS: Final = "baton_spans"
 

@@ -21,6 +21,7 @@ from baton.bench.servers import served
 from baton.bench.spans import span_figures
 from baton.bench.summary import Percentiles, Slo, Summary, gathered, percentiles, summarize
 from baton.bench.workload import Plan, Workload, shared_prefix_tokens
+from baton.commands.output import rounded
 
 LATENCIES: Final[Mapping[str, str]] = {
     "ttft_ms": "TTFT",
@@ -250,8 +251,8 @@ def as_json(result: Result) -> dict[str, Any]:
         },
         "slo": options.slo.given,
         "goodput": None if result.found is None else _goodput_json(result.found),
-        "runs": [_rounded(asdict(run.summary)) for run in result.runs],
-        "ranges": _rounded(result.ranges()),
+        "runs": [rounded(asdict(run.summary)) for run in result.runs],
+        "ranges": rounded(result.ranges()),
         "spans": dict(result.spans),
     }
 
@@ -263,16 +264,3 @@ def _goodput_json(found: Goodput) -> dict[str, Any]:
         "wanted_attainment": found.wanted_attainment,
         "probes": len(found.probes),
     }
-
-
-def _rounded(value: Any) -> Any:
-    """Floats to four digits behind the point, at any depth."""
-    match value:
-        case float():
-            return round(value, 4)
-        case Mapping():
-            return {key: _rounded(item) for key, item in value.items()}
-        case list() | tuple():
-            return [_rounded(item) for item in value]
-        case _:
-            return value

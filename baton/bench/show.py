@@ -96,7 +96,13 @@ def render(result: Result) -> RenderableType:
 
 def _table(words: Words) -> Table:
     title = f"\n{words.title}"
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
     for number, name in enumerate(words.head):
         table.add_column(name, justify="right" if number else "left", no_wrap=True)
     for row in words.rows:

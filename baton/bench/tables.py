@@ -34,7 +34,7 @@ def latency_table(summary: Summary) -> Words:
     """Percentiles of one run, ms."""
     rows = [_latency_row(label, getattr(summary, name)) for name, label in LATENCIES.items()]
     if summary.simulated_ttft_ms is not None:
-        rows.insert(1, _latency_row("TTFT, simulated queue", summary.simulated_ttft_ms))
+        rows.insert(1, _latency_row("TTFT, simulated", summary.simulated_ttft_ms))
     head = ("ms", "mean", "p50", "p90", "p95", "p99", "max", "n")
     title = f"{rate_text(summary.offered_rate)}, seed {summary.seed}"
     return Words(title, head, tuple(rows))
@@ -44,7 +44,13 @@ def _latency_row(label: str, found: Percentiles | None) -> tuple[str, ...]:
     if found is None:
         return (label, *[_NONE] * 6, "0")
     values = (found.mean, found.p50, found.p90, found.p95, found.p99, found.max)
-    return (label, *(f"{value:,.2f}" for value in values), f"{found.count:,}")
+    return (label, *map(figure, values), f"{found.count:,}")
+
+
+def figure(value: float) -> str:
+    """Milliseconds, in about six characters."""
+    digits = 2 if value < 100 else 1 if value < 10_000 else 0
+    return f"{value:.{digits}f}"
 
 
 def facts(summary: Summary, slo: Slo) -> tuple[tuple[str, str], ...]:
@@ -120,7 +126,10 @@ def goodput_text(found: Goodput) -> str:
 def range_table(result: Result) -> Words:
     """Least and largest over the runs."""
     rows = (
-        (LATENCIES[name], *(f"{low:,.2f} - {high:,.2f}" for low, high in by_quantile.values()))
+        (
+            LATENCIES[name],
+            *(f"{figure(low)} - {figure(high)}" for low, high in by_quantile.values()),
+        )
         for name, by_quantile in result.ranges().items()
     )
     title = f"range over {len(result.runs)} runs"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import cycle
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
@@ -64,3 +64,16 @@ def model_progress() -> Iterator[demo_model.Progress]:
 def print_json(value: object) -> None:
     """One JSON object on one line of stdout."""
     stdout.print(json.dumps(value, ensure_ascii=False), markup=False)
+
+
+def rounded(value: Any) -> Any:
+    """The same with four digits behind the point, at any depth of dicts and lists."""
+    match value:
+        case float():
+            return round(value, 4)
+        case Mapping():
+            return {key: rounded(item) for key, item in value.items()}
+        case list() | tuple():
+            return [rounded(item) for item in value]
+        case _:
+            return value

@@ -83,10 +83,10 @@ class Completions:
         if isinstance(prompt, str):
             if request.logprobs is None:
                 return Echo(prompt)
-            ids = await self._generations.tokenize(
+            tokenized = await self._generations.tokenize(
                 api.TokenizeRequest(model=request.model, text=prompt)
             )
-            return Echo(prompt, ids.tolist())
+            return Echo(prompt, list(tokenized.token_ids))
         if tokenizer is None:
             raise errors.invalid_fields([Violation("echo", "the model has no tokenizer")])
         return Echo(tokenizer.decode(prompt), prompt)

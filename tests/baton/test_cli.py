@@ -63,6 +63,7 @@ def test_help_names_every_command() -> None:
         "config",
         "trace",
         "bench",
+        "top",
     ],
 )
 def test_every_command_has_help(command: str) -> None:

@@ -20,7 +20,7 @@ ANY = "127.0.0.1:0"
 async def a_router(**settings: Any) -> AsyncIterator[RouterServer]:
     """A router without workers."""
     ports = dict.fromkeys(("listen", "internal_listen", "http_listen", "admin"), ANY)
-    server = RouterServer(RouterSettings(**ports, **settings))
+    server = RouterServer(RouterSettings(**{"drain_grace_s": 0, **ports, **settings}))
     await server.start()
     try:
         yield server

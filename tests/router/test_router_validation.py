@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from frontdoor_kit import served_model
@@ -160,3 +162,36 @@ def test_min_tokens_may_not_exceed_max_tokens() -> None:
     with pytest.raises(RouterError) as caught:
         validation.fill_stopping(api.StopOptions(min_tokens=21), 10, MODEL, LIMITS)
     assert [one.field for one in caught.value.violations] == ["input.stop.min_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("message", "field", "caps"),
+    [
+        ("StopOptions", "sequences", [validation.MAX_STOP_TEXTS, validation.MAX_STOP_TEXT_BYTES]),
+        ("StopOptions", "token_ids", [validation.MAX_STOP_TOKENS]),
+        ("StopOptions", "max_tokens", [Limits().default_max_tokens]),
+        ("SamplingOptions", "logit_bias", [validation.MAX_LOGIT_BIASES, validation.MAX_LOGIT_BIAS]),
+        ("OutputOptions", "top_logprobs", [validation.MAX_TOP_LOGPROBS]),
+        ("GenerationInput", "choices", [Limits().max_choices]),
+        ("GenerationInput", "priority", [validation.MAX_PRIORITY]),
+        ("GenerateRequest", "client_tag", [validation.MAX_CLIENT_TAG_BYTES]),
+        ("StreamGenerateRequest", "client_tag", [validation.MAX_CLIENT_TAG_BYTES]),
+    ],
+)
+def test_the_proto_says_what_is_enforced(message: str, field: str, caps: list[float]) -> None:
+    assert {f"{round(cap):,}" for cap in caps} <= numbers(message, field)
+
+
+def numbers(message: str, field: str) -> set[str]:
+    """Numbers in the comment above a field of `inference.proto`."""
+    proto = Path(__file__).parents[2] / "protos" / "baton" / "inference" / "v1" / "inference.proto"
+    body = proto.read_text().split(f"message {message} {{\n", 1)[1].split("\n}", 1)[0]
+    comment: list[str] = []
+    for line in map(str.strip, body.splitlines()):
+        if line.startswith("//"):
+            comment.append(line)
+        elif f" {field} = " in line:
+            return set(re.findall(r"\d[\d,]*", " ".join(comment).replace(", ", " ")))
+        else:
+            comment.clear()
+    raise AssertionError(f"no {message}.{field}")

@@ -96,18 +96,22 @@ class GenerationInput(_message.Message):
     exactly one is served.
     """
     text: _builtins.str
-    """Raw text, tokenized by the server."""
+    """Raw text, tokenized by the server; not empty."""
     choices: _builtins.int
-    """How many completions of the one prompt, sharing its KV pages. Unset: 1."""
+    """How many completions of the one prompt, sharing its KV pages: at least 1,
+    at most what the server allows (16 by default). Unset: 1.
+    """
     priority: _builtins.int
     """Higher runs first, in [-100, 100]. Unset: 0."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
-        """Token ids, used as they are."""
+        """Token ids, used as they are: no special token is added."""
 
     @_builtins.property
     def chat(self) -> Global___ChatPrompt:
-        """Chat turns, rendered with the model's chat template."""
+        """Chat turns, rendered with the model's chat template, up to where the
+        assistant speaks.
+        """
 
     @_builtins.property
     def sampling(self) -> Global___SamplingOptions:
@@ -162,7 +166,7 @@ class TokenIds(_message.Message):
     IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The ids, in order."""
+        """The ids, in order: at least one, each below the vocabulary's size."""
 
     def __init__(
         self,
@@ -186,7 +190,7 @@ class ChatPrompt(_message.Message):
     MESSAGES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-        """Turns, oldest first."""
+        """Turns, oldest first; at least one."""
 
     def __init__(
         self,
@@ -212,7 +216,7 @@ class ChatMessage(_message.Message):
     role: Global___Role.ValueType
     """Who speaks."""
     content: _builtins.str
-    """What is said."""
+    """What is said; may be empty."""
     def __init__(
         self,
         *,
@@ -263,11 +267,13 @@ class SamplingOptions(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """At least 0; 0 is greedy. Unset: 1."""
+    """Finite, at least 0. 0 is greedy, and so is all below 0.00001. Unset: 1."""
     top_p: _builtins.float
     """In (0, 1]. Unset: 1."""
     top_k: _builtins.int
-    """Keep only this many most likely tokens; 0 disables it. Unset: 0."""
+    """Keep only this many most likely tokens; 0, or as many as the vocabulary
+    has, disables it. Unset: 0.
+    """
     min_p: _builtins.float
     """In [0, 1]: drop tokens less likely than this share of the likeliest. Unset: 0."""
     frequency_penalty: _builtins.float
@@ -275,14 +281,16 @@ class SamplingOptions(_message.Message):
     presence_penalty: _builtins.float
     """In [-2, 2]. Unset: 0."""
     repetition_penalty: _builtins.float
-    """Above 0. Unset: 1."""
+    """Finite, above 0. Unset: 1."""
     seed: _builtins.int
     """The noise depends on seed, choice and output index alone, so a seeded
     request draws the same noise alone or in any batch. Unset: the server draws.
     """
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """Bias by token id, each in [-100, 100]."""
+        """Bias by token id, each in [-100, 100]; at most 1,024 ids, each below the
+        vocabulary's size.
+        """
 
     def __init__(
         self,
@@ -349,22 +357,31 @@ class StopOptions(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     INCLUDE_STOP_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Most tokens to generate, at least 1. Unset: what the context leaves, at
-    most the server's default.
+    """Most tokens to generate, at least 1 and at most Model.max_output_tokens;
+    with the prompt's they must fit Model.max_context_tokens. Unset: what the
+    context leaves, at most the server's default (1,024 unless it is set).
     """
     min_tokens: _builtins.int
-    """Fewest tokens before end of sequence, a stop token or a stop text may apply."""
+    """Fewest tokens before end of sequence, a stop token or a stop text may
+    apply; at most max_tokens. Unset: 0.
+    """
     ignore_eos: _builtins.bool
     """Go on past the end-of-sequence token (for benchmarks)."""
     include_stop: _builtins.bool
-    """Return the stop sequence or stop token that was met, too."""
+    """Return the text of the stop sequence or stop token that was met, too. The
+    ids of all generated tokens are returned in any case.
+    """
     @_builtins.property
     def sequences(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Texts that end generation; not returned unless `include_stop` is set."""
+        """Texts that end generation: at most 16, each of 1 to 256 bytes. Not part of
+        the text returned unless `include_stop` is set. Needs a tokenizer.
+        """
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids that end generation."""
+        """Token ids that end generation: at most 1,024, each below the vocabulary's
+        size. Their text is left out unless `include_stop` is set.
+        """
 
     def __init__(
         self,
@@ -404,11 +421,13 @@ class OutputOptions(_message.Message):
     logprobs: _builtins.bool
     """Return log probabilities of the chosen tokens."""
     top_logprobs: _builtins.int
-    """And of this many best alternatives, at most 20."""
+    """And of this many best alternatives, at most 20; needs `logprobs`."""
     prompt_logprobs: _builtins.bool
-    """Return log probabilities of the prompt's tokens too."""
+    """Return log probabilities of the prompt's tokens, with as many alternatives
+    as `top_logprobs` says. The prompt is then computed without a prefix cache.
+    """
     omit_text: _builtins.bool
-    """Leave `text` empty and return ids only."""
+    """Leave `text` empty and return ids only; stop texts still apply."""
     def __init__(
         self,
         *,
@@ -510,7 +529,7 @@ class Choice(_message.Message):
     finish_reason: Global___FinishReason.ValueType
     """Why it ended."""
     stop_sequence: _builtins.str
-    """The stop sequence met, where one was."""
+    """The stop text met, where one was."""
     @_builtins.property
     def output(self) -> Global___TokenDelta:
         """All its tokens and text."""
@@ -610,7 +629,7 @@ class GenerationStarted(_message.Message):
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     generation_id: _builtins.str
-    """Server's id of the generation; the trace id of its spans."""
+    """Server's id of the generation, 32 hex digits; the trace id of its spans."""
     model: _builtins.str
     """Model that answers."""
     model_revision: _builtins.str
@@ -643,7 +662,9 @@ Global___GenerationStarted: _TypeAlias = GenerationStarted  # noqa: Y015
 
 @_typing.final
 class TokenDelta(_message.Message):
-    """Tokens, in order."""
+    """Tokens, in order. One may have no text yet; the last of a choice may be text
+    without tokens.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -757,7 +778,7 @@ class GenerationFinished(_message.Message):
     finish_reason: Global___FinishReason.ValueType
     """Why."""
     stop_sequence: _builtins.str
-    """The stop sequence met, where one was."""
+    """The stop text met, where one was."""
     @_builtins.property
     def usage(self) -> Global___Usage:
         """Token counts over all choices; set on the last one to end."""
@@ -876,13 +897,24 @@ class TokenizeRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model whose tokenizer to use; empty as in GenerationInput."""
     text: _builtins.str
-    """Raw text."""
+    """Raw text, not empty."""
+    add_special_tokens: _builtins.bool
+    """Whether to add the special tokens that the model expects around a text,
+    such as a beginning of text. Unset: as Generate does, which is true for
+    text and false for chat, whose template writes its own.
+    """
+    token_texts: _builtins.bool
+    """Return the text of each token, too."""
     @_builtins.property
     def chat(self) -> Global___ChatPrompt:
-        """Chat turns, rendered with the model's chat template."""
+        """Chat turns, rendered with the model's chat template, up to where the
+        assistant speaks.
+        """
 
     def __init__(
         self,
@@ -890,13 +922,20 @@ class TokenizeRequest(_message.Message):
         model: _builtins.str = ...,
         text: _builtins.str = ...,
         chat: Global___ChatPrompt | None = ...,
+        add_special_tokens: _builtins.bool | None = ...,
+        token_texts: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "text", b"text"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "prompt", b"prompt", "text", b"text"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "model", b"model", "prompt", b"prompt", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "model", b"model", "prompt", b"prompt", "text", b"text", "token_texts", b"token_texts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___TokenizeRequest: _TypeAlias = TokenizeRequest  # noqa: Y015
@@ -908,18 +947,26 @@ class TokenizeResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The ids."""
+        """The ids that Generate would run, unless `add_special_tokens` said otherwise."""
+
+    @_builtins.property
+    def token_texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """One per id, where asked for: its text as it stands inside a text, the name
+        of a special token, U+FFFD for part of a character.
+        """
 
     def __init__(
         self,
         *,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        token_texts: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids", "token_texts", b"token_texts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -951,7 +998,7 @@ class ListModelsResponse(_message.Message):
     MODELS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___Model]:
-        """Models served now."""
+        """Models that can be run now, by name."""
 
     def __init__(
         self,
@@ -984,7 +1031,7 @@ class Model(_message.Message):
     max_context_tokens: _builtins.int
     """Prompt and output tokens together."""
     max_output_tokens: _builtins.int
-    """Largest max_tokens accepted."""
+    """Largest max_tokens accepted, with a prompt of one token."""
     has_tokenizer: _builtins.bool
     """False where the model has no tokenizer: ids in, ids out."""
     def __init__(

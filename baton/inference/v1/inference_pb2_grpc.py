@@ -26,9 +26,12 @@ if _version_not_supported:
 
 
 class InferenceServiceStub:
-    """Generates text. The deadline of an RPC bounds the whole generation, and
+    """Generates text. The deadline of an RPC bounds the whole generation (the
+    server's own, 10 minutes by default, does so where it comes earlier), and
     cancelling it stops the generation and frees every KV page it held. Errors
-    are gRPC statuses with google.rpc.ErrorInfo in the details, never events.
+    are gRPC statuses with google.rpc.ErrorInfo in the details, never events;
+    INVALID_ARGUMENT lists every violation in google.rpc.BadRequest, and what
+    can be tried again has google.rpc.RetryInfo. Messages have up to 64 MiB.
     """
 
     def __init__(self, channel):
@@ -60,9 +63,12 @@ class InferenceServiceStub:
 
 
 class InferenceServiceServicer:
-    """Generates text. The deadline of an RPC bounds the whole generation, and
+    """Generates text. The deadline of an RPC bounds the whole generation (the
+    server's own, 10 minutes by default, does so where it comes earlier), and
     cancelling it stops the generation and frees every KV page it held. Errors
-    are gRPC statuses with google.rpc.ErrorInfo in the details, never events.
+    are gRPC statuses with google.rpc.ErrorInfo in the details, never events;
+    INVALID_ARGUMENT lists every violation in google.rpc.BadRequest, and what
+    can be tried again has google.rpc.RetryInfo. Messages have up to 64 MiB.
     """
 
     def Generate(self, request, context):
@@ -127,9 +133,12 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService:
-    """Generates text. The deadline of an RPC bounds the whole generation, and
+    """Generates text. The deadline of an RPC bounds the whole generation (the
+    server's own, 10 minutes by default, does so where it comes earlier), and
     cancelling it stops the generation and frees every KV page it held. Errors
-    are gRPC statuses with google.rpc.ErrorInfo in the details, never events.
+    are gRPC statuses with google.rpc.ErrorInfo in the details, never events;
+    INVALID_ARGUMENT lists every violation in google.rpc.BadRequest, and what
+    can be tried again has google.rpc.RetryInfo. Messages have up to 64 MiB.
     """
 
     @staticmethod

@@ -27,9 +27,12 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class InferenceServiceStub:
-    """Generates text. The deadline of an RPC bounds the whole generation, and
+    """Generates text. The deadline of an RPC bounds the whole generation (the
+    server's own, 10 minutes by default, does so where it comes earlier), and
     cancelling it stops the generation and frees every KV page it held. Errors
-    are gRPC statuses with google.rpc.ErrorInfo in the details, never events.
+    are gRPC statuses with google.rpc.ErrorInfo in the details, never events;
+    INVALID_ARGUMENT lists every violation in google.rpc.BadRequest, and what
+    can be tried again has google.rpc.RetryInfo. Messages have up to 64 MiB.
     """
 
     @_typing.overload
@@ -50,9 +53,12 @@ class InferenceServiceStub:
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
-    """Generates text. The deadline of an RPC bounds the whole generation, and
+    """Generates text. The deadline of an RPC bounds the whole generation (the
+    server's own, 10 minutes by default, does so where it comes earlier), and
     cancelling it stops the generation and frees every KV page it held. Errors
-    are gRPC statuses with google.rpc.ErrorInfo in the details, never events.
+    are gRPC statuses with google.rpc.ErrorInfo in the details, never events;
+    INVALID_ARGUMENT lists every violation in google.rpc.BadRequest, and what
+    can be tried again has google.rpc.RetryInfo. Messages have up to 64 MiB.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -69,9 +75,12 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Lists the models being served and their limits."""
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Generates text. The deadline of an RPC bounds the whole generation, and
+    """Generates text. The deadline of an RPC bounds the whole generation (the
+    server's own, 10 minutes by default, does so where it comes earlier), and
     cancelling it stops the generation and frees every KV page it held. Errors
-    are gRPC statuses with google.rpc.ErrorInfo in the details, never events.
+    are gRPC statuses with google.rpc.ErrorInfo in the details, never events;
+    INVALID_ARGUMENT lists every violation in google.rpc.BadRequest, and what
+    can be tried again has google.rpc.RetryInfo. Messages have up to 64 MiB.
     """
 
     @_abc_1.abstractmethod

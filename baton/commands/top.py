@@ -1,0 +1,84 @@
+"""`baton top`: a router and its workers, live."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections import deque
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from baton.commands.output import print_json, rounded
+from baton.commands.trace import ROUTER_ADMIN_ADDRESS, AdminOption
+from baton.top.scrape import Scrape, TopError, scrape
+from baton.top.screen import WIDTH, draw
+from baton.top.view import View, view
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+RATES_S: Final = 5.0
+"""Rates are of about so long."""
+ONCE_S: Final = 1.0
+"""Between the two scrapes that `--once` takes for its rates."""
+
+
+def top(
+    admin: AdminOption = None,
+    interval: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 2.0,
+    window: Annotated[
+        float, typer.Option(min=1, help="Seconds that percentiles look back.")
+    ] = 30.0,
+    once: Annotated[
+        bool,
+        typer.Option("--once", help="Print it once: percentiles since the processes' start."),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object a look.")] = False,
+) -> None:
+    """Watch a router and its workers: load, pages, steps, hand-offs, percentiles. Ctrl-C ends it.
+
+    Read from the metrics that all of them serve; workers' addresses come from the router.
+
+    Example: [cyan]baton top --admin ROUTER:9090[/]
+    """
+    if importlib.util.find_spec("prometheus_client") is None:
+        raise TopError("this needs prometheus-client: pip install 'baton-llm[service]'")
+    address = admin or ROUTER_ADMIN_ADDRESS
+    looks = iter([_look_once(address)]) if once else _looks(address, interval, window)
+    if as_json:
+        for look in looks:
+            print_json(rounded(asdict(look)))
+        return
+    console = Console(highlight=False)
+    if console.width < WIDTH:
+        console.width = WIDTH
+    if once:
+        console.print(draw(next(looks), address))
+        return
+    with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+        for look in looks:
+            live.update(draw(look, address), refresh=True)
+
+
+def _look_once(address: str) -> View:
+    first = scrape(address)
+    time.sleep(ONCE_S)
+    return view(scrape(address), None, first)
+
+
+def _looks(address: str, interval_s: float, window_s: float) -> Iterator[View]:
+    """One view each `interval_s`, for ever."""
+    past: deque[Scrape] = deque()
+    while True:
+        began_s = time.monotonic()
+        now = scrape(address)
+        while past and now.at_s - past[0].at_s > window_s + interval_s / 2:
+            past.popleft()
+        recent = [one for one in past if now.at_s - one.at_s <= RATES_S] or list(past)[-1:]
+        yield view(now, past[0] if past else None, recent[0] if recent else None)
+        past.append(now)
+        time.sleep(max(0.0, interval_s - (time.monotonic() - began_s)))

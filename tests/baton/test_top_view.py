@@ -1,0 +1,161 @@
+"""What `baton top` makes of scrapes: quantiles, rates, restarts, and what does not answer."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from baton.cli import FAILED, app
+from baton.top.scrape import Samples, Scrape, TopError, scrape
+from baton.top.screen import WIDTH, draw, milliseconds, rate, short
+from baton.top.view import LATENCIES, quantile, view
+from telemetry.names import Metric
+
+BOUNDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+
+
+class Pages:
+    """A router, or a worker, that is nothing but its pages."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.discovery = "[]"
+        pages = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                known = {
+                    "/metrics": lambda: generate_latest(pages.registry),
+                    "/discovery": lambda: pages.discovery.encode(),
+                }
+                self.send_response(200 if self.path in known else 404)
+                self.end_headers()
+                self.wfile.write(known.get(self.path, lambda: b"")())
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.address = f"127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def pages() -> Iterator[Pages]:
+    made = Pages()
+    yield made
+    made.close()
+
+
+def test_quantiles_are_those_of_the_values_within_a_bucket() -> None:
+    values = np.random.default_rng(4).gamma(2.0, 0.05, 5000)
+    buckets = [(bound, float((values <= bound).sum())) for bound in BOUNDS]
+    buckets.append((float("inf"), float(len(values))))
+    for share in (0.01, 0.5, 0.9, 0.99):
+        true = float(np.quantile(values, share))
+        widths = np.diff((0.0, *BOUNDS))
+        bucket = int(np.searchsorted(BOUNDS, true))
+        assert abs(quantile(buckets, share) - true) <= widths[bucket]
+    assert quantile([(1.0, 0.0), (2.0, 10.0), (float("inf"), 10.0)], 0.5) == pytest.approx(1.5)
+    assert quantile([(1.0, 1.0), (float("inf"), 10.0)], 0.9) == 1.0
+
+
+def test_rates_and_percentiles_are_of_what_happened_between(pages: Pages) -> None:
+    started = Gauge("process_start_time_seconds", "", registry=pages.registry)
+    started.set(5)
+    ended = Counter(Metric.REQUESTS, "", ("model", "outcome"), registry=pages.registry)
+    first = Histogram(
+        Metric.TIME_TO_FIRST_TOKEN, "", ("model",), buckets=BOUNDS, registry=pages.registry
+    )
+    for _ in range(100):
+        first.labels("m").observe(0.9)
+    ended.labels("m", "OK").inc(100)
+    before = scrape(pages.address)
+    for _ in range(50):
+        first.labels("m").observe(0.015)
+    ended.labels("m", "OK").inc(30)
+    ended.labels("m", "QUEUE_FULL").inc(20)
+    after = scrape(pages.address)
+    took_s = after.router.at_s - before.router.at_s
+    found = view(after, before)
+    assert found.request_rate == pytest.approx(50 / took_s)
+    assert found.error_rate == pytest.approx(20 / took_s)
+    ttft = found.latencies["TTFT"]
+    assert ttft.count == 50
+    assert ttft.p50_ms is not None
+    assert 10 <= ttft.p50_ms <= 20
+    whole = view(after)
+    assert (whole.request_rate, whole.window_s) == (None, None)
+    assert whole.latencies["TTFT"].count == 150
+    assert whole.latencies["TTFT"].p90_ms == pytest.approx(925)  # 85 of 100 into 0.5-1 s
+    started.set(6)  # The same page from a new process: nothing before it counts.
+    anew = view(scrape(pages.address), before)
+    assert anew.request_rate is None
+    assert anew.latencies["TTFT"].count == 150
+
+
+def test_workers_that_do_not_answer_or_are_gone_are_shown(pages: Pages) -> None:
+    up = Gauge(Metric.WORKER_UP, "", ("worker", "role"), registry=pages.registry)
+    up.labels("decode-0", "decode").set(1)
+    up.labels("decode-1", "decode").set(0)
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        nobody = f"127.0.0.1:{held.getsockname()[1]}"
+    pages.discovery = f'[{{"targets": ["{nobody}"], "labels": {{"worker": "decode-0"}}}}]'
+    found = view(scrape(pages.address))
+    assert [(one.name, one.state) for one in found.workers] == [
+        ("decode-0", "unreachable"),
+        ("decode-1", "gone"),
+    ]
+    console = Console(width=WIDTH, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(draw(found, pages.address))
+    shown = console.export_text()
+    assert f"metrics at {nobody} do not answer from here" in " ".join(shown.split())
+    assert re.search(r"decode-1 .* gone", shown)
+
+
+def test_an_empty_router_is_shown(pages: Pages) -> None:
+    found = view(scrape(pages.address))
+    assert found.workers == []
+    assert all(found.latencies[label].count == 0 for label, _ in LATENCIES)
+
+
+def test_what_is_no_router_is_one_line(pages: Pages) -> None:
+    pages.discovery = "{"
+    for address, words in (("127.0.0.1:1", "does not answer"), ("a b:1", "does not answer")):
+        result = CliRunner().invoke(app, ["top", "--once", "--admin", address])
+        assert result.exit_code == FAILED
+        assert words in " ".join(result.stderr.split())
+        assert "Traceback" not in result.output
+    with pytest.raises(TopError, match="no router's admin port"):
+        scrape(pages.address)
+
+
+@pytest.mark.parametrize("value", [0, 0.04, 9.99, 99.96, 100, 12_345, 999_999, 7.6e6, 8.8e9])
+def test_figures_fit_their_columns(value: float) -> None:
+    assert len(rate(value)) <= 6
+    assert len(short(value)) <= 6
+    if value < 100_000:
+        assert len(milliseconds(value)) <= 6
+
+
+def test_samples_add_up_over_labels() -> None:
+    labels = [frozenset({("a", "1"), ("b", "x")}), frozenset({("a", "2"), ("b", "x")})]
+    samples = Samples(0.0, {"n": dict(zip(labels, (1.0, 2.0), strict=True))})
+    assert samples.total("n") == 3
+    assert samples.total("n", a="2") == 2
+    assert samples.by_label("n", "b") == {"x": 3}
+    assert not samples.has("m")
+    assert view(Scrape(0.0, samples)).inflight == 0

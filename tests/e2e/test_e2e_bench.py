@@ -1,0 +1,162 @@
+"""`baton bench` and `baton top` on real processes, as one uses them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from cluster import make_cluster
+from tiny_models import write_tiny_model
+from typer.testing import CliRunner, Result
+
+from baton.cli import app
+
+VOCABULARY = "380"
+OUTPUT_TOKENS = 12
+NUM = 20
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bench")
+    model = write_tiny_model(folder / "model")
+    cluster = make_cluster(model, folder / "logs", trace=True)
+    try:
+        cluster.start_all()
+        yield cluster
+    finally:
+        codes = cluster.stop()
+    assert set(codes.values()) == {0}, cluster.tail()
+
+
+def baton(*arguments: str, columns: int = 100) -> Result:
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": str(columns)})
+
+
+def options(*arguments: str) -> list[str]:
+    common = ("--vocabulary", VOCABULARY, "--warm-ups", "1", "--max-lag-ms", "10000", "--json")
+    return ["bench", *common, *arguments]
+
+
+def bench(*arguments: str) -> dict[str, object]:
+    done = baton(*options(*arguments))
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def over_grpc(cluster):
+    lengths = ("--prompt-tokens", "70", "--output-tokens", str(OUTPUT_TOKENS))
+    arrivals = ("--num", str(NUM), "--rate", "20", "--slo-e2e-ms", "60000")
+    admin = ("--admin", cluster.plan.admin_address)
+    url = f"grpc://{cluster.plan.router_address}"
+    command = [sys.executable, "-m", "baton", *options("--url", url, *lengths, *arrivals, *admin)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def check(result, forced: bool = True) -> dict:
+    (run,) = result["runs"]
+    assert run["statuses"] == {"OK": NUM}
+    assert result["valid"]
+    names = ("ttft_ms", "second_gap_ms", "itl_ms", "tpot_ms", "e2e_ms")
+    assert all(0 <= run[name]["p50"] <= run[name]["p99"] <= run[name]["max"] for name in names)
+    assert run["ttft_ms"]["max"] <= run["e2e_ms"]["max"]
+    assert run["output_token_rate"] * run["wall_s"] == pytest.approx(NUM * OUTPUT_TOKENS, rel=1e-3)
+    return run
+
+
+def test_over_grpc(cluster, over_grpc):
+    run = check(over_grpc)
+    assert run["attainment"] == 1.0
+    assert run["seed"] > 0
+    spans = over_grpc["spans"]
+    assert spans["requests"] == NUM
+    assert spans["median_and_max"]["prefill.compute"]["baton.prefill.tokens"] == [70, 70]
+    assert spans["transports"] == ["nixl/shm"]
+    cluster.check_baseline()
+
+
+def test_over_openai(cluster):
+    url = f"http://{cluster.plan.http_address}/v1"
+    lengths = ("--prompt-tokens", "70", "--output-tokens", str(OUTPUT_TOKENS))
+    check(bench("--url", url, *lengths, "--num", str(NUM), "--rate", "20"))
+    cluster.check_baseline()
+
+
+def test_a_trace_with_shared_prefixes_finds_them_cached(cluster, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    rows = [
+        {
+            "timestamp": 400 * i,
+            "input_length": 700,
+            "output_length": OUTPUT_TOKENS,
+            "hash_ids": [1, 2 + i],
+        }
+        for i in range(4)
+    ]
+    too_long = {
+        "timestamp": 2000,
+        "input_length": 4000,
+        "output_length": 9,
+        "hash_ids": [*range(8)],
+    }
+    trace.write_text("\n".join(map(json.dumps, [*rows, too_long])))
+    url, admin = cluster.plan.router_address, cluster.plan.admin_address
+    result = bench("--url", url, "--trace", str(trace), "--seed", "7", "--admin", admin)
+    assert result["workload"]["dropped_rows"] == 1
+    assert result["workload"]["shared_prefix_share"] == pytest.approx(3 * 512 / 2800, abs=1e-3)
+    (run,) = result["runs"]
+    assert run["statuses"] == {"OK": 4}
+    cached = result["spans"]["median_and_max"]["prefill.compute"]["baton.prefill.cached_tokens"]
+    assert cached[1] >= 512 - 512 % 16
+    cluster.check_baseline()
+
+
+def test_a_refusal_has_the_servers_own_word(cluster):
+    beyond = ("--vocabulary", "100000", "--prompt-tokens", "30", "--output-tokens", "2")
+    for url, word in (
+        (cluster.plan.router_address, "INVALID_FIELD"),
+        (f"http://{cluster.plan.http_address}", "HTTP 400"),
+    ):
+        done = baton("bench", "--url", url, *beyond, "--num", "2", "--rate", "5")
+        assert done.exit_code == 1
+        assert word in done.stderr
+
+
+def test_top_shows_what_was_run(cluster, over_grpc):
+    admin = cluster.plan.admin_address
+    found = json.loads(baton("top", "--once", "--json", "--admin", admin).stdout)
+    assert [(one["name"], one["state"]) for one in found["workers"]] == [
+        ("prefill-0", "up"),
+        ("decode-0", "up"),
+    ]
+    prefill, decode = found["workers"]
+    assert prefill["transfers"]["sent"] == decode["transfers"]["received"] >= NUM
+    assert sum(decode["pages"].values()) == 399
+    assert decode["max_running"] == 32
+    assert prefill["step"]["count"] >= NUM
+    assert found["latencies"]["TTFT"]["count"] >= NUM
+    assert found["latencies"]["hand-off, exposed"]["count"] >= NUM
+    assert found["latencies"]["second-token gap"]["count"] >= NUM
+    measured = np.median([over_grpc["runs"][0]["ttft_ms"]["p50"]])
+    assert 0 < found["latencies"]["TTFT"]["p50_ms"] < 50 * measured
+
+
+@pytest.mark.parametrize("columns", [100, 60])
+def test_top_is_readable_on_100_columns(cluster, over_grpc, columns):
+    shown = baton("top", "--once", "--admin", cluster.plan.admin_address, columns=columns)
+    assert shown.exit_code == 0, shown.output
+    lines = shown.stdout.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert "…" not in shown.stdout
+    (prefill,) = (line for line in lines if line.startswith("prefill-0"))
+    (decode,) = (line for line in lines if line.startswith("decode-0"))
+    assert len(prefill.split()) == len(decode.split()) >= 12
+    assert " 0/32 " in decode
+    for words in ("TTFT", "second-token gap", "KV pages", "requests/s", "2 workers"):
+        assert words in shown.stdout

@@ -1,0 +1,138 @@
+"""Workers that are told to end while they are needed: what is under way gets to its end."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+import grpc
+import numpy as np
+import pytest
+from cluster import Cluster, make_cluster
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tiny_models import write_tiny_model
+
+from baton.errors import BatonError
+from baton.generation import Generation
+from baton.worker_process import SERVICE_NAME
+
+END_S = 30.0
+LONG_PROMPT = 6000
+LONG_OUTPUT = 1500
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shutdown")
+    model = write_tiny_model(folder / "model", max_positions=16384)
+    cluster = make_cluster(model, folder / "logs", num_pages=1100, max_step_tokens=64)
+    try:
+        cluster.start_all()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+class Asked:
+    """A request that is read in a thread of its own."""
+
+    def __init__(self, cluster: Cluster, prompt_tokens: int, max_tokens: int) -> None:
+        self.first_token = threading.Event()
+        self.result: Generation | None = None
+        self.error: BatonError | None = None
+        self._cluster = cluster
+        rng = np.random.default_rng(prompt_tokens)
+        self._prompt = rng.integers(5, 384, prompt_tokens).tolist()
+        self._max_tokens = max_tokens
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def end(self) -> Generation:
+        """The whole of it; raises what it failed with."""
+        self._thread.join(END_S)
+        assert not self._thread.is_alive(), self._cluster.tail()
+        if self.error is not None:
+            raise self.error
+        assert self.result is not None
+        return self.result
+
+    def _read(self) -> None:
+        options = {"max_tokens": self._max_tokens, "temperature": 0.0, "ignore_eos": True}
+        with self._cluster.client() as client:
+            stream = client.stream(token_ids=self._prompt, timeout_s=60, **options)
+            try:
+                for _ in stream:
+                    self.first_token.set()
+                self.result = stream.result
+            except BatonError as error:
+                self.error = error
+
+
+def terminate(cluster: Cluster, name: str) -> None:
+    cluster.processes[name].send_signal(signal.SIGTERM)
+
+
+def exit_code(cluster: Cluster, name: str) -> int:
+    """And a successor, for the next test."""
+    code = cluster.processes[name].wait(END_S)
+    cluster.start(name)
+    cluster.wait_ready()
+    return code
+
+
+def wait_until_computing(cluster: Cluster) -> None:
+    deadline = time.monotonic() + END_S
+    while not cluster.load("prefill-0").queued_prefill_tokens:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def serves(cluster: Cluster, name: str) -> bool:
+    with grpc.insecure_channel(cluster.workers[name]) as channel:
+        check = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
+        answer = health_pb2_grpc.HealthStub(channel).Check(check, timeout=5)
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def test_a_prefill_worker_sends_what_it_computes(cluster):
+    asked = Asked(cluster, LONG_PROMPT, 8)
+    wait_until_computing(cluster)
+    terminate(cluster, "prefill-0")
+    assert len(asked.end().token_ids) == 8
+    assert exit_code(cluster, "prefill-0") == 0
+    cluster.check_baseline()
+
+
+def test_a_decode_worker_finishes_its_streams_and_takes_no_more(cluster):
+    asked = Asked(cluster, 40, LONG_OUTPUT)
+    assert asked.first_token.wait(END_S)
+    terminate(cluster, "decode-0")
+    deadline = time.monotonic() + END_S
+    while serves(cluster, "decode-0"):
+        assert time.monotonic() < deadline
+    with pytest.raises(BatonError) as refused:
+        Asked(cluster, 41, 8).end()
+    assert refused.value.reason in ("DRAINING", "WORKER_LOST"), "by the router, or by the worker"
+    assert len(asked.end().token_ids) == LONG_OUTPUT
+    assert exit_code(cluster, "decode-0") == 0
+    cluster.check_baseline()
+
+
+@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
+def test_a_second_signal_ends_it_and_the_client_is_told(cluster, name):
+    prompt = LONG_PROMPT + 1 if name == "prefill-0" else 42
+    asked = Asked(cluster, prompt, 8000)
+    if name == "prefill-0":
+        wait_until_computing(cluster)
+    else:
+        assert asked.first_token.wait(END_S)
+    terminate(cluster, name)
+    time.sleep(0.3)
+    assert cluster.processes[name].poll() is None
+    terminate(cluster, name)
+    with pytest.raises(BatonError) as told:
+        asked.end()
+    assert told.value.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED)
+    assert exit_code(cluster, name) == 1
+    cluster.check_baseline()

@@ -1,0 +1,173 @@
+"""Ten minutes of everything at once, a tenth of it cancelled: what is held at rest does not grow.
+
+`BATON_SOAK_S` sets another length. The load pauses at every checkpoint until nothing runs, and then
+each process is looked at: descriptors, tasks and pages are what they were at the first checkpoint,
+and memory grows by no more per request than what is remembered of each for an hour.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import psutil
+import pytest
+from cluster import Cluster, make_cluster
+from test_e2e_metrics import scrape
+from tiny_models import write_tiny_model
+
+from baton.client import AsyncClient
+from baton.errors import BatonError
+from telemetry.names import Metric
+
+DURATION_S = float(os.environ.get("BATON_SOAK_S", "600"))
+CHECKPOINTS = 12
+READERS = 12
+CANCELLED_SHARE = 0.1
+REST_S = 20.0
+MAX_GROWTH_BYTES = 2048
+"""Of memory, a request: ids of its attempt and transfer are remembered for an hour. The median of
+the slopes between all pairs of checkpoints: one page fault more or less decides nothing."""
+SLACK_FDS = 4
+"""Connections of this test come and go."""
+SLACK_TASKS = 4
+
+
+@dataclass
+class Sample:
+    """One process at rest."""
+
+    requests: int
+    memory_bytes: int
+    fds: int
+    threads: int
+    tasks: int
+
+
+@dataclass
+class Soak:
+    """The load, and what became of it."""
+
+    cluster: Cluster
+    rng: random.Random = field(default_factory=lambda: random.Random(11))
+    outcomes: Counter[str] = field(default_factory=Counter)
+    first: dict[str, Sample] = field(default_factory=dict)
+    """Of the first checkpoint."""
+
+    async def run(self, client: AsyncClient, until_s: float) -> None:
+        while time.monotonic() < until_s:
+            try:
+                self.outcomes[await self._one(client)] += 1
+            except BatonError as error:
+                self.outcomes[error.reason] += 1
+
+    async def _one(self, client: AsyncClient) -> str:
+        rng = self.rng
+        length = min(1200, int(rng.lognormvariate(4.0, 1.2)) + 1)
+        prompt = {"token_ids": [rng.randrange(5, 380) for _ in range(length)]}
+        if rng.random() < 0.3:
+            turn = "The quick brown fox " * rng.randrange(1, 9)
+            prompt = {"messages": [{"role": "user", "content": turn}]}
+        options = {
+            "max_tokens": min(200, int(rng.expovariate(1 / 30)) + 1),
+            "temperature": rng.choice([0.0, 1.0]),
+            "choices": rng.choice([1, 1, 1, 2, 3]),
+            "stop": ["fox"] if rng.random() < 0.2 else [],
+            "logprobs": rng.random() < 0.1,
+            "ignore_eos": rng.random() < 0.5,
+        }
+        cancel_after_s = rng.random() * 0.4 if rng.random() < CANCELLED_SHARE else None
+        if cancel_after_s is None and rng.random() < 0.3:
+            await client.generate(**prompt, **options, timeout_s=60)
+            return "whole"
+        async with client.stream(**prompt, **options, timeout_s=60) as stream:
+            reading = asyncio.ensure_future(read(stream))
+            await asyncio.wait({reading}, timeout=cancel_after_s)
+            if reading.done():
+                await reading
+                return "streamed"
+            reading.cancel()
+            await asyncio.wait({reading})
+            return "cancelled"
+
+    def at_rest(self, requests: int) -> dict[str, Sample]:
+        """Every process, once all its pages are back and its tasks have ended."""
+        self.cluster.check_baseline()
+        return {name: self._settled(name, requests) for name in self.cluster.processes}
+
+    def _settled(self, name: str, requests: int) -> Sample:
+        deadline = time.monotonic() + REST_S
+        while (sample := self._sample(name, requests)).tasks > self._resting_tasks(name):
+            if time.monotonic() > deadline:
+                break  # The comparison of checkpoints will tell.
+            time.sleep(0.2)
+        return sample
+
+    def _sample(self, name: str, requests: int) -> Sample:
+        process = psutil.Process(self.cluster.processes[name].pid)
+        return Sample(
+            requests,
+            process.memory_info().rss,
+            process.num_fds(),
+            process.num_threads(),
+            int(scrape(self.cluster, name).of(Metric.LOOP_TASKS)),
+        )
+
+    def _resting_tasks(self, name: str) -> int:
+        return self.first[name].tasks if self.first else 0
+
+
+async def read(stream) -> None:
+    async for _ in stream:
+        pass
+
+
+async def under_load(soak: Soak, duration_s: float) -> None:
+    async with AsyncClient(soak.cluster.plan.router_address) as client:
+        until_s = time.monotonic() + duration_s
+        await asyncio.gather(*(soak.run(client, until_s) for _ in range(READERS)))
+
+
+def median_slope(samples: list[Sample]) -> float:
+    """Bytes a request, by Theil and Sen."""
+    slopes = sorted(
+        (later.memory_bytes - earlier.memory_bytes) / (later.requests - earlier.requests)
+        for i, earlier in enumerate(samples)
+        for later in samples[i + 1 :]
+    )
+    return slopes[len(slopes) // 2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(DURATION_S * 2 + 300)
+def test_what_is_held_at_rest_does_not_grow(tmp_path):
+    model = write_tiny_model(tmp_path / "model")
+    cluster = make_cluster(model, tmp_path / "logs", num_pages=600)
+    try:
+        cluster.start_all()
+        soak = Soak(cluster)
+        asyncio.run(under_load(soak, DURATION_S / CHECKPOINTS))  # Caches fill, pools grow.
+        rows: list[dict[str, Sample]] = []
+        for _ in range(CHECKPOINTS - 1):
+            rows.append(soak.at_rest(soak.outcomes.total()))
+            soak.first = rows[0]
+            asyncio.run(under_load(soak, DURATION_S / CHECKPOINTS))
+        rows.append(soak.at_rest(soak.outcomes.total()))
+    finally:
+        codes = cluster.stop()
+    print(f"\n{soak.outcomes.total()} requests: {dict(soak.outcomes)}")
+    assert set(codes.values()) == {0}, cluster.tail()
+    assert set(soak.outcomes) == {"whole", "streamed", "cancelled"}
+    assert soak.outcomes["cancelled"] > 0.05 * soak.outcomes.total()
+    for name in rows[0]:
+        samples = [row[name] for row in rows]
+        slope = median_slope(samples)
+        print(f"{name:>10}: {slope:8.0f} bytes a request; first {samples[0]}, last {samples[-1]}")
+        assert slope < MAX_GROWTH_BYTES, name
+        assert samples[-1].fds <= samples[0].fds + SLACK_FDS, name
+        assert samples[-1].tasks <= samples[0].tasks + SLACK_TASKS, name
+        assert samples[-1].threads <= samples[0].threads + 1, name

@@ -1,0 +1,163 @@
+"""A router process that is told to end: what runs, what comes, and its exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+from frontdoor_kit import refusal
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from scripted_worker import BOTH, WAIT_S, ScriptedWorker
+
+from baton.grpc_options import channel_options
+from baton.inference.v1 import inference_pb2 as api
+from baton.inference.v1 import inference_pb2_grpc as api_grpc
+from baton.worker.v1 import worker_pb2, worker_pb2_grpc
+from router.frontdoor import SERVICE_NAME
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+START_S = 20.0
+CODE = """
+import sys
+from router import server
+from router.settings import RouterSettings
+
+ports = dict.fromkeys(("listen", "internal_listen", "http_listen", "admin"), "127.0.0.1:0")
+start = server.RouterServer.start
+
+async def start_and_tell(self):
+    await start(self)
+    print(self.address, self.internal_address, flush=True)
+
+server.RouterServer.start = start_and_tell
+drain_s, grace_s = map(float, sys.argv[1:])
+sys.exit(server.main(RouterSettings(drain_s=drain_s, drain_grace_s=grace_s, **ports)))
+"""
+
+
+@dataclass
+class Running:
+    """A router process, a worker attached to it, and a request that has begun to answer."""
+
+    process: asyncio.subprocess.Process
+    channel: grpc.aio.Channel
+    worker: ScriptedWorker
+    stub: Any
+    call: Any = None
+    attempt: bytes = b""
+
+    async def begin(self) -> None:
+        self.call = self.stub.StreamGenerate(request())
+        self.attempt = (await self.worker.heard("submit")).attempt_id
+        self.worker.first_token(self.attempt, 10)
+        await self.call.read()
+
+    async def finish(self) -> None:
+        """The request gets its last token, and its end."""
+        self.worker.tokens(self.attempt, 1, 11)
+        self.worker.finished(self.attempt, 2)
+        assert (await self.rest())[-1].finished.usage.output_tokens == 2
+
+    async def rest(self) -> list[api.StreamGenerateResponse]:
+        messages = []
+        while (message := await self.call.read()) is not grpc.aio.EOF:
+            messages.append(message)
+        return messages
+
+    def signal(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+    async def health(self) -> Any:
+        check = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
+        return (await health_pb2_grpc.HealthStub(self.channel).Check(check)).status
+
+    async def until_health(self, *, serving: bool) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while (await self.health() == SERVING) is not serving:
+                await asyncio.sleep(0.01)
+
+    async def refused(self) -> str:
+        """Why a new request is; fails where it is not."""
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await self.stub.Generate(api.GenerateRequest(input=request().input), timeout=WAIT_S)
+        return refusal(caught.value).info.reason
+
+    async def exit_code(self) -> int:
+        return await asyncio.wait_for(self.process.wait(), WAIT_S)
+
+
+def request() -> api.StreamGenerateRequest:
+    prompt = api.GenerationInput(token_ids=api.TokenIds(ids=[1, 2, 3]))
+    prompt.stop.max_tokens = 2
+    return api.StreamGenerateRequest(input=prompt)
+
+
+@asynccontextmanager
+async def a_router_process(drain_s: float, grace_s: float = 0.0) -> AsyncIterator[Running]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", CODE, str(drain_s), str(grace_s), stdout=asyncio.subprocess.PIPE
+    )
+    worker = ScriptedWorker("b0", BOTH)
+    await worker.start()
+    try:
+        assert process.stdout is not None
+        told = await asyncio.wait_for(process.stdout.readline(), START_S)
+        address, internal = told.decode().split()
+        async with grpc.aio.insecure_channel(internal) as channel:
+            registry = worker_pb2_grpc.RegistryServiceStub(channel)
+            await registry.Announce(worker_pb2.AnnounceRequest(worker=worker.identity))
+        async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+            running = Running(process, channel, worker, api_grpc.InferenceServiceStub(channel))
+            await running.until_health(serving=True)
+            yield running
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+        await worker.stop()
+
+
+async def test_what_runs_is_finished_and_what_comes_is_refused() -> None:
+    async with a_router_process(drain_s=WAIT_S) as router:
+        await router.begin()
+        router.signal()
+        await router.until_health(serving=False)
+        assert await router.refused() == "DRAINING"
+        assert router.process.returncode is None
+        await router.finish()
+        assert await router.exit_code() == 0
+
+
+async def test_for_a_grace_it_serves_on_while_health_sends_clients_elsewhere() -> None:
+    async with a_router_process(drain_s=WAIT_S, grace_s=1.0) as router:
+        router.signal()
+        await router.until_health(serving=False)
+        await router.begin()
+        await asyncio.sleep(1.0)
+        assert await router.refused() == "DRAINING"
+        await router.finish()
+        assert await router.exit_code() == 0
+
+
+@pytest.mark.parametrize("second_signal", [True, False])
+async def test_what_does_not_finish_ends_with_draining(second_signal: bool) -> None:
+    """After a second signal, or when the time is up."""
+    async with a_router_process(drain_s=WAIT_S if second_signal else 0.3) as router:
+        await router.begin()
+        router.signal()
+        await router.until_health(serving=False)
+        if second_signal:
+            router.signal()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await router.rest()
+        found = refusal(caught.value)
+        assert (found.code.name, found.info.reason) == ("UNAVAILABLE", "DRAINING")
+        assert (await router.worker.heard("cancel")).attempt_id == router.attempt
+        assert await router.exit_code() == 1
