@@ -128,6 +128,9 @@ class WorkerSettings(BaseSettings):
     """Sequences decoded in one step: more is more throughput and a slower token for each."""
     max_step_tokens: int = Field(default=0, ge=0)
     """New tokens computed in one step, and so the chunk. 0: 512 on a CPU, 2,048 on a GPU."""
+    mixed_prefill_tokens: int = Field(default=0, ge=0)
+    """Prompt tokens computed in a step that decodes, too: what is nearly free beside a decode that
+    waits for memory. 0: 192 on a decode worker, elsewhere as `max_step_tokens`."""
     max_context_tokens: int = Field(default=0, ge=0)
     """Longest prompt and output together. 0: the model's own limit."""
     prefix_cache: bool = True
@@ -164,6 +167,8 @@ class WorkerSettings(BaseSettings):
     def _a_step_fits_a_page(self) -> WorkerSettings:
         if 0 < self.max_step_tokens < self.page_size_tokens:
             raise ValueError("max_step_tokens must be at least page_size_tokens")
+        if 0 < self.mixed_prefill_tokens < self.page_size_tokens:
+            raise ValueError("mixed_prefill_tokens must be at least page_size_tokens")
         return self
 
 

@@ -149,7 +149,8 @@ def missing_spans(trace: Trace) -> list[str]:
 
     A request that failed may lack anything but its own span and the call's, a leg that failed
     anything below it. Where the first token ended the request, nothing was handed over, and
-    nothing of a hand-off is expected.
+    nothing of a hand-off is expected. Where the decode worker took the prompt over, it is its leg
+    that has the prompt's spans, and the prefill worker may have begun or not.
     """
     request = trace.request
     if request is None:
@@ -161,7 +162,8 @@ def missing_spans(trace: Trace) -> list[str]:
     for leg in legs:
         if not leg.failed:
             below = {span.name for span in trace.children(leg)}
-            missing += [name for name in _expected_below(leg, request) if name not in below]
+            expected = _expected_below(leg, request, _is_taken_over(leg, legs))
+            missing += [name for name in expected if name not in below]
     if request.parent_id not in {span.id for span in trace.spans}:
         missing.insert(0, _SERVER_SPAN)
     return missing
@@ -177,11 +179,23 @@ def _expected(request: Span, legs: list[Span]) -> tuple[str, ...]:
     return (*steps, *_LEGS) if _goes_on(request) else (*steps, SpanName.PREFILL)
 
 
-def _expected_below(leg: Span, request: Span) -> tuple[str, ...]:
+def _is_taken_over(leg: Span, legs: list[Span]) -> bool:
+    """Whether the decode worker of the leg's attempt computed the prompt itself."""
+    return any(
+        Attr.ROUTE_LOCAL_REASON in other.attributes
+        and other.attributes.get(Attr.ATTEMPT_ID) == leg.attributes.get(Attr.ATTEMPT_ID)
+        for other in legs
+    )
+
+
+def _expected_below(leg: Span, request: Span, is_taken_over: bool) -> tuple[str, ...]:
     goes_on = _goes_on(request)
     match leg.attributes.get(Attr.WORK_MODE):
-        case "whole":
-            return SpanName.PREFILL_QUEUE, SpanName.PREFILL_COMPUTE, SpanName.DECODE_GENERATE
+        case "prefill" if is_taken_over:
+            return ()
+        case "whole" | "decode" as mode if is_taken_over or mode == "whole":
+            whole = SpanName.PREFILL_QUEUE, SpanName.PREFILL_COMPUTE, SpanName.DECODE_GENERATE
+            return whole if goes_on or mode == "whole" else ()
         case "decode":
             handed_over = SpanName.KV_GRANT, SpanName.KV_RECEIVE, SpanName.DECODE_GENERATE
             return handed_over if goes_on else ()

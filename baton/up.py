@@ -3,8 +3,9 @@
 1. `plan` turns what was asked for into ports, devices, threads and command lines; it starts
    nothing.
 2. `running` starts the processes and yields at once.
-3. `wait_until_ready` returns when every worker says that it serves, and the router that it can
-   run a model; a process that dies before that is an error, one that dies later is restarted.
+3. `wait_until_ready` returns when every worker says that it serves, and the router that each is
+   attached and that it can run a model; a process that dies before that is an error, one that
+   dies later is restarted.
 4. Leaving `running` drains: the router first, for its requests need the workers.
 """
 
@@ -12,9 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import socket
 import sys
+import urllib.request
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
@@ -32,7 +35,7 @@ ADMIN_PORT: Final = 9090
 PORTS_TRIED: Final = 100
 POLL_S: Final = 0.1
 INFERENCE_SERVICE: Final = "baton.inference.v1.InferenceService"
-"""Healthy while the router can run a model: workers of every role that it takes are attached."""
+"""Healthy while the router can run a model: workers enough for that are attached."""
 
 Device = Literal["auto", "cpu", "cuda"]
 _Flags = Mapping[str, str | float | None]
@@ -207,8 +210,8 @@ def _roles(options: UpOptions) -> list[tuple[str, Role]]:
         Role.DECODE: options.decode,
         Role.BOTH: options.both,
     }
-    if bool(options.prefill) != bool(options.decode) and not options.both:
-        raise UpError("prefill workers need decode workers and the other way round (or --both)")
+    if options.prefill and not (options.decode or options.both):
+        raise UpError("prefill workers need decode workers (--decode or --both)")
     roles = [(f"{role}-{i}", role) for role, count in counts.items() for i in range(count)]
     if not roles:
         raise UpError("there is no worker to run (--prefill, --decode, --both)")
@@ -264,7 +267,7 @@ async def running(what: Plan, write: Write) -> AsyncIterator[Supervisor]:
 async def wait_until_ready(
     what: Plan, supervisor: Supervisor, waiting_for: Callable[[str], None] = lambda names: None
 ) -> None:
-    """Returns when every worker serves and the router can run a model on them.
+    """Returns when every worker serves, is attached to the router, and that can run a model.
 
     Args:
         what: what is running.
@@ -299,8 +302,22 @@ async def _ready(what: Plan, waiting_for: Callable[[str], None]) -> None:
         }
         await asyncio.sleep(POLL_S)
     waiting_for("router")
-    while not await _serves(what.router_address, INFERENCE_SERVICE):
+    workers = {name for name, _ in what.worker_addresses}
+    while not (
+        await _serves(what.router_address, INFERENCE_SERVICE)
+        and workers <= await asyncio.to_thread(_attached, what.admin_address)
+    ):
         await asyncio.sleep(POLL_S)
+
+
+def _attached(admin_address: str) -> set[str]:
+    """Names of the workers whose streams the router holds. Some can run a model without the others,
+    which are to be there all the same."""
+    try:
+        with urllib.request.urlopen(f"http://{admin_address}/discovery", timeout=1.0) as answer:
+            return {target["labels"]["worker"] for target in json.load(answer)}
+    except (OSError, ValueError):
+        return set()
 
 
 async def _serves(address: str, service: str = "") -> bool:

@@ -60,4 +60,6 @@ def load_message(load: EngineLoad, room: PrefillRoom, *, draining: bool) -> work
         long_step_ms=load.long_step_ms,
         draining=draining,
         prefill_tokens_per_s=load.prefill_tokens_per_s,
+        mixed_prefill_tokens=load.mixed_prefill_tokens,
+        mixed_prefill_tokens_per_s=load.mixed_prefill_tokens_per_s,
     )

@@ -73,6 +73,8 @@ PUSHES_END_S: Final = 5.0
 IDLE_POLL_S: Final = 0.05
 PROFILE_STEPS: Final = 50
 """Of a profile that SIGUSR2 asks for, where no setting says how many."""
+DECODE_MIXED_PREFILL_TOKENS: Final = 192
+"""A decode worker computes so many prompt tokens in a step that decodes: nearly free there."""
 SERVICE_NAME: Final = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 
 _ROLES: Final = {
@@ -273,6 +275,7 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
         gpu_memory_utilization=settings.gpu_memory_utilization,
         max_sequences=settings.max_sequences,
         max_step_tokens=settings.max_step_tokens,
+        mixed_prefill_tokens=_mixed_prefill_tokens(settings),
         max_context_tokens=settings.max_context_tokens,
         prefix_cache=settings.prefix_cache,
         poison_freed_pages=settings.poison_freed_pages,
@@ -287,6 +290,13 @@ def _identity_while_loading(settings: WorkerSettings) -> worker_pb2.WorkerIdenti
         role=_ROLES[settings.role],
         model=worker_pb2.ModelInfo(name=name),
     )
+
+
+def _mixed_prefill_tokens(settings: WorkerSettings) -> int:
+    """Most prompt tokens beside decode; 0 leaves it to the engine."""
+    if settings.mixed_prefill_tokens or settings.role is not Role.DECODE:
+        return settings.mixed_prefill_tokens
+    return max(DECODE_MIXED_PREFILL_TOKENS, settings.page_size_tokens)
 
 
 def main(settings: WorkerSettings) -> int:

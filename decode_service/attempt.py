@@ -18,7 +18,7 @@ class DecodeState(enum.IntEnum):
     QUARANTINED = 0
     """Given up, but a write may still land in its pages."""
     WAITING = 1
-    """For a slot and pages; a whole attempt, for its prompt to be computed."""
+    """For a slot and pages; where the prompt is computed here, for that."""
     GRANTED = 2
     """The prefill worker may write its pages."""
     READY = 3
@@ -35,10 +35,12 @@ class DecodeAttempt(Attempt):
     transfer_id: bytes = b""
     num_pages: int = 0
     held_pages: int = 0
+    took_over: bool = False
+    """The prompt was to come from elsewhere, and is computed here."""
     abort_wanted: bool = False
     """The router waits for an Aborted."""
     computed_ns: int = 0
-    """First token of a whole attempt."""
+    """First token, where the prompt is computed here."""
     granted_ns: int = 0
     first_token_ns: int = 0
     """Sampled, by the clock of whoever computed the prompt."""
@@ -59,12 +61,12 @@ class DecodeAttempt(Attempt):
     @property
     def is_whole(self) -> bool:
         """The prompt is computed here."""
-        return self.request.mode is Mode.WHOLE
+        return self.took_over or self.request.mode is Mode.WHOLE
 
     @property
     def has_kv(self) -> bool:
-        """The prompt's KV is here: the attempt must not be tried elsewhere."""
-        return self.state >= DecodeState.READY
+        """The prompt's KV is here, or computed here: the attempt must not be tried elsewhere."""
+        return self.took_over or self.state >= DecodeState.READY
 
     @property
     def second_token_gap_ms(self) -> float | None:

@@ -11,7 +11,9 @@ The states of an attempt:
 6. QUARANTINED: ended from 2, by the router, its stream or a timeout. A write may still land.
 7. FREE: no write can land any more; the pages go back.
 
-An attempt that this worker runs whole goes 1 -> 4 -> 5.
+An attempt that this worker runs whole goes 1 -> 4 -> 5. So does one that it takes over in 1: its
+prefix cache holds all but a short rest of the prompt. The engine decides that, and the router is
+told instead of a grant. From then on no Abort ends the attempt: it needs nobody else.
 
 Whether an attempt in 2 became READY or QUARANTINED is decided by the transfer thread alone:
 whatever ends it asks there (`abort_receive`). The answer that it was READY already lets the attempt
@@ -60,6 +62,7 @@ from engine.types import (
     Reserved,
     Sink,
     Started,
+    TakenOver,
 )
 from kv_transfer.events import (
     Delivered,
@@ -119,9 +122,9 @@ class DecodeService:
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens of whole attempts that are not in the batch yet."""
+        """Tokens to compute of prompts that are computed here and not in the batch yet."""
         return sum(
-            kv_tokens(attempt.request)
+            kv_tokens(attempt.request) - attempt.cached_tokens
             for attempt in self._attempts
             if attempt.is_whole and attempt.state is DecodeState.WAITING
         )
@@ -202,6 +205,8 @@ class DecodeService:
             match event:
                 case Reserved():
                     self._reserved(attempt, event)
+                case TakenOver():
+                    self._take_over(attempt, event)
                 case Started():
                     attempt.started_ns = event.at_ns
                     attempt.cached_tokens = event.cached_tokens
@@ -249,6 +254,15 @@ class DecodeService:
         failpoints.hit("decode.after_grant")
         spans.write_grant(attempt)
 
+    def _take_over(self, attempt: DecodeAttempt, event: TakenOver) -> None:
+        """The prompt is computed here after all."""
+        attempt.took_over, attempt.cached_tokens = True, event.cached_tokens
+        attempt.tell(
+            taken_over=worker_pb2.TakenOver(
+                attempt_id=attempt.id, cached_prompt_tokens=event.cached_tokens
+            )
+        )
+
     def _new_tokens(self, tokens: NewTokens) -> None:
         """The tokens of a step: counted, and on to the routers that want them."""
         wanted: dict[Outbox, list[int]] = defaultdict(list)
@@ -267,8 +281,8 @@ class DecodeService:
             stream.add_tokens(tokens_message(tokens, of_stream))
 
     def _first_tokens(self, attempt: DecodeAttempt, tokens: NewTokens, row: int) -> None:
-        """A whole attempt's prompt is computed. All choices begin in the same step, but for those
-        that were resumed or preempted, whose first tokens are told like all others."""
+        """The prompt of an attempt is computed here. All choices begin in the same step, but for
+        those that were resumed or preempted, whose first tokens are told like all others."""
         rows = range(row, min(row + attempt.request.choices, len(tokens.request_ids)))
         firsts = [i for i in rows if tokens.request_ids[i] == attempt.id and tokens.indices[i] == 0]
         if len(firsts) == attempt.request.choices:

@@ -1,5 +1,5 @@
-"""Spans of a decode attempt: kv.grant, kv.receive, decode.generate; of a whole one: its prompt's
-and decode.generate."""
+"""Spans of a decode attempt: kv.grant, kv.receive, decode.generate; where the prompt is computed
+here: its two and decode.generate."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def write_receive_failed(attempt: DecodeAttempt, error: str) -> None:
 
 
 def write_prompt(attempt: DecodeAttempt, error: str = "") -> None:
-    """The prompt of a whole attempt is computed, or will not be."""
+    """The prompt of an attempt is computed here, or will not be."""
     tokens = kv_tokens(attempt.request) - attempt.cached_tokens if attempt.computed_ns else 0
     write_prompt_spans(
         attempt.traceparent,

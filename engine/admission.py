@@ -25,7 +25,7 @@ from engine.prefix import page_keys
 from engine.scheduler import Scheduler
 from engine.sequences import Job, PrefillTask, RequestState, Sequence
 from engine.slots import SlotState
-from engine.types import Mode, Request, Reserved
+from engine.types import Mode, Request, Reserved, TakenOver
 
 
 def admit(scheduler: Scheduler) -> None:
@@ -90,11 +90,23 @@ def _try_admit(scheduler: Scheduler, job: Job) -> bool:
         _admit_resumed(scheduler, job)
         return True
     job.spare_pages = scheduler.blocks.allocate(spare)
-    if request.mode is Mode.RECEIVE:
+    if request.mode is Mode.RECEIVE and not _take_over(scheduler, job, len(tokens), cached):
         _reserve(scheduler, job, tokens)
     else:
         job.state = RequestState.ACTIVE
         _start_prefill(scheduler, job.sequences, tokens, job.keys)
+    return True
+
+
+def _take_over(scheduler: Scheduler, job: Job, num_tokens: int, cached_pages: int) -> bool:
+    """Whether the prompt of a RECEIVE request is computed here: most of it is held, a short rest is
+    left, and the next step may begin that."""
+    held = cached_pages * scheduler.config.page_size
+    if num_tokens - held > min(job.request.local_prefill_tokens, held):
+        return False
+    if not _has_prefill_room(scheduler):
+        return False
+    scheduler.emit(job.sink, TakenOver(job.request.id, held))
     return True
 
 

@@ -135,13 +135,19 @@ def _resolve(config: EngineConfig) -> EngineConfig:
             f"max_step_tokens {step_tokens} must be at least max_sequences {config.max_sequences}"
             f" plus page_size {config.page_size}"
         )
+    mixed_tokens = config.mixed_prefill_tokens or step_tokens
+    if mixed_tokens < config.page_size:
+        raise EngineError(
+            f"mixed_prefill_tokens {mixed_tokens} must be at least page_size {config.page_size}:"
+            " prompts are computed in whole pages"
+        )
     return replace(
         config,
         device=device,
         dtype=("float32" if on_cpu else "bfloat16") if config.dtype == "auto" else config.dtype,
         name=config.name or Path(config.model).name,
         max_step_tokens=step_tokens,
-        mixed_prefill_tokens=config.mixed_prefill_tokens or step_tokens,
+        mixed_prefill_tokens=mixed_tokens,
     )
 
 

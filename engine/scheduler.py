@@ -4,6 +4,7 @@ A request's life:
 
     WAITING -> (slots and pages) -> ACTIVE [prefilling -> running] -> ended
     WAITING -> RESERVED -> deliver -> ACTIVE -> ended              (RECEIVE)
+    WAITING -> ACTIVE -> ended                                     (RECEIVE, taken over)
     WAITING -> ACTIVE -> HELD -> release -> gone                   (PREFILL)
     RESERVED -> cancel -> HELD -> release -> gone                  (quarantine)
 

@@ -36,6 +36,8 @@ LONG_STEP_S = 1.0
 """A step expected to take longer is announced."""
 PROFILE_END_S = 10.0
 """Announced for the end of a profile: its events are gathered on the loop's thread."""
+TELLING_TOKENS = 64
+"""Steps with fewer prompt tokens say nothing about the rate of computing prompts."""
 UNKNOWN_STEP_S = 30.0
 """Announced for steps with prompts while no rate is known: the first one warms everything up."""
 
@@ -167,7 +169,9 @@ class StepLoop:
             quarantined_pages=scheduler.pages_in(RequestState.HELD),
             damaged_pages=blocks.damaged,
             step_ms=self._rates.step_s * 1e3,
-            prefill_tokens_per_s=self._rates.prefill_tokens_per_s,
+            prefill_tokens_per_s=self._rates.prefill.tokens_per_s,
+            mixed_prefill_tokens=scheduler.config.mixed_prefill_tokens,
+            mixed_prefill_tokens_per_s=self._rates.mixed_prefill.tokens_per_s,
             long_step_ms=1e3 * long_step_s if long_step_s > LONG_STEP_S else 0.0,
             steps=scheduler.next_step,
             preemptions=scheduler.preemptions,
@@ -195,12 +199,26 @@ def hand_out(events: list[tuple[Sink, Event]]) -> None:
         start = end
 
 
+class _MovingRate:
+    """Tokens per second of late; 0 while unknown."""
+
+    def __init__(self) -> None:
+        self.tokens_per_s = 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """A step computed so many tokens."""
+        rate, old = tokens / max(seconds, 1e-6), self.tokens_per_s
+        self.tokens_per_s = rate if old == 0 else 0.8 * old + 0.2 * rate
+
+
 class _Rates:
     """Moving figures of the steps."""
 
     def __init__(self) -> None:
         self.step_s = 0.0
-        self.prefill_tokens_per_s = 0.0
+        self.prefill = _MovingRate()
+        self.mixed_prefill = _MovingRate()
+        """Of steps that decode, too."""
         self.prompt_tokens = 0
         self.tokens_sampled = 0
         self._began: dict[int, float] = {}
@@ -223,10 +241,10 @@ class _Rates:
         prompt = plan.num_tokens - plan.num_decodes
         self.prompt_tokens += prompt
         self.tokens_sampled += len(plan.sample_slots)
-        if prompt >= 64:
-            rate = prompt / max(self.step_s, 1e-6)
-            old = self.prefill_tokens_per_s
-            self.prefill_tokens_per_s = rate if old == 0 else 0.8 * old + 0.2 * rate
+        if prompt >= TELLING_TOKENS:
+            self.prefill.add(prompt, self.step_s)
+            if plan.num_decodes:
+                self.mixed_prefill.add(prompt, self.step_s)
 
     def failed(self, plan: StepPlan) -> None:
         """The step did not run: it says nothing about rates."""
@@ -235,8 +253,8 @@ class _Rates:
     def expected_s(self, plan: StepPlan) -> float:
         """How long the step may take, if that is longer than usual."""
         prompt = plan.num_tokens - plan.num_decodes
-        if prompt < 64:
+        if prompt < TELLING_TOKENS:
             return 0.0
-        if self.prefill_tokens_per_s == 0:
+        if self.prefill.tokens_per_s == 0:
             return UNKNOWN_STEP_S
-        return 2 * prompt / self.prefill_tokens_per_s
+        return 2 * prompt / self.prefill.tokens_per_s

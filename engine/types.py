@@ -27,7 +27,8 @@ class Mode(enum.Enum):
     PREFILL = "prefill"
     """Prefill, sample the first tokens, then hold the prompt's pages until `Engine.release`."""
     RECEIVE = "receive"
-    """Reserve slots and pages; decode after `Engine.deliver` says that the pages are filled."""
+    """Reserve slots and pages; decode after `Engine.deliver` says that the pages are filled. Where
+    `Request.local_prefill_tokens` allows it, take the prompt over instead."""
 
 
 class EndReason(enum.Enum):
@@ -94,6 +95,9 @@ class Request:
     tenant: str = ""
     cache_salt: bytes = b""
     prompt_logprobs: bool = False
+    local_prefill_tokens: int = 0
+    """RECEIVE: where the prefix cache holds the larger part of the prompt and at most so many
+    tokens are left, they are computed here, and no delivery is waited for."""
 
 
 class TokenRecord(NamedTuple):
@@ -113,6 +117,15 @@ class Reserved:
     pages: PageIds
     held_pages: int
     """Leading pages that hold the prompt's KV already (prefix cache): not to be written."""
+
+
+@dataclass(frozen=True, slots=True)
+class TakenOver:
+    """RECEIVE: the prompt is computed here from now on, as for WHOLE."""
+
+    request_id: bytes
+    cached_tokens: int
+    """Prompt tokens whose KV came from the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +222,7 @@ class RequestFailed:
 
 Event = (
     Reserved
+    | TakenOver
     | Started
     | ChunkComputed
     | Prefilled
@@ -246,6 +260,10 @@ class EngineLoad:
     """Expected duration of the step in flight, where progress may pause for so long; else 0."""
     prefill_tokens_per_s: float = 0.0
     """Moving rate of computing prompt tokens; 0 while unknown."""
+    mixed_prefill_tokens: int = 0
+    """Most prompt tokens in a step that decodes, too."""
+    mixed_prefill_tokens_per_s: float = 0.0
+    """Moving rate of computing prompt tokens in such steps; 0 while unknown."""
     steps: int = 0
     preemptions: int = 0
     prompt_tokens_computed: int = 0

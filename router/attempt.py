@@ -4,7 +4,8 @@ Life of an attempt that is handed off:
 
 1. PREFILLING: submitted to both workers under one random id. The decode worker's grant goes on to
    the prefill worker; the first token comes from there.
-2. DELIVERED: the decode worker has the KV. What becomes of the prefill worker matters no more.
+2. DELIVERED: the decode worker has the KV, or has taken the prompt over and computes it by itself;
+   then the prefill worker is let go. What becomes of that matters no more.
 3. ENDED: every leg still open is cancelled, what it was charged is released, its span is closed.
 
 When the prefill leg fails before delivery, the attempt is ABORTING: only the decode worker knows
@@ -33,6 +34,7 @@ from baton.worker.v1 import worker_pb2
 from router import merge
 from router.faults import Fault
 from router.jobs import ChoiceEnded, JobTimings
+from router.local_prefill import LocalReason
 from router.routing import decode_charge, prefill_charge
 from telemetry.names import Attr, SpanName
 from telemetry.tracing import SpanKind, end_span, start_span, traceparent_of
@@ -66,6 +68,7 @@ class Leg:
         share: Share,
         attempt_id: bytes,
         peer: WorkerLink | None,
+        local_tokens: int = 0,
     ) -> None:
         self.worker = worker
         self.mode = mode
@@ -75,6 +78,7 @@ class Leg:
         self._share = share
         self._attempt_id = attempt_id
         self._peer = peer
+        self._local_tokens = local_tokens
         prefills = mode == worker_pb2.WORK_MODE_PREFILL
         self._span = start_span(
             SpanName.PREFILL if prefills else SpanName.DECODE,
@@ -92,6 +96,10 @@ class Leg:
         self.open = True
         self.worker.ledger.charge(self._attempt_id, self._charge(), now_s)
         self.worker.send(worker_pb2.WorkRequest(submit=self._message()))
+
+    def is_local(self, reason: LocalReason) -> None:
+        """This decode worker computes the prompt by itself."""
+        self._span.set_attribute(Attr.ROUTE_LOCAL_REASON, reason)
 
     def cancel(self, fault: str = "") -> None:
         """Ends the part at the worker, if it is still open there; a fault says why."""
@@ -141,6 +149,7 @@ class Leg:
             peer_agent_name=self._peer.agent_name if self._peer else "",
             prompt_logprobs=scores_wanted and self.mode != worker_pb2.WORK_MODE_DECODE,
             tenant=job.tenant,
+            local_prefill_tokens=self._local_tokens,
         )
 
 
@@ -162,6 +171,8 @@ class Attempt:
         self._is_computed = False
         self._on_over = on_over
         self._fault: Fault | None = None
+        self._first_ids: list[int] = []
+        """Each choice's first new token, as the prefill worker drew it."""
         self._clocks = _Clocks(share.waits_since_ns)
 
     @property
@@ -183,11 +194,13 @@ class Attempt:
     def receive(self, worker: WorkerLink, message: worker_pb2.WorkResponse) -> None:
         """Takes a message of one of its workers that is about it alone."""
         leg = self._leg_of(worker)
-        if self.phase is Phase.ENDED or leg is None:
+        if self.phase is Phase.ENDED or leg is None or not leg.open:
             return
         match message.WhichOneof("message"):
             case "granted":
                 self._granted(message.granted)
+            case "taken_over":
+                self._taken_over(leg)
             case "first_token":
                 self._first_token(leg, message.first_token)
             case "prompt_logprobs":
@@ -211,6 +224,9 @@ class Attempt:
             return
         if leg.mode == worker_pb2.WORK_MODE_WHOLE:
             self._prompt_computed(leg)
+        if self._contradicts(tokens):
+            self._over(Fault(worker, worker_pb2.FAILURE_REASON_KV_TRANSFER))
+            return
         if (choice := choices[tokens.choice]) != tokens.choice:
             tokens = replace(tokens, choice=choice)
         self.run.add([tokens])
@@ -240,12 +256,15 @@ class Attempt:
     def _legs(self, route: Route) -> tuple[Leg | None, Leg | None]:
         share = self.share
         if route.whole:
-            return None, Leg(route.prefill, worker_pb2.WORK_MODE_WHOLE, share, self.id, None)
+            whole = Leg(route.prefill, worker_pb2.WORK_MODE_WHOLE, share, self.id, None)
+            if route.local_reason is not None:
+                whole.is_local(route.local_reason)
+            return None, whole
         prefill = Leg(route.prefill, worker_pb2.WORK_MODE_PREFILL, share, self.id, route.decode)
         if route.decode is None:
             return prefill, None
-        decode = Leg(route.decode, worker_pb2.WORK_MODE_DECODE, share, self.id, route.prefill)
-        return prefill, decode
+        mode, peer = worker_pb2.WORK_MODE_DECODE, route.prefill
+        return prefill, Leg(route.decode, mode, share, self.id, peer, route.local_tokens)
 
     def _had_in_hand(self, leg: Leg) -> bool:
         """Whether the worker may have run any of it: one that only kept room for it did not."""
@@ -260,8 +279,31 @@ class Attempt:
         if self.prefill is not None and self.prefill.open:
             self.prefill.worker.send(worker_pb2.WorkRequest(grant=grant))
 
+    def _taken_over(self, leg: Leg) -> None:
+        """The decode worker holds most of the prompt, and computes the rest by itself.
+
+        While ABORTING its answer to that is still to come; it will be that it goes on.
+        """
+        leg.is_local(LocalReason.CACHED)
+        if self.prefill is not None:
+            self.prefill.cancel()
+        if self.phase is Phase.PREFILLING:
+            self.phase = Phase.DELIVERED
+
+    def _contradicts(self, tokens: JobTokens) -> bool:
+        """Whether these go on from another first token than the client has.
+
+        The prefill worker may have drawn it before the word came that it was not needed. The same
+        noise draws the same token, unless rounding decides.
+        """
+        if not self._first_ids or tokens.first_index != self._first_indexes[tokens.choice]:
+            return False
+        return tokens.token_ids[0] != self._first_ids[tokens.choice]
+
     def _first_token(self, leg: Leg, first: worker_pb2.FirstToken) -> None:
         self._prompt_computed(leg)
+        if leg is self.prefill:
+            self._first_ids = [record.token_id for record in first.records]
         self.run.first_known(first.cached_prompt_tokens)
         self.run.add(merge.first_tokens(first, self.share.choices, self._first_indexes))
 

@@ -33,6 +33,7 @@ from router.events import NO_EVENTS, RouterEvents
 from router.faults import Fault, error_of, refusal
 from router.job_run import JobRun
 from router.jobs import Job, JobEvent, JobFinished, ServedModel
+from router.local_prefill import LocalPrefill, LocalReason
 from router.models import Models
 from router.policies import POLICIES
 from router.queue import AdmissionQueue
@@ -56,8 +57,9 @@ class JobDispatcher:
         self._settings = settings
         self._events = events
         self._policy = POLICIES[settings.policy]()
+        self._local = LocalPrefill.of(settings.local_prefill, settings.local_prefill_tokens)
         self._workers: list[WorkerLink] = []
-        self._models = Models(self._workers)
+        self._models = Models(self._workers, self._local)
         self._queue: AdmissionQueue[Share] = AdmissionQueue(
             settings.max_queued_requests, settings.max_queued_tokens
         )
@@ -178,6 +180,8 @@ class JobDispatcher:
             attempt_id: bytes = getattr(message, kind).attempt_id
             if (attempt := self._attempts.get(attempt_id)) is not None:
                 attempt.receive(link, message)
+                if kind == "taken_over":
+                    self._events.prefilled_locally(LocalReason.CACHED)
                 self._settle(attempt)
                 self._pump_soon()
 
@@ -273,7 +277,7 @@ class JobDispatcher:
                 heads = self._queue.heads()
 
     def _try_dispatch(self, share: Share) -> bool:
-        route = routing.choose(share.demand, self._workers, self._policy, share.avoid)
+        route = routing.choose(share.demand, self._workers, self._policy, share.avoid, self._local)
         if route is None:
             return False
         self._events.waited(self._queue.take(share, self._now_s()))
@@ -300,6 +304,9 @@ class JobDispatcher:
             Attr.ROUTE_DECODE: route.decode.worker_id if route.decode else "",
             Attr.ROUTE_ATTEMPT: share.attempts + 1,
         }
+        if route.local_reason is not None:
+            chosen[Attr.ROUTE_LOCAL_REASON] = route.local_reason
+            self._events.prefilled_locally(route.local_reason)
         now_ns = time.time_ns()
         write_span(SpanName.ROUTE, share.run.job.context, now_ns, now_ns, chosen)
         attempt = Attempt(share, route, self._attempt_failed)
@@ -384,7 +391,7 @@ class JobDispatcher:
 
     def _refusal(self, share: Share) -> errors.RouterError | None:
         is_loading = self._models.is_loading(share.run.job.model.name, self._now_s())
-        return refusal(share, self._workers, is_loading=is_loading)
+        return refusal(share, self._workers, self._local, is_loading=is_loading)
 
     @staticmethod
     def _now_s() -> float:

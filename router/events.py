@@ -27,6 +27,10 @@ class RouterEvents(Protocol):
         """An attempt failed after the first token, and the stream goes on with another."""
         ...
 
+    def prefilled_locally(self, reason: str) -> None:
+        """A decode worker computes an attempt's prompt; `reason` is a short stable word."""
+        ...
+
     def first_token(
         self, model: str, seconds: float, prompt_tokens: int, trace_id: str = ""
     ) -> None:
@@ -71,6 +75,9 @@ class NoEvents:
         """Forgets it."""
 
     def failed_over(self, cause: str) -> None:
+        """Forgets it."""
+
+    def prefilled_locally(self, reason: str) -> None:
         """Forgets it."""
 
     def first_token(

@@ -11,6 +11,7 @@ from router import errors, routing
 
 if TYPE_CHECKING:
     from router.link import WorkerLink
+    from router.local_prefill import LocalPrefill
     from router.share import Share
 
 _FINAL: Final = frozenset(
@@ -68,11 +69,11 @@ def error_of(share: Share, fault: Fault, max_workers_lost: int) -> errors.Router
 
 
 def refusal(
-    share: Share, workers: Sequence[WorkerLink], *, is_loading: bool
+    share: Share, workers: Sequence[WorkerLink], local: LocalPrefill, *, is_loading: bool
 ) -> errors.RouterError | None:
     """Why none of the workers could run the share even if it had room; None where one could."""
     job = share.run.job
-    limit_tokens = routing.largest_pool_tokens(share.demand, workers)
+    limit_tokens = routing.largest_pool_tokens(share.demand, workers, local)
     if limit_tokens is None:
         return _nobody(share, workers, is_loading=is_loading)
     max_tokens = job.stopping.max_tokens

@@ -44,6 +44,12 @@ class Room(NamedTuple):
     prefill_credit_tokens: int
     prefill_tokens_per_s: float
     """0 while unknown."""
+    mixed_prefill_tokens: int
+    """Most prompt tokens in a step that decodes, too."""
+    mixed_prefill_tokens_per_s: float
+    """In such steps; 0 while unknown."""
+    step_ms: float
+    """A recent step."""
     running_sequences: int
     max_sequences: int
     free_pages: int
@@ -113,6 +119,9 @@ class Ledger:
             queued_prefill_tokens=queued,
             prefill_credit_tokens=capacity_tokens - queued,
             prefill_tokens_per_s=load.prefill_tokens_per_s,
+            mixed_prefill_tokens=load.mixed_prefill_tokens,
+            mixed_prefill_tokens_per_s=load.mixed_prefill_tokens_per_s,
+            step_ms=load.step_ms,
             running_sequences=max(running, promised),
             max_sequences=load.max_sequences,
             free_pages=min(load.total_pages, usable_pages),

@@ -22,6 +22,7 @@ from router.jobs import ServedModel
 if TYPE_CHECKING:
     from baton.worker.v1 import worker_pb2
     from router.link import WorkerLink
+    from router.local_prefill import LocalPrefill
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +35,9 @@ LOADING_S: Final = 3.5
 class Models:
     """Names and who serves them; `workers` is the dispatcher's own list of attached workers."""
 
-    def __init__(self, workers: Sequence[WorkerLink]) -> None:
+    def __init__(self, workers: Sequence[WorkerLink], local: LocalPrefill) -> None:
         self._workers = workers
+        self._local = local
         self._left_s: dict[str, float] = {}
         """When the last worker of a name left."""
         self._loading: dict[str, tuple[str, float]] = {}
@@ -114,4 +116,5 @@ class Models:
         return max(models, key=lambda model: (self._can_run(model), workers[model.revision]))
 
     def _can_run(self, model: ServedModel) -> bool:
-        return routing.can_run([one for one in self._workers if routing.holds(one, model)])
+        workers = [worker for worker in self._workers if routing.holds(worker, model)]
+        return routing.can_run(workers, self._local)

@@ -1,7 +1,8 @@
 """Which workers can run a job, and which of them shall.
 
 A route names one worker for each part: two for a hand-off, the prefill worker alone where one token
-is wanted, and the same worker twice where one runs the job whole.
+is wanted, and the same worker twice where one runs the job whole: one that does both, or a decode
+worker for one of the reasons in `router.local_prefill`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from baton.worker.v1 import worker_pb2
 from router.ledger import Charge
+from router.local_prefill import LocalPrefill, LocalReason, break_even_tokens
 from router.registry import PREFILLS, can_hand_off
 
 if TYPE_CHECKING:
@@ -27,6 +29,10 @@ class Route(NamedTuple):
     prefill: WorkerLink
     decode: WorkerLink | None
     """None: nothing to decode, the first token is the last."""
+    local_reason: LocalReason | None = None
+    """Why a decode worker runs it whole; None where it does not."""
+    local_tokens: int = 0
+    """Where it is handed off: longest rest of the prompt that the decode worker may compute."""
 
     @property
     def whole(self) -> bool:
@@ -49,13 +55,15 @@ def decode_charge(job: Job) -> Charge:
     return Charge(pages=prompt_pages + growth * job.choices, sequences=job.choices)
 
 
-def largest_pool_tokens(job: Job, workers: Sequence[WorkerLink]) -> int | None:
+def largest_pool_tokens(job: Job, workers: Sequence[WorkerLink], local: LocalPrefill) -> int | None:
     """Prompt and output tokens that the roomiest route could ever hold; None without a route."""
     limits = [
         _route_tokens(job, first, partner)
         for first in _starters(job, workers, _anyone)
         for partner in _partners(first, job, workers, _anyone)
     ]
+    if local.allowed:
+        limits += [_pool_tokens(job, worker) for worker in _decoders(job, workers, _anyone)]
     return max(limits, default=None)
 
 
@@ -65,22 +73,79 @@ def holds(worker: WorkerLink, model: ServedModel) -> bool:
     return served.name == model.name and served.revision == model.revision
 
 
-def can_run(workers: Sequence[WorkerLink]) -> bool:
+def can_run(workers: Sequence[WorkerLink], local: LocalPrefill) -> bool:
     """Whether these workers of one model could run a job from prompt to last token."""
     return any(
         first.identity.role == worker_pb2.WORKER_ROLE_BOTH
+        or (local.allowed and first.identity.role == worker_pb2.WORKER_ROLE_DECODE)
         or any(can_hand_off(first, second) for second in workers)
         for first in workers
     )
 
 
 def choose(
-    job: Job, workers: Sequence[WorkerLink], policy: Policy, avoid: Collection[WorkerLink]
+    job: Job,
+    workers: Sequence[WorkerLink],
+    policy: Policy,
+    avoid: Collection[WorkerLink],
+    local: LocalPrefill,
 ) -> Route | None:
     """The policy's choice among the workers that have room now; None where there is none.
 
-    A worker to avoid failed this job before: it is taken only where nobody else has room.
+    A worker to avoid failed this job before: it is taken only where nobody else has room, and a
+    prefill worker only where no decode worker could do without.
     """
+    route = _local_route(job, workers, policy, avoid, local) if local.allowed else None
+    if route is not None:
+        return route
+    route = _usual_route(job, workers, policy, avoid)
+    if route is None or route.decode is None or route.whole:
+        return route
+    return route._replace(local_tokens=_rest_tokens(job, route, local))
+
+
+def _local_route(
+    job: Job,
+    workers: Sequence[WorkerLink],
+    policy: Policy,
+    avoid: Collection[WorkerLink],
+    local: LocalPrefill,
+) -> Route | None:
+    """A decode worker that runs the job whole, where there is a reason for that."""
+    prefills = [worker for worker in _capable(job, workers) if worker not in avoid]
+    reason = LocalReason.FASTER if prefills else LocalReason.NO_PREFILL_WORKER
+    if prefills and not local.weighs_queues:
+        return None
+    candidates: Sequence[WorkerLink] = _decoders(job, workers, _has_both)
+    if prefills:
+        rooms = [worker.room() for worker in prefills]
+        candidates = [
+            worker
+            for worker in candidates
+            if job.prompt_tokens <= break_even_tokens(rooms, worker.room())
+        ]
+    if not candidates:
+        return None
+    candidates = _preferred(candidates, avoid)
+    worker = candidates[policy.decode(candidates)]
+    return Route(worker, worker, reason)
+
+
+def _rest_tokens(job: Job, route: Route, local: LocalPrefill) -> int:
+    """How much of the prompt the decode worker may compute where it holds the larger part. Nothing
+    where log probabilities of the whole prompt are wanted: those need every token computed."""
+    if not local.allowed or job.prompt_logprobs or route.decode is None:
+        return 0
+    if not local.weighs_queues:
+        return local.rest_tokens
+    sooner = break_even_tokens([route.prefill.room()], route.decode.room())
+    return max(local.rest_tokens, sooner)
+
+
+def _usual_route(
+    job: Job, workers: Sequence[WorkerLink], policy: Policy, avoid: Collection[WorkerLink]
+) -> Route | None:
+    """A prefill worker and its partner, or one that does both."""
     starters: dict[WorkerLink, list[WorkerLink | None]] = {
         worker: partners
         for worker in _starters(job, workers, _has_credit)
@@ -95,6 +160,30 @@ def choose(
         return Route(first, None)
     candidates = _preferred(decoders, avoid)
     return Route(first, candidates[policy.decode(candidates)])
+
+
+def _capable(job: Job, workers: Sequence[WorkerLink]) -> list[WorkerLink]:
+    """Prefill workers, and those that do both, that could run the job if they had room."""
+    tokens = job.prompt_tokens + job.stopping.max_tokens
+    return [
+        first
+        for first in _starters(job, workers, _anyone)
+        if any(
+            tokens <= _route_tokens(job, first, partner)
+            for partner in _partners(first, job, workers, _anyone)
+        )
+    ]
+
+
+def _decoders(job: Job, workers: Sequence[WorkerLink], test: Test) -> list[WorkerLink]:
+    """Workers that decode and do nothing else, as long as they are let."""
+    return [
+        worker
+        for worker in workers
+        if worker.identity.role == worker_pb2.WORKER_ROLE_DECODE
+        and _serves(worker, job)
+        and test(worker, job)
+    ]
 
 
 def _starters(job: Job, workers: Sequence[WorkerLink], test: Test) -> list[WorkerLink]:
@@ -159,6 +248,10 @@ def _has_room(worker: WorkerLink, job: Job) -> bool:
         return False
     whole_tokens = job.prompt_tokens + job.stopping.max_tokens
     return need.pages <= room.free_pages and whole_tokens <= _pool_tokens(job, worker)
+
+
+def _has_both(worker: WorkerLink, job: Job) -> bool:
+    return _has_credit(worker, job) and _has_room(worker, job)
 
 
 def _preferred(

@@ -49,6 +49,11 @@ class RouterSettings(BaseSettings):
 
     policy: Literal["least_work", "round_robin"] = "least_work"
     """How workers are chosen. `round_robin` ignores load: good for comparisons only."""
+    local_prefill: Literal["never", "cached", "auto"] = "cached"
+    """When a decode worker computes a prompt by itself. `cached`: it holds the larger part already,
+    or no prefill worker is left. `auto`: also when it would be sooner than the queue at prefill."""
+    local_prefill_tokens: int = Field(default=192, ge=0)
+    """Longest rest of a prompt that a decode worker computes where it holds the larger part."""
     max_queued_requests: int = Field(default=1024, ge=1)
     """Requests of one model waiting in the router; one more is refused at once."""
     max_queued_tokens: int = Field(default=2_000_000, ge=1)

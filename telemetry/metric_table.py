@@ -64,6 +64,9 @@ DECLARED: Final[Mapping[str, Declared]] = {
     Metric.FAILOVERS: Declared(
         "counter", "Streams resumed on other workers, by cause.", ("cause",)
     ),
+    Metric.LOCAL_PREFILLS: Declared(
+        "counter", "Prompts that a decode worker computed by itself, by reason.", ("reason",)
+    ),
     # Router, as it stands.
     Metric.INFLIGHT: Declared("gauge", "Requests waiting or running."),
     Metric.QUEUE_DEPTH: Declared("gauge", "Requests in the router's queue."),

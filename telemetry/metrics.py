@@ -106,6 +106,7 @@ class RouterMetrics(ProcessMetrics):
         self._output_tokens = self._counter(Metric.OUTPUT_TOKENS)
         self._retries = self._counter(Metric.RETRIES)
         self._failovers = self._counter(Metric.FAILOVERS)
+        self._local_prefills = self._counter(Metric.LOCAL_PREFILLS)
         self._queue_wait = self._histogram(Metric.QUEUE_WAIT)
         self._first_token = self._histogram(Metric.TIME_TO_FIRST_TOKEN)
         self._per_token = self._histogram(Metric.TIME_PER_OUTPUT_TOKEN)
@@ -135,6 +136,10 @@ class RouterMetrics(ProcessMetrics):
     def failed_over(self, cause: str) -> None:
         """An attempt failed after the first token, and another goes on with the stream."""
         self._failovers.labels(cause).inc()
+
+    def prefilled_locally(self, reason: str) -> None:
+        """A decode worker computes an attempt's prompt; `reason` is a short stable word."""
+        self._local_prefills.labels(reason).inc()
 
     def first_token(
         self, model: str, seconds: float, prompt_tokens: int, trace_id: str = ""

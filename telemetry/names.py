@@ -23,7 +23,8 @@ The spans of one request, and who writes them:
                      kv.receive                                         links to kv.send
                      decode.generate
 
-A whole attempt has only the leg `decode`; prefill.queue and prefill.compute are below it then.
+A whole attempt has only the leg `decode`; prefill.queue and prefill.compute are below it then. So
+they are where the decode worker took the prompt over; the leg `prefill` has then ended early.
 """
 
 from __future__ import annotations
@@ -120,6 +121,9 @@ class Attr:
     ROUTE_DECODE: Final = "baton.route.decode"
     ROUTE_ATTEMPT: Final = "baton.route.attempt"
     ROUTE_PREFIX_TOKENS: Final = "baton.route.prefix_tokens"
+    """Prompt tokens that the decode worker held when it took the prompt over."""
+    ROUTE_LOCAL_REASON: Final = "baton.route.local_reason"
+    """Why a decode worker computes the prompt by itself; on its leg, too."""
 
     # The legs, prefill and decode.
     WORKER_ID: Final = "baton.worker.id"
@@ -183,6 +187,7 @@ class Metric:
     QUEUE_WAIT: Final = "baton_queue_wait_seconds"
     RETRIES: Final = "baton_retries"
     FAILOVERS: Final = "baton_failovers"
+    LOCAL_PREFILLS: Final = "baton_local_prefills"
     WORKER_UP: Final = "baton_worker_up"
 
     PROGRESS: Final = "baton_engine_turns"

@@ -198,9 +198,9 @@ def make_cluster(
     trace: bool = False,
     otlp_endpoint: str = "",
     launch: Launch = launch,
-    **worker_settings: object,
+    **settings: object,
 ) -> Cluster:
-    """A cluster that is not started. `worker_settings` reach the workers as BATON_* variables."""
+    """A cluster that is not started. `settings` reach all of them as BATON_* variables."""
     options = up.UpOptions(
         model=str(model),
         prefill=prefill,
@@ -213,7 +213,7 @@ def make_cluster(
         admin_port=0,
         drain_s=10.0,
     )
-    settings = {"num_pages": 400, "max_step_tokens": 128, "max_sequences": 32, **worker_settings}
+    settings = {"num_pages": 400, "max_step_tokens": 128, "max_sequences": 32, **settings}
     environment = {f"BATON_{name.upper()}": str(value) for name, value in settings.items()}
     if otlp_endpoint:
         environment["BATON_OTLP_ENDPOINT"] = otlp_endpoint

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -14,8 +18,37 @@ from baton.supervisor import ProcessSpec
 FAKE = str(Path(__file__).with_name("fake_process.py"))
 
 
+class Discovery(BaseHTTPRequestHandler):
+    """The router's page of attached workers: one more of them every time it is asked."""
+
+    workers: tuple[str, ...] = ("prefill-0", "decode-0")
+    asked = 0
+
+    def do_GET(self) -> None:
+        attached = self.workers[: Discovery.asked]
+        Discovery.asked += 1
+        self.send_response(200)
+        self.end_headers()
+        targets = [{"targets": [], "labels": {"worker": name}} for name in attached]
+        self.wfile.write(json.dumps(targets).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
 @pytest.fixture
-def plan(monkeypatch: pytest.MonkeyPatch) -> up.Plan:
+def discovery() -> Iterator[str]:
+    """Address of the page."""
+    Discovery.asked = 0
+    server = HTTPServer(("127.0.0.1", 0), Discovery)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch, discovery: str) -> up.Plan:
     """A real plan whose processes are fakes."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     plan = up.plan(up.UpOptions(model="/m", grpc_port=0, http_port=0, admin_port=0, drain_s=10))
@@ -23,7 +56,7 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> up.Plan:
     specs = tuple(
         replace(spec, argv=[sys.executable, FAKE, addresses[spec.name]]) for spec in plan.specs
     )
-    return replace(plan, specs=specs)
+    return replace(plan, specs=specs, admin_address=discovery)
 
 
 async def test_up_waits_for_all_and_drains_the_router_first(plan: up.Plan) -> None:
@@ -33,6 +66,7 @@ async def test_up_waits_for_all_and_drains_the_router_first(plan: up.Plan) -> No
         await up.wait_until_ready(plan, supervisor, waited_for.append)
         assert {name for name, line in lines if line == "serving"} == set(supervisor.pids())
         assert supervisor.settled
+        assert Discovery.asked == 3, "ready before every worker was attached"
     assert waited_for[0] == "prefill-0, decode-0"
     assert waited_for[-1] == "router"
     drained = [name for name, line in lines if line == "drained"]

@@ -22,9 +22,8 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture
 def cluster(tiny, tmp_path):
-    cluster = make_cluster(
-        tiny, tmp_path / "logs", num_pages=1100, max_step_tokens=64, resume_grace_s=1
-    )
+    settings = {"num_pages": 1100, "max_step_tokens": 64, "resume_grace_s": 1}
+    cluster = make_cluster(tiny, tmp_path / "logs", local_prefill="never", **settings)
     cluster.start_all()
     yield cluster
     cluster.stop()

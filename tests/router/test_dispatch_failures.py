@@ -100,7 +100,8 @@ async def test_prefill_dies_and_its_last_word_made_it(cluster: Cluster) -> None:
     assert other.count("submit") == 0
 
 
-async def test_only_prefill_worker_dies(cluster: Cluster) -> None:
+async def test_only_prefill_worker_dies() -> None:
+    cluster = Cluster(local_prefill="never")
     prefill, decode = await cluster.pair()
     reader = cluster.read(job())
     attempt = (await prefill.heard("submit")).attempt_id
@@ -110,6 +111,7 @@ async def test_only_prefill_worker_dies(cluster: Cluster) -> None:
     error = await error_of(reader)
     assert (error.reason, error.code.name) == ("WORKER_LOST", "UNAVAILABLE")
     assert error.retry_after_s
+    await cluster.close()
 
 
 async def test_prefill_dies_when_its_first_token_was_the_last(cluster: Cluster) -> None:
@@ -235,8 +237,8 @@ async def test_queued_jobs_fail_with_the_last_worker(cluster: Cluster) -> None:
 
 
 async def test_draining_worker_gets_no_new_work(cluster: Cluster) -> None:
-    prefill, _ = await cluster.pair()
-    prefill.report(draining=True)
+    _, decode = await cluster.pair()
+    decode.report(draining=True)
     await until(lambda: any(link.draining for link in cluster.registry.members))
     assert (await error_of(cluster.read(job()))).reason == "DRAINING"
 

@@ -247,6 +247,6 @@ async def test_models(cluster: Cluster) -> None:
 async def test_no_workers_is_said_at_once(cluster: Cluster) -> None:
     with pytest.raises(RouterError, match="NO_WORKERS"):
         await cluster.read(job()).end()
-    await cluster.add("d0", DECODE)
+    await cluster.add("p0", PREFILL)
     with pytest.raises(RouterError, match="NO_WORKERS"):
         await cluster.read(job()).end()

@@ -58,7 +58,7 @@ async def test_a_job_runs_on_workers_of_its_model(cluster: Cluster) -> None:
 async def test_no_pair_is_made_of_two_models(cluster: Cluster) -> None:
     await add(cluster, "one", PREFILL)
     await add(cluster, "two", DECODE)
-    assert names(cluster) == []
+    assert names(cluster) == ["two"]  # decode workers can do without others
     with pytest.raises(RouterError, match="NO_WORKERS"):
         await cluster.read(job(model="one")).end()
 

@@ -90,13 +90,16 @@ class Worker:
 
     def room(self) -> Room:
         return Room(
-            self.queued_prefill_tokens,
-            100,
-            self.prefill_tokens_per_s,
-            self.running_sequences,
-            self.max_sequences,
-            self.free_pages,
-            100,
+            queued_prefill_tokens=self.queued_prefill_tokens,
+            prefill_credit_tokens=100,
+            prefill_tokens_per_s=self.prefill_tokens_per_s,
+            mixed_prefill_tokens=0,
+            mixed_prefill_tokens_per_s=0.0,
+            step_ms=0.0,
+            running_sequences=self.running_sequences,
+            max_sequences=self.max_sequences,
+            free_pages=self.free_pages,
+            total_pages=100,
         )
 
 

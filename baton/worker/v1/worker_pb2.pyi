@@ -64,7 +64,9 @@ class _WorkModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkMode.Val
     WORK_MODE_PREFILL: _WorkMode.ValueType  # 2
     """Prefill, sample the first token, write the pages where the grant says."""
     WORK_MODE_DECODE: _WorkMode.ValueType  # 3
-    """Reserve pages, answer granted, decode when the pages have arrived."""
+    """Reserve pages, answer granted, decode when the pages have arrived; or answer
+    taken_over and go on as for WHOLE.
+    """
 
 class WorkMode(_WorkMode, metaclass=_WorkModeEnumTypeWrapper):
     """What a worker is to do with an attempt."""
@@ -76,7 +78,9 @@ WORK_MODE_WHOLE: WorkMode.ValueType  # 1
 WORK_MODE_PREFILL: WorkMode.ValueType  # 2
 """Prefill, sample the first token, write the pages where the grant says."""
 WORK_MODE_DECODE: WorkMode.ValueType  # 3
-"""Reserve pages, answer granted, decode when the pages have arrived."""
+"""Reserve pages, answer granted, decode when the pages have arrived; or answer
+taken_over and go on as for WHOLE.
+"""
 Global___WorkMode: _TypeAlias = WorkMode  # noqa: Y015
 
 class _EndReason:
@@ -405,7 +409,7 @@ class WorkRequest(_message.Message):
     @_builtins.property
     def abort(self) -> Global___Abort:
         """Compare-and-set at the decode worker: end the attempt unless its KV is
-        there already. Answered by aborted.
+        there already, or computed there. Answered by aborted.
         """
 
     @_builtins.property
@@ -526,6 +530,7 @@ class Submit(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     FIRST_CHOICE_FIELD_NUMBER: _builtins.int
+    LOCAL_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.bytes
     """Names the attempt everywhere; random, 16 bytes."""
     mode: Global___WorkMode.ValueType
@@ -554,6 +559,11 @@ class Submit(_message.Message):
     """Which choice of the request the attempt's first one is: with the seed and
     the output index it keys the noise. Workers count choices from 0 all the
     same, in every message.
+    """
+    local_prefill_tokens: _builtins.int
+    """DECODE: the worker computes the prompt by itself, and answers taken_over
+    instead of granted, where its prefix cache holds the larger part and at most
+    so many tokens are left; 0 for never.
     """
     @_builtins.property
     def generated(self) -> _containers.RepeatedCompositeFieldContainer[Global___GeneratedTokens]:
@@ -585,10 +595,11 @@ class Submit(_message.Message):
         prompt_logprobs: _builtins.bool = ...,
         tenant: _builtins.str = ...,
         first_choice: _builtins.int = ...,
+        local_prefill_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "cache_salt", b"cache_salt", "choices", b"choices", "deadline_unix_ns", b"deadline_unix_ns", "first_choice", b"first_choice", "generated", b"generated", "mode", b"mode", "peer_agent_name", b"peer_agent_name", "priority", b"priority", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stopping", b"stopping", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "cache_salt", b"cache_salt", "choices", b"choices", "deadline_unix_ns", b"deadline_unix_ns", "first_choice", b"first_choice", "generated", b"generated", "local_prefill_tokens", b"local_prefill_tokens", "mode", b"mode", "peer_agent_name", b"peer_agent_name", "priority", b"priority", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stopping", b"stopping", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -804,7 +815,7 @@ Global___Cancel: _TypeAlias = Cancel  # noqa: Y015
 
 @_typing.final
 class Abort(_message.Message):
-    """Ends an attempt unless its KV has arrived."""
+    """Ends an attempt unless its KV has arrived or the worker has taken it over."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -841,6 +852,7 @@ class WorkResponse(_message.Message):
     FAILED_FIELD_NUMBER: _builtins.int
     ABORTED_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    TAKEN_OVER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def attached(self) -> Global___Attached:
         """First message of the stream."""
@@ -885,6 +897,10 @@ class WorkResponse(_message.Message):
     def prompt_logprobs(self) -> Global___PromptLogprobs:
         """Log probabilities of the prompt."""
 
+    @_builtins.property
+    def taken_over(self) -> Global___TakenOver:
+        """Decode worker: it computes the prompt by itself, and no grant follows."""
+
     def __init__(
         self,
         *,
@@ -899,12 +915,13 @@ class WorkResponse(_message.Message):
         failed: Global___Failed | None = ...,
         aborted: Global___Aborted | None = ...,
         prompt_logprobs: Global___PromptLogprobs | None = ...,
+        taken_over: Global___TakenOver | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "attached", b"attached", "delivered", b"delivered", "failed", b"failed", "finished", b"finished", "first_token", b"first_token", "granted", b"granted", "load", b"load", "message", b"message", "prefill_done", b"prefill_done", "prompt_logprobs", b"prompt_logprobs", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "attached", b"attached", "delivered", b"delivered", "failed", b"failed", "finished", b"finished", "first_token", b"first_token", "granted", b"granted", "load", b"load", "message", b"message", "prefill_done", b"prefill_done", "prompt_logprobs", b"prompt_logprobs", "taken_over", b"taken_over", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "attached", b"attached", "delivered", b"delivered", "failed", b"failed", "finished", b"finished", "first_token", b"first_token", "granted", b"granted", "load", b"load", "message", b"message", "prefill_done", b"prefill_done", "prompt_logprobs", b"prompt_logprobs", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "attached", b"attached", "delivered", b"delivered", "failed", b"failed", "finished", b"finished", "first_token", b"first_token", "granted", b"granted", "load", b"load", "message", b"message", "prefill_done", b"prefill_done", "prompt_logprobs", b"prompt_logprobs", "taken_over", b"taken_over", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attached", "load", "granted", "first_token", "tokens", "prefill_done", "delivered", "finished", "failed", "aborted", "prompt_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attached", "load", "granted", "first_token", "tokens", "prefill_done", "delivered", "finished", "failed", "aborted", "prompt_logprobs", "taken_over"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -955,6 +972,8 @@ class Load(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     LONG_STEP_MS_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    MIXED_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    MIXED_PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     progress: _builtins.int
     """Counts steps and idle turns of the step loop; one that stands still for
     3 s means a frozen worker.
@@ -987,6 +1006,12 @@ class Load(_message.Message):
     """A step that is expected to take this long has begun; 0 for none."""
     prefill_tokens_per_s: _builtins.float
     """Measured rate of computing prompts, tokens per second; 0 while unknown."""
+    mixed_prefill_tokens: _builtins.int
+    """Most prompt tokens in a step that decodes, too."""
+    mixed_prefill_tokens_per_s: _builtins.float
+    """Measured rate of computing prompts in steps that decode, too, tokens per
+    second; 0 while unknown.
+    """
     def __init__(
         self,
         *,
@@ -1005,10 +1030,12 @@ class Load(_message.Message):
         draining: _builtins.bool = ...,
         long_step_ms: _builtins.float = ...,
         prefill_tokens_per_s: _builtins.float = ...,
+        mixed_prefill_tokens: _builtins.int = ...,
+        mixed_prefill_tokens_per_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "evictable_pages", b"evictable_pages", "free_pages", b"free_pages", "granted_pages", b"granted_pages", "long_step_ms", b"long_step_ms", "max_sequences", b"max_sequences", "prefill_credit_tokens", b"prefill_credit_tokens", "prefill_tokens_per_s", b"prefill_tokens_per_s", "progress", b"progress", "quarantined_pages", b"quarantined_pages", "queued_prefill_tokens", b"queued_prefill_tokens", "running_sequences", b"running_sequences", "step_ms", b"step_ms", "total_pages", b"total_pages", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "evictable_pages", b"evictable_pages", "free_pages", b"free_pages", "granted_pages", b"granted_pages", "long_step_ms", b"long_step_ms", "max_sequences", b"max_sequences", "mixed_prefill_tokens", b"mixed_prefill_tokens", "mixed_prefill_tokens_per_s", b"mixed_prefill_tokens_per_s", "prefill_credit_tokens", b"prefill_credit_tokens", "prefill_tokens_per_s", b"prefill_tokens_per_s", "progress", b"progress", "quarantined_pages", b"quarantined_pages", "queued_prefill_tokens", b"queued_prefill_tokens", "running_sequences", b"running_sequences", "step_ms", b"step_ms", "total_pages", b"total_pages", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1179,6 +1206,34 @@ class PrefillDone(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefillDone: _TypeAlias = PrefillDone  # noqa: Y015
+
+@_typing.final
+class TakenOver(_message.Message):
+    """The decode worker computes the prompt by itself. What the prefill worker does
+    for the attempt is of no more use.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ATTEMPT_ID_FIELD_NUMBER: _builtins.int
+    CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    attempt_id: _builtins.bytes
+    """The attempt."""
+    cached_prompt_tokens: _builtins.int
+    """Prompt tokens found in the prefix cache."""
+    def __init__(
+        self,
+        *,
+        attempt_id: _builtins.bytes = ...,
+        cached_prompt_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "cached_prompt_tokens", b"cached_prompt_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TakenOver: _TypeAlias = TakenOver  # noqa: Y015
 
 @_typing.final
 class Delivered(_message.Message):

@@ -1,0 +1,275 @@
+"""Decode workers prefill by themselves for each reason: same tokens, pages back, whole traces."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from cluster import Cluster, make_cluster
+from scraping import SETTLED_S, scrape, scrape_until
+from tiny_models import write_tiny_model
+
+from baton.generation import Generation
+from baton.traces import fetch
+from baton.waterfall import complete
+from telemetry.names import Attr, Metric
+
+MAX_TOKENS = 12
+STEP_TOKENS = 64
+GREEDY = {"max_tokens": MAX_TOKENS, "temperature": 0.0, "ignore_eos": True}
+LOCAL = Metric.LOCAL_PREFILLS + "_total"
+COMPUTED = {"name": Metric.PREFILL_TOKENS + "_total", "source": "computed"}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model"), max_positions=16384)
+
+
+@pytest.fixture(scope="module")
+def reference(tiny):
+    """Greedy continuation by transformers, past end of sequence."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+
+    def generate(prompt: list[int], max_tokens: int = MAX_TOKENS) -> list[int]:
+        tokens = list(prompt)
+        with torch.no_grad():
+            out = model(torch.tensor([tokens]), use_cache=True)
+            for _ in range(max_tokens):
+                tokens.append(int(out.logits[0, -1].argmax()))
+                step = torch.tensor([tokens[-1:]])
+                out = model(step, past_key_values=out.past_key_values, use_cache=True)
+        return tokens[len(prompt) :]
+
+    return generate
+
+
+@contextmanager
+def running(tiny, folder, **options):
+    settings = {"max_step_tokens": STEP_TOKENS, "trace": True, **options}
+    cluster = make_cluster(tiny, folder / "logs", **settings)
+    try:
+        cluster.start_all()
+        yield cluster
+        cluster.check_baseline()
+    finally:
+        codes = cluster.stop()
+    killed = {name for name, code in codes.items() if code == -signal.SIGKILL}
+    assert {codes[name] for name in codes.keys() - killed} == {0}, cluster.tail()
+
+
+@pytest.fixture(scope="module")
+def pair(tiny, tmp_path_factory):
+    with running(tiny, tmp_path_factory.mktemp("pair")) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def alone(tiny, tmp_path_factory):
+    """Decode workers only, and so few pages that a crowd has to preempt."""
+    with running(tiny, tmp_path_factory.mktemp("alone"), prefill=0, num_pages=60) as cluster:
+        yield cluster
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(5, 384, length).tolist()
+
+
+def local_prefills(cluster: Cluster) -> dict[str, float]:
+    figures = scrape(cluster, "router").all(LOCAL)
+    return {dict(labels)["reason"]: count for labels, count in figures.items()}
+
+
+def computed(cluster: Cluster, name: str) -> float:
+    return scrape(cluster, name).of(COMPUTED["name"], source="computed")
+
+
+def check_trace(cluster: Cluster, result: Generation, reason: str) -> None:
+    """Every span is there, the prompt's are the decode worker's, and it says why."""
+    trace = fetch(cluster.plan.admin_address, result.trace_id, patience_s=SETTLED_S)
+    assert complete(trace) == []
+    legs = [span for span in trace.spans if span.name == "decode"]
+    assert [leg.attributes[Attr.ROUTE_LOCAL_REASON] for leg in legs[-1:]] == [reason]
+    below = {span.name: span for span in trace.children(legs[-1])}
+    assert below.keys() == {"prefill.queue", "prefill.compute", "decode.generate"}
+    assert {span.instance for span in below.values()} == {"decode-0"}
+
+
+# It holds most of the prompt already.
+
+
+def test_the_next_turn_of_a_conversation_needs_no_prefill_worker(pair, reference):
+    first = prompt_of(300, seed=1)
+    with pair.client() as client:
+        answer = client.generate(token_ids=first, **GREEDY)
+        assert list(answer.token_ids) == reference(first)
+        turn = [*first, *answer.token_ids, *prompt_of(20, seed=2)]
+        sent = scrape(pair, "prefill-0").of("baton_kv_transfers_total", outcome="sent")
+        before = computed(pair, "decode-0")
+        pair.kill("prefill-0", signal.SIGSTOP)
+        try:
+            began = time.monotonic()
+            result = client.generate(token_ids=turn, timeout_s=30, **GREEDY)
+            took_s = time.monotonic() - began
+        finally:
+            pair.kill("prefill-0", signal.SIGCONT)
+        assert list(result.token_ids) == reference(turn)
+        print(f"\nanswered in {1e3 * took_s:.0f} ms while the prefill worker stood still")
+    held = (len(first) + MAX_TOKENS - 1) // 16 * 16
+    assert result.usage.cached_prompt_tokens == held
+    figures = scrape_until(
+        pair, "decode-0", lambda f: f.of(COMPUTED["name"], source="computed") > before
+    )
+    assert figures.of(COMPUTED["name"], source="computed") - before == len(turn) - held
+    assert scrape(pair, "prefill-0").of("baton_kv_transfers_total", outcome="sent") == sent
+    assert local_prefills(pair) == {"cached": 1}
+    check_trace(pair, result, "cached")
+    pair.wait_ready()
+
+
+@pytest.mark.parametrize(
+    ("options", "choices"),
+    [({"max_tokens": 1}, 1), ({}, 3), ({"max_tokens": 2}, 1), ({"max_tokens": 1}, 2)],
+)
+def test_short_ones_and_several_choices(pair, reference, options, choices):
+    """A request for one token has no decode worker to ask; the others are taken over."""
+    first = prompt_of(100, seed=3)
+    options = {**GREEDY, **options}
+    with pair.client() as client:
+        client.generate(token_ids=first, **GREEDY)
+        before = local_prefills(pair).get("cached", 0)
+        turn = [*first, *prompt_of(9 + choices, seed=4)]
+        result = client.generate(token_ids=turn, choices=choices, **options)
+    want = reference(turn, options["max_tokens"])
+    assert [list(choice.token_ids) for choice in result.choices] == [want] * choices
+    taken_over = options["max_tokens"] > 1
+    assert local_prefills(pair).get("cached", 0) - before == taken_over
+
+
+def test_sampled_choices_are_those_of_a_hand_off(pair):
+    first, salt = prompt_of(90, seed=5), {"choices": 3, "temperature": 1.0, "seed": 11}
+    turn = [*first, *prompt_of(12, seed=6)]
+    with pair.client() as client:
+        handed = client.generate(token_ids=turn, max_tokens=9, ignore_eos=True, **salt)
+        before = local_prefills(pair)["cached"]
+        local = client.generate(token_ids=turn, max_tokens=9, ignore_eos=True, **salt)
+    assert local_prefills(pair)["cached"] == before + 1
+    assert [c.token_ids for c in local.choices] == [c.token_ids for c in handed.choices]
+
+
+def test_log_probabilities_of_the_prompt_come_from_a_hand_off(pair):
+    prompt = prompt_of(80, seed=7)
+    with pair.client() as client:
+        results = [client.generate(token_ids=prompt, prompt_logprobs=True, **GREEDY)]
+        before = local_prefills(pair)
+        results.append(client.generate(token_ids=prompt, prompt_logprobs=True, **GREEDY))
+    assert local_prefills(pair) == before
+    one, two = ([token.logprob for token in result.prompt_logprobs[1:]] for result in results)
+    assert len(one) == 79
+    assert two == pytest.approx(one, abs=1e-4)
+
+
+def test_cancelled_at_any_time(pair):
+    shared = prompt_of(1500, seed=8)
+    with pair.client() as client:
+        client.generate(token_ids=shared, **GREEDY)
+        for i in range(24):
+            stream = client.stream(
+                token_ids=[*shared, *prompt_of(100, seed=100 + i)],
+                max_tokens=500,
+                temperature=0.0,
+                ignore_eos=True,
+            )
+            time.sleep(0.003 * i)
+            stream.close()
+    pair.check_baseline()
+
+
+def test_the_prefill_worker_dies_for_good(pair, reference):
+    """The last of this cluster's tests: what is under way there goes on at the decode worker, and
+    so does all that follows."""
+    long, short = prompt_of(5000, seed=9), prompt_of(40, seed=10)
+    results: list[Generation] = []
+    with pair.client() as client:
+
+        def ask() -> None:
+            results.append(client.generate(token_ids=long, timeout_s=60, **GREEDY))
+
+        before = computed(pair, "prefill-0")
+        asking = threading.Thread(target=ask)
+        asking.start()
+        scrape_until(
+            pair, "prefill-0", lambda f: f.of(COMPUTED["name"], source="computed") > before
+        )
+        pair.kill("prefill-0")
+        del pair.baselines["prefill-0"]
+        asking.join(60)
+        assert list(results[0].token_ids) == reference(long)
+        result = client.generate(token_ids=short, **GREEDY)
+        assert list(result.token_ids) == reference(short)
+    assert local_prefills(pair)["no_prefill_worker"] == 2
+    check_trace(pair, result, "no_prefill_worker")
+    pair.check_baseline()
+
+
+# There is no prefill worker at all.
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 200])
+def test_decode_workers_alone(alone, reference, length):
+    prompt = prompt_of(length, seed=20)
+    with alone.client() as client:
+        result = client.generate(token_ids=prompt, choices=2, **GREEDY)
+        one = client.generate(token_ids=prompt, **{**GREEDY, "max_tokens": 1})
+    want = reference(prompt)
+    assert [list(choice.token_ids) for choice in result.choices] == [want, want]
+    assert list(one.token_ids) == want[:1]
+    check_trace(alone, result, "no_prefill_worker")
+
+
+def test_decode_workers_alone_score_prompts(alone, reference):
+    prompt = prompt_of(70, seed=21)
+    with alone.client() as client:
+        result = client.generate(token_ids=prompt, prompt_logprobs=True, **GREEDY)
+    assert list(result.token_ids) == reference(prompt)
+    assert len(result.prompt_logprobs) == 70
+    assert all(token.logprob < 0 for token in result.prompt_logprobs[1:])
+
+
+def test_a_crowd_that_preempts_prompts_and_streams(alone, reference):
+    """Twelve need three times the pages there are."""
+    prompts = [prompt_of(60 + 7 * i, seed=30 + i) for i in range(12)]
+    options = {**GREEDY, "max_tokens": 120}
+    with alone.client() as client, ThreadPoolExecutor(12) as pool:
+        ask = lambda prompt: client.generate(token_ids=prompt, timeout_s=120, **options)  # noqa: E731
+        results = list(pool.map(ask, prompts))
+    for prompt, result in zip(prompts, results, strict=True):
+        assert list(result.token_ids) == reference(prompt, 120)
+    assert scrape(alone, "decode-0").of(Metric.PREEMPTIONS + "_total") > 0
+    alone.check_baseline()
+
+
+# The queue at prefill is long.
+
+
+def test_a_busy_prefill_worker_is_helped(tiny, tmp_path, reference):
+    options = {"num_pages": 1500, "local_prefill": "auto"}
+    with running(tiny, tmp_path, **options) as cluster, cluster.client() as client:
+        client.generate(token_ids=prompt_of(500, seed=40), **GREEDY)  # rates are known from here on
+        prompts = [prompt_of(400 + 10 * i, seed=41 + i) for i in range(24)]
+        with ThreadPoolExecutor(24) as pool:
+            ask = lambda prompt: client.generate(token_ids=prompt, timeout_s=60, **GREEDY)  # noqa: E731
+            results = list(pool.map(ask, prompts))
+        for prompt, result in zip(prompts, results, strict=True):
+            assert list(result.token_ids) == reference(prompt)
+        helped = local_prefills(cluster)["faster"]
+        print(f"\n{helped:.0f} of {len(prompts)} prompts computed by the decode worker")
+        assert 0 < helped < len(prompts)
