@@ -133,6 +133,9 @@ class WorkerSettings(BaseSettings):
     waits for memory. 0: 192 on a decode worker, elsewhere as `max_step_tokens`."""
     max_context_tokens: int = Field(default=0, ge=0)
     """Longest prompt and output together. 0: the model's own limit."""
+    page_watermark: float = Field(default=0.9, gt=0, le=1)
+    """Share of the KV pool in use above which fewer requests are admitted, so that fewer have to
+    be computed again when it runs out. 1: never fewer."""
     prefix_cache: bool = True
     """Keep the KV of finished prompts and reuse it for prompts that begin alike."""
     transport: Literal["nixl", "loopback", "null"] = "nixl"

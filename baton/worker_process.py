@@ -277,6 +277,7 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
         max_step_tokens=settings.max_step_tokens,
         mixed_prefill_tokens=_mixed_prefill_tokens(settings),
         max_context_tokens=settings.max_context_tokens,
+        page_watermark=settings.page_watermark,
         prefix_cache=settings.prefix_cache,
         poison_freed_pages=settings.poison_freed_pages,
     )

@@ -3,10 +3,11 @@
 Pages under a transfer cannot be preempted, so a request is admitted only while what is left keeps
 every promise made before:
 
-    pages(prompt) + growth <= free + evictable - max(reserve * used slots, largest single need)
+    pages(prompt) + growth <= free + evictable - max(reserve, largest single need)
 
 The largest single need is the most pages that one sequence in a slot may still ask for: whatever
-else runs is preempted in its favour, so one sequence always gets to its end. Preempted sequences
+else runs is preempted in its favour, so one sequence always gets to its end. The reserve is for
+the growth of all of them, `growth_reserve`. Preempted sequences
 come first, oldest first, and no new request is admitted while one waits; then requests that were
 begun on another worker, whose client has seen tokens already; then new ones as the policy says. A
 request that does not fit may be passed by smaller ones a bounded number of times.
@@ -17,6 +18,8 @@ in the prefix cache.
 """
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +48,27 @@ def admit(scheduler: Scheduler) -> None:
             break
 
 
+def growth_reserve(scheduler: Scheduler, wanted: int) -> int:
+    """Pages to keep back for the growth of what is in slots, where `wanted` more are handed out.
+
+        max(pages each * used slots, share * all they may ask for)
+        share = (use - watermark) / (1 - watermark), at least 0; use counts the wanted pages
+
+    Up to the watermark a page for each will do: most sequences end before `max_tokens`, and pages
+    that stay empty for the rare ones that do not would cost a batch its size. The fuller the pool,
+    the surer the next sequence costs a preemption, which throws computed KV away: at the watermark
+    nothing more is kept back, in a full pool all that running sequences may still ask for. An
+    empty batch keeps nothing back, so whoever fits the pool is admitted at last.
+    """
+    config, blocks = scheduler.config, scheduler.blocks
+    least = config.reserve_pages * scheduler.slots.num_used
+    use = 1 - (blocks.available - wanted) / blocks.total
+    if use <= config.page_watermark or config.page_watermark >= 1:
+        return least
+    share = (use - config.page_watermark) / (1 - config.page_watermark)
+    return max(least, math.ceil(share * int(scheduler.slots.growth().sum())))
+
+
 def _has_prefill_room(scheduler: Scheduler) -> bool:
     """Whether the next step could take more prompt tokens than are admitted."""
     admitted = sum(task.remaining for task in scheduler.prefills)
@@ -57,7 +81,7 @@ def _readmit(scheduler: Scheduler, sequence: Sequence) -> bool:
     tokens = sequence.tokens()
     pages = -(-len(tokens) // scheduler.config.page_size)
     wanted = pages + _growth(scheduler, sequence.job.request, pages)
-    reserve = scheduler.config.reserve_pages * scheduler.slots.num_used
+    reserve = growth_reserve(scheduler, wanted)
     if scheduler.slots.num_free == 0 or wanted > scheduler.blocks.available - reserve:
         return False
     scheduler.preempted.remove(sequence)
@@ -80,9 +104,8 @@ def _try_admit(scheduler: Scheduler, job: Job) -> bool:
     cached = scheduler.blocks.count_cached(job.keys)
     wanted = pages - cached + scheduler.blocks.count_evictable(job.keys)
     wanted += spare + growth * num_sequences
-    kept_back = max(
-        scheduler.config.reserve_pages * scheduler.slots.num_used, scheduler.slots.largest_need()
-    )
+    largest = int(scheduler.slots.growth().max(initial=0))
+    kept_back = max(growth_reserve(scheduler, wanted), largest)
     if num_sequences > scheduler.slots.num_free or wanted > scheduler.blocks.available - kept_back:
         return False
     job.sequences = [Sequence(job, i, outputs[i]) for i in range(num_sequences)]

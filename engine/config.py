@@ -42,6 +42,9 @@ class EngineConfig:
     """Prefill tokens in a step that also decodes; 0: as `max_step_tokens`."""
     max_context_tokens: int = 0
     """Prompt and output together; 0: what the model takes, or less where the pool is smaller."""
+    page_watermark: float = 0.9
+    """Share of the pages in use above which fewer sequences are admitted, in (0, 1]; 1: never
+    fewer. See `engine.admission.growth_reserve`."""
     policy: str = "fcfs"
     eviction: str = "lru"
     prefix_cache: bool = True

@@ -290,6 +290,7 @@ def _scheduler(config: EngineConfig, info: ModelInfo, pool: KvPool, sampler: Sam
         max_context_tokens=info.max_context_tokens,
         page_size=config.page_size,
         eos_token_ids=frozenset(info.eos_token_ids),
+        page_watermark=config.page_watermark,
         prefix_cache=config.prefix_cache,
     )
     watch = PagePoison(pool.tensor) if config.poison_freed_pages else None

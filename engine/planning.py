@@ -131,7 +131,7 @@ def _cut_chunks(scheduler: Scheduler, rows: Slots) -> tuple[list[ChunkPlan], lis
         if score:
             scores.append(score)
         first_token += end - task.cursor
-        first_sample += task.leader.job.request.choices if last else 0
+        first_sample += len(_first_draws(task)) if last else 0
         budget -= end - task.cursor
     return chunks, scores
 

@@ -63,6 +63,8 @@ class SchedulerConfig:
     eos_token_ids: frozenset[int]
     reserve_pages: int = 1
     """Pages kept back at admission for the growth of each active sequence."""
+    page_watermark: float = 0.9
+    """Share of the pages in use above which more is kept back (`engine.admission`); 1: never."""
     max_passed_over: int = 16
     """How often smaller requests may be admitted before one that does not fit yet."""
     prefix_cache: bool = True
@@ -223,6 +225,8 @@ class Scheduler:
         slot = self.slots.take(
             state, len(request.prompt_ids), sequence.outputs, request.stop, job.seniority
         )
+        if request.mode is Mode.PREFILL:
+            self.slots.limit_len[slot] = len(request.prompt_ids)
         self.slots.choice[slot] = sequence.choice
         self.slots.noise_choice[slot] = sequence.noise_choice
         self.slots.request_id[slot], self.slots.sink[slot] = request.id, job.sink

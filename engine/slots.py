@@ -49,7 +49,7 @@ class SlotTable:
         """Who is told of the sequence; set by the scheduler, as the request's id and choice."""
         self.prompt_len = np.zeros(max_slots, np.int32)
         self.limit_len = np.zeros(max_slots, np.int32)
-        """Prompt and output together when `max_tokens` is reached."""
+        """Prompt and output together when `max_tokens` is reached; PREFILL: no output."""
         self.min_tokens = np.zeros(max_slots, np.int32)
         self.kv_len = np.zeros(max_slots, np.int32)
         self.output_len = np.zeros(max_slots, np.int32)
@@ -132,13 +132,11 @@ class SlotTable:
         """One step more (1) or fewer (-1) in flight per token drawn for a slot."""
         self.in_flight += step * np.bincount(drawn, minlength=self.max_slots)
 
-    def largest_need(self) -> int:
-        """Most pages that one sequence in a slot may still ask for."""
+    def growth(self) -> NDArray[np.int32]:
+        """Pages that each sequence in a slot may still ask for."""
         used = np.flatnonzero(self.state != SlotState.EMPTY)
-        if used.size == 0:
-            return 0
         final = -(-self.limit_len[used] // self.page_size)
-        return max(0, int((final - self.page_count[used]).max()))
+        return np.asarray(np.maximum(final - self.page_count[used], 0), np.int32)
 
     def _reserve_outputs(self, max_tokens: int) -> None:
         width = self.outputs.shape[1]

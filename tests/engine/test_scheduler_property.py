@@ -47,6 +47,7 @@ class Bench:
             page_size=page_size,
             eos_token_ids=frozenset({3}),
             prefix_cache=options.pop("prefix_cache", True),
+            page_watermark=options.pop("watermark", 0.9),
         )
         eviction = EVICTION_POLICIES[options.pop("eviction", "lru")]()
         self.blocks = BlockManager(num_pages, eviction)
@@ -368,6 +369,7 @@ def test_random_operations_keep_every_promise(seed):
         policy=rng.choice(sorted(POLICIES)),
         eviction=rng.choice(sorted(EVICTION_POLICIES)),
         prefix_cache=rng.random() < 0.8,
+        watermark=rng.choice([0.05, 0.5, 0.9, 1.0]),
     )
     cancelled, delivered = set(), set()
     for _ in range(150):

@@ -1,0 +1,90 @@
+"""Who gets pages, and when: prompts in their turn, and fewer of them above the watermark."""
+
+import random
+
+import numpy as np
+import pytest
+from engine_fakes import expected_output, next_token
+from test_scheduler_property import Bench, prompt_of
+
+from engine.admission import admit, growth_reserve
+from engine.types import Mode
+
+
+def overcommitted(watermark: float) -> Bench:
+    """Runs requests that would grow to nearly five times the pool."""
+    bench = Bench(num_pages=129, slots=32, step_tokens=64, watermark=watermark, prefix_cache=False)
+    rng = random.Random(0)
+    lengths = [(rng.randrange(32, 64), rng.randrange(16, 32)) for _ in range(120)]
+    ids = [bench.submit(prompt_of(rng, prompt), output) for prompt, output in lengths]
+    bench.run()
+    for request_id in ids:
+        bench.check_output(request_id)
+    bench.check_baseline()
+    return bench
+
+
+def test_preemptions_fall_with_the_watermark() -> None:
+    counts = [overcommitted(watermark).scheduler.preemptions for watermark in (1.0, 0.9, 0.5)]
+    assert counts[0] > counts[1] > counts[2]
+
+
+@pytest.mark.parametrize("watermark", [0.01, 0.5, 0.9, 1.0])
+def test_a_request_of_the_whole_pool_is_admitted_at_last(watermark: float) -> None:
+    bench = Bench(num_pages=33, slots=4, step_tokens=64, watermark=watermark)
+    rng = random.Random(2)
+    ids = [bench.submit(prompt_of(rng, 12), 40) for _ in range(8)]
+    ids.append(bench.submit(prompt_of(rng, 100), 28))
+    ids += [bench.submit(prompt_of(rng, 5), 6) for _ in range(8)]
+    bench.run()
+    for request_id in ids:
+        bench.check_output(request_id)
+    bench.check_baseline()
+
+
+def test_the_reserve_rises_from_a_page_each_to_all_that_is_wanted() -> None:
+    bench = Bench(num_pages=101, slots=6, step_tokens=256, watermark=0.5, prefix_cache=False)
+    for _ in range(2):
+        bench.submit([5] * 80, 80)
+    admit(bench.scheduler)
+    assert bench.scheduler.slots.num_used == 2
+    assert bench.scheduler.slots.growth().tolist() == [20, 20]
+    used = bench.blocks.total - bench.blocks.available
+    assert used == 40
+    reserves = [growth_reserve(bench.scheduler, wanted) for wanted in (0, 10, 35, 60)]
+    assert reserves == [2, 2, 20, 40]
+
+
+def test_a_prompt_gets_its_pages_when_the_next_step_may_begin_it() -> None:
+    bench = Bench(num_pages=200, step_tokens=16)
+    for _ in range(4):
+        bench.submit(prompt_of(bench.random, 16), 4)
+    bench.submit([5] * 8, 4, mode=Mode.RECEIVE)
+    admit(bench.scheduler)
+    assert bench.blocks.total - bench.blocks.available == 4 + 2, "one prompt, and what is received"
+    assert len(bench.scheduler.waiting) == 3
+    bench.turn()
+    assert len(bench.scheduler.waiting) == 3, "the next one is for the next step"
+    bench.turn()
+    assert len(bench.scheduler.waiting) == 2
+
+
+def test_a_prompt_to_hand_off_keeps_nothing_back_for_output() -> None:
+    bench = Bench(num_pages=40, step_tokens=64)
+    bench.submit([5] * 16, 100, mode=Mode.PREFILL)
+    admit(bench.scheduler)
+    assert bench.scheduler.slots.growth().tolist() == [0]
+
+
+def test_choices_resumed_one_by_one_beside_a_prompt_to_hand_off() -> None:
+    # Each resumed choice draws one token, though its request has two: the prompt's follow them.
+    bench = Bench(num_pages=80, step_tokens=64)
+    own = expected_output([9] * 6, 12, frozenset({3}))
+    generated = tuple(np.array(own[:count], np.int32) for count in (2, 4))
+    resumed = bench.submit([9] * 6, 12, choices=2, generated=generated)
+    bench.turn()  # They wait as if preempted, and come first.
+    sent = bench.submit([8] * 10, 8, mode=Mode.PREFILL)
+    bench.run()
+    assert [record.token_id for record in bench.prefilled[sent].records] == [next_token([8] * 10)]
+    for choice, given in enumerate(generated):
+        assert bench.outputs[resumed, choice] == own[len(given) :]
