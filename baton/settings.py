@@ -153,6 +153,9 @@ class WorkerSettings(BaseSettings):
     """Folder for profiles, as Chrome traces (chrome://tracing, Perfetto)."""
     drain_s: float = Field(default=30, ge=0)
     """Seconds that running requests get to finish after SIGTERM."""
+    step_timeout_s: float = Field(default=60, gt=0)
+    """A step that hangs for longer ends the worker, with every thread's stack in its log, seconds.
+    Whoever runs it starts it again."""
     poison_freed_pages: bool = False
     """Debugging: free KV pages carry a pattern, and writes to them are found and counted."""
     failpoints: Annotated[str, AfterValidator(check_failpoints)] = ""

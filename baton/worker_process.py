@@ -13,7 +13,8 @@ Life of the process:
 Three threads do the work: the event loop all that is gRPC, the step loop the engine, and the
 transfer thread the KV pages. They talk through queues, and the loop is woken once a batch.
 
-The exit code is 0 where nothing had to be cut short.
+The exit code is 0 where nothing had to be cut short. A step that hangs or a device that is lost
+ends the process at any time (`baton.worker_watchdog`), with an exit code of its own.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from baton.worker_load import PrefillRoom, load_message
 from baton.worker_outbox import LoopInbox
 from baton.worker_peers import Peers
 from baton.worker_stream import Services, WorkerServicer
+from baton.worker_watchdog import Watchdog, device_lost
 from baton.worker_wire import endpoint_message, model_message
 from decode_service.service import DecodeService
 from engine.config import EngineConfig
@@ -118,6 +120,8 @@ class Worker:
         self._lag = EventLoopLag(self.metrics.loop_lagged)
         self._announcers: list[asyncio.Task[None]] = []
         self._reporter: asyncio.Task[None] | None = None
+        self._watchdog = Watchdog(engine.load, self._stop_serving, settings.step_timeout_s)
+        self._watching: asyncio.Task[None] | None = None
 
     def load(self) -> worker_pb2.Load:
         """How the worker stands now."""
@@ -146,12 +150,13 @@ class Worker:
         self.identity.address = advertised(bound, advertise)
         endpoint = await asyncio.to_thread(self.transfer.start)
         self._adopt(endpoint)
-        self.engine.start(self.metrics.stepped)
+        self.engine.start(self.metrics.stepped, device_lost)
         await self.admin.start()
         self.identity.admin_address = reachable(self.admin.address, advertise.rpartition(":")[0])
         self._lag.start()
         await self._server.start()
         self._reporter = asyncio.create_task(self.servicer.report_forever())
+        self._watching = asyncio.create_task(self._watchdog.watch())
         await self._health.set(SERVICE_NAME, health_pb2.HealthCheckResponse.SERVING)
         self._announcers = [
             asyncio.create_task(announce_forever(router, self.identity))
@@ -169,24 +174,20 @@ class Worker:
     async def drain(self) -> None:
         """Refuses new work and returns when none is left."""
         self.metrics.draining()
-        await self._health.enter_graceful_shutdown()
-        self._stop_announcing()
-        self.servicer.draining = True
-        self.servicer.report()
+        await self._stop_serving()
         while self.services.active:
             await asyncio.sleep(IDLE_POLL_S)
 
     async def stop(self) -> bool:
         """Ends everything; returns whether nothing had to be cut short."""
         clean = self.services.active == 0
-        self.servicer.draining = True
-        self._stop_announcing()
-        await self._health.enter_graceful_shutdown()
+        await self._stop_serving()
         self.services.fail_all(worker_pb2.FAILURE_REASON_DRAINING)
         self.servicer.finish()
         await self._server.stop(LAST_WORDS_S)
-        if self._reporter is not None:
-            self._reporter.cancel()
+        for task in (self._reporter, self._watching):
+            if task is not None:
+                task.cancel()
         left_nothing = await asyncio.to_thread(self.transfer.stop, PUSHES_END_S)
         await asyncio.to_thread(self.engine.stop)
         self._lag.stop()
@@ -253,6 +254,13 @@ class Worker:
 
     def _is_ready(self) -> bool:
         return not self.servicer.draining
+
+    async def _stop_serving(self) -> None:
+        """Nothing new: health says NOT_SERVING, and routers are told of the worker no more."""
+        await self._health.enter_graceful_shutdown()
+        self._stop_announcing()
+        self.servicer.draining = True
+        self.servicer.report()
 
     def _stop_announcing(self) -> None:
         for announcer in self._announcers:

@@ -72,7 +72,7 @@ def growth_reserve(scheduler: Scheduler, wanted: int) -> int:
 def _has_prefill_room(scheduler: Scheduler) -> bool:
     """Whether the next step could take more prompt tokens than are admitted."""
     admitted = sum(task.remaining for task in scheduler.prefills)
-    return admitted < scheduler.config.max_step_tokens
+    return admitted < scheduler.step_tokens
 
 
 def _readmit(scheduler: Scheduler, sequence: Sequence) -> bool:

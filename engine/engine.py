@@ -25,7 +25,7 @@ from engine.policies import POLICIES
 from engine.profiling import StepProfiler
 from engine.sampling import Sampler
 from engine.scheduler import Scheduler, SchedulerConfig
-from engine.step_loop import OnStep, StepLoop
+from engine.step_loop import OnLost, OnStep, StepLoop
 from engine.types import EngineLoad, ModelInfo, Request, Sink, TokenRecord
 
 log = logging.getLogger("baton.engine")
@@ -80,14 +80,15 @@ class Engine:
         """Most new tokens in a step: the chunk of a long prompt."""
         return self._loop.max_step_tokens
 
-    def start(self, on_step: OnStep | None = None) -> None:
+    def start(self, on_step: OnStep | None = None, on_lost: OnLost | None = None) -> None:
         """Starts the step loop.
 
         Args:
             on_step: called once per settled step with its seconds and how many sequences it
                 decoded, on the loop's thread: it must return at once.
+            on_lost: called on that thread when the device will run no further step.
         """
-        self._loop.start(on_step)
+        self._loop.start(on_step, on_lost)
 
     def stop(self) -> None:
         """Stops the step loop; requests still inside are dropped without an event."""

@@ -113,7 +113,7 @@ def _preemptible(scheduler: Scheduler) -> list[Sequence]:
 
 def _cut_chunks(scheduler: Scheduler, rows: Slots) -> tuple[list[ChunkPlan], list[ScorePlan]]:
     config = scheduler.config
-    budget = config.max_step_tokens
+    budget = scheduler.step_tokens
     if rows.size:
         budget = min(budget - rows.size, config.mixed_prefill_tokens)
     chunks: list[ChunkPlan] = []

@@ -98,6 +98,10 @@ class Scheduler:
         """Tasks with tokens left to launch, in order of admission."""
         self.next_step = 0
         self.preemptions = 0
+        self.step_tokens = config.max_step_tokens
+        """Most new tokens in a step now: fewer after one that lacked memory."""
+        self.failed_steps = 0
+        """In a row; set by `engine.recovery`."""
         self.cached_tokens = 0
         self._arrivals = 0
         self._copies: dict[int, int] = {}
@@ -344,6 +348,11 @@ class Scheduler:
         sequence.preemptions += 1
         self.preemptions += 1
         self.preempted.append(sequence)
+
+    def step_succeeded(self) -> None:
+        """The device ran a step: what a failed one had taken comes back little by little."""
+        self.failed_steps = 0
+        self.step_tokens = min(self.step_tokens + 1, self.config.max_step_tokens)
 
     # -- reporting ------------------------------------------------------------------------------
 

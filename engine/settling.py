@@ -35,6 +35,7 @@ Rows = NDArray[np.intp]
 def settle_step(scheduler: Scheduler, plan: StepPlan, result: StepResult) -> None:
     """Takes in the result of the oldest step in flight."""
     now_ns = time.time_ns()
+    scheduler.step_succeeded()
     scheduler.blocks.settle(plan.number)
     alive = _alive(scheduler, plan)
     scheduler.slots.count_in_flight(plan.sample_slots[alive], -1)
@@ -42,19 +43,6 @@ def settle_step(scheduler: Scheduler, plan: StepPlan, result: StepResult) -> Non
     for chunk in plan.chunks:
         _settle_chunk(scheduler, chunk, result, now_ns)
     _settle_tokens(scheduler, plan, result, _alive(scheduler, plan), now_ns)
-
-
-def fail_step(scheduler: Scheduler, plan: StepPlan) -> None:
-    """The device could not run the step: every request that needed it is given up."""
-    scheduler.blocks.settle(plan.number)
-    touched = {*plan.row_slots.tolist(), *plan.write_slots.tolist()}
-    for slot in scheduler.slots.running().tolist():
-        # A stalled choice may have had its partial page copied in this step, and no row.
-        if np.isin(plan.copy_target, scheduler.slots.pages(slot)).any():
-            touched.add(slot)
-    owners = [scheduler.owners[slot] for slot in touched]
-    for job in {owner.job for owner in owners if owner is not None}:
-        scheduler.fail(job, FailureReason.INTERNAL)
 
 
 def _alive(scheduler: Scheduler, plan: StepPlan) -> Bools:

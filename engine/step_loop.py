@@ -18,9 +18,10 @@ from engine.executor import Executor, Launched
 from engine.pacing import LaunchPacer
 from engine.planning import plan_step
 from engine.profiling import StepProfiler
+from engine.recovery import is_lost, recover
 from engine.scheduler import Scheduler
 from engine.sequences import RequestState
-from engine.settling import fail_step, settle_step
+from engine.settling import settle_step
 from engine.step import StepPlan
 from engine.types import EngineLoad, Event, Sink
 from telemetry import failpoints
@@ -30,6 +31,8 @@ log = logging.getLogger("baton.engine")
 Command = Callable[[Scheduler], None]
 OnStep = Callable[[float, int], None]
 """Hears of a settled step, on the loop's thread: its seconds, and how many sequences it decoded."""
+OnLost = Callable[[], None]
+"""Hears, on the loop's thread, that the device runs nothing any more."""
 IDLE_TURN_S = 0.25
 """How long an idle turn waits for a command: progress is shown at least this often."""
 LONG_STEP_S = 1.0
@@ -56,14 +59,16 @@ class StepLoop:
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._stopping = False
         self._on_step: OnStep = _unobserved
+        self._on_lost: OnLost = _unanswered
         self._thread = threading.Thread(target=self._run, name="baton-step-loop", daemon=True)
         self._rates = _Rates()
         self._pacer = LaunchPacer()
         self._progress = 0
 
-    def start(self, on_step: OnStep | None = None) -> None:
+    def start(self, on_step: OnStep | None = None, on_lost: OnLost | None = None) -> None:
         """Starts the thread."""
         self._on_step = on_step or _unobserved
+        self._on_lost = on_lost or _unanswered
         self._publish_load()
         self._thread.start()
 
@@ -139,10 +144,12 @@ class StepLoop:
     def _settle(self, plan: StepPlan, launched: Launched) -> None:
         try:
             result = launched.result()
-        except Exception:
+        except Exception as error:
             log.exception("step %d failed", plan.number)
             self._rates.failed(plan)
-            fail_step(self._scheduler, plan)
+            recover(self._scheduler, plan, error)
+            if is_lost(self._scheduler, error):
+                self._on_lost()
         else:
             self._rates.settled(plan)
             self._pacer.settled(plan, self._rates.step_s)
@@ -179,6 +186,10 @@ class StepLoop:
             prompt_tokens_cached=scheduler.cached_tokens,
             tokens_sampled=self._rates.tokens_sampled,
         )
+
+
+def _unanswered() -> None:
+    """For who can do nothing about it."""
 
 
 def _unobserved(_seconds: float, _decoded_sequences: int) -> None:

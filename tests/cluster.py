@@ -114,6 +114,15 @@ class Cluster:
             if sample.name == name and labels.items() <= sample.labels.items()
         )
 
+    def arm(self, name: str, failpoints: str) -> None:
+        """Arms failpoints in a process that was started with `failpoints="live"`."""
+        url = f"http://{self.admin_addresses[name]}/failpoints"
+        urllib.request.urlopen(url, data=failpoints.encode(), timeout=10).close()
+
+    def wait_gone(self, name: str) -> int:
+        """Until the process has ended by itself; its exit code."""
+        return self.processes[name].wait(READY_S)
+
     def wait_attached(self, name: str) -> None:
         """Until the router holds a stream to the worker."""
         deadline = time.monotonic() + READY_S

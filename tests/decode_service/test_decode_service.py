@@ -399,7 +399,7 @@ async def test_a_failed_step_fails_the_attempt() -> None:
         pair.submit(attempt)
         await pair.forward_grant(attempt)
         await pair.from_d.heard("delivered", attempt.id)
-        pair.d.executor.fail_next = True
+        pair.d.executor.fail_next = RuntimeError("device")
         pair.d.executor.let_go()
         failed = await pair.from_d.heard("failed", attempt.id)
         assert failed.reason == worker_pb2.FAILURE_REASON_INTERNAL

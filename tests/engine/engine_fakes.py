@@ -45,7 +45,8 @@ class HashExecutor:
         self.table = np.full(max_slots, -1, np.int64)
         self.page_size = page_size
         self.deferred: list[tuple[StepPlan, Future[StepResult]]] | None = [] if deferred else None
-        self.fail_next = False
+        self.fail_next: Exception | None = None
+        """What the next step ends in."""
         self.lost = False
         """The step before failed: the one in flight behind it reads what was never written."""
 
@@ -66,9 +67,9 @@ class HashExecutor:
 
     def _complete(self, plan: StepPlan, future: Future[StepResult]) -> None:
         if self.fail_next:
-            self.fail_next = False
+            error, self.fail_next = self.fail_next, None
             self.lost = True
-            future.set_exception(RuntimeError("device"))
+            future.set_exception(error)
         else:
             future.set_result(self._run(plan))
 

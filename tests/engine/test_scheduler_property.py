@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+import torch
 from engine_fakes import VOCAB, HashExecutor, expected_output, next_token
 
 from engine.admission import admit
@@ -13,9 +14,10 @@ from engine.blocks import BlockManager
 from engine.eviction import EVICTION_POLICIES
 from engine.planning import plan_step
 from engine.policies import POLICIES
+from engine.recovery import MAX_FAILED_STEPS, MAX_SHRINKS, is_lost, recover
 from engine.sampling import Sampler
 from engine.scheduler import Scheduler, SchedulerConfig
-from engine.settling import fail_step, settle_step
+from engine.settling import settle_step
 from engine.types import (
     ChoiceEnded,
     ChunkComputed,
@@ -117,8 +119,8 @@ class Bench:
             before, result = self.previous
             try:
                 outcome = result.result()
-            except RuntimeError:
-                fail_step(scheduler, before)
+            except RuntimeError as error:
+                recover(scheduler, before, error)
             else:
                 settle_step(scheduler, before, outcome)
         self.previous = (plan, launched) if plan else None
@@ -261,7 +263,7 @@ def test_a_failed_step_fails_its_requests_only():
     bench = Bench()
     doomed = bench.submit(prompt_of(bench.random, 9), 8)
     bench.turn()
-    bench.device.fail_next = True
+    bench.device.fail_next = RuntimeError("device")
     bench.turn()
     bench.turn()
     bench.turn()
@@ -270,6 +272,83 @@ def test_a_failed_step_fails_its_requests_only():
     bench.run()
     bench.check_output(healthy)
     bench.check_baseline()
+
+
+def test_a_prompt_behind_one_choice_of_many_gets_its_own_first_token():
+    """A choice that is computed again by itself draws once, however many choices its request has:
+    counting all of them shifted the draws of every prompt behind it in the step."""
+    bench = Bench(step_tokens=64)
+    prompt = prompt_of(bench.random, 9)
+    given = (np.array([7], np.int32), np.array([8], np.int32))
+    bench.submit(prompt, 12, choices=2, generated=given)
+    bench.turn()
+    behind = prompt_of(bench.random, 11)
+    request_id = bench.submit(behind, 4, mode=Mode.PREFILL)
+    while request_id not in bench.prefilled:
+        bench.turn()
+    (record,) = bench.prefilled[request_id].records
+    assert record.token_id == expected_output(behind, 4, frozenset({3}))[0]
+    bench.scheduler.release(request_id)
+    bench.run()
+    bench.check_baseline()
+
+
+def test_a_step_that_lacks_memory_is_tried_again_smaller():
+    """Nobody loses or repeats a token; steps are small for a while, and grow again."""
+    bench = Bench(slots=6, step_tokens=64)
+    wanted = [bench.submit(prompt_of(bench.random, 20 + i), 30) for i in range(6)]
+    received = bench.submit(prompt_of(bench.random, 9), 12, mode=Mode.RECEIVE)
+    for turn in range(12):
+        if turn in (1, 6):
+            bench.device.fail_next = torch.OutOfMemoryError()
+        bench.turn()
+    assert bench.scheduler.preemptions > 0
+    assert bench.scheduler.step_tokens < 64
+    while received not in bench.reserved:
+        bench.turn()
+    deliver(bench, received)
+    bench.turn()
+    bench.device.fail_next = torch.OutOfMemoryError()
+    bench.run()
+    assert not bench.failed
+    for request_id in wanted:
+        bench.check_output(request_id)
+    later = bench.submit(prompt_of(bench.random, 20), 80)
+    bench.run()
+    bench.check_output(later)
+    assert bench.scheduler.step_tokens == 64
+    bench.check_baseline()
+
+
+def test_memory_that_lacks_however_small_the_step_fails_the_request():
+    bench = Bench()
+    doomed = bench.submit(prompt_of(bench.random, 9), 8)
+    for _ in range(20):
+        bench.device.fail_next = torch.OutOfMemoryError()
+        bench.turn()
+        if bench.failed:
+            break
+    assert bench.failed == {doomed: FailureReason.INTERNAL}
+    assert bench.scheduler.failed_steps == MAX_SHRINKS + 1
+    bench.device.fail_next = None
+    healthy = bench.submit(prompt_of(bench.random, 9), 8)
+    bench.run()
+    bench.check_output(healthy)
+    bench.check_baseline()
+
+
+def test_a_device_is_lost_by_its_own_word_or_by_failing_ever_again():
+    bench = Bench()
+    error = RuntimeError("device")
+    while not is_lost(bench.scheduler, error):
+        assert len(bench.failed) <= MAX_FAILED_STEPS
+        bench.submit(prompt_of(bench.random, 9), 8)
+        bench.device.fail_next = error
+        bench.turn()
+    assert bench.scheduler.failed_steps == MAX_FAILED_STEPS
+    assert set(bench.failed.values()) == {FailureReason.INTERNAL}
+    assert is_lost(Bench().scheduler, torch.AcceleratorError("CUDA error"))
+    assert not is_lost(Bench().scheduler, torch.OutOfMemoryError())
 
 
 def test_resumed_request_goes_on_where_it_was():
@@ -357,8 +436,9 @@ def test_aborted_reservation_is_quarantined_until_release():
     bench.check_baseline()
 
 
+@pytest.mark.parametrize("lacks_memory", [False, True])
 @pytest.mark.parametrize("seed", range(30))
-def test_random_operations_keep_every_promise(seed):
+def test_random_operations_keep_every_promise(seed, lacks_memory):
     rng = random.Random(seed)
     bench = Bench(
         num_pages=rng.choice([12, 20, 40]),
@@ -389,6 +469,8 @@ def test_random_operations_keep_every_promise(seed):
             cancelled.add(victim)
         elif action < 0.5:
             settle_transfers(bench, rng, cancelled, delivered)
+        elif action < 0.6 and lacks_memory:
+            bench.device.fail_next = torch.OutOfMemoryError()
         bench.turn()
     for _ in range(300):
         settle_transfers(bench, rng, cancelled, delivered, everything=True)
@@ -398,7 +480,7 @@ def test_random_operations_keep_every_promise(seed):
     for request_id, request in bench.requests.items():
         if request.mode is Mode.WHOLE and request_id not in cancelled | bench.failed.keys():
             bench.check_output(request_id)
-        if request_id in delivered - cancelled:
+        if request_id in delivered - cancelled - bench.failed.keys():
             want = expected_output(
                 request.prompt_ids.tolist(), request.stop.max_tokens, request.stop.token_ids | {3}
             )

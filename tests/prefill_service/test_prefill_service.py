@@ -325,7 +325,7 @@ async def test_pages_stay_pinned_after_a_push_error_until_the_peer_is_gone(lande
 async def test_a_failed_step_fails_the_attempt() -> None:
     async with a_pair() as pair:
         attempt = Attempted(LONG)
-        pair.p.executor.fail_next = True
+        pair.p.executor.fail_next = RuntimeError("device")
         pair.submit(attempt)
         assert (await pair.from_p.heard("failed", attempt.id)).reason == INTERNAL
         pair.d.decode.abort(attempt.id, pair.from_d.outbox)

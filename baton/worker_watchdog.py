@@ -1,0 +1,105 @@
+"""Ends a worker whose step loop is stuck or whose device is lost: a new process can serve, this
+one cannot.
+
+1. WATCHING: the step loop's progress counter is looked at all the time. A step that it announced
+   to be long gets that much longer.
+2. HUNG, where the counter has stood still for `step_timeout_s`: health says NOT_SERVING and the
+   load report that the worker drains, every thread's stack goes to the log, the process exits.
+3. STUCK, where this watch itself gets no turn (the event loop hangs, or something holds the GIL):
+   the interpreter's own timer, which needs no thread of Python's, dumps the stacks and exits.
+
+A process that was stopped from outside (SIGSTOP) and woken is neither: nothing in it has had a
+turn, so the time is counted from its waking. Only the timer of 3 cannot tell, and ends a process
+that slept for longer than it waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+from engine.types import EngineLoad
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S: Final = 0.25
+SLEPT_S: Final = 2.0
+"""A look that comes so much too late says that the process was stopped, or its machine."""
+LAST_WORDS_S: Final = 0.5
+"""For the routers to hear that this worker takes no more work."""
+STUCK_AFTER: Final = 2.0
+"""The interpreter's timer waits for this many step timeouts."""
+STDERR: Final = 2
+EXIT_HUNG: Final = 3
+EXIT_DEVICE_LOST: Final = 4
+
+StopServing = Callable[[], Awaitable[None]]
+
+
+class Watchdog:
+    """Watches the step loop from the event loop."""
+
+    def __init__(
+        self,
+        load: Callable[[], EngineLoad],
+        stop_serving: StopServing,
+        step_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._load = load
+        self._stop_serving = stop_serving
+        self._step_timeout_s = step_timeout_s
+        self._clock = clock
+        self._progress = -1
+        self._alive_until_s = 0.0
+        self._looked_s = clock()
+
+    def is_hung(self) -> bool:
+        """Whether the counter has stood still for too long; to be asked all the time."""
+        load, now_s = self._load(), self._clock()
+        slept_s = now_s - self._looked_s - LOOK_EVERY_S
+        self._looked_s = now_s
+        if load.progress != self._progress:
+            self._progress = load.progress
+            self._alive_until_s = now_s + self._step_timeout_s + load.long_step_ms / 1e3
+        elif slept_s > SLEPT_S:
+            self._alive_until_s += slept_s
+        return now_s >= self._alive_until_s
+
+    async def watch(self) -> None:
+        """Watches until it is cancelled, or the process ends."""
+        try:
+            while not self.is_hung():
+                self._wind_timer()
+                await asyncio.sleep(LOOK_EVERY_S)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+        logger.error(
+            "a step hangs: this worker ends", extra={"step_timeout_s": self._step_timeout_s}
+        )
+        await self._stop_serving()
+        await asyncio.sleep(LAST_WORDS_S)
+        dump_and_exit(EXIT_HUNG)
+
+    def _wind_timer(self) -> None:
+        """It goes off where this is not called again in time."""
+        announced_s = self._load().long_step_ms / 1e3
+        after_s = STUCK_AFTER * self._step_timeout_s + announced_s
+        faulthandler.dump_traceback_later(after_s, exit=True, file=STDERR)
+
+
+def device_lost() -> None:
+    """Ends the process at once, on whatever thread: its routers see the stream break."""
+    logger.error("the device runs nothing any more: this worker ends")
+    os._exit(EXIT_DEVICE_LOST)
+
+
+def dump_and_exit(code: int) -> None:
+    """Every thread's stack to standard error, which is the process's log, and the end."""
+    faulthandler.dump_traceback(file=STDERR, all_threads=True)
+    os._exit(code)

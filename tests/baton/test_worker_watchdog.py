@@ -1,0 +1,109 @@
+"""When a worker is taken for hung, and when it only slept."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+from baton.worker_watchdog import EXIT_DEVICE_LOST, EXIT_HUNG, LOOK_EVERY_S, Watchdog
+from engine.types import EngineLoad
+
+
+class Loop:
+    """A step loop and a clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.load = EngineLoad(progress=1)
+        self.watchdog = Watchdog(lambda: self.load, self._stop, 5.0, lambda: self.now_s)
+
+    async def _stop(self) -> None:
+        raise AssertionError("nobody asked for it")
+
+    def look_for(self, seconds: float) -> bool:
+        """Looks as often as it does; whether it was hung at any time."""
+        hung = False
+        for _ in range(round(seconds / LOOK_EVERY_S)):
+            self.now_s += LOOK_EVERY_S
+            hung = hung or self.watchdog.is_hung()
+        return hung
+
+    def step(self, **load: float) -> None:
+        self.load = EngineLoad(progress=self.load.progress + 1, **load)  # type: ignore[arg-type]
+
+
+def test_a_counter_that_stands_still_is_a_hung_step() -> None:
+    loop = Loop()
+    assert not loop.look_for(4.5)
+    loop.step()
+    assert not loop.look_for(5.0)
+    assert loop.look_for(0.5)
+
+
+def test_an_announced_step_gets_its_time() -> None:
+    loop = Loop()
+    loop.step(long_step_ms=20_000.0)
+    assert not loop.look_for(24.5)
+    assert loop.look_for(1.0)
+
+
+def test_a_process_that_was_stopped_is_not_hung_when_it_wakes() -> None:
+    """Its step had no more of a chance than its watchdog; it gets what it had left."""
+    loop = Loop()
+    loop.watchdog.is_hung()
+    assert not loop.look_for(3.0)
+    loop.now_s += 600.0
+    assert not loop.watchdog.is_hung()
+    assert not loop.look_for(1.5)
+    assert loop.look_for(1.0)
+
+
+def run_worker_like(body: str) -> subprocess.CompletedProcess[str]:
+    script = """
+    import asyncio, ctypes, time
+    from engine.types import EngineLoad
+    from baton.worker_watchdog import Watchdog, device_lost
+
+    load = EngineLoad(progress=1)
+
+    async def stop_serving():
+        print("not serving", flush=True)
+
+    async def main():
+        watchdog = Watchdog(lambda: load, stop_serving, 0.5)
+        watching = asyncio.create_task(watchdog.watch())
+        await asyncio.sleep(0.1)
+    """
+    script = textwrap.dedent(script) + textwrap.indent(textwrap.dedent(body), "    ")
+    script += "\nasyncio.run(main())\n"
+    return subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_a_hung_step_ends_the_process_with_every_stack_in_its_log() -> None:
+    ended = run_worker_like("await asyncio.sleep(60)")
+    assert ended.returncode == EXIT_HUNG
+    assert ended.stdout == "not serving\n"
+    assert "most recent call first" in ended.stderr
+    assert "dump_and_exit" in ended.stderr
+
+
+def test_a_hung_event_loop_ends_the_process_too() -> None:
+    ended = run_worker_like("time.sleep(60)")
+    assert ended.returncode == 1
+    assert "Timeout" in ended.stderr
+    assert "in main" in ended.stderr
+
+
+def test_a_held_gil_ends_the_process_too() -> None:
+    """No thread of Python's runs any more: the interpreter's timer needs none."""
+    ended = run_worker_like("ctypes.PyDLL(None).sleep(60)")
+    assert ended.returncode == 1
+    assert "Timeout" in ended.stderr
+
+
+def test_a_lost_device_ends_the_process_at_once() -> None:
+    ended = run_worker_like("device_lost()")
+    assert ended.returncode == EXIT_DEVICE_LOST
