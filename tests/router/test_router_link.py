@@ -157,10 +157,10 @@ async def test_nothing_is_sent_to_a_lost_worker(worker: ScriptedWorker) -> None:
 WORKER_PROCESS = """
 import asyncio, pathlib, sys
 sys.path.insert(0, sys.argv[1])
-from scripted_worker import DECODE, ScriptedWorker
+from scripted_worker import ScriptedWorker
 
 async def main():
-    worker = ScriptedWorker("d0", DECODE)
+    worker = ScriptedWorker("w0", int(sys.argv[2]))
     await worker.start()
     sys.stdout.buffer.write(worker.identity.SerializeToString().hex().encode() + b"\\n")
     sys.stdout.flush()
@@ -171,12 +171,12 @@ asyncio.run(main())
 
 
 @asynccontextmanager
-async def worker_process() -> AsyncIterator[
-    tuple[asyncio.subprocess.Process, worker_pb2.WorkerIdentity]
-]:
+async def worker_process(
+    role: int = DECODE,
+) -> AsyncIterator[tuple[asyncio.subprocess.Process, worker_pb2.WorkerIdentity]]:
     folder = __file__.rpartition("/")[0]
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", WORKER_PROCESS, folder, stdout=asyncio.subprocess.PIPE
+        sys.executable, "-c", WORKER_PROCESS, folder, str(role), stdout=asyncio.subprocess.PIPE
     )
     assert process.stdout is not None
     line = await process.stdout.readline()
