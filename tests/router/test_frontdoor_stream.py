@@ -225,6 +225,18 @@ async def test_stop_texts(
     assert whole.usage.output_tokens == len(whole.choices[0].output.token_ids)
 
 
+async def test_a_stop_text_is_met_where_text_is_left_out(dispatcher: ScriptedDispatcher) -> None:
+    prompt = with_stop(sequences=["x ju"])
+    prompt.output.omit_text = True
+    async with open_door(dispatcher) as door:
+        messages = await read(door.stub, prompt)
+        with_text = await read(door.stub, with_stop(sequences=["x ju"]))
+    assert "".join(texts(messages)) == ""
+    assert messages[-1].finished.stop_sequence == "x ju"
+    ids = [[i for one in run for i in one.delta.token_ids] for run in (messages, with_text)]
+    assert ids[0] == ids[1]
+
+
 async def test_one_choice_stops_and_the_others_go_on(
     dispatcher: ScriptedDispatcher, tokenizer: tokenizers.Tokenizer
 ) -> None:
