@@ -17,12 +17,13 @@ WIDTH: Final = 100
 _NAME_WIDTH: Final = 12
 _BAR_CELLS: Final = 8
 _UNKNOWN: Final = "-"
-_PAGE_COLOURS: Final = {
-    "used": "green",
-    "granted": "cyan",
-    "quarantined": "red",
-    "cached": "bright_black",
+_PAGE_LOOKS: Final = {
+    "used": ("█", "green"),
+    "granted": ("▓", "cyan"),
+    "quarantined": ("X", "red"),
+    "cached": ("▒", "bright_black"),
 }
+"""Told apart without colours, too."""
 _ROLE_COLOURS: Final = {"prefill": "magenta", "decode": "green", "both": "magenta"}
 _STATE_COLOURS: Final = {"unreachable": "yellow", "gone": "red"}
 
@@ -90,7 +91,7 @@ def _workers(view: View) -> Table:
     for name, width in widths.items():
         table.add_column(name, justify="right", width=width, no_wrap=True)
     table.add_column("KV pages", width=_BAR_CELLS + 5, no_wrap=True)
-    for name, width in {"sent": 9, "expos.": 6, "gpu": 4}.items():
+    for name, width in {"sent": 8, "expos.": 6, "gpu": 4}.items():
         table.add_column(name, justify="right", width=width, no_wrap=True)
     for worker in view.workers:
         table.add_row(*_row(worker))
@@ -123,9 +124,9 @@ def _pages(pages: dict[str, int]) -> Text:
     """A bar of who holds the pool, and the share that nobody can be granted."""
     total = max(1, sum(pages.values()))
     bar = Text()
-    for state, colour in _PAGE_COLOURS.items():
+    for state, (glyph, colour) in _PAGE_LOOKS.items():
         if count := pages[state]:
-            bar.append("█" * max(1, round(_BAR_CELLS * count / total)), colour)
+            bar.append(glyph * max(1, round(_BAR_CELLS * count / total)), colour)
     bar.truncate(_BAR_CELLS)
     bar.append("░" * (_BAR_CELLS - len(bar)), "bright_black")
     held = total - pages["free"] - pages["cached"]
@@ -135,8 +136,8 @@ def _pages(pages: dict[str, int]) -> Text:
 def _notes(view: View) -> list[Text]:
     """How to read the bar, and whatever went wrong."""
     legend = Text("\n")
-    for state, colour in _PAGE_COLOURS.items():
-        legend.append("█ ", colour).append(f"{state}  ", "dim")
+    for state, (glyph, colour) in _PAGE_LOOKS.items():
+        legend.append(f"{glyph} ", colour).append(f"{state}  ", "dim")
     notes = [legend.append("· step and exposed in ms, p50", "dim")]
     for worker in view.workers:
         if worker.state == "unreachable":
@@ -179,10 +180,11 @@ def milliseconds(value: float | None) -> str:
 
 
 def _bytes_a_second(value: float | None) -> str:
+    """In at most eight characters."""
     if value is None:
         return _UNKNOWN
-    for unit in ("B", "kB", "MB"):
-        if value < 1000:
-            return f"{value:.{0 if unit == 'B' else 1}f} {unit}/s"
+    units = ["B/s", "kB/s", "MB/s"]
+    while value >= 999.5 and units:
         value /= 1000
-    return f"{value:.1f} GB/s"
+        units.pop(0)
+    return f"{value:.{1 if 0 < value < 99.95 else 0}f} {units[0] if units else 'GB/s'}"

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from baton.cli import FAILED, app
 from baton.top.scrape import Samples, Scrape, TopError, scrape
-from baton.top.screen import WIDTH, draw, milliseconds, rate, short
+from baton.top.screen import WIDTH, _bytes_a_second, draw, milliseconds, rate, short
 from baton.top.view import LATENCIES, quantile, view
 from telemetry.names import Metric
 
@@ -147,6 +147,7 @@ def test_what_is_no_router_is_one_line(pages: Pages) -> None:
 def test_figures_fit_their_columns(value: float) -> None:
     assert len(rate(value)) <= 6
     assert len(short(value)) <= 6
+    assert len(_bytes_a_second(value)) <= 8
     if value < 100_000:
         assert len(milliseconds(value)) <= 6
 
