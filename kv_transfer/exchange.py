@@ -1,7 +1,9 @@
 """The hand-off of one process without its thread: peers, sender and receiver over a transport.
 
-One turn: notifications, timers, one push, ends of pushes. Everything here is single-threaded;
-`TransferThread` runs it, and tests drive it turn by turn.
+One turn: look for notifications, then work: read them, timers, one push, ends of pushes. Commands
+belong between the two. A chunk follows its grant, and a grant its `expect`: whatever a look has
+found, its `expect` was queued before. Everything here is single-threaded; `TransferThread` runs it,
+and tests drive it turn by turn.
 """
 
 from __future__ import annotations
@@ -52,6 +54,10 @@ class Exchange:
         self._on_event = emit
         self._counters = counters
         self._processes = ProcessWatch()
+        self._found: list[Notification] = []
+        """To be read by the next `work`."""
+        self._later: list[Notification] = []
+        """Polled after the last `look`: their `expect` may still be queued."""
         self.peers = Peers(transport, self._emit, clock)
         self.sender = Sender(transport, self.peers, self._emit, counters, clock)
         self.receiver = Receiver(epoch, self.peers, self._emit, counters, clock)
@@ -80,14 +86,26 @@ class Exchange:
             self.peers.part(agent_name)
             return
         # What the peer delivered before it died counts: it is read before pages are freed.
-        self._read_notifications()
+        self._read_all_of(agent_name)
         self.peers.bury(agent_name)
         self.sender.peer_dead(agent_name)
         self.receiver.peer_dead(agent_name)
 
     def turn(self) -> None:
+        """Looks and works, where no command can come between the two."""
+        self.look()
+        self.work()
+
+    def look(self) -> None:
+        """Takes what peers have sent; commands that are queued by now come before `work`."""
+        self._found += [*self._later, *self._transport.poll_notifications()]
+        self._later.clear()
+
+    def work(self) -> None:
         """Does what there is to do; bounded, apart from what peers have sent."""
-        self._read_notifications()
+        found, self._found = self._found, []
+        for notification in found:
+            self._guard(self._dispatch, notification)
         for agent_name in self._processes.gone():
             self._guard(self.part, agent_name, True)
         self._guard(self.receiver.tick)
@@ -99,7 +117,7 @@ class Exchange:
 
     def pause_s(self) -> float | None:
         """How long nothing needs a turn; None: until the next command."""
-        if self.sender.has_work:
+        if self.sender.has_work or self._later:
             return 0.0
         if self.sender.in_progress or self.receiver.is_waiting or self.peers.any_testing:
             return ACTIVE_POLL_S
@@ -117,8 +135,13 @@ class Exchange:
         self.sender.check_invariants()
         self.receiver.check_invariants()
 
-    def _read_notifications(self) -> None:
-        for notification in self._transport.poll_notifications():
+    def _read_all_of(self, agent_name: str) -> None:
+        """Reads what one peer has sent so far, ahead of the others."""
+        self._later += self._transport.poll_notifications()
+        theirs = [one for one in (*self._found, *self._later) if one.from_agent == agent_name]
+        self._found = [one for one in self._found if one.from_agent != agent_name]
+        self._later = [one for one in self._later if one.from_agent != agent_name]
+        for notification in theirs:
             self._guard(self._dispatch, notification)
 
     def _dispatch(self, notification: Notification) -> None:

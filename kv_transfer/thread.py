@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -127,7 +128,7 @@ class TransferThread:
     def _turn(self, exchange: Exchange) -> None:
         try:
             self._obey(exchange, self._pause_s(exchange))
-            exchange.turn()
+            exchange.work()
         except Exception as error:
             self._log_once(describe(error))
             time.sleep(IDLE_POLL_S)
@@ -142,17 +143,17 @@ class TransferThread:
         return exchange.pause_s() if self._stop_at_s is None else ACTIVE_POLL_S
 
     def _obey(self, exchange: Exchange, pause_s: float | None) -> None:
-        """Runs every command that waits; without any, waits up to `pause_s` for the first.
+        """Waits up to `pause_s` for a command, looks for notifications, and runs every command that
+        waits by then.
 
-        None is left for after the notifications: a chunk may be there already whose `expect` is
-        the last command in the queue.
+        In this order: a chunk may be there already whose `expect` is the last command in the queue,
+        but none is found whose `expect` is not queued yet.
         """
-        try:
+        with contextlib.suppress(queue.Empty):
             exchange.obey(self._commands.get(timeout=pause_s))
-            for _ in range(self._commands.qsize()):
-                exchange.obey(self._commands.get_nowait())
-        except queue.Empty:
-            return
+        exchange.look()
+        for _ in range(self._commands.qsize()):
+            exchange.obey(self._commands.get_nowait())
 
     def _is_over(self, exchange: Exchange) -> bool:
         if self._stop_at_s is None:

@@ -16,7 +16,7 @@ from kv_transfer.loopback import LoopbackTransport
 from kv_transfer.pool import PoolMemory
 from kv_transfer.specs import ReceiveSpec, SendSpec
 from kv_transfer.thread import TransferThread
-from kv_transfer.types import TransportError
+from kv_transfer.types import Notification, TransportError
 from kv_transfer.wire import Chunk, encode
 
 PAGES = np.array([1], dtype=np.int32)
@@ -136,6 +136,34 @@ def test_a_grant_is_known_before_its_chunk_is_read() -> None:
     chunk = Chunk(b"g" * 16, 1, 0, 1, 16, last=True, payload=b"tokens")
     prefill.notify("busy-decode", encode(chunk))
     go_on.set()
+    decode.events.wait(Delivered)
+    assert decode.counters().stale_notifications == 0
+    decode.close()
+    prefill.shutdown()
+
+
+def test_a_grant_made_while_notifications_are_polled_is_known_before_its_chunk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a busy machine: the thread has obeyed its commands and is about to poll when a grant is
+    made, told, used, and its chunk arrives."""
+    decode = LocalWorker("loopback", "slow-decode", 4, 4096, 1)
+    prefill = LoopbackTransport(
+        "quick-prefill", PoolMemory.of(torch.zeros(4, 4096, dtype=torch.uint8), 4096, 4)
+    )
+    prefill.open(decode.endpoint)
+    poll = decode.transport.poll_notifications
+    is_first = threading.Lock()
+
+    def poll_late() -> list[Notification]:
+        if is_first.acquire(blocking=False):
+            decode.thread.expect(ReceiveSpec(b"g" * 16, "quick-prefill", 1, 0, 16, 9.0))
+            chunk = Chunk(b"g" * 16, 1, 0, 1, 16, last=True, payload=b"tokens")
+            prefill.notify("slow-decode", encode(chunk))
+        return poll()
+
+    monkeypatch.setattr(decode.transport, "poll_notifications", poll_late)
+    decode.thread.abort_send(b"0" * 16)
     decode.events.wait(Delivered)
     assert decode.counters().stale_notifications == 0
     decode.close()
