@@ -145,7 +145,7 @@ h2::first-letter { text-transform: uppercase; }
 .subtitle, figcaption, dl { color: var(--soft); font-size: .875rem; }
 .subtitle { margin: .25rem 0 1.5rem; }
 .cards { display: grid; gap: .75rem; }
-.cards { grid-template-columns: repeat(auto-fit, minmax(10.5rem, 1fr)); }
+.cards { grid-template-columns: repeat(auto-fit, minmax(17rem, 1fr)); }
 .cards div { background: var(--tint); border-top: 3px solid var(--accent); padding: .7rem .9rem; }
 .cards b { display: block; font-size: 1.15rem; white-space: nowrap; }
 .cards span { color: var(--soft); font-size: .8rem; }

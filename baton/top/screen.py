@@ -91,7 +91,7 @@ def _workers(view: View) -> Table:
     for name, width in widths.items():
         table.add_column(name, justify="right", width=width, no_wrap=True)
     table.add_column("KV pages", width=_BAR_CELLS + 5, no_wrap=True)
-    for name, width in {"sent": 8, "expos.": 6, "gpu": 4}.items():
+    for name, width in {"sent": 9, "expos.": 6, "gpu": 4}.items():
         table.add_column(name, justify="right", width=width, no_wrap=True)
     for worker in view.workers:
         table.add_row(*_row(worker))
@@ -180,7 +180,7 @@ def milliseconds(value: float | None) -> str:
 
 
 def _bytes_a_second(value: float | None) -> str:
-    """In at most eight characters."""
+    """In at most nine characters."""
     if value is None:
         return _UNKNOWN
     units = ["B/s", "kB/s", "MB/s"]

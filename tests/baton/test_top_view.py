@@ -147,7 +147,7 @@ def test_what_is_no_router_is_one_line(pages: Pages) -> None:
 def test_figures_fit_their_columns(value: float) -> None:
     assert len(rate(value)) <= 6
     assert len(short(value)) <= 6
-    assert len(_bytes_a_second(value)) <= 8
+    assert len(_bytes_a_second(value)) <= 9
     if value < 100_000:
         assert len(milliseconds(value)) <= 6
 
