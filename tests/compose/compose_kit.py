@@ -124,6 +124,12 @@ class Container:
             assert time.monotonic() < deadline, self.log
             time.sleep(0.2)
 
+    def wait_logged(self, words: str) -> None:
+        deadline = time.monotonic() + HEALTHY_S
+        while words not in self.log:
+            assert time.monotonic() < deadline, self.log
+            time.sleep(0.1)
+
     def stop(self) -> tuple[int, float]:
         """As `docker stop`: SIGTERM, and no longer than the grace period. Exit code and seconds."""
         assert self.process is not None
@@ -161,6 +167,8 @@ class Host:
         self.folder = folder
         self.services = services(**variables)
         self.containers: list[Container] = []
+        self.healthy_alone: bool | None = None
+        """Whether the router was healthy before there was any worker."""
         self.network = f"127.{20 + os.getpid() % 200}.{os.getpid() // 200 % 250}"
         self.router_ip = f"{self.network}.1"
         self.environment = {

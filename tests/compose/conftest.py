@@ -17,6 +17,8 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     write_tiny_model(folder / "models" / "tiny")
     try:
         router = host.up("router")
+        router.wait_logged("router serves")
+        host.healthy_alone = router.is_healthy()
         first = [host.up("prefill"), host.up("decode")]
         for container in first:
             container.wait_healthy()
