@@ -138,6 +138,9 @@ class WorkerSettings(BaseSettings):
     be computed again when it runs out. 1: never fewer."""
     prefix_cache: bool = True
     """Keep the KV of finished prompts and reuse it for prompts that begin alike."""
+    slow_peer_gigabytes_per_s: float = Field(default=-1, ge=-1)
+    """A path to another worker measured slower than this is reported, and avoided by routers where
+    there is another. 0: never. -1: 1 between GPUs, far below NVLink and RDMA, and else never."""
     transport: Literal["nixl", "loopback", "null"] = "nixl"
     """How KV pages move. `null` moves nothing: benchmarks of decoding alone."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from baton.worker.v1 import worker_pb2
@@ -42,7 +43,13 @@ def prefill_credit(load: EngineLoad, room: PrefillRoom) -> int:
     )
 
 
-def load_message(load: EngineLoad, room: PrefillRoom, *, draining: bool) -> worker_pb2.Load:
+def load_message(
+    load: EngineLoad,
+    room: PrefillRoom,
+    *,
+    draining: bool,
+    peers: Sequence[worker_pb2.PeerHealth] = (),
+) -> worker_pb2.Load:
     """The report."""
     return worker_pb2.Load(
         progress=load.progress,
@@ -62,4 +69,5 @@ def load_message(load: EngineLoad, room: PrefillRoom, *, draining: bool) -> work
         prefill_tokens_per_s=load.prefill_tokens_per_s,
         mixed_prefill_tokens=load.mixed_prefill_tokens,
         mixed_prefill_tokens_per_s=load.mixed_prefill_tokens_per_s,
+        peers=peers,
     )

@@ -5,7 +5,8 @@ Life of a peer:
 1. A router introduces it. Fingerprints are compared before anything else: one that differs is
    REFUSED and never opened.
 2. OPENING: the transfer thread wires up to it; transfers may be begun meanwhile.
-3. OPEN, or FAILED: it is tried again, with back-off, while a router knows it.
+3. OPEN, or FAILED: it is tried again, with back-off, while a router knows it. An OPEN one that
+   the self-test found slow is used where there is no other.
 4. It leaves when the last router that knows it says so, or when one says that it is proven dead.
 
 The end of a router's stream says nothing about its peers: they stay.
@@ -24,11 +25,23 @@ from baton.worker.v1 import worker_pb2
 from baton.worker_wire import endpoint_of
 from kv_transfer.events import PeerFailed, PeerOpened, TransferEvent
 from kv_transfer.types import Endpoint
+from telemetry.metrics import PeerPath
 
 logger = logging.getLogger(__name__)
 
 FIRST_RETRY_S: Final = 1.0
 LAST_RETRY_S: Final = 30.0
+
+
+def why_slow(transport: str) -> str:
+    """What the path itself tells of the reason, as a short stable word."""
+    match transport:
+        case "nixl/tcp":
+            return "slow_tcp_only"
+        case "nixl/net":
+            return "slow_network"
+        case _:
+            return "slow"
 
 
 class PeeringThread(Protocol):
@@ -59,6 +72,10 @@ class _Peer:
     known_to: set[object] = field(default_factory=set)
     """Streams of the routers that introduced it."""
     path: str = ""
+    gigabytes_per_s: float = 0.0
+    latency_us: float = 0.0
+    cause: str = ""
+    """Why it should be avoided; empty: it should not."""
     retry_s: float = FIRST_RETRY_S
     retry_at_s: float = 0.0
 
@@ -71,10 +88,20 @@ class Peers:
         own: worker_pb2.WorkerIdentity,
         transfer: PeeringThread,
         clock: Callable[[], float] = time.monotonic,
+        slow_gigabytes_per_s: float = 0.0,
     ) -> None:
+        """A worker without peers.
+
+        Args:
+            own: this worker.
+            transfer: wires up to them.
+            clock: for back-off.
+            slow_gigabytes_per_s: a path measured slower than this should be avoided.
+        """
         self._own = own
         self._transfer = transfer
         self._clock = clock
+        self._slow_gigabytes_per_s = slow_gigabytes_per_s
         self._peers: dict[str, _Peer] = {}
 
     def is_usable(self, agent_name: str) -> bool:
@@ -86,6 +113,32 @@ class Peers:
         """The transport really in use towards that agent, as far as it is known."""
         peer = self._peers.get(agent_name)
         return peer.path if peer is not None else ""
+
+    def health(self) -> list[worker_pb2.PeerHealth]:
+        """How the path to each peer stands."""
+        return [
+            worker_pb2.PeerHealth(
+                agent_name=name,
+                transport=peer.path,
+                gigabytes_per_s=peer.gigabytes_per_s,
+                latency_us=peer.latency_us,
+                cause=peer.cause,
+            )
+            for name, peer in self._peers.items()
+        ]
+
+    def paths(self) -> list[PeerPath]:
+        """The same for metrics, by the workers' names, which outlive a restart."""
+        return [
+            PeerPath(
+                name.rpartition("-")[0] or name,
+                peer.path,
+                peer.gigabytes_per_s,
+                peer.latency_us,
+                peer.cause,
+            )
+            for name, peer in self._peers.items()
+        ]
 
     def meet(self, worker: worker_pb2.WorkerIdentity, stream: object) -> None:
         """A router introduces a worker."""
@@ -132,24 +185,36 @@ class Peers:
             return
         match event:
             case PeerOpened():
-                peer.state, peer.path, peer.retry_s = (
-                    PeerState.OPEN,
-                    event.transport,
-                    FIRST_RETRY_S,
-                )
-                details = {"transport": event.transport, "gigabytes_per_s": event.gigabytes_per_s}
-                logger.info("peer open", extra={"peer": event.agent_name} | details)
+                self._opened(peer, event)
             case PeerFailed():
-                peer.state = PeerState.FAILED
+                peer.state, peer.cause = PeerState.FAILED, event.cause
                 peer.retry_at_s = self._clock() + peer.retry_s
                 peer.retry_s = min(2 * peer.retry_s, LAST_RETRY_S)
                 details = {"peer": event.agent_name, "cause": event.cause}
                 logger.warning("peer failed", extra=details)
 
+    def _opened(self, peer: _Peer, event: PeerOpened) -> None:
+        peer.state, peer.retry_s = PeerState.OPEN, FIRST_RETRY_S
+        peer.path, peer.latency_us = event.transport, event.latency_us
+        peer.gigabytes_per_s = event.gigabytes_per_s
+        is_slow = 0 < event.gigabytes_per_s < self._slow_gigabytes_per_s
+        peer.cause = why_slow(event.transport) if is_slow else ""
+        details = {
+            "peer": event.agent_name,
+            "transport": event.transport,
+            "gigabytes_per_s": event.gigabytes_per_s,
+            "latency_us": event.latency_us,
+        }
+        if peer.cause:
+            wanted = {"cause": peer.cause, "wanted_gigabytes_per_s": self._slow_gigabytes_per_s}
+            logger.warning("peer open, but slow: routers avoid the pair", extra=details | wanted)
+        else:
+            logger.info("peer open", extra=details)
+
     def _open(self, peer: _Peer, worker: worker_pb2.WorkerIdentity) -> None:
         own, other = self._own.model, worker.model
         if own.fingerprint != other.fingerprint:
-            peer.state = PeerState.REFUSED
+            peer.state, peer.cause = PeerState.REFUSED, "fingerprint"
             logger.error(
                 "peer refused: its model, weights or KV layout differ",
                 extra={

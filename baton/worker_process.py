@@ -72,6 +72,8 @@ LAST_WORDS_S: Final = 1.0
 """Time for what is already written to reach the routers."""
 PUSHES_END_S: Final = 5.0
 """Pushes in progress at the end get this long: they cannot be taken back."""
+SLOW_GPU_GIGABYTES_PER_S: Final = 1.0
+"""Far below NVLink and RDMA: the bytes go through host memory, or over a common network."""
 IDLE_POLL_S: Final = 0.05
 PROFILE_STEPS: Final = 50
 """Of a profile that SIGUSR2 asks for, where no setting says how many."""
@@ -133,7 +135,8 @@ class Worker:
             step=self.engine.max_step_tokens,
             page=self.engine.model.page_size_tokens,
         )
-        return load_message(load, room, draining=self.servicer.draining)
+        draining, peers = self.servicer.draining, self.services.peers.health()
+        return load_message(load, room, draining=draining, peers=peers)
 
     async def start(self) -> None:
         """Starts all threads, binds, serves, and begins to announce.
@@ -208,7 +211,8 @@ class Worker:
 
     def _make_services(self) -> Services:
         page_size_tokens = self.engine.model.page_size_tokens
-        peers = Peers(self.identity, self.transfer)
+        peers = Peers(self.identity, self.transfer, slow_gigabytes_per_s=self._slow_gigabytes_per_s)
+        self.metrics.watch_peers(peers.paths)
         prefill = PrefillService(
             self.engine,
             self.transfer,
@@ -227,6 +231,11 @@ class Worker:
             page_bytes=self.engine.pool.page_bytes,
         )
         return Services(prefill, decode, peers)
+
+    @property
+    def _slow_gigabytes_per_s(self) -> float:
+        floor = self.settings.slow_peer_gigabytes_per_s
+        return floor if floor >= 0 else SLOW_GPU_GIGABYTES_PER_S * self.engine.pool.tensor.is_cuda
 
     def _on_transfer(self, event: TransferEvent) -> None:
         """On the transfer thread."""

@@ -10,13 +10,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PeerOpened:
-    """A peer is wired up, warmed up and measured on the scratch page."""
+    """A peer is wired up, warmed up and measured on the scratch page. Told again when a figure
+    came late."""
 
     agent_name: str
     transport: str
     """The transport really in use, as far as it can be told, such as "nixl/shm"."""
     gigabytes_per_s: float
-    """0 where it was not measured."""
+    """0 where it is not measured, or not yet."""
+    latency_us: float = 0.0
+    """Of one page, posted to done; 0 likewise."""
 
 
 @dataclass(frozen=True, slots=True)

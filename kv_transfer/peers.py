@@ -1,8 +1,9 @@
 """The peers of a process: wiring up, the self-test, parting.
 
-1. `meet` opens the peer at once (sends may start), then warms the path up by one push between the
-   scratch pages and measures it by a second, larger one: PeerOpened, by `SELF_TEST_S` at the
-   latest. Meeting again an open peer only repeats PeerOpened.
+1. `meet` opens the peer at once (sends may start), then pushes between the scratch pages: one page
+   to warm the path up, a few single ones for the latency, and one large push for the bandwidth.
+   PeerOpened follows with the figures; without them after `SELF_TEST_S`, and again when they are
+   there. Meeting again an open peer only repeats PeerOpened.
 2. A push that fails, or a notification that cannot be sent, makes the peer lost: PeerFailed. It is
    opened anew when it is met again, and tried with back-off in between: a quarantine can end only
    over this path. A trial that succeeds is a new PeerOpened; one that fails is silent.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,8 +30,11 @@ from kv_transfer.wire import Message, Probe, encode
 
 logger = logging.getLogger(__name__)
 
-SELF_TEST_BYTES = 4 << 20
+SELF_TEST_BYTES = {"DRAM": 4 << 20, "VRAM": 64 << 20}
+"""By the kind of the pool's memory: enough to reach the path's full speed."""
 SELF_TEST_S = 0.05
+LATENCY_PROBES = 3
+"""Single pages, the fastest of which counts."""
 FIRST_RETRY_S = 1.0
 LAST_RETRY_S = 30.0
 PARTED_S = 3600.0
@@ -55,12 +60,14 @@ class _Peer:
     endpoint: Endpoint
     opened_s: float
     state: PeerState = PeerState.TESTING
-    is_warm: bool = False
+    probes: int = 0
+    """Pushes of the self-test that have ended since the peer was opened."""
     parted_s: float | None = None
     probe: int | None = None
     probe_pages: int = 0
     probe_began_s: float = 0.0
     gigabytes_per_s: float = 0.0
+    latency_us: float = 0.0
     retry_at_s: float = 0.0
     retry_after_s: float = FIRST_RETRY_S
 
@@ -212,22 +219,32 @@ class Peers:
         name = peer.endpoint.agent_name
         if state is not PushState.DONE:
             self.lost(name, "self_test_failed")
-        elif peer.is_warm:
-            took_s = time.perf_counter() - peer.probe_began_s
-            peer.gigabytes_per_s = peer.probe_pages * peer.endpoint.page_bytes / took_s / 1e9
-            if peer.state is PeerState.TESTING:
-                self._report(peer)
-        else:
-            peer.is_warm = True
+            return
+        if peer.state is PeerState.LOST and peer.probes:
+            return  # lost meanwhile: opened anew in its time
+        took_s = time.perf_counter() - peer.probe_began_s
+        peer.probes += 1
+        if peer.probes == 1:
             if peer.state is PeerState.LOST:
                 peer.state, peer.opened_s = PeerState.TESTING, self._clock()
                 peer.retry_after_s = FIRST_RETRY_S
                 self.on_open(name)
-            self._probe(peer, pages=max(1, SELF_TEST_BYTES // peer.endpoint.page_bytes))
+            self._probe(peer, pages=1)
+        elif peer.probes <= 1 + LATENCY_PROBES:
+            peer.latency_us = min(1e6 * took_s, peer.latency_us or math.inf)
+            last = peer.probes == 1 + LATENCY_PROBES
+            self._probe(peer, pages=self._test_pages(peer.endpoint) if last else 1)
+        else:
+            peer.gigabytes_per_s = peer.probe_pages * peer.endpoint.page_bytes / took_s / 1e9
+            self._report(peer)
+
+    @staticmethod
+    def _test_pages(endpoint: Endpoint) -> int:
+        return max(1, SELF_TEST_BYTES[endpoint.memory] // endpoint.page_bytes)
 
     def _retry(self, peer: _Peer) -> None:
         self._retry_later(peer)
-        peer.is_warm = False
+        peer.probes, peer.latency_us = 0, 0.0
         self._transport.close(peer.endpoint.agent_name)
         try:
             self._transport.open(peer.endpoint)
@@ -249,4 +266,5 @@ class Peers:
     def _report(self, peer: _Peer) -> None:
         peer.state = PeerState.OPEN
         name = peer.endpoint.agent_name
-        self._emit(PeerOpened(name, self._transport.path(name), peer.gigabytes_per_s))
+        path = self._transport.path(name)
+        self._emit(PeerOpened(name, path, peer.gigabytes_per_s, peer.latency_us))

@@ -162,6 +162,7 @@ class WorkerLink:
         self.progress = known_progress
         """The step loop's counter, as last reported."""
         self._answered = False
+        self._avoided_agents: frozenset[str] = frozenset()
         self._alive_until_s = self._clock() + attach_timeout_s
         self.send(worker_pb2.WorkRequest(attach=worker_pb2.Attach(router_id=router_id)))
 
@@ -183,6 +184,10 @@ class WorkerLink:
     def agent_name(self) -> str:
         """Name of its transfer agent; empty where it has none."""
         return self.identity.endpoint.agent_name
+
+    def avoids(self, other: WorkerLink) -> bool:
+        """Whether the worker reports its path to the other as broken or slow."""
+        return other.agent_name in self._avoided_agents
 
     @property
     def draining(self) -> bool:
@@ -276,6 +281,7 @@ class WorkerLink:
         """A counter that moves is a sign of life; a long step is announced before it begins."""
         now_s = self._clock()
         self.ledger.report(load, now_s)
+        self._avoided_agents = frozenset(peer.agent_name for peer in load.peers if peer.cause)
         if load.progress != self.progress:
             self.progress = load.progress
             self._alive_until_s = now_s + self._stale_after_s + load.long_step_ms / 1e3

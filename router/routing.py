@@ -7,7 +7,7 @@ worker for one of the reasons in `router.local_prefill`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from baton.worker.v1 import worker_pb2
@@ -94,6 +94,7 @@ def choose(
 
     A worker to avoid failed this job before: it is taken only where nobody else has room, and a
     prefill worker only where no decode worker could do without.
+    A pair whose path one of the two reports as broken or slow waits for its turn likewise.
     """
     route = _local_route(job, workers, policy, avoid, local) if local.allowed else None
     if route is not None:
@@ -153,6 +154,7 @@ def _usual_route(
     }
     if not starters:
         return None
+    starters = _with_sound_paths(starters) or starters
     candidates = _preferred(starters, avoid)
     first = candidates[policy.prefill(candidates)]
     decoders = [partner for partner in starters[first] if partner is not None]
@@ -210,6 +212,21 @@ def _partners(
         for worker in workers
         if can_hand_off(first, worker) and _serves(worker, job) and test(worker, job)
     ]
+
+
+def _with_sound_paths(
+    starters: Mapping[WorkerLink, Sequence[WorkerLink | None]],
+) -> dict[WorkerLink, list[WorkerLink | None]]:
+    """The pairs that neither side complains of."""
+    return {
+        first: partners
+        for first, all_partners in starters.items()
+        if (partners := [p for p in all_partners if p is None or _is_sound(first, p)])
+    }
+
+
+def _is_sound(first: WorkerLink, partner: WorkerLink) -> bool:
+    return first is partner or not (first.avoids(partner) or partner.avoids(first))
 
 
 def _route_tokens(job: Job, first: WorkerLink, partner: WorkerLink | None) -> int:

@@ -126,6 +126,16 @@ DECLARED: Final[Mapping[str, Declared]] = {
     Metric.GPU_MEMORY_USED: Declared("gauge", "GPU memory in use, by all processes."),
     Metric.GPU_MEMORY_TOTAL: Declared("gauge", "GPU memory."),
     Metric.GPU_POWER: Declared("gauge", "Power that the GPU draws."),
+    # Worker: its peers.
+    Metric.PEER_HEALTHY: Declared(
+        "gauge", "0 where routers avoid the path to the peer, for the cause.", ("peer", "cause")
+    ),
+    Metric.PEER_BANDWIDTH: Declared(
+        "gauge", "Of the path to the peer, measured when they met.", ("peer", "transport")
+    ),
+    Metric.PEER_LATENCY: Declared(
+        "gauge", "Of one page to the peer, measured when they met.", ("peer", "transport")
+    ),
     # Worker: its routers.
     Metric.WORK_STREAMS: Declared("gauge", "Routers attached."),
     # Every process.

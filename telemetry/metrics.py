@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -171,6 +172,17 @@ class RouterMetrics(ProcessMetrics):
             self._per_token.labels(model).observe(per_token_s, _exemplar(trace_id))
 
 
+class PeerPath(NamedTuple):
+    """The path to another worker."""
+
+    peer: str
+    transport: str
+    gigabytes_per_s: float
+    latency_us: float
+    cause: str
+    """Why it is to be avoided; empty: it is not."""
+
+
 class WorkerMetrics(ProcessMetrics):
     """Of a worker process.
 
@@ -198,6 +210,11 @@ class WorkerMetrics(ProcessMetrics):
         if transfer is not None:
             self._watch(transfer, _TRANSFER_ROWS)
         self._watch(streams, (Row(Metric.WORK_STREAMS, float),))
+
+    def watch_peers(self, peers: Callable[[], Sequence[PeerPath]]) -> None:
+        """Shows the paths to the worker's peers, by name."""
+        for metric, labels, value in _PEER_SAMPLES:
+            self.registry.register(Samples(metric, partial(_of_paths, peers, labels, value)))
 
     def watch_gpu(self, read: Callable[[], GpuLoad | None]) -> None:
         """Shows how the worker's GPU stands."""
@@ -240,6 +257,16 @@ def _exemplar(trace_id: str) -> dict[str, str] | None:
     return {"trace_id": trace_id} if trace_id else None
 
 
+_LabelsOfPath = Callable[[PeerPath], tuple[str, str]]
+_OfPath = Callable[[PeerPath], float]
+
+
+def _of_paths(
+    peers: Callable[[], Sequence[PeerPath]], labels: _LabelsOfPath, value: _OfPath
+) -> dict[tuple[str, ...], float]:
+    return {labels(peer): value(peer) for peer in peers()}
+
+
 def _used_pages(load: Any) -> float:
     unused = load.free_pages, load.evictable_pages, load.granted_pages, load.quarantined_pages
     return max(0.0, float(load.total_pages - sum(unused)))
@@ -248,6 +275,15 @@ def _used_pages(load: Any) -> float:
 _PROCESS_ROWS: Final = (
     Row(Metric.DRAIN_SECONDS, attrgetter("drain_s")),
     Row(Metric.LOOP_TASKS, attrgetter("loop_tasks")),
+)
+_PEER_SAMPLES: Final[Sequence[tuple[str, _LabelsOfPath, _OfPath]]] = (
+    (Metric.PEER_HEALTHY, attrgetter("peer", "cause"), lambda path: float(not path.cause)),
+    (
+        Metric.PEER_BANDWIDTH,
+        attrgetter("peer", "transport"),
+        lambda path: 1e9 * path.gigabytes_per_s,
+    ),
+    (Metric.PEER_LATENCY, attrgetter("peer", "transport"), lambda path: path.latency_us / 1e6),
 )
 _ROUTER_ROWS: Final = (
     Row(Metric.INFLIGHT, attrgetter("inflight_requests")),

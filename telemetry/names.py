@@ -224,6 +224,10 @@ class Metric:
     GPU_MEMORY_TOTAL: Final = "baton_gpu_memory_total_bytes"
     GPU_POWER: Final = "baton_gpu_power_watts"
 
+    PEER_HEALTHY: Final = "baton_kv_peer_healthy"
+    PEER_BANDWIDTH: Final = "baton_kv_peer_bytes_per_second"
+    PEER_LATENCY: Final = "baton_kv_peer_latency_seconds"
+
     WORK_STREAMS: Final = "baton_work_streams"
 
     DRAIN_SECONDS: Final = "baton_drain_seconds"

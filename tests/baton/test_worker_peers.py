@@ -33,7 +33,7 @@ class World:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.heard = Recorder()
-        self.peers = Peers(worker("me"), self.heard, lambda: self.now_s)
+        self.peers = Peers(worker("me"), self.heard, lambda: self.now_s, slow_gigabytes_per_s=1.0)
 
 
 def test_a_peer_is_usable_from_the_meeting_on() -> None:
@@ -45,6 +45,33 @@ def test_a_peer_is_usable_from_the_meeting_on() -> None:
     assert world.peers.path_to("other") == "nixl/shm"
     world.peers.meet(worker("other"), "second router")
     assert world.heard.calls == [("meet", "other")]
+
+
+def test_a_slow_path_is_reported_with_its_reason_and_used_all_the_same() -> None:
+    world = World()
+    world.peers.meet(worker("other"), "router")
+    (health,) = world.peers.health()
+    assert (health.cause, health.gigabytes_per_s) == ("", 0), "not measured yet: no complaint"
+    world.peers.on_transfer(PeerOpened("other", "nixl/tcp", 0.4, 900.0))
+    (health,) = world.peers.health()
+    assert (health.agent_name, health.transport, health.cause) == (
+        "other",
+        "nixl/tcp",
+        "slow_tcp_only",
+    )
+    assert world.peers.is_usable("other")
+    assert [path.cause for path in world.peers.paths()] == ["slow_tcp_only"]
+    world.peers.on_transfer(PeerOpened("other", "nixl/shm", 1.5, 90.0))
+    assert [path.cause for path in world.peers.paths()] == [""]
+
+
+def test_a_broken_path_is_reported_until_it_is_open_again() -> None:
+    world = World()
+    world.peers.meet(worker("other"), "router")
+    world.peers.on_transfer(PeerFailed("other", "unreachable"))
+    assert [health.cause for health in world.peers.health()] == ["unreachable"]
+    world.peers.on_transfer(PeerOpened("other", "nixl/shm", 0.0))
+    assert [health.cause for health in world.peers.health()] == [""]
 
 
 def test_a_different_fingerprint_is_never_opened() -> None:

@@ -3,10 +3,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from kv_world import World, a_world
+from kv_world import KINDS, World, a_world
 
 
-@pytest.fixture(params=["loopback", "nixl"])
+@pytest.fixture(params=KINDS)
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
     """Two sides in one process that have met."""
     with a_world(request.param) as world:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from kv_transfer.events import TransferCounters, TransferEvent
+from kv_transfer.events import PeerOpened, TransferCounters, TransferEvent
 from kv_transfer.factory import make_transport
 from kv_transfer.thread import TransferThread
 from kv_transfer.types import Endpoint, KvTransport
@@ -43,6 +43,17 @@ class Events:
             in_time = self._changed.wait_for(lambda: len(self.of(kind)) >= times, timeout_s)
         assert in_time, f"no {kind.__name__}; got {self.all}"
         return self.of(kind)[times - 1]
+
+    def wait_opened(self, agent_name: str, after: int, timeout_s: float = 10.0) -> PeerOpened:
+        """The first PeerOpened of that peer among those after the given number. A peer may be told
+        of twice, the second time with late figures."""
+
+        def found() -> list[PeerOpened]:
+            return [e for e in self.of(PeerOpened)[after:] if e.agent_name == agent_name]
+
+        with self._changed:
+            assert self._changed.wait_for(lambda: bool(found()), timeout_s), self.all
+        return found()[0]
 
     def absent(self, kind: type[E], for_s: float) -> None:
         """Asserts that no event of a kind comes for a while."""

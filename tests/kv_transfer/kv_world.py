@@ -14,10 +14,13 @@ import torch
 
 from kv_transfer.events import TransferCounters, TransferEvent
 from kv_transfer.exchange import Exchange
-from kv_transfer.factory import make_transport
+from kv_transfer.factory import TRANSPORTS, make_transport
 from kv_transfer.loopback import LoopbackTransport
 from kv_transfer.specs import ReceiveSpec, SendSpec
 
+KINDS = sorted(set(TRANSPORTS) - {"null"})
+"""Every transport that moves pages: the protocol's tests run on each, whatever the factory knows.
+One that needs what this machine lacks says so with TransportError `nixl_missing` or the like."""
 PAGE_BYTES = 4096
 NUM_PAGES = 64
 PAGE_TOKENS = 16

@@ -6,7 +6,7 @@ import dataclasses
 import time
 
 import pytest
-from kv_world import DECODE_EPOCH, NUM_PAGES, PAGE_TOKENS, World, a_world
+from kv_world import DECODE_EPOCH, KINDS, NUM_PAGES, PAGE_TOKENS, World, a_world
 
 from kv_transfer.events import (
     Delivered,
@@ -20,6 +20,7 @@ from kv_transfer.events import (
     Sent,
 )
 from kv_transfer.outgoing import SendState
+from kv_transfer.peers import SELF_TEST_S
 from kv_transfer.receiving import ReceiveState
 from kv_transfer.specs import SendSpec
 from kv_transfer.wire import Chunk, Quiesce, Quiesced, encode
@@ -308,7 +309,7 @@ def test_a_grant_to_a_peer_that_is_dead_already(world: World) -> None:
     assert world.prefill.of(PeerFailed)[-1] == PeerFailed(world.decode.name, "peer_dead")
 
 
-@pytest.mark.parametrize("kind", ["loopback", "nixl"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("prefill_first", [True, False])
 def test_peers_meet_in_either_order(kind: str, prefill_first: bool) -> None:
     with a_world(kind, met=False) as world:
@@ -329,7 +330,44 @@ def test_peers_meet_in_either_order(kind: str, prefill_first: bool) -> None:
         assert opened.transport.startswith(kind)
 
 
-@pytest.mark.parametrize("kind", ["loopback", "nixl"])
+def test_meeting_measures_the_path(world: World) -> None:
+    world.until(lambda: world.prefill.of(PeerOpened)[-1].gigabytes_per_s > 0)
+    opened = world.prefill.of(PeerOpened)[-1]
+    assert 0 < opened.latency_us < 1e6
+    assert 0.001 < opened.gigabytes_per_s < 1000
+
+
+def test_a_slow_self_test_delays_nothing_and_its_figures_come_later() -> None:
+    with a_world("loopback", met=False) as world:
+        world.prefill.loopback.holds = True
+        world.prefill.exchange.meet(world.decode.transport.endpoint)
+        world.clock.advance(SELF_TEST_S + 0.01)
+        world.turn()
+        (opened,) = world.prefill.of(PeerOpened)
+        assert (opened.gigabytes_per_s, opened.latency_us) == (0, 0)
+        world.prefill.loopback.holds = False
+        world.until(lambda: len(world.prefill.of(PeerOpened)) == 2)
+        assert world.prefill.of(PeerOpened)[-1].gigabytes_per_s > 0
+
+
+def test_a_path_lost_during_its_self_test_stays_lost_until_it_is_tried_anew() -> None:
+    with a_world("loopback", met=False) as world:
+        loopback = world.prefill.loopback
+        world.prefill.exchange.meet(world.decode.transport.endpoint)
+        world.turn(2)  # the first probe is done, the next is posted
+        loopback.holds = True
+        world.turn()
+        world.prefill.exchange.peers.lost(world.decode.name, "push_error")
+        loopback.holds = False
+        world.turn(8)
+        assert not world.prefill.exchange.peers.is_open(world.decode.name)
+        assert world.prefill.of(PeerOpened) == []
+        world.clock.advance(2.0)
+        world.until(lambda: bool(world.prefill.of(PeerOpened)))
+        assert world.prefill.exchange.peers.is_open(world.decode.name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_send_waits_for_its_peer_and_then_fails(kind: str) -> None:
     with a_world(kind, met=False) as world:
         transfer = world.grant(48)

@@ -60,8 +60,7 @@ def introduce(one: Worker, other: Worker, *, same_host: bool = True) -> None:
         endpoint = peer.endpoint if same_host else replace(peer.endpoint, process="")
         worker.thread.meet(endpoint)
     for (worker, peer), before in zip(pairs, seen, strict=True):
-        opened = worker.events.wait(PeerOpened, before + 1)
-        assert opened.agent_name == peer.endpoint.agent_name
+        opened = worker.events.wait_opened(peer.endpoint.agent_name, before)
         assert opened.transport == "nixl/shm"
 
 

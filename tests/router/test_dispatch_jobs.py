@@ -250,3 +250,31 @@ async def test_no_workers_is_said_at_once(cluster: Cluster) -> None:
     await cluster.add("p0", PREFILL)
     with pytest.raises(RouterError, match="NO_WORKERS"):
         await cluster.read(job()).end()
+
+
+@pytest.mark.parametrize("who_complains", ["prefill", "decode"])
+async def test_a_pair_with_a_slow_path_is_taken_only_where_there_is_no_other(
+    cluster: Cluster, who_complains: str
+) -> None:
+    prefill, slow = await cluster.pair()
+    one, other = (prefill, slow) if who_complains == "prefill" else (slow, prefill)
+    one.load.peers.append(worker_pb2.PeerHealth(agent_name=other.agent_name, cause="slow_tcp_only"))
+    one.report()
+    links = {link.worker_id: link for link in cluster.registry.members}
+    complaining, complained_of = (
+        links[one.identity.worker_id],
+        links[other.identity.worker_id],
+    )
+    await until(lambda: complaining.avoids(complained_of))
+    reader = cluster.read(job())
+    assert (await prefill.heard("submit")).peer_agent_name == slow.agent_name
+    await reader.leave()
+
+    good = await cluster.add("d1", DECODE)
+    good.report(free_pages=20)  # the slow one has more room, and would be chosen for it
+    readers = []
+    for _ in range(3):
+        readers.append(cluster.read(job()))
+        assert (await prefill.heard("submit")).peer_agent_name == good.agent_name
+    for reader in readers:
+        await reader.leave()

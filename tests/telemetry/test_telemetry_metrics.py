@@ -21,6 +21,7 @@ from telemetry.gpu import GpuLoad, gpu_reader
 from telemetry.loop_lag import EventLoopLag
 from telemetry.metric_table import DECLARED
 from telemetry.metrics import (
+    PeerPath,
     ProcessMetrics,
     RouterLoad,
     RouterMetrics,
@@ -197,6 +198,20 @@ def test_no_such_gpu_is_no_figure_and_no_error() -> None:
         assert (Metric.STEPS + "_total", ()) in scrape(metrics)
 
 
+def test_paths_to_peers_are_shown_by_name() -> None:
+    metrics = WorkerMetrics(EngineLoad)
+    paths = [
+        PeerPath("d0", "nixl/tcp", 0.5, 90.0, "slow"),
+        PeerPath("d1", "nixl/shm", 2.0, 9.0, ""),
+    ]
+    metrics.watch_peers(lambda: paths)
+    found = scrape(metrics)
+    assert found[Metric.PEER_HEALTHY, (("cause", "slow"), ("peer", "d0"))] == 0
+    assert found[Metric.PEER_HEALTHY, (("cause", ""), ("peer", "d1"))] == 1
+    assert found[Metric.PEER_BANDWIDTH, (("peer", "d0"), ("transport", "nixl/tcp"))] == 5e8
+    assert found[Metric.PEER_LATENCY, (("peer", "d1"), ("transport", "nixl/shm"))] == 9e-6
+
+
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
@@ -218,7 +233,7 @@ def test_the_page_tells_of_every_metric_as_it_is_declared() -> None:
 
 def unit_of(name: str) -> str:
     """By OpenMetrics' rule: the name's end."""
-    units = ("seconds", "bytes", "ratio", "watts", "tokens_per_second")
+    units = ("seconds", "bytes", "ratio", "watts", "tokens_per_second", "bytes_per_second")
     return next((unit.replace("_", " ") for unit in units if name.endswith(unit)), "")
 
 
@@ -253,6 +268,7 @@ def test_the_table_declares_every_name_and_nothing_else() -> None:
     used = RouterMetrics(RouterLoad), WorkerMetrics(EngineLoad, TransferCounters)
     used[0].watch_spans(lambda: ExportCounts(0, 0, 0, 0))
     used[1].watch_gpu(lambda: GpuLoad(0.5, 1, 2, 3.0))
+    used[1].watch_peers(lambda: [PeerPath("decode-0", "nixl/tcp", 0.5, 90.0, "slow_tcp_only")])
     shown = {family.name for metrics in used for family in metrics.registry.collect()}
     assert names <= shown
 

@@ -974,6 +974,7 @@ class Load(_message.Message):
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     MIXED_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     MIXED_PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    PEERS_FIELD_NUMBER: _builtins.int
     progress: _builtins.int
     """Counts steps and idle turns of the step loop; one that stands still for
     3 s means a frozen worker.
@@ -1012,6 +1013,10 @@ class Load(_message.Message):
     """Measured rate of computing prompts in steps that decode, too, tokens per
     second; 0 while unknown.
     """
+    @_builtins.property
+    def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerHealth]:
+        """The workers that this one was introduced to."""
+
     def __init__(
         self,
         *,
@@ -1032,14 +1037,55 @@ class Load(_message.Message):
         prefill_tokens_per_s: _builtins.float = ...,
         mixed_prefill_tokens: _builtins.int = ...,
         mixed_prefill_tokens_per_s: _builtins.float = ...,
+        peers: _abc.Iterable[Global___PeerHealth] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "evictable_pages", b"evictable_pages", "free_pages", b"free_pages", "granted_pages", b"granted_pages", "long_step_ms", b"long_step_ms", "max_sequences", b"max_sequences", "mixed_prefill_tokens", b"mixed_prefill_tokens", "mixed_prefill_tokens_per_s", b"mixed_prefill_tokens_per_s", "prefill_credit_tokens", b"prefill_credit_tokens", "prefill_tokens_per_s", b"prefill_tokens_per_s", "progress", b"progress", "quarantined_pages", b"quarantined_pages", "queued_prefill_tokens", b"queued_prefill_tokens", "running_sequences", b"running_sequences", "step_ms", b"step_ms", "total_pages", b"total_pages", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "evictable_pages", b"evictable_pages", "free_pages", b"free_pages", "granted_pages", b"granted_pages", "long_step_ms", b"long_step_ms", "max_sequences", b"max_sequences", "mixed_prefill_tokens", b"mixed_prefill_tokens", "mixed_prefill_tokens_per_s", b"mixed_prefill_tokens_per_s", "peers", b"peers", "prefill_credit_tokens", b"prefill_credit_tokens", "prefill_tokens_per_s", b"prefill_tokens_per_s", "progress", b"progress", "quarantined_pages", b"quarantined_pages", "queued_prefill_tokens", b"queued_prefill_tokens", "running_sequences", b"running_sequences", "step_ms", b"step_ms", "total_pages", b"total_pages", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Load: _TypeAlias = Load  # noqa: Y015
+
+@_typing.final
+class PeerHealth(_message.Message):
+    """The path from one worker to another, as the one sees it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGENT_NAME_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    GIGABYTES_PER_S_FIELD_NUMBER: _builtins.int
+    LATENCY_US_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    agent_name: _builtins.str
+    """Transfer agent of the other."""
+    transport: _builtins.str
+    """The transport really in use, such as "nixl/shm"; empty while unknown."""
+    gigabytes_per_s: _builtins.float
+    """Measured when they met; 0 while unknown."""
+    latency_us: _builtins.float
+    """Of one page, measured when they met, microseconds; 0 while unknown."""
+    cause: _builtins.str
+    """Why the path should be avoided, a short stable word; empty where it is
+    healthy.
+    """
+    def __init__(
+        self,
+        *,
+        agent_name: _builtins.str = ...,
+        transport: _builtins.str = ...,
+        gigabytes_per_s: _builtins.float = ...,
+        latency_us: _builtins.float = ...,
+        cause: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_name", b"agent_name", "cause", b"cause", "gigabytes_per_s", b"gigabytes_per_s", "latency_us", b"latency_us", "transport", b"transport"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PeerHealth: _TypeAlias = PeerHealth  # noqa: Y015
 
 @_typing.final
 class FirstToken(_message.Message):
