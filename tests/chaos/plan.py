@@ -90,9 +90,10 @@ class Topology:
         return tuple(f"{role}-{i}" for role, count in counts.items() for i in range(count))
 
     def peers(self, name: str) -> int:
-        """Workers that do what this one does, itself included; `both` counts for either."""
+        """Processes that do what this one does, itself included."""
         role = name.partition("-")[0]
-        return {"prefill": self.prefill, "decode": self.decode, "both": self.both}[role]
+        counts = {"prefill": self.prefill, "decode": self.decode, "both": self.both, "router": 1}
+        return counts[role]
 
 
 TOPOLOGIES: Final = (
