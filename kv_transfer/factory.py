@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from kv_transfer.loopback import LoopbackTransport
+from kv_transfer.nccl import NcclTransport
 from kv_transfer.nixl import NixlTransport
 from kv_transfer.null import NullTransport
 from kv_transfer.pool import PoolMemory
@@ -14,6 +15,7 @@ from kv_transfer.types import KvTransport, TransportError
 
 TRANSPORTS: dict[str, Callable[[str, PoolMemory], KvTransport]] = {
     "nixl": NixlTransport,
+    "nccl": NcclTransport,
     "loopback": LoopbackTransport,
     "null": NullTransport,
 }

@@ -172,7 +172,8 @@ def test_only_the_granted_peer_may_fill(world: World) -> None:
         quiesced = Quiesced(transfer.id, DECODE_EPOCH)
         other.prefill.transport.notify(world.decode.name, encode(quiesced))
         world.until(lambda: world.decode.counters.stale_notifications == 2)
-        other.until(lambda: not other.prefill.exchange.pushes_in_progress)
+        if world.kind != "nccl":  # whose pushes end only between peers that know each other
+            other.until(lambda: not other.prefill.exchange.pushes_in_progress)
     assert world.decode.receiver.state(transfer.id) is ReceiveState.GRANTED
 
 
@@ -208,8 +209,8 @@ def test_abort_by_the_prefill_side(world: World) -> None:
     world.prefill.sender.abort(transfer.id)
     world.until(lambda: bool(world.prefill.of(SendQuiesced)))
     world.settle()
-    world.decode.receiver.abort(transfer.id)
-    assert world.decode.of(ReceiveFreed), "it was told already that nothing can land"
+    world.decode.receiver.abort(transfer.id)  # it was told already that nothing can land
+    world.until(lambda: bool(world.decode.of(ReceiveFreed)))
     world.prefill.sender.abort(transfer.id)
     assert len(world.prefill.of(SendQuiesced)) == 2, "an abort is always answered"
 
@@ -288,6 +289,7 @@ def test_delivery_before_death_counts(world: World) -> None:
     transfer.finish()
     while not world.prefill.of(Sent):
         world.prefill.exchange.turn()
+        world.decode.transport.poll_pushes()  # NCCL's receiver has a part in it
     if world.kind == "nixl":
         time.sleep(0.1)
     world.decode.exchange.part(world.prefill.name, proven_dead=True)
@@ -437,7 +439,8 @@ def test_only_the_granting_peer_may_quiesce(world: World) -> None:
         quiesce = Quiesce(transfer.id, DECODE_EPOCH)
         other.decode.transport.notify(world.prefill.name, encode(quiesce))
         world.until(lambda: world.prefill.counters.stale_notifications == 2)
-        other.until(lambda: not other.decode.exchange.pushes_in_progress)
+        if world.kind != "nccl":
+            other.until(lambda: not other.decode.exchange.pushes_in_progress)
     transfer.finish()
     delivered(world)
 

@@ -1,0 +1,175 @@
+"""One direction between two processes over a collective library: pages gathered, sent, scattered.
+
+A lane is a communicator of two ranks, the sender rank 0, and a thread at either end. Both sides of
+a pair have a lane of their own towards the other: on a shared one, two sends that meet would each
+wait for the other's end.
+
+Life of a lane: FORMING until both ends have found each other -> OPEN: pieces go through in the
+order given, two or more staging buffers deep -> CLOSED, by `close` or by trouble; what was in
+progress then has no known end.
+
+Invariant: a staging buffer is used again only when the device is done with what it held.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed.distributed_c10d import Store
+
+from kv_transfer.pool import PoolMemory
+from kv_transfer.types import PageIds
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES: Final = 64 << 20
+"""Of a staging buffer: large enough for the wire's full rate, small enough to overlap."""
+SLOTS: Final = 4
+FORM_S: Final = timedelta(seconds=20)
+"""Within this time both ends must have found each other."""
+SENDER, RECEIVER = 0, 1
+
+FormGroup = Callable[[], Any]
+"""Makes the process group; blocks until the other end does the same."""
+
+
+class Piece(NamedTuple):
+    """Pages that go through a lane together."""
+
+    push: int
+    """The sender's handle of the push that they belong to."""
+    pages: PageIds
+    is_last: bool
+
+
+class _Slot:
+    """A staging buffer and, on a GPU, the stream that all its work is queued on."""
+
+    def __init__(self, pool: PoolMemory) -> None:
+        device = pool.pages.device
+        size = max(pool.page_bytes, PIECE_BYTES // pool.page_bytes * pool.page_bytes)
+        self._buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._done: torch.cuda.Event | None = None
+
+    def pages(self, count: int, page_bytes: int) -> Tensor:
+        """[count, page_bytes], once the last use is over."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._buffer[: count * page_bytes].view(count, page_bytes)
+
+    def in_order(self) -> AbstractContextManager[object]:
+        """What is queued inside runs behind what was queued before on this slot."""
+        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def used(self) -> torch.cuda.Event | None:
+        """Marks the end of a use; None where it is over already."""
+        if self._stream is not None:
+            self._done = torch.cuda.Event()
+            self._done.record(self._stream)
+        return self._done
+
+
+class Lane(ABC):
+    """One end. Every method may be called from any thread and returns at once."""
+
+    def __init__(self, name: str, pool: PoolMemory, form: FormGroup) -> None:
+        self.failed = False
+        self._pool = pool
+        self._form = form
+        self._group: Any = None
+        self._pieces: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"kv-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, piece: Piece) -> None:
+        """The next piece."""
+        self._pieces.put(piece)
+
+    def close(self) -> None:
+        """Ends the lane; a device that waits for the other end is let go."""
+        self._pieces.put(None)
+        self.failed = True
+        if self._group is not None and self._thread.is_alive():
+            with contextlib.suppress(Exception):
+                self._group.abort()
+
+    def _run(self) -> None:
+        try:
+            self._group = self._form()
+            slots = [_Slot(self._pool) for _ in range(SLOTS)]
+            for turn in iter(lambda: self._pieces.get(), None):
+                self._move(turn, slots[0])
+                slots.append(slots.pop(0))
+        except Exception as error:
+            if not self.failed:
+                logger.warning("a lane failed: %s", type(error).__name__)
+            self.failed = True
+
+    @abstractmethod
+    def _move(self, piece: Piece, slot: _Slot) -> None:
+        """Queues, or does, what a piece takes."""
+
+    def _ids(self, piece: Piece) -> Tensor:
+        return torch.from_numpy(piece.pages).long().to(self._pool.pages.device)
+
+
+class SendLane(Lane):
+    """The end that pages leave from."""
+
+    def _move(self, piece: Piece, slot: _Slot) -> None:
+        staged = slot.pages(len(piece.pages), self._pool.page_bytes)
+        with slot.in_order():
+            torch.index_select(self._pool.pages, 0, self._ids(piece), out=staged)
+            self._group.send([staged.view(-1)], RECEIVER, 0).wait()
+            slot.used()
+
+
+class ReceiveLane(Lane):
+    """The end that pages arrive at."""
+
+    def __init__(self, name: str, pool: PoolMemory, form: FormGroup) -> None:
+        self._arriving: deque[tuple[torch.cuda.Event | None, Piece]] = deque()
+        super().__init__(name, pool, form)
+
+    def landed(self) -> list[int]:
+        """Pushes whose last byte is in the pool, since the last call."""
+        ended = []
+        while self._arriving and _is_done(self._arriving[0][0]):
+            _, piece = self._arriving.popleft()
+            if piece.is_last:
+                ended.append(piece.push)
+        return ended
+
+    def _move(self, piece: Piece, slot: _Slot) -> None:
+        staged = slot.pages(len(piece.pages), self._pool.page_bytes)
+        with slot.in_order():
+            self._group.recv([staged.view(-1)], SENDER, 0).wait()
+            self._pool.pages.index_copy_(0, self._ids(piece), staged)
+            self._arriving.append((slot.used(), piece))
+
+
+def _is_done(event: torch.cuda.Event | None) -> bool:
+    return event is None or event.query()
+
+
+def form_group(store: Store, rank: int, device: torch.device) -> Any:
+    """A communicator of two: NCCL between GPUs, Gloo between hosts' memories."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        options = distributed.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(days=365)  # a lane waits for work, not for a deadline
+        return distributed.ProcessGroupNCCL(store, rank, 2, options)
+    return distributed.ProcessGroupGloo(store, rank, 2, timedelta(days=365))
