@@ -156,6 +156,9 @@ class WorkerSettings(BaseSettings):
     """Folder for profiles, as Chrome traces (chrome://tracing, Perfetto)."""
     drain_s: float = Field(default=30, ge=0)
     """Seconds that running requests get to finish after SIGTERM."""
+    max_granted_share: float = Field(default=0.25, gt=0, le=1)
+    """Share of the pool that one prefill worker may have to write at once: grants beyond it wait,
+    so that one that freezes cannot sit on the whole pool."""
     step_timeout_s: float = Field(default=60, gt=0)
     """A step that hangs for longer ends the worker, with every thread's stack in its log, seconds.
     Whoever runs it starts it again."""

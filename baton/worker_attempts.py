@@ -53,15 +53,15 @@ class Attempt:
         Raises:
             MalformedMessage: no sender of this version makes such a Submit.
         """
-        now_ns = time.time_ns()
-        left_s = (submit.deadline_unix_ns - now_ns) / 1e9 + DEADLINE_GRACE_S
+        has_limit = submit.HasField("time_left_ms")
+        left_s = submit.time_left_ms / 1e3 + DEADLINE_GRACE_S if has_limit else math.inf
         return cls(
             request=request_of(submit),
             stream=stream,
             peer=submit.peer_agent_name,
             traceparent=submit.traceparent,
-            expires_s=now_s + left_s if submit.deadline_unix_ns else math.inf,
-            received_ns=now_ns,
+            expires_s=now_s + left_s,
+            received_ns=time.time_ns(),
         )
 
     @property

@@ -75,6 +75,8 @@ PUSHES_END_S: Final = 5.0
 SLOW_GPU_GIGABYTES_PER_S: Final = 1.0
 """Far below NVLink and RDMA: the bytes go through host memory, or over a common network."""
 IDLE_POLL_S: Final = 0.05
+SHARE_FULL: Final = "share_full"
+"""Why a peer is to be avoided that holds too many pages of this worker in quarantine."""
 PROFILE_STEPS: Final = 50
 """Of a profile that SIGUSR2 asks for, where no setting says how many."""
 DECODE_MIXED_PREFILL_TOKENS: Final = 192
@@ -136,6 +138,10 @@ class Worker:
             page=self.engine.model.page_size_tokens,
         )
         draining, peers = self.servicer.draining, self.services.peers.health()
+        crowding = decode.crowding_peers()
+        for peer in peers:
+            if peer.agent_name in crowding:
+                peer.cause = peer.cause or SHARE_FULL
         return load_message(load, room, draining=draining, peers=peers)
 
     async def start(self) -> None:
@@ -229,6 +235,8 @@ class Worker:
             epoch=self.epoch,
             agent_name=self.agent_name,
             page_bytes=self.engine.pool.page_bytes,
+            page_size_tokens=page_size_tokens,
+            max_pages_per_peer=int(self.settings.max_granted_share * self.engine.pool.num_pages),
         )
         return Services(prefill, decode, peers)
 

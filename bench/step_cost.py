@@ -36,11 +36,14 @@ from engine.scheduler import Scheduler, SchedulerConfig
 from engine.settling import settle_step
 from engine.step import StepPlan
 from engine.step_loop import hand_out
+from engine.types import EngineLoad
+from kv_transfer.events import TransferCounters
 from kv_transfer.thread import ReceiveSpec
 from router.dispatch import JobDispatcher
 from router.jobs import Job, JobTokens, ServedModel
 from router.link import WorkerLink
 from router.settings import RouterSettings
+from telemetry.metrics import WorkerMetrics
 
 PROMPT, PAGE_SIZE, VOCAB = 32, 16, 128_256
 BLOCK = 50
@@ -97,7 +100,15 @@ class Worker:
         self._actions: deque[Action] = deque()
         self._outbox = Outbox(on_overflow=self._overflowed)
         self.service = DecodeService(
-            engine, engine, self._actions.append, epoch=1, agent_name="d", page_bytes=1
+            engine,
+            engine,
+            self._actions.append,
+            WorkerMetrics(EngineLoad, TransferCounters),
+            epoch=1,
+            agent_name="d",
+            page_bytes=1,
+            page_size_tokens=1,
+            max_pages_per_peer=1 << 30,
         )
 
     def submit(self, submit: worker_pb2.Submit) -> None:

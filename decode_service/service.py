@@ -2,7 +2,8 @@
 
 The states of an attempt:
 
-1. WAITING: submitted to the engine, which reserves slots and pages when there is room.
+1. WAITING: for its peer's share of the pool (`decode_service.peer_pages`), then submitted to the
+   engine, which reserves slots and pages when there is room.
 2. GRANTED: the transfer thread expects the pages, and the prefill worker may write them. Some are
    written already, or none (FILLING is the transfer thread's own affair).
 3. READY: all are written. The engine is told the first token of every choice.
@@ -46,11 +47,13 @@ from baton.worker_wire import (
     first_tokens,
     kv_tokens,
     pack_ids,
+    pages_of,
     record_message,
     tokens_message,
 )
 from decode_service import spans
 from decode_service.attempt import DecodeAttempt, DecodeState
+from decode_service.peer_pages import PeerPages
 from decode_service.ports import DecodeEngine, ReceivingThread
 from engine.types import (
     ChoiceEnded,
@@ -95,6 +98,8 @@ class DecodeService:
         epoch: int,
         agent_name: str,
         page_bytes: int,
+        page_size_tokens: int,
+        max_pages_per_peer: int,
         grant_timeout_s: float = GRANT_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -108,6 +113,9 @@ class DecodeService:
         self._grant_timeout_s = grant_timeout_s
         self._attempts: Attempts[DecodeAttempt] = Attempts(clock)
         self._by_transfer: dict[bytes, DecodeAttempt] = {}
+        self._page_size_tokens = page_size_tokens
+        self._max_pages_per_peer = max_pages_per_peer
+        self._peer_pages = PeerPages(max_pages_per_peer)
         self._sink: Sink = self._on_step
 
     @property
@@ -119,6 +127,15 @@ class DecodeService:
     def quarantined(self) -> int:
         """Attempts whose pages a write may still land in."""
         return len(self._attempts) - self.active
+
+    def crowding_peers(self) -> list[str]:
+        """Peers whose share is filled by pages in quarantine: they would hold up all that is
+        granted to them."""
+        pages: defaultdict[str, int] = defaultdict(int)
+        for attempt in self._attempts:
+            if attempt.state is DecodeState.QUARANTINED:
+                pages[attempt.peer] += attempt.num_pages
+        return [peer for peer, held in pages.items() if held >= self._max_pages_per_peer]
 
     @property
     def queued_tokens(self) -> int:
@@ -142,7 +159,20 @@ class DecodeService:
         attempt = DecodeAttempt.received(submit, stream, self._attempts.clock())
         self._attempts.add(attempt)
         failpoints.hit("decode.submitted", len(attempt.request.prompt_ids))
-        self._engine.submit(attempt.request, self._sink)
+        if attempt.is_whole or self._has_share(attempt):
+            self._engine.submit(attempt.request, self._sink)
+
+    def _has_share(self, attempt: DecodeAttempt) -> bool:
+        """Whether its peer may have its pages, too; otherwise it waits, WAITING still."""
+        pages = pages_of(kv_tokens(attempt.request), self._page_size_tokens)
+        first = bool(attempt.request.generated)
+        return self._peer_pages.take(attempt.id, attempt.peer, pages, first=first)
+
+    def _give_share_back(self, attempt: DecodeAttempt) -> None:
+        """The peer has no pages of it any more: the next may be granted."""
+        for attempt_id in self._peer_pages.give_back(attempt.id):
+            if (waiting := self._attempts.get(attempt_id)) is not None:
+                self._engine.submit(waiting.request, self._sink)
 
     def cancel(self, attempt_id: bytes, stream: Outbox) -> None:
         """The router wants no more of an attempt, which it may not even have submitted yet."""
@@ -257,6 +287,7 @@ class DecodeService:
     def _take_over(self, attempt: DecodeAttempt, event: TakenOver) -> None:
         """The prompt is computed here after all."""
         attempt.took_over, attempt.cached_tokens = True, event.cached_tokens
+        self._give_share_back(attempt)
         attempt.tell(
             taken_over=worker_pb2.TakenOver(
                 attempt_id=attempt.id, cached_prompt_tokens=event.cached_tokens
@@ -339,6 +370,7 @@ class DecodeService:
             return
         failpoints.hit("decode.delivered")
         attempt.state, attempt.ready_ns = DecodeState.READY, event.delivered_ns
+        self._give_share_back(attempt)
         spans.write_receive(attempt, event, self._page_bytes)
         try:
             first = decode_first_tokens(event.payload, attempt.request.choices)
@@ -418,6 +450,7 @@ class DecodeService:
     def _forget(self, attempt: DecodeAttempt, was_ready: bool = False) -> None:
         self._by_transfer.pop(attempt.transfer_id, None)
         self._attempts.end(attempt.id, was_ready)
+        self._give_share_back(attempt)
 
 
 def _answer_abort(stream: Outbox, attempt_id: bytes, *, already_ready: bool) -> None:

@@ -146,6 +146,7 @@ class Leg:
             cache_salt=job.cache_salt,
             traceparent=traceparent_of(self._span),
             deadline_unix_ns=job.deadline_ns,
+            time_left_ms=max(0, round(share.run.left_s * 1e3)),
             peer_agent_name=self._peer.agent_name if self._peer else "",
             prompt_logprobs=scores_wanted and self.mode != worker_pb2.WORK_MODE_DECODE,
             tenant=job.tenant,

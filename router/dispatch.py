@@ -212,7 +212,7 @@ class JobDispatcher:
             raise errors.draining()
         if (error := self._refusal(share)) is not None:
             raise error
-        left_s = (share.run.job.deadline_ns - time.time_ns()) / 1e9
+        left_s = share.run.left_s
         wait_s = self._queue.wait_s(share.lane, now_s)
         if wait_s is not None and wait_s > left_s:
             retry_after_s = self._queue.retry_after_s(share.lane, now_s)

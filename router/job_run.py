@@ -10,6 +10,7 @@ Invariant: nothing is told before `JobStarted`, and nothing after the last event
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,8 @@ class JobRun:
 
     def __init__(self, job: Job) -> None:
         self.job = job
+        # Counted on a steady clock from here on: the other one may jump.
+        self._ends_s = time.monotonic() + (job.deadline_ns - job.arrived_ns) / 1e9
         self.choices = [ChoiceMerger(choice) for choice in range(job.choices)]
         self.started = False
         self.over = False
@@ -47,6 +50,11 @@ class JobRun:
         self._held: list[JobEvent] = []
         self._cached_prompt_tokens = 0
         self._prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+
+    @property
+    def left_s(self) -> float:
+        """Until its deadline; less than 0 where that is over."""
+        return self._ends_s - time.monotonic()
 
     @property
     def tokens_sent(self) -> int:

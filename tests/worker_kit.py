@@ -141,6 +141,7 @@ class Node:
         max_sequences: int = 4,
         grant_wait_s: float = 30.0,
         grant_timeout_s: float = 60.0,
+        max_pages_per_peer: int = 1000,
         fingerprint: str = "same",
     ) -> None:
         serial = next(_serial)
@@ -178,6 +179,8 @@ class Node:
             epoch=self.epoch,
             agent_name=self.name,
             page_bytes=pool.page_bytes,
+            page_size_tokens=PAGE_TOKENS,
+            max_pages_per_peer=max_pages_per_peer,
             grant_timeout_s=grant_timeout_s,
         )
         self.services = Services(self.prefill, self.decode, self.peers)
@@ -364,6 +367,7 @@ class Attempted:
         choices: int = 1,
         stops: frozenset[int] = frozenset(),
         deadline_unix_ns: int = 0,
+        time_left_ms: int | None = None,
         seed: int | None = None,
         traceparent: str = "",
     ) -> None:
@@ -374,6 +378,7 @@ class Attempted:
         self.choices = choices
         self.stops = stops
         self.deadline_unix_ns = deadline_unix_ns
+        self.time_left_ms = time_left_ms
         self.traceparent = traceparent
         self.abort_asked: Ear | None = None
 
@@ -404,6 +409,7 @@ class Attempted:
             choices=self.choices,
             peer_agent_name=peer_agent_name,
             deadline_unix_ns=self.deadline_unix_ns,
+            time_left_ms=self.time_left_ms,
             traceparent=self.traceparent,
         )
 

@@ -3,12 +3,14 @@ with a device that hashes tokens."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
 from worker_kit import PAGE_TOKENS, STEP_TOKENS, VOCAB, Attempted, Pair, a_pair, until
 
 from baton.worker.v1 import worker_pb2
+from baton.worker_attempts import DEADLINE_GRACE_S
 
 INTERNAL = worker_pb2.FAILURE_REASON_INTERNAL
 EXPIRED = worker_pb2.FAILURE_REASON_EXPIRED
@@ -220,11 +222,30 @@ async def test_a_grant_ends_the_wait_for_it() -> None:
 async def test_ends_at_its_deadline_wherever_it_stands() -> None:
     async with a_pair() as pair:
         pair.p.executor.holds = True
-        attempt = Attempted(LONG, deadline_unix_ns=time.time_ns() - 2_000_000_000)
+        attempt = Attempted(LONG, time_left_ms=0)
         pair.submit_prefill(attempt)
+        await asyncio.sleep(DEADLINE_GRACE_S)
         pair.p.prefill.expire()
         assert (await pair.from_p.heard("failed", attempt.id)).reason == EXPIRED
         pair.p.executor.let_go()
+        await pair.quiet()
+
+
+@pytest.mark.parametrize("clock_ns", [1, 2**63])
+async def test_a_clock_that_jumped_ends_nothing_and_keeps_nothing(clock_ns: int) -> None:
+    """The router's clock or ours is years off: only the time left counts, from the receipt on."""
+    async with a_pair() as pair:
+        attempt = Attempted(20, time_left_ms=60_000, deadline_unix_ns=clock_ns)
+        began_s = time.monotonic()
+        pair.submit(attempt)
+        for service in (pair.p.prefill, pair.d.decode):
+            under_way = service._attempts.get(attempt.id)
+            assert under_way is not None
+            left_s = under_way.expires_s - began_s - 60 - DEADLINE_GRACE_S
+            assert 0 <= left_s < 5
+            service.expire()
+        await pair.forward_grant(attempt)
+        await pair.from_d.heard("finished", attempt.id)
         await pair.quiet()
 
 

@@ -347,3 +347,19 @@ async def test_a_resume_takes_the_room_that_its_tokens_need(cluster: Cluster) ->
     assert links["p0"].room().prefill_credit_tokens == 64 - 17
     assert np.asarray(reader.job.prompt_ids).size == 14
     await reader.leave()
+
+
+async def test_time_left_is_counted_on_a_steady_clock(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wall clock jumps by a day after a request arrived: it has its minute all the same."""
+    import time
+
+    prefill, _ = await cluster.pair()
+    wanted = job(deadline_s=60)
+    now_ns = time.time_ns
+    monkeypatch.setattr(time, "time_ns", lambda: now_ns() + 86_400 * 10**9)
+    reader = cluster.read(wanted)
+    submit = await prefill.heard("submit")
+    assert 55_000 < submit.time_left_ms <= 60_000
+    await reader.leave()

@@ -531,6 +531,7 @@ class Submit(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     FIRST_CHOICE_FIELD_NUMBER: _builtins.int
     LOCAL_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    TIME_LEFT_MS_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.bytes
     """Names the attempt everywhere; random, 16 bytes."""
     mode: Global___WorkMode.ValueType
@@ -546,7 +547,9 @@ class Submit(_message.Message):
     traceparent: _builtins.str
     """W3C trace context of the span this work belongs under."""
     deadline_unix_ns: _builtins.int
-    """When the request ends at the latest, Unix nanoseconds."""
+    """When the request ends at the latest, Unix nanoseconds: for people and
+    traces. Workers count `time_left_ms`, which no clock that jumps can spoil.
+    """
     peer_agent_name: _builtins.str
     """The other side of the hand-off: the decode worker's agent name for PREFILL,
     the prefill worker's for DECODE; empty where no hand-off follows.
@@ -564,6 +567,10 @@ class Submit(_message.Message):
     """DECODE: the worker computes the prompt by itself, and answers taken_over
     instead of granted, where its prefix cache holds the larger part and at most
     so many tokens are left; 0 for never.
+    """
+    time_left_ms: _builtins.int
+    """How long the request may take from its receipt on, milliseconds; unset for
+    no limit.
     """
     @_builtins.property
     def generated(self) -> _containers.RepeatedCompositeFieldContainer[Global___GeneratedTokens]:
@@ -596,12 +603,15 @@ class Submit(_message.Message):
         tenant: _builtins.str = ...,
         first_choice: _builtins.int = ...,
         local_prefill_tokens: _builtins.int = ...,
+        time_left_ms: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "stopping", b"stopping"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms", "sampling", b"sampling", "stopping", b"stopping", "time_left_ms", b"time_left_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "cache_salt", b"cache_salt", "choices", b"choices", "deadline_unix_ns", b"deadline_unix_ns", "first_choice", b"first_choice", "generated", b"generated", "local_prefill_tokens", b"local_prefill_tokens", "mode", b"mode", "peer_agent_name", b"peer_agent_name", "priority", b"priority", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stopping", b"stopping", "tenant", b"tenant", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms", "attempt_id", b"attempt_id", "cache_salt", b"cache_salt", "choices", b"choices", "deadline_unix_ns", b"deadline_unix_ns", "first_choice", b"first_choice", "generated", b"generated", "local_prefill_tokens", b"local_prefill_tokens", "mode", b"mode", "peer_agent_name", b"peer_agent_name", "priority", b"priority", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stopping", b"stopping", "tenant", b"tenant", "time_left_ms", b"time_left_ms", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__time_left_ms: _TypeAlias = _typing.Literal["time_left_ms"]  # noqa: Y015
+    _WhichOneofArgType__time_left_ms: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__time_left_ms) -> _WhichOneofReturnType__time_left_ms | None: ...
 
 Global___Submit: _TypeAlias = Submit  # noqa: Y015
 
