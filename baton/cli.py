@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 from baton import __version__
 from baton.bench.errors import BenchError, WrongUseError
-from baton.commands import ask, bench, config, demo, health, model, serve, top, trace
+from baton.commands import ask, bench, config, demo, doctor, health, model, serve, top, trace
 from baton.commands.output import stderr, stdout
 from baton.demo_model import DemoModelError
 from baton.errors import (
@@ -152,7 +152,7 @@ _PANELS: Final[Mapping[str, Mapping[str, Callable[..., None]]]] = {
         "trace": trace.trace,
         "health": health.health,
     },
-    "Watch and measure": {"top": top.top, "bench": bench.bench},
+    "Watch and measure": {"top": top.top, "bench": bench.bench, "doctor": doctor.doctor},
 }
 for _panel, _commands in _PANELS.items():
     for _name, _command in _commands.items():

@@ -1,0 +1,153 @@
+"""A running cluster: who is there, how fast the paths between workers are, what is stuck.
+
+Everything is read from the metrics that the processes serve; two looks a moment apart tell what is
+stuck from what is merely under way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Final, NamedTuple
+
+from baton.doctor.finding import Finding, error, ok, warning
+from baton.top.scrape import Scrape, TopError, scrape
+from telemetry.names import Metric
+
+OVERDUE_S: Final = 2.0
+"""Between the two looks. A quarantine or a push that spans both is overdue: either takes
+milliseconds where the other side lives."""
+
+ADVICE: Final[Mapping[str, str]] = {
+    "slow_tcp_only": "UCX_TLS=tcp is set for the worker: unset it",
+    "slow_network": "the workers see no common memory: same host without a shared IPC namespace "
+    "(docker run --ipc), or hosts without RDMA",
+    "slow": "compare with the self-test above; GPUs without peer access, or a busy machine",
+    "fingerprint": "model, weights, dtype or page size differ: start both with the same settings",
+    "unreachable": "the path cannot be opened: is a firewall between, is the worker restarting?",
+}
+USUAL_ADVICE: Final = "the worker's log says more; routers use other pairs meanwhile"
+
+
+class Path(NamedTuple):
+    """What one worker says of its path to another."""
+
+    source: str
+    target: str
+    transport: str
+    gigabytes_per_s: float
+    latency_us: float
+    cause: str
+
+
+class Cluster(NamedTuple):
+    """What was seen, and what it means."""
+
+    paths: list[Path]
+    findings: list[Finding]
+
+
+def check_cluster(admin: str, *, expected: bool) -> Cluster:
+    """Looks twice at the cluster behind a router's admin port.
+
+    Args:
+        admin: HOST:PORT.
+        expected: somebody says that a router is there: it is an error if it is not.
+    """
+    try:
+        first = scrape(admin)
+        time.sleep(OVERDUE_S)
+        second = scrape(admin)
+    except TopError as failed:
+        advice = "start one with `baton up`, or name its admin port: --admin HOST:PORT"
+        return Cluster([], [(error if expected else warning)("router", str(failed), advice)])
+    paths = [path for name in second.samples for path in _paths(second, name)]
+    findings = [
+        *_router(second),
+        *_workers(second),
+        *_path_findings(paths),
+        *_stuck(first, second),
+    ]
+    return Cluster(paths, findings)
+
+
+def _router(seen: Scrape) -> Iterator[Finding]:
+    roles = [worker.role for worker in seen.workers if worker.attached]
+    found = f"{len(roles)} workers attached"
+    if not roles:
+        yield error("router", "no worker is attached", "start workers with --routers naming it")
+    elif "both" in roles or {"prefill", "decode"} <= set(roles) or "decode" in roles:
+        yield ok("router", found)
+    else:
+        yield error("router", f"{found}, none that decodes", "start a decode worker")
+
+
+def _workers(seen: Scrape) -> Iterator[Finding]:
+    for worker in seen.workers:
+        if not worker.attached:
+            advice = "it left or died: its log says why; `baton up` starts it again by itself"
+            yield warning(worker.name, "was attached and is gone", advice)
+        elif worker.name not in seen.samples:
+            advice = "its admin port must be reached from here (--admin, --advertise)"
+            yield warning(worker.name, "attached, but its metrics do not answer", advice)
+        elif damaged := seen.samples[worker.name].total(f"{Metric.KV_DAMAGED_PAGES}_total"):
+            advice = "somebody writes KV pages that are not theirs: report it with all logs"
+            yield error(worker.name, f"{damaged:.0f} free pages were written", advice)
+
+
+def _paths(seen: Scrape, source: str) -> Iterator[Path]:
+    samples = seen.samples[source]
+    figures: dict[str, dict[str, float]] = {}
+    transports: dict[str, str] = {}
+    for metric in (Metric.PEER_BANDWIDTH, Metric.PEER_LATENCY):
+        for labels, value in samples.values.get(metric, {}).items():
+            have = dict(labels)
+            transports[have["peer"]] = have["transport"]
+            figures.setdefault(have["peer"], {})[metric] = value
+    causes = {
+        dict(labels)["peer"]: dict(labels).get("cause", "")
+        for labels in samples.values.get(Metric.PEER_HEALTHY, {})
+    }
+    for target, found in sorted(figures.items()):
+        yield Path(
+            source,
+            target,
+            transports[target],
+            found.get(Metric.PEER_BANDWIDTH, 0) / 1e9,
+            found.get(Metric.PEER_LATENCY, 0) * 1e6,
+            causes.get(target, ""),
+        )
+
+
+def _path_findings(paths: list[Path]) -> Iterator[Finding]:
+    for path in paths:
+        if path.cause:
+            found = f"to {path.target}: {path.cause}"
+            yield error(path.source, found, ADVICE.get(path.cause, USUAL_ADVICE))
+    if paths and not any(path.cause for path in paths):
+        yield ok("paths", f"{len(paths)}, all healthy")
+
+
+def _stuck(first: Scrape, second: Scrape) -> Iterator[Finding]:
+    for name, samples in second.samples.items():
+        before = first.samples.get(name)
+        if before is None:
+            continue
+        for metric, found, advice in _STUCK:
+            count = min(before.total(metric), samples.total(metric))
+            if count:
+                yield warning(name, found.format(count=count), advice)
+
+
+_STUCK: Final = (
+    (
+        Metric.TRANSFERS_QUARANTINED,
+        "{count:.0f} transfers in quarantine for over 2 s",
+        "their prefill worker is frozen or cut off: wake it or kill it; nothing else frees them",
+    ),
+    (
+        Metric.SENDS_IN_PROGRESS,
+        "{count:.0f} pushes under way for over 2 s",
+        "under heavy load that is usual; else the peer or the path hangs: see its health",
+    ),
+)

@@ -1,0 +1,154 @@
+"""`baton doctor`: findings of this machine and of clusters that are made up; the real one is in
+the end-to-end tests."""
+
+from __future__ import annotations
+
+import re
+import socket
+
+import pytest
+from typer.testing import CliRunner
+
+from baton.cli import app
+from baton.doctor import cluster, host
+from baton.doctor.finding import Level
+from baton.doctor.path import check_path
+from baton.top.scrape import Known, Samples, Scrape, TopError
+from telemetry.names import Metric
+
+NOBODY = "127.0.0.1:1"
+
+
+def doctor(*arguments: str, **environment: str):
+    return CliRunner().invoke(app, ["doctor", *arguments], env=environment)
+
+
+def plain(text: str) -> list[str]:
+    return re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
+
+
+def test_nothing_running_is_a_warning_unless_somebody_expects_it() -> None:
+    result = doctor("--no-self-test", BATON_ROUTER_ADMIN="")
+    lines = plain(result.output)
+    assert max(map(len, lines)) <= 100
+    assert any("python" in line and "ok" in line for line in lines)
+    assert result.exit_code == 0, result.output
+    result = doctor("--no-self-test", "--admin", NOBODY)
+    assert result.exit_code == 1
+    text = " ".join(" ".join(plain(result.output)).split())
+    assert f"http://{NOBODY}/metrics does not answer" in text
+    assert "-> start one with `baton up`" in text
+
+
+@pytest.mark.parametrize(
+    ("value", "level"),
+    [
+        ("all", Level.OK),
+        ("^ib", Level.OK),
+        ("rc,tcp,cuda", Level.OK),
+        ("tcp", Level.WARNING),
+        ("sm,self", Level.ERROR),
+    ],
+)
+def test_transports_that_are_ruled_out_are_explained(
+    monkeypatch: pytest.MonkeyPatch, value: str, level: Level
+) -> None:
+    monkeypatch.setenv("UCX_TLS", value)
+    (finding,) = [f for f in host.check_host() if f.subject == "UCX_TLS"]
+    assert finding.level is level
+    assert bool(finding.advice) == (level is not Level.OK)
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(host, "PORTS", {port: "somebody"})
+        (finding,) = [f for f in host.check_host() if f.subject == "ports"]
+    assert finding.level is Level.WARNING
+    assert str(port) in finding.found
+
+
+def test_the_transport_is_measured_here() -> None:
+    (finding,) = check_path()
+    assert finding.level is not Level.ERROR, finding
+    assert re.search(r"nixl/\w+, \d+\.\d GB/s, \d+ us a page", finding.found)
+
+
+def worker(name: str, role: str, attached: bool = True) -> Known:
+    return Known(name, role, "127.0.0.1:2" if attached else "", attached)
+
+
+def seen(*workers: Known, **values: dict[tuple[tuple[str, str], ...], float]) -> Scrape:
+    named = {
+        getattr(Metric, metric): {frozenset(labels): value for labels, value in found.items()}
+        for metric, found in values.items()
+    }
+    samples = {one.name: Samples(0.0, named) for one in workers if one.attached}
+    return Scrape(0.0, Samples(0.0, {}), workers, samples)
+
+
+def look(monkeypatch: pytest.MonkeyPatch, first: Scrape, second: Scrape | None = None):
+    looks = iter([first, second or first])
+    monkeypatch.setattr(cluster, "scrape", lambda admin: next(looks))
+    monkeypatch.setattr(cluster, "OVERDUE_S", 0.0)
+    return cluster.check_cluster("somewhere", expected=True)
+
+
+P, D = worker("prefill-0", "prefill"), worker("decode-0", "decode")
+TO_D = (("peer", "decode-0"), ("transport", "nixl/tcp"))
+
+
+def test_a_slow_path_is_an_error_with_its_figures_and_a_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow = {(("peer", "decode-0"), ("cause", "slow_tcp_only")): 0.0}
+    found = look(
+        monkeypatch,
+        seen(P, PEER_HEALTHY=slow, PEER_BANDWIDTH={TO_D: 4e8}, PEER_LATENCY={TO_D: 5e-4}),
+    )
+    (path,) = found.paths
+    assert path == ("prefill-0", "decode-0", "nixl/tcp", 0.4, 500.0, "slow_tcp_only")
+    (finding,) = [f for f in found.findings if f.subject == "prefill-0"]
+    assert finding.level is Level.ERROR
+    assert "UCX_TLS" in finding.advice
+
+
+def test_what_spans_two_looks_is_overdue_and_what_comes_and_goes_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stuck, clean = (seen(D, TRANSFERS_QUARANTINED={(): n}) for n in (2.0, 0.0))
+    assert [f.found for f in look(monkeypatch, stuck).findings if f.level is Level.WARNING] == [
+        "2 transfers in quarantine for over 2 s"
+    ]
+    for looks in ((stuck, clean), (clean, stuck)):
+        found = look(monkeypatch, *looks).findings
+        assert not [f for f in found if f.level is Level.WARNING]
+
+
+def test_who_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = look(monkeypatch, seen(P, worker("decode-0", "decode", attached=False))).findings
+    assert [(f.level, f.subject) for f in gone] == [
+        (Level.ERROR, "router"),
+        (Level.WARNING, "decode-0"),
+    ]
+    nobody = look(monkeypatch, seen()).findings
+    assert [(f.level, f.found) for f in nobody] == [(Level.ERROR, "no worker is attached")]
+
+
+def test_a_foreign_write_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    damage = {f"{Metric.KV_DAMAGED_PAGES}_total": {frozenset[tuple[str, str]](): 3.0}}
+    one = Scrape(0.0, Samples(0.0, {}), (D,), {"decode-0": Samples(0.0, damage)})
+    assert any(f.level is Level.ERROR and "3 free" in f.found for f in look(monkeypatch, one)[1])
+
+
+def test_a_router_that_goes_between_the_looks_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(admin: str) -> Scrape:
+        raise TopError("gone")
+
+    monkeypatch.setattr(cluster, "scrape", fails)
+    found = cluster.check_cluster("somewhere", expected=False)
+    assert [f.level for f in found.findings] == [Level.WARNING]
