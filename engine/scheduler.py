@@ -287,7 +287,9 @@ class Scheduler:
             self.slots.kv_len[follower.slot] = length
             self.slots.state[follower.slot] = SlotState.RUNNING
         if followers and partial:
-            self.blocks.mark_written(job.spare_pages, self.next_step)
+            # The page copied from counts as well: its sequence may end before that step has run,
+            # and it must not be anybody else's until then.
+            self.blocks.mark_written(np.append(job.spare_pages, pages[-1:]), self.next_step)
             job.spare_pages = NO_IDS
 
     def end(self, sequence: Sequence, reason: EndReason) -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine_kit import build, check_baseline, finish, hand_off, submit
+from engine_kit import build, check_baseline, finish, hand_off, prefill_pages, submit
 from tiny_models import write_tiny_model
 
 from engine.blocks import SCRATCH_PAGE, BlockManager
 from engine.engine import Engine
 from engine.poison import PATTERN, PagePoison
-from engine.types import SamplingParams
+from engine.types import Mode, SamplingParams, TokenRecord
 
 PROMPT = list(range(7, 60))
 
@@ -121,3 +121,36 @@ def test_output_is_what_it_is_without_the_pattern(path: Path) -> None:
             engine.stop()
         outputs.append([run.tokens for run in runs])
     assert outputs[0] == outputs[1]
+
+
+def continuation(prefill: Engine, decode: Engine, first: int | None) -> list[int]:
+    """Tokens of the second of two choices, handed off; the first one begins with `first`."""
+    options = {"choices": 2, "sampling": SamplingParams(temperature=0.9, seed=3)}
+    source = submit(prefill, PROMPT, 12, mode=Mode.PREFILL, **options)
+    target = submit(decode, PROMPT, 12, mode=Mode.RECEIVE, **options)
+    finish(source, target)
+    pages = prefill.pool.tensor[torch.from_numpy(prefill_pages(prefill, source)).long()]
+    decode.pool.tensor[torch.from_numpy(target.reserved.pages).long()] = pages
+    records = list(source.prefilled.records)
+    if first is not None:
+        records[0] = TokenRecord(first)
+    decode.deliver(target.request.id, records)
+    finish(target)
+    prefill.release(source.request.id)
+    return target.tokens[1]
+
+
+def test_a_page_that_is_still_to_be_copied_is_not_free(path: Path) -> None:
+    """Choices share their prompt's last page until the next step copies it for each. Where the
+    first choice ends with the token that was delivered, its page was free before that step."""
+    options = {"num_pages": 40, "prefix_cache": False, "poison_freed_pages": True}
+    prefill, decode = build(path, **options), build(path, **options)
+    assert len(PROMPT) % 16, "a partial page is what is copied"
+    end_of_sequence = 0
+    try:
+        want = continuation(prefill, decode, first=None)
+        assert continuation(prefill, decode, first=end_of_sequence) == want
+        check_baseline(decode)
+    finally:
+        prefill.stop()
+        decode.stop()
