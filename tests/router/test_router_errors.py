@@ -49,6 +49,8 @@ ROWS: list[tuple[RouterError, grpc.StatusCode, str, type[Message] | None]] = [
     (errors.worker_lost(3, 1.5), Code.UNAVAILABLE, "WORKER_LOST", details.RetryInfo),
     (errors.kv_transfer_failed(3, 1.5), Code.UNAVAILABLE, "KV_TRANSFER_FAILED", details.RetryInfo),
     (errors.worker_lost_mid_stream(7), Code.ABORTED, "WORKER_LOST_MID_STREAM", None),
+    (errors.poison_request(2, 0, started=False), Code.INTERNAL, "POISON_REQUEST", None),
+    (errors.poison_request(2, 7, started=True), Code.ABORTED, "POISON_REQUEST", None),
     (errors.reader_too_slow(7, 9), Code.ABORTED, "READER_TOO_SLOW", None),
     (errors.kv_integrity(), Code.DATA_LOSS, "KV_INTEGRITY", None),
     (errors.numerical_error(), Code.INTERNAL, "NUMERICAL_ERROR", None),

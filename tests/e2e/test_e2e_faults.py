@@ -1,0 +1,161 @@
+"""Faults at the worst moment, made by failpoints inside real workers."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+from cluster import make_cluster
+from streams import bring_back, busy, prompt_of, read
+from tiny_models import write_tiny_model
+
+from baton.worker_watchdog import EXIT_HUNG
+
+PREFILLS = {"prefill-0", "prefill-1"}
+DECODES = {"decode-0", "decode-1"}
+POISONED = 77
+"""Prompts of so many tokens kill who decodes them."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    tiny = write_tiny_model(tmp_path_factory.mktemp("model"), max_positions=4096)
+    cluster = make_cluster(
+        tiny,
+        tmp_path_factory.mktemp("logs"),
+        prefill=2,
+        decode=2,
+        num_pages=1100,
+        failpoints="live",
+        step_timeout_s=6,  # twice that ends a stopped process when it wakes
+        poison_freed_pages=True,
+    )
+    cluster.start_all()
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture(autouse=True)
+def nothing_damaged(cluster):
+    """No write has landed in a page that was free: the pattern there is whole."""
+    yield
+    for name in set(cluster.workers) - set(dead(cluster, *cluster.workers)):
+        assert cluster.metric("baton_kv_damaged_pages_total", name) == 0
+
+
+def test_a_hung_step_ends_its_worker_and_no_stream(cluster):
+    """Every stack is in the log, the exit code is its own, the stream goes on elsewhere."""
+    with cluster.client() as client:
+        options = {"temperature": 0.9, "seed": 3}
+        want = read(client, prompt_of(40), **options)
+        want.end()
+        reading = read(client, prompt_of(40), **options)
+        reading.until(30)
+        victim = busy(cluster, "decode")
+        cluster.arm(victim, "engine.step=hang@1")
+        reading.end()
+        assert reading.error is None, reading.error
+        assert reading.tokens() == want.tokens()
+        assert cluster.wait_gone(victim) == EXIT_HUNG
+    log = (cluster.logs / f"{victim}.log").read_text()
+    assert "a step hangs" in log
+    assert "most recent call first" in log
+    assert "failpoints.py" in log  # where it hangs
+    bring_back(cluster, victim)
+
+
+def test_death_between_the_last_notification_and_the_first_token(cluster):
+    """The decode worker has everything: it tells token 0 itself, and nothing is done twice."""
+    with cluster.client() as client:
+        prompt = prompt_of(200, seed=4)
+        want = client.generate(token_ids=prompt, max_tokens=12, temperature=0.0, ignore_eos=True)
+        prompt = prompt_of(200, seed=5)
+        # The event loop sleeps on the first token while the transfer thread does its work.
+        for name in PREFILLS:
+            cluster.arm(name, "prefill.first_token=sleep:1,transfer.done=kill")
+        attempts = cluster.metric("baton_retries_total") + cluster.metric("baton_failovers_total")
+        got = client.generate(token_ids=prompt, max_tokens=12, temperature=0.0, ignore_eos=True)
+        assert len(got.token_ids) == len(want.token_ids) == 12
+        victim = wait_dead(cluster, *PREFILLS)
+        for name in {"prefill-0", "prefill-1"} - {victim}:
+            cluster.arm(name, "")
+        assert attempts == (
+            cluster.metric("baton_retries_total") + cluster.metric("baton_failovers_total")
+        )
+        bring_back(cluster, victim)
+        again = client.generate(token_ids=prompt, max_tokens=12, temperature=0.0, ignore_eos=True)
+        assert got.token_ids == again.token_ids
+
+
+def test_a_poison_request_is_not_passed_round_the_pool(cluster):
+    """It kills two decode workers and ends then, though more may come, and nobody else with it."""
+    for name in DECODES:
+        cluster.arm(name, f"decode.tokens=kill~{POISONED}")
+    with cluster.client() as client:
+        poison = read(client, prompt_of(POISONED), temperature=0.0)
+        poison.end()
+        assert poison.error is not None
+        assert (poison.error.code.name, poison.error.reason) == ("ABORTED", "POISON_REQUEST")
+        assert poison.error.metadata["workers_lost"] == "2"
+        assert int(poison.error.metadata["tokens_sent"]) == len(poison.tokens())
+        assert set(dead(cluster, *DECODES)) == DECODES
+        bring_back(cluster, *DECODES)
+        result = client.generate(token_ids=prompt_of(50), max_tokens=8, ignore_eos=True)
+        assert len(result.token_ids) == 8
+
+
+def test_a_prefill_worker_stopped_under_a_write_keeps_the_pages_until_it_wakes(cluster):
+    """The decode side wants its pages back and asks; silence, and a lapsed lease, are no answer."""
+    with cluster.client() as client:
+        prompt = prompt_of(1500, seed=6)
+        for name in PREFILLS:
+            cluster.arm(name, "transfer.pushed=stop@2")
+        reading = read(client, prompt, temperature=0.0, max_tokens=20)
+        stopped = wait_stopped(cluster)
+        for name in PREFILLS - {stopped}:
+            cluster.arm(name, "")
+        reading.end()
+        assert reading.error is None, reading.error
+        assert len(reading.tokens()) == 20
+        for _ in range(4):
+            assert quarantined(cluster) == -(-1500 // 16)
+            time.sleep(0.5)
+        cluster.kill(stopped, signal.SIGCONT)
+        cluster.wait_attached(stopped)
+        cluster.check_baseline()
+        assert quarantined(cluster) == 0
+
+
+def wait_dead(cluster, *names: str) -> str:
+    """The one that has ended, as soon as one has."""
+    deadline = time.monotonic() + 30
+    while not (found := dead(cluster, *names)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return found[0]
+
+
+def dead(cluster, *names: str) -> list[str]:
+    return [name for name in names if cluster.processes[name].poll() is not None]
+
+
+def quarantined(cluster) -> int:
+    return sum(cluster.load(name).quarantined_pages for name in DECODES)
+
+
+def wait_stopped(cluster) -> str:
+    """The prefill worker that has stopped itself, as soon as one has."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        for name in PREFILLS:
+            if state_of(cluster, name) == "T":
+                return name
+        time.sleep(0.05)
+    raise AssertionError("none stopped")
+
+
+def state_of(cluster, name: str) -> str:
+    """Of the process, as the kernel says: R, S, T for stopped."""
+    with open(f"/proc/{cluster.processes[name].pid}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0]
