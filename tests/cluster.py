@@ -206,6 +206,7 @@ def make_cluster(
     both: int = 0,
     trace: bool = False,
     otlp_endpoint: str = "",
+    device: str = "cpu",
     launch: Launch = launch,
     **settings: object,
 ) -> Cluster:
@@ -215,7 +216,7 @@ def make_cluster(
         prefill=prefill,
         decode=decode,
         both=both,
-        device="cpu",
+        device=device,
         trace=trace,
         grpc_port=0,
         http_port=0,

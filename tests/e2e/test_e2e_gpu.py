@@ -1,0 +1,94 @@
+"""A prefill and a decode worker on a GPU each: what is left of either when it is killed."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cluster import Cluster, make_cluster
+from streams import Reading, bring_back, read
+
+pytestmark = pytest.mark.gpu
+
+SHAPE = Path(__file__).parents[2] / "bench" / "shapes" / "llama-8b"
+PROMPT, OUTPUT, STREAMS = 4000, 200, 24
+KV_GIB = 20
+FREED_MIB = 2048
+"""What a GPU may show as used once its worker is gone."""
+
+
+def used_mib() -> list[int]:
+    """Memory in use, by GPU."""
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    out = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout
+    return [int(line) for line in out.split()]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    if len(used_mib()) < 2:
+        pytest.skip("needs two GPUs")
+    cluster = make_cluster(
+        SHAPE,
+        tmp_path_factory.mktemp("logs"),
+        device="cuda",
+        load_format="dummy",
+        num_pages=0,
+        kv_memory_gib=KV_GIB,
+        max_step_tokens=2048,
+        max_sequences=64,
+        resume_grace_s=60,
+        local_prefill="never",
+    )
+    cluster.start_all()
+    yield cluster
+    assert cluster.stop().keys() == cluster.workers.keys() | {"router"}
+
+
+def crowd(cluster: Cluster, client, seed: int) -> list[Reading]:
+    rng = np.random.default_rng(seed)
+    prompts = rng.integers(5, 40_000, (STREAMS, PROMPT)).tolist()
+    return [read(client, prompt, max_tokens=OUTPUT, temperature=0.0) for prompt in prompts]
+
+
+def check_whole(readings: list[Reading]) -> None:
+    for reading in readings:
+        reading.end()
+        assert reading.error is None, reading.error
+        assert len(reading.tokens()) == OUTPUT
+
+
+def until(condition, timeout_s: float = 30.0) -> float:
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < timeout_s
+        time.sleep(0.05)
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize(("victim", "gpu"), [("prefill", 0), ("decode", 1)])
+def test_kill_9_with_transfers_in_flight(cluster, victim, gpu):
+    """The dead worker's GPU is empty, the other serves on without a page lost, and once the dead
+    one is back every stream is whole."""
+    name = next(worker for worker in cluster.workers if worker.startswith(victim))
+    with cluster.client() as client:
+        check_whole(crowd(cluster, client, seed=1))
+        cluster.check_baseline()
+        before = used_mib()
+        assert min(before[:2]) > KV_GIB * 1024
+        readings = crowd(cluster, client, seed=2)
+        readings[0].until(1)
+        cluster.kill(name)
+        freed_s = until(lambda: used_mib()[gpu] < FREED_MIB)
+        survivor = next(other for other in cluster.workers if other != name)
+        assert cluster.processes[survivor].poll() is None
+        cluster.start(name)
+        check_whole(readings)
+        bring_back(cluster)
+        check_whole(crowd(cluster, client, seed=3))
+        cluster.check_baseline()
+    gap_s = max(reading.longest_gap_s for reading in readings)
+    print(f"{name}: memory freed after {freed_s:.2f} s, longest gap of a stream {gap_s:.1f} s")
