@@ -1,6 +1,7 @@
 """`python -m chaos --runs 500 --seed 1`: many runs, a line for each, a summary at the end.
 
-The exit code is 0 where every run was good. `--only N` runs one of them again.
+The exit code is 0 where every run was good. `--only N` runs one of them again. `--merge FILE...`
+runs nothing and sums up the figures that `--summary` wrote.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+from chaos.figures import Figures
 from chaos.harness import harness, run_many
 
 
@@ -25,7 +27,11 @@ def main() -> int:
     parser.add_argument("--within-s", type=float, default=float("inf"), help="begin no run later")
     parser.add_argument("--summary", type=Path, help="file for the figures, JSON")
     parser.add_argument("--keep", type=Path, help="folder for logs, kept")
+    parser.add_argument("--merge", type=Path, nargs="+", help="summaries to sum up")
     options = parser.parse_args()
+    if options.merge:
+        print_now(json.dumps(Figures.read(options.merge).summary(), indent=1))
+        return 0
     numbers = range(options.first, options.first + options.runs)
     if options.only is not None:
         numbers = range(options.only, options.only + 1)
@@ -38,7 +44,7 @@ def main() -> int:
     summary["took_s"] = round(time.monotonic() - began_s, 1)
     print_now(json.dumps(summary, indent=1))
     if options.summary:
-        options.summary.write_text(json.dumps(summary, indent=1) + "\n")
+        made.figures.write(options.summary, seed=options.seed, took_s=summary["took_s"])
     bad = [outcome.plan.number for outcome in outcomes if not outcome.is_good]
     print_now(f"{len(outcomes)} runs of seed {options.seed}, failed: {bad or 'none'}")
     return 1 if bad else 0

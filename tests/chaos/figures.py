@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,8 @@ from chaos.history import History
 from chaos.plan import RunPlan
 
 ATTRIBUTED_S = 8.0
-"""A loss that the router sees later than this after a blow is not due to it."""
+"""A loss that the router sees later than this after a blow, or after the worker's next one, is not
+due to it."""
 LEAST_STALL_S = 0.05
 
 
@@ -65,10 +67,35 @@ class Figures:
         """Reads from the router's log how soon it saw each blow."""
         losses = _losses(router_log)
         for blow in blows:
-            after = [at - blow.at_unix_s for name, at in losses if name == blow.name]
-            seen = [seconds for seconds in after if 0 <= seconds < ATTRIBUTED_S]
+            later = [b.at_unix_s for b in blows if b.name == blow.name]
+            until = min((at for at in later if at > blow.at_unix_s), default=math.inf)
+            until = min(until, blow.at_unix_s + ATTRIBUTED_S)
+            seen = [at for name, at in losses if name == blow.name and blow.at_unix_s <= at < until]
             if seen:
-                self.detected_s.setdefault(blow.kind, []).append(min(seen))
+                self.detected_s.setdefault(blow.kind, []).append(min(seen) - blow.at_unix_s)
+
+    @classmethod
+    def read(cls, files: Sequence[Path]) -> Figures:
+        """The sum of what `write` wrote."""
+        figures = cls()
+        for file in files:
+            for name, value in json.loads(file.read_text())["raw"].items():
+                match getattr(figures, name):
+                    case Counter() as counter:
+                        counter.update(value)
+                    case list() as values:
+                        values += value
+                    case dict() as by_kind:
+                        for kind, seconds in value.items():
+                            by_kind.setdefault(kind, []).extend(seconds)
+                    case int(count):
+                        setattr(figures, name, count + value)
+        return figures
+
+    def write(self, file: Path, **more: object) -> None:
+        """The summary, and what `read` needs to sum it up with others."""
+        everything = {**more, **self.summary(), "raw": vars(self)}
+        file.write_text(json.dumps(everything, indent=1) + "\n")
 
     def summary(self) -> dict[str, Any]:
         """For a JSON file."""
