@@ -65,10 +65,10 @@ class _Slot:
         self._done: torch.cuda.Event | None = None
 
     def pages(self, count: int, page_bytes: int) -> Tensor:
-        """[count, page_bytes], once the last use is over."""
+        """[count, page_bytes] as `_words`, once the last use is over."""
         if self._done is not None:
             self._done.synchronize()
-        return self._buffer[: count * page_bytes].view(count, page_bytes)
+        return _words(self._buffer[: count * page_bytes].view(count, page_bytes))
 
     def in_order(self) -> AbstractContextManager[object]:
         """What is queued inside runs behind what was queued before on this slot."""
@@ -132,7 +132,7 @@ class SendLane(Lane):
     def _move(self, piece: Piece, slot: _Slot) -> None:
         staged = slot.pages(len(piece.pages), self._pool.page_bytes)
         with slot.in_order():
-            torch.index_select(self._pool.pages, 0, self._ids(piece), out=staged)
+            torch.index_select(_words(self._pool.pages), 0, self._ids(piece), out=staged)
             self._group.send([staged.view(-1)], RECEIVER, 0).wait()
             slot.used()
 
@@ -157,8 +157,18 @@ class ReceiveLane(Lane):
         staged = slot.pages(len(piece.pages), self._pool.page_bytes)
         with slot.in_order():
             self._group.recv([staged.view(-1)], SENDER, 0).wait()
-            self._pool.pages.index_copy_(0, self._ids(piece), staged)
+            _words(self._pool.pages).index_copy_(0, self._ids(piece), staged)
             self._arriving.append((slot.used(), piece))
+
+
+def _words(pages: Tensor) -> Tensor:
+    """Bytes as the longest words that divide a page: gathering works word by word."""
+    fits = next(t for t in (torch.int64, torch.int32, torch.uint8) if not _splits(pages, t))
+    return pages.view(fits)
+
+
+def _splits(pages: Tensor, word: torch.dtype) -> bool:
+    return pages.shape[-1] % word.itemsize != 0 or pages.data_ptr() % word.itemsize != 0
 
 
 def _is_done(event: torch.cuda.Event | None) -> bool:
