@@ -69,7 +69,7 @@ class Arena:
             prefill=topology.prefill,
             decode=topology.decode,
             both=topology.both,
-            num_pages=700,
+            num_pages=topology.num_pages,
             failpoints="live",
             poison_freed_pages=True,
             log_format="json",

@@ -7,7 +7,7 @@ blocks of `RUNS_PER_CLUSTER`: the topology belongs to the block, all else to the
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from chaos.history import Ask, Behaviour
@@ -16,6 +16,8 @@ RUNS_PER_CLUSTER: Final = 20
 VOCAB: Final = 384
 FIRST_ID: Final = 5
 """Below are special tokens."""
+TIGHT_PAGES: Final = 150
+"""Every request fits by itself, and hardly three of the larger ones at once."""
 POISON_TOKENS: Final = 173
 """Length of a prompt that kills, and of no other."""
 SPAN_S: Final = 1.5
@@ -82,6 +84,8 @@ class Topology:
     prefill: int
     decode: int
     both: int = 0
+    num_pages: int = 700
+    """Of each pool; few make sequences wait and be preempted."""
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -153,15 +157,17 @@ class RunPlan:
     def __str__(self) -> str:
         shape = self.topology
         faults = "; ".join(map(str, self.faults)) or "no fault"
-        workers = f"{shape.prefill}P {shape.decode}D {shape.both}B"
+        workers = f"{shape.prefill}P {shape.decode}D {shape.both}B x {shape.num_pages} pages"
         return f"run {self.number} of seed {self.seed}: {workers}, {len(self.asks)} asks, {faults}"
 
 
 def topology_of(seed: int, number: int) -> Topology:
     """The cluster that a run shares with its block."""
     block = number // RUNS_PER_CLUSTER
-    first = random.Random(seed).randrange(len(TOPOLOGIES))
-    return TOPOLOGIES[(first + block) % len(TOPOLOGIES)]
+    rng = random.Random(seed)
+    first, tight = rng.randrange(len(TOPOLOGIES)), rng.randrange(2)
+    topology = TOPOLOGIES[(first + block) % len(TOPOLOGIES)]
+    return replace(topology, num_pages=TIGHT_PAGES) if block % 2 == tight else topology
 
 
 def plan_run(seed: int, number: int) -> RunPlan:
