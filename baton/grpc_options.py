@@ -42,16 +42,21 @@ def _options() -> Options:
     ]
 
 
+CONNECT_TIMEOUT_MS: Final = 5_000
+"""For TCP and HTTP/2 handshakes: long ways and busy machines need some of it."""
+
+
 def channel_options() -> Options:
     """Options of `grpc.aio.insecure_channel` and its siblings.
 
-    Reconnecting starts after 100 ms and never waits longer than a second. Each channel has a
+    Reconnecting starts after 100 ms and never waits longer than a second; one attempt may take
+    `CONNECT_TIMEOUT_MS`, which is what gRPC's option of another name means. Each channel has a
     connection of its own, so that closing one says something about it alone.
     """
     return [
         *_options(),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),
         ("grpc.max_reconnect_backoff_ms", 1_000),
         ("grpc.use_local_subchannel_pool", 1),
     ]

@@ -93,6 +93,8 @@ def _pages(found: Mapping[Sample, float]) -> list[str]:
 def _above_baseline(
     arena: Arena, baselines: Baselines, name: str, found: Mapping[Sample, float]
 ) -> list[str]:
+    if found.get(("baton_work_streams", ()), 1) == 0:
+        return ["no router is attached"]
     key = name, arena.pid(name)
     now = {metric: found[metric, ()] for metric in WATCHED if (metric, ()) in found}
     if key not in baselines.of:
