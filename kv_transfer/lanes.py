@@ -132,7 +132,8 @@ class SendLane(Lane):
     def _move(self, piece: Piece, slot: _Slot) -> None:
         staged = slot.pages(len(piece.pages), self._pool.page_bytes)
         with slot.in_order():
-            torch.index_select(_words(self._pool.pages), 0, self._ids(piece), out=staged)
+            ids = self._ids(piece)
+            torch.index_select(_words(self._pool.pages), 0, ids, out=staged)
             self._group.send([staged.view(-1)], RECEIVER, 0).wait()
             slot.used()
 
@@ -156,8 +157,9 @@ class ReceiveLane(Lane):
     def _move(self, piece: Piece, slot: _Slot) -> None:
         staged = slot.pages(len(piece.pages), self._pool.page_bytes)
         with slot.in_order():
+            ids = self._ids(piece)  # ahead of the receive: this copy waits for what is queued
             self._group.recv([staged.view(-1)], SENDER, 0).wait()
-            _words(self._pool.pages).index_copy_(0, self._ids(piece), staged)
+            _words(self._pool.pages).index_copy_(0, ids, staged)
             self._arriving.append((slot.used(), piece))
 
 
