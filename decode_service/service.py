@@ -1,4 +1,4 @@
-"""What a decode worker adds to the engine: grants, joining what was delivered, the token stream.
+"""What a decode worker adds to the engine: grants, and joining what was delivered.
 
 The states of an attempt:
 
@@ -22,7 +22,8 @@ go on where the router's Abort asked; where anything else did, its pages are fre
 
 Invariants: the transfer thread expects a transfer before anyone is told of it; a granted attempt's
 pages are released once, after `ReceiveFreed` or where it was READY; the router hears of an
-attempt's end once, and nothing after it but the answer to an Abort.
+attempt's end once, and nothing after it but the answer to an Abort. What RUNNING attempts draw
+leaves by `decode_service.token_stream`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,6 @@ from baton.worker_spans import CANCELLED, EXPIRED, KV_TRANSFER
 from baton.worker_wire import (
     MalformedMessage,
     decode_first_tokens,
-    end_reason_message,
     first_tokens,
     kv_tokens,
     pack_ids,
@@ -55,6 +55,7 @@ from decode_service import spans
 from decode_service.attempt import DecodeAttempt, DecodeState
 from decode_service.peer_pages import PeerPages
 from decode_service.ports import DecodeEngine, ReceivingThread
+from decode_service.token_stream import TokenStream
 from engine.types import (
     ChoiceEnded,
     Event,
@@ -106,12 +107,12 @@ class DecodeService:
         self._engine = engine
         self._transfer = transfer
         self._hop = hop
-        self._metrics = metrics
         self._epoch = epoch
         self._agent_name = agent_name
         self._page_bytes = page_bytes
         self._grant_timeout_s = grant_timeout_s
         self._attempts: Attempts[DecodeAttempt] = Attempts(clock)
+        self._token_stream = TokenStream(self._attempts, metrics)
         self._by_transfer: dict[bytes, DecodeAttempt] = {}
         self._page_size_tokens = page_size_tokens
         self._max_pages_per_peer = max_pages_per_peer
@@ -227,7 +228,7 @@ class DecodeService:
         """The events of one step; the tokens among them leave in one message per router."""
         for event in events:
             if isinstance(event, NewTokens):
-                self._new_tokens(event)
+                self._token_stream.new_tokens(event)
                 continue
             attempt = self._attempts.get(event.request_id)
             if attempt is None or attempt.state is DecodeState.QUARANTINED:
@@ -248,7 +249,9 @@ class DecodeService:
                     attempt.state = DecodeState.RUNNING
                     attempt.joined_ns = event.at_ns
                 case ChoiceEnded():
-                    self._choice_ended(attempt, event)
+                    self._token_stream.choice_ended(attempt, event)
+                    if event.last:
+                        self._forget(attempt, was_ready=True)
                 case RequestFailed():
                     attempt.fail(event.reason)
                     self._end_early(attempt, event.reason.value)
@@ -293,57 +296,6 @@ class DecodeService:
                 attempt_id=attempt.id, cached_prompt_tokens=event.cached_tokens
             )
         )
-
-    def _new_tokens(self, tokens: NewTokens) -> None:
-        """The tokens of a step: counted, and on to the routers that want them."""
-        wanted: dict[Outbox, list[int]] = defaultdict(list)
-        rows = zip(tokens.request_ids, tokens.choices.tolist(), strict=True)
-        for row, (attempt_id, choice) in enumerate(rows):
-            attempt = self._attempts.get(attempt_id)
-            if attempt is None:
-                continue
-            failpoints.hit("decode.tokens", len(attempt.request.prompt_ids))
-            if attempt.is_whole and not attempt.computed_ns:
-                self._first_tokens(attempt, tokens, row)
-            attempt.count(choice, tokens.at_ns)
-            if not attempt.silent:
-                wanted[attempt.stream].append(row)
-        for stream, of_stream in wanted.items():
-            stream.add_tokens(tokens_message(tokens, of_stream))
-
-    def _first_tokens(self, attempt: DecodeAttempt, tokens: NewTokens, row: int) -> None:
-        """The prompt of an attempt is computed here. All choices begin in the same step, but for
-        those that were resumed or preempted, whose first tokens are told like all others."""
-        rows = range(row, min(row + attempt.request.choices, len(tokens.request_ids)))
-        firsts = [i for i in rows if tokens.request_ids[i] == attempt.id and tokens.indices[i] == 0]
-        if len(firsts) == attempt.request.choices:
-            first = worker_pb2.FirstToken(
-                attempt_id=attempt.id,
-                records=[record_message(tokens.record(i)) for i in firsts],
-                cached_prompt_tokens=attempt.cached_tokens,
-            )
-            attempt.tell(first_token=first)
-        attempt.computed_ns = attempt.ready_ns = attempt.first_token_ns = tokens.at_ns
-        spans.write_prompt(attempt)
-
-    def _choice_ended(self, attempt: DecodeAttempt, event: ChoiceEnded) -> None:
-        attempt.preemptions += event.preemptions
-        if event.last:
-            failpoints.hit("decode.ended")
-        finished = worker_pb2.Finished(
-            attempt_id=attempt.id,
-            choice_index=event.choice,
-            reason=end_reason_message(event.reason),
-            output_tokens=event.output_tokens,
-        )
-        if event.last:
-            finished.timings.CopyFrom(attempt.timings(event))
-        attempt.tell(finished=finished)
-        if event.last:
-            spans.write_generate(attempt)
-            if attempt.second_token_gap_ms is not None:
-                self._metrics.second_token(attempt.second_token_gap_ms / 1e3)
-            self._forget(attempt, was_ready=True)
 
     # What the transfer thread says.
 

@@ -14,7 +14,7 @@ import torch
 
 from engine.attention import AttentionBackend, AttentionError, choose_backend
 from engine.attention.paged import PagedAttention
-from engine.blocks import BlockManager
+from engine.blocks import BlockManager, CacheEvent
 from engine.config import EngineConfig
 from engine.eviction import EVICTION_POLICIES
 from engine.executor import Executor, Limits, TorchExecutor
@@ -114,6 +114,11 @@ class Engine:
     def release(self, request_id: bytes) -> None:
         """Nothing outside touches the request's pages any more. Unknown ids are ignored."""
         self._loop.post(lambda scheduler: scheduler.release(request_id))
+
+    def subscribe(self, listener: Callable[[CacheEvent], None]) -> None:
+        """Tells `listener` of every page that the prefix cache stores, finds or evicts from now on,
+        on the step loop's thread: it must return at once."""
+        self._loop.post(lambda scheduler: scheduler.blocks.subscribe(listener))
 
     def profile(self, steps: int, folder: Path) -> None:
         """Records the next `steps` steps as a Chrome trace in `folder`, and logs its path."""
@@ -238,6 +243,7 @@ def _build_executor(
     backend = _backend(config, loaded, pool)
     device = pool.tensor.device
     if not (isinstance(backend, PagedAttention) and device.type == "cuda"):
+        loaded.model.pack()
         return TorchExecutor(loaded.model, pool, backend, sampler, config.max_sequences, device)
     from engine.cuda.executor import CudaExecutor
 

@@ -114,6 +114,10 @@ class JobDispatcher:
         """
         return self._models.find(name, self._now_s())
 
+    def largest_pool_tokens(self, job: Job) -> int | None:
+        """See `router.jobs.Dispatcher.largest_pool_tokens`."""
+        return routing.largest_pool_tokens(job, self._workers, self._local)
+
     async def run(self, job: Job) -> AsyncGenerator[JobEvent, None]:
         """Runs a job; see `router.jobs.Dispatcher.run`."""
         run = self._runs[job] = JobRun(job)

@@ -85,6 +85,8 @@ class Generations:
             with span.step(SpanName.TOKENIZE):
                 prompt_ids = await self._tokenize(request.input, tokenizer, "input")
             job = self._job(request.input, call, span, model, prompt_ids)
+            if not request.input.stop.HasField("max_tokens"):
+                self._shorten(job)
             span.describe_job(job)
             generation = _Generation(self._dispatcher, job, request.input, tokenizer, self._limits)
             async with aclosing(generation.messages()) as messages:
@@ -179,6 +181,13 @@ class Generations:
             cache_salt=call.tenant.encode(),
             workers=call.record.workers,
         )
+
+    def _shorten(self, job: Job) -> None:
+        """Output that nobody asked for is no reason to refuse what a pool has no room for."""
+        stopping, pool_tokens = job.stopping, self._dispatcher.largest_pool_tokens(job)
+        if pool_tokens is not None:
+            room = pool_tokens - job.prompt_tokens
+            stopping.max_tokens = max(1, stopping.min_tokens, min(stopping.max_tokens, room))
 
 
 class _Generation:

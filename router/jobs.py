@@ -176,6 +176,11 @@ class Dispatcher(Protocol):
         """
         ...
 
+    def largest_pool_tokens(self, job: Job) -> int | None:
+        """Tokens of a choice, prompt and output, that the roomiest workers could ever hold; None
+        where nobody could run the job now. Choices of one job share a pool."""
+        ...
+
     def run(self, job: Job) -> AsyncGenerator[JobEvent, None]:
         """Queues and runs a job. `aclose()` and cancellation end the work wherever it is.
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from engine.attention import AttentionBackend
 from engine.model.config import ModelConfig
+from engine.model.packing import pack, product
 
 
 class Rope(nn.Module):
@@ -49,7 +50,7 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, inputs] -> [T, outputs]."""
-        return F.linear(x, self.weight, self.bias)
+        return product(x, self.weight, self.bias)
 
 
 class RmsNorm(nn.Module):
@@ -123,6 +124,14 @@ class Model(nn.Module):
             else _parameter((config.vocab_size, hidden), dtype, device)
         )
 
+    def pack(self) -> None:
+        """Packs what products read, weight by weight, where that makes them faster. An embedding
+        that is the head, too, is kept twice: rows of a packed weight cannot be looked up."""
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.weight = pack(module.weight)
+        self.head = pack(self.head)
+
     def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
         """[T] ids at [T] positions -> [T, H], after the last norm.
 
@@ -137,7 +146,7 @@ class Model(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, H] -> [R, vocab] float32."""
-        return F.linear(hidden, self.head).float()
+        return product(hidden, self.head).float()
 
 
 def _parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:

@@ -10,7 +10,9 @@ from engine_kit import build, check_baseline, finish, hand_off, submit
 from tiny_models import write_tiny_model
 
 from engine.attention.fa2 import Fa2Backend
+from engine.blocks import CacheEvent, CacheEventKind
 from engine.engine import EngineError
+from engine.model.llama import Model
 from engine.types import EndReason, FailureReason, Mode, SamplingParams
 
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 200)
@@ -252,3 +254,58 @@ def test_flash_attention_2_over_a_stand_in_for_its_library(model_path, reference
         check_baseline(engine)
     finally:
         engine.stop()
+
+
+def test_prompt_log_probabilities_read_no_cache_and_are_computed_in_row_chunks(
+    engine, model_path, monkeypatch
+):
+    """A cached prefix has no logits left to score, and a long prompt's would not fit at once."""
+    prompt = prompt_of(90, seed=12)
+    plain = submit(engine, prompt, 4)
+    finish(plain)
+    rows: list[int] = []
+    of_model = Model.logits
+
+    def logits(self, hidden):
+        rows.append(len(hidden))
+        return of_model(self, hidden)
+
+    whole = submit(engine, prompt, 4, prompt_logprobs=True)
+    finish(whole)
+    before = engine.load().prompt_tokens_cached
+    monkeypatch.setattr("engine.executor.SCORE_ROWS", 7)
+    monkeypatch.setattr(Model, "logits", logits)
+    chunked = submit(engine, prompt, 4, prompt_logprobs=True)
+    finish(chunked)
+    monkeypatch.undo()
+    assert engine.load().prompt_tokens_cached == before
+    assert max(rows) == 7
+    assert sum(rows) == 89 + 4
+    assert chunked.tokens == whole.tokens == plain.tokens
+    assert chunked.scored is not None
+    assert whole.scored is not None
+    ids = [[record.token_id for record in run.scored.records] for run in (chunked, whole)]
+    assert ids == [prompt[1:]] * 2
+    for one, other in zip(chunked.scored.records, whole.scored.records, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+def test_whoever_subscribes_hears_of_the_cache(model_path):
+    engine = build(model_path, num_pages=12)
+    heard: list[CacheEvent] = []
+    try:
+        engine.subscribe(heard.append)
+        prompt = prompt_of(40, seed=13)
+        for _ in range(2):
+            finish(submit(engine, prompt, 4))
+        for seed in range(3):
+            finish(submit(engine, prompt_of(90, seed=14 + seed), 4))
+        check_baseline(engine)
+    finally:
+        engine.stop()
+    assert [event.sequence for event in heard] == list(range(1, len(heard) + 1))
+    stored = [event.key for event in heard if event.kind is CacheEventKind.STORED]
+    hits = [event.key for event in heard if event.kind is CacheEventKind.HIT]
+    evicted = [event.key for event in heard if event.kind is CacheEventKind.EVICTED]
+    assert hits == stored[:2], "the pages of the first prompt, the second time"
+    assert set(hits) <= set(evicted), "others needed them"

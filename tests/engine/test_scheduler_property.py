@@ -31,6 +31,7 @@ from engine.types import (
     Reserved,
     SamplingParams,
     StopRules,
+    TakenOver,
     TokenRecord,
 )
 
@@ -63,6 +64,7 @@ class Bench:
         self.outputs: dict[tuple[bytes, int], list[int]] = {}
         self.ends: dict[tuple[bytes, int], EndReason] = {}
         self.reserved: dict[bytes, Reserved] = {}
+        self.taken_over: dict[bytes, TakenOver] = {}
         self.prefilled: dict[bytes, Prefilled] = {}
         self.chunks: dict[bytes, ChunkComputed] = {}
         self.failed: dict[bytes, FailureReason] = {}
@@ -80,6 +82,9 @@ class Bench:
                     self.ends[event.request_id, event.choice] = event.reason
                 case Reserved():
                     self.reserved[event.request_id] = event
+                case TakenOver():
+                    assert event.request_id not in self.reserved | self.taken_over
+                    self.taken_over[event.request_id] = event
                 case ChunkComputed():
                     self.chunks[event.request_id] = event
                 case Prefilled():
@@ -91,7 +96,8 @@ class Bench:
         out = self.outputs.setdefault((request_id, choice), [])
         request = self.requests[request_id]
         given = len(request.generated[choice]) if request.generated else 0
-        first = given + (request.mode is Mode.RECEIVE)
+        received = request.mode is Mode.RECEIVE and request_id not in self.taken_over
+        first = given + received
         assert index == len(out) + first, "gap or duplicate"
         out.append(token)
 
@@ -462,6 +468,7 @@ def test_random_operations_keep_every_promise(seed, lacks_memory):
                 mode=rng.choice([Mode.WHOLE, Mode.WHOLE, Mode.PREFILL, Mode.RECEIVE]),
                 choices=rng.choice([1, 1, 2]),
                 stop=rng.sample(range(VOCAB), 40),
+                local_prefill_tokens=rng.choice([0, 8, 40]),
             )
         elif action < 0.35 and bench.requests:
             victim = rng.choice(list(bench.requests))
@@ -478,7 +485,8 @@ def test_random_operations_keep_every_promise(seed, lacks_memory):
     bench.run()
     bench.check_baseline()
     for request_id, request in bench.requests.items():
-        if request.mode is Mode.WHOLE and request_id not in cancelled | bench.failed.keys():
+        whole = request.mode is Mode.WHOLE or request_id in bench.taken_over
+        if whole and request_id not in cancelled | bench.failed.keys():
             bench.check_output(request_id)
         if request_id in delivered - cancelled - bench.failed.keys():
             want = expected_output(

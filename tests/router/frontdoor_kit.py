@@ -128,6 +128,7 @@ class ScriptedDispatcher:
 
     served: Sequence[ServedModel]
     script: Script
+    pool_tokens: int | None = None
     jobs: list[Job] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
     """Choices that the front door ended."""
@@ -144,6 +145,9 @@ class ScriptedDispatcher:
         if len(named) != 1:
             raise errors.model_not_found(name, [model.name for model in self.served])
         return named[0]
+
+    def largest_pool_tokens(self, job: Job) -> int | None:
+        return self.pool_tokens
 
     async def run(self, job: Job) -> AsyncGenerator[JobEvent, None]:
         self.jobs.append(job)

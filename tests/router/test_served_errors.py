@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import grpc
 import httpx2 as httpx  # what the OpenAI client brings
 import pytest
-from frontdoor_kit import refusal
+from frontdoor_kit import ids_input, refusal
 from google.rpc import error_details_pb2
 from router_kit import a_router, announce, served
 from scripted_worker import DECODE, PREFILL, ScriptedWorker, until
@@ -172,6 +172,26 @@ async def test_larger_than_any_pool(ask: Ask) -> None:
         attempt = (await worker.heard("submit")).attempt_id
         worker.failed(attempt, worker_pb2.FAILURE_REASON_NUMERICAL)
         assert (await fits).reason == "NUMERICAL_ERROR"
+
+
+@pytest.mark.parametrize(("choices", "left"), [(1, 96 - 10), (3, 32 - 10)])
+async def test_output_that_nobody_asked_for_fits_the_pool(choices: int, left: int) -> None:
+    """Choices need pages of their own, so several have less room than the context promises."""
+    async with served() as (server, worker):
+        worker.report(total_pages=6, free_pages=6)
+        await until(lambda: server.registry.members[0].room().total_pages == 6)
+        given = ids_input(*[1] * 10)
+        given.choices = choices
+        async with grpc.aio.insecure_channel(server.address, options=channel_options()) as channel:
+            stub = api_grpc.InferenceServiceStub(channel)
+            call = stub.Generate(api.GenerateRequest(input=given))
+            submitted = await worker.heard("submit")
+            assert submitted.stopping.max_tokens == left
+            call.cancel()
+            given.stop.max_tokens = left + 1
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Generate(api.GenerateRequest(input=given))
+        assert refusal(caught.value).info.reason == "CONTEXT_LENGTH_EXCEEDED"
 
 
 async def no_credit(server: RouterServer, worker: ScriptedWorker) -> None:

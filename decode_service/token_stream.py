@@ -1,0 +1,75 @@
+"""What attempts in the batch draw, on its way to the routers: one message a step and router."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from baton.worker.v1 import worker_pb2
+from baton.worker_attempts import Attempts
+from baton.worker_outbox import Outbox
+from baton.worker_wire import end_reason_message, record_message, tokens_message
+from decode_service import spans
+from decode_service.attempt import DecodeAttempt
+from engine.types import ChoiceEnded, NewTokens
+from telemetry import failpoints
+from telemetry.metrics import WorkerMetrics
+
+
+class TokenStream:
+    """Counts tokens and passes them on. It ends no attempt: that is the service's to do."""
+
+    def __init__(self, attempts: Attempts[DecodeAttempt], metrics: WorkerMetrics) -> None:
+        self._attempts = attempts
+        self._metrics = metrics
+
+    def new_tokens(self, tokens: NewTokens) -> None:
+        """The tokens of a step: counted, and on to the routers that want them."""
+        wanted: dict[Outbox, list[int]] = defaultdict(list)
+        rows = zip(tokens.request_ids, tokens.choices.tolist(), strict=True)
+        for row, (attempt_id, choice) in enumerate(rows):
+            attempt = self._attempts.get(attempt_id)
+            if attempt is None:
+                continue
+            failpoints.hit("decode.tokens", len(attempt.request.prompt_ids))
+            if attempt.is_whole and not attempt.computed_ns:
+                _first_tokens(attempt, tokens, row)
+            attempt.count(choice, tokens.at_ns)
+            if not attempt.silent:
+                wanted[attempt.stream].append(row)
+        for stream, of_stream in wanted.items():
+            stream.add_tokens(tokens_message(tokens, of_stream))
+
+    def choice_ended(self, attempt: DecodeAttempt, event: ChoiceEnded) -> None:
+        """Tells of a choice's end; with the last one's, of all that is to be told at the end."""
+        attempt.preemptions += event.preemptions
+        if event.last:
+            failpoints.hit("decode.ended")
+        finished = worker_pb2.Finished(
+            attempt_id=attempt.id,
+            choice_index=event.choice,
+            reason=end_reason_message(event.reason),
+            output_tokens=event.output_tokens,
+        )
+        if event.last:
+            finished.timings.CopyFrom(attempt.timings(event))
+        attempt.tell(finished=finished)
+        if event.last:
+            spans.write_generate(attempt)
+            if attempt.second_token_gap_ms is not None:
+                self._metrics.second_token(attempt.second_token_gap_ms / 1e3)
+
+
+def _first_tokens(attempt: DecodeAttempt, tokens: NewTokens, row: int) -> None:
+    """The prompt of an attempt is computed here. All choices begin in the same step, but for
+    those that were resumed or preempted, whose first tokens are told like all others."""
+    rows = range(row, min(row + attempt.request.choices, len(tokens.request_ids)))
+    firsts = [i for i in rows if tokens.request_ids[i] == attempt.id and tokens.indices[i] == 0]
+    if len(firsts) == attempt.request.choices:
+        first = worker_pb2.FirstToken(
+            attempt_id=attempt.id,
+            records=[record_message(tokens.record(i)) for i in firsts],
+            cached_prompt_tokens=attempt.cached_tokens,
+        )
+        attempt.tell(first_token=first)
+    attempt.computed_ns = attempt.ready_ns = attempt.first_token_ns = tokens.at_ns
+    spans.write_prompt(attempt)
