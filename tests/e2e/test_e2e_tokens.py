@@ -91,10 +91,15 @@ def tiny(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "roles", [{"prefill": 1, "decode": 1}, {"prefill": 0, "decode": 0, "both": 1}]
+    "options",
+    [
+        {"prefill": 1, "decode": 1},
+        {"prefill": 1, "decode": 1, "transport": "nccl"},
+        {"prefill": 0, "decode": 0, "both": 1},
+    ],
 )
-def test_tiny_model(tiny, tmp_path, roles):
-    cluster = make_cluster(tiny, tmp_path / "logs", **roles)
+def test_tiny_model(tiny, tmp_path, options):
+    cluster = make_cluster(tiny, tmp_path / "logs", **options)
     try:
         cluster.start_all()
         check(cluster, tiny, 24)

@@ -190,11 +190,9 @@ def test_a_lost_path_is_tried_again_and_quarantine_ends_over_it(
         assert world.decode.counters.quarantined_transfers == 1
     opened = len(world.decode.of(PeerOpened))
     world.clock.advance(31.0)
-    world.turn(3)
-    assert len(world.decode.of(PeerOpened)) == opened + 1
+    world.until(lambda: len(world.decode.of(PeerOpened)) == opened + 1)
     world.clock.advance(1.0)
-    world.turn(3)
-    assert world.decode.of(ReceiveFreed) == [ReceiveFreed(transfer.id)]
+    world.until(lambda: world.decode.of(ReceiveFreed) == [ReceiveFreed(transfer.id)])
 
 
 def test_an_exception_nobody_foresaw_pins_and_the_rest_goes_on(
