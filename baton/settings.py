@@ -142,8 +142,8 @@ class WorkerSettings(BaseSettings):
     """A path to another worker measured slower than this is reported, and avoided by routers where
     there is another. 0: never. -1: 1 between GPUs, far below NVLink and RDMA, and else never."""
     transport: Literal["nixl", "nccl", "loopback", "null"] = "nixl"
-    """How KV pages move. `nccl` cannot see a dead peer and is for experiments. `null` moves nothing,
-    for benchmarks of decoding alone."""
+    """How KV pages move. `nccl` cannot see a dead peer and is for experiments; `null` moves
+    nothing, for benchmarks of decoding."""
 
     otlp_endpoint: str = ""
     """OTLP/gRPC address for spans, such as http://127.0.0.1:4317. Empty: no spans."""

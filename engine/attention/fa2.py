@@ -9,13 +9,10 @@ signatures and refuses what it refuses.
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.paged import ALL, PagedAttention, PagedStep
-from engine.kv_pool import KvPool
 
 PAGE_MULTIPLE = 256
 
@@ -24,11 +21,6 @@ class Fa2Backend(PagedAttention):
     """`PagedAttention` over `flash_attn`."""
 
     name = "fa2"
-
-    def __init__(self, pool: KvPool, windows: tuple[int | None, ...], kernels: ModuleType) -> None:
-        super().__init__(pool, windows)
-        self._kernels = kernels
-        """The module `flash_attn`, or one with its signatures."""
 
     def attend_ends(self, layer: int, q: Tensor, contexts: Tensor, page_table: Tensor) -> Tensor:
         """See `PagedAttention`."""
@@ -44,22 +36,6 @@ class Fa2Backend(PagedAttention):
             window_size=ALL if visible is None else (visible - 1, 0),
         )
         return out.squeeze(1)
-
-    def _fresh_prompts(
-        self, q: Tensor, k: Tensor, v: Tensor, step: PagedStep, window: tuple[int, int]
-    ) -> Tensor:
-        out: Tensor = self._kernels.flash_attn_varlen_func(
-            q,
-            k,
-            v,
-            step.query_starts,
-            step.query_starts,
-            step.max_query,
-            step.max_query,
-            causal=True,
-            window_size=window,
-        )
-        return out
 
     def _continued_prompts(
         self, layer: int, q: Tensor, step: PagedStep, window: tuple[int, int]

@@ -44,31 +44,13 @@ class Fa3Backend(PagedAttention):
         kernels: ModuleType,
         decode: DecodeKernel,
     ) -> None:
-        super().__init__(pool, windows)
-        self._kernels = kernels
-        """The module `flash_attn_interface`, or one with its signatures."""
+        super().__init__(pool, windows, kernels)
         self._decode_kernel = decode
 
     def attend_ends(self, layer: int, q: Tensor, contexts: Tensor, page_table: Tensor) -> Tensor:
         """See `PagedAttention`."""
         window = self._windows[layer]
         return self._decode_kernel(q, self._pool, layer, contexts, page_table, window)
-
-    def _fresh_prompts(
-        self, q: Tensor, k: Tensor, v: Tensor, step: PagedStep, window: tuple[int, int]
-    ) -> Tensor:
-        out: Tensor = self._kernels.flash_attn_varlen_func(
-            q,
-            k,
-            v,
-            step.query_starts,
-            step.query_starts,
-            step.max_query,
-            step.max_query,
-            causal=True,
-            window_size=window,
-        )
-        return out
 
     def _continued_prompts(
         self, layer: int, q: Tensor, step: PagedStep, window: tuple[int, int]

@@ -12,6 +12,7 @@ A library sees the pool as strided views, one pair a layer, made once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -46,8 +47,10 @@ class PagedAttention(ABC):
 
     name: str
 
-    def __init__(self, pool: KvPool, windows: tuple[int | None, ...]) -> None:
+    def __init__(self, pool: KvPool, windows: tuple[int | None, ...], kernels: ModuleType) -> None:
         self._pool = pool
+        self._kernels = kernels
+        """The generation's module, or one with its signatures."""
         self._windows = windows
         """Per layer: tokens that a position sees, itself included; None: all before it."""
         self._views = [
@@ -62,12 +65,6 @@ class PagedAttention(ABC):
 
         `q` [S, Hq, D], `contexts` [S] and `page_table` [S, P] int32; returns [S, Hq, D].
         """
-
-    @abstractmethod
-    def _fresh_prompts(
-        self, q: Tensor, k: Tensor, v: Tensor, step: PagedStep, window: tuple[int, int]
-    ) -> Tensor:
-        """Prompts that begin at position 0, over their own K and V."""
 
     @abstractmethod
     def _continued_prompts(
@@ -127,3 +124,20 @@ class PagedAttention(ABC):
         if step.all_fresh:
             return self._fresh_prompts(q, k, v, step, window)
         return self._continued_prompts(layer, q, step, window)
+
+    def _fresh_prompts(
+        self, q: Tensor, k: Tensor, v: Tensor, step: PagedStep, window: tuple[int, int]
+    ) -> Tensor:
+        """Prompts that begin at position 0, over their own K and V."""
+        out: Tensor = self._kernels.flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            step.query_starts,
+            step.query_starts,
+            step.max_query,
+            step.max_query,
+            causal=True,
+            window_size=window,
+        )
+        return out
