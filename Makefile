@@ -24,7 +24,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo up install install-dev test test-slow chaos lint format protos clean
+.PHONY: help demo up install install-dev test test-slow chaos lint format protos docs clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -61,8 +61,12 @@ format: install-dev ## Format and sort imports
 protos: install-dev ## Build the stubs again
 	$(BIN)/python protos/generate.py
 
+docs: install-dev ## Write the reference pages again, and build the site into site/
+	$(BIN)/python docs/generate.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
 clean: ## Remove .venv and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build site *.egg-info
 
 $(RUN_STAMP): EXTRAS := router,worker,gguf
 $(DEV_STAMP): EXTRAS := dev

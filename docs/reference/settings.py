@@ -1,0 +1,104 @@
+"""`configuration.md`: every setting of a worker and of a router, from the models themselves."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+from unittest import mock
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from baton.settings import CONFIG_VARIABLE, DEFAULT_FILE, Role, WorkerSettings
+from reference import GENERATED, table
+from router.settings import RouterSettings
+
+INTRODUCTION = f"""\
+# Configuration
+
+{GENERATED}
+
+Every process reads its settings once, when it starts. Flags beat the environment, the environment
+beats the file, the file beats the defaults. The file is TOML with a table for each kind of process,
+`[router]` and `[worker]`: the one that `--config FILE` names, else `{CONFIG_VARIABLE}`, else
+`{DEFAULT_FILE}` in the working directory. `baton config` prints what a process would start with and
+where each value came from, in the form of that file. An unknown key or a value out of its bounds ends
+the process with a message that names it.
+
+```toml
+# baton.toml
+[router]
+queue_timeout_s = 20
+
+[worker]
+max_sequences = 128
+```
+
+Each setting has three names: `max_sequences` in the file, `--max-sequences` as a flag and
+`BATON_MAX_SEQUENCES` in the environment. A switch is `--trace-store` or `--no-trace-store` as a flag,
+`true` or `false` elsewhere; a list is separated by commas.
+"""
+
+UNITS = {"_s": "seconds", "_gib": "GiB", "_tokens": "tokens", "_gigabytes_per_s": "GB/s"}
+BOUNDS = {"ge": "at least {}", "gt": "above {}", "le": "at most {}", "pattern": "`{}`"}
+TYPES = {int: "integer", float: "number", bool: "`true`, `false`", str: "text", Path: "path"}
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [INTRODUCTION]
+    for title, kind in (("Router", RouterSettings), ("Worker", WorkerSettings)):
+        with mock.patch("socket.gethostname", return_value="HOST"):
+            rows = [_row(name, field) for name, field in kind.model_fields.items()]
+        parts.append(f"## {title}\n\n{inspect.getdoc(kind)}\n")
+        parts.append(table(("setting", "takes", "default", "what it is for"), *rows))
+    return "\n".join(parts)
+
+
+def _row(name: str, field: FieldInfo) -> tuple[str, ...]:
+    flag = f"--{name.replace('_', '-')}"
+    names = f"`{name}`<br>`{flag}`<br>`BATON_{name.upper()}`"
+    return names, _takes(name, field), _default(field), str(field.description)
+
+
+def _takes(name: str, field: FieldInfo) -> str:
+    """Type, unit and bounds."""
+    kind = field.annotation
+    if get_origin(kind) is Literal:
+        return ", ".join(f"`{choice}`" for choice in get_args(kind))
+    if isinstance(kind, type) and issubclass(kind, Role):
+        return ", ".join(f"`{role}`" for role in Role)
+    if get_origin(kind) is tuple:
+        return "list of `HOST:PORT`"
+    addresses = name in ("admin", "listen", "internal_listen", "http_listen")
+    words = ["`HOST:PORT`" if addresses else TYPES[kind]]
+    words += [unit for suffix, unit in UNITS.items() if name.endswith(suffix)][-1:]
+    for bound in field.metadata:
+        for key, said in BOUNDS.items():
+            if (limit := getattr(bound, key, None)) is not None:
+                words.append(said.format(f"{limit:,}" if isinstance(limit, int) else limit))
+    return ", ".join(words)
+
+
+def _default(field: FieldInfo) -> str:
+    if field.default_factory is not None:
+        return _made(field.default_factory)
+    value = field.default
+    assert value is not PydanticUndefined, "a setting without a default"
+    if isinstance(value, tuple):
+        value = ",".join(value)
+    if isinstance(value, bool):
+        value = str(value).lower()
+    return f"`{value}`" if str(value) else "empty"
+
+
+def _made(factory: Any) -> str:
+    """What a factory makes, for each role where it depends on that."""
+    if not inspect.signature(factory).parameters:
+        return f"`{factory()}`"
+    made = {str(role): factory({"role": role}) for role in Role}
+    if all(role in value for role, value in made.items()):
+        return f"`{made['both'].replace('both', 'ROLE')}`"
+    return "<br>".join(f"{role}: `{value}`" for role, value in made.items())
+

@@ -1,0 +1,77 @@
+"""The table in `sizing.md`: what weights and KV take, from the shapes of well-known models."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from reference import table
+
+GIB = 1 << 30
+BYTES = 2
+"""Of a bfloat16 number."""
+GPUS_GB = (24, 48, 80, 141)
+UTILIZATION = 0.9
+"""The default of `gpu_memory_utilization`."""
+
+
+class Shape(NamedTuple):
+    """What a decoder of the Llama family is made of; as in its config.json."""
+
+    name: str
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+
+    @property
+    def parameters(self) -> int:
+        """Matrices alone: norms and biases are a thousandth of it."""
+        attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+        layer = attention + 3 * self.hidden * self.intermediate
+        return self.layers * layer + self.vocab * self.hidden * (1 if self.tied else 2)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """A key and a value for each layer and KV head."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * BYTES
+
+
+SHAPES = (
+    Shape("SmolLM2-135M (the demo)", 30, 576, 1536, 9, 3, 64, 49152, True),
+    Shape("Qwen3-0.6B", 28, 1024, 3072, 16, 8, 128, 151936, True),
+    Shape("Llama-3.2-1B", 16, 2048, 8192, 32, 8, 64, 128256, True),
+    Shape("Llama-3.2-3B", 28, 3072, 8192, 24, 8, 128, 128256, True),
+    Shape("Mistral-7B-v0.3", 32, 4096, 14336, 32, 8, 128, 32768, False),
+    Shape("Qwen2.5-7B", 28, 3584, 18944, 28, 4, 128, 152064, False),
+    Shape("Llama-3.1-8B", 32, 4096, 14336, 32, 8, 128, 128256, False),
+    Shape("Qwen3-8B", 36, 4096, 12288, 32, 8, 128, 151936, False),
+    Shape("Qwen3-14B", 40, 5120, 17408, 40, 8, 128, 151936, False),
+    Shape("Qwen3-32B", 64, 5120, 25600, 64, 8, 128, 151936, False),
+)
+
+
+def shapes_table() -> str:
+    """Weights, KV and the tokens that fit, in bfloat16."""
+    head = ("model", "parameters", "weights", "KV a token", *(f"{gb} GB" for gb in GPUS_GB))
+    rows = [
+        (
+            shape.name,
+            f"{shape.parameters / 1e9:.2f} billion",
+            f"{shape.parameters * BYTES / GIB:.1f} GiB",
+            f"{shape.kv_bytes_per_token / 1024:g} KiB",
+            *(_tokens(shape, gb) for gb in GPUS_GB),
+        )
+        for shape in SHAPES
+    ]
+    return table(head, *rows)
+
+
+def _tokens(shape: Shape, gpu_gb: int) -> str:
+    """KV tokens beside the weights; "-" where not even a thousand fit."""
+    room = UTILIZATION * gpu_gb * 1e9 - shape.parameters * BYTES
+    thousands = int(room / shape.kv_bytes_per_token / 1000)
+    return f"{thousands:,},000" if thousands > 0 else "-"
