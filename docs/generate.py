@@ -1,8 +1,9 @@
 """Writes the reference pages from what they describe: `python docs/generate.py [OUTPUT_FOLDER]`.
 
-`configuration.md` comes from the settings models, `commands.md` from the command line, `api.md` and
-`worker-api.md` from the protos and their comments, one table of `sizing.md` from models' shapes. The
-output folder defaults to this one; a test compares the pages here with what would be written now.
+`configuration.md` comes from the settings models, `commands.md` from the command line, `api.md`
+and `worker-api.md` from the protos and their comments, one table of `sizing.md` from models'
+shapes. The output folder defaults to this one; a test compares the pages here with what would be
+written now.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import sys
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
-sys.path[:0] = [str(DOCS), str(DOCS.parent)]  # what lies beside this file, and this checkout's baton
+# What lies beside this file, and the packages of this checkout.
+sys.path[:0] = [str(DOCS), str(DOCS.parent)]
 
 from reference import commands, protos, settings, shapes  # noqa: E402
 

@@ -15,6 +15,7 @@ site is built, so that a page needs neither a script nor a network to show one.
 from __future__ import annotations
 
 import html
+import itertools
 import re
 import textwrap
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from typing import Any, Final, NamedTuple
 
 from pymdownx.superfences import SuperFencesException
 
-CHAR_PX: Final = 6.9
+CHAR_PX: Final = 7.3
 """Mean width of a character of 13 px."""
 LINE_PX: Final = 17
 WRAP_CHARS: Final = 30
@@ -109,7 +110,7 @@ def _columns(diagram: Diagram) -> tuple[list[float], float]:
     count = len(diagram.labels)
     boxes = [len(label) * CHAR_PX + 2 * PAD_PX for label in diagram.labels]
     left, right = boxes[0] / 2, boxes[-1] / 2
-    gaps = [(one + two) / 2 + PAD_PX for one, two in zip(boxes, boxes[1:], strict=False)]
+    gaps = [(one + two) / 2 + PAD_PX for one, two in itertools.pairwise(boxes)]
     for row in diagram.rows:
         low, high = sorted((row.source, row.target))
         if row.kind == "message":
@@ -154,7 +155,7 @@ def draw(diagram: Diagram) -> str:
     )
     heads = "".join(map(_head, x, diagram.labels))
     said = html.escape(" - ".join(diagram.labels))
-    box = f'viewBox="0 0 {width:.0f} {y + PAD_PX:.0f}" style="max-width:{width:.0f}px"'
+    box = f'viewBox="0 0 {width:.0f} {y + PAD_PX:.0f}" style="width:{width:.0f}px"'
     return (
         f'<figure class="sequence"><svg {box} role="img" aria-label="Sequence: {said}">'
         f"{lifelines}{heads}{''.join(parts)}</svg></figure>"
@@ -163,7 +164,8 @@ def draw(diagram: Diagram) -> str:
 
 def _head(at: float, label: str) -> str:
     width = len(label) * CHAR_PX + 2 * PAD_PX
-    box = f'<rect class="head" x="{at - width / 2:.0f}" y="2" width="{width:.0f}" height="28" rx="4"/>'
+    size = f'width="{width:.0f}" height="28"'
+    box = f'<rect class="head" x="{at - width / 2:.0f}" y="2" {size} rx="4"/>'
     return box + _text(at, 21, (label,), "middle", "name")
 
 
@@ -174,7 +176,8 @@ def _message(row: Row, x: list[float], y: float) -> tuple[str, float]:
     text = _text((start + end) / 2, y + LINE_PX - 3, row.lines, "middle")
     sign = 1 if end > start else -1
     style = "answer" if row.arrow.startswith("--") else "call"
-    shaft = f'<line class="{style}" x1="{start:.0f}" y1="{below:.0f}" x2="{end:.0f}" y2="{below:.0f}"/>'
+    ends = f'x1="{start:.0f}" y1="{below:.0f}" x2="{end:.0f}" y2="{below:.0f}"'
+    shaft = f'<line class="{style}" {ends}/>'
     return text + shaft + _arrowhead(end, below, sign, row.arrow), below + PAD_PX
 
 

@@ -1,6 +1,6 @@
 """Reference pages made from what they describe; see `docs/generate.py`."""
 
-GENERATED = "<!-- Written by docs/generate.py (`make docs`): change what it describes, not this. -->"
+GENERATED = "<!-- Written by docs/generate.py (`make docs`): change what it describes instead. -->"
 
 
 def cell(text: str) -> str:

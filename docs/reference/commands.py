@@ -18,8 +18,8 @@ INTRODUCTION = f"""\
 
 {GENERATED}
 
-`baton COMMAND --help` says the same in the terminal. Exit codes: 0 done, 1 failed, 2 wrong use, 3 try
-again later, 130 interrupted.
+`baton COMMAND --help` says the same in the terminal. Exit codes: 0 done, 1 failed, 2 wrong use,
+3 try again later, 130 interrupted.
 """
 
 

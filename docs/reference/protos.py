@@ -31,9 +31,7 @@ notifications that go with them travel beside it.
 """
 
 Field = descriptor_pb2.FieldDescriptorProto
-SCALARS = {
-    number: name.removeprefix("TYPE_").lower() for name, number in Field.Type.items()
-}
+SCALARS = {number: name.removeprefix("TYPE_").lower() for name, number in Field.Type.items()}
 
 
 def page(package: str, introduction: str) -> str:
@@ -123,4 +121,6 @@ def _type(field: Any, message: Any) -> str:
 def _link(type_name: str) -> str:
     """To the type's heading, where it is on the page."""
     name = type_name.rpartition(".")[2]
-    return f"`{type_name[1:]}`" if type_name.startswith(".google.") else f"[{name}](#{name.lower()})"
+    return (
+        f"`{type_name[1:]}`" if type_name.startswith(".google.") else f"[{name}](#{name.lower()})"
+    )

@@ -22,9 +22,9 @@ INTRODUCTION = f"""\
 Every process reads its settings once, when it starts. Flags beat the environment, the environment
 beats the file, the file beats the defaults. The file is TOML with a table for each kind of process,
 `[router]` and `[worker]`: the one that `--config FILE` names, else `{CONFIG_VARIABLE}`, else
-`{DEFAULT_FILE}` in the working directory. `baton config` prints what a process would start with and
-where each value came from, in the form of that file. An unknown key or a value out of its bounds ends
-the process with a message that names it.
+`{DEFAULT_FILE}` in the working directory. `baton config` prints what a process would start with
+and where each value came from, in the form of that file. An unknown key or a value out of its
+bounds ends the process with a message that names it.
 
 ```toml
 # baton.toml
@@ -36,8 +36,8 @@ max_sequences = 128
 ```
 
 Each setting has three names: `max_sequences` in the file, `--max-sequences` as a flag and
-`BATON_MAX_SEQUENCES` in the environment. A switch is `--trace-store` or `--no-trace-store` as a flag,
-`true` or `false` elsewhere; a list is separated by commas.
+`BATON_MAX_SEQUENCES` in the environment. A switch is `--trace-store` or `--no-trace-store` as a
+flag, `true` or `false` elsewhere; a list is separated by commas.
 """
 
 UNITS = {"_s": "seconds", "_gib": "GiB", "_tokens": "tokens", "_gigabytes_per_s": "GB/s"}
@@ -101,4 +101,3 @@ def _made(factory: Any) -> str:
     if all(role in value for role, value in made.items()):
         return f"`{made['both'].replace('both', 'ROLE')}`"
     return "<br>".join(f"{role}: `{value}`" for role, value in made.items())
-

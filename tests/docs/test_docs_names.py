@@ -1,0 +1,138 @@
+"""What the pages name is there: commands, flags, variables, metrics, alerts, reasons, files."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import grpc
+import pytest
+import typer
+import yaml
+from docs_kit import DOCS, PAGES, ROOT, blocks, commands, spans
+
+from baton.cli import app
+from baton.settings import WorkerSettings
+from router.settings import RouterSettings
+from telemetry.metric_table import DECLARED
+from telemetry.names import SpanName
+
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+FLAGS = {
+    name: {flag for one in command.params for flag in (*one.opts, *one.secondary_opts)}
+    for name, command in COMMANDS.items()
+}
+FOREIGN_FLAGS = {"--scale", "--summary", "--merge", "--profile", "--exact", "--help", "--version"}
+"""Of Docker, of `python -m chaos` and of benchmarks."""
+SOURCES = {
+    path: path.read_text()
+    for path in ROOT.rglob("*.py")
+    if path.relative_to(ROOT).parts[0] in {"baton", "router", "telemetry", "engine", "kv_transfer"}
+}
+
+
+def every_page() -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+def code(page: Path) -> list[str]:
+    """Command lines of the page's blocks, and what stands between backquotes."""
+    text = page.read_text()
+    shell = [block.content for block in blocks(text) if block.language == "sh"]
+    return [line for content in shell for line in commands(content)] + spans(text)
+
+
+@every_page()
+def test_commands_and_flags(page: Path) -> None:
+    wrong = []
+    for line in code(page):
+        if re.match(r"--[a-z]", line):
+            flag = re.split(r"[ =]", line)[0]
+            if flag not in FOREIGN_FLAGS.union(*FLAGS.values()):
+                wrong.append(line)
+        elif found := re.match(r"(?:[A-Z_]+=\S+ )*baton ([a-z]+)\b(.*)", line):
+            wrong += [line] if found[1] not in COMMANDS else unknown_flags(found[1], found[2])
+    assert wrong == []
+
+
+def unknown_flags(command: str, rest: str) -> list[str]:
+    given = [word.split("=")[0] for word in shlex.split(rest) if re.match(r"--[a-z]", word)]
+    return [f"{command} {flag}" for flag in given if flag not in FLAGS[command] | {"--help"}]
+
+
+@every_page()
+def test_variables(page: Path) -> None:
+    known = {
+        f"BATON_{name.upper()}"
+        for kind in (WorkerSettings, RouterSettings)
+        for name in kind.model_fields
+    }
+    known |= {one.envvar for command in COMMANDS.values() for one in command.params if one.envvar}
+    known |= set(re.findall(r"BATON_[A-Z_]+", "".join(SOURCES.values())))
+    compose = (ROOT / "compose" / "docker-compose.yml").read_text()
+    known |= set(re.findall(r"BATON_[A-Z_]+", compose + (ROOT / "compose" / ".env").read_text()))
+    assert set(re.findall(r"\bBATON_[A-Z_]*[A-Z]\b", page.read_text())) <= known
+
+
+@every_page()
+def test_metrics(page: Path) -> None:
+    known = {name + end for name in DECLARED for end in ("", "_total", "_sum", "_count", "_bucket")}
+    known |= {label for declared in DECLARED.values() for label in declared.labels}
+    assert set(re.findall(r"\b(?:baton|gen_ai)_[a-z_]*[a-z]\b", page.read_text())) <= known
+
+
+@every_page()
+def test_alerts(page: Path) -> None:
+    rules = yaml.safe_load((ROOT / "compose" / "prometheus" / "alerts.yml").read_text())
+    known = {rule["alert"] for group in rules["groups"] for rule in group["rules"]}
+    assert {
+        span for span in spans(page.read_text()) if re.fullmatch(r"Baton[A-Z]\w+", span)
+    } <= known
+
+
+@every_page()
+def test_reasons(page: Path) -> None:
+    known = {code.name for code in grpc.StatusCode}
+    known |= set(re.findall(r'"([A-Z]+(?:_[A-Z]+)+)"', "".join(SOURCES.values())))
+    known |= {"MAX_TOKENS", "NOT_SERVING"}
+    prose = re.sub(r"`[^`]*`", "", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL))
+    named = set(re.findall(r"\b[A-Z]+(?:_[A-Z]+)+\b", prose))
+    assert {name for name in named if not re.match(r"PR_|UCX_|BATON_", name)} <= known
+
+
+@every_page()
+def test_files(page: Path) -> None:
+    """Named from the root, or from the folder that the page is about."""
+    tracked = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    pattern = r"[\w.-]+(?:/[\w.-]+)+\.(?:py|md|sh|yml|json|proto|mjs|css)"
+    named = [span for span in spans(page.read_text()) if re.fullmatch(pattern, span)]
+    assert [
+        name for name in named if not any(f"/{one}".endswith(f"/{name}") for one in tracked)
+    ] == []
+
+
+def test_spans_of_the_waterfall() -> None:
+    known = {value for name, value in vars(SpanName).items() if name.isupper()}
+    pages = [DOCS / name for name in ("troubleshooting.md", "quickstart.md", "how-it-works.md")]
+    named = [span for page in pages for span in spans(page.read_text())]
+    named = [span for span in named if re.fullmatch(r"(?:router|prefill|kv|decode)\.[a-z]+", span)]
+    assert len(named) > 8
+    assert set(named) <= known
+
+
+def test_what_processes_say_is_quoted_as_they_say_it() -> None:
+    text = (DOCS / "troubleshooting.md").read_text()
+    table = text.split("| what its log says |", 1)[1].split("\n\n", 1)[0]
+    said = [row.split("|")[1].strip(" .") for row in table.splitlines()[2:]]
+    said += re.findall(r"says\s+\*(.+?)\*", text)
+    assert len(said) >= 5
+    everything = "".join(SOURCES.values())
+    assert [words for words in said if words not in everything] == []
