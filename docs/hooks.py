@@ -2,7 +2,7 @@
 
 1. `on_config` draws sequence diagrams by `sequence.py`, without a script in the page.
 2. `on_files` adds a page for every file outside of `docs/` that a page links to: Markdown as it is,
-   anything else as a listing. The site needs no other place to be complete.
+   pictures as they are, anything else as a listing. The site needs no other place to be complete.
 3. `on_page_markdown` points the links at those pages.
 """
 
@@ -19,6 +19,7 @@ from mkdocs.structure.files import File
 ROOT: Final = Path(__file__).resolve().parent.parent
 ELSEWHERE: Final = "repository"
 """Folder of the site for what lies outside of `docs/`."""
+PICTURES: Final = (".png", ".svg")
 LINK: Final = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 
 
@@ -41,6 +42,9 @@ def on_files(files: Any, config: Any) -> Any:
             if there in known or not (ROOT / target).is_file() or target.startswith("docs/"):
                 continue
             known.add(there)
+            if there.endswith(PICTURES):
+                files.append(File.generated(config, there, abs_src_path=str(ROOT / target)))
+                continue
             waiting[there] = _page(target)
             files.append(File.generated(config, there, content=waiting[there]))
     return files
@@ -70,7 +74,7 @@ def _uri(target: str) -> str:
     """Where a file of the repository is in the site."""
     if target.startswith("docs/"):
         return target.removeprefix("docs/")
-    return f"{ELSEWHERE}/{target}" + ("" if target.endswith(".md") else ".md")
+    return f"{ELSEWHERE}/{target}" + ("" if target.endswith((".md", *PICTURES)) else ".md")
 
 
 def _page(target: str) -> str:

@@ -91,9 +91,9 @@ def test_shapes_take_what_the_engine_takes() -> None:
 def test_rates_on_the_sizing_page_are_those_of_the_benchmarks() -> None:
     measured = (ROOT / "bench" / "README.md").read_text()
     page = (DOCS / "sizing.md").read_text()
-    for rate in ("44,337", "39,624", "4.17 ms", "7.29 ms", "11.3 ms", "25.5 ms", "170 GB/s"):
-        assert rate in page
-        assert rate in measured
+    rates = ["45,478", "40,405", "4.14 ms", "7.12 ms", "10.8 ms", "23.7 ms", "147 GB/s", "0.91 ms"]
+    rates += ["43-52", "131-191", "6.19-6.39", "291-325", "1069-1221", "208.8"]
+    assert [rate for rate in rates if rate not in page or rate not in measured] == []
 
 
 DIAGRAMS = [

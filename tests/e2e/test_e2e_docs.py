@@ -20,10 +20,12 @@ import pytest
 from docs_kit import DOCS, ROOT, Block, blocks, commands, section
 from tiny_models import write_tiny_model
 
+pytestmark = pytest.mark.timeout(300)
 QUICKSTART = (DOCS / "quickstart.md").read_text()
 README = (ROOT / "README.md").read_text()
 TEXTS = {"quickstart": QUICKSTART, "readme": section(README, "Try it") + section(README, "Use it")}
-PROMPT_S = 60.0
+PROMPT_S = 120.0
+"""Longest wait for `baton up` to be ready, and to stop."""
 SHOWN = {
     "baton demo": "decode.generate",
     "baton models": "2,048",
@@ -109,7 +111,6 @@ def wait_for(log: Path, words: str, process: subprocess.Popen[bytes]) -> str:
     return said
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", TEXTS)
 def test_commands(page: str, served: Served) -> None:
     elsewhere = typed(QUICKSTART) if page == "readme" else []
