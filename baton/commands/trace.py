@@ -29,7 +29,8 @@ def trace(
 ) -> None:
     """Draw a request's waterfall from the spans that the router keeps.
 
-    The router keeps them when it runs with --trace-store, as under [cyan]baton up[/].
+    The router keeps them when it runs with --trace-store, as under [cyan]baton up[/]. Where
+    JAEGER_URL is set, a Jaeger is asked instead.
 
     Example: [cyan]baton trace 0af7651916cd43dd8448eb211c80319c[/]
     """
