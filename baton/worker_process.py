@@ -43,6 +43,7 @@ from baton.worker_announcer import announce_forever, announced_as_loading
 from baton.worker_load import PrefillRoom, load_message
 from baton.worker_outbox import LoopInbox
 from baton.worker_peers import Peers
+from baton.worker_quiesce import QuiesceRelay
 from baton.worker_stream import Services, WorkerServicer
 from baton.worker_watchdog import Watchdog, device_lost
 from baton.worker_wire import endpoint_message, model_message
@@ -238,7 +239,10 @@ class Worker:
             page_size_tokens=page_size_tokens,
             max_pages_per_peer=int(self.settings.max_granted_share * self.engine.pool.num_pages),
         )
-        return Services(prefill, decode, peers)
+        relay = QuiesceRelay(
+            self.transfer, self.agent_name, self.epoch, lambda said: self.servicer.tell_routers(said)
+        )
+        return Services(prefill, decode, peers, relay)
 
     @property
     def _slow_gigabytes_per_s(self) -> float:
@@ -253,6 +257,7 @@ class Worker:
         self.services.peers.on_transfer(event)
         self.services.prefill.on_transfer(event)
         self.services.decode.on_transfer(event)
+        self.services.relay.on_transfer(event)
 
     def _adopt(self, endpoint: Endpoint) -> None:
         """A transport that moves nothing is announced all the same: peers have to match."""

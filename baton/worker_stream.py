@@ -28,6 +28,7 @@ from telemetry import failpoints
 
 if TYPE_CHECKING:
     from baton.worker_peers import Peers
+    from baton.worker_quiesce import QuiesceRelay
     from decode_service.service import DecodeService
     from prefill_service.service import PrefillService
 
@@ -48,6 +49,7 @@ class Services:
     prefill: PrefillService
     decode: DecodeService
     peers: Peers
+    relay: QuiesceRelay
 
     @property
     def active(self) -> int:
@@ -126,6 +128,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         for outbox in self._outboxes:
             outbox.report(load)
 
+    def tell_routers(self, message: worker_pb2.WorkResponse) -> None:
+        """Sends every router a message that is about no attempt of any."""
+        for outbox in self._outboxes:
+            outbox.send(message)
+
     async def _attach(
         self, requests: AsyncIterator[worker_pb2.WorkRequest], context: Context
     ) -> str:
@@ -162,6 +169,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             case "part":
                 part = request.part
                 services.peers.part(part.agent_name, part.proven_dead, outbox)
+            case "quiesce":
+                services.relay.asked(request.quiesce)
+            case "quiesced":
+                services.relay.answered(request.quiesced)
             case _:
                 logger.warning("a router sent what this version does not know")
 

@@ -110,6 +110,27 @@ class ReceiveFreed:
     transfer_id: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class QuiesceUnanswered:
+    """A transfer is in quarantine and its peer does not answer: to be asked by another path, too.
+    Told again for as long as that is so."""
+
+    transfer_id: bytes
+    peer: str
+    """The prefill side."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuiesceAnswered:
+    """Answer to `TransferThread.quiesce`: nothing of the transfer can land any more. Not told while
+    something still can: the decode side asks again."""
+
+    transfer_id: bytes
+    peer: str
+    """The decode side."""
+    decode_epoch: int
+
+
 TransferEvent = (
     PeerOpened
     | PeerFailed
@@ -120,6 +141,8 @@ TransferEvent = (
     | ReceiveAborted
     | ReceiveExpired
     | ReceiveFreed
+    | QuiesceUnanswered
+    | QuiesceAnswered
 )
 
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import ParamSpec
 
-from kv_transfer.events import TransferCounters, TransferEvent
+from kv_transfer.events import QuiesceAnswered, TransferCounters, TransferEvent
 from kv_transfer.peers import Peers
 from kv_transfer.processes import ProcessWatch
 from kv_transfer.receiving import Receiver
@@ -90,6 +90,17 @@ class Exchange:
         self.peers.bury(agent_name)
         self.sender.peer_dead(agent_name)
         self.receiver.peer_dead(agent_name)
+
+    def quiesce(self, decode_agent: str, message: Quiesce) -> None:
+        """See `TransferThread.quiesce`."""
+        if self.sender.give_up(decode_agent, message):
+            self._emit(QuiesceAnswered(message.transfer_id, decode_agent, message.decode_epoch))
+
+    def quiesced(self, prefill_agent: str, message: Quiesced) -> None:
+        """See `TransferThread.quiesced`."""
+        # What has landed is told of by the direct path, which this word may have overtaken.
+        self._read_all_of(prefill_agent)
+        self.receiver.on_quiesced(prefill_agent, message)
 
     def turn(self) -> None:
         """Looks and works, where no command can come between the two."""

@@ -27,6 +27,7 @@ from kv_transfer.events import PeerFailed, PeerOpened, TransferEvent
 from kv_transfer.tables import BoundedMemory, Clock
 from kv_transfer.types import SCRATCH_PAGE, Endpoint, KvTransport, PushState, TransportError
 from kv_transfer.wire import Message, Probe, encode
+from telemetry import failpoints
 
 logger = logging.getLogger(__name__)
 
@@ -144,11 +145,18 @@ class Peers:
             return
         self.on_open(name)
 
+    @staticmethod
+    def before_use(agent_name: str) -> None:
+        """To be called before anything goes to a peer. Raises TransportError where a test has cut
+        the path."""
+        failpoints.hit("transfer.path", agent_name.rpartition("-")[0], error=_path_cut)
+
     def notify(self, agent_name: str, message: Message) -> None:
         """Sends if it can: whatever is sent this way is asked for again where it gets lost."""
         if not self.is_open(agent_name):
             return
         try:
+            self.before_use(agent_name)
             self._transport.notify(agent_name, encode(message))
         except TransportError as error:
             self.failed(agent_name, error.cause)
@@ -261,6 +269,7 @@ class Peers:
         peer.probe_pages = pages
         peer.probe_began_s = time.perf_counter()
         name = peer.endpoint.agent_name
+        self.before_use(name)
         peer.probe = self._transport.push(name, scratch, scratch, encode(Probe()))
 
     def _report(self, peer: _Peer) -> None:
@@ -268,3 +277,7 @@ class Peers:
         name = peer.endpoint.agent_name
         path = self._transport.path(name)
         self._emit(PeerOpened(name, path, peer.gigabytes_per_s, peer.latency_us))
+
+
+def _path_cut(failpoint: str) -> TransportError:
+    return TransportError(DISCONNECTED, failpoint)

@@ -4,7 +4,8 @@
 2. FILLING      its first chunk has landed.
 3. READY        every page is covered exactly once and the last notification is here: Delivered.
 4. QUARANTINED  from 1 or 2, by `abort` or by the timeout. A write may still land. The peer is
-                asked to quiesce, again and again with back-off, for as long as it takes.
+                asked to quiesce, again and again with back-off, for as long as it takes; once the
+                back-off has reached its end, the owner is told each time: QuiesceUnanswered.
 5. FREE         nothing can land any more: the peer quiesced, or everything it could ever write
                 has landed (coverage completed late), or its process is proven dead.
 
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 
 from kv_transfer.events import (
     Delivered,
+    QuiesceUnanswered,
     ReceiveAborted,
     ReceiveExpired,
     ReceiveFreed,
@@ -259,8 +261,11 @@ class Receiver:
             self._ask(receive)
 
     def _ask(self, receive: _Receive) -> None:
-        self._peers.notify(receive.spec.peer, Quiesce(receive.spec.transfer_id, self._epoch))
-        self._timers.set(receive.spec.transfer_id, receive.ask_again_s)
+        transfer_id, peer = receive.spec.transfer_id, receive.spec.peer
+        self._peers.notify(peer, Quiesce(transfer_id, self._epoch))
+        if receive.ask_again_s >= LAST_ASK_AGAIN_S:
+            self._emit(QuiesceUnanswered(transfer_id, peer))
+        self._timers.set(transfer_id, receive.ask_again_s)
         receive.ask_again_s = min(2 * receive.ask_again_s, LAST_ASK_AGAIN_S)
 
     def _fence(self, receive: _Receive) -> None:

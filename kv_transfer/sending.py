@@ -134,20 +134,30 @@ class Sender:
 
     def on_quiesce(self, from_agent: str, message: Quiesce) -> None:
         """The decode side gave up. Tombstone first, then the answer."""
+        send = self._sends.get(message.transfer_id)
+        if self.give_up(from_agent, message) and (send is None or send.spec is None):
+            failpoints.hit("transfer.before_quiesced")
+            self._peers.notify(from_agent, Quiesced(message.transfer_id, message.decode_epoch))
+
+    def give_up(self, decode_agent: str, message: Quiesce) -> bool:
+        """Nothing more is posted of what that peer granted; a grant under way will be refused.
+
+        Returns whether nothing can land any more. Whoever granted a send is told so as well, as
+        soon as it is true.
+        """
         transfer_id = message.transfer_id
         send = self._sends.get(transfer_id)
         if send is None:
             if transfer_id not in self._tombstones:
                 self._tombstones.add(transfer_id, SendState.QUIESCED)
-            failpoints.hit("transfer.before_quiesced")
-            self._peers.notify(from_agent, Quiesced(transfer_id, message.decode_epoch))
-        elif send.spec is None:
-            self._quiesce(send)
-            self._peers.notify(from_agent, Quiesced(transfer_id, message.decode_epoch))
-        elif send.spec.peer == from_agent and send.spec.decode_epoch == message.decode_epoch:
+        elif send.spec is None or (send.spec.peer, send.spec.decode_epoch) == (
+            decode_agent,
+            message.decode_epoch,
+        ):
             self._quiesce(send)
         else:
             self._counters.stale_notifications += 1
+        return transfer_id in self._tombstones
 
     def on_push(self, handle: int, state: PushState) -> None:
         """A push left IN_PROGRESS."""
@@ -256,6 +266,7 @@ class Sender:
 
     def _post_pages(self, send: Outgoing, spec: SendSpec, pages: PageRange) -> None:
         chunk = send.chunk(spec, pages)
+        self._peers.before_use(spec.peer)
         failpoints.hit("transfer.before_push", error=_path_broken)
         if chunk.last:
             failpoints.hit("transfer.before_last_push", error=_path_broken)

@@ -22,6 +22,7 @@ from kv_transfer.exchange import ACTIVE_POLL_S, IDLE_POLL_S, Exchange
 from kv_transfer.specs import ReceiveSpec, SendSpec
 from kv_transfer.trouble import describe
 from kv_transfer.types import Endpoint, KvTransport, TransportError
+from kv_transfer.wire import Quiesce, Quiesced
 
 __all__ = ["ReceiveSpec", "SendSpec", "TransferThread"]
 
@@ -105,6 +106,17 @@ class TransferThread:
         """Decode side: compare-and-set. ReceiveAborted follows, and ReceiveFreed when the
         quarantine is over (never, where it was READY already)."""
         self._commands.put(lambda exchange: exchange.receiver.abort(transfer_id))
+
+    def quiesce(self, transfer_id: bytes, decode_agent: str, decode_epoch: int) -> None:
+        """Prefill side: the decode side gave a transfer up and asks by another path than its own.
+        QuiesceAnswered follows, unless something can still land."""
+        message = Quiesce(transfer_id, decode_epoch)
+        self._commands.put(lambda exchange: exchange.quiesce(decode_agent, message))
+
+    def quiesced(self, transfer_id: bytes, prefill_agent: str, decode_epoch: int) -> None:
+        """Decode side: the answer to `QuiesceUnanswered`, by the other path."""
+        message = Quiesced(transfer_id, decode_epoch)
+        self._commands.put(lambda exchange: exchange.quiesced(prefill_agent, message))
 
     def _run(self) -> None:
         try:

@@ -109,8 +109,29 @@ class Registry:
         self._owner.loaded(link)
 
     def received(self, link: WorkerLink, message: worker_pb2.WorkResponse) -> None:
-        """Passed on."""
-        self._owner.received(link, message)
+        """Passed on: between two workers, where it is a word of the one for the other."""
+        match message.WhichOneof("message"):
+            case "quiesce_wanted":
+                self._ask_for(link, message.quiesce_wanted)
+            case "quiesced":
+                self._answer_for(link, message.quiesced)
+            case _:
+                self._owner.received(link, message)
+
+    def _ask_for(self, decode: WorkerLink, question: worker_pb2.Quiesce) -> None:
+        """One that nobody can answer is dropped: it is asked again."""
+        prefill = self._member(question.prefill_agent_name)
+        if prefill is not None and question.decode_agent_name == decode.agent_name:
+            prefill.send(worker_pb2.WorkRequest(quiesce=question))
+
+    def _answer_for(self, prefill: WorkerLink, answer: worker_pb2.Quiesce) -> None:
+        """Who answers speaks for itself only: pages go back on this word."""
+        decode = self._member(answer.decode_agent_name)
+        if decode is not None and answer.prefill_agent_name == prefill.agent_name:
+            decode.send(worker_pb2.WorkRequest(quiesced=answer))
+
+    def _member(self, agent_name: str) -> WorkerLink | None:
+        return next((link for link in self.members if link.agent_name == agent_name), None)
 
     def lost(self, link: WorkerLink, loss: Loss, was: LinkState) -> None:
         """Forgets the link; where it had been attached, tells the owner and the peers."""

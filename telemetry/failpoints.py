@@ -7,7 +7,7 @@ The setting `failpoints` (`BATON_FAILPOINTS`) arms them, and nothing else does:
 - action: `kill` (SIGKILL to this process), `stop` (SIGSTOP: it stands until a SIGCONT), `sleep:S`
   (the thread sleeps S seconds), `hang` (it sleeps for ever), `gil:S` (it sleeps S whole seconds
   with the GIL held, so that no other thread runs), `raise` (an error that the place chose).
-- key: only a hit with this key counts, such as a prompt of so many tokens.
+- key: only a hit with this key counts, such as a prompt of so many tokens or a peer.
 - nth: fires at the nth hit that counts, once; without it, at every one of them.
 - `live` as an item of its own: the admin port takes another specification (POST /failpoints), and
   tells how often each point was hit (GET /failpoints).
@@ -50,6 +50,8 @@ POINTS: Final[Mapping[str, str]] = {
     "the stream while the data path lives",
     "worker.wrote": "a message to the router was written; key: its kind, such as first_token",
     # Transfer thread.
+    "transfer.path": "something is about to go straight to a peer: a push, a self-test, a "
+    "notification; key: the peer's name; `raise`: the path to it is cut",
     "transfer.before_push": "a chunk's pages are about to be posted; `raise`: the path is broken",
     "transfer.before_last_push": "as above, for a transfer's last push",
     "transfer.pushed": "a chunk's write is posted and not yet seen to be done",
@@ -67,7 +69,7 @@ POINTS: Final[Mapping[str, str]] = {
 
 _ITEM: Final = re.compile(
     r"(?P<name>[\w.]+)=(?P<action>kill|stop|hang|raise|sleep|gil)(:(?P<argument>[\d.]+))?"
-    r"(~(?P<key>\w+))?(@(?P<nth>[1-9]\d*))?"
+    r"(~(?P<key>[\w-]+))?(@(?P<nth>[1-9]\d*))?"
 )
 _HANG_S: Final = 1e6
 

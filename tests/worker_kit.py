@@ -26,6 +26,7 @@ from engine_fakes import VOCAB, HashExecutor, expected_output
 from baton.worker.v1 import worker_pb2
 from baton.worker_outbox import LoopInbox, Outbox
 from baton.worker_peers import Peers
+from baton.worker_quiesce import QuiesceRelay
 from baton.worker_stream import Services
 from baton.worker_wire import endpoint_message, model_message, pack_ids, unpack_ids
 from decode_service.service import DecodeService
@@ -183,7 +184,12 @@ class Node:
             max_pages_per_peer=max_pages_per_peer,
             grant_timeout_s=grant_timeout_s,
         )
-        self.services = Services(self.prefill, self.decode, self.peers)
+        self.tell_routers: Callable[[worker_pb2.WorkResponse], None] = lambda said: None
+        """Set by whoever puts the node behind a server."""
+        self.relay = QuiesceRelay(
+            self.transfer, self.name, self.epoch, lambda said: self.tell_routers(said)
+        )
+        self.services = Services(self.prefill, self.decode, self.peers, self.relay)
         endpoint = self.transfer.start()
         self.identity.endpoint.CopyFrom(endpoint_message(endpoint))
         self.engine.start(self.metrics.stepped)
@@ -239,6 +245,7 @@ class Node:
         self.peers.on_transfer(event)
         self.prefill.on_transfer(event)
         self.decode.on_transfer(event)
+        self.relay.on_transfer(event)
 
 
 class Ear:

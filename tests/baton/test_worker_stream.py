@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,6 +16,14 @@ from baton.grpc_options import channel_options, server_options
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from baton.worker_load import PrefillRoom, load_message
 from baton.worker_stream import WorkerServicer
+from telemetry import failpoints
+
+
+@pytest.fixture
+def path_cut() -> Iterator[None]:
+    """The test cuts the path by a failpoint; here it is mended."""
+    yield
+    failpoints.arm("")
 
 
 class RouterEnd:
@@ -55,6 +63,7 @@ class Served:
     def __init__(self, node: Node) -> None:
         self.node = node
         self.servicer = WorkerServicer(node.identity, node.services, self.load)
+        node.tell_routers = self.servicer.tell_routers
         self.address = ""
 
     def load(self) -> worker_pb2.Load:
@@ -151,6 +160,39 @@ async def test_a_stream_that_breaks_ends_what_it_carried(broken: str) -> None:
         await pair.quiet()
         for router in (to_p, to_d, other):
             await router.close()
+
+
+async def test_a_quarantine_ends_over_the_routers_where_the_direct_path_is_cut(
+    path_cut: None,
+) -> None:
+    """The prefill worker answers once what it has posted has landed, and not before."""
+    async with a_pair() as pair, served(pair.p) as p, served(pair.d) as d:
+        to_p, to_d = RouterEnd(p.address), RouterEnd(d.address)
+        await to_p.attach()
+        await to_d.attach()
+        pair.p.transport.holds = pair.p.executor.holds = True
+        attempt = Attempted(40)
+        await to_d.say(submit=attempt.message(DECODE, pair.p.name))
+        await to_p.say(submit=attempt.message(PREFILL, pair.d.name))
+        await to_p.say(grant=await to_d.heard("granted"))
+        await until(lambda: pair.p.executor.held)
+        pair.p.executor.step()
+        await until(lambda: pair.p.transport.held_pushes)
+        failpoints.arm("transfer.path=raise")
+        await to_d.say(abort=worker_pb2.Abort(attempt_id=attempt.id))
+        assert not (await to_d.heard("aborted")).already_ready
+        await to_p.say(quiesce=await to_d.heard("quiesce_wanted"))
+        await to_p.say(quiesce=await to_d.heard("quiesce_wanted"))
+        assert pair.d.decode.quarantined == 1
+        assert "quiesced" not in dict(to_p.history)
+        pair.p.transport.holds = False
+        pair.p.executor.let_go()
+        await until(lambda: not pair.p.prefill.active)
+        await to_p.say(quiesce=await to_d.heard("quiesce_wanted"))
+        await to_d.say(quiesced=await to_p.heard("quiesced"))
+        await pair.quiet()
+        await to_p.close()
+        await to_d.close()
 
 
 async def test_two_routers_hear_of_their_own_only() -> None:

@@ -138,3 +138,39 @@ async def test_hung_worker_is_not_taken_back_until_it_moves(cluster: Cluster) ->
     assert not cluster.registry.members
     worker.frozen = False
     await until(lambda: cluster.registry.members)
+
+
+def quiesce(decode: ScriptedWorker, prefill: ScriptedWorker) -> worker_pb2.Quiesce:
+    return worker_pb2.Quiesce(
+        transfer_id=b"t" * 16,
+        decode_epoch=decode.identity.epoch,
+        decode_agent_name=decode.agent_name,
+        prefill_agent_name=prefill.agent_name,
+    )
+
+
+async def test_a_question_and_its_answer_pass_between_two_workers(cluster: Cluster) -> None:
+    prefill, decode = await cluster.pair()
+    other = await cluster.add("p1", PREFILL)
+    question = quiesce(decode, prefill)
+    decode.say(quiesce_wanted=question)
+    assert await prefill.heard("quiesce") == question
+    prefill.say(quiesced=question)
+    assert await decode.heard("quiesced") == question
+    assert not other.count("quiesce")
+
+
+async def test_nobody_asks_or_answers_for_somebody_else(cluster: Cluster) -> None:
+    """Pages go back on that word, and a peer that is not there answers nothing."""
+    prefill, decode = await cluster.pair()
+    other = await cluster.add("p1", PREFILL)
+    other.say(quiesce_wanted=quiesce(decode, prefill))
+    other.say(quiesced=quiesce(decode, prefill))
+    decode.say(quiesce_wanted=quiesce(decode, ScriptedWorker("gone", PREFILL)))
+    honest = quiesce(decode, other)
+    decode.say(quiesce_wanted=honest)
+    assert await other.heard("quiesce") == honest
+    other.say(quiesced=honest)
+    assert await decode.heard("quiesced") == honest
+    assert not prefill.count("quiesce")
+    assert not decode.count("quiesced")

@@ -386,6 +386,8 @@ class WorkRequest(_message.Message):
     CANCEL_FIELD_NUMBER: _builtins.int
     ABORT_FIELD_NUMBER: _builtins.int
     PART_FIELD_NUMBER: _builtins.int
+    QUIESCE_FIELD_NUMBER: _builtins.int
+    QUIESCED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def attach(self) -> Global___Attach:
         """First message of the stream."""
@@ -416,6 +418,16 @@ class WorkRequest(_message.Message):
     def part(self) -> Global___Part:
         """A worker that no longer exists; proven where `proven_dead` is set."""
 
+    @_builtins.property
+    def quiesce(self) -> Global___Quiesce:
+        """Prefill worker: another worker gave a transfer up, and hears nothing by
+        the direct path. To be answered by quiesced, once nothing can land.
+        """
+
+    @_builtins.property
+    def quiesced(self) -> Global___Quiesce:
+        """Decode worker: the answer of the prefill worker that it names."""
+
     def __init__(
         self,
         *,
@@ -426,12 +438,14 @@ class WorkRequest(_message.Message):
         cancel: Global___Cancel | None = ...,
         abort: Global___Abort | None = ...,
         part: Global___Part | None = ...,
+        quiesce: Global___Quiesce | None = ...,
+        quiesced: Global___Quiesce | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "attach", b"attach", "cancel", b"cancel", "grant", b"grant", "meet", b"meet", "message", b"message", "part", b"part", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "attach", b"attach", "cancel", b"cancel", "grant", b"grant", "meet", b"meet", "message", b"message", "part", b"part", "quiesce", b"quiesce", "quiesced", b"quiesced", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "attach", b"attach", "cancel", b"cancel", "grant", b"grant", "meet", b"meet", "message", b"message", "part", b"part", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "attach", b"attach", "cancel", b"cancel", "grant", b"grant", "meet", b"meet", "message", b"message", "part", b"part", "quiesce", b"quiesce", "quiesced", b"quiesced", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attach", "meet", "submit", "grant", "cancel", "abort", "part"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attach", "meet", "submit", "grant", "cancel", "abort", "part", "quiesce", "quiesced"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -508,6 +522,43 @@ class Part(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Part: _TypeAlias = Part  # noqa: Y015
+
+@_typing.final
+class Quiesce(_message.Message):
+    """A transfer that the decode worker gave up. The question goes from there to
+    the prefill worker and comes back as the answer that nothing of it can land
+    any more. Routers pass both on by the agent names, unchanged.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    DECODE_EPOCH_FIELD_NUMBER: _builtins.int
+    DECODE_AGENT_NAME_FIELD_NUMBER: _builtins.int
+    PREFILL_AGENT_NAME_FIELD_NUMBER: _builtins.int
+    transfer_id: _builtins.bytes
+    """The transfer, random, 16 bytes."""
+    decode_epoch: _builtins.int
+    """Epoch of the decode worker that granted."""
+    decode_agent_name: _builtins.str
+    """Agent name of the decode worker, which asks."""
+    prefill_agent_name: _builtins.str
+    """Agent name of the prefill worker, which answers."""
+    def __init__(
+        self,
+        *,
+        transfer_id: _builtins.bytes = ...,
+        decode_epoch: _builtins.int = ...,
+        decode_agent_name: _builtins.str = ...,
+        prefill_agent_name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_agent_name", b"decode_agent_name", "decode_epoch", b"decode_epoch", "prefill_agent_name", b"prefill_agent_name", "transfer_id", b"transfer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Quiesce: _TypeAlias = Quiesce  # noqa: Y015
 
 @_typing.final
 class Submit(_message.Message):
@@ -863,6 +914,8 @@ class WorkResponse(_message.Message):
     ABORTED_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     TAKEN_OVER_FIELD_NUMBER: _builtins.int
+    QUIESCE_WANTED_FIELD_NUMBER: _builtins.int
+    QUIESCED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def attached(self) -> Global___Attached:
         """First message of the stream."""
@@ -911,6 +964,16 @@ class WorkResponse(_message.Message):
     def taken_over(self) -> Global___TakenOver:
         """Decode worker: it computes the prompt by itself, and no grant follows."""
 
+    @_builtins.property
+    def quiesce_wanted(self) -> Global___Quiesce:
+        """Decode worker: a prefill worker does not answer by the direct path; to be
+        passed on to it.
+        """
+
+    @_builtins.property
+    def quiesced(self) -> Global___Quiesce:
+        """Prefill worker: the answer to quiesce; to be passed on to the decode worker."""
+
     def __init__(
         self,
         *,
@@ -926,12 +989,14 @@ class WorkResponse(_message.Message):
         aborted: Global___Aborted | None = ...,
         prompt_logprobs: Global___PromptLogprobs | None = ...,
         taken_over: Global___TakenOver | None = ...,
+        quiesce_wanted: Global___Quiesce | None = ...,
+        quiesced: Global___Quiesce | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "attached", b"attached", "delivered", b"delivered", "failed", b"failed", "finished", b"finished", "first_token", b"first_token", "granted", b"granted", "load", b"load", "message", b"message", "prefill_done", b"prefill_done", "prompt_logprobs", b"prompt_logprobs", "taken_over", b"taken_over", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "attached", b"attached", "delivered", b"delivered", "failed", b"failed", "finished", b"finished", "first_token", b"first_token", "granted", b"granted", "load", b"load", "message", b"message", "prefill_done", b"prefill_done", "prompt_logprobs", b"prompt_logprobs", "quiesce_wanted", b"quiesce_wanted", "quiesced", b"quiesced", "taken_over", b"taken_over", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "attached", b"attached", "delivered", b"delivered", "failed", b"failed", "finished", b"finished", "first_token", b"first_token", "granted", b"granted", "load", b"load", "message", b"message", "prefill_done", b"prefill_done", "prompt_logprobs", b"prompt_logprobs", "taken_over", b"taken_over", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "attached", b"attached", "delivered", b"delivered", "failed", b"failed", "finished", b"finished", "first_token", b"first_token", "granted", b"granted", "load", b"load", "message", b"message", "prefill_done", b"prefill_done", "prompt_logprobs", b"prompt_logprobs", "quiesce_wanted", b"quiesce_wanted", "quiesced", b"quiesced", "taken_over", b"taken_over", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attached", "load", "granted", "first_token", "tokens", "prefill_done", "delivered", "finished", "failed", "aborted", "prompt_logprobs", "taken_over"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attached", "load", "granted", "first_token", "tokens", "prefill_done", "delivered", "finished", "failed", "aborted", "prompt_logprobs", "taken_over", "quiesce_wanted", "quiesced"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

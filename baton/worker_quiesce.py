@@ -1,0 +1,84 @@
+"""The second path of the question whether a transfer is quiet: over the routers.
+
+The first is a notification from the decode worker to the prefill worker, and its answer. Where that
+path is broken while both live, a quarantine would last for as long as it stays so:
+
+1. The decode worker's transfer thread finds that its questions are not answered. Every router that
+   is attached is asked to ask (`quiesce_wanted`), again and again until the quarantine is over.
+2. A router that holds a stream to the prefill worker passes the question on (`quiesce`).
+3. The prefill worker posts nothing more of that transfer. Once nothing of it can land, it answers
+   (`quiesced`) to all its routers, which pass the answer on to the decode worker. Until then it
+   says nothing, and is asked again.
+
+Words that come twice or too late change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from baton.worker.v1 import worker_pb2
+from kv_transfer.events import QuiesceAnswered, QuiesceUnanswered, TransferEvent
+
+
+class QuiescingThread(Protocol):
+    """What is needed of `kv_transfer.thread.TransferThread`."""
+
+    def quiesce(self, transfer_id: bytes, decode_agent: str, decode_epoch: int) -> None:
+        """The decode side gave up: QuiesceAnswered follows, unless something can still land."""
+        ...
+
+    def quiesced(self, transfer_id: bytes, prefill_agent: str, decode_epoch: int) -> None:
+        """The prefill side says that nothing can land any more."""
+        ...
+
+
+class QuiesceRelay:
+    """One worker's end of that path, whichever side it is on. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        transfer: QuiescingThread,
+        agent_name: str,
+        epoch: int,
+        tell_routers: Callable[[worker_pb2.WorkResponse], None],
+    ) -> None:
+        self._transfer = transfer
+        self._agent_name = agent_name
+        self._epoch = epoch
+        self._tell_routers = tell_routers
+
+    def on_transfer(self, event: TransferEvent) -> None:
+        """Takes an event of the transfer thread; those of other owners are ignored."""
+        match event:
+            case QuiesceUnanswered():
+                question = self._message(event.transfer_id, self._epoch, self._agent_name)
+                question.prefill_agent_name = event.peer
+                self._tell_routers(worker_pb2.WorkResponse(quiesce_wanted=question))
+            case QuiesceAnswered():
+                answer = self._message(event.transfer_id, event.decode_epoch, event.peer)
+                answer.prefill_agent_name = self._agent_name
+                self._tell_routers(worker_pb2.WorkResponse(quiesced=answer))
+            case _:
+                pass
+
+    def asked(self, question: worker_pb2.Quiesce) -> None:
+        """A router passes a decode worker's question on."""
+        if question.prefill_agent_name == self._agent_name:
+            self._transfer.quiesce(
+                question.transfer_id, question.decode_agent_name, question.decode_epoch
+            )
+
+    def answered(self, answer: worker_pb2.Quiesce) -> None:
+        """A router passes a prefill worker's answer on."""
+        if answer.decode_agent_name == self._agent_name:
+            self._transfer.quiesced(
+                answer.transfer_id, answer.prefill_agent_name, answer.decode_epoch
+            )
+
+    @staticmethod
+    def _message(transfer_id: bytes, epoch: int, decode_agent: str) -> worker_pb2.Quiesce:
+        return worker_pb2.Quiesce(
+            transfer_id=transfer_id, decode_epoch=epoch, decode_agent_name=decode_agent
+        )
