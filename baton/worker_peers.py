@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -103,6 +103,8 @@ class Peers:
         self._clock = clock
         self._slow_gigabytes_per_s = slow_gigabytes_per_s
         self._peers: dict[str, _Peer] = {}
+        self.held_against: Callable[[], Mapping[str, str]] = dict
+        """Set by the owner: by agent name, why a peer should be avoided whose path is healthy."""
 
     def is_usable(self, agent_name: str) -> bool:
         """Whether a transfer with that agent can be begun."""
@@ -116,13 +118,14 @@ class Peers:
 
     def health(self) -> list[worker_pb2.PeerHealth]:
         """How the path to each peer stands."""
+        held_against = self.held_against()
         return [
             worker_pb2.PeerHealth(
                 agent_name=name,
                 transport=peer.path,
                 gigabytes_per_s=peer.gigabytes_per_s,
                 latency_us=peer.latency_us,
-                cause=peer.cause,
+                cause=peer.cause or held_against.get(name, ""),
             )
             for name, peer in self._peers.items()
         ]
@@ -131,13 +134,13 @@ class Peers:
         """The same for metrics, by the workers' names, which outlive a restart."""
         return [
             PeerPath(
-                name.rpartition("-")[0] or name,
-                peer.path,
-                peer.gigabytes_per_s,
-                peer.latency_us,
-                peer.cause,
+                health.agent_name.rpartition("-")[0] or health.agent_name,
+                health.transport,
+                health.gigabytes_per_s,
+                health.latency_us,
+                health.cause,
             )
-            for name, peer in self._peers.items()
+            for health in self.health()
         ]
 
     def meet(self, worker: worker_pb2.WorkerIdentity, stream: object) -> None:

@@ -76,8 +76,6 @@ PUSHES_END_S: Final = 5.0
 SLOW_GPU_GIGABYTES_PER_S: Final = 1.0
 """Far below NVLink and RDMA: the bytes go through host memory, or over a common network."""
 IDLE_POLL_S: Final = 0.05
-SHARE_FULL: Final = "share_full"
-"""Why a peer is to be avoided that holds too many pages of this worker in quarantine."""
 PROFILE_STEPS: Final = 50
 """Of a profile that SIGUSR2 asks for, where no setting says how many."""
 DECODE_MIXED_PREFILL_TOKENS: Final = 192
@@ -118,6 +116,8 @@ class Worker:
         )
         self._watch_gpu()
         self.services = self._make_services()
+        self.services.peers.held_against = self.services.peers_to_avoid
+        self.metrics.watch_overdue(self.services.overdue)
         self.servicer = WorkerServicer(self.identity, self.services, self.load)
         self.admin = AdminServer(settings.admin, self.metrics.registry, self._is_ready)
         self._server = grpc.aio.server(options=server_options())
@@ -139,10 +139,6 @@ class Worker:
             page=self.engine.model.page_size_tokens,
         )
         draining, peers = self.servicer.draining, self.services.peers.health()
-        crowding = decode.crowding_peers()
-        for peer in peers:
-            if peer.agent_name in crowding:
-                peer.cause = peer.cause or SHARE_FULL
         return load_message(load, room, draining=draining, peers=peers)
 
     async def start(self) -> None:
@@ -240,7 +236,10 @@ class Worker:
             max_pages_per_peer=int(self.settings.max_granted_share * self.engine.pool.num_pages),
         )
         relay = QuiesceRelay(
-            self.transfer, self.agent_name, self.epoch, lambda said: self.servicer.tell_routers(said)
+            self.transfer,
+            self.agent_name,
+            self.epoch,
+            lambda said: self.servicer.tell_routers(said),
         )
         return Services(prefill, decode, peers, relay)
 

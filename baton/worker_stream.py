@@ -23,6 +23,7 @@ import grpc
 
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from baton.worker_outbox import Outbox
+from baton.worker_overdue import Overdue, overdue, peers_to_avoid
 from baton.worker_wire import MalformedMessage, failed_message
 from telemetry import failpoints
 
@@ -55,6 +56,16 @@ class Services:
     def active(self) -> int:
         """Attempts that somebody waits for."""
         return self.prefill.active + self.decode.active
+
+    def overdue(self) -> Overdue:
+        """Transfers that do not end."""
+        return overdue(self.decode.quarantines(), self.prefill.unended_sends())
+
+    def peers_to_avoid(self) -> dict[str, str]:
+        """Why, by agent name, apart from what the paths to them say."""
+        return peers_to_avoid(
+            self.decode.quarantines(), self.prefill.unended_sends(), self.decode.crowding_peers()
+        )
 
     def fail_all(self, reason: worker_pb2.FailureReason.ValueType) -> None:
         """Ends every attempt."""

@@ -37,6 +37,8 @@ class DecodeAttempt(Attempt):
     held_pages: int = 0
     took_over: bool = False
     """The prompt was to come from elsewhere, and is computed here."""
+    quarantined_s: float = 0.0
+    """Since when it has been in quarantine, on the table's clock."""
     abort_wanted: bool = False
     """The router waits for an Aborted."""
     computed_ns: int = 0

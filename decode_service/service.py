@@ -40,6 +40,7 @@ from typing import Final
 from baton.worker.v1 import worker_pb2
 from baton.worker_attempts import Attempts
 from baton.worker_outbox import Hop, Outbox
+from baton.worker_overdue import Unended
 from baton.worker_spans import CANCELLED, EXPIRED, KV_TRANSFER
 from baton.worker_wire import (
     MalformedMessage,
@@ -128,6 +129,15 @@ class DecodeService:
     def quarantined(self) -> int:
         """Attempts whose pages a write may still land in."""
         return len(self._attempts) - self.active
+
+    def quarantines(self) -> list[Unended]:
+        """Every attempt in quarantine."""
+        now_s = self._attempts.clock()
+        return [
+            Unended(attempt.peer, now_s - attempt.quarantined_s)
+            for attempt in self._attempts
+            if attempt.state is DecodeState.QUARANTINED
+        ]
 
     def crowding_peers(self) -> list[str]:
         """Peers whose share is filled by pages in quarantine: they would hold up all that is
@@ -391,6 +401,7 @@ class DecodeService:
         failpoints.hit("decode.quarantined")
         spans.write_receive_failed(attempt, error)
         attempt.state, attempt.expires_s = DecodeState.QUARANTINED, math.inf
+        attempt.quarantined_s = self._attempts.clock()
         self._engine.cancel(attempt.id)
 
     def _free(self, attempt: DecodeAttempt) -> None:

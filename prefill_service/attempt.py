@@ -26,6 +26,9 @@ class PrefillAttempt(Attempt):
     """Tokens of the prompt whose KV is there, cached ones included."""
     chunks: int = 0
     computed_ns: int = 0
+    sending_s: float | None = None
+    """Since when only its send has been left of it: computed and granted, or given up after its
+    grant; on the table's clock."""
     deadline_s: float = 0.0
     """What `expires_s` was before it was cut short for the grant."""
     error: str = ""

@@ -30,6 +30,7 @@ from typing import Final
 from baton.worker.v1 import worker_pb2
 from baton.worker_attempts import Attempts
 from baton.worker_outbox import Hop, Outbox
+from baton.worker_overdue import Unended
 from baton.worker_spans import CANCELLED, EXPIRED, KV_TRANSFER
 from baton.worker_wire import (
     MalformedMessage,
@@ -119,6 +120,15 @@ class PrefillService:
             and outgoing.destination is None
         )
 
+    def unended_sends(self) -> list[Unended]:
+        """Every attempt that waits for nothing but the end of its send."""
+        now_s = self._attempts.clock()
+        return [
+            Unended(attempt.peer, now_s - attempt.sending_s)
+            for attempt in self._attempts
+            if attempt.sending_s is not None
+        ]
+
     # What the router says.
 
     def submit(self, submit: worker_pb2.Submit, stream: Outbox) -> None:
@@ -159,6 +169,8 @@ class PrefillService:
             return
         attempt.expires_s = attempt.deadline_s
         self._by_transfer[destination.transfer_id] = attempt
+        if attempt.state is PrefillState.SENDING:
+            attempt.sending_s = self._attempts.clock()
         outgoing.grant(destination)
 
     def cancel(self, attempt_id: bytes, stream: Outbox) -> None:
@@ -253,6 +265,8 @@ class PrefillService:
         elif self._outgoing[attempt.id].destination is None:
             granted_by_s = self._attempts.clock() + self._grant_wait_s
             attempt.expires_s = min(attempt.deadline_s, granted_by_s)
+        else:
+            attempt.sending_s = self._attempts.clock()
 
     def _tell_ends(self, attempt: PrefillAttempt, event: Prefilled) -> None:
         for choice, reason in enumerate(event.ends):
@@ -328,6 +342,8 @@ class PrefillService:
         self._engine.cancel(attempt.id)
         outgoing = self._outgoing[attempt.id]
         destination = outgoing.close()
+        if destination is not None and attempt.sending_s is None:
+            attempt.sending_s = self._attempts.clock()
         self._end_span(outgoing, attempt)
         return destination
 

@@ -117,6 +117,12 @@ DECLARED: Final[Mapping[str, Declared]] = {
     Metric.TRANSFER_FAILURES: Declared("counter", "KV transfers failed, by cause.", ("cause",)),
     Metric.TRANSFERS_QUARANTINED: Declared("gauge", "Transfers whose pages a write may still hit."),
     Metric.SENDS_IN_PROGRESS: Declared("gauge", "Pushes posted and not reported done."),
+    Metric.QUARANTINES_OVERDUE: Declared("gauge", "Transfers in quarantine for over 5 s."),
+    Metric.QUARANTINE_OLDEST: Declared("gauge", "Age of the oldest quarantine; 0 without one."),
+    Metric.SENDS_STUCK: Declared(
+        "gauge", "Sends under way over 5 s after their prompt was computed or given up."
+    ),
+    Metric.SEND_OLDEST: Declared("gauge", "Age of the oldest of those sends; 0 without one."),
     Metric.EXPIRED_GRANTS: Declared("counter", "Grants that were not used in time."),
     Metric.STALE_NOTIFICATIONS: Declared(
         "counter", "Notifications dropped: unknown transfer, old epoch, wrong peer or coverage."

@@ -216,6 +216,10 @@ class WorkerMetrics(ProcessMetrics):
         for metric, labels, value in _PEER_SAMPLES:
             self.registry.register(Samples(metric, partial(_of_paths, peers, labels, value)))
 
+    def watch_overdue(self, take: Callable[[], object]) -> None:
+        """Shows transfers that do not end; attributes as of `baton.worker_overdue.Overdue`."""
+        self._watch(take, _OVERDUE_ROWS)
+
     def watch_gpu(self, read: Callable[[], GpuLoad | None]) -> None:
         """Shows how the worker's GPU stands."""
         self._watch(read, _GPU_ROWS)
@@ -322,6 +326,12 @@ _TRANSFER_ROWS: Final = (
     Row(Metric.SENDS_IN_PROGRESS, attrgetter("sends_in_progress")),
     Row(Metric.EXPIRED_GRANTS, attrgetter("expired_grants")),
     Row(Metric.STALE_NOTIFICATIONS, attrgetter("stale_notifications")),
+)
+_OVERDUE_ROWS: Final = (
+    Row(Metric.QUARANTINES_OVERDUE, attrgetter("quarantines")),
+    Row(Metric.QUARANTINE_OLDEST, attrgetter("oldest_quarantine_s")),
+    Row(Metric.SENDS_STUCK, attrgetter("sends")),
+    Row(Metric.SEND_OLDEST, attrgetter("oldest_send_s")),
 )
 _GPU_ROWS: Final = (
     Row(Metric.GPU_UTILIZATION, attrgetter("utilization")),

@@ -216,6 +216,10 @@ class Metric:
     TRANSFER_FAILURES: Final = "baton_kv_transfer_failures"
     TRANSFERS_QUARANTINED: Final = "baton_kv_transfers_quarantined"
     SENDS_IN_PROGRESS: Final = "baton_kv_sends_in_progress"
+    QUARANTINES_OVERDUE: Final = "baton_kv_quarantines_overdue"
+    QUARANTINE_OLDEST: Final = "baton_kv_quarantine_oldest_seconds"
+    SENDS_STUCK: Final = "baton_kv_sends_stuck"
+    SEND_OLDEST: Final = "baton_kv_send_oldest_seconds"
     EXPIRED_GRANTS: Final = "baton_kv_grants_expired"
     STALE_NOTIFICATIONS: Final = "baton_kv_stale_notifications"
 

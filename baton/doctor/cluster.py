@@ -1,12 +1,10 @@
 """A running cluster: who is there, how fast the paths between workers are, what is stuck.
 
-Everything is read from the metrics that the processes serve; two looks a moment apart tell what is
-stuck from what is merely under way.
+Everything is read from the metrics that the processes serve.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from typing import Final, NamedTuple
 
@@ -14,16 +12,15 @@ from baton.doctor.finding import Finding, error, ok, warning
 from baton.top.scrape import Scrape, TopError, scrape
 from telemetry.names import Metric
 
-OVERDUE_S: Final = 2.0
-"""Between the two looks. A quarantine or a push that spans both is overdue: either takes
-milliseconds where the other side lives."""
-
 ADVICE: Final[Mapping[str, str]] = {
     "slow_tcp_only": "UCX_TLS=tcp is set for the worker: unset it",
     "slow_network": "the workers see no common memory: same host without a shared IPC namespace "
     "(docker run --ipc), or hosts without RDMA",
     "slow": "compare with the self-test above; GPUs without peer access, or a busy machine",
     "fingerprint": "model, weights, dtype or page size differ: start both with the same settings",
+    "share_full": "its pages in quarantine fill its share of the pool: wake that worker or kill it",
+    "quarantine_overdue": "it does not say what it may still write: wake that worker or kill it",
+    "sends_stuck": "writes to it do not end: is it frozen, is the path cut?",
     "unreachable": "the path cannot be opened: is a firewall between, is the worker restarting?",
 }
 USUAL_ADVICE: Final = "the worker's log says more; routers use other pairs meanwhile"
@@ -48,25 +45,23 @@ class Cluster(NamedTuple):
 
 
 def check_cluster(admin: str, *, expected: bool) -> Cluster:
-    """Looks twice at the cluster behind a router's admin port.
+    """Looks at the cluster behind a router's admin port.
 
     Args:
         admin: HOST:PORT.
         expected: somebody says that a router is there: it is an error if it is not.
     """
     try:
-        first = scrape(admin)
-        time.sleep(OVERDUE_S)
-        second = scrape(admin)
+        seen = scrape(admin)
     except TopError as failed:
         advice = "start one with `baton up`, or name its admin port: --admin HOST:PORT"
         return Cluster([], [(error if expected else warning)("router", str(failed), advice)])
-    paths = [path for name in second.samples for path in _paths(second, name)]
+    paths = [path for name in seen.samples for path in _paths(seen, name)]
     findings = [
-        *_router(second),
-        *_workers(second),
+        *_router(seen),
+        *_workers(seen),
         *_path_findings(paths),
-        *_stuck(first, second),
+        *_stuck(seen),
     ]
     return Cluster(paths, findings)
 
@@ -128,26 +123,25 @@ def _path_findings(paths: list[Path]) -> Iterator[Finding]:
         yield ok("paths", f"{len(paths)}, all healthy")
 
 
-def _stuck(first: Scrape, second: Scrape) -> Iterator[Finding]:
-    for name, samples in second.samples.items():
-        before = first.samples.get(name)
-        if before is None:
-            continue
-        for metric, found, advice in _STUCK:
-            count = min(before.total(metric), samples.total(metric))
-            if count:
-                yield warning(name, found.format(count=count), advice)
+def _stuck(seen: Scrape) -> Iterator[Finding]:
+    for name, samples in seen.samples.items():
+        for metric, oldest, what, advice in _OVERDUE:
+            if count := samples.total(metric):
+                found = f"{count:.0f} {what}, the oldest for {samples.total(oldest):.0f} s"
+                yield warning(name, found, advice)
 
 
-_STUCK: Final = (
+_OVERDUE: Final = (
     (
-        Metric.TRANSFERS_QUARANTINED,
-        "{count:.0f} transfers in quarantine for over 2 s",
+        Metric.QUARANTINES_OVERDUE,
+        Metric.QUARANTINE_OLDEST,
+        "transfers in quarantine for over 5 s",
         "their prefill worker is frozen or cut off: wake it or kill it; nothing else frees them",
     ),
     (
-        Metric.SENDS_IN_PROGRESS,
-        "{count:.0f} pushes under way for over 2 s",
-        "under heavy load that is usual; else the peer or the path hangs: see its health",
+        Metric.SENDS_STUCK,
+        Metric.SEND_OLDEST,
+        "sends that do not end for over 5 s",
+        "the decode worker or the path to it hangs: see its health",
     ),
 )

@@ -149,6 +149,9 @@ def _notes(view: View) -> list[Text]:
             bad |= {"preempted": worker.preemptions} if worker.preemptions else {}
             said = ", ".join(f"{count:,} {what}" for what, count in bad.items())
             notes.append(Text(f"{worker.name}: {said} since its start", "yellow"))
+        if stuck := {what: count for what, count in worker.overdue.items() if count}:
+            said = ", ".join(f"{count:,} {what}" for what, count in stuck.items())
+            notes.append(Text(f"{worker.name}: {said} overdue: see `baton doctor`", "red"))
     return notes
 
 

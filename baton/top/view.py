@@ -65,6 +65,8 @@ class WorkerView:
     """Since its start, by outcome."""
     exposed: Quantiles = field(default_factory=lambda: Quantiles(0))
     preemptions: int = 0
+    overdue: dict[str, int] = field(default_factory=dict)
+    """Transfers that do not end: "quarantines" and "sends"."""
     gpu_share: float | None = None
 
 
@@ -158,6 +160,10 @@ def _worker(known: Known, now: Scrape, before: Scrape, since: Scrape) -> WorkerV
         },
         exposed=_quantiles([(found, old)], Metric.TRANSFER_EXPOSED),
         preemptions=int(found.total(f"{Metric.PREEMPTIONS}_total")),
+        overdue={
+            "quarantines": int(found.total(Metric.QUARANTINES_OVERDUE)),
+            "sends": int(found.total(Metric.SENDS_STUCK)),
+        },
         gpu_share=found.total(gpu) if found.has(gpu) else None,
     )
 

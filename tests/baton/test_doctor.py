@@ -89,10 +89,8 @@ def seen(*workers: Known, **values: dict[tuple[tuple[str, str], ...], float]) ->
     return Scrape(0.0, Samples(0.0, {}), workers, samples)
 
 
-def look(monkeypatch: pytest.MonkeyPatch, first: Scrape, second: Scrape | None = None):
-    looks = iter([first, second or first])
-    monkeypatch.setattr(cluster, "scrape", lambda admin: next(looks))
-    monkeypatch.setattr(cluster, "OVERDUE_S", 0.0)
+def look(monkeypatch: pytest.MonkeyPatch, what: Scrape):
+    monkeypatch.setattr(cluster, "scrape", lambda admin: what)
     return cluster.check_cluster("somewhere", expected=True)
 
 
@@ -115,16 +113,14 @@ def test_a_slow_path_is_an_error_with_its_figures_and_a_remedy(
     assert "UCX_TLS" in finding.advice
 
 
-def test_what_spans_two_looks_is_overdue_and_what_comes_and_goes_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    stuck, clean = (seen(D, TRANSFERS_QUARANTINED={(): n}) for n in (2.0, 0.0))
-    assert [f.found for f in look(monkeypatch, stuck).findings if f.level is Level.WARNING] == [
-        "2 transfers in quarantine for over 2 s"
+def test_what_is_overdue_is_said_with_its_age(monkeypatch: pytest.MonkeyPatch) -> None:
+    overdue = {"QUARANTINES_OVERDUE": {(): 2.0}, "QUARANTINE_OLDEST": {(): 63.4}}
+    found = look(monkeypatch, seen(D, **overdue)).findings
+    assert [f.found for f in found if f.level is Level.WARNING] == [
+        "2 transfers in quarantine for over 5 s, the oldest for 63 s"
     ]
-    for looks in ((stuck, clean), (clean, stuck)):
-        found = look(monkeypatch, *looks).findings
-        assert not [f for f in found if f.level is Level.WARNING]
+    young = seen(D, TRANSFERS_QUARANTINED={(): 2.0}, QUARANTINE_OLDEST={(): 1.0})
+    assert not [f for f in look(monkeypatch, young).findings if f.level is Level.WARNING]
 
 
 def test_who_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +139,7 @@ def test_a_foreign_write_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(f.level is Level.ERROR and "3 free" in f.found for f in look(monkeypatch, one)[1])
 
 
-def test_a_router_that_goes_between_the_looks_is_no_traceback(
+def test_a_router_that_is_gone_is_no_traceback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fails(admin: str) -> Scrape:

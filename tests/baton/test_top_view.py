@@ -126,6 +126,16 @@ def test_workers_that_do_not_answer_or_are_gone_are_shown(pages: Pages) -> None:
     assert re.search(r"decode-1 .* gone", shown)
 
 
+def test_transfers_that_do_not_end_are_pointed_at(pages: Pages) -> None:
+    up = Gauge(Metric.WORKER_UP, "", ("worker", "role"), registry=pages.registry)
+    up.labels("decode-0", "decode").set(1)
+    Gauge(Metric.QUARANTINES_OVERDUE, "", registry=pages.registry).set(3)
+    pages.discovery = f'[{{"targets": ["{pages.address}"], "labels": {{"worker": "decode-0"}}}}]'
+    console = Console(width=WIDTH, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(draw(view(scrape(pages.address)), pages.address))
+    assert "decode-0: 3 quarantines overdue" in console.export_text()
+
+
 def test_an_empty_router_is_shown(pages: Pages) -> None:
     found = view(scrape(pages.address))
     assert found.workers == []
