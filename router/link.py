@@ -37,6 +37,8 @@ MAX_QUEUED_MESSAGES: Final = 4096
 """Messages waiting to be written; a worker that leaves more unread is given up."""
 WATCH_INTERVAL_S: Final = 0.1
 """How late a frozen worker may be noticed."""
+SLOW: Final = "slow"
+"""Complaints of a path that works begin with this."""
 _CLOSED_BY_KERNEL: Final = ("Socket closed", "Connection reset by peer")
 """How gRPC describes a connection that the peer's kernel closed without a goodbye of the peer."""
 
@@ -162,7 +164,8 @@ class WorkerLink:
         self.progress = known_progress
         """The step loop's counter, as last reported."""
         self._answered = False
-        self._avoided_agents: frozenset[str] = frozenset()
+        self._complaints: dict[str, str] = {}
+        """Of peers, by agent name: a short word."""
         self._alive_until_s = self._clock() + attach_timeout_s
         self.send(worker_pb2.WorkRequest(attach=worker_pb2.Attach(router_id=router_id)))
 
@@ -186,8 +189,12 @@ class WorkerLink:
         return self.identity.endpoint.agent_name
 
     def avoids(self, other: WorkerLink) -> bool:
-        """Whether the worker reports its path to the other as broken or slow."""
-        return other.agent_name in self._avoided_agents
+        """Whether the worker complains of the other, or of the path to it."""
+        return other.agent_name in self._complaints
+
+    def gave_up(self, other: WorkerLink) -> bool:
+        """Whether the complaint is of more than a slow path: what is sent there would fail."""
+        return not self._complaints.get(other.agent_name, SLOW).startswith(SLOW)
 
     @property
     def draining(self) -> bool:
@@ -281,7 +288,7 @@ class WorkerLink:
         """A counter that moves is a sign of life; a long step is announced before it begins."""
         now_s = self._clock()
         self.ledger.report(load, now_s)
-        self._avoided_agents = frozenset(peer.agent_name for peer in load.peers if peer.cause)
+        self._complaints = {peer.agent_name: peer.cause for peer in load.peers if peer.cause}
         if load.progress != self.progress:
             self.progress = load.progress
             self._alive_until_s = now_s + self._stale_after_s + load.long_step_ms / 1e3

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from router.policies import Policy
 
 Test = Callable[["WorkerLink", "Job"], bool]
+Pairs = Mapping["WorkerLink", Sequence["WorkerLink | None"]]
+"""By who begins, with whom: None where nobody has to decode."""
 
 
 class Route(NamedTuple):
@@ -92,14 +94,19 @@ def choose(
 ) -> Route | None:
     """The policy's choice among the workers that have room now; None where there is none.
 
-    A worker to avoid failed this job before: it is taken only where nobody else has room, and a
-    prefill worker only where no decode worker could do without.
-    A pair whose path one of the two reports as broken or slow waits for its turn likewise.
+    A prefill worker to avoid failed this job before. It is taken, like a pair that complains of
+    more than a slow path, only where no other could run the job, not even later, and no decode
+    worker by itself: an attempt there fails at once, and there are not many. A pair whose path is
+    slow is taken where no other has room.
     """
-    route = _local_route(job, workers, policy, avoid, local) if local.allowed else None
-    if route is not None:
-        return route
-    route = _usual_route(job, workers, policy, avoid)
+    fit = _fit(job, workers, avoid)
+    if local.allowed:
+        route = _local_route(job, workers, policy, avoid, local, list(fit))
+        if route is not None:
+            return route
+        if not fit and _decoders(job, workers, _could_hold):
+            return None
+    route = _usual_route(job, workers, policy, avoid, fit)
     if route is None or route.decode is None or route.whole:
         return route
     return route._replace(local_tokens=_rest_tokens(job, route, local))
@@ -111,9 +118,9 @@ def _local_route(
     policy: Policy,
     avoid: Collection[WorkerLink],
     local: LocalPrefill,
+    prefills: Sequence[WorkerLink],
 ) -> Route | None:
     """A decode worker that runs the job whole, where there is a reason for that."""
-    prefills = [worker for worker in _capable(job, workers) if worker not in avoid]
     reason = LocalReason.FASTER if prefills else LocalReason.NO_PREFILL_WORKER
     if prefills and not local.weighs_queues:
         return None
@@ -144,37 +151,57 @@ def _rest_tokens(job: Job, route: Route, local: LocalPrefill) -> int:
 
 
 def _usual_route(
-    job: Job, workers: Sequence[WorkerLink], policy: Policy, avoid: Collection[WorkerLink]
+    job: Job,
+    workers: Sequence[WorkerLink],
+    policy: Policy,
+    avoid: Collection[WorkerLink],
+    fit: Pairs,
 ) -> Route | None:
-    """A prefill worker and its partner, or one that does both."""
-    starters: dict[WorkerLink, list[WorkerLink | None]] = {
-        worker: partners
-        for worker in _starters(job, workers, _has_credit)
-        if (partners := _partners(worker, job, workers, _has_room))
-    }
-    if not starters:
+    """A prefill worker and its partner, or one that does both; of those that fit, if any do."""
+    pairs = _pairs(job, workers, _has_credit, _has_room)
+    if fit:
+        pairs = _only(pairs, lambda first, partner: partner in fit.get(first, ()))
+    if not pairs:
         return None
-    starters = _with_sound_paths(starters) or starters
-    candidates = _preferred(starters, avoid)
+    pairs = _only(pairs, _is_sound) or pairs
+    candidates = _preferred(pairs, avoid)
     first = candidates[policy.prefill(candidates)]
-    decoders = [partner for partner in starters[first] if partner is not None]
+    decoders = [partner for partner in pairs[first] if partner is not None]
     if not decoders:
         return Route(first, None)
     candidates = _preferred(decoders, avoid)
     return Route(first, candidates[policy.decode(candidates)])
 
 
-def _capable(job: Job, workers: Sequence[WorkerLink]) -> list[WorkerLink]:
-    """Prefill workers, and those that do both, that could run the job if they had room."""
+def _fit(job: Job, workers: Sequence[WorkerLink], avoid: Collection[WorkerLink]) -> Pairs:
+    """Pairs that could run the job if they had room, and that nothing speaks against."""
     tokens = job.prompt_tokens + job.stopping.max_tokens
-    return [
-        first
-        for first in _starters(job, workers, _anyone)
-        if any(
-            tokens <= _route_tokens(job, first, partner)
-            for partner in _partners(first, job, workers, _anyone)
+
+    def test(first: WorkerLink, partner: WorkerLink | None) -> bool:
+        is_given_up = partner is not None and (first.gave_up(partner) or partner.gave_up(first))
+        return (
+            first not in avoid and not is_given_up and tokens <= _route_tokens(job, first, partner)
         )
-    ]
+
+    return _only(_pairs(job, workers, _anyone, _anyone), test)
+
+
+def _pairs(job: Job, workers: Sequence[WorkerLink], first_test: Test, partner_test: Test) -> Pairs:
+    """Who could begin the job, and with whom each."""
+    return {
+        first: partners
+        for first in _starters(job, workers, first_test)
+        if (partners := _partners(first, job, workers, partner_test))
+    }
+
+
+def _only(pairs: Pairs, test: Callable[[WorkerLink, WorkerLink | None], bool]) -> Pairs:
+    """The pairs that pass."""
+    return {
+        first: partners
+        for first, everyone in pairs.items()
+        if (partners := [partner for partner in everyone if test(first, partner)])
+    }
 
 
 def _decoders(job: Job, workers: Sequence[WorkerLink], test: Test) -> list[WorkerLink]:
@@ -214,19 +241,9 @@ def _partners(
     ]
 
 
-def _with_sound_paths(
-    starters: Mapping[WorkerLink, Sequence[WorkerLink | None]],
-) -> dict[WorkerLink, list[WorkerLink | None]]:
-    """The pairs that neither side complains of."""
-    return {
-        first: partners
-        for first, all_partners in starters.items()
-        if (partners := [p for p in all_partners if p is None or _is_sound(first, p)])
-    }
-
-
-def _is_sound(first: WorkerLink, partner: WorkerLink) -> bool:
-    return first is partner or not (first.avoids(partner) or partner.avoids(first))
+def _is_sound(first: WorkerLink, partner: WorkerLink | None) -> bool:
+    """Whether neither complains of the other."""
+    return partner is None or not (first.avoids(partner) or partner.avoids(first))
 
 
 def _route_tokens(job: Job, first: WorkerLink, partner: WorkerLink | None) -> int:
@@ -265,6 +282,11 @@ def _has_room(worker: WorkerLink, job: Job) -> bool:
         return False
     whole_tokens = job.prompt_tokens + job.stopping.max_tokens
     return need.pages <= room.free_pages and whole_tokens <= _pool_tokens(job, worker)
+
+
+def _could_hold(worker: WorkerLink, job: Job) -> bool:
+    """In a pool that is empty."""
+    return job.prompt_tokens + job.stopping.max_tokens <= _pool_tokens(job, worker)
 
 
 def _has_both(worker: WorkerLink, job: Job) -> bool:

@@ -316,3 +316,66 @@ async def test_draining_router_refuses_new_jobs_and_ends_the_last_ones(cluster: 
     assert (await error_of(reader)).reason == "DRAINING"
     await cluster.dispatcher.idle()
     assert (await prefill.heard("cancel")).attempt_id == attempt
+
+
+async def complain(cluster: Cluster, of: ScriptedWorker, by: ScriptedWorker, cause: str) -> None:
+    by.load.peers.append(worker_pb2.PeerHealth(agent_name=of.agent_name, cause=cause))
+    by.report()
+    links = {link.agent_name: link for link in cluster.registry.members}
+    await until(lambda: links[by.agent_name].avoids(links[of.agent_name]))
+
+
+async def test_a_busy_worker_is_waited_for_rather_than_a_cut_path_taken() -> None:
+    """An attempt over it would fail at once, and the few that a job has would soon be spent."""
+    cluster = Cluster()
+    try:
+        prefill, decode = await cluster.pair()
+        busy = await cluster.add("p1", PREFILL)
+        busy.report(prefill_credit_tokens=0)
+        await complain(cluster, prefill, decode, "disconnected")
+        reader = cluster.read(job())
+        await until(lambda: cluster.dispatcher.queued_jobs == 1)
+        await asyncio.sleep(0.3)
+        assert prefill.count("submit") == decode.count("submit") == 0
+        busy.report(prefill_credit_tokens=64)
+        assert (await busy.heard("submit")).peer_agent_name == decode.agent_name
+        await reader.leave()
+    finally:
+        await cluster.close()
+
+
+@pytest.mark.parametrize("local_prefill", ["cached", "never"])
+async def test_the_only_pair_with_a_cut_path(local_prefill: str) -> None:
+    """The decode worker does it all, where it may; else the path is tried for want of another."""
+    cluster = Cluster(local_prefill=local_prefill)
+    try:
+        prefill, decode = await cluster.pair()
+        await complain(cluster, decode, prefill, "quarantine_overdue")
+        reader = cluster.read(job())
+        if local_prefill == "never":
+            assert (await prefill.heard("submit")).peer_agent_name == decode.agent_name
+        else:
+            assert (await decode.heard("submit")).mode == worker_pb2.WORK_MODE_WHOLE
+            assert not prefill.count("submit")
+        await reader.leave()
+    finally:
+        await cluster.close()
+
+
+async def test_a_retry_waits_for_a_busy_worker_rather_than_fail_again(cluster: Cluster) -> None:
+    both = await cluster.add("b0", BOTH)
+    other = await cluster.add("b1", BOTH)
+    other.report(prefill_credit_tokens=0)
+    links = {link.worker_id: link for link in cluster.registry.members}
+    await until(lambda: links["b1"].room().prefill_credit_tokens == 0)
+    reader = cluster.read(job(max_tokens=1))
+    attempt = (await both.heard("submit")).attempt_id
+    both.failed(attempt, FAILURES.FAILURE_REASON_INTERNAL)
+    await until(lambda: cluster.dispatcher.queued_jobs == 1)
+    await asyncio.sleep(0.3)
+    assert both.count("submit") == 0
+    other.report(prefill_credit_tokens=64)
+    second = (await other.heard("submit")).attempt_id
+    other.first_token(second, 10)
+    other.finished(second, 1)
+    assert tokens_of(await reader.end()) == [10]
