@@ -1,0 +1,78 @@
+"""`baton up` as people run it: a worker that ends itself for a step that hangs is started again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+from tiny_models import write_tiny_model
+
+from baton.client import Client
+from baton.errors import BatonError
+from baton.worker_watchdog import EXIT_HUNG
+
+WAIT_S = 100.0
+
+
+@pytest.fixture
+def running(tmp_path):
+    """The process, its log and the router's gRPC and admin ports."""
+    ports = []
+    for _ in range(3):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            ports.append(free.getsockname()[1])
+    options = dict(zip(("--port", "--http-port", "--admin-port"), map(str, ports), strict=True))
+    words = [word for option in options.items() for word in option]
+    settings = {"FAILPOINTS": "live", "STEP_TIMEOUT_S": "4", "NUM_PAGES": "200"}
+    environment = {**os.environ, **{f"BATON_{name}": value for name, value in settings.items()}}
+    model = write_tiny_model(tmp_path / "model")
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "baton", "up", "--model", str(model), "--device", "cpu", *words],
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    yield process, log, ports
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 0, log.read_text()
+
+
+def until(condition, log) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)
+
+
+def answers(client) -> bool:
+    options = {"max_tokens": 4, "ignore_eos": True, "timeout_s": 20}
+    try:
+        return len(client.generate(token_ids=[5, 6, 7], **options).token_ids) == 4
+    except BatonError:
+        return False
+
+
+@pytest.mark.timeout(300)
+def test_a_worker_whose_step_hangs_is_started_again(running):
+    process, log, (port, _, admin) = running
+    with Client(f"127.0.0.1:{port}", retries=False) as client:
+        until(lambda: answers(client), log)
+        with urllib.request.urlopen(f"http://127.0.0.1:{admin}/discovery", timeout=10) as page:
+            admins = {one["labels"]["worker"]: one["targets"][0] for one in json.load(page)}
+        url = f"http://{admins['decode-0']}/failpoints"
+        urllib.request.urlopen(url, data=b"engine.step=hang@1", timeout=10).close()
+        restarted = f"exited with status {EXIT_HUNG}; starts again in"
+        answers(client)  # may end well: another attempt, elsewhere
+        until(lambda: restarted in log.read_text(), log)
+        until(lambda: answers(client), log)
+        assert process.poll() is None
+        assert log.read_text().count(restarted) == 1
