@@ -15,6 +15,7 @@ why by one short stable word, given by whoever knows it.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
@@ -139,13 +140,17 @@ def end_span(
     *,
     error: str = "",
 ) -> None:
-    """Ends a span. `error` is a short stable word, "" where all went well; never a message."""
+    """Ends a span. `error` is a short stable word, "" where all went well; never a message.
+
+    Where the clock was set back meanwhile, it ends when it began.
+    """
     if attributes:
         span.set_attributes(attributes)
     if error:
         span.set_attribute(Attr.ERROR_TYPE, error)
         span.set_status(trace.StatusCode.ERROR, error)
-    span.end(end_ns)
+    began_ns = getattr(span, "start_time", None) or 0
+    span.end(max(began_ns, end_ns or time.time_ns()))
 
 
 def write_span(
@@ -159,14 +164,11 @@ def write_span(
     links: Sequence[Link] = (),
     error: str = "",
 ) -> Span:
-    """Writes a span afterwards, from stored Unix nanoseconds; `error` as in `end_span`.
-
-    An end before the start, as clocks may have it, becomes the start.
-    """
+    """Writes a span afterwards, from stored Unix nanoseconds; `error` as in `end_span`."""
     if not _switch.active:
         return trace.INVALID_SPAN
     span = start_span(name, parent, attributes, kind=kind, start_ns=start_ns, links=links)
-    end_span(span, max(start_ns, end_ns), error=error)
+    end_span(span, end_ns, error=error)
     return span
 
 

@@ -131,6 +131,17 @@ def test_the_text_of_an_exception_is_recorded_nowhere(
     assert spans["router.tokenize"].status.status_code is trace.StatusCode.ERROR
 
 
+def test_a_clock_set_back_under_a_span_ends_it_where_it_began(
+    memory: tuple[InMemorySpanExporter, Tracing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    span = start_span(SpanName.KV_SEND, CALLER)
+    hour_ago_ns = time.time_ns() - 3600 * 10**9
+    monkeypatch.setattr(time, "time_ns", lambda: hour_ago_ns)
+    end_span(span)
+    found = finished(memory)[SpanName.KV_SEND]
+    assert found.end_time == found.start_time
+
+
 def test_an_end_before_the_start_becomes_the_start(
     memory: tuple[InMemorySpanExporter, Tracing],
 ) -> None:
