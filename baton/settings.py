@@ -81,7 +81,8 @@ class WorkerSettings(BaseSettings):
     name: str = Field(
         default_factory=lambda data: f"{data['role']}-{socket.gethostname()}", min_length=1
     )
-    """Stable name in logs, metrics and the router's list; unique among a router's workers."""
+    """Stable name in logs, metrics and the router's list. Give each worker its own: routers tell
+    two of one name apart, but by numbers that are new at every start, and warn."""
     model: str = Field(default="demo", min_length=1)
     """Folder with config, weights and tokenizer; `demo` fetches a small model."""
     served_name: str = ""

@@ -18,10 +18,11 @@ import numpy as np
 
 from engine.admission import admit
 from engine.blocks import BlockManager
+from engine.bounds import SchedulerConfig
 from engine.executor import NullExecutor
 from engine.planning import plan_step
 from engine.sampling import Sampler
-from engine.scheduler import Scheduler, SchedulerConfig
+from engine.scheduler import Scheduler
 from engine.settling import settle_step
 from engine.step import StepPlan
 from engine.step_loop import hand_out

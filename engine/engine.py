@@ -15,6 +15,7 @@ import torch
 from engine.attention import AttentionBackend, AttentionError, choose_backend
 from engine.attention.paged import PagedAttention
 from engine.blocks import BlockManager, CacheEvent
+from engine.bounds import SchedulerConfig
 from engine.config import EngineConfig
 from engine.eviction import EVICTION_POLICIES
 from engine.executor import Executor, Limits, TorchExecutor
@@ -24,7 +25,7 @@ from engine.poison import PagePoison
 from engine.policies import POLICIES
 from engine.profiling import StepProfiler
 from engine.sampling import Sampler
-from engine.scheduler import Scheduler, SchedulerConfig
+from engine.scheduler import Scheduler
 from engine.step_loop import OnLost, OnStep, StepLoop
 from engine.types import EngineLoad, ModelInfo, Request, Sink, TokenRecord
 

@@ -11,20 +11,20 @@ A request's life:
 A running sequence that finds no page is preempted, youngest first: its pages go back, and it
 waits, before all new requests and oldest first, to compute prompt and output again.
 
-This module keeps these states. `engine.admission` says who gets slots and pages,
-`engine.planning` what a step does, and `engine.settling` reads what a step did; planning runs one
-step ahead of settling.
+This module keeps these states. `engine.bounds` says what can be held at all, `engine.admission` who
+gets slots and pages, `engine.planning` what a step does, and `engine.settling` reads what a step
+did; planning runs one step ahead of settling.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 import numpy as np
 
 from engine.blocks import BlockManager
+from engine.bounds import SchedulerConfig
 from engine.policies import Fcfs, SchedulingPolicy
 from engine.prefix import page_keys
 from engine.sampling import Sampler
@@ -45,29 +45,6 @@ from engine.types import (
 )
 
 NO_IDS = np.zeros(0, np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """Bounds of the scheduler."""
-
-    max_sequences: int
-    """Slots."""
-    max_step_tokens: int
-    """Most new tokens in one step: the chunk budget of prefill."""
-    mixed_prefill_tokens: int
-    """Most prefill tokens in a step that also decodes."""
-    max_context_tokens: int
-    """Prompt and output of one sequence."""
-    page_size: int
-    eos_token_ids: frozenset[int]
-    reserve_pages: int = 1
-    """Pages kept back at admission for the growth of each active sequence."""
-    page_watermark: float = 0.9
-    """Share of the pages in use above which more is kept back (`engine.admission`); 1: never."""
-    max_passed_over: int = 16
-    """How often smaller requests may be admitted before one that does not fit yet."""
-    prefix_cache: bool = True
 
 
 class Scheduler:
@@ -118,7 +95,7 @@ class Scheduler:
         self._arrivals += 1
         if request.id in self.jobs:
             self.emit(job.sink, RequestFailed(request.id, FailureReason.INTERNAL))
-        elif not self._can_ever_fit(request):
+        elif not self.config.can_ever_hold(request, self.blocks.total):
             self.emit(job.sink, RequestFailed(request.id, FailureReason.TOO_LARGE))
         else:
             self.jobs[request.id] = job
@@ -203,22 +180,6 @@ class Scheduler:
         else:
             self.drop(job)
         self.emit(job.sink, RequestFailed(job.request.id, reason))
-
-    def _can_ever_fit(self, request: Request) -> bool:
-        size, config = self.config.page_size, self.config
-        longest = len(request.prompt_ids) + request.stop.max_tokens
-        slots = 1 if request.mode is Mode.PREFILL else request.choices
-        resumed = len(request.generated[0]) if request.generated else 0
-        computed = len(request.prompt_ids) + resumed
-        grown = computed if request.mode is Mode.PREFILL else longest
-        return (
-            len(request.prompt_ids) > 0
-            and longest <= config.max_context_tokens
-            and slots <= config.max_sequences
-            and -(-grown // size) + 2 * (slots - 1) <= self.blocks.total
-            and len(request.generated) in (0, 1, request.choices)
-            and not (request.generated and slots > 1 and request.mode is not Mode.WHOLE)
-        )
 
     # -- slots ----------------------------------------------------------------------------------
 

@@ -64,8 +64,6 @@ class Loss(enum.Enum):
     """Who answered is not who announced itself."""
     CONGESTED = "congested"
     """The worker does not read its stream."""
-    REPLACED = "replaced"
-    """A newer start of the same worker is attached."""
     CLOSED = "closed"
     """This router closes."""
 
@@ -154,6 +152,8 @@ class WorkerLink:
             known_progress: where its counter stood still, if it was lost for that.
         """
         self.identity = identity
+        self.worker_id = identity.worker_id
+        """Its stable name; set by the registry where another of that name is attached."""
         self.state = LinkState.CONNECTING
         self.ledger = Ledger()
         self._owner = owner
@@ -171,11 +171,6 @@ class WorkerLink:
 
     def __repr__(self) -> str:
         return f"WorkerLink({self.worker_id}, {self.state.name})"
-
-    @property
-    def worker_id(self) -> str:
-        """The worker's stable name."""
-        return self.identity.worker_id
 
     @property
     def role(self) -> str:

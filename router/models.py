@@ -89,7 +89,7 @@ class Models:
     def joined(self, worker: WorkerLink) -> None:
         """A worker was attached."""
         model = worker.identity.model
-        self._loading.pop(worker.worker_id, None)
+        self._loading.pop(worker.identity.worker_id, None)
         self._left_s.pop(model.name, None)
         revisions = {other.identity.model.revision for other in self._named(model.name)}
         if len(revisions) > 1:

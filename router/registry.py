@@ -4,7 +4,9 @@ Life of a member: announced -> its stream is opened -> attached, and introduced 
 it may exchange pages with -> lost, and its peers are told. Announcing again changes nothing while
 the stream lives, and a registry that is lost drops nobody: the stream is the lease.
 
-Invariant: at most one link per start of a worker, and at most one attached link per worker.
+Invariant: at most one link per start of a worker, and no two attached links of one `worker_id`.
+Two starts of one name may live at once, a mistake or one that drains beside its successor: neither
+costs the other its stream, and the later one bears its epoch in its name here.
 """
 
 from __future__ import annotations
@@ -62,9 +64,8 @@ class Registry:
     def announce(self, worker: worker_pb2.WorkerIdentity) -> bool:
         """A worker says that it exists; returns whether it is attached.
 
-        An unknown epoch is a new start. It gets a stream of its own, and only when it has answered
-        on that does it replace the older one: an announcement alone, perhaps a late one of a start
-        that is gone, must not cost a healthy worker its stream.
+        An unknown epoch is a new start, and gets a stream of its own. Older ones keep theirs for as
+        long as they live: whoever is gone is lost by the end of its own stream.
         """
         key = _key(worker)
         if key not in self._links:
@@ -91,13 +92,16 @@ class Registry:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def attached(self, link: WorkerLink) -> None:
-        """Replaces older starts, introduces the worker, tells the owner."""
-        for key in [key for key in self._stalled if key[0] == link.worker_id]:
+        """Introduces the worker, and tells the owner."""
+        for key in [key for key in self._stalled if key[0] == link.identity.worker_id]:
             del self._stalled[key]
         others = [member for member in self.members if member is not link]
-        for other in [other for other in others if other.worker_id == link.worker_id]:
-            others.remove(other)
-            other.end(Loss.REPLACED)
+        if any(other.worker_id == link.worker_id for other in others):
+            link.worker_id += f"~{link.identity.epoch & 0xFFFFFFFF:08x}"
+            logger.warning(
+                "another worker of this name is attached: give each its own --name",
+                extra=_describe(link),
+            )
         logger.info("worker attached", extra=_describe(link))
         for other in others:
             if may_exchange(link, other):

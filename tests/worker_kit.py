@@ -31,10 +31,11 @@ from baton.worker_stream import Services
 from baton.worker_wire import endpoint_message, model_message, pack_ids, unpack_ids
 from decode_service.service import DecodeService
 from engine.blocks import BlockManager
+from engine.bounds import SchedulerConfig
 from engine.engine import Engine
 from engine.eviction import EVICTION_POLICIES
 from engine.sampling import Sampler
-from engine.scheduler import Scheduler, SchedulerConfig
+from engine.scheduler import Scheduler
 from engine.step import StepPlan, StepResult
 from engine.step_loop import StepLoop
 from engine.types import ModelInfo

@@ -11,9 +11,10 @@ import pytest
 from engine_fakes import VOCAB, HashExecutor
 
 from engine.blocks import BlockManager
+from engine.bounds import SchedulerConfig
 from engine.pacing import SLACK_S, LaunchPacer
 from engine.sampling import Sampler
-from engine.scheduler import Scheduler, SchedulerConfig
+from engine.scheduler import Scheduler
 from engine.step import StepPlan, StepResult
 from engine.step_loop import StepLoop
 from engine.types import Request, SamplingParams, StopRules

@@ -11,12 +11,13 @@ from engine_fakes import VOCAB, HashExecutor, expected_output, next_token
 
 from engine.admission import admit
 from engine.blocks import BlockManager
+from engine.bounds import SchedulerConfig
 from engine.eviction import EVICTION_POLICIES
 from engine.planning import plan_step
 from engine.policies import POLICIES
 from engine.recovery import MAX_FAILED_STEPS, MAX_SHRINKS, is_lost, recover
 from engine.sampling import Sampler
-from engine.scheduler import Scheduler, SchedulerConfig
+from engine.scheduler import Scheduler
 from engine.settling import settle_step
 from engine.types import (
     ChoiceEnded,

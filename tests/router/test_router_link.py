@@ -147,10 +147,10 @@ async def test_long_step_is_waited_for_but_only_once(worker: ScriptedWorker) -> 
 async def test_nothing_is_sent_to_a_lost_worker(worker: ScriptedWorker) -> None:
     async with linked(worker.identity) as (link, owner):
         await owner.was_attached.wait()
-        link.end(Loss.REPLACED)
+        link.end(Loss.CONGESTED)
         link.end(Loss.FROZEN)
         link.send(submit(A))
-        assert owner.losses == [(Loss.REPLACED, LinkState.ATTACHED)]
+        assert owner.losses == [(Loss.CONGESTED, LinkState.ATTACHED)]
     assert worker.count("submit") == 0
 
 

@@ -99,17 +99,30 @@ async def test_peers_of_a_lost_worker_part(cluster: Cluster) -> None:
     assert foreign.count("part") == 0
 
 
-async def test_new_start_replaces_the_old_once_it_answers(cluster: Cluster) -> None:
+async def test_two_of_one_name_are_told_apart(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By mistake, or one that drains beside its successor: both stay, however often they announce
+    themselves, and each is somebody to policies, metrics and traces."""
     prefill, decode = await cluster.pair()
     gone = ScriptedWorker("d0", DECODE)
     gone.identity.address = "127.0.0.1:9"
     cluster.registry.announce(gone.identity)  # late, of a start that is gone
-    again = await cluster.add("d0", DECODE)
-    await until(lambda: len(cluster.registry.members) == 2)
+    namesake = await cluster.add("d0", DECODE)
+    for _ in range(5):
+        for worker in (decode, namesake):
+            assert cluster.registry.announce(worker.identity)
+        await asyncio.sleep(0.05)
     epochs = {link.identity.epoch for link in cluster.registry.members}
-    assert epochs == {prefill.identity.epoch, again.identity.epoch}
+    assert epochs == {one.identity.epoch for one in (prefill, decode, namesake)}
+    names = {link.worker_id for link in cluster.registry.members}
+    assert names == {"p0", "d0", f"d0~{namesake.identity.epoch & 0xFFFFFFFF:08x}"}
+    assert "give each its own --name" in caplog.text
+    assert namesake.agent_name in meets(prefill)
+    assert not prefill.count("part")
+    await decode.stop()
     assert (await prefill.heard("part")).agent_name == decode.agent_name
-    assert again.agent_name in meets(prefill)
+    assert len(cluster.registry.members) == 2
 
 
 async def test_same_start_on_a_new_stream_is_not_parted(cluster: Cluster) -> None:
