@@ -207,7 +207,7 @@ class DecodeService:
                 self._transfer.abort_receive(attempt.transfer_id)
         else:
             _answer_abort(stream, attempt_id, already_ready=attempt.has_kv)
-            if attempt.state is DecodeState.WAITING:
+            if attempt.state is DecodeState.WAITING and not attempt.has_kv:
                 self.cancel(attempt_id, stream)
 
     def end_stream(self, stream: Outbox) -> None:

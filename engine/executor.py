@@ -42,6 +42,10 @@ class Launched(Protocol):
         """Waits for the step. Raises TimeoutError, or what went wrong on the device."""
         ...
 
+    def done(self) -> bool:
+        """Whether the device is through with it, one way or the other."""
+        ...
+
 
 class Executor(Protocol):
     """Runs steps."""

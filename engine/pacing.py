@@ -6,8 +6,12 @@ the one that runs, and a whole one for the one that is queued. Launched shortly 
 runs ends, the next step takes along whatever arrived until then, and the device waits for nothing.
 
 The end is predicted: a decode step takes about what the last ones took, from the end of the step
-before it. The lead is what the host took to get a step launched, twice, and a little more. A step
-with prompts is not predicted, and none is waited for: what follows it is launched at once.
+before it. One that is done before that was shorter, nobody knows by how much, as its end was slept
+through: what was known is forgotten, and nothing waited for until two steps have been timed anew.
+Otherwise a few slow steps would make all that follow as slow, since each would seem to take as long
+as it was waited for. The lead is what the host took to get a step launched, twice, and a little
+more. A step with prompts is not predicted, and none is waited for: what follows it is launched at
+once.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ from engine.step import StepPlan
 
 SLACK_S = 3e-4
 """For a late wake-up: the event loop may hold the interpreter meanwhile."""
+LOOK_S = 5e-3
+"""How often who waits looks whether the step is done already."""
 FORGET = 0.95
 """Each turn lets go of this much of the longest launch seen."""
 
@@ -45,6 +51,10 @@ class LaunchPacer:
             return 0.0
         lead = 2 * self._launch_s + SLACK_S
         return max(0.0, began + min(self._recent_s) - lead - self._clock())
+
+    def overslept(self) -> None:
+        """The step in flight was done before its predicted end."""
+        self._recent_s = (0.0, 0.0)
 
     def woke(self) -> None:
         """The host begins to prepare a step."""

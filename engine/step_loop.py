@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 from engine.admission import admit
 from engine.executor import Executor, Launched
-from engine.pacing import LaunchPacer
+from engine.pacing import LOOK_S, LaunchPacer
 from engine.planning import plan_step
 from engine.profiling import StepProfiler
 from engine.recovery import is_lost, recover
@@ -87,7 +87,9 @@ class StepLoop:
         previous: tuple[StepPlan, Launched] | None = None
         idle, verb = False, self.profiler.verb
         while not self._stopping:
-            self._pace(previous[0] if previous else None)
+            if previous is not None:
+                self._pace(*previous)
+            self._pacer.woke()
             with verb("receive"):
                 self._receive(IDLE_TURN_S if idle else 0.0)
             failpoints.hit("engine.turn")
@@ -110,12 +112,14 @@ class StepLoop:
                 self.profiler.end()
             self._publish_load()
 
-    def _pace(self, in_flight: StepPlan | None) -> None:
+    def _pace(self, in_flight: StepPlan, launched: Launched) -> None:
         """Lets the step in flight come close to its end: who arrives until then joins the next."""
-        wait_s = self._pacer.wait_s(in_flight, self._rates.began(in_flight)) if in_flight else 0.0
-        if wait_s:
-            time.sleep(wait_s)
-        self._pacer.woke()
+        began = self._rates.began(in_flight)
+        while wait_s := self._pacer.wait_s(in_flight, began):
+            time.sleep(min(wait_s, LOOK_S))
+            if launched.done():
+                self._pacer.overslept()
+                return
 
     def _receive(self, wait_s: float) -> None:
         for command in self._pending(wait_s):

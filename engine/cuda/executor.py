@@ -79,6 +79,13 @@ class CudaStep:
         self._done.synchronize()
         return self._read()
 
+    def done(self) -> bool:
+        """See `Launched`."""
+        try:
+            return bool(self._done.query())
+        except torch.AcceleratorError:
+            return True  # `result` says what it is.
+
 
 class CudaExecutor:
     """`Executor` over fused kernels, FlashAttention-3 and graphs."""

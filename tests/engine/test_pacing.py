@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -87,26 +86,34 @@ def test_one_slow_launch_is_remembered_for_a_while(clock: Clock) -> None:
 
 
 class TimedExecutor(HashExecutor):
-    """Works through its steps one behind the other, each of which takes STEP_S."""
+    """Works through its steps one behind the other, each of which takes `step_s`."""
 
     def __init__(self, *arguments: int) -> None:
         super().__init__(*arguments)
         self.plans: list[StepPlan] = []
         self.began: list[float] = []
+        self.step_s = STEP_S
         self._free_at = 0.0
+        self._device = ThreadPoolExecutor(1)
 
     def launch(self, step: StepPlan) -> Future[StepResult]:
         begin = max(time.monotonic(), self._free_at)
-        self._free_at = begin + STEP_S
-        self.plans.append(step)
+        self._free_at = begin + self.step_s
         self.began.append(begin)
+        self.plans.append(step)
         future: Future[StepResult] = Future()
-        threading.Timer(self._free_at - time.monotonic(), self._complete, (step, future)).start()
+        self._device.submit(self._work, step, future, self._free_at)
         return future
 
+    def shutdown(self) -> None:
+        self._device.shutdown()
 
-def test_who_arrives_during_a_step_is_in_the_next_one() -> None:
-    """Launched at once instead, the next step would leave without them, and this would say 1."""
+    def _work(self, step: StepPlan, future: Future[StepResult], end: float) -> None:
+        time.sleep(max(0.0, end - time.monotonic()))
+        self._complete(step, future)
+
+
+def running_loop() -> tuple[StepLoop, TimedExecutor]:
     config = SchedulerConfig(
         max_sequences=64, max_step_tokens=128, mixed_prefill_tokens=128, max_context_tokens=512,
         page_size=16, eos_token_ids=frozenset(),
@@ -115,24 +122,60 @@ def test_who_arrives_during_a_step_is_in_the_next_one() -> None:
     executor = TimedExecutor(400, 16, 64)
     loop = StepLoop(Scheduler(config, BlockManager(400), sampler), executor)
     loop.start()
+    return loop, executor
+
+
+def submit(loop: StepLoop, number: int, output: int = 60) -> None:
     ids, greedy = np.arange(3, 8, dtype=np.int32), SamplingParams(temperature=0.0)
+    stop = StopRules(output, ignore_eos=True)
+    request = Request(number.to_bytes(16, "big"), ids, greedy, stop)
+    loop.post(lambda scheduler: scheduler.submit(request, lambda _: None))
 
-    def submit(number: int) -> None:
-        request = Request(number.to_bytes(16, "big"), ids, greedy, StopRules(60, ignore_eos=True))
-        loop.post(lambda scheduler: scheduler.submit(request, lambda _: None))
 
-    submit(0)
+def began_after(executor: TimedExecutor, arrived: float) -> int | None:
+    """The first step with a prompt that began after that."""
+    for i, step in enumerate(executor.plans):
+        if executor.began[i] > arrived and step.num_tokens > step.num_decodes:
+            return i
+    return None
+
+
+def test_a_few_slow_steps_do_not_slow_all_that_follow() -> None:
+    """Each of them would seem to have taken as long as it was waited for."""
+    loop, executor = running_loop()
+    executor.step_s = 0.2
+    submit(loop, 0, output=45)
+    while len(executor.plans) < 5:
+        time.sleep(0.01)
+    executor.step_s = 0.001
+    deadline = time.monotonic() + 3
+    while loop.load.tokens_sampled < 45 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    loop.stop()
+    assert loop.load.tokens_sampled == 45, "40 steps of 1 ms"
+
+
+def test_one_that_was_done_before_its_end_was_predicted_is_learnt_anew(clock: Clock) -> None:
+    pacer = paced(clock, [0.010, 0.010], 0.001)
+    pacer.overslept()
+    pacer.settled(plan(4, 4), 0.009)
+    assert pacer.wait_s(plan(4, 4), clock.now) == 0
+    pacer.settled(plan(4, 4), 0.004)
+    assert pacer.wait_s(plan(4, 4), clock.now) == pytest.approx(0.004 - 0.002 - SLACK_S)
+
+
+def test_who_arrives_during_a_step_is_in_the_next_one() -> None:
+    """Launched at once instead, the next step would leave without them, and this would say 1."""
+    loop, executor = running_loop()
+    submit(loop, 0)
     time.sleep(6 * STEP_S)
     steps_waited = []
     for number in range(1, 12):
         arrived = time.monotonic()
-        submit(number)
+        submit(loop, number)
         time.sleep(4.4 * STEP_S)
-        joined = next(
-            i
-            for i, step in enumerate(executor.plans)
-            if executor.began[i] > arrived and step.num_tokens > step.num_decodes
-        )
+        while (joined := began_after(executor, arrived)) is None:
+            time.sleep(STEP_S)
         running = sum(began <= arrived for began in executor.began)
         steps_waited.append(joined - running)
     loop.stop()

@@ -15,8 +15,8 @@ export function connect(address, options = {}) {
   return new InferenceService(address, grpc.credentials.createInsecure(), {
     'grpc.service_config': readFileSync(`${PROTOS}/${API}/service_config.json`, 'utf8'),
     'grpc.per_rpc_retry_buffer_size': MAX_MESSAGE_BYTES,
-    'grpc.keepalive_time_ms': 1000,
-    'grpc.keepalive_timeout_ms': 1500,
+    'grpc.keepalive_time_ms': 500,
+    'grpc.keepalive_timeout_ms': 2000,
     'grpc.keepalive_permit_without_calls': 1,
     'grpc.max_send_message_length': MAX_MESSAGE_BYTES,
     'grpc.max_receive_message_length': MAX_MESSAGE_BYTES,
