@@ -129,7 +129,7 @@ async def test_a_long_silence_is_no_abuse() -> None:
         await asyncio.wait_for(closed_for_its_pings(strict), 2 * WAIT_S)
         await asyncio.sleep(time.monotonic() - began_s)
         assert not first.done()
-        assert worker.count("submit") == 1, "the connection broke, and the client asked again"
+        assert not worker.count("submit"), "the connection broke, and the client asked again"
         worker.first_token(attempt, 10)
         assert (await first).token_ids == (10,)
         worker.tokens(attempt, 1, 11)
