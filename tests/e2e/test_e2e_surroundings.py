@@ -1,0 +1,109 @@
+"""What is around the workers fails: their router dies, a host's clock is set."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from cluster import launch, make_cluster
+from streams import prompt_of, read
+from tiny_models import write_tiny_model
+
+from baton.errors import BatonError
+from baton.traces import fetch
+
+HOUR_S = 3600
+COMPILER = shutil.which("cc") or ""
+
+
+class Clock:
+    """What decode-0's wall clock is ahead of all others, from now on."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "offset"
+        self.set(0)
+        self.environment = {}
+        if COMPILER:
+            library = folder / "clock.so"
+            source = Path(__file__).with_name("jumping_clock.c")
+            subprocess.run(
+                [COMPILER, "-shared", "-fPIC", "-O2", "-o", library, source, "-ldl"], check=True
+            )
+            self.environment = {"LD_PRELOAD": str(library), "CLOCK_OFFSET": str(self._file)}
+
+    def set(self, ahead_s: int) -> None:
+        with self._file.open("r+b" if self._file.exists() else "wb") as file:
+            file.write(ahead_s.to_bytes(8, "little", signed=True))
+
+
+@pytest.fixture(scope="module")
+def clock(tmp_path_factory):
+    return Clock(tmp_path_factory.mktemp("clock"))
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory, clock):
+    tiny = write_tiny_model(tmp_path_factory.mktemp("model"), max_positions=4096)
+
+    def launch_beside_the_clock(argv, environment, log):
+        if "decode-0" in argv:
+            environment = {**environment, **clock.environment}
+        return launch(argv, environment, log)
+
+    cluster = make_cluster(
+        tiny, tmp_path_factory.mktemp("logs"), trace=True, launch=launch_beside_the_clock
+    )
+    cluster.start_all()
+    yield cluster
+    cluster.stop()
+
+
+@pytest.mark.parametrize("jump_s", [HOUR_S, -HOUR_S])
+@pytest.mark.skipif(not COMPILER, reason="no C compiler for the clock that jumps")
+def test_a_clock_that_is_set_mid_request_changes_nothing(cluster, clock, jump_s):
+    """Deadlines are counted on steady clocks; a span that the jump falls into ends no earlier than
+    it began."""
+    clock.set(0)
+    options = {"temperature": 0.9, "seed": 3, "max_tokens": 200}
+    with cluster.client() as client:
+        want = read(client, prompt_of(60), **options)
+        want.end()
+        reading = read(client, prompt_of(60), **options)
+        reading.until(30)
+        clock.set(jump_s)
+        reading.end()
+        assert reading.error is None, reading.error
+        assert reading.tokens() == want.tokens()
+        trace = fetch(cluster.plan.admin_address, reading.generation.trace_id)
+        again = client.generate(token_ids=prompt_of(61), max_tokens=8, ignore_eos=True)
+        assert len(again.token_ids) == 8
+    theirs = [span for span in trace.spans if span.instance == "decode-0"]
+    assert theirs
+    assert all(span.end_ns >= span.start_ns for span in trace.spans)
+    longest_s = max(span.end_ns - trace.start_ns for span in theirs) / 1e9
+    assert (longest_s > HOUR_S / 2) == (jump_s > 0), "the clock did not jump"
+    clock.set(0)
+    cluster.check_baseline()
+
+
+def test_a_router_that_dies_leaves_nothing_behind_and_its_successor_serves(cluster):
+    """Its streams break: the client is told, and the workers free what they held."""
+    with cluster.client() as client:
+        reading = read(client, prompt_of(80), max_tokens=3000, temperature=0.0)
+        reading.until(20)
+        cluster.kill("router")
+        reading.end()
+        assert isinstance(reading.error, BatonError)
+        assert reading.error.code.name == "UNAVAILABLE"
+    cluster.check_baseline()
+    cluster.start("router")
+    cluster.wait_ready()
+    with cluster.client() as client:
+        deadline = time.monotonic() + 20
+        answer = client.generate(token_ids=prompt_of(30), max_tokens=8, ignore_eos=True)
+        assert len(answer.token_ids) == 8
+        assert time.monotonic() < deadline
+    cluster.check_baseline()
