@@ -1,4 +1,7 @@
-"""Workers that are told to end while they are needed: what is under way gets to its end."""
+"""Workers that are told to end while they are needed: what is under way gets to its end.
+
+Their model has no tokenizer: ids in, ids out.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,11 @@ import time
 import grpc
 import numpy as np
 import pytest
+import torch
 from cluster import Cluster, make_cluster
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tiny_models import write_tiny_model
+from transformers import AutoModelForCausalLM
 
 from baton.errors import BatonError
 from baton.generation import Generation
@@ -23,10 +28,16 @@ LONG_OUTPUT = 1500
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("shutdown")
-    model = write_tiny_model(folder / "model", max_positions=16384)
-    cluster = make_cluster(model, folder / "logs", num_pages=1100, max_step_tokens=64)
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    return write_tiny_model(path, max_positions=16384, tokenizer=False)
+
+
+@pytest.fixture(scope="module")
+def cluster(folder, tmp_path_factory):
+    cluster = make_cluster(
+        folder, tmp_path_factory.mktemp("logs"), num_pages=1100, max_step_tokens=64
+    )
     try:
         cluster.start_all()
         yield cluster
@@ -93,6 +104,25 @@ def serves(cluster: Cluster, name: str) -> bool:
         check = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
         answer = health_pb2_grpc.HealthStub(channel).Check(check, timeout=5)
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def test_a_model_without_a_tokenizer_takes_ids_and_gives_ids(cluster, folder):
+    prompt = list(range(5, 42))
+    with cluster.client() as client:
+        assert [model.has_tokenizer for model in client.models()] == [False]
+        result = client.generate(token_ids=prompt, max_tokens=6, temperature=0, ignore_eos=True)
+        for asked in ({"prompt": "text"}, {"token_ids": prompt, "stop": ["fox"]}):
+            with pytest.raises(BatonError, match="tokenizer") as refused:
+                client.generate(max_tokens=6, **asked)
+            assert refused.value.reason == "INVALID_FIELD"
+    assert result.text == ""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(6):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    assert list(result.token_ids) == tokens[len(prompt) :]
+    cluster.check_baseline()
 
 
 def test_a_prefill_worker_sends_what_it_computes(cluster):
