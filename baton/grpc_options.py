@@ -25,6 +25,8 @@ KEEPALIVE_INTERVAL_MS: Final = 500
 """A connection that was silent this long is pinged."""
 PING_TIMEOUT_MS: Final = 2_000
 """A ping unanswered this long closes the connection."""
+CLIENT_PING_TIMEOUT_MS: Final = 10_000
+"""The same at a client: it holds nobody's pages, and a busy machine must not cost it a stream."""
 DETECTION_MS: Final = KEEPALIVE_INTERVAL_MS + PING_TIMEOUT_MS
 """A silent peer is noticed within this time; kept below 3 s."""
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
@@ -34,11 +36,11 @@ SERVICE_CONFIG: Final = Path(__file__).parent / "inference" / "v1" / "service_co
 """When a client's channel sends a call again by itself; a file, for clients in any language."""
 
 
-def _options() -> Options:
+def _options(ping_timeout_ms: int = PING_TIMEOUT_MS) -> Options:
     return [
         ("grpc.keepalive_time_ms", KEEPALIVE_INTERVAL_MS),
-        ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
-        ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
+        ("grpc.keepalive_timeout_ms", ping_timeout_ms),
+        ("grpc.http2.ping_timeout_ms", ping_timeout_ms),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -50,7 +52,7 @@ CONNECT_TIMEOUT_MS: Final = 5_000
 """For TCP and HTTP/2 handshakes: long ways and busy machines need some of it."""
 
 
-def channel_options() -> Options:
+def channel_options(ping_timeout_ms: int = PING_TIMEOUT_MS) -> Options:
     """Options of `grpc.aio.insecure_channel` and its siblings.
 
     Reconnecting starts after 100 ms and never waits longer than a second; one attempt may take
@@ -58,7 +60,7 @@ def channel_options() -> Options:
     connection of its own, so that closing one says something about it alone.
     """
     return [
-        *_options(),
+        *_options(ping_timeout_ms),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),
         ("grpc.max_reconnect_backoff_ms", 1_000),
@@ -75,10 +77,11 @@ def client_options(*, retries: bool) -> ClientOptions:
     with half of ten recent calls failed, none is retried. gRPC keeps the request until then, up to
     a limit that would leave long prompts out.
     """
+    options = channel_options(CLIENT_PING_TIMEOUT_MS)
     if not retries:
-        return [*channel_options(), ("grpc.enable_retries", 0)]
+        return [*options, ("grpc.enable_retries", 0)]
     return [
-        *channel_options(),
+        *options,
         ("grpc.service_config", SERVICE_CONFIG.read_text(encoding="utf-8")),
         ("grpc.per_rpc_retry_buffer_size", MAX_MESSAGE_BYTES),
     ]

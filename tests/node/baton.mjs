@@ -16,7 +16,7 @@ export function connect(address, options = {}) {
     'grpc.service_config': readFileSync(`${PROTOS}/${API}/service_config.json`, 'utf8'),
     'grpc.per_rpc_retry_buffer_size': MAX_MESSAGE_BYTES,
     'grpc.keepalive_time_ms': 500,
-    'grpc.keepalive_timeout_ms': 2000,
+    'grpc.keepalive_timeout_ms': 10000,
     'grpc.keepalive_permit_without_calls': 1,
     'grpc.max_send_message_length': MAX_MESSAGE_BYTES,
     'grpc.max_receive_message_length': MAX_MESSAGE_BYTES,
