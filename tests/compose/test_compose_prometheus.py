@@ -108,8 +108,13 @@ def settled(host: Host, prometheus: Prometheus, results: list[Generation]) -> Pr
     """Prometheus, once it has seen counters move and has evaluated the rules on that."""
     deadline = time.monotonic() + SETTLED_S
     number = 0
-    ratios = ("baton:ttft_met:ratio5m", "baton:tpot_met:ratio5m", "baton:handoff_exposed:p99_5m")
-    while not prometheus.query(" and on () ".join(f"{ratio} >= 0" for ratio in ratios)):
+    wanted = [
+        "baton:ttft_met:ratio5m >= 0",
+        "baton:tpot_met:ratio5m >= 0",
+        "baton:handoff_exposed:p99_5m >= 0",
+        "baton:output_tokens:rate1m > 0",
+    ]
+    while not prometheus.query(" and on () ".join(wanted)):
         assert time.monotonic() < deadline, prometheus.get("targets")
         # Unlike those before from its first word: what is held already is not handed off.
         results.append(ask(host, f"{(number := number + 1)} more " * 30, 5))
