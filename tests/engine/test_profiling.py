@@ -50,5 +50,6 @@ def test_a_profile_of_some_steps(tmp_path: Path) -> None:
     finally:
         engine.stop()
     assert all(STEPS - 1 <= names[verb] <= STEPS + 1 for verb in VERBS), names
-    assert names["aten::mm"] + names["aten::linear"] > STEPS
+    products = (count for name, count in names.items() if "linear" in name or "mm" in name)
+    assert sum(products) > STEPS
     assert len(list(folder.iterdir())) == 1, "nobody asked for a second one"
