@@ -50,13 +50,11 @@ def test_goodput_of_a_server_of_known_capacity() -> None:
             )
         )
     assert found.found is not None
-    # A starved machine serves less than it could, never more.
-    assert 0.4 / 0.015 <= found.found.rate <= 1.3 / 0.015
+    assert 0.6 / 0.015 <= found.found.rate <= 1.3 / 0.015
     assert found.found.missed_rate is not None
     assert all(run.summary.ok == 80 for run in found.runs)
     by_rate = [probe.attainment for probe in found.found.by_rate()]
-    assert by_rate[0] is not None
-    assert by_rate[0] >= 0.9
+    assert by_rate[0] == 1.0
     assert by_rate[-1] is not None
     assert by_rate[-1] < 0.9
     for run in found.runs:  # The server is the queue that is simulated, so they must agree.

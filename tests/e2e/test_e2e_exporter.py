@@ -130,7 +130,7 @@ def test_a_receiver_that_hangs_or_is_gone_costs_no_request_any_time(
     for phase in (hung, gone, back):
         # Had one request waited for one export, it would have taken the timeout.
         assert max(phase) < EXPORT_TIMEOUT_S / 2
-        assert statistics.median(phase) < 2 * usual_s + 0.2  # the machine is shared
+        assert statistics.median(phase) < 2 * usual_s + 0.05  # the machine is shared
     said = (cluster.logs / "router.log").read_text()
     assert said.count("spans are not taken by their receiver") == 1
     assert said.count("spans are taken by their receiver again") == 1
