@@ -130,8 +130,8 @@ class WorkerSettings(BaseSettings):
     max_step_tokens: int = Field(default=0, ge=0)
     """New tokens computed in one step, and so the chunk. 0: 512 on a CPU, 2,048 on a GPU."""
     mixed_prefill_tokens: int = Field(default=0, ge=0)
-    """Prompt tokens computed in a step that decodes, too: what is nearly free beside a decode that
-    waits for memory. 0: 192 on a decode worker, elsewhere as `max_step_tokens`."""
+    """Prompt tokens computed in a step that decodes, too: fewer make the others' tokens wait less,
+    more compute the prompt sooner. 0: 192 on a decode worker, elsewhere as `max_step_tokens`."""
     max_context_tokens: int = Field(default=0, ge=0)
     """Longest prompt and output together. 0: the model's own limit."""
     page_watermark: float = Field(default=0.9, gt=0, le=1)

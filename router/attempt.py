@@ -182,6 +182,13 @@ class Attempt:
         return [leg for leg in (self.prefill, self.decode) if leg is not None]
 
     @property
+    def pair(self) -> tuple[WorkerLink, WorkerLink] | None:
+        """Prefill and decode worker, where two take part."""
+        if self.prefill is None or self.decode is None:
+            return None
+        return self.prefill.worker, self.decode.worker
+
+    @property
     def prefill_open(self) -> bool:
         """The prefill worker is not done yet."""
         return self.prefill is not None and self.prefill.open

@@ -281,7 +281,7 @@ class JobDispatcher:
                 heads = self._queue.heads()
 
     def _try_dispatch(self, share: Share) -> bool:
-        route = routing.choose(share.demand, self._workers, self._policy, share.avoid, self._local)
+        route = routing.choose(share.demand, self._workers, self._policy, share.failed, self._local)
         if route is None:
             return False
         self._events.waited(self._queue.take(share, self._now_s()))

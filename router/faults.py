@@ -17,6 +17,13 @@ if TYPE_CHECKING:
 _FINAL: Final = frozenset(
     {worker_pb2.FAILURE_REASON_TOO_LARGE, worker_pb2.FAILURE_REASON_NUMERICAL}
 )
+_OF_HAND_OFF: Final = frozenset(
+    {
+        worker_pb2.FAILURE_REASON_KV_TRANSFER,
+        worker_pb2.FAILURE_REASON_BAD_PEER,
+        worker_pb2.FAILURE_REASON_EXPIRED,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +46,11 @@ class Fault:
     def final(self) -> bool:
         """Another worker would only repeat it."""
         return self.reason in _FINAL
+
+    @property
+    def of_hand_off(self) -> bool:
+        """It came up between two workers: either may be its cause, or the path."""
+        return self.reason in _OF_HAND_OFF
 
 
 def error_of(share: Share, fault: Fault, max_workers_lost: int) -> errors.RouterError:

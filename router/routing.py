@@ -8,6 +8,7 @@ worker for one of the reasons in `router.local_prefill`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from baton.worker.v1 import worker_pb2
@@ -40,6 +41,19 @@ class Route(NamedTuple):
     def whole(self) -> bool:
         """One worker runs it from prompt to last token."""
         return self.prefill is self.decode
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Who failed a job before."""
+
+    workers: set[WorkerLink] = field(default_factory=set)
+    pairs: set[tuple[WorkerLink, WorkerLink]] = field(default_factory=set)
+    """Prefill and decode worker that could not hand it off, whichever of the two said so."""
+
+    def copy(self) -> Failed:
+        """One that goes on by itself."""
+        return Failed(set(self.workers), set(self.pairs))
 
 
 def prefill_charge(job: Job) -> Charge:
@@ -89,17 +103,18 @@ def choose(
     job: Job,
     workers: Sequence[WorkerLink],
     policy: Policy,
-    avoid: Collection[WorkerLink],
+    failed: Failed,
     local: LocalPrefill,
 ) -> Route | None:
     """The policy's choice among the workers that have room now; None where there is none.
 
-    A prefill worker to avoid failed this job before. It is taken, like a pair that complains of
+    A prefill worker or a pair that failed this job before is taken, like a pair that complains of
     more than a slow path, only where no other could run the job, not even later, and no decode
     worker by itself: an attempt there fails at once, and there are not many. A pair whose path is
     slow is taken where no other has room.
     """
-    fit = _fit(job, workers, avoid)
+    fit = _fit(job, workers, failed)
+    avoid = failed.workers
     if local.allowed:
         route = _local_route(job, workers, policy, avoid, local, list(fit))
         if route is not None:
@@ -173,14 +188,15 @@ def _usual_route(
     return Route(first, candidates[policy.decode(candidates)])
 
 
-def _fit(job: Job, workers: Sequence[WorkerLink], avoid: Collection[WorkerLink]) -> Pairs:
+def _fit(job: Job, workers: Sequence[WorkerLink], failed: Failed) -> Pairs:
     """Pairs that could run the job if they had room, and that nothing speaks against."""
     tokens = job.prompt_tokens + job.stopping.max_tokens
 
     def test(first: WorkerLink, partner: WorkerLink | None) -> bool:
-        is_given_up = partner is not None and (first.gave_up(partner) or partner.gave_up(first))
-        return (
-            first not in avoid and not is_given_up and tokens <= _route_tokens(job, first, partner)
+        if first in failed.workers or tokens > _route_tokens(job, first, partner):
+            return False
+        return partner is None or not (
+            (first, partner) in failed.pairs or first.gave_up(partner) or partner.gave_up(first)
         )
 
     return _only(_pairs(job, workers, _anyone, _anyone), test)

@@ -20,6 +20,7 @@ import numpy as np
 
 from baton.worker.v1 import worker_pb2
 from router.jobs import JobTimings
+from router.routing import Failed
 
 if TYPE_CHECKING:
     import asyncio
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from router.faults import Fault
     from router.job_run import JobRun
     from router.jobs import Job
-    from router.link import WorkerLink
 
 
 class Share:
@@ -52,8 +52,7 @@ class Share:
         """Attempts begun."""
         self.refusals: int = former.refusals if former else 0
         """Attempts that failed though no worker was lost that had it in hand."""
-        self.avoid: set[WorkerLink] = set(former.avoid) if former else set()
-        """Workers that failed it."""
+        self.failed: Failed = former.failed.copy() if former else Failed()
         self.timer: asyncio.TimerHandle | None = None
         """What it waits for at the longest."""
         self.in_grace = False
@@ -95,9 +94,11 @@ class Share:
 
     def end_attempt(self, fault: Fault) -> None:
         """The attempt failed; what follows is another, or the end."""
+        if fault.of_hand_off and self.attempt is not None and (pair := self.attempt.pair):
+            self.failed.pairs.add(pair)
         self.earlier, self.attempt = self.timings(), None
         self.refusals += fault.worker not in self.run.lost
-        self.avoid.add(fault.worker)
+        self.failed.workers.add(fault.worker)
         self.waits_since_ns = time.time_ns()
         self.demand = self._demand()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable
-from types import ModuleType
 
 import torch
 
@@ -101,18 +100,16 @@ def _import_obstacle(library: str) -> str:
     return ""
 
 
-def _library(name: str) -> ModuleType:
-    return importlib.import_module(name)
-
-
 def _build_fa3(pool: KvPool, windows: Windows) -> AttentionBackend:
     from engine.cuda.decode_attention import decode_attention
 
-    return Fa3Backend(pool, windows, _library("flash_attn_interface"), decode_attention)
+    return Fa3Backend(
+        pool, windows, importlib.import_module("flash_attn_interface"), decode_attention
+    )
 
 
 def _build_fa2(pool: KvPool, windows: Windows) -> AttentionBackend:
-    return Fa2Backend(pool, windows, _library("flash_attn"))
+    return Fa2Backend(pool, windows, importlib.import_module("flash_attn"))
 
 
 _OBSTACLES: dict[str, Callable[[KvPool], str]] = {

@@ -175,15 +175,49 @@ async def test_restarted_worker_serves_again(cluster: Cluster) -> None:
     await finish(reader, prefill, again, attempt)
 
 
-async def test_retries_are_bounded(cluster: Cluster) -> None:
-    prefill, decode = await cluster.pair()
-    reader = cluster.read(job())
-    for _ in range(cluster.settings.max_retries + 1):
-        attempt = (await prefill.heard("submit")).attempt_id
-        decode.failed(attempt, FAILURES.FAILURE_REASON_EXPIRED)
-        assert (await prefill.heard("cancel")).attempt_id == attempt
-    error = await error_of(reader)
-    assert (error.reason, error.metadata["attempts"]) == ("KV_TRANSFER_FAILED", "3")
+async def test_retries_are_bounded() -> None:
+    cluster = Cluster(local_prefill="never")
+    try:
+        prefill, decode = await cluster.pair()
+        reader = cluster.read(job())
+        for _ in range(cluster.settings.max_retries + 1):
+            attempt = (await prefill.heard("submit")).attempt_id
+            decode.failed(attempt, FAILURES.FAILURE_REASON_EXPIRED)
+            assert (await prefill.heard("cancel")).attempt_id == attempt
+        error = await error_of(reader)
+        assert (error.reason, error.metadata["attempts"]) == ("KV_TRANSFER_FAILED", "3")
+        cluster.check_nothing_leaked()
+    finally:
+        await cluster.close()
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        FAILURES.FAILURE_REASON_BAD_PEER,
+        FAILURES.FAILURE_REASON_KV_TRANSFER,
+        FAILURES.FAILURE_REASON_EXPIRED,
+    ],
+)
+async def test_a_pair_that_failed_a_job_does_not_get_it_again(
+    cluster: Cluster, reason: int
+) -> None:
+    """Whichever of the two said so, and before any load report complains of the path."""
+    _, decode = await cluster.pair()
+    await cluster.add("p1", PREFILL)
+    reader = cluster.read(job(max_tokens=2))
+    peers = set()
+    for _ in range(2):
+        submit = await decode.heard("submit")
+        peers.add(submit.peer_agent_name)
+        decode.failed(submit.attempt_id, reason)
+    assert len(peers) == 2
+    last = await decode.heard("submit")
+    assert last.mode == worker_pb2.WORK_MODE_WHOLE
+    decode.first_token(last.attempt_id, 10)
+    decode.tokens(last.attempt_id, 1, 11)
+    decode.finished(last.attempt_id, 2)
+    assert tokens_of(await reader.end()) == [10, 11]
 
 
 async def test_retry_avoids_the_worker_that_failed(cluster: Cluster) -> None:
