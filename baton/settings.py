@@ -137,8 +137,14 @@ class WorkerSettings(BaseSettings):
     page_watermark: float = Field(default=0.9, gt=0, le=1)
     """Share of the KV pool in use above which fewer requests are admitted, so that fewer have to
     be computed again when it runs out. 1: never fewer."""
+    scheduling: Literal["fcfs", "priority", "shortest", "fair"] = "fcfs"
+    """Which waiting request is admitted first: the one that came first, that of higher priority,
+    with the shorter prompt (both with age counted in), or of the tenant with fewer running."""
     prefix_cache: bool = True
     """Keep the KV of finished prompts and reuse it for prompts that begin alike."""
+    eviction: Literal["lru", "lfu", "cost"] = "lru"
+    """What the prefix cache lets go first: what was used longest ago, least often, or what is
+    cheapest to compute again per use."""
     slow_peer_gigabytes_per_s: float = Field(default=-1, ge=-1)
     """A path to another worker measured slower than this is reported, and avoided by routers where
     there is another. 0: never. -1: 1 between GPUs, far below NVLink and RDMA, and else never."""

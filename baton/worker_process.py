@@ -307,7 +307,9 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
         mixed_prefill_tokens=_mixed_prefill_tokens(settings),
         max_context_tokens=settings.max_context_tokens,
         page_watermark=settings.page_watermark,
+        scheduling=settings.scheduling,
         prefix_cache=settings.prefix_cache,
+        eviction=settings.eviction,
         poison_freed_pages=settings.poison_freed_pages,
     )
 

@@ -30,6 +30,8 @@ from engine.sequences import Job, PrefillTask, RequestState, Sequence
 from engine.slots import SlotState
 from engine.types import Mode, Request, Reserved, TakenOver
 
+IN_SLOTS = (RequestState.ACTIVE, RequestState.RESERVED)
+
 
 def admit(scheduler: Scheduler) -> None:
     """Gives slots and pages to whoever may have them: preempted sequences first."""
@@ -37,11 +39,12 @@ def admit(scheduler: Scheduler) -> None:
         pass
     if scheduler.preempted or not scheduler.waiting or scheduler.slots.num_free == 0:
         return
-    active = [job for job in scheduler.jobs.values() if job.state is RequestState.ACTIVE]
+    active = [job for job in scheduler.jobs.values() if job.state in IN_SLOTS]
     ordered = scheduler.policy.order(scheduler.waiting, active)
     for job in sorted(ordered, key=lambda job: not job.request.generated):
         if _try_admit(scheduler, job):
             scheduler.waiting.remove(job)
+            scheduler.policy.admitted(job)
             for older in scheduler.waiting:
                 older.passed_over += older.seniority < job.seniority
         elif job.passed_over >= scheduler.config.max_passed_over or scheduler.slots.num_free == 0:

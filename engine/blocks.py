@@ -249,6 +249,7 @@ class BlockManager:
             if self._refcount[page] == 0:
                 self._evictable.remove(page)
             self._refcount[page] += 1
+            self._evictable.used(page)
             pages.append(page)
             self._emit(CacheEventKind.HIT, key, page)
         return np.array(pages, np.int32)

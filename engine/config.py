@@ -45,8 +45,10 @@ class EngineConfig:
     page_watermark: float = 0.9
     """Share of the pages in use above which fewer sequences are admitted, in (0, 1]; 1: never
     fewer. See `engine.admission.growth_reserve`."""
-    policy: str = "fcfs"
+    scheduling: str = "fcfs"
+    """Who is admitted first, one of `engine.policies.POLICIES`."""
     eviction: str = "lru"
+    """Which cached page goes first, one of `engine.eviction.EVICTION_POLICIES`."""
     prefix_cache: bool = True
     poison_freed_pages: bool = False
     """Debugging: free pages carry a pattern, and are checked to carry it when they are used."""

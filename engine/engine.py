@@ -303,4 +303,4 @@ def _scheduler(config: EngineConfig, info: ModelInfo, pool: KvPool, sampler: Sam
     )
     watch = PagePoison(pool.tensor) if config.poison_freed_pages else None
     blocks = BlockManager(pool.num_pages, EVICTION_POLICIES[config.eviction](), watch)
-    return Scheduler(bounds, blocks, sampler, POLICIES[config.policy]())
+    return Scheduler(bounds, blocks, sampler, POLICIES[config.scheduling]())

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import Protocol
 
 
 class EvictionPolicy(Protocol):
-    """Orders the pages that only the cache holds."""
+    """Orders the pages that only the cache holds.
+
+    A page is found by way of all before it in its sequence, so it must not go before those behind
+    it: they would be in the way and never found again. Pages of one sequence come tail first.
+    """
+
+    def used(self, page: int) -> None:
+        """A request found the page in the cache."""
+        ...
 
     def add(self, page: int, depth: int) -> None:
         """A page became evictable. `depth` is its index within its sequence."""
@@ -26,11 +34,13 @@ class EvictionPolicy(Protocol):
 
 
 class LruEviction:
-    """Least recently used first. Pages of one sequence are added tail first, so they go tail
-    first, and a cached prefix never loses its beginning before its end."""
+    """Least recently used first."""
 
     def __init__(self) -> None:
         self._pages: OrderedDict[int, None] = OrderedDict()
+
+    def used(self, page: int) -> None:
+        """When it is added again is what counts."""
 
     def add(self, page: int, depth: int) -> None:
         """Puts the page behind all others."""
@@ -54,19 +64,27 @@ class _ScoredEviction:
     def __init__(self) -> None:
         self._entries: dict[int, tuple[float, int]] = {}
         self._heap: list[tuple[float, int, int]] = []
-        self._uses: dict[int, int] = {}
+        self._uses: Counter[int] = Counter()
         self._clock = 0
+        self._floor = 0.0
+        """Score of the page evicted last."""
 
     def _score(self, page: int, depth: int) -> float:
         raise NotImplementedError
 
+    def used(self, page: int) -> None:
+        """Counts, also while somebody else holds the page."""
+        self._uses[page] += 1
+
     def add(self, page: int, depth: int) -> None:
         """Scores the page and queues it."""
         self._clock += 1
-        self._uses[page] = self._uses.get(page, 0) + 1
         score = self._score(page, depth)
         self._entries[page] = (score, self._clock)
         heapq.heappush(self._heap, (score, self._clock, page))
+        if len(self._heap) > 2 * len(self._entries) + 64:
+            self._heap = [(*entry, page) for page, entry in self._entries.items()]
+            heapq.heapify(self._heap)
 
     def remove(self, page: int) -> None:
         """Takes the page out; its heap entry is skipped when met."""
@@ -77,8 +95,8 @@ class _ScoredEviction:
         while self._heap:
             score, clock, page = heapq.heappop(self._heap)
             if self._entries.get(page) == (score, clock):
-                del self._entries[page]
-                del self._uses[page]
+                self._floor = score
+                del self._entries[page], self._uses[page]
                 return page
         raise KeyError("no evictable page")
 
@@ -94,22 +112,25 @@ class LfuEviction(_ScoredEviction):
 
 
 class CostEviction(_ScoredEviction):
-    """Cheapest to compute again, per use, first: a page deep in a sequence costs attention over
-    all before it, so it is worth more than a shallow one used as often (GreedyDual-Size-Frequency,
-    Cherkasova 1998, with the number of pages before it as the cost and an ageing floor)."""
+    """Cheapest to compute again, per use, first, above a floor that rises with every eviction, so
+    that old riches age (GreedyDual-Size-Frequency, Cherkasova 1998).
+
+    A page costs itself and attention over all before it. Whoever loses a page loses those behind
+    it, so it is worth at least as much as the one behind it that was released with it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._floor = 0.0
+        self._behind = (-1, 0.0)
+        """Depth and score of the page added last."""
 
     def _score(self, page: int, depth: int) -> float:
-        return self._floor + self._uses[page] * (1.0 + 0.01 * depth)
-
-    def pop(self) -> int:
-        """Takes the cheapest page and lifts the floor to its score, so that old riches age."""
-        if self._heap:
-            self._floor = self._heap[0][0]
-        return super().pop()
+        score = self._floor + (1 + self._uses[page]) * (1.0 + 0.01 * depth)
+        last_depth, last_score = self._behind
+        if depth == last_depth - 1:
+            score = max(score, last_score)
+        self._behind = (depth, score)
+        return score
 
 
 EVICTION_POLICIES: dict[str, type[LruEviction | LfuEviction | CostEviction]] = {

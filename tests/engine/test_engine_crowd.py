@@ -173,7 +173,7 @@ def test_survivors_equal_their_solo_runs(path, solo, seed):
 def test_a_pool_of_a_third_of_the_need(path, solo, policy):
     streams = mixed_streams(seed=7)
     need = sum(stream.pages for stream in streams)
-    with running(path, num_pages=need // 3 + 1, policy=policy) as (engine, _):
+    with running(path, num_pages=need // 3 + 1, scheduling=policy) as (engine, _):
         check_survivors(streams, run_crowd(engine, streams), solo)
 
 
