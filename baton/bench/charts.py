@@ -102,16 +102,31 @@ def _zoom(axes: Axes, gaps_s: Sequence[float]) -> None:
 
 
 def _limit(axes: Axes, limit_ms: float | None) -> None:
-    if limit_ms is not None:
-        axes.axvline(limit_ms, color=_RED, linewidth=1, linestyle="--")
-        axes.annotate(
-            f"SLO {limit_ms:g}",
-            (limit_ms, 0.03),
-            (-4, 0),
-            textcoords="offset points",
-            color=_RED,
-            ha="right",
-        )
+    """Marks a service level; one far beyond all that was measured is told of at the edge."""
+    if limit_ms is None:
+        return
+    _, right = axes.get_xlim()
+    if limit_ms > 2 * right:
+        text = f"SLO {limit_ms:g} \N{RIGHTWARDS ARROW}"
+        axes.annotate(text, (0.99, 0.03), xycoords="axes fraction", ha="right", color=_RED)
+        return
+    axes.set_xlim(right=max(right, 1.05 * limit_ms))
+    axes.axvline(limit_ms, color=_RED, linewidth=1, linestyle="--")
+    _beside(axes, limit_ms, f"SLO {limit_ms:g}", _RED)
+
+
+def _beside(axes: Axes, at: float, text: str, colour: str, **style: Any) -> None:
+    """Writes at the foot of an upright line, on the side that has room."""
+    is_right = at < sum(axes.get_xlim()) / 2
+    axes.annotate(
+        text,
+        (at, 0.03),
+        (5 if is_right else -5, 0),
+        textcoords="offset points",
+        color=colour,
+        ha="left" if is_right else "right",
+        **style,
+    )
 
 
 def _timeline(run: Run, slo: Slo) -> Figure:
@@ -126,9 +141,10 @@ def _timeline(run: Run, slo: Slo) -> Figure:
         first.scatter(
             [o.sent_s for o in bad], [0.0] * len(bad), s=22, color=_RED, marker="x", label="failed"
         )
-        first.legend(loc="upper left")
     if slo.ttft_ms is not None:
-        first.axhline(slo.ttft_ms, color=_RED, linewidth=1, linestyle="--")
+        first.axhline(slo.ttft_ms, color=_RED, linewidth=1, linestyle="--", label="SLO")
+    if bad or slo.ttft_ms is not None:
+        first.legend(loc="upper left", ncols=2)
     first.set(title="Time to first token, by the time of sending", ylabel="ms")
     first.set_ylim(bottom=0)
     at_s, under_way = _under_way(run.outcomes)
@@ -191,13 +207,5 @@ def _goodput(found: Goodput) -> Figure:
         color=_RED,
     )
     if found.rate:
-        share.annotate(
-            f"{found.rate:.3g}/s",
-            (found.rate, 0.03),
-            (-6, 0),
-            textcoords="offset points",
-            ha="right",
-            color=_GREEN,
-            fontweight="bold",
-        )
+        _beside(share, found.rate, f"{found.rate:.3g}/s", _GREEN, fontweight="bold")
     return figure

@@ -25,7 +25,7 @@ LATENCIES: Final = (
 HAND_OFF: Final = (
     ("second-token gap", Metric.SECOND_TOKEN_GAP),
     ("hand-off, exposed", Metric.TRANSFER_EXPOSED),
-    ("hand-off, whole", Metric.TRANSFER_SECONDS),
+    ("hand-off, pushes", Metric.TRANSFER_SECONDS),
 )
 """Of the workers."""
 PAGE_STATES: Final = ("used", "granted", "quarantined", "cached", "free")
