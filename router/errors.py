@@ -169,6 +169,12 @@ def no_workers(model: str = "", retry_after_s: float = 1.0) -> RouterError:
     return _unavailable("NO_WORKERS", message, {"model": model}, retry_after_s)
 
 
+def workers_differ(model: str, retry_after_s: float = 1.0) -> RouterError:
+    """Workers for every part are attached, and no two of them have the same weights and layout."""
+    message = f"the workers of model {model!r} differ in weights or settings: no pair can run it"
+    return _unavailable("NO_WORKERS", message, {"model": model}, retry_after_s)
+
+
 def model_loading(model: str, retry_after_s: float = 5.0) -> RouterError:
     """Workers are there and still load the model."""
     return _unavailable("MODEL_LOADING", f"model {model!r} loads", {"model": model}, retry_after_s)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from baton.worker.v1 import worker_pb2
 from router import errors, routing
+from router.registry import DECODES, PREFILLS
 
 if TYPE_CHECKING:
     from router.link import WorkerLink
@@ -100,6 +101,10 @@ def _nobody(share: Share, workers: Sequence[WorkerLink], *, is_loading: bool) ->
         return errors.worker_lost(share.attempts)
     if is_loading:
         return errors.model_loading(model)
-    if any(one.draining for one in workers if one.identity.model.name == model):
+    named = [worker for worker in workers if worker.identity.model.name == model]
+    if any(worker.draining for worker in named):
         return errors.workers_draining(model)
+    roles = {worker.identity.role for worker in named}
+    if roles & PREFILLS and roles & DECODES:
+        return errors.workers_differ(model)
     return errors.no_workers(model)

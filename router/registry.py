@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 PREFILLS: Final = frozenset({worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_BOTH})
 DECODES: Final = frozenset({worker_pb2.WORKER_ROLE_DECODE, worker_pb2.WORKER_ROLE_BOTH})
-_PROBE_TIMEOUT_S: Final = 0.5
+_PROBE_TIMEOUT_S: Final = 2.0
+_PROBE_AGAIN_S: Final = 0.01
 
 Key = tuple[str, int]
 """One start of a worker: id and epoch."""
@@ -220,17 +221,32 @@ async def process_is_gone(address: str, loss: Loss) -> bool:
     - Connecting to its address is refused: nobody listens there any more. A process that lost only
       this one connection would still listen.
     - The address is this host's own, so that both facts come from its kernel and no proxy between.
+
+    A dying process loses its connections before the socket that it listens on. Who still listens is
+    therefore asked for a word: a server has one at once, and what a dead one left is reset.
     """
     host, _, port = address.rpartition(":")
-    if loss is not Loss.SOCKET_CLOSED or not _is_loopback(host.strip("[]")):
+    host = host.strip("[]")
+    if loss is not Loss.SOCKET_CLOSED or not _is_loopback(host):
         return False
     try:
         async with asyncio.timeout(_PROBE_TIMEOUT_S):
-            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            while not await _has_a_word(host, int(port)):
+                await asyncio.sleep(_PROBE_AGAIN_S)
     except OSError as error:
         return error.errno == errno.ECONNREFUSED
-    writer.close()
     return False
+
+
+async def _has_a_word(host: str, port: int) -> bool:
+    """Whether a server answers; not where it closes first. Raises OSError where none listens."""
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        return bool(await reader.read(1))
+    except ConnectionResetError:
+        return False
+    finally:
+        writer.close()
 
 
 def _is_loopback(host: str) -> bool:

@@ -69,6 +69,7 @@ async def test_a_client_that_froze_is_noticed_and_its_work_ends() -> None:
 
 
 async def test_a_worker_that_froze_is_noticed_and_the_client_told() -> None:
+    """In the midst of a step that it has announced to take a minute: pings tell the two apart."""
     async with (
         a_router(max_retries=0) as server,
         worker_process(BOTH) as (process, identity),

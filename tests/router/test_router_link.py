@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import sys
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
@@ -161,6 +162,7 @@ from scripted_worker import ScriptedWorker
 
 async def main():
     worker = ScriptedWorker("w0", int(sys.argv[2]))
+    worker.load.long_step_ms = 60_000
     await worker.start()
     sys.stdout.buffer.write(worker.identity.SerializeToString().hex().encode() + b"\\n")
     sys.stdout.flush()
@@ -174,6 +176,7 @@ asyncio.run(main())
 async def worker_process(
     role: int = DECODE,
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, worker_pb2.WorkerIdentity]]:
+    """In a step that it has announced to take a minute."""
     folder = __file__.rpartition("/")[0]
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", WORKER_PROCESS, folder, str(role), stdout=asyncio.subprocess.PIPE
@@ -199,14 +202,32 @@ async def test_killed_process_is_provably_gone() -> None:
 
 
 async def test_stopped_process_is_not_gone() -> None:
-    """Keepalive loses the connection of a process that will wake and write."""
-    async with worker_process() as (process, identity), linked(identity, 60.0) as (_, owner):
+    """Keepalive loses the connection of a process that will wake and write, whatever time its step
+    was announced to take."""
+    async with worker_process() as (process, identity), linked(identity) as (_, owner):
         await owner.was_attached.wait()
         process.send_signal(signal.SIGSTOP)
         await until(lambda: owner.losses)
         loss = owner.losses[0][0]
         assert loss is Loss.STREAM_ENDED
         assert not await process_is_gone(identity.address, loss)
+
+
+async def test_a_dying_process_listens_a_little_longer() -> None:
+    """The kernel closes its sockets one after the other, and the one it listens on comes last."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        asked = asyncio.create_task(process_is_gone(address, Loss.SOCKET_CLOSED))
+        await asyncio.sleep(0.1)
+        assert not asked.done()
+    assert await asked
+
+
+async def test_who_listens_and_says_nothing_may_be_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.registry._PROBE_TIMEOUT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        assert not await process_is_gone(address, Loss.SOCKET_CLOSED)
 
 
 async def test_proof_needs_all_of_its_parts(worker: ScriptedWorker) -> None:

@@ -63,6 +63,23 @@ async def test_no_pair_is_made_of_two_models(cluster: Cluster) -> None:
         await cluster.read(job(model="one")).end()
 
 
+@pytest.mark.parametrize("decode_revision", ["r", "other"])
+async def test_a_pair_that_differs_is_none_and_the_client_is_told(decode_revision: str) -> None:
+    """Another page size, or other weights: by mistake, or while a fleet is upgraded."""
+    cluster = Cluster(local_prefill="never")
+    try:
+        workers = [
+            await cluster.add("p0", PREFILL, fingerprint="a"),
+            await cluster.add("d0", DECODE, fingerprint="b", revision=decode_revision),
+        ]
+        with pytest.raises(RouterError, match=r"NO_WORKERS: .* differ in weights") as refused:
+            await cluster.read(job()).end()
+        assert refused.value.retry_after_s
+        assert [worker.count("meet") + worker.count("submit") for worker in workers] == [0, 0]
+    finally:
+        await cluster.close()
+
+
 async def test_the_empty_name_selects_the_only_model_that_runs(cluster: Cluster) -> None:
     await add(cluster, "one")
     await add(cluster, "half", PREFILL)
