@@ -67,8 +67,8 @@ class NixlTransport:
     def __init__(self, agent_name: str, pool: PoolMemory) -> None:
         self._nixl = _bindings()
         _check_environment()
-        os.environ.setdefault("UCX_CUDA_IPC_CACHE", "n")
         if pool.memory == "VRAM":
+            os.environ.setdefault("UCX_CUDA_IPC_CACHE", "n")
             torch.cuda.set_device(pool.device_id)
         self._pool = pool
         self._peers: dict[str, _Peer] = {}

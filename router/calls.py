@@ -35,8 +35,8 @@ MAX_PUSHBACK_S: Final = 5.0
 """A longer wait is not the channel's to sit out unseen: its caller is told, with RetryInfo."""
 _MALFORMED: Final = object()
 """Stands for a request whose bytes did not parse."""
-_DEADLINE_SLACK_S: Final = 0.02
-"""gRPC's clock and ours may differ by this much about when a deadline is met."""
+_DEADLINE_SLACK_S: Final = 0.1
+"""A caller meets its deadline before we do, by the time that its call took to get here."""
 
 Request = TypeVar("Request", bound=Message)
 Response = TypeVar("Response", bound=Message)

@@ -30,7 +30,7 @@ async def test_a_push_that_does_not_end_is_stuck_here_and_overdue_there() -> Non
         await pair.from_p.heard("first_token", attempt.id)
         assert not pair.p.prefill.unended_sends(), "it waits for its grant"
         await pair.forward_grant(attempt)
-        await until(lambda: pair.p.prefill.unended_sends())
+        await until(lambda: pair.p.prefill.unended_sends() and pair.p.transport.held_pushes)
         pair.d.decode.abort(attempt.id, pair.from_d.outbox)
         await until(lambda: pair.d.decode.quarantined)
         for node in (pair.p, pair.d):

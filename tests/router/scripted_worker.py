@@ -65,6 +65,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         )
         self.history: list[worker_pb2.WorkRequest] = []
         self.frozen = False
+        self.reports_by_itself = True
         self._inbox: dict[str, deque[Any]] = {}
         self._arrived = asyncio.Condition()
         self._outbox: asyncio.Queue[worker_pb2.WorkResponse] = asyncio.Queue()
@@ -200,14 +201,15 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def _report_forever(self) -> None:
         while True:
             await asyncio.sleep(0.1)
-            self.report()
+            if self.reports_by_itself:
+                self.report()
 
 
 class Cluster:
     """A dispatcher with a registry, and scripted workers that are attached to it."""
 
     def __init__(self, events: RouterEvents = NO_EVENTS, **settings: Any) -> None:
-        self.settings = RouterSettings(name="router", stale_after_s=1, **settings)
+        self.settings = RouterSettings(**{"name": "router", "stale_after_s": 1, **settings})
         self.dispatcher = JobDispatcher(self.settings, events)
         self.registry = Registry(self.settings, self.dispatcher)
         self.workers: list[ScriptedWorker] = []

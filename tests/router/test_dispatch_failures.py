@@ -294,9 +294,19 @@ async def test_queue_is_bounded_and_waits_end() -> None:
 
 
 @pytest.mark.parametrize("way_out", ["leave", "first token", "decode failed", "prefill failed"])
-async def test_credit_comes_back_on_every_way_out(cluster: Cluster, way_out: str) -> None:
+async def test_credit_comes_back_on_every_way_out(way_out: str) -> None:
     """Before any report could say so: a job takes all credit, and its end frees it."""
+    cluster = Cluster(stale_after_s=60)
+    try:
+        await takes_and_frees_credit(cluster, way_out)
+        cluster.check_nothing_leaked()
+    finally:
+        await cluster.close()
+
+
+async def takes_and_frees_credit(cluster: Cluster, way_out: str) -> None:
     prefill, decode = await cluster.pair()
+    prefill.reports_by_itself = decode.reports_by_itself = False
     link = next(link for link in cluster.registry.members if link.worker_id == "p0")
     reader = cluster.read(job(prompt_tokens=64, max_tokens=2))
     attempt = (await prefill.heard("submit")).attempt_id
