@@ -134,13 +134,11 @@ def _timeline(run: Run, slo: Slo) -> Figure:
     figure, (first, running, tokens) = _figure(3, 1, 6.4)
     good = [outcome for outcome in run.outcomes if outcome.ok]
     bad = [outcome for outcome in run.outcomes if not outcome.ok]
-    first.scatter(
-        [o.sent_s for o in good], [1e3 * o.ttft_s for o in good], s=9, color=_BLUE, linewidths=0
-    )
+    dots: dict[str, Any] = {"s": 9, "color": _BLUE, "linewidths": 0, "clip_on": False}
+    first.scatter([o.sent_s for o in good], [1e3 * o.ttft_s for o in good], **dots)
     if bad:
-        first.scatter(
-            [o.sent_s for o in bad], [0.0] * len(bad), s=22, color=_RED, marker="x", label="failed"
-        )
+        crosses: dict[str, Any] = {"s": 22, "color": _RED, "marker": "x", "clip_on": False}
+        first.scatter([o.sent_s for o in bad], [0.0] * len(bad), **crosses, label="failed")
     if slo.ttft_ms is not None:
         first.axhline(slo.ttft_ms, color=_RED, linewidth=1, linestyle="--", label="SLO")
     if bad or slo.ttft_ms is not None:
@@ -161,8 +159,7 @@ def _timeline(run: Run, slo: Slo) -> Figure:
 
 def _under_way(outcomes: Sequence[Outcome]) -> tuple[Sequence[float], Sequence[int]]:
     begins = [(outcome.sent_s, 1) for outcome in outcomes]
-    ends = [(float(o.arrivals_s[-1]), -1) for o in outcomes if len(o.arrivals_s)]
-    ends += [(o.sent_s, -1) for o in outcomes if not len(o.arrivals_s)]
+    ends = [(outcome.ended_s, -1) for outcome in outcomes]
     changes = sorted(begins + ends)
     return [at_s for at_s, _ in changes], np.cumsum([change for _, change in changes]).tolist()
 

@@ -28,6 +28,8 @@ class Outcome:
     prompt_tokens: int
     arrivals_s: NDArray[np.float64]
     """Of messages that carried tokens."""
+    ended_s: float
+    """When nothing more came, whatever the status."""
     tokens: int
     """Received."""
     status: str

@@ -72,7 +72,8 @@ class Progress(NamedTuple):
 class _Sent(NamedTuple):
     request: Planned
     sent_s: float
-    """Of `time.perf_counter`."""
+    """Of `time.perf_counter`, as is the next."""
+    ended_s: float
     kept: Kept
     status: str
 
@@ -193,7 +194,7 @@ class _Load:
             await self._at(request).send(written, kept)
         except EndpointError as error:
             status = error.status
-        self._sent.append(_Sent(request, sent_s, kept, status))
+        self._sent.append(_Sent(request, sent_s, time.perf_counter(), kept, status))
 
     async def _tell(self, connection: Connection) -> None:
         while True:
@@ -216,6 +217,7 @@ class _Load:
             sent_s=sent_s,
             prompt_tokens=request.prompt_tokens,
             arrivals_s=np.array(reading.arrivals_s) - start_s,
+            ended_s=sent.ended_s - start_s,
             tokens=reading.tokens,
             status=status,
             trace_id=reading.trace_id,

@@ -27,7 +27,9 @@ class Words(NamedTuple):
 
 def rate_text(rate: float) -> str:
     """How requests came."""
-    return f"{rate:.3g} requests/s" if rate else "one by one"
+    if not rate:
+        return "one by one"
+    return "1 request/s" if rate == 1 else f"{rate:.3g} requests/s"
 
 
 def latency_table(summary: Summary) -> Words:

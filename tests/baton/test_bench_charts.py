@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from test_bench_figures import outcome
 
-from baton.bench.charts import _figure, _limit, _share
+from baton.bench.charts import _figure, _limit, _share, _under_way
 
 
 @pytest.mark.parametrize("limit_ms", [0.0, 10.0, 490.0, 510.0, 1_500.0, 1_999.0, 30_000.0])
@@ -23,3 +24,12 @@ def test_a_service_level_is_told_within_the_plot(limit_ms: float) -> None:
     lines = [line for line in axes.lines if line.get_linestyle() == "--"]
     assert len(lines) == (0 if is_far else 1)
     assert all(axes.get_xlim()[0] <= limit_ms <= axes.get_xlim()[1] for _ in lines)
+
+
+def test_a_request_is_under_way_until_it_ends_however_it_ends() -> None:
+    outcomes = [
+        outcome(0, 0.0, [1.0, 2.0]),
+        outcome(1, 0.5, [], status="QUEUE_TIMEOUT", ended_s=60.0),
+        outcome(2, 3.0, [4.0], status="TIMEOUT", ended_s=50.0),
+    ]
+    assert _under_way(outcomes) == ([0.0, 0.5, 2.0, 3.0, 50.0, 60.0], [1, 2, 1, 2, 1, 0])

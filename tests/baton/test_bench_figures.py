@@ -20,6 +20,7 @@ def outcome(number: int, sent_s: float, arrivals_s: list[float], **changes: obje
         "sent_s": sent_s,
         "prompt_tokens": 100,
         "arrivals_s": np.array(arrivals_s),
+        "ended_s": arrivals_s[-1] if arrivals_s else sent_s,
         "tokens": len(arrivals_s),
         "status": OK,
     }

@@ -95,6 +95,8 @@ def test_failures_are_counted_by_what_they_were() -> None:
         "OK": 1, "SHORT": 1, "PROTOCOL": 1, "QUEUE_FULL": 2, "TIMEOUT": 1,
     }  # fmt: skip
     assert found.dropped_rows == 1
+    (silent,) = (outcome for outcome in run.outcomes if outcome.status == "TIMEOUT")
+    assert silent.ended_s - silent.sent_s >= 1.0
     assert run.outcomes[0].trace_id == "0" * 31 + "7"
 
 
