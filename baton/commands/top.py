@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections import deque
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
@@ -71,14 +71,28 @@ def _look_once(address: str) -> View:
 
 
 def _looks(address: str, interval_s: float, window_s: float) -> Iterator[View]:
-    """One view each `interval_s`, for ever."""
+    """One view each `interval_s`, for ever. A router that was there may come back."""
     past: deque[Scrape] = deque()
+    last: View | None = None
     while True:
         began_s = time.monotonic()
-        now = scrape(address)
-        while past and now.at_s - past[0].at_s > window_s + interval_s / 2:
-            past.popleft()
-        recent = [one for one in past if now.at_s - one.at_s <= RATES_S] or list(past)[-1:]
-        yield view(now, past[0] if past else None, recent[0] if recent else None)
-        past.append(now)
+        try:
+            now = scrape(address)
+        except TopError:
+            if last is None:
+                raise
+            yield replace(last, silent_s=began_s - past[-1].at_s)
+        else:
+            last = _after(past, now, window_s + interval_s / 2)
+            yield last
         time.sleep(max(0.0, interval_s - (time.monotonic() - began_s)))
+
+
+def _after(past: deque[Scrape], now: Scrape, window_s: float) -> View:
+    """The view of a moment, which becomes the last of those past."""
+    while past and now.at_s - past[0].at_s > window_s:
+        past.popleft()
+    recent = [one for one in past if now.at_s - one.at_s <= RATES_S] or list(past)[-1:]
+    found = view(now, past[0] if past else None, recent[0] if recent else None)
+    past.append(now)
+    return found

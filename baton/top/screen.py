@@ -46,7 +46,11 @@ def _head(view: View, admin: str) -> Text:
     left = f"baton top  {admin}  {up} worker{'' if up == 1 else 's'}"
     right = f"percentiles: {window}  {time.strftime('%H:%M:%S')}"
     text = Text(left, "bold")
-    return text.append(right.rjust(max(1, WIDTH - len(left))), "not bold dim")
+    text.append(right.rjust(max(1, WIDTH - len(left))), "not bold dim")
+    if view.silent_s:
+        lost = f"\nthe router has not answered for {view.silent_s:.0f} s: what follows is older"
+        text.append(lost, "bold red")
+    return text
 
 
 def _requests(view: View) -> Table:

@@ -88,6 +88,8 @@ class View:
     rejections: int
     latencies: dict[str, Quantiles]
     workers: list[WorkerView]
+    silent_s: float = 0.0
+    """How long the router has not answered: all else is of before that."""
 
 
 def view(now: Scrape, earlier: Scrape | None = None, rates: Scrape | None = None) -> View:

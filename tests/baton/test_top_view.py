@@ -15,6 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from baton.cli import FAILED, app
+from baton.commands.top import _looks
 from baton.top.scrape import Samples, Scrape, TopError, scrape
 from baton.top.screen import WIDTH, _bytes_a_second, draw, milliseconds, rate, short
 from baton.top.view import LATENCIES, quantile, view
@@ -140,6 +141,27 @@ def test_an_empty_router_is_shown(pages: Pages) -> None:
     found = view(scrape(pages.address))
     assert found.workers == []
     assert all(found.latencies[label].count == 0 for label, _ in LATENCIES)
+
+
+def test_a_router_that_goes_away_is_waited_for(pages: Pages) -> None:
+    """Its restart must not cost the one who watches it the screen."""
+    Gauge(Metric.INFLIGHT, "", registry=pages.registry).set(7)
+    looks = _looks(pages.address, 0.01, 30.0)
+    assert next(looks).silent_s == 0
+    pages.discovery = "{"
+    gone = [next(looks) for _ in range(3)]
+    assert 0 < gone[0].silent_s < gone[1].silent_s < gone[2].silent_s
+    assert gone[2].inflight == 7, "what was known last"
+    console = Console(width=WIDTH, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(draw(gone[2], pages.address))
+    assert "the router has not answered for 0 s" in console.export_text()
+    pages.discovery = "[]"
+    assert next(looks).silent_s == 0
+
+
+def test_one_that_was_never_there_is_not_waited_for() -> None:
+    with pytest.raises(TopError, match="does not answer"):
+        next(_looks("127.0.0.1:1", 0.01, 30.0))
 
 
 def test_what_is_no_router_is_one_line(pages: Pages) -> None:
