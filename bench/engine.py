@@ -323,6 +323,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this measures a GPU, and there is none; on a CPU: python -m bench.throughput")
     if arguments.sampling is not None:
         arguments.sampling = arguments.sampling or list(SAMPLING)
     else:

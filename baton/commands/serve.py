@@ -13,6 +13,7 @@ from rich.markup import escape
 from baton import demo_model, up
 from baton.commands.output import merged_log, model_progress, stderr, stdout
 from baton.commands.settings_options import takes_settings
+from baton.commands.trace import ROUTER_ADMIN_ADDRESS
 from baton.settings import Resolved, Role, WorkerSettings
 from baton.supervisor import Supervisor, end_with_parent
 from router.settings import RouterSettings
@@ -112,10 +113,10 @@ def up_command(
         kv_memory_gib=kv_memory_gib,
         drain_s=drain_s,
     )
-    asyncio.run(_up(up.plan(options)))
+    asyncio.run(_up(up.plan(options), trace))
 
 
-async def _up(plan: up.Plan) -> None:
+async def _up(plan: up.Plan, traced: bool) -> None:
     write = merged_log([spec.name for spec in plan.specs])
     async with up.running(plan, write) as supervisor:
         _stop_on_signals(supervisor)
@@ -124,7 +125,7 @@ async def _up(plan: up.Plan) -> None:
             await up.wait_until_ready(
                 plan, supervisor, lambda names: status.update(f"waiting for {names}")
             )
-        _say_how_to_talk(plan, time.monotonic() - started)
+        _say_how_to_talk(plan, time.monotonic() - started, traced)
         await supervisor.ended.wait()
     if supervisor.failed:
         raise up.UpError(supervisor.failed)
@@ -145,10 +146,12 @@ def _stop_on_signals(supervisor: Supervisor) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop)
 
 
-def _say_how_to_talk(plan: up.Plan, took_s: float) -> None:
+def _say_how_to_talk(plan: up.Plan, took_s: float, traced: bool) -> None:
     ask = "baton generate"
     if not plan.router_address.endswith(f":{up.GRPC_PORT}"):
         ask += f" --router {plan.router_address}"
+    usual = plan.admin_address == ROUTER_ADMIN_ADDRESS
+    admin = "" if usual else f" --admin {plan.admin_address}"
     workers = ", ".join(name for name, _ in plan.worker_addresses)
     lines = (
         f"[bold green]Baton is ready[/] after {took_s:.1f} s: router, {escape(workers)}",
@@ -157,6 +160,8 @@ def _say_how_to_talk(plan: up.Plan, took_s: float) -> None:
         f"  gRPC     {plan.router_address}",
         f"  OpenAI   http://{plan.http_address}/v1",
         f"  metrics  http://{plan.admin_address}/metrics",
+        f"  watch    [cyan]baton top{admin}[/]",
+        *([f"  trace    [cyan]baton trace{admin}[/]"] if traced else []),
         "  stop     Ctrl-C",
     )
     stdout.print("\n" + "\n".join(lines) + "\n")

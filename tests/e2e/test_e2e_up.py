@@ -66,6 +66,7 @@ def test_a_worker_whose_step_hangs_is_started_again(running):
     process, log, (port, _, admin) = running
     with Client(f"127.0.0.1:{port}", retries=False) as client:
         until(lambda: answers(client), log)
+        until(lambda: f"baton trace --admin 127.0.0.1:{admin}" in log.read_text(), log)
         with urllib.request.urlopen(f"http://127.0.0.1:{admin}/discovery", timeout=10) as page:
             admins = {one["labels"]["worker"]: one["targets"][0] for one in json.load(page)}
         url = f"http://{admins['decode-0']}/failpoints"
