@@ -45,6 +45,11 @@ logger = logging.getLogger(__name__)
 PROGRESS_SLEEP_US = 100_000
 _METADATA_HEADER = struct.Struct("<4s16sQ")
 _METADATA_MAGIC = b"BTN1"
+_STAGED_TCP = {"tcp", "self", "cuda_copy", "gdr_copy"}
+"""Names in UCX_TLS that leave nothing but TCP between two processes, pages of GPUs going through
+host memory."""
+_GPU_TO_GPU = {"cuda", "cuda_ipc"}
+_SHARED_MEMORY = {"sm", "shm", "mm", "posix", "sysv", "cma", "knem", "xpmem"}
 
 
 @dataclass(slots=True, eq=False)
@@ -66,6 +71,7 @@ class NixlTransport:
 
     def __init__(self, agent_name: str, pool: PoolMemory) -> None:
         self._nixl = _bindings()
+        pool.check_plain()
         _check_environment()
         if pool.memory == "VRAM":
             os.environ.setdefault("UCX_CUDA_IPC_CACHE", "n")
@@ -255,13 +261,8 @@ class NixlTransport:
         header = peer.metadata[: _METADATA_HEADER.size]
         if len(header) < _METADATA_HEADER.size or header[:4] != _METADATA_MAGIC:
             raise TransportError("unreachable", "not the metadata of this transport")
-        allowed = os.environ.get("UCX_TLS", "all")
-        if allowed == "tcp":
-            return "nixl/tcp"
-        if header != _host_header():
-            return "nixl/net"
-        both_on_gpu = peer.memory == "VRAM" and self._pool.memory == "VRAM"
-        return "nixl/cuda_ipc" if both_on_gpu else "nixl/shm"
+        on_gpus = peer.memory == "VRAM" and self._pool.memory == "VRAM"
+        return path_name(os.environ.get("UCX_TLS", "all"), header == _host_header(), on_gpus)
 
 
 _abandoned: list[NixlTransport] = []
@@ -279,6 +280,18 @@ def _check_environment() -> None:
     allowed = os.environ.get("UCX_TLS", "all")
     if allowed != "all" and not allowed.startswith("^") and "tcp" not in allowed.split(","):
         logger.warning("UCX_TLS=%s leaves out tcp, which UCX wires peers up with", allowed)
+
+
+def path_name(allowed: str, same_host: bool, on_gpus: bool) -> str:
+    """The way that UCX takes, as far as it can be told from `allowed`, a value of UCX_TLS."""
+    names = set(allowed.split(","))
+    anything = allowed == "all" or allowed.startswith("^")
+    if not anything and names <= _STAGED_TCP:
+        return "nixl/tcp"
+    direct, transports = ("cuda_ipc", _GPU_TO_GPU) if on_gpus else ("shm", _SHARED_MEMORY)
+    if same_host and (anything or names & transports):
+        return f"nixl/{direct}"
+    return "nixl/net"
 
 
 def _host_header() -> bytes:

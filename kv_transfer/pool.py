@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 
 from kv_transfer.processes import own_process
 from kv_transfer.types import Endpoint, TransportError
+
+_NOT_PLAIN: Final = (
+    "no other process can map GPU memory of torch's expandable segments or of cudaMallocAsync, and "
+    "pages would crawl through host memory: take both out of PYTORCH_CUDA_ALLOC_CONF"
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,6 +62,18 @@ class PoolMemory:
         """Device ordinal; 0 in DRAM."""
         return max(0, self.pages.get_device())
 
+    def check_plain(self) -> None:
+        """Raises TransportError where the pool is GPU memory that other processes cannot map. It
+        can be registered all the same, and moves hundreds of times slower, without a word
+        (github.com/ai-dynamo/nixl/issues/1754)."""
+        if not self.pages.is_cuda:
+            return
+        if torch.cuda.get_allocator_backend() != "native" or in_expandable_segment(
+            self.base_address,
+            torch.cuda.memory_snapshot(),  # type: ignore[no-untyped-call]
+        ):
+            raise TransportError("bad_pool", _NOT_PLAIN)
+
     def endpoint(self, agent_name: str, transport: str, metadata: bytes) -> Endpoint:
         """Where peers can write this pool."""
         return Endpoint(
@@ -68,6 +87,20 @@ class PoolMemory:
             self.memory,
             own_process(),
         )
+
+
+def in_expandable_segment(address: int, segments: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether the address lies in a segment that can grow.
+
+    Args:
+        address: of GPU memory.
+        segments: torch's own, as `torch.cuda.memory_snapshot` lists them.
+    """
+    return any(
+        segment["address"] <= address < segment["address"] + segment["total_size"]
+        for segment in segments
+        if segment.get("is_expandable")
+    )
 
 
 def check_same_kind(own: Endpoint, peer: Endpoint) -> None:

@@ -28,6 +28,8 @@ PORTS: Final[Mapping[int, str]] = {
     8000: "clients, HTTP",
     9090: "the router's metrics",
 }
+ALLOCATOR_VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""The second is the newer name."""
 PTRACE_SCOPE: Final = Path("/proc/sys/kernel/yama/ptrace_scope")
 RDMA_DEVICES: Final = Path("/dev/infiniband")
 SHM: Final = Path("/dev/shm")
@@ -38,6 +40,7 @@ def check_host() -> Iterator[Finding]:
     checks: tuple[Callable[[], Iterator[Finding]], ...] = (
         _python,
         _torch,
+        _allocator,
         _nixl,
         _ucx,
         _shared_memory,
@@ -100,6 +103,15 @@ def _peer_access(count: int) -> Iterator[Finding]:
         yield warning("gpu peers", f"no direct access: {', '.join(apart)}", advice)
     elif count > 1:
         yield ok("gpu peers", "every GPU reaches every other one directly")
+
+
+def _allocator() -> Iterator[Finding]:
+    for variable in ALLOCATOR_VARIABLES:
+        value = os.environ.get(variable, "")
+        words = value.lower().replace(" ", "")
+        if "expandable_segments:true" in words or "backend:cudamallocasync" in words:
+            advice = "workers on GPUs refuse it: no other process can map such memory"
+            yield error(variable, value, advice)
 
 
 def _nixl() -> Iterator[Finding]:

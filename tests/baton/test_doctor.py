@@ -59,6 +59,26 @@ def test_transports_that_are_ruled_out_are_explained(
     assert bool(finding.advice) == (level is not Level.OK)
 
 
+@pytest.mark.parametrize("variable", host.ALLOCATOR_VARIABLES)
+@pytest.mark.parametrize(
+    ("value", "is_bad"),
+    [
+        ("max_split_size_mb:128, expandable_segments: True", True),
+        ("backend:cudaMallocAsync", True),
+        ("expandable_segments:False", False),
+        ("", False),
+    ],
+)
+def test_memory_that_cannot_be_mapped_is_found_before_a_worker_refuses_it(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, is_bad: bool
+) -> None:
+    for name in host.ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, value)
+    found = [f for f in host.check_host() if f.subject in host.ALLOCATOR_VARIABLES]
+    assert [(f.subject, f.level) for f in found] == [(variable, Level.ERROR)] * is_bad
+
+
 def test_a_port_that_is_taken_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
