@@ -1,16 +1,23 @@
 """KV pages between two processes, a GPU each: the transports beside the libraries under them.
 
-python -m bench.kv_wire [--page-mib 2 4 8 16] [--total-mib 1024] [--repeats 8] [--device cuda]
+python -m bench.kv_wire [--page-mib 2 4 8 16] [--run-pages 1] [--total-mib 1024] [--ways ...]
+                        [--repeats 8] [--device cuda] [--json FILE]
 
-Scattered pages, all of `total-mib` in one push, GB/s as the sender sees it from posting to the end:
+`total-mib` of pages in one push, GB/s as the sender sees it from posting to the end. Pages are
+scattered, in runs of `run-pages` adjacent ones (1: none adjacent on purpose):
 
     nixl, bare      the library's own calls: a prepared list, one transfer, polled without a pause
     nixl            our transport, polled every 100 us
     nccl            our transport, polled every 100 us: pages gathered, sent, scattered
+    nccl M          the same with staging buffers of M MiB; `nccl M first` with NCCL's kernels at
+                    high priority
     nccl, bare      one contiguous tensor of that size through send and recv
+    nccl, bare M    the same tensor in pieces of M MiB
 
-The ways take turns in every repeat; the first two repeats do not count. On a CPU the bytes go
-through shared memory, and Gloo stands for NCCL.
+The ways take turns in every repeat; the first two repeats do not count. One layer's K or V of 16
+tokens of an 8B GQA model is 0.03125 MiB: a page of that size stands for a cache of one tensor a
+layer. On a CPU the bytes go through shared memory, and Gloo stands for NCCL; with
+UCX_TLS=tcp,cuda_copy (on a CPU UCX_TLS=tcp) NIXL's go through host memory and TCP.
 """
 
 from __future__ import annotations
@@ -21,9 +28,10 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,34 +39,51 @@ import torch
 from torch.distributed import TCPStore
 
 from kv_transfer.factory import make_transport
-from kv_transfer.lanes import RECEIVER, SENDER, form_group
+from kv_transfer.lanes import RECEIVER, SENDER, LaneOptions, form_group
+from kv_transfer.nccl import NcclTransport
+from kv_transfer.pool import PoolMemory
 from kv_transfer.types import KvTransport, PageIds, PushState
 
 POLL_S = 1e-4
 UNCOUNTED = 2
 WAIT_S = 60.0
-OURS = ("nixl", "nccl")
+WAYS = ("nixl, bare", "nixl", "nccl", "nccl, bare")
+EXPLAINED = (
+    "nccl", "nccl 128", "nccl 256", "nccl 64 first", "nccl 256 first",
+    "nccl, bare 64", "nccl, bare 256", "nccl, bare",
+)  # fmt: skip
+"""What tells launches, priorities and staging apart: `--ways explain-nccl`."""
+Pipe = Connection
 
 
 class Side:
     """What both processes have: a pool, our transports over it, NIXL bare, a group bare."""
 
-    def __init__(self, rank: int, page_bytes: int, total: int, device: str, port: int) -> None:
+    def __init__(
+        self, rank: int, page_bytes: int, total: int, device: str, port: int, ways: Sequence[str]
+    ) -> None:
         self.rank = rank
         self.num_pages = 2 * total // page_bytes
         self.pool = torch.zeros(self.num_pages, page_bytes, dtype=torch.uint8, device=device)
         if rank == SENDER:
             self.pool.random_(0, 255)
         self.ours: dict[str, KvTransport] = {
-            name: make_transport(
-                name, f"{name}-{rank}-{port}", self.pool, page_bytes, len(self.pool)
-            )
-            for name in OURS
+            way: self._transport(way, f"{way}-{rank}-{port}") for way in ways if "bare" not in way
         }
         self.bare = _bare_agent(f"bare-{rank}-{port}", self.pool)
         self.flat = torch.zeros(total, dtype=torch.uint8, device=device)
         store = TCPStore("127.0.0.1", port, is_master=rank == SENDER, wait_for_workers=False)
         self.group = form_group(store, rank, self.pool.device)
+
+    def _transport(self, way: str, agent_name: str) -> KvTransport:
+        page_bytes = self.pool.shape[1]
+        name, *options = way.split()
+        if not options:
+            return make_transport(name, agent_name, self.pool, page_bytes, len(self.pool))
+        lanes = LaneOptions(piece_bytes=int(options[0]) << 20, is_first="first" in options)
+        return NcclTransport(
+            agent_name, PoolMemory.of(self.pool, page_bytes, len(self.pool)), lanes
+        )
 
     def address(self) -> dict[str, Any]:
         """What the other side has to know."""
@@ -87,7 +112,7 @@ def _bare_agent(name: str, pool: torch.Tensor) -> Any:
     return agent
 
 
-def _pages(base: int, pool: torch.Tensor, device_id: int) -> np.ndarray:
+def _table(base: int, pool: torch.Tensor, device_id: int) -> np.ndarray:
     size = pool.shape[1]
     table = np.zeros((len(pool), 3), np.uint64)
     table[:, 0] = base + np.arange(len(pool), dtype=np.uint64) * np.uint64(size)
@@ -95,38 +120,53 @@ def _pages(base: int, pool: torch.Tensor, device_id: int) -> np.ndarray:
     return table
 
 
-def send(side: Side, other: dict[str, Any], pipe: Connection, repeats: int) -> dict[str, float]:
+def scattered(rng: np.random.Generator, num_pages: int, count: int, run: int) -> PageIds:
+    """`count` pages out of so many, in runs of `run` adjacent ones, the runs in any order."""
+    starts = rng.permutation(num_pages // run)[: -(-count // run)] * run
+    return (starts[:, None] + np.arange(run)).reshape(-1)[:count].astype(np.int32)
+
+
+def send(
+    side: Side, other: dict[str, Any], pipe: Pipe, settings: Mapping[str, Any]
+) -> dict[str, float]:
     """Medians in GB/s by way."""
     rng = np.random.default_rng(0)
-    count = side.num_pages // 2
-    source, target = (rng.permutation(side.num_pages)[:count].astype(np.int32) for _ in range(2))
-    ways: dict[str, Callable[[], float]] = {
-        "nixl, bare": lambda: _bare(side, other, source, target),
-        "nixl": lambda: _ours(side, other, "nixl", source, target),
-        "nccl": lambda: _ours(side, other, "nccl", source, target),
-        "nccl, bare": lambda: _flat(side, pipe),
-    }
+    count, run = side.num_pages // 2, settings["run"]
+    source, target = (scattered(rng, side.num_pages, count, run) for _ in range(2))
+    ways = {way: _way(way, side, other, pipe, source, target) for way in settings["ways"]}
     total = count * side.pool.shape[1]
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(repeats):
+    for _ in range(settings["repeats"]):
         for name, way in ways.items():
             times[name].append(way())
     return {name: total / statistics.median(t[UNCOUNTED:]) / 1e9 for name, t in times.items()}
 
 
-def _bare(side: Side, other: dict[str, Any], source: PageIds, target: PageIds) -> float:
+def _way(
+    name: str, side: Side, other: dict[str, Any], pipe: Pipe, source: PageIds, target: PageIds
+) -> Callable[[], float]:
+    if name == "nixl, bare":
+        return lambda: push_bare(side, other, source, target)
+    if name.startswith("nccl, bare"):
+        piece = int(name.split()[2]) << 20 if name[-1].isdigit() else len(side.flat)
+        return lambda: _flat(side, pipe, piece)
+    return lambda: push_ours(side, other, name, source, target)
+
+
+def push_bare(side: Side, other: dict[str, Any], source: PageIds, target: PageIds) -> float:
+    """Seconds that NIXL's own wrapper takes for the pages."""
     metadata, base, device_id = other["bare"]
     memory = "VRAM" if side.pool.is_cuda else "DRAM"
     peer = side.bare.add_remote_agent(metadata)
     own_id = side.pool.device.index or 0
-    own = _pages(side.pool.data_ptr(), side.pool, own_id)
+    own = _table(side.pool.data_ptr(), side.pool, own_id)
     local = side.bare.prep_xfer_dlist("NIXL_INIT_AGENT", own, memory)
-    remote = side.bare.prep_xfer_dlist(peer, _pages(base, side.pool, device_id), memory)
+    remote = side.bare.prep_xfer_dlist(peer, _table(base, side.pool, device_id), memory)
     begin = time.perf_counter()
     handle = side.bare.make_prepped_xfer("WRITE", local, source, remote, target, b"bare")
     side.bare.transfer(handle)
     while (state := side.bare.check_xfer_state(handle)) == "PROC":
-        pass
+        assert time.perf_counter() - begin < WAIT_S, "a bare transfer did not end"
     took = time.perf_counter() - begin
     assert state == "DONE", state
     side.bare.release_xfer_handle(handle)
@@ -135,7 +175,10 @@ def _bare(side: Side, other: dict[str, Any], source: PageIds, target: PageIds) -
     return took
 
 
-def _ours(side: Side, other: dict[str, Any], name: str, source: PageIds, target: PageIds) -> float:
+def push_ours(
+    side: Side, other: dict[str, Any], name: str, source: PageIds, target: PageIds
+) -> float:
+    """Seconds that one of our transports takes for the pages."""
     transport = side.ours[name]
     begin = time.perf_counter()
     handle = transport.push(other["ours"][name].agent_name, source, target, b"ours")
@@ -147,10 +190,11 @@ def _ours(side: Side, other: dict[str, Any], name: str, source: PageIds, target:
     return took
 
 
-def _flat(side: Side, pipe: Connection) -> float:
-    pipe.send("receive")
+def _flat(side: Side, pipe: Pipe, piece: int) -> float:
+    pipe.send(piece)
     begin = time.perf_counter()
-    side.group.send([side.flat], RECEIVER, 0).wait()
+    for part in side.flat.split(piece):
+        side.group.send([part], RECEIVER, 0).wait()
     if side.flat.is_cuda:
         torch.cuda.synchronize()
     took = time.perf_counter() - begin
@@ -158,13 +202,14 @@ def _flat(side: Side, pipe: Connection) -> float:
     return took
 
 
-def serve(side: Side, pipe: Connection) -> None:
+def serve(side: Side, pipe: Pipe) -> None:
     """The receiving side, until it is told to end."""
     while True:
         if not pipe.poll(POLL_S):
             side.poll()
-        elif pipe.recv() == "receive":
-            side.group.recv([side.flat], SENDER, 0).wait()
+        elif piece := pipe.recv():
+            for part in side.flat.split(piece):
+                side.group.recv([part], SENDER, 0).wait()
             if side.flat.is_cuda:
                 torch.cuda.synchronize()
             pipe.send("received")
@@ -172,64 +217,100 @@ def serve(side: Side, pipe: Connection) -> None:
             return
 
 
-def run(rank: int, pipe: Connection, out: Any, settings: dict[str, Any]) -> None:
-    """One process."""
+def prepared(rank: int, pipe: Pipe, settings: Mapping[str, Any]) -> tuple[Side, dict[str, Any]]:
+    """This process's side, on its own GPU, and the address of the other one; they have met."""
     if settings["device"] == "cuda":
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get(
+            "CUDA_VISIBLE_DEVICES", f"{SENDER},{RECEIVER}"
+        ).split(",")[rank]
         torch.cuda.set_device(0)
-    side = Side(rank, settings["page"], settings["total"], settings["device"], settings["port"])
+    side = Side(
+        rank, settings["page"], settings["total"], settings["device"], settings["port"],
+        settings["ways"],
+    )  # fmt: skip
     pipe.send(side.address())
     other = pipe.recv()
     side.meet(other)
+    return side, other
+
+
+def run(rank: int, pipe: Pipe, out: Any, settings: Mapping[str, Any]) -> None:
+    """One process."""
+    side, other = prepared(rank, pipe, settings)
     if rank == RECEIVER:
         serve(side, pipe)
         os._exit(0)  # libraries that wait for each other's end at theirs have nothing to say
-    out.put(send(side, other, pipe, settings["repeats"]))
-    pipe.send("end")
+    out.put(send(side, other, pipe, settings))
+    pipe.send(0)
     time.sleep(0.5)
     os._exit(0)
 
 
-def measure(page_bytes: int, arguments: argparse.Namespace) -> dict[str, float]:
-    """GB/s by way, in two fresh processes."""
+def in_two_processes(
+    target: Callable[[int, Pipe, Any, Mapping[str, Any]], None],
+    settings: Mapping[str, Any],
+    timeout_s: float,
+) -> Any:
+    """What the sender's process puts out; both are fresh, and gone afterwards.
+
+    Raises:
+        queue.Empty: it took too long, or one of them failed.
+    """
     context = multiprocessing.get_context("spawn")
     near, far = context.Pipe()
     out = context.Queue()
     probe = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(9))
-    settings = {
-        "page": page_bytes, "total": arguments.total_mib << 20, "repeats": arguments.repeats,
-        "device": arguments.device, "port": probe.port,
-    }  # fmt: skip
+    settings = {**settings, "port": probe.port}
     del probe
     sides = [
-        context.Process(target=run, args=(rank, pipe, out, settings))
+        context.Process(target=target, args=(rank, pipe, out, settings))
         for rank, pipe in ((SENDER, near), (RECEIVER, far))
     ]
     for side in sides:
         side.start()
     try:
-        found: dict[str, float] = out.get(timeout=WAIT_S + 5 * arguments.repeats)
+        return out.get(timeout=timeout_s)
     finally:
         for side in sides:
-            side.join(10)
+            side.join(2)
             side.kill()
+
+
+def measure(page_bytes: int, run_pages: int, arguments: argparse.Namespace) -> dict[str, float]:
+    """GB/s by way, in two fresh processes."""
+    settings = {
+        "page": page_bytes, "run": run_pages, "total": arguments.total_mib << 20,
+        "repeats": arguments.repeats, "device": arguments.device, "ways": arguments.ways,
+    }  # fmt: skip
+    timeout_s = WAIT_S + 2 * arguments.repeats * len(arguments.ways)
+    found: dict[str, float] = in_two_processes(run, settings, timeout_s)
     return found
 
 
 def main() -> None:
-    """Prints a line per page size, and the same as JSON at the end."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    """Prints a line for each size of pages and runs."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--page-mib", type=float, nargs="+", default=[2, 4, 8, 16])
+    parser.add_argument("--run-pages", type=int, nargs="+", default=[1])
     parser.add_argument("--total-mib", type=int, default=1024)
+    parser.add_argument("--ways", nargs="+", default=list(WAYS))
     parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    rows = {}
+    if arguments.ways == ["explain-nccl"]:
+        arguments.ways = list(EXPLAINED)
+    rows = []
     for page_mib in arguments.page_mib:
-        rows[page_mib] = measure(int(page_mib * (1 << 20)), arguments)
-        rates = "  ".join(f"{name} {rate:7.1f}" for name, rate in rows[page_mib].items())
-        print(f"{page_mib:6g} MiB  {rates}  GB/s", flush=True)
-    print(json.dumps(rows))
+        for run_pages in arguments.run_pages:
+            rates = measure(int(page_mib * (1 << 20)), run_pages, arguments)
+            rows.append({"page_mib": page_mib, "run_pages": run_pages, "gigabytes_per_s": rates})
+            shown = "  ".join(f"{name} {rate:7.1f}" for name, rate in rates.items())
+            print(f"{page_mib:8g} MiB, runs of {run_pages:3d}  {shown}  GB/s", flush=True)
+            if arguments.json:
+                about = {"total_mib": arguments.total_mib, "device": arguments.device,
+                         "UCX_TLS": os.environ.get("UCX_TLS", "all"), "rows": rows}  # fmt: skip
+                arguments.json.write_text(json.dumps(about, indent=1))
 
 
 if __name__ == "__main__":

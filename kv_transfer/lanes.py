@@ -5,7 +5,7 @@ a pair have a lane of their own towards the other: on a shared one, two sends th
 wait for the other's end.
 
 Life of a lane: FORMING until both ends have found each other -> OPEN: pieces go through in the
-order given, two or more staging buffers deep -> CLOSED, by `close` or by trouble; what was in
+order given, `slots` staging buffers deep -> CLOSED, by `close` or by trouble; what was in
 progress then has no known end.
 
 Invariant: a staging buffer is used again only when the device is done with what it held.
@@ -22,6 +22,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
@@ -34,15 +35,28 @@ from kv_transfer.types import PageIds
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES: Final = 64 << 20
-"""Of a staging buffer: large enough for the wire's full rate, small enough to overlap."""
-SLOTS: Final = 4
 FORM_S: Final = timedelta(seconds=20)
 """Within this time both ends must have found each other."""
 SENDER, RECEIVER = 0, 1
 
 FormGroup = Callable[[], Any]
 """Makes the process group; blocks until the other end does the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaneOptions:
+    """How a lane moves pages. The same at both ends."""
+
+    piece_bytes: int = 64 << 20
+    """Of a staging buffer: large enough for the wire's full rate, small enough to overlap."""
+    slots: int = 4
+    """Staging buffers of a lane."""
+    is_first: bool = False
+    """Whether NCCL's kernels go before those that gather and scatter, where both wait for
+    processors. Nobody has measured yet what it is worth."""
+
+
+USUAL: Final = LaneOptions()
 
 
 class Piece(NamedTuple):
@@ -57,9 +71,9 @@ class Piece(NamedTuple):
 class _Slot:
     """A staging buffer and, on a GPU, the stream that all its work is queued on."""
 
-    def __init__(self, pool: PoolMemory) -> None:
+    def __init__(self, pool: PoolMemory, piece_bytes: int) -> None:
         device = pool.pages.device
-        size = max(pool.page_bytes, PIECE_BYTES // pool.page_bytes * pool.page_bytes)
+        size = max(pool.page_bytes, piece_bytes // pool.page_bytes * pool.page_bytes)
         self._buffer = torch.empty(size, dtype=torch.uint8, device=device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._done: torch.cuda.Event | None = None
@@ -85,9 +99,10 @@ class _Slot:
 class Lane(ABC):
     """One end. Every method may be called from any thread and returns at once."""
 
-    def __init__(self, name: str, pool: PoolMemory, form: FormGroup) -> None:
+    def __init__(self, name: str, pool: PoolMemory, form: FormGroup, options: LaneOptions) -> None:
         self.failed = False
         self._pool = pool
+        self._options = options
         self._form = form
         self._group: Any = None
         self._pieces: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
@@ -109,7 +124,8 @@ class Lane(ABC):
     def _run(self) -> None:
         try:
             self._group = self._form()
-            slots = [_Slot(self._pool) for _ in range(SLOTS)]
+            options = self._options
+            slots = [_Slot(self._pool, options.piece_bytes) for _ in range(options.slots)]
             for turn in iter(lambda: self._pieces.get(), None):
                 self._move(turn, slots[0])
                 slots.append(slots.pop(0))
@@ -141,9 +157,9 @@ class SendLane(Lane):
 class ReceiveLane(Lane):
     """The end that pages arrive at."""
 
-    def __init__(self, name: str, pool: PoolMemory, form: FormGroup) -> None:
+    def __init__(self, name: str, pool: PoolMemory, form: FormGroup, options: LaneOptions) -> None:
         self._arriving: deque[tuple[torch.cuda.Event | None, Piece]] = deque()
-        super().__init__(name, pool, form)
+        super().__init__(name, pool, form, options)
 
     def landed(self) -> list[int]:
         """Pushes whose last byte is in the pool, since the last call."""
@@ -177,11 +193,12 @@ def _is_done(event: torch.cuda.Event | None) -> bool:
     return event is None or event.query()
 
 
-def form_group(store: Store, rank: int, device: torch.device) -> Any:
+def form_group(store: Store, rank: int, device: torch.device, is_first: bool = False) -> Any:
     """A communicator of two: NCCL between GPUs, Gloo between hosts' memories."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         options = distributed.ProcessGroupNCCL.Options()
+        options.is_high_priority_stream = is_first
         options._timeout = timedelta(days=365)  # a lane waits for work, not for a deadline
         return distributed.ProcessGroupNCCL(store, rank, 2, options)
     return distributed.ProcessGroupGloo(store, rank, 2, timedelta(days=365))

@@ -1,7 +1,7 @@
 """Pages moved by NCCL: gathered into a staging buffer, sent, scattered. Opt-in.
 
 The wire's full rate whatever the size of a page, paid for with staging memory
-(2 * SLOTS * PIECE_BYTES a peer) and with processors of both GPUs while pages move. Notifications,
+(2 * slots * piece_bytes a peer) and with processors of both GPUs while pages move. Notifications,
 metadata and the rendezvous go over NIXL; pools without a GPU use Gloo, so that the same protocol
 is tested without one.
 
@@ -33,9 +33,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from kv_transfer.lanes import (
     FORM_S,
-    PIECE_BYTES,
     RECEIVER,
     SENDER,
+    USUAL,
+    LaneOptions,
     Piece,
     ReceiveLane,
     SendLane,
@@ -95,10 +96,11 @@ class NcclTransport:
     name = "nccl"
     can_revoke = False
 
-    def __init__(self, agent_name: str, pool: PoolMemory) -> None:
+    def __init__(self, agent_name: str, pool: PoolMemory, lanes: LaneOptions = USUAL) -> None:
         # A receive that nobody sends to must not take the process down: `close` ends it.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         self._pool = pool
+        self._lanes = lanes
         self._control = NixlTransport(agent_name, pool)
         self._endpoint = replace(self._control.endpoint, transport=self.name)
         self._peers: dict[str, _Peer] = {}
@@ -143,7 +145,7 @@ class NcclTransport:
         self._next_handle += 1
         self._tell(peer, _Kind.PAYLOAD, payload, push=handle)
         peer.pushes.add(handle)
-        most = max(1, min(MOST_PAGES, PIECE_BYTES // self._pool.page_bytes))
+        most = max(1, min(MOST_PAGES, self._lanes.piece_bytes // self._pool.page_bytes))
         for start in range(0, len(source), most):
             part, is_last = slice(start, start + most), start + most >= len(source)
             ids = target[part].astype("<i4").tobytes()
@@ -195,8 +197,11 @@ class NcclTransport:
             host = _own_address()
             peer.store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=FORM_S)
             self._tell(peer, _Kind.FORM, f"{host}:{peer.store.port}".encode())
-            form = partial(form_group, peer.store, SENDER, self._pool.pages.device)
-            peer.out = SendLane(f"to-{peer.endpoint.agent_name}", self._pool, form)
+            form = partial(
+                form_group, peer.store, SENDER, self._pool.pages.device, self._lanes.is_first
+            )
+            name = f"to-{peer.endpoint.agent_name}"
+            peer.out = SendLane(name, self._pool, form, self._lanes)
         return peer.out
 
     def _give_up(self, peer: _Peer) -> None:
@@ -252,11 +257,12 @@ class NcclTransport:
             peer.into.close()
         peer.pieces_due = 0
         host, _, port = rendezvous.rpartition(":")
-        device = self._pool.pages.device
+        device, is_first = self._pool.pages.device, self._lanes.is_first
         form: Callable[[], object] = lambda: form_group(  # noqa: E731
-            TCPStore(host, int(port), is_master=False, timeout=FORM_S), RECEIVER, device
+            TCPStore(host, int(port), is_master=False, timeout=FORM_S), RECEIVER, device, is_first
         )
-        peer.into = ReceiveLane(f"from-{peer.endpoint.agent_name}", self._pool, form)
+        name = f"from-{peer.endpoint.agent_name}"
+        peer.into = ReceiveLane(name, self._pool, form, self._lanes)
 
     def _take_landed(self, peer: _Peer) -> None:
         if peer.into is None:

@@ -63,6 +63,8 @@ class Cluster:
     logs: Path
     environment: Mapping[str, str]
     launch: Launch
+    own: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Environment of single processes, by name."""
     processes: dict[str, Process] = field(default_factory=dict)
     baselines: dict[str, int] = field(default_factory=dict)
     started_s: dict[str, float] = field(default_factory=dict)
@@ -71,7 +73,9 @@ class Cluster:
     def start(self, name: str) -> None:
         spec = self._spec(name)
         self.started_s[name] = time.monotonic()
-        environment = {**os.environ, **self.environment, **spec.environment}
+        environment = {
+            **os.environ, **self.environment, **self.own.get(name, {}), **spec.environment
+        }  # fmt: skip
         self.processes[name] = self.launch(spec.argv, environment, self.logs / f"{name}.log")
 
     def start_all(self) -> None:
@@ -208,9 +212,11 @@ def make_cluster(
     otlp_endpoint: str = "",
     device: str = "cpu",
     launch: Launch = launch,
+    own: Mapping[str, Mapping[str, object]] | None = None,
     **settings: object,
 ) -> Cluster:
-    """A cluster that is not started. `settings` reach all of them as BATON_* variables."""
+    """A cluster that is not started. `settings` reach all of them as BATON_* variables, those in
+    `own` the process of that name alone."""
     options = up.UpOptions(
         model=str(model),
         prefill=prefill,
@@ -224,11 +230,16 @@ def make_cluster(
         drain_s=10.0,
     )
     settings = {"num_pages": 400, "max_step_tokens": 128, "max_sequences": 32, **settings}
-    environment = {f"BATON_{name.upper()}": str(value) for name, value in settings.items()}
+    environment = _variables(settings)
     if otlp_endpoint:
         environment["BATON_OTLP_ENDPOINT"] = otlp_endpoint
     logs.mkdir(parents=True, exist_ok=True)
-    return Cluster(up.plan(options), logs, environment, launch)
+    singles = {name: _variables(of_one) for name, of_one in (own or {}).items()}
+    return Cluster(up.plan(options), logs, environment, launch, singles)
+
+
+def _variables(settings: Mapping[str, object]) -> dict[str, str]:
+    return {f"BATON_{name.upper()}": str(value) for name, value in settings.items()}
 
 
 def add_model(cluster: Cluster, model: Path, **counts: int) -> None:

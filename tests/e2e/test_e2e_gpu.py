@@ -1,4 +1,4 @@
-"""A prefill and a decode worker on a GPU each: what is left of either when it is killed."""
+"""Prefill and decode workers on GPUs: several to one, and what is left of one that is killed."""
 
 from __future__ import annotations
 
@@ -30,21 +30,17 @@ def used_mib() -> list[int]:
     return [int(line) for line in out.split()]
 
 
+def on_gpus(logs: Path, **options) -> Cluster:
+    """Not started."""
+    usual = {"load_format": "dummy", "num_pages": 0, "max_step_tokens": 2048, "max_sequences": 64}
+    return make_cluster(SHAPE, logs, device="cuda", **{**usual, **options})
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     if len(used_mib()) < 2:
         pytest.skip("needs two GPUs")
-    cluster = make_cluster(
-        SHAPE,
-        tmp_path_factory.mktemp("logs"),
-        device="cuda",
-        load_format="dummy",
-        num_pages=0,
-        kv_memory_gib=KV_GIB,
-        max_step_tokens=2048,
-        max_sequences=64,
-        resume_grace_s=60,
-    )
+    cluster = on_gpus(tmp_path_factory.mktemp("logs"), kv_memory_gib=KV_GIB, resume_grace_s=60)
     cluster.start_all()
     yield cluster
     assert cluster.stop().keys() == cluster.workers.keys() | {"router"}
@@ -111,3 +107,28 @@ def test_kill_9_with_transfers_in_flight(cluster, victim, gpu):
     gap_s = max(reading.longest_gap_s for reading in readings)
     print(f"\n{name}: {whole} of {STREAMS} whole, longest gap {gap_s:.1f} s;", end=" ")
     print(f"MiB before {before}, after {after}, freed after {freed_s:.2f} s")
+
+
+@pytest.mark.parametrize(
+    ("roles", "gib"),
+    [
+        ({"prefill": 2, "decode": 1}, {"prefill-0": 8, "prefill-1": 4, "decode-0": 12}),
+        ({"prefill": 1, "decode": 2}, {"prefill-0": 4, "decode-0": 8, "decode-1": 12}),
+    ],
+)
+def test_several_to_one_with_pools_of_different_sizes(tmp_path, roles, gib):
+    """Where there are fewer GPUs than workers, they share."""
+    own = {name: {"kv_memory_gib": memory} for name, memory in gib.items()}
+    cluster = on_gpus(tmp_path / "logs", own=own, **roles)
+    try:
+        cluster.start_all()
+        assert sorted(gib, key=gib.__getitem__) == sorted(gib, key=cluster.baselines.__getitem__)
+        with cluster.client() as client:
+            check_whole(crowd(cluster, client, seed=4))
+        cluster.check_baseline()
+        for name in gib:
+            outcome = "sent" if name.startswith("prefill") else "received"
+            assert cluster.metric("baton_kv_transfers_total", name, outcome=outcome) > 0, name
+            assert cluster.metric("baton_kv_stale_notifications_total", name) == 0
+    finally:
+        cluster.stop()

@@ -108,6 +108,29 @@ def test_tiny_model(tiny, tmp_path, options):
     assert set(codes.values()) == {0}, cluster.tail()
 
 
+@pytest.mark.parametrize(
+    ("roles", "pages"),
+    [
+        ({"prefill": 2, "decode": 1}, {"prefill-0": 60, "prefill-1": 400, "decode-0": 150}),
+        ({"prefill": 1, "decode": 2}, {"prefill-0": 90, "decode-0": 50, "decode-1": 300}),
+    ],
+)
+def test_several_to_one_with_pools_of_different_sizes(tiny, tmp_path, roles, pages):
+    own = {name: {"num_pages": count} for name, count in pages.items()}
+    cluster = make_cluster(tiny, tmp_path / "logs", own=own, **roles)
+    try:
+        cluster.start_all()
+        assert {name: cluster.load(name).total_pages for name in pages} == pages
+        check(cluster, tiny, 24)
+        for name in pages:
+            outcome = "sent" if name.startswith("prefill") else "received"
+            moved = cluster.metric("baton_kv_transfers_total", name, outcome=outcome)
+            assert moved > 0, f"{name} took no part"
+            assert cluster.metric("baton_kv_stale_notifications_total", name) == 0
+    finally:
+        cluster.stop()
+
+
 @pytest.mark.model
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(

@@ -1,0 +1,81 @@
+#!/usr/bin/env bash
+# A router and PREFILL, DECODE and BOTH workers (1, 1, 0), each on a GPU of its own as far as there
+# are GPUs, under `baton bench` through the gRPC door. ROWS is a list separated by commas:
+#
+#   RATE NUM PROMPT OUTPUT    requests a second (0: one by one), requests, tokens of each
+#   azure RATE SECONDS        lengths of Azure's conversation trace, judged by SLO_TTFT_MS (400) and
+#                             SLO_ITL_P99_MS (10) request by request
+#   waterfall PROMPT OUTPUT   one request, drawn: waterfall.txt
+#
+# rows.jsonl, up.log (every process) and the table, which comes last, are written to $OUT. Every wait
+# is bounded: the default rows take about three minutes after a cold start, with REPEATS=3 about
+# eight; no row begins later than LAST_ROW_S. MODEL, DEVICE, GPUS, KV_GIB, PORT, ADMIN and BATON_*
+# may be set from outside. Seeds are fresh unless SEED is set. The client needs numpy and nothing
+# else beside Baton. On a CPU, to try it: DEVICE=cpu MODEL=bench/shapes/tiny KV_GIB=1 VOCABULARY=4000.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+out=${OUT:-/tmp/pd}; mkdir -p "$out"
+python=${PYTHON:-python3}
+port=${PORT:-50051} admin=${ADMIN:-9090} device=${DEVICE:-cuda}
+rows=${ROWS:-0 20 1024 64,0 12 8000 64,24 300 1024 256,3 300 8000 200}
+export PREFILL=${PREFILL:-1} DECODE=${DECODE:-1} BOTH=${BOTH:-0}
+export PYTHONUNBUFFERED=1 GRPC_VERBOSITY=error
+export BATON_LOAD_FORMAT=${BATON_LOAD_FORMAT:-dummy} BATON_MAX_SEQUENCES=${BATON_MAX_SEQUENCES:-128}
+[ -z "${GPUS:-}" ] || export CUDA_VISIBLE_DEVICES=$GPUS
+
+began=$SECONDS
+rm -f "$out/rows.jsonl"
+"$python" -m baton up --model "${MODEL:-bench/shapes/llama-8b}" --device "$device" \
+  --prefill "$PREFILL" --decode "$DECODE" --both "$BOTH" --kv-memory-gib "${KV_GIB:-40}" \
+  --port "$port" --http-port 0 --admin-port "$admin" --drain-s 5 >"$out/up.log" 2>&1 &
+up=$!
+stop() {
+  kill -TERM $up 2>/dev/null
+  for _ in $(seq 120); do kill -0 $up 2>/dev/null || return 0; sleep 0.1; done
+  kill -KILL $up 2>/dev/null # The processes below end with it.
+}
+trap stop EXIT
+
+until grep -q "Baton is ready" "$out/up.log"; do
+  if ! kill -0 $up 2>/dev/null || [ $((SECONDS - began)) -gt "${READY_S:-110}" ]; then
+    echo "not ready after $((SECONDS - began)) s"; tail -60 "$out/up.log"; exit 1
+  fi
+  sleep 0.5
+done
+echo "ready after $((SECONDS - began)) s"
+
+bench() { # bench OPTION...: one result, into row.json
+  rm -f "$out/row.json"
+  timeout "${ROW_S:-400}" "$python" -m baton bench --url 127.0.0.1:"$port" --json \
+    --admin 127.0.0.1:"$admin" --vocabulary "${VOCABULARY:-49000}" ${SEED:+--seed "$SEED"} "$@" \
+    >"$out/row.json" 2>"$out/row.err" || { echo "row failed or is not valid: $*"; tail "$out/row.err"; }
+  [ -s "$out/row.json" ] || { tail -30 "$out/up.log"; return 1; }
+  "$python" -m bench.pd_table --add "$out/row.json" "$out/rows.jsonl"
+}
+
+declare -A idle # TTFT p50 by prompt length, ms: what a queue is simulated with
+IFS=, read -ra list <<<"$rows"
+for row in "${list[@]}"; do
+  if [ $((SECONDS - began)) -gt "${LAST_ROW_S:-450}" ]; then echo "no time for: $row"; continue; fi
+  echo "$row"
+  read -r kind first second third <<<"$row"
+  case $kind in
+    azure)
+      bench --trace azure-conversation --rate "$first" --num 6000 --duration-s "$second" \
+        --slo-ttft-ms "${SLO_TTFT_MS:-400}" --slo-itl-p99-ms "${SLO_ITL_P99_MS:-10}" ;;
+    waterfall)
+      bench --num 1 --prompt-tokens "$first" --output-tokens "$second" &&
+        COLUMNS=110 "$python" -m baton trace --admin 127.0.0.1:"$admin" >"$out/waterfall.txt" ;;
+    0)
+      bench --num "$first" --prompt-tokens "$second" --output-tokens "$third" && idle[$second]=$(
+        "$python" -c 'import json, sys; print(json.load(open(sys.argv[1]))["runs"][0]["ttft_ms"]["p50"])' \
+          "$out/row.json") ;;
+    *)
+      bench --rate "$kind" --num "$first" --prompt-tokens "$second" --output-tokens "$third" \
+        --repeats "${REPEATS:-1}" ${idle[$second]:+--simulate-idle-ttft-ms "${idle[$second]}"} ;;
+  esac
+done
+rm -f "$out/row.json" "$out/row.err"
+grep -E "WARN|ERROR" "$out/up.log" | head -20
+[ ! -s "$out/waterfall.txt" ] || cat "$out/waterfall.txt"
+"$python" -m bench.pd_table "$out/rows.jsonl" | tee "$out/table.txt"
