@@ -24,7 +24,7 @@ export BATON_LOAD_FORMAT=${BATON_LOAD_FORMAT:-dummy} BATON_MAX_SEQUENCES=${BATON
 [ -z "${GPUS:-}" ] || export CUDA_VISIBLE_DEVICES=$GPUS
 
 began=$SECONDS
-rm -f "$out/rows.jsonl"
+rm -f "$out/rows.jsonl" "$out/waterfall.txt"
 "$python" -m baton up --model "${MODEL:-bench/shapes/llama-8b}" --device "$device" \
   --prefill "$PREFILL" --decode "$DECODE" --both "$BOTH" --kv-memory-gib "${KV_GIB:-40}" \
   --port "$port" --http-port 0 --admin-port "$admin" --drain-s 5 >"$out/up.log" 2>&1 &
@@ -46,11 +46,13 @@ echo "ready after $((SECONDS - began)) s"
 
 bench() { # bench OPTION...: one result, into row.json
   rm -f "$out/row.json"
+  local before; before=$("$python" -m bench.pd_table --router-cpu 127.0.0.1:"$admin")
   timeout "${ROW_S:-400}" "$python" -m baton bench --url 127.0.0.1:"$port" --json \
     --admin 127.0.0.1:"$admin" --vocabulary "${VOCABULARY:-49000}" ${SEED:+--seed "$SEED"} "$@" \
     >"$out/row.json" 2>"$out/row.err" || { echo "row failed or is not valid: $*"; tail "$out/row.err"; }
   [ -s "$out/row.json" ] || { tail -30 "$out/up.log"; return 1; }
-  "$python" -m bench.pd_table --add "$out/row.json" "$out/rows.jsonl"
+  "$python" -m bench.pd_table --router-cpu 127.0.0.1:"$admin" --before "$before" \
+    --add "$out/row.json" "$out/rows.jsonl"
 }
 
 declare -A idle # TTFT p50 by prompt length, ms: what a queue is simulated with

@@ -1,13 +1,17 @@
 """What `bench/pd.sh` measured, as tables: latencies of each run, then the hand-off.
 
 python -m bench.pd_table ROWS.jsonl ...            prints the tables of one or more files
-python -m bench.pd_table --add ROW.json ROWS.jsonl appends a result of `baton bench --json`, with
+python -m bench.pd_table --router-cpu HOST:PORT    prints the CPU seconds of the router so far
+python -m bench.pd_table --router-cpu HOST:PORT --before SECONDS --add ROW.json ROWS.jsonl
+                                                   appends a result of `baton bench --json`, with
                                                    the cluster that it was measured on
 
 `xPyD` counts workers (B: `--role both`). Times in ms. `kept`: share of the requests that kept the
-service levels. `queue`: TTFT of one server with one queue on the same arrivals, simulated. The
-hand-off is of the last 48 requests of a row, median and largest: `exposed` from the end of the last
-chunk's compute to the last push seen done, `wire` from the first push to the end of the last.
+service levels. `queue`: TTFT of one server with one queue on the same arrivals, simulated.
+`router`: its CPU time over that of the runs, of one core; warm-ups count, so it is a little too
+high, and near 100 % the router is what was measured. The hand-off is of the last 48 requests of a
+row, median and largest: `exposed` from the end of the last chunk's compute to the last push seen
+done, `wire` from the first push to the end of the last.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,9 +53,16 @@ def cluster() -> dict[str, Any]:
     return {**counts, "settings": set_here}
 
 
-def add(row: Path, rows: Path) -> None:
-    """Appends one result."""
-    found = {**json.loads(row.read_text()), "cluster": cluster()}
+def router_cpu_s(admin: str) -> float:
+    """CPU time of the router's process since it started."""
+    with urllib.request.urlopen(f"http://{admin}/metrics", timeout=10) as page:
+        lines = page.read().decode().splitlines()
+    return float(next(line for line in lines if line.startswith("process_cpu_sec")).split()[1])
+
+
+def add(row: Path, rows: Path, cpu_s: float) -> None:
+    """Appends one result, for which the router took so long."""
+    found = {**json.loads(row.read_text()), "cluster": cluster(), "router_cpu_s": round(cpu_s, 2)}
     with rows.open("a") as file:
         file.write(json.dumps(found) + "\n")
 
@@ -72,14 +84,16 @@ def named(row: dict[str, Any]) -> str:
 
 def latencies(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
     """A line a run, p50 / p99."""
-    yield ["", *(title for title, _ in LATENCIES), "whole", "kept", "tok/s", "client"]
+    yield ["", *(title for title, _ in LATENCIES), "whole", "kept", "tok/s", "router", "client"]
     for row in rows:
+        busy = row["router_cpu_s"] / sum(run["wall_s"] for run in row["runs"])
         for run in row["runs"]:
             cells = [_pair(run[key], "p50", "p99") for _, key in LATENCIES]
             kept = run["attainment"]
             yield [
                 named(row), *cells, f"{run['ok']}/{run['requests']}",
                 "" if kept is None else f"{kept:.1%}", f"{run['output_token_rate']:.0f}",
+                f"{busy:.0%}",
                 "late" if run["client"]["complaints"] else "in time",
             ]  # fmt: skip
 
@@ -111,11 +125,17 @@ def table(lines: list[list[str]]) -> str:
 def main() -> None:
     """Adds, or prints."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("files", type=Path, nargs="+")
+    parser.add_argument("files", type=Path, nargs="*")
+    parser.add_argument("--router-cpu", metavar="HOST:PORT")
+    parser.add_argument("--before", type=float, default=0.0)
     parser.add_argument("--add", type=Path)
     arguments = parser.parse_args()
-    if arguments.add:
-        add(arguments.add, arguments.files[0])
+    if arguments.router_cpu:
+        cpu_s = router_cpu_s(arguments.router_cpu) - arguments.before
+        if arguments.add:
+            add(arguments.add, arguments.files[0], cpu_s)
+        else:
+            print(cpu_s)
         return
     rows = [json.loads(line) for file in arguments.files for line in file.open()]
     print(table(list(latencies(rows))))
