@@ -7,8 +7,8 @@
 #                             SLO_ITL_P99_MS (10) request by request
 #   waterfall PROMPT OUTPUT   one request, drawn: waterfall.txt
 #
-# rows.jsonl, up.log (every process) and the table, which comes last, are written to $OUT. Every wait
-# is bounded: the default rows take about three minutes after a cold start, with REPEATS=3 about
+# $OUT gets rows.jsonl, which grows from run to run, up.log of the last one (every process), and the
+# table of all rows so far, which is printed last. Every wait is bounded: the default rows take about three minutes after a cold start, with REPEATS=3 about
 # eight; no row begins later than LAST_ROW_S. MODEL, DEVICE, GPUS, KV_GIB, PORT, ADMIN and BATON_*
 # may be set from outside. Seeds are fresh unless SEED is set. The client needs numpy and nothing
 # else beside Baton. On a CPU, to try it: DEVICE=cpu MODEL=bench/shapes/tiny KV_GIB=1 VOCABULARY=4000.
@@ -24,7 +24,7 @@ export BATON_LOAD_FORMAT=${BATON_LOAD_FORMAT:-dummy} BATON_MAX_SEQUENCES=${BATON
 [ -z "${GPUS:-}" ] || export CUDA_VISIBLE_DEVICES=$GPUS
 
 began=$SECONDS
-rm -f "$out/rows.jsonl" "$out/waterfall.txt"
+rm -f "$out/waterfall.txt"
 "$python" -m baton up --model "${MODEL:-bench/shapes/llama-8b}" --device "$device" \
   --prefill "$PREFILL" --decode "$DECODE" --both "$BOTH" --kv-memory-gib "${KV_GIB:-40}" \
   --port "$port" --http-port 0 --admin-port "$admin" --drain-s 5 >"$out/up.log" 2>&1 &

@@ -120,7 +120,8 @@ def test_several_to_one_with_pools_of_different_sizes(tiny, tmp_path, roles, pag
     cluster = make_cluster(tiny, tmp_path / "logs", own=own, **roles)
     try:
         cluster.start_all()
-        assert {name: cluster.load(name).total_pages for name in pages} == pages
+        for name, count in pages.items():
+            assert cluster.load(name).total_pages == count - 1, "all but the scratch page"
         check(cluster, tiny, 24)
         for name in pages:
             outcome = "sent" if name.startswith("prefill") else "received"
