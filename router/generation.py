@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING
 
@@ -112,6 +112,21 @@ class Generations:
         if tokenizer is not None and request.token_texts:
             texts = await self._tokenizers.texts(tokenizer, token_ids)
         return api.TokenizeResponse(token_ids=token_ids, token_texts=texts)
+
+    async def detokenize(self, model_name: str, token_ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens by their names.
+
+        Raises:
+            RouterError: INVALID_FIELD, or the model is not served.
+        """
+        model, found = self._dispatcher.model(model_name), validation.Violations()
+        validation.check_ids(found, "tokens", token_ids, model.vocab_size)
+        tokenizer = await self._tokenizers.get(model.path)
+        if tokenizer is None:
+            found.add("tokens", "the model has no tokenizer")
+        found.raise_if_any()
+        assert tokenizer is not None
+        return await self._tokenizers.decode(tokenizer, token_ids)
 
     async def _admit(self, request: GenerationRequest) -> tuple[ServedModel, Tokenizer | None]:
         found = validation.check_request(request, self._limits)

@@ -123,9 +123,9 @@ class Tokenizer:
         except Exception as error:  # A template is a program: it may raise anything.
             raise ChatTemplateError("the chat template refused the turns") from error
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of ids; special tokens have none, half characters are U+FFFD."""
-        return self._backend.decode(token_ids, skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ids; special tokens have none, or their names; half characters are U+FFFD."""
+        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
         """Text of one token as it stands inside a text; a special one's name."""
@@ -186,6 +186,11 @@ class Tokenizers:
         """Text of each token, as `Tokenizer.token_text` has it, read on the pool."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, _texts, tokenizer, token_ids)
+
+    async def decode(self, tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
+        """Text of ids with the names of special tokens, read on the pool."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pool, tokenizer.decode, token_ids, False)
 
     def close(self) -> None:
         """Lets the threads go, once what they run is done."""

@@ -113,7 +113,7 @@ def check_against_model(
         "input.stop.token_ids": generation.stop.token_ids,
     }
     for path, values in ids.items():
-        _check_ids(found, path, values, model.vocab_size)
+        check_ids(found, path, values, model.vocab_size)
     for token_id in _first_outside(sorted(generation.sampling.logit_bias), model.vocab_size):
         found.add(f"input.sampling.logit_bias[{token_id}]", _vocabulary_rule(model.vocab_size))
 
@@ -248,7 +248,8 @@ def _check_output(found: Violations, output: api.OutputOptions) -> None:
     found.unless(output.logprobs or not output.top_logprobs, path, "needs logprobs")
 
 
-def _check_ids(found: Violations, path: str, ids: Sequence[int], vocab_size: int) -> None:
+def check_ids(found: Violations, path: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Ids outside a vocabulary."""
     if not ids or max(ids) < vocab_size:
         return
     outside = [index for index, token_id in enumerate(ids) if token_id >= vocab_size]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from baton.inference.v1 import inference_pb2 as api
 from router.openai.logprobs import chat_logprobs
 from router.openai.reply import Order, Piece, Reply
-from router.openai.schema import ChatRequest, StreamOptions, parse
+from router.openai.schema import ChatRequest, ChatTurn, StreamOptions, parse
 
 if TYPE_CHECKING:
     from router.calls import Call
@@ -86,13 +87,17 @@ class ChatCompletions:
         return Reply(self._generations, order, call)
 
 
+def chat_prompt(turns: Sequence[ChatTurn]) -> api.ChatPrompt:
+    """Turns in the words of the gRPC API."""
+    return api.ChatPrompt(
+        messages=[api.ChatMessage(role=_ROLES[turn.role], content=turn.content) for turn in turns]
+    )
+
+
 def _generation(request: ChatRequest) -> api.GenerationInput:
-    turns = [
-        api.ChatMessage(role=_ROLES[turn.role], content=turn.content) for turn in request.messages
-    ]
     max_tokens = request.max_completion_tokens
     return request.input(
         request.max_tokens if max_tokens is None else max_tokens,
         (request.top_logprobs or 0) if request.logprobs else None,
-        chat=api.ChatPrompt(messages=turns),
+        chat=chat_prompt(request.messages),
     )

@@ -10,7 +10,7 @@ that cannot be honoured are refused by name, unless they are set to what happens
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 from pydantic import (
@@ -93,11 +93,25 @@ class StreamOptions(BaseModel):
     """Counts so far in every chunk, where `include_usage` is set."""
 
 
-class GenerationRequest(BaseModel):
-    """The fields that both methods share."""
+class ModelRequest(BaseModel):
+    """What every method's request has."""
 
     model_config = ConfigDict(extra="allow")
-    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    """By name, the values beside null that ask for nothing."""
+
+    model: Annotated[str, BeforeValidator(_name)] = ""
+    """May be left out where just one model is served."""
+
+    def refused(self) -> list[Violation]:
+        """Fields that are set and cannot be honoured."""
+        return _refused(self, "", self.unsupported)
+
+
+class GenerationRequest(ModelRequest):
+    """The fields that both methods that generate share."""
+
+    unsupported = {
         "add_special_tokens": (True,),
         "allowed_token_ids": ([],),
         "bad_words": ([],),
@@ -118,10 +132,7 @@ class GenerationRequest(BaseModel):
         "truncate_prompt_tokens": (),
         "use_beam_search": (False,),
     }
-    """By name, the values beside null that ask for nothing."""
 
-    model: Annotated[str, BeforeValidator(_name)] = ""
-    """May be left out where just one model is served."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: UInt32 | None = None
@@ -191,10 +202,6 @@ class GenerationRequest(BaseModel):
             include_stop=bool(self.include_stop_str_in_output),
         )
 
-    def refused(self) -> list[Violation]:
-        """Fields that are set and cannot be honoured."""
-        return _refused(self, "", self.unsupported)
-
 
 class CompletionRequest(GenerationRequest):
     """Of /v1/completions."""
@@ -234,6 +241,15 @@ class ChatTurn(BaseModel):
     content: Annotated[str, BeforeValidator(_content)] = ""
 
 
+_TEMPLATE_FIELDS: Final[Mapping[str, tuple[object, ...]]] = {
+    "add_generation_prompt": (True,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "tools": ([],),
+}
+
+
 class ChatRequest(GenerationRequest):
     """Of /v1/chat/completions."""
 
@@ -243,12 +259,9 @@ class ChatRequest(GenerationRequest):
             for name, neutral in GenerationRequest.unsupported.items()
             if name != "add_special_tokens"
         },
-        "add_generation_prompt": (True,),
+        **_TEMPLATE_FIELDS,
         "add_special_tokens": (False,),
         "audio": (),
-        "chat_template": (),
-        "chat_template_kwargs": ({},),
-        "continue_final_message": (False,),
         "documents": ([],),
         "echo": (False,),
         "function_call": ("none",),
@@ -256,7 +269,6 @@ class ChatRequest(GenerationRequest):
         "modalities": (["text"],),
         "reasoning_effort": ("none",),
         "tool_choice": ("none", "auto"),
-        "tools": ([],),
         "verbosity": (),
         "web_search_options": (),
     }
@@ -270,15 +282,38 @@ class ChatRequest(GenerationRequest):
 
     def refused(self) -> list[Violation]:
         """Fields that are set and cannot be honoured."""
-        found = super().refused()
-        for index, turn in enumerate(self.messages):
-            found += _refused(turn, f"messages[{index}].", turn.unsupported)
+        found = super().refused() + _refused_turns(self.messages)
         if self.top_logprobs and not self.logprobs:
             found.append(Violation("top_logprobs", "needs logprobs"))
         return found
 
 
-Request = TypeVar("Request", bound=GenerationRequest)
+class TokenizeRequest(ModelRequest):
+    """Of /tokenize: a text or turns."""
+
+    unsupported = _TEMPLATE_FIELDS
+
+    prompt: str | None = None
+    messages: list[ChatTurn] = []
+    add_special_tokens: bool | None = None
+    """Where it is left out: for a text and not for turns, as generating has it."""
+    return_token_strs: bool | None = None
+
+    def refused(self) -> list[Violation]:
+        """Fields that are set and cannot be honoured."""
+        found = super().refused() + _refused_turns(self.messages)
+        if self.prompt is not None and self.messages:
+            found.append(Violation("prompt", "not beside messages"))
+        return found
+
+
+class DetokenizeRequest(ModelRequest):
+    """Of /detokenize."""
+
+    tokens: Annotated[list[int], PlainValidator(_ids)]
+
+
+Request = TypeVar("Request", bound=ModelRequest)
 
 
 def parse(kind: type[Request], body: bytes) -> Request:
@@ -294,6 +329,14 @@ def parse(kind: type[Request], body: bytes) -> Request:
     if found := request.refused():
         raise errors.invalid_fields(found)
     return request
+
+
+def _refused_turns(turns: Sequence[ChatTurn]) -> list[Violation]:
+    return [
+        violation
+        for index, turn in enumerate(turns)
+        for violation in _refused(turn, f"messages[{index}].", turn.unsupported)
+    ]
 
 
 def _refused(

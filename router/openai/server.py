@@ -24,6 +24,7 @@ from router.openai import statuses
 from router.openai.chat import ChatCompletions
 from router.openai.completions import Completions
 from router.openai.edge import Endpoint, Method
+from router.openai.tokens import Tokens
 from telemetry.embedded_http import EmbeddedHttpServer
 
 if TYPE_CHECKING:
@@ -65,9 +66,12 @@ class OpenAiServer(EmbeddedHttpServer):
         generations = Generations(dispatcher, tokenizers, limits, events)
         completions = Completions(generations, dispatcher, tokenizers)
         chat = ChatCompletions(generations, dispatcher, tokenizers)
+        tokens = Tokens(generations, dispatcher)
         api = (
             _method(COMPLETIONS, completions, events, gate),
             _method(CHAT_COMPLETIONS, chat, events, gate),
+            _method("/tokenize", tokens.tokenize, events, gate),
+            _method("/detokenize", tokens.detokenize, events, gate),
             Route("/v1/models", self._pages.models),
             Route("/v1/models/{name:path}", self._pages.model),
             Route("/health", self._pages.health),

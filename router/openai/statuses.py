@@ -48,6 +48,8 @@ _PARAMS: Final = (
     ("input.", ""),
     ("input", "prompt"),
     ("text", "prompt"),
+    ("chat.messages", "messages"),
+    ("chat", "messages"),
 )
 """Beginnings of paths in `inference.proto`, and what they are called here; the first counts."""
 

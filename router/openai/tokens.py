@@ -1,0 +1,70 @@
+"""/tokenize and /detokenize, as vLLM's server has them: what a prompt is to the model, and back."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING
+
+from baton.inference.v1 import inference_pb2 as api
+from router.openai.chat import chat_prompt
+from router.openai.schema import DetokenizeRequest, TokenizeRequest, parse
+
+if TYPE_CHECKING:
+    from router.calls import Call
+    from router.generation import Generations
+    from router.jobs import Dispatcher
+    from router.openai.statuses import JSON
+
+
+class Said:
+    """An answer that is there already."""
+
+    stream = False
+
+    def __init__(self, content: JSON) -> None:
+        self._content = content
+
+    async def whole(self) -> JSON:
+        """All of it."""
+        return self._content
+
+    async def chunks(self) -> AsyncGenerator[JSON, None]:
+        """The same."""
+        yield self._content
+
+
+class Tokens:
+    """Both methods; they raise RouterError where a request cannot be understood or answered."""
+
+    def __init__(self, generations: Generations, dispatcher: Dispatcher) -> None:
+        self._generations = generations
+        self._dispatcher = dispatcher
+
+    async def tokenize(self, body: bytes, call: Call, client_tag: str) -> Said:
+        """The ids that generating would run."""
+        asked = parse(TokenizeRequest, body)
+        prompt: JSON = {} if asked.prompt is None else {"text": asked.prompt}
+        if asked.messages:
+            prompt = {"chat": chat_prompt(asked.messages)}
+        response = await self._generations.tokenize(
+            api.TokenizeRequest(
+                model=asked.model,
+                add_special_tokens=asked.add_special_tokens,
+                token_texts=bool(asked.return_token_strs),
+                **prompt,
+            )
+        )
+        model = self._dispatcher.model(asked.model)
+        return Said(
+            {
+                "count": len(response.token_ids),
+                "max_model_len": model.max_context_tokens,
+                "tokens": list(response.token_ids),
+                "token_strs": list(response.token_texts) if asked.return_token_strs else None,
+            }
+        )
+
+    async def detokenize(self, body: bytes, call: Call, client_tag: str) -> Said:
+        """The text of ids."""
+        asked = parse(DetokenizeRequest, body)
+        return Said({"prompt": await self._generations.detokenize(asked.model, asked.tokens)})
