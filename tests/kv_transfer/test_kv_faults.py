@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import random
+import time
+import tracemalloc
+
 import numpy as np
 import pytest
 from kv_world import DECODE_EPOCH, World
@@ -343,20 +348,42 @@ def test_a_repeated_grant_or_abort_changes_nothing(loopback: World) -> None:
     assert world.decode.counters.transfers_aborted == 1
 
 
-def test_memory_is_bounded_by_size_and_age() -> None:
-    now_s = 0.0
-    memory: BoundedMemory[int, str] = BoundedMemory(3, 10.0, lambda: now_s)
-    for key in range(5):
-        memory.add(key, "x")
-    assert [key in memory for key in range(5)] == [False, False, True, True, True]
-    now_s = 5.0
-    memory.add(2, "y")
-    now_s = 12.0
-    assert [key in memory for key in range(2, 5)] == [True, False, False]
-    assert memory.get(2) == "y"
-    now_s = 16.0
-    assert memory.get(2) is None
+def test_memory_keeps_what_may_be_asked_for_and_is_bounded() -> None:
+    rng, now_s = random.Random(5), 0.0
+    memory: BoundedMemory[int, int] = BoundedMemory(8, 10.0, lambda: now_s)
+    added: dict[int, tuple[int, float]] = {}
+    """Key to value and time, the latest last."""
+    for value in range(3000):
+        now_s += rng.choice([0.0, 0.1, 2.0]) if rng.random() < 0.99 else 25.0
+        key = rng.randrange(40)
+        added.pop(key, None)
+        added[key] = (value, now_s)
+        memory.add(key, value)
+        assert len(memory) <= 16
+        for known, (wanted, at_s) in list(added.items())[-8:]:
+            assert now_s - at_s >= 10.0 or memory.get(known) == wanted
+            assert memory.get(known) in (wanted, None)
+            assert (known in memory) == (memory.get(known) is not None)
+    now_s += 30.0
+    assert memory.get(key) is None
     assert len(memory) == 0
+
+
+def test_what_is_remembered_of_a_transfer_is_small() -> None:
+    """A worker remembers each of its transfers for an hour."""
+    count = 20_000
+    memory: BoundedMemory[bytes, ReceiveState] = BoundedMemory(1 << 18, 3600.0, time.monotonic)
+    gc.collect()
+    tracked = len(gc.get_objects())
+    tracemalloc.start()
+    try:
+        for number in range(count):
+            memory.add(number.to_bytes(16, "big"), ReceiveState.READY)
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] < 100 * count
+    finally:
+        tracemalloc.stop()
+    assert len(gc.get_objects()) - tracked < count // 10
 
 
 def test_timers_fire_in_order() -> None:
