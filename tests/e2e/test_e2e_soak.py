@@ -55,6 +55,10 @@ class Soak:
     cluster: Cluster
     rng: random.Random = field(default_factory=lambda: random.Random(11))
     outcomes: Counter[str] = field(default_factory=Counter)
+    samples: dict[str, list[Sample]] = field(default_factory=dict)
+    """Of each process, one a checkpoint."""
+    sampled: int = 0
+    """Requests that had ended at the last checkpoint."""
 
     async def run(self, client: AsyncClient, until_s: float) -> None:
         while time.monotonic() < until_s:
@@ -90,13 +94,28 @@ class Soak:
                 return "streamed"
             reading.cancel()
             await asyncio.wait({reading})
-            return "cancelled"
+            if reading.cancelled():
+                return "cancelled"
+            await reading  # It ended in that very moment.
+            return "streamed"
 
-    def at_rest(self, requests: int) -> dict[str, Sample]:
-        """Every process, once all its pages are back and no connection of the load is left."""
+    def rest(self) -> None:
+        """A sample of each process, once all pages are back and the load's connection is gone."""
+        requests = self.outcomes.total()
+        assert requests > self.sampled, "no request ended since the last checkpoint"
+        self.sampled = requests
         self.cluster.check_baseline()
         time.sleep(REST_S)
-        return {name: self._sample(name, requests) for name in self.cluster.processes}
+        for name in self.cluster.processes:
+            self.samples.setdefault(name, []).append(self._sample(name, requests))
+
+    def report(self) -> str:
+        """What became of the requests, and of every process at every checkpoint."""
+        lines = [f"{self.outcomes.total()} requests: {dict(self.outcomes)}"]
+        for name, samples in self.samples.items():
+            lines.append(f"{name}: {median_slope(samples):.0f} bytes a request")
+            lines += [f"    {sample}" for sample in samples]
+        return "\n".join(lines)
 
     def _sample(self, name: str, requests: int) -> Sample:
         process = psutil.Process(self.cluster.processes[name].pid)
@@ -127,7 +146,7 @@ def median_slope(samples: list[Sample]) -> float:
         for i, earlier in enumerate(samples)
         for later in samples[i + 1 :]
     )
-    return slopes[len(slopes) // 2]
+    return slopes[len(slopes) // 2] if slopes else 0.0
 
 
 @pytest.mark.slow
@@ -135,27 +154,24 @@ def median_slope(samples: list[Sample]) -> float:
 def test_what_is_held_at_rest_does_not_grow(tmp_path):
     model = write_tiny_model(tmp_path / "model")
     cluster = make_cluster(model, tmp_path / "logs", num_pages=600)
+    soak = Soak(cluster)
     try:
         cluster.start_all()
-        soak = Soak(cluster)
-        asyncio.run(under_load(soak, DURATION_S / CHECKPOINTS))  # Caches fill, pools grow.
-        rows: list[dict[str, Sample]] = []
-        for _ in range(CHECKPOINTS - 1):
-            rows.append(soak.at_rest(soak.outcomes.total()))
+        for _ in range(CHECKPOINTS):  # The first is behind the load that fills caches and pools.
             asyncio.run(under_load(soak, DURATION_S / CHECKPOINTS))
-        rows.append(soak.at_rest(soak.outcomes.total()))
+            soak.rest()
+    except BaseException:
+        print(cluster.tail())
+        raise
     finally:
         codes = cluster.stop()
-    print(f"\n{soak.outcomes.total()} requests: {dict(soak.outcomes)}")
-    slopes = {name: median_slope([row[name] for row in rows]) for name in rows[0]}
-    for name, slope in slopes.items():
-        print(f"{name:>10}: {slope:6.0f} bytes a request; {rows[0][name]} ... {rows[-1][name]}")
+        print(f"\n{soak.report()}")
     assert set(codes.values()) == {0}, cluster.tail()
-    assert set(soak.outcomes) == {"whole", "streamed", "cancelled"}
+    assert set(soak.outcomes) == {"whole", "streamed", "cancelled"}, cluster.tail()
     assert soak.outcomes["cancelled"] > 0.05 * soak.outcomes.total()
-    for name, slope in slopes.items():
-        first, last = rows[0][name], rows[-1][name]
-        assert slope < MAX_GROWTH_BYTES, name
+    for name, samples in soak.samples.items():
+        first, last = samples[0], samples[-1]
+        assert median_slope(samples) < MAX_GROWTH_BYTES, name
         assert last.fds <= first.fds + SLACK_FDS, name
         assert last.tasks <= first.tasks + SLACK_TASKS, name
         assert last.threads <= first.threads + 1, name
