@@ -32,6 +32,7 @@ from typing import Final
 import grpc.aio
 import torch
 from grpc_health.v1 import health, health_pb2
+from rich.console import Console
 
 from baton.addresses import advertised, reachable
 from baton.gpu_slots import NoSlotError, claimed_for
@@ -41,6 +42,7 @@ from baton.settings import Role, WorkerSettings
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from baton.worker_announcer import announce_forever, announced_as_loading
 from baton.worker_load import PrefillRoom, load_message
+from baton.worker_loading import loading_progress
 from baton.worker_outbox import LoopInbox
 from baton.worker_peers import Peers
 from baton.worker_quiesce import QuiesceRelay
@@ -351,8 +353,11 @@ def _run(settings: WorkerSettings, service: str) -> int:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     try:
-        with announced_as_loading(settings.routers, _identity_while_loading(settings)):
-            engine = Engine.build(engine_config(settings), _log_progress())
+        with (
+            announced_as_loading(settings.routers, _identity_while_loading(settings)),
+            loading_progress(_terminal(settings)) as progress,
+        ):
+            engine = Engine.build(engine_config(settings), progress)
     except (EngineError, ModelError) as error:
         logger.error("the engine cannot be built: %s", error)
         return 1
@@ -410,17 +415,10 @@ async def _until_told_to_stop(worker: Worker, first: asyncio.Event, second: asyn
     return await worker.stop()
 
 
-def _log_progress() -> Callable[[str, int, int], None]:
-    """Logs each phase of loading when it begins, and at every quarter of it."""
-    told: set[tuple[str, int]] = set()
-
-    def progress(phase: str, done: int, total: int) -> None:
-        quarter = 4 * done // max(1, total)
-        if (phase, quarter) not in told:
-            told.add((phase, quarter))
-            logger.info("loading", extra={"phase": phase, "percent": 25 * quarter})
-
-    return progress
+def _terminal(settings: WorkerSettings) -> Console | None:
+    """Where somebody sits and watches the worker start."""
+    console = Console(stderr=True)
+    return console if console.is_terminal and settings.log_format == "text" else None
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:

@@ -1,0 +1,72 @@
+"""How far a worker is with loading its model: a bar on a terminal, lines in a log."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, int], None]
+"""Is told phase, parts done and parts in all."""
+
+
+@contextmanager
+def loading_progress(console: Console | None) -> Iterator[Progress]:
+    """Tells of each phase: a bar on `console`; without one, a line in the log at every quarter."""
+    if console is None:
+        yield _quarters()
+        return
+    from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TimeElapsedColumn
+
+    columns = ("{task.description}", BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    tasks: dict[str, TaskID] = {}
+
+    def progress(phase: str, done: int, total: int) -> None:
+        if phase not in tasks:
+            tasks[phase] = bars.add_task(phase, total=total)
+        bars.update(tasks[phase], completed=done, total=total)
+
+    with _logs_following_stderr() as follow, Progress(*columns, console=console) as bars:
+        follow()
+        yield progress
+
+
+@contextmanager
+def _logs_following_stderr() -> Iterator[Callable[[], None]]:
+    """While rich draws, it stands in for standard error, and prints above what it draws. Log
+    handlers hold the real one: calling what is given moves them, and they are moved back."""
+    before = sys.stderr
+    handlers = [
+        handler
+        for handler in logging.getLogger().handlers
+        if isinstance(handler, logging.StreamHandler) and handler.stream is before
+    ]
+
+    def follow() -> None:
+        for handler in handlers:
+            handler.setStream(sys.stderr)
+
+    try:
+        yield follow
+    finally:
+        for handler in handlers:
+            handler.setStream(before)
+
+
+def _quarters() -> Progress:
+    told: set[tuple[str, int]] = set()
+
+    def progress(phase: str, done: int, total: int) -> None:
+        quarter = 4 * done // max(1, total)
+        if (phase, quarter) not in told:
+            told.add((phase, quarter))
+            logger.info("loading", extra={"phase": phase, "percent": 25 * quarter})
+
+    return progress
