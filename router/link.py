@@ -37,6 +37,8 @@ MAX_QUEUED_MESSAGES: Final = 4096
 """Messages waiting to be written; a worker that leaves more unread is given up."""
 WATCH_INTERVAL_S: Final = 0.1
 """How late a frozen worker may be noticed."""
+SLEPT_S: Final = 1.0
+"""A look that comes so much too late says that this router was stopped, or its machine."""
 SLOW: Final = "slow"
 """Complaints of a path that works begin with this."""
 _CLOSED_BY_KERNEL: Final = ("Socket closed", "Connection reset by peer")
@@ -255,9 +257,14 @@ class WorkerLink:
             return  # the stream is over; its reader learns why
 
     async def _watch(self) -> None:
-        """Looks often: the time granted shrinks, too, as when a long step ends early."""
+        """Looks often: the time granted shrinks, too, as when a long step ends early. While this
+        router itself stood still, nothing of what the worker said was read."""
         while (left_s := self._alive_until_s - self._clock()) > 0:
-            await asyncio.sleep(min(left_s, WATCH_INTERVAL_S))
+            due_s = self._clock() + min(left_s, WATCH_INTERVAL_S)
+            await asyncio.sleep(due_s - self._clock())
+            late_s = self._clock() - due_s
+            if late_s > SLEPT_S:
+                self._alive_until_s += late_s
         self.end(Loss.FROZEN)
 
     def _receive(self, message: worker_pb2.WorkResponse) -> None:

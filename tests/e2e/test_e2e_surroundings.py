@@ -1,10 +1,15 @@
-"""What is around the workers fails: their router dies, a host's clock is set."""
+"""What is around the workers fails: their router dies or stands still, a client stands still, a
+host's clock is set."""
 
 from __future__ import annotations
 
 import shutil
+import signal
 import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,6 +22,24 @@ from baton.traces import fetch
 
 HOUR_S = 3600
 COMPILER = shutil.which("cc") or ""
+NOTICED_S = 3.0
+"""Peers that answer no ping are given up within this time."""
+BUSY_S = 3.0
+"""For processes that share this machine with others."""
+CLIENT = """
+import sys
+from baton.client import Client
+from baton.errors import BatonError
+
+with Client(sys.argv[1], retries=False) as client:
+    options = {"ignore_eos": True, "omit_text": True, "timeout_s": 90}
+    try:
+        for delta in client.stream(token_ids=range(7, 107), max_tokens=int(sys.argv[2]), **options):
+            print(len(delta.token_ids), flush=True)
+        print("whole")
+    except BatonError as error:
+        print(error.code.name)
+"""
 
 
 class Clock:
@@ -54,7 +77,11 @@ def cluster(tmp_path_factory, clock):
         return launch(argv, environment, log)
 
     cluster = make_cluster(
-        tiny, tmp_path_factory.mktemp("logs"), trace=True, launch=launch_beside_the_clock
+        tiny,
+        tmp_path_factory.mktemp("logs"),
+        trace=True,
+        failpoints="live",
+        launch=launch_beside_the_clock,
     )
     cluster.start_all()
     yield cluster
@@ -107,3 +134,77 @@ def test_a_router_that_dies_leaves_nothing_behind_and_its_successor_serves(clust
         assert len(answer.token_ids) == 8
         assert time.monotonic() < deadline
     cluster.check_baseline()
+
+
+@contextmanager
+def slow_steps(cluster) -> Iterator[None]:
+    """Meanwhile a token takes 20 ms."""
+    cluster.arm("decode-0", "engine.step=sleep:0.02")
+    try:
+        yield
+    finally:
+        cluster.arm("decode-0", "live")
+
+
+def test_a_router_that_stood_still_goes_on_where_it_was(cluster):
+    """Its workers gave it up and freed the pages; what was sent is forced when it is back."""
+    options = {"temperature": 0.9, "seed": 3, "max_tokens": 300}
+    failovers = cluster.metric("baton_failovers_total")
+    with cluster.client() as client:
+        want = read(client, prompt_of(60), **options)
+        want.end()
+        with slow_steps(cluster):
+            reading = read(client, prompt_of(60), **options)
+            reading.until(20)
+            cluster.kill("router", signal.SIGSTOP)
+            try:
+                cluster.check_baseline()
+            finally:
+                cluster.kill("router", signal.SIGCONT)
+        reading.end()
+    assert reading.error is None, reading.error
+    assert reading.tokens() == want.tokens()
+    assert cluster.metric("baton_failovers_total") > failovers, "it did not stand long enough"
+    cluster.check_baseline()
+
+
+@contextmanager
+def a_client_process(cluster, max_tokens: int) -> Iterator[subprocess.Popen[str]]:
+    """One whose first token has come; it prints how many come at a time, and how it ended."""
+    argv = [sys.executable, "-c", CLIENT, cluster.plan.router_address, str(max_tokens)]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "1\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_client_that_stands_still_for_a_moment_misses_nothing(cluster):
+    with slow_steps(cluster), a_client_process(cluster, 100) as client:
+        client.send_signal(signal.SIGSTOP)
+        time.sleep(0.7)
+        client.send_signal(signal.SIGCONT)
+        *counts, end = client.communicate(timeout=60)[0].split()
+    assert end == "whole"
+    assert 1 + sum(map(int, counts)) == 100
+    cluster.check_baseline()
+
+
+def test_a_client_that_stands_still_for_good_costs_nobody_anything(cluster):
+    """Its work ends while it stands, and it is told should it wake after all."""
+
+    def cancelled() -> float:
+        return cluster.metric("baton_requests_total", outcome="CANCELLED")
+
+    before = cancelled()
+    with slow_steps(cluster), a_client_process(cluster, 1500) as client:
+        client.send_signal(signal.SIGSTOP)
+        stopped_s = time.monotonic()
+        while cancelled() == before:
+            assert time.monotonic() - stopped_s < NOTICED_S + BUSY_S
+            time.sleep(0.05)
+        cluster.check_baseline()
+        client.send_signal(signal.SIGCONT)
+        assert client.communicate(timeout=60)[0].split()[-1] == "UNAVAILABLE"

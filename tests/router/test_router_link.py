@@ -6,6 +6,7 @@ import asyncio
 import signal
 import socket
 import sys
+import time
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -143,6 +144,16 @@ async def test_long_step_is_waited_for_but_only_once(worker: ScriptedWorker) -> 
         worker.frozen = True
         await until(lambda: owner.losses)
         assert owner.losses[0][0] is Loss.FROZEN
+
+
+async def test_a_router_that_stood_still_blames_nobody(worker: ScriptedWorker) -> None:
+    """Stopped and woken, or on a machine that was: its clock ran on, and nothing was read."""
+    async with linked(worker.identity, stale_after_s=0.5) as (_, owner):
+        await owner.was_attached.wait()
+        time.sleep(1.5)  # noqa: ASYNC251
+        loads = owner.loads
+        await until(lambda: owner.losses or owner.loads > loads + 5)
+        assert owner.losses == []
 
 
 async def test_nothing_is_sent_to_a_lost_worker(worker: ScriptedWorker) -> None:
