@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from chaos.history import Ask, Event, History
+from chaos.history import USUAL_TIMEOUT_S, Ask, Event, History
 
 GRACE_S: Final = 2.0
 GREEDY_NOISE: Final = 1e-3
@@ -42,6 +42,7 @@ AFTER_FIRST_TOKEN: Final[Mapping[str, frozenset[str]]] = {
     "ABORTED": frozenset({"WORKER_LOST_MID_STREAM", "READER_TOO_SLOW", "POISON_REQUEST"}),
     "DEADLINE_EXCEEDED": frozenset({"DEADLINE_EXCEEDED"}),
 }
+OF_DEADLINES: Final = frozenset({"DEADLINE_EXCEEDED", "DEADLINE_UNREACHABLE"})
 UNREACHABLE: Final = "UNREACHABLE"
 """The router itself was gone: the connection broke and no status was sent."""
 
@@ -68,7 +69,8 @@ class Excuses(NamedTuple):
 
     failures: bool = False
     """Requests may fail with a status of the table: nobody was left who could run them."""
-    router_died: bool = False
+    router_gone: bool = False
+    """It died, or stood still for longer than a connection lasts."""
 
 
 class Violation(NamedTuple):
@@ -217,7 +219,7 @@ def _status(history: History, excuses: Excuses) -> Found:
         return
     if history.cancelled_s is not None and status.code == "CANCELLED":
         return
-    if excuses.router_died and status.reason == UNREACHABLE:
+    if excuses.router_gone and status.reason == UNREACHABLE:
         return
     if not _is_in_table(history, status):
         yield "status", f"{status.code} {status.reason} is no status of this moment"
@@ -237,6 +239,8 @@ def _is_excused(history: History, status: Event, excuses: Excuses) -> bool:
     if status.reason == "READER_TOO_SLOW":
         return history.ask.behaviour == "stall"
     if history.ask.poison and status.reason == "POISON_REQUEST":
+        return True
+    if status.reason in OF_DEADLINES and history.ask.timeout_s < USUAL_TIMEOUT_S:
         return True
     return excuses.failures
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import signal
 import subprocess
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -14,6 +15,7 @@ from chaos.arena import Arena, Care
 from chaos.plan import Fault
 
 VICTIM_BEGINS_S = 20.0
+VICTIM_AWAKE_S = 0.3
 
 
 @asynccontextmanager
@@ -55,23 +57,29 @@ async def _strike(arena: Arena, fault: Fault) -> None:
     match fault.kind:
         case "kill" | "kill_router" if arena.is_alive(fault.target):
             arena.kill(fault.target)
-        case "freeze" if arena.is_alive(fault.target):
+        case "freeze" | "freeze_router" if arena.is_alive(fault.target):
             arena.freeze(fault.target)
             try:
                 await asyncio.sleep(fault.lasts_s)
             finally:
                 arena.wake(fault.target)
-        case "kill_client":
-            await _kill_client(arena)
+        case "kill_client" | "freeze_client":
+            await _strike_client(arena, fault.lasts_s)
 
 
-async def _kill_client(arena: Arena) -> None:
+async def _strike_client(arena: Arena, lasts_s: float) -> None:
+    """It stands still for so long, where that is not 0, and then dies."""
     victim = arena.victim()
     try:
         assert victim.stdout is not None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(VICTIM_BEGINS_S):
                 await asyncio.to_thread(victim.stdout.readline)
+        if lasts_s:
+            victim.send_signal(signal.SIGSTOP)
+            await asyncio.sleep(lasts_s)
+            victim.send_signal(signal.SIGCONT)
+            await asyncio.sleep(VICTIM_AWAKE_S)
     finally:
         victim.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -15,14 +15,14 @@ from pathlib import Path
 
 from tiny_models import write_tiny_model
 
-from chaos.arena import Arena
+from chaos.arena import Arena, Blow
 from chaos.checker import Excuses, Violation, check
 from chaos.clients import ask_all
 from chaos.faults import fired, inflicted
 from chaos.figures import Figures
 from chaos.history import History
 from chaos.nursery import Nursery
-from chaos.plan import RUNS_PER_CLUSTER, RunPlan, plan_run, topology_of
+from chaos.plan import RUNS_PER_CLUSTER, RunPlan, Topology, plan_run
 from chaos.quiet import Baselines, wait_for_quiet
 from chaos.reference import ReferenceEngine
 
@@ -35,7 +35,8 @@ class Outcome:
     histories: Sequence[History]
     violations: Sequence[Violation]
     left: Sequence[str]
-    took_s: float
+    blows: Sequence[Blow]
+    took_s: float = 0.0
 
     @property
     def is_good(self) -> bool:
@@ -66,7 +67,7 @@ class Harness:
     """Failures are excused wherever a fault struck, others able to take over or not."""
     figures: Figures = field(default_factory=Figures)
     _arena: Arena | None = None
-    _block: tuple[int, int] | None = None
+    _block: tuple[int, int, Topology] | None = None
     _baselines: Baselines = field(default_factory=Baselines)
 
     def __post_init__(self) -> None:
@@ -74,11 +75,10 @@ class Harness:
         self._model = write_tiny_model(self.workspace / "model")
         self._reference = ReferenceEngine(self._model)
 
-    def run(self, seed: int, number: int) -> Outcome:
+    def run(self, plan: RunPlan) -> Outcome:
         """Runs a plan and judges it. A cluster that was left in a bad state is not used again."""
         began_s = time.monotonic()
-        plan = plan_run(seed, number)
-        arena = self._arena_of(seed, number)
+        arena = self._arena_of(plan)
         outcome = asyncio.run(self._run(plan, arena))
         outcome.took_s = time.monotonic() - began_s
         if not outcome.is_good:
@@ -114,21 +114,21 @@ class Harness:
         left += [] if left else await wait_for_quiet(arena, self._baselines)
         struck = arena.blows[blows:]
         self.figures.add(plan, histories, references, violations, left, struck, points)
-        return Outcome(plan, histories, violations, left, 0.0)
+        return Outcome(plan, histories, violations, left, struck)
 
     def _excuses(self, plan: RunPlan) -> Excuses:
         return Excuses(
             failures=bool(plan.faults) and (self.lenient or not plan.others_can_take_over),
-            router_died=any(fault.kind == "kill_router" for fault in plan.faults),
+            router_gone=any(fault.target == "router" for fault in plan.faults),
         )
 
-    def _arena_of(self, seed: int, number: int) -> Arena:
-        block = seed, number // RUNS_PER_CLUSTER
+    def _arena_of(self, plan: RunPlan) -> Arena:
+        block = plan.seed, plan.number // RUNS_PER_CLUSTER, plan.topology
         if self._arena is None or self._block != block:
             self.close_cluster()
-            logs = self.workspace / f"logs-{seed}-{number}"
+            logs = self.workspace / f"logs-{plan.seed}-{plan.number}"
             launch = self._nursery.start
-            self._arena = Arena.start(topology_of(seed, number), self._model, logs, launch)
+            self._arena = Arena.start(plan.topology, self._model, logs, launch)
             self._block, self._baselines = block, Baselines()
             asyncio.run(self._warm_up(self._arena))
         return self._arena
@@ -161,7 +161,7 @@ def run_many(
         if time.monotonic() > until_s:
             say(f"time is up after {len(outcomes)} runs")
             break
-        outcome = made.run(seed, number)
+        outcome = made.run(plan_run(seed, number))
         outcomes.append(outcome)
         mark = "ok  " if outcome.is_good else "FAIL"
         say(f"{mark} {outcome.took_s:5.1f} s  {outcome.plan}")

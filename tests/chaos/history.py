@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
+USUAL_TIMEOUT_S: Final = 30.0
 Behaviour = Literal["read", "cancel", "stall"]
 
 
@@ -21,7 +22,7 @@ class Ask:
     seed: int = 0
     frequency_penalty: float = 0.0
     ignore_eos: bool = True
-    timeout_s: float = 30.0
+    timeout_s: float = USUAL_TIMEOUT_S
     start_s: float = 0.0
     """After the begin of the run."""
     behaviour: Behaviour = "read"

@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from chaos.history import Ask, Behaviour
+from chaos.history import USUAL_TIMEOUT_S, Ask, Behaviour
 
 RUNS_PER_CLUSTER: Final = 20
 VOCAB: Final = 384
@@ -22,6 +22,8 @@ POISON_TOKENS: Final = 173
 """Length of a prompt that kills, and of no other."""
 SPAN_S: Final = 1.5
 """Requests begin, and faults strike, within this time."""
+SHORT_TIMEOUT_S: Final = 1.0
+"""A deadline that a fault, or a busy machine, lets pass."""
 
 FaultKind = Literal[
     "kill",
@@ -32,7 +34,9 @@ FaultKind = Literal[
     "cut_control",
     "cut_data",
     "kill_router",
+    "freeze_router",
     "kill_client",
+    "freeze_client",
     "poison",
 ]
 WEIGHTS: Final[dict[FaultKind, int]] = {
@@ -44,7 +48,9 @@ WEIGHTS: Final[dict[FaultKind, int]] = {
     "cut_control": 6,
     "cut_data": 6,
     "kill_router": 4,
+    "freeze_router": 4,
     "kill_client": 4,
+    "freeze_client": 4,
     "poison": 4,
 }
 ENDINGS: Final = ("kill", "kill", "stop")
@@ -184,6 +190,19 @@ def plan_run(seed: int, number: int) -> RunPlan:
     return RunPlan(seed, number, topology, asks, tuple(faults))
 
 
+def plan_moment(seed: int, number: int, target: str, failpoint: str) -> RunPlan:
+    """The requests of a run, close together and all read to their ends, on two prefill and two
+    decode workers, one of which has an accident at a named moment."""
+    plan = plan_run(seed, number)
+    asks = tuple(
+        replace(ask, start_s=ask.start_s / 4, behaviour="read", timeout_s=USUAL_TIMEOUT_S)
+        for ask in plan.asks
+        if not ask.poison
+    )
+    fault = Fault("failpoint", 0, target, failpoint, lasts_s=4.0, restart_after_s=0.2)
+    return replace(plan, topology=Topology(2, 2), asks=asks, faults=(fault,))
+
+
 def _asks(rng: random.Random) -> tuple[Ask, ...]:
     shared = tuple(rng.randrange(FIRST_ID, VOCAB) for _ in range(200))
     return tuple(_ask(rng, number, shared) for number in range(rng.randint(6, 18)))
@@ -203,6 +222,7 @@ def _ask(rng: random.Random, number: int, shared: tuple[int, ...]) -> Ask:
         seed=rng.getrandbits(63),
         frequency_penalty=rng.choice((0.0, 0.0, 0.0, 0.8)),
         ignore_eos=rng.random() < 0.7,
+        timeout_s=rng.choice((USUAL_TIMEOUT_S,) * 11 + (SHORT_TIMEOUT_S,)),
         start_s=rng.uniform(0, SPAN_S),
         behaviour=rng.choice(behaviours),
         after_deltas=rng.randint(0, 12),
@@ -231,8 +251,12 @@ def _fault(rng: random.Random, kind: FaultKind, topology: Topology) -> Fault:
     match kind:
         case "kill_router":
             return Fault(kind, at_s, "router", restart_after_s=restart_after_s)
+        case "freeze_router":
+            return Fault(kind, at_s, "router", lasts_s=rng.choice((0.3, 1.5, 4.0)))
         case "kill_client":
             return Fault(kind, at_s, "client")
+        case "freeze_client":
+            return Fault(kind, at_s, "client", lasts_s=rng.choice((0.3, 1.5, 4.0)))
         case "kill":
             return Fault(kind, at_s, target, restart_after_s=restart_after_s)
         case "freeze":

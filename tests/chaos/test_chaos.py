@@ -1,17 +1,36 @@
-"""Twenty runs with faults; `make chaos RUNS=500 SEED=...` makes more of them."""
+"""Twenty runs with faults, and an accident at each named moment of a hand-off; `make chaos RUNS=500
+SEED=...` makes more of the former."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
-from chaos.harness import harness, run_many
-from chaos.plan import plan_run
+from chaos.harness import Harness, harness, run_many
+from chaos.plan import plan_moment, plan_run
 
 SEED = 3
 RUNS = range(20)
+MOMENTS = {
+    "before the grant": ("decode-0", "decode.before_grant", 1, 1013, 1009),
+    "after the grant": ("decode-0", "decode.after_grant", 1, 1003, 1000),
+    "mid-chunk": ("prefill-0", "prefill.chunk", 2, 1018, 1019),
+    "after the last write before its notification": (
+        "prefill-0", "transfer.last_pushed", 1, 1015, 1012,
+    ),
+    "after the notification": ("prefill-0", "transfer.done", 1, 1001, 1016),
+    "mid-decode": ("decode-0", "decode.tokens", 20, 1007, 1017),
+}  # fmt: skip
+"""Worker, failpoint, at which hit; the runs whose requests are there when it is killed or stopped.
+No prompt comes twice: of what a decode worker holds already nothing is handed off."""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
+    with harness(workspace=tmp_path_factory.mktemp("chaos")) as made:
+        yield made
 
 
 def test_a_seed_makes_the_same_run_every_time() -> None:
@@ -21,10 +40,9 @@ def test_a_seed_makes_the_same_run_every_time() -> None:
 
 
 @pytest.mark.timeout(600)
-def test_no_fault_makes_an_answer_wrong_or_leaves_anything_behind(tmp_path: Path) -> None:
-    with harness(workspace=tmp_path) as made:
-        outcomes = run_many(made, SEED, RUNS, print, math.inf)
-        made.close_cluster()
+def test_no_fault_makes_an_answer_wrong_or_leaves_anything_behind(made: Harness) -> None:
+    outcomes = run_many(made, SEED, RUNS, print, math.inf)
+    made.close_cluster()
     failed = [outcome.report() for outcome in outcomes if not outcome.is_good]
     assert not failed, "\n".join(failed)
     figures = made.figures
@@ -32,3 +50,18 @@ def test_no_fault_makes_an_answer_wrong_or_leaves_anything_behind(tmp_path: Path
     assert figures.tokens_compared > 1000
     assert figures.faults.total() >= 10, "hardly anything went wrong"
     assert figures.detected_s.get("killed"), "nobody was seen to die"
+
+
+@pytest.mark.parametrize(
+    "ending", ["kill", pytest.param("stop", marks=pytest.mark.slow, id="stop and wake")]
+)
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_an_accident_at_a_named_moment_costs_nobody_an_answer(
+    made: Harness, moment: str, ending: str
+) -> None:
+    target, failpoint, nth, killed_in, stopped_in = MOMENTS[moment]
+    number = killed_in if ending == "kill" else stopped_in
+    outcome = made.run(plan_moment(SEED, number, target, f"{failpoint}={ending}@{nth}"))
+    assert outcome.is_good, outcome.report()
+    assert [blow.name for blow in outcome.blows] == [target]
+    assert all(history.ended_ok for history in outcome.histories)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from chaos.checker import Choice, Excuses, Token, check
-from chaos.history import Ask, Event, History
+from chaos.history import USUAL_TIMEOUT_S, Ask, Event, History
 
 ASK = Ask(number=3, prompt=(1, 2, 3), max_tokens=4, choices=2, timeout_s=10.0)
 REFERENCE = (
@@ -136,7 +136,7 @@ def test_who_cancels_may_be_told_so_and_what_came_before_must_be_right() -> None
 
 def test_a_router_that_died_excuses_what_it_carried() -> None:
     gone = [*GOOD[:3], status("UNAVAILABLE", "UNREACHABLE")]
-    assert rules(history(gone), excuses=Excuses(router_died=True)) == set()
+    assert rules(history(gone), excuses=Excuses(router_gone=True)) == set()
 
 
 def test_only_a_poisonous_request_may_be_told_so_without_an_excuse() -> None:
@@ -145,6 +145,12 @@ def test_only_a_poisonous_request_may_be_told_so_without_an_excuse() -> None:
     assert rules(history(killed)) == {"promise"}
     lost = [status("UNAVAILABLE", "WORKER_LOST")]
     assert rules(history(lost, replace(ASK, poison=True))) == {"promise"}
+
+
+def test_only_a_short_deadline_may_pass_without_an_excuse() -> None:
+    passed = [*GOOD[:3], status("DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED")]
+    assert rules(history(passed, replace(ASK, timeout_s=1.0))) == set()
+    assert rules(history(passed, replace(ASK, timeout_s=USUAL_TIMEOUT_S))) == {"promise"}
 
 
 @pytest.mark.parametrize("change", [lambda t: t._replace(margin=1e-5)])

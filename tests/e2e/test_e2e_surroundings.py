@@ -143,7 +143,7 @@ def slow_steps(cluster) -> Iterator[None]:
     try:
         yield
     finally:
-        cluster.arm("decode-0", "live")
+        cluster.arm("decode-0", "")
 
 
 def test_a_router_that_stood_still_goes_on_where_it_was(cluster):

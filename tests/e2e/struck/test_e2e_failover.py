@@ -5,10 +5,7 @@ from __future__ import annotations
 import signal
 import time
 
-import pytest
-from cluster import make_cluster
 from streams import Reading, bring_back, busy, prompt_of, read
-from tiny_models import write_tiny_model
 
 from baton.generation import FinishReason
 
@@ -27,22 +24,6 @@ REPLAYED = [
         "min_tokens": 250,
     },
 ]
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    tiny = write_tiny_model(tmp_path_factory.mktemp("model"), max_positions=4096)
-    cluster = make_cluster(
-        tiny,
-        tmp_path_factory.mktemp("logs"),
-        prefill=2,
-        decode=2,
-        num_pages=1100,
-        resume_grace_s=3,
-    )
-    cluster.start_all()
-    yield cluster
-    cluster.stop()
 
 
 def check_same(reading: Reading, unbroken: Reading, options) -> None:
@@ -116,7 +97,7 @@ def test_streams_survive_the_death_of_a_prefill_worker(cluster):
 
 
 def test_a_frozen_decode_worker_loses_its_streams_and_is_taken_back(cluster):
-    """Seen by its progress counter; what it says when it wakes is nobody's business any more."""
+    """It answers no ping; what it says when it wakes is nobody's business any more."""
     with cluster.client() as client:
         options = REPLAYED[2]
         want = read(client, prompt_of(92, seed=2), **options)
