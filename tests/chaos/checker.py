@@ -43,6 +43,7 @@ AFTER_FIRST_TOKEN: Final[Mapping[str, frozenset[str]]] = {
     "DEADLINE_EXCEEDED": frozenset({"DEADLINE_EXCEEDED"}),
 }
 OF_DEADLINES: Final = frozenset({"DEADLINE_EXCEEDED", "DEADLINE_UNREACHABLE"})
+"""gRPC lets a caller whose deadline is met read nothing more of what was sent to it."""
 UNREACHABLE: Final = "UNREACHABLE"
 """The router itself was gone: the connection broke and no status was sent."""
 
@@ -232,7 +233,8 @@ def _is_in_table(history: History, status: Event) -> bool:
     table = AFTER_FIRST_TOKEN if got else BEFORE_FIRST_TOKEN
     if status.reason not in table.get(status.code, ()):
         return False
-    return status.tokens_sent is None or status.tokens_sent == got
+    sent = got if status.tokens_sent is None else status.tokens_sent
+    return sent == got or (sent > got and status.reason in OF_DEADLINES)
 
 
 def _is_excused(history: History, status: Event, excuses: Excuses) -> bool:

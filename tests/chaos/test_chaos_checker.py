@@ -153,6 +153,15 @@ def test_only_a_short_deadline_may_pass_without_an_excuse() -> None:
     assert rules(history(passed, replace(ASK, timeout_s=USUAL_TIMEOUT_S))) == {"promise"}
 
 
+@pytest.mark.parametrize(("tokens_sent", "found"), [(3, set()), (9, set()), (2, {"status"})])
+def test_at_a_deadline_more_was_sent_than_was_read_and_never_less(
+    tokens_sent: int, found: set[str]
+) -> None:
+    ended = status("DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED", tokens_sent=tokens_sent)
+    short = replace(ASK, timeout_s=1.0)
+    assert rules(history([*GOOD[:3], ended], short)) == found
+
+
 @pytest.mark.parametrize("change", [lambda t: t._replace(margin=1e-5)])
 def test_nothing_is_compared_behind_a_margin_below_the_noise(
     change: Callable[[Token], Token],

@@ -192,7 +192,8 @@ def test_a_client_that_stands_still_for_a_moment_misses_nothing(cluster):
     cluster.check_baseline()
 
 
-def test_a_client_that_stands_still_for_good_costs_nobody_anything(cluster):
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_client_that_is_stopped_or_killed_holds_nothing(cluster, number):
     """Its work ends while it stands, and it is told should it wake after all."""
 
     def cancelled() -> float:
@@ -200,11 +201,12 @@ def test_a_client_that_stands_still_for_good_costs_nobody_anything(cluster):
 
     before = cancelled()
     with slow_steps(cluster), a_client_process(cluster, 1500) as client:
-        client.send_signal(signal.SIGSTOP)
-        stopped_s = time.monotonic()
+        client.send_signal(number)
+        struck_s = time.monotonic()
         while cancelled() == before:
-            assert time.monotonic() - stopped_s < NOTICED_S + BUSY_S
+            assert time.monotonic() - struck_s < NOTICED_S + BUSY_S
             time.sleep(0.05)
         cluster.check_baseline()
-        client.send_signal(signal.SIGCONT)
-        assert client.communicate(timeout=60)[0].split()[-1] == "UNAVAILABLE"
+        if number == signal.SIGSTOP:
+            client.send_signal(signal.SIGCONT)
+            assert client.communicate(timeout=60)[0].split()[-1] == "UNAVAILABLE"
