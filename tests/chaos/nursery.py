@@ -1,7 +1,7 @@
 """Processes that start in a fraction of a second: forked from one that has imported everything.
 
 A worker spends most of its start on imports, and chaos starts many. `python -m chaos.nursery` does
-them once, with one thread and nothing open, and then forks a child for every line that it reads;
+them once, with one thread and nothing open, and then forks a child for every line that orders one;
 such a child has its own session, log and environment, and from there on is what `python -m baton`
 would be. When the harness dies, however it dies, the nursery ends and takes its children along.
 """
@@ -16,7 +16,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -43,10 +43,11 @@ PRELOADED: Final = (
 class Child:
     """A process that somebody else is the parent of; looks like `subprocess.Popen`."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, code_of: Callable[[int], int]) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        """0 once it has ended: its real code is the nursery's to know."""
+        self._code_of = code_of
+        """Waits for a child that has ended, as its parent; its exit code."""
         self._fd = os.pidfd_open(pid)
 
     def poll(self) -> int | None:
@@ -61,7 +62,8 @@ class Child:
             if not select.select([self._fd], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired("child", timeout or 0)
             self._ended()
-        return 0
+        assert self.returncode is not None
+        return self.returncode
 
     def send_signal(self, number: int) -> None:
         """Does nothing to one that has ended."""
@@ -77,7 +79,7 @@ class Child:
         self.send_signal(signal.SIGKILL)
 
     def _ended(self) -> None:
-        self.returncode = 0
+        self.returncode = self._code_of(self.pid)
         os.close(self._fd)
 
 
@@ -102,11 +104,7 @@ class Nursery:
         """Starts `python -m baton ...`; what it writes is appended to the log."""
         assert argv[1:3] == ["-m", "baton"], argv
         order = {"argv": list(argv[3:]), "environment": dict(environment), "log": str(log)}
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        return Child(int(self._process.stdout.readline()))
+        return Child(self._tell(order), lambda pid: self._tell({"ended": pid}))
 
     def close(self) -> None:
         """Ends the nursery and every child of it."""
@@ -114,12 +112,23 @@ class Nursery:
         self._process.stdin.close()
         self._process.wait(30)
 
+    def _tell(self, order: Mapping[str, Any]) -> int:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
 
 def _serve() -> None:
-    """Forks a child a line; returns in each child and at the end of the input."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    """Forks a child for each line that orders one, and answers with its pid; for one that names a
+    child that has ended, with its exit code."""
     for line in sys.stdin:
         order = json.loads(line)
+        if "ended" in order:
+            _, status = os.waitpid(order["ended"], 0)
+            print(os.waitstatus_to_exitcode(status), flush=True)
+            continue
         pid = os.fork()
         if pid == 0:
             _become(order)
@@ -129,7 +138,6 @@ def _serve() -> None:
 def _become(order: dict[str, Any]) -> None:
     """Runs the command line in the forked child; never returns."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     nothing = os.open(os.devnull, os.O_RDONLY)

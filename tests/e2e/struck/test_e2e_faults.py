@@ -7,6 +7,7 @@ import time
 
 from streams import bring_back, busy, prompt_of, read
 
+from baton.worker_watchdog import EXIT_HUNG
 from struck import DECODES, PREFILLS
 
 POISONED = 77
@@ -14,7 +15,7 @@ POISONED = 77
 
 
 def test_a_hung_step_ends_its_worker_and_no_stream(cluster):
-    """Every stack is in the log, the process ends, the stream goes on elsewhere."""
+    """Every stack is in the log, the exit code is its own, the stream goes on elsewhere."""
     with cluster.client() as client:
         options = {"temperature": 0.9, "seed": 3}
         want = read(client, prompt_of(40), **options)
@@ -26,7 +27,7 @@ def test_a_hung_step_ends_its_worker_and_no_stream(cluster):
         reading.end()
         assert reading.error is None, reading.error
         assert reading.tokens() == want.tokens()
-        cluster.wait_gone(victim)
+        assert cluster.wait_gone(victim) == EXIT_HUNG
     log = (cluster.logs / f"{victim}.log").read_text()
     assert "a step hangs" in log
     assert "most recent call first" in log
