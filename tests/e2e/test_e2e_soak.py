@@ -2,7 +2,8 @@
 
 `BATON_SOAK_S` sets another length. The load pauses at every checkpoint until nothing runs, and then
 each process is looked at: descriptors, tasks and pages are what they were at the first checkpoint,
-and memory grows by no more per request than what is remembered of each for an hour.
+and in the second half memory grows by no more per request than what is remembered of each for an
+hour. The first half is for what grows once: workspaces of the largest batches, heaps of threads.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ CHECKPOINTS = 12
 READERS = 12
 CANCELLED_SHARE = 0.1
 REST_S = 1.0
-MAX_GROWTH_BYTES = 2048
-"""Of memory, a request: ids of its attempt and transfer are remembered for an hour. The median of
-the slopes between all pairs of checkpoints: one page fault more or less decides nothing."""
+MAX_GROWTH_BYTES = 512
+"""A request: the ids of its attempt and its transfer are remembered, some 90 bytes each."""
+SLACK_BYTES = 4 << 20
+"""The allocator takes memory from the system and gives it back in steps, of up to 2.6 MB here."""
 SLACK_FDS = 4
 """Connections of this test come and go."""
 SLACK_TASKS = 4
@@ -113,7 +115,7 @@ class Soak:
         """What became of the requests, and of every process at every checkpoint."""
         lines = [f"{self.outcomes.total()} requests: {dict(self.outcomes)}"]
         for name, samples in self.samples.items():
-            lines.append(f"{name}: {median_slope(samples):.0f} bytes a request")
+            lines.append(f"{name}: {growth(samples):.0f} bytes a request")
             lines += [f"    {sample}" for sample in samples]
         return "\n".join(lines)
 
@@ -139,8 +141,10 @@ async def under_load(soak: Soak, duration_s: float) -> None:
         await asyncio.gather(*(soak.run(client, until_s) for _ in range(READERS)))
 
 
-def median_slope(samples: list[Sample]) -> float:
-    """Bytes a request, by Theil and Sen."""
+def growth(samples: list[Sample]) -> float:
+    """Bytes a request in the second half, by Theil and Sen: the median of the slopes between all
+    pairs of checkpoints, so that one page fault more or less decides nothing."""
+    samples = samples[len(samples) // 2 :]
     slopes = sorted(
         (later.memory_bytes - earlier.memory_bytes) / (later.requests - earlier.requests)
         for i, earlier in enumerate(samples)
@@ -170,8 +174,9 @@ def test_what_is_held_at_rest_does_not_grow(tmp_path):
     assert set(soak.outcomes) == {"whole", "streamed", "cancelled"}, cluster.tail()
     assert soak.outcomes["cancelled"] > 0.05 * soak.outcomes.total()
     for name, samples in soak.samples.items():
-        first, last = samples[0], samples[-1]
-        assert median_slope(samples) < MAX_GROWTH_BYTES, name
+        first, middle, last = samples[0], samples[len(samples) // 2], samples[-1]
+        slack_bytes = SLACK_BYTES / (last.requests - middle.requests)
+        assert growth(samples) < MAX_GROWTH_BYTES + slack_bytes, name
         assert last.fds <= first.fds + SLACK_FDS, name
         assert last.tasks <= first.tasks + SLACK_TASKS, name
         assert last.threads <= first.threads + 1, name
