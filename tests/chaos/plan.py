@@ -77,7 +77,15 @@ DECODE_POINTS: Final = (
     "decode.delivered",
     "decode.tokens",
     "decode.ended",
+    "decode.quarantined",
     "worker.wrote~tokens",
+)
+ROUTER_POINTS: Final = (
+    "router.received~granted",
+    "router.received~first_token",
+    "router.received~delivered",
+    "router.received~tokens",
+    "router.received~finished",
 )
 BOTH_POINTS: Final = ("decode.submitted", "decode.tokens", "decode.ended", "worker.wrote~tokens")
 MAX_NTH: Final = {"decode.tokens": 120, "worker.wrote~tokens": 40, "prefill.chunk": 12}
@@ -262,7 +270,8 @@ def _fault(rng: random.Random, kind: FaultKind, topology: Topology) -> Fault:
         case "freeze":
             return Fault(kind, at_s, target, lasts_s=rng.choice((0.3, 1.5, 4.5)))
         case "failpoint":
-            return _at_failpoint(rng, target, restart_after_s)
+            somebody = rng.choice((*topology.workers, "router"))
+            return _at_failpoint(rng, somebody, restart_after_s)
         case "stall_thread":
             point = rng.choice(("engine.turn", "engine.step", "transfer.before_push"))
             spec = f"{point}=sleep:{rng.choice((0.5, 4.5))}@{rng.randint(1, 6)}"
@@ -280,7 +289,12 @@ def _fault(rng: random.Random, kind: FaultKind, topology: Topology) -> Fault:
 
 
 def _at_failpoint(rng: random.Random, target: str, restart_after_s: float) -> Fault:
-    points = {"prefill": PREFILL_POINTS, "decode": DECODE_POINTS, "both": BOTH_POINTS}
+    points = {
+        "prefill": PREFILL_POINTS,
+        "decode": DECODE_POINTS,
+        "both": BOTH_POINTS,
+        "router": ROUTER_POINTS,
+    }
     point = rng.choice(points[target.partition("-")[0]])
     name, tilde, key = point.partition("~")
     nth = rng.randint(1, MAX_NTH.get(point, 4))
