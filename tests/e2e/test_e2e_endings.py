@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 from cluster import make_cluster
+from scraping import scrape, scrape_until
 from tiny_models import write_tiny_model
 
 from baton.errors import BatonError
@@ -96,10 +97,15 @@ def test_choices_share_one_transfer(cluster):
     with cluster.client() as client:
         options = {"max_tokens": 12, "temperature": 1.0, "seed": 5, "ignore_eos": True}
         three = client.generate(token_ids=prompt_of(70), choices=3, **options)
+        for worker in ("prefill-0", "decode-0"):
+            scrape_until(cluster, worker, lambda now: now.total("baton_kv_transfers_total") == 1)
+        computed = scrape(cluster, "prefill-0").of("baton_prefill_tokens_total", source="computed")
         again = client.generate(token_ids=prompt_of(70), choices=3, **options)
     texts = [choice.token_ids for choice in three.choices]
     assert len(set(texts)) == 3
     assert texts == [choice.token_ids for choice in again.choices]
+    assert computed == 70, "one prefill"
+    assert three.usage.prompt_tokens == 70
     assert three.usage.output_tokens == 36
     cluster.check_baseline()
 
