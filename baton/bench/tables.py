@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from typing import Final, NamedTuple
 
+from baton import __version__
 from baton.bench.benchmark import LATENCIES, Result
 from baton.bench.goodput import Goodput
 from baton.bench.summary import Percentiles, Slo, Summary
@@ -154,6 +157,7 @@ def conditions(result: Result) -> tuple[tuple[str, str], ...]:
         ("service levels", limits(options.slo) or "none"),
         ("first seed", str(options.seed)),
         ("warm-up", f"{options.warm_ups} requests of each client process before each run"),
+        ("client", f"Baton {__version__} on {platform.node()}, {os.cpu_count()} cores"),
     ]
     if result.found is not None:
         said.insert(0, ("goodput", goodput_text(result.found)))

@@ -13,6 +13,7 @@ import pytest
 from bench_server import CONTEXT_TOKENS, DOUBLED, MODEL, REFUSED, SHORT, SILENT, KnownServer
 from typer.testing import CliRunner, Result
 
+from baton import __version__
 from baton.bench.benchmark import Options, SearchOptions, measure
 from baton.bench.endpoints import Target
 from baton.bench.errors import BenchError
@@ -138,7 +139,13 @@ def test_the_report_has_everything_in_one_file(tmp_path: Path) -> None:
         assert png.startswith(b"\x89PNG")
         assert png == (tmp_path / f"{name}.png").read_bytes()
     assert page.count("<table>") == 3
-    for words in (MODEL, "TTFT, simulated", "second-token gap", "range over 2 runs"):
+    for words in (
+        MODEL,
+        f"Baton {__version__} on",
+        "TTFT, simulated",
+        "second-token gap",
+        "range over 2 runs",
+    ):
         assert words in page
     assert not re.findall(r'(?:src|href)="(?!data:)', page)
     p99 = result["runs"][0]["ttft_ms"]["p99"]
