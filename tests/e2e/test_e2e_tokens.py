@@ -13,6 +13,7 @@ from tiny_models import write_tiny_model
 
 from baton.client import Client
 from baton.generation import FinishReason
+from engine.model.config import read_config
 
 TEXTS = [
     "Prefill runs the first leg, decode runs the second.",
@@ -62,14 +63,16 @@ def check(cluster: Cluster, path: Path, max_tokens: int) -> None:
     reference = generate_reference(path)
     many = prompts(path)
     assert len(many) == 12
+    ends = read_config(path).eos_token_ids
     with cluster.client() as client:
         solo = []
         for prompt in many:
             result = client.generate(token_ids=prompt, max_tokens=max_tokens, temperature=0.0)
             want = reference(prompt, max_tokens)
             assert list(result.token_ids) == want
-            length = len(want) == max_tokens
-            assert (result.finish_reason is FinishReason.LENGTH) == length or length
+            ended = want[-1] in ends
+            reason = FinishReason.END_OF_SEQUENCE if ended else FinishReason.LENGTH
+            assert result.finish_reason is reason
             assert result.usage.prompt_tokens == len(prompt)
             assert result.usage.output_tokens == len(want)
             solo.append(want)
