@@ -17,6 +17,17 @@ Progress = Callable[[str, int, int], None]
 """Is told phase, parts done and parts in all."""
 
 
+def terminal(log_format: str) -> Console | None:
+    """Where somebody sits and watches the worker start. Rich alone would take a pipe for one where
+    FORCE_COLOR is set."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if log_format != "text" or not sys.stderr.isatty() or console.is_dumb_terminal:
+        return None
+    return console
+
+
 @contextmanager
 def loading_progress(console: Console | None) -> Iterator[Progress]:
     """Tells of each phase: a bar on `console`; without one, a line in the log at every quarter."""

@@ -32,7 +32,6 @@ from typing import Final
 import grpc.aio
 import torch
 from grpc_health.v1 import health, health_pb2
-from rich.console import Console
 
 from baton.addresses import advertised, reachable
 from baton.gpu_slots import NoSlotError, claimed_for
@@ -42,7 +41,7 @@ from baton.settings import Role, WorkerSettings
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from baton.worker_announcer import announce_forever, announced_as_loading
 from baton.worker_load import PrefillRoom, load_message
-from baton.worker_loading import loading_progress
+from baton.worker_loading import loading_progress, terminal
 from baton.worker_outbox import LoopInbox
 from baton.worker_peers import Peers
 from baton.worker_quiesce import QuiesceRelay
@@ -355,7 +354,7 @@ def _run(settings: WorkerSettings, service: str) -> int:
     try:
         with (
             announced_as_loading(settings.routers, _identity_while_loading(settings)),
-            loading_progress(_terminal(settings)) as progress,
+            loading_progress(terminal(settings.log_format)) as progress,
         ):
             engine = Engine.build(engine_config(settings), progress)
     except (EngineError, ModelError) as error:
@@ -413,12 +412,6 @@ async def _until_told_to_stop(worker: Worker, first: asyncio.Event, second: asyn
     for task in (drained, hurried):
         task.cancel()
     return await worker.stop()
-
-
-def _terminal(settings: WorkerSettings) -> Console | None:
-    """Where somebody sits and watches the worker start."""
-    console = Console(stderr=True)
-    return console if console.is_terminal and settings.log_format == "text" else None
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:

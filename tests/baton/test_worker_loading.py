@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import re
 import sys
 
 import pytest
 from rich.console import Console
 
-from baton.worker_loading import loading_progress
+from baton.worker_loading import loading_progress, terminal
 
 
 def load(progress) -> None:
@@ -45,3 +46,20 @@ def test_a_terminal_gets_a_bar_a_phase_and_logs_above_it(monkeypatch) -> None:
     weights, graphs = shown[-2:]
     assert re.match(r"weights ━+ 100% \d:\d\d:\d\d$", weights)
     assert re.match(r"graphs\s+[━╺╸ ]* 0% \d:\d\d:\d\d$", graphs)
+
+
+def test_only_who_sits_there_gets_a_bar(monkeypatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    theirs, ours = os.openpty()
+    reader, writer = os.pipe()
+    with open(ours, "w") as screen, open(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stderr", pipe)
+        assert terminal("text") is None
+        monkeypatch.setattr(sys, "stderr", screen)
+        assert terminal("text") is not None
+        assert terminal("json") is None
+        monkeypatch.setenv("TERM", "dumb")
+        assert terminal("text") is None
+    os.close(theirs)
+    os.close(reader)
