@@ -36,7 +36,6 @@ class BoundedMemory(Generic[K, V]):
     def add(self, key: K, value: V) -> None:
         """Remembers a key from now on, with a new value where it is known."""
         self._turn()
-        self._old.pop(key, None)
         self._young[key] = value
 
     def get(self, key: K) -> V | None:
