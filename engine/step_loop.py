@@ -139,7 +139,7 @@ class StepLoop:
 
     def _launch(self, plan: StepPlan) -> Launched:
         self._rates.launched(plan)
-        self._publish_load(self._rates.expected_s(plan))
+        self._publish_load()
         self.profiler.launching()
         launched = self._executor.launch(plan)
         self._pacer.launched()
@@ -164,8 +164,9 @@ class StepLoop:
     def _flush(self) -> None:
         hand_out(self._scheduler.take_events())
 
-    def _publish_load(self, long_step_s: float = 0.0) -> None:
+    def _publish_load(self, profile_s: float = 0.0) -> None:
         self._progress += 1
+        long_step_s = profile_s + self._rates.expected_s()
         scheduler, blocks = self._scheduler, self._scheduler.blocks
         self.load = EngineLoad(
             progress=self._progress,
@@ -237,11 +238,15 @@ class _Rates:
         self.prompt_tokens = 0
         self.tokens_sampled = 0
         self._began: dict[int, float] = {}
+        self._prompts: dict[int, int] = {}
+        """Prompt tokens of each step in flight that has so many that they tell."""
         self._last_done = 0.0
 
     def launched(self, plan: StepPlan) -> None:
         """The step is about to be launched."""
         self._began[plan.number] = time.monotonic()
+        if (prompt := plan.num_tokens - plan.num_decodes) >= TELLING_TOKENS:
+            self._prompts[plan.number] = prompt
 
     def began(self, plan: StepPlan) -> float:
         """When a launched step began: at its launch, or when the step before it was done."""
@@ -251,7 +256,7 @@ class _Rates:
         """The step is done."""
         now = time.monotonic()
         self.step_s = now - self.began(plan)
-        del self._began[plan.number]
+        self._landed(plan)
         self._last_done = now
         prompt = plan.num_tokens - plan.num_decodes
         self.prompt_tokens += prompt
@@ -263,13 +268,16 @@ class _Rates:
 
     def failed(self, plan: StepPlan) -> None:
         """The step did not run: it says nothing about rates."""
-        del self._began[plan.number]
+        self._landed(plan)
 
-    def expected_s(self, plan: StepPlan) -> float:
-        """How long the step may take, if that is longer than usual."""
-        prompt = plan.num_tokens - plan.num_decodes
-        if prompt < TELLING_TOKENS:
+    def _landed(self, plan: StepPlan) -> None:
+        del self._began[plan.number]
+        self._prompts.pop(plan.number, None)
+
+    def expected_s(self) -> float:
+        """How long the steps in flight may take, if that is longer than usual."""
+        if not self._prompts:
             return 0.0
         if self.prefill.tokens_per_s == 0:
             return UNKNOWN_STEP_S
-        return 2 * prompt / self.prefill.tokens_per_s
+        return 2 * sum(self._prompts.values()) / self.prefill.tokens_per_s

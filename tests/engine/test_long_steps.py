@@ -1,0 +1,93 @@
+"""A step that may take long is announced for as long as it is in flight, and no longer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from engine_fakes import VOCAB, HashExecutor
+
+from engine.blocks import BlockManager
+from engine.bounds import SchedulerConfig
+from engine.sampling import Sampler
+from engine.scheduler import Scheduler
+from engine.step_loop import UNKNOWN_STEP_S, StepLoop
+from engine.types import Request, SamplingParams, StopRules
+
+PAGES, PAGE, SLOTS, CHUNK = 64, 16, 4, 128
+TURNS_S = 0.1
+"""The loop goes on to where it waits for the device."""
+
+
+class Device(HashExecutor):
+    """Steps end when the test says so."""
+
+    @property
+    def in_flight(self) -> int:
+        assert self.deferred is not None
+        return len(self.deferred)
+
+
+@pytest.fixture
+def device() -> Device:
+    return Device(PAGES, PAGE, SLOTS, deferred=True)
+
+
+@pytest.fixture
+def loop(device: Device) -> Iterator[StepLoop]:
+    config = SchedulerConfig(
+        max_sequences=SLOTS, max_step_tokens=CHUNK, mixed_prefill_tokens=CHUNK,
+        max_context_tokens=PAGES * PAGE, page_size=PAGE, eos_token_ids=frozenset(),
+    )  # fmt: skip
+    sampler = Sampler(SLOTS, VOCAB, "cpu", [])
+    loop = StepLoop(Scheduler(config, BlockManager(PAGES), sampler), device)
+    loop.start()
+    yield loop
+    loop._stopping = True
+    while loop._thread.is_alive():
+        if device.in_flight:
+            device.finish()
+        time.sleep(0.001)
+    loop.stop()
+
+
+def submit(loop: StepLoop, prompt_tokens: int) -> None:
+    ids = np.arange(prompt_tokens, dtype=np.int32) % VOCAB
+    stop = StopRules(50, ignore_eos=True)
+    request = Request(bytes(16), ids, SamplingParams(temperature=0.0), stop)
+    loop.post(lambda scheduler: scheduler.submit(request, lambda _: None))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_the_last_step_of_a_prompt_is_announced_while_the_loop_waits_for_it(
+    loop: StepLoop, device: Device
+) -> None:
+    submit(loop, CHUNK)
+    until(lambda: device.in_flight == 2)  # the prompt, and behind it the first decode
+    time.sleep(TURNS_S)
+    assert loop.load.long_step_ms == 1e3 * UNKNOWN_STEP_S
+    device.finish()
+    until(lambda: loop.load.long_step_ms == 0)
+    assert device.in_flight, "the decode step, which is not long"
+
+
+def test_what_follows_a_long_step_does_not_hide_it(loop: StepLoop, device: Device) -> None:
+    submit(loop, 2 * CHUNK)
+    until(lambda: device.in_flight == 2)
+    time.sleep(TURNS_S)
+    assert loop.load.long_step_ms == 1e3 * UNKNOWN_STEP_S
+    time.sleep(1)
+    device.finish()  # Now a chunk is known to take more than a second.
+    until(lambda: device.in_flight == 2)
+    time.sleep(TURNS_S)
+    assert 2_000 <= loop.load.long_step_ms < 1e3 * UNKNOWN_STEP_S, "the second chunk, with slack"
+    device.finish()
+    until(lambda: loop.load.long_step_ms == 0)
