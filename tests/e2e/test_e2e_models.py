@@ -83,7 +83,7 @@ def test_each_answers_as_it_does_alone(cluster, client, http, paths):
     outputs = {}
     for path in paths:
         name = path.name
-        want = generate_reference(path)(PROMPT, MAX_TOKENS)
+        want = generate_reference(path)(tuple(PROMPT), MAX_TOKENS)
         got = client.generate(token_ids=PROMPT, model=name, **options)
         assert (list(got.token_ids), got.model) == (want, name)
         over_http = http.completions.create(model=name, prompt=PROMPT, **options)

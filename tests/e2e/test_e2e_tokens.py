@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -25,13 +26,15 @@ CHATS = ["What is the capital of France?", "Name three colours.", "Grüße auf D
 LENGTHS = (1, 15, 16, 17, 300)
 
 
+@cache
 def generate_reference(path: Path):
     """Greedy output by transformers up to and with end of sequence."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
-    def generate(prompt: list[int], max_tokens: int) -> list[int]:
+    @cache
+    def generate(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
         ids = torch.tensor([prompt])
         mask = torch.ones_like(ids)
         out = model.generate(
@@ -68,7 +71,7 @@ def check(cluster: Cluster, path: Path, max_tokens: int) -> None:
         solo = []
         for prompt in many:
             result = client.generate(token_ids=prompt, max_tokens=max_tokens, temperature=0.0)
-            want = reference(prompt, max_tokens)
+            want = reference(tuple(prompt), max_tokens)
             assert list(result.token_ids) == want
             ended = want[-1] in ends
             reason = FinishReason.END_OF_SEQUENCE if ended else FinishReason.LENGTH
