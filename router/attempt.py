@@ -242,7 +242,7 @@ class Attempt:
     def worker_lost(self, worker: WorkerLink) -> None:
         """A worker is gone, and its part with it."""
         if (leg := self._leg_of(worker)) is not None and leg.open:
-            if self._had_in_hand(leg):
+            if self._had_in_hand(leg) and not worker.was_slept_through:
                 self.run.lost.add(worker)
             self._leg_failed(leg, Fault(worker, None))
 

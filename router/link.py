@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import math
 from collections import deque
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -39,6 +40,8 @@ WATCH_INTERVAL_S: Final = 0.1
 """How late a frozen worker may be noticed."""
 SLEPT_S: Final = 1.0
 """A look that comes so much too late says that this router was stopped, or its machine."""
+WOKEN_S: Final = 2.0
+"""What broke meanwhile shows within this time."""
 SLOW: Final = "slow"
 """Complaints of a path that works begin with this."""
 _CLOSED_BY_KERNEL: Final = ("Socket closed", "Connection reset by peer")
@@ -169,6 +172,11 @@ class WorkerLink:
         self._complaints: dict[str, str] = {}
         """Of peers, by agent name: a short word."""
         self._alive_until_s = self._clock() + attach_timeout_s
+        self._look_due_s = math.inf
+        self._woke_s = -math.inf
+        self.was_slept_through = False
+        """It was lost as this router woke up again, which says nothing of the worker: it may have
+        hung up on a router that did not answer."""
         self.send(worker_pb2.WorkRequest(attach=worker_pb2.Attach(router_id=router_id)))
 
     def __repr__(self) -> str:
@@ -232,6 +240,10 @@ class WorkerLink:
         """Ends the link now, once; the owner hears of it before this returns."""
         if self.state is LinkState.LOST:
             return
+        now_s = self._clock()
+        self.was_slept_through = (
+            now_s - self._look_due_s > SLEPT_S or now_s - self._woke_s < WOKEN_S
+        )
         was, self.state = self.state, LinkState.LOST
         self._lost.set()
         self._owner.lost(self, loss, was)
@@ -260,11 +272,13 @@ class WorkerLink:
         """Looks often: the time granted shrinks, too, as when a long step ends early. While this
         router itself stood still, nothing of what the worker said was read."""
         while (left_s := self._alive_until_s - self._clock()) > 0:
-            due_s = self._clock() + min(left_s, WATCH_INTERVAL_S)
-            await asyncio.sleep(due_s - self._clock())
-            late_s = self._clock() - due_s
+            wait_s = min(left_s, WATCH_INTERVAL_S)
+            self._look_due_s = self._clock() + wait_s
+            await asyncio.sleep(wait_s)
+            late_s = self._clock() - self._look_due_s
             if late_s > SLEPT_S:
                 self._alive_until_s += late_s
+                self._woke_s = self._clock()
         self.end(Loss.FROZEN)
 
     def _receive(self, message: worker_pb2.WorkResponse) -> None:

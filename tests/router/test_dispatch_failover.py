@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +13,7 @@ from scripted_worker import BOTH, DECODE, PREFILL, Cluster, job, tokens_of, unti
 from baton.worker.v1 import worker_pb2
 from router.errors import RouterError
 from router.jobs import ChoiceEnded, JobFinished, JobStarted
+from router.link import SLEPT_S
 from router.merge import unpack_ids
 
 if TYPE_CHECKING:
@@ -311,6 +313,30 @@ async def test_a_poison_request_loses_two_workers_and_no_more(
     assert error.code.name == ("ABORTED" if started else "INTERNAL")
     assert decoders[0].count("submit") == 0
     assert prefill.count("abort") == 0
+
+
+async def test_workers_lost_while_the_router_stood_still_are_not_held_against_a_request(
+    cluster: Cluster,
+) -> None:
+    """They may have hung up on a router that did not answer."""
+    prefill = await cluster.add("p0", PREFILL)
+    decoders = [await cluster.add(f"d{i}", DECODE) for i in range(3)]
+    reader = cluster.read(job(max_tokens=2))
+    for _ in range(2):
+        await until(lambda: any(worker.count("submit") for worker in decoders))
+        (victim,) = [worker for worker in decoders if worker.count("submit")]
+        attempt = (await victim.heard("submit")).attempt_id
+        victim.delivered(attempt)
+        await asyncio.sleep(0.05)
+        decoders.remove(victim)
+        time.sleep(SLEPT_S + 0.5)  # noqa: ASYNC251 the loop is the router's
+        await victim.stop()
+    attempt = (await decoders[0].heard("submit")).attempt_id
+    prefill.prefill_done(attempt)
+    decoders[0].delivered(attempt)
+    decoders[0].tokens(attempt, 0, 10, 11)
+    decoders[0].finished(attempt, 2)
+    assert tokens_of(await reader.end()) == [10, 11]
 
 
 async def test_workers_that_only_kept_room_are_not_held_against_a_request(
