@@ -81,7 +81,11 @@ class Cluster:
     def start_all(self) -> None:
         for spec in self.plan.specs:
             self.start(spec.name)
-        self.wait_ready()
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
         self.baselines = {name: self.available_pages(name) for name in self.workers}
 
     def wait_ready(self) -> None:
