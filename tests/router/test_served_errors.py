@@ -270,7 +270,7 @@ async def test_a_worker_lost_before_the_first_token(ask: Ask) -> None:
 
 
 async def test_a_worker_lost_after_the_first_token(ask: Ask) -> None:
-    async with served() as (server, worker):
+    async with served(resume_grace_s=1) as (server, worker):
         asked = asyncio.ensure_future(ask(server))
         attempt = (await worker.heard("submit")).attempt_id
         worker.first_token(attempt, 10)
