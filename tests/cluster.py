@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 import grpc
+from nursery import fork
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otlp_grpc
 from opentelemetry.proto.trace.v1 import trace_pb2
@@ -48,7 +49,8 @@ Launch = Callable[[Sequence[str], Mapping[str, str], Path], Process]
 """Starts a command line in an environment; what it writes is appended to a file."""
 
 
-def launch(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
+def spawn(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
+    """The command line in a new interpreter, as users start it."""
     with log.open("ab") as file:
         return subprocess.Popen(
             list(argv), env=dict(environment), stdout=file, stderr=subprocess.STDOUT
@@ -221,12 +223,13 @@ def make_cluster(
     trace: bool = False,
     otlp_endpoint: str = "",
     device: str = "cpu",
-    launch: Launch = launch,
+    launch: Launch = fork,
     own: Mapping[str, Mapping[str, object]] | None = None,
     **settings: object,
 ) -> Cluster:
     """A cluster that is not started. `settings` reach all of them as BATON_* variables, those in
-    `own` the process of that name alone."""
+    `own` the process of that name alone. `launch=spawn` is for what a fork would change: threads
+    of the matrix products, a GPU, preloaded libraries, memory, how an interpreter ends."""
     options = up.UpOptions(
         model=str(model),
         prefill=prefill,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from cluster import Cluster, Launch, make_cluster
+from cluster import Cluster, make_cluster
 from prometheus_client.parser import text_string_to_metric_families
 
 from chaos.plan import Topology
@@ -61,7 +61,7 @@ class Arena:
     frozen_by_us: set[str] = field(default_factory=set)
 
     @classmethod
-    def start(cls, topology: Topology, model: Path, logs: Path, launch: Launch) -> Arena:
+    def start(cls, topology: Topology, model: Path, logs: Path) -> Arena:
         """Returns when the cluster serves."""
         cluster = make_cluster(
             model,
@@ -74,7 +74,6 @@ class Arena:
             poison_freed_pages=True,
             log_format="json",
             drain_s=2,
-            launch=launch,
         )
         cluster.start_all()
         return cls(cluster, topology)

@@ -21,7 +21,6 @@ from chaos.clients import ask_all
 from chaos.faults import fired, inflicted
 from chaos.figures import Figures
 from chaos.history import History
-from chaos.nursery import Nursery
 from chaos.plan import RUNS_PER_CLUSTER, RunPlan, Topology, plan_run
 from chaos.quiet import Baselines, wait_for_quiet
 from chaos.reference import ReferenceEngine
@@ -71,7 +70,6 @@ class Harness:
     _baselines: Baselines = field(default_factory=Baselines)
 
     def __post_init__(self) -> None:
-        self._nursery = Nursery()
         self._model = write_tiny_model(self.workspace / "model")
         self._reference = ReferenceEngine(self._model)
 
@@ -95,7 +93,6 @@ class Harness:
     def close(self) -> None:
         """Ends everything."""
         self.close_cluster()
-        self._nursery.close()
         self._reference.stop()
 
     async def _run(self, plan: RunPlan, arena: Arena) -> Outcome:
@@ -127,8 +124,7 @@ class Harness:
         if self._arena is None or self._block != block:
             self.close_cluster()
             logs = self.workspace / f"logs-{plan.seed}-{plan.number}"
-            launch = self._nursery.start
-            self._arena = Arena.start(plan.topology, self._model, logs, launch)
+            self._arena = Arena.start(plan.topology, self._model, logs)
             self._block, self._baselines = block, Baselines()
             asyncio.run(self._warm_up(self._arena))
         return self._arena

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster import Cluster, make_cluster
+from cluster import Cluster, make_cluster, spawn
 from streams import Reading, bring_back, read
 
 from baton.errors import UnavailableError
@@ -33,7 +33,7 @@ def used_mib() -> list[int]:
 def on_gpus(logs: Path, **options) -> Cluster:
     """Not started."""
     usual = {"load_format": "dummy", "num_pages": 0, "max_step_tokens": 2048, "max_sequences": 64}
-    return make_cluster(SHAPE, logs, device="cuda", **{**usual, **options})
+    return make_cluster(SHAPE, logs, device="cuda", launch=spawn, **{**usual, **options})
 
 
 @pytest.fixture(scope="module")

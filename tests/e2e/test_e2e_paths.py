@@ -6,7 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from cluster import make_cluster
+from cluster import make_cluster, spawn
 from streams import prompt_of
 from tiny_models import write_tiny_model
 
@@ -24,6 +24,7 @@ def cluster(tmp_path_factory):
         prefill=2,
         failpoints="live",
         poison_freed_pages=True,
+        launch=spawn,
     )
     cluster.start_all()
     yield cluster

@@ -13,7 +13,7 @@ import grpc
 import numpy as np
 import pytest
 import torch
-from cluster import Cluster, make_cluster
+from cluster import Cluster, make_cluster, spawn
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tiny_models import write_tiny_model
 from transformers import AutoModelForCausalLM
@@ -36,7 +36,11 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def cluster(folder, tmp_path_factory):
     cluster = make_cluster(
-        folder, tmp_path_factory.mktemp("logs"), num_pages=1100, max_step_tokens=64
+        folder,
+        tmp_path_factory.mktemp("logs"),
+        num_pages=1100,
+        max_step_tokens=64,
+        launch=spawn,
     )
     try:
         cluster.start_all()

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import psutil
 import pytest
-from cluster import Cluster, make_cluster
+from cluster import Cluster, make_cluster, spawn
 from test_e2e_metrics import scrape
 from tiny_models import write_tiny_model
 
@@ -157,7 +157,7 @@ def growth(samples: list[Sample]) -> float:
 @pytest.mark.timeout(DURATION_S * 2 + 300)
 def test_what_is_held_at_rest_does_not_grow(tmp_path):
     model = write_tiny_model(tmp_path / "model")
-    cluster = make_cluster(model, tmp_path / "logs", num_pages=600)
+    cluster = make_cluster(model, tmp_path / "logs", num_pages=600, launch=spawn)
     soak = Soak(cluster)
     try:
         cluster.start_all()

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from cluster import launch, make_cluster
+from cluster import make_cluster, spawn
+from nursery import fork
 from streams import prompt_of, read
 from tiny_models import write_tiny_model
 
@@ -73,8 +74,8 @@ def cluster(tmp_path_factory, clock):
 
     def launch_beside_the_clock(argv, environment, log):
         if "decode-0" in argv:
-            environment = {**environment, **clock.environment}
-        return launch(argv, environment, log)
+            return spawn(argv, {**environment, **clock.environment}, log)
+        return fork(argv, environment, log)
 
     cluster = make_cluster(
         tiny,

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cluster import Cluster, make_cluster
+from cluster import Cluster, make_cluster, spawn
 from tiny_models import write_tiny_model
 
 from baton.client import Client
@@ -144,7 +144,7 @@ def test_several_to_one_with_pools_of_different_sizes(tiny, tmp_path, roles, pag
     "roles", [{"prefill": 1, "decode": 1}, {"prefill": 0, "decode": 0, "both": 1}]
 )
 def test_demo_model(demo_model, tmp_path, roles):
-    cluster = make_cluster(demo_model, tmp_path / "logs", **roles)
+    cluster = make_cluster(demo_model, tmp_path / "logs", launch=spawn, **roles)
     try:
         cluster.start_all()
         check(cluster, demo_model, 16)

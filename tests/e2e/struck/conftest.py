@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from chaos.nursery import Nursery
 from cluster import Cluster, make_cluster
 from tiny_models import write_tiny_model
 
 
 @pytest.fixture(scope="package")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Its processes start again in a fraction of a second."""
-    nursery = Nursery()
     cluster = make_cluster(
         write_tiny_model(tmp_path_factory.mktemp("model"), max_positions=4096),
         tmp_path_factory.mktemp("logs"),
@@ -24,14 +21,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         step_timeout_s=8,  # twice that ends a stopped process when it wakes
         failpoints="live",
         poison_freed_pages=True,
-        launch=nursery.start,
     )
     try:
         cluster.start_all()
         yield cluster
-        cluster.stop()
     finally:
-        nursery.close()
+        cluster.stop()
 
 
 @pytest.fixture(autouse=True)

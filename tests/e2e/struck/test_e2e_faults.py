@@ -123,7 +123,8 @@ def test_a_prefill_worker_stopped_under_a_write_keeps_the_pages_until_it_wakes(c
     with cluster.client() as client:
         prompt = prompt_of(1500, seed=6)
         for name in PREFILLS:
-            cluster.arm(name, "transfer.pushed=stop@2")
+            # Steps apart from each other: chunks that wait together go in one push.
+            cluster.arm(name, "engine.step=sleep:0.2,transfer.pushed=stop@2")
         reading = read(client, prompt, temperature=0.0, max_tokens=20)
         stopped = wait_stopped(cluster)
         for name in set(PREFILLS) - {stopped}:
@@ -136,6 +137,7 @@ def test_a_prefill_worker_stopped_under_a_write_keeps_the_pages_until_it_wakes(c
             time.sleep(0.5)
         cluster.kill(stopped, signal.SIGCONT)
         cluster.wait_attached(stopped)
+        cluster.arm(stopped, "")
         cluster.check_baseline()
         assert quarantined(cluster) == 0
 

@@ -1,14 +1,16 @@
 """Processes that start in a fraction of a second: forked from one that has imported everything.
 
-A worker spends most of its start on imports, and chaos starts many. `python -m chaos.nursery` does
-them once, with one thread and nothing open, and then forks a child for every line that orders one;
-such a child has its own session, log and environment, and from there on is what `python -m baton`
-would be. When the harness dies, however it dies, the nursery ends and takes its children along.
+A worker spends most of its start on imports, and tests start many. `python -m nursery` does them
+once, with one thread and nothing open, and then forks a child for every line that orders one; such
+a child has its own session, log and environment, and from there on is what `python -m baton` would
+be. When the tests' process ends, however it ends, the nursery ends and takes its children along.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import functools
 import json
 import os
 import random
@@ -16,6 +18,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -84,11 +87,12 @@ class Child:
 
 
 class Nursery:
-    """The harness's side."""
+    """The tests' side."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "chaos.nursery"],
+            [sys.executable, "-m", "nursery"],
             env={
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
@@ -115,9 +119,24 @@ class Nursery:
     def _tell(self, order: Mapping[str, Any]) -> int:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        return int(self._process.stdout.readline())
+        with self._lock:
+            self._process.stdin.write(json.dumps(order) + "\n")
+            self._process.stdin.flush()
+            return int(self._process.stdout.readline())
+
+
+@functools.cache
+def the_nursery() -> Nursery:
+    """One for all tests of this process, from the first use to the end."""
+    nursery = Nursery()
+    atexit.register(nursery.close)
+    return nursery
+
+
+def fork(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Child:
+    """Starts `python -m baton ...` in a fraction of a second; what it writes is appended to the
+    log."""
+    return the_nursery().start(argv, environment, log)
 
 
 def _serve() -> None:
