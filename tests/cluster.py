@@ -10,16 +10,12 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent import futures
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 import grpc
 from nursery import fork
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otlp_grpc
-from opentelemetry.proto.trace.v1 import trace_pb2
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton import up
@@ -281,47 +277,3 @@ def add_model(cluster: Cluster, model: Path, **counts: int) -> None:
 
 def _flag(spec: ProcessSpec, name: str) -> str:
     return spec.argv[list(spec.argv).index(name) + 1]
-
-
-class OtlpReceiver(otlp_grpc.TraceServiceServicer):
-    """Takes spans over OTLP/gRPC and keeps them."""
-
-    def __init__(self) -> None:
-        self.spans: list[tuple[str, trace_pb2.Span]] = []
-        """Service name and span."""
-        self.raw: list[bytes] = []
-        self._server = grpc.server(futures.ThreadPoolExecutor(4))
-        otlp_grpc.add_TraceServiceServicer_to_server(self, self._server)
-        port = self._server.add_insecure_port("127.0.0.1:0")
-        self.endpoint = f"http://127.0.0.1:{port}"
-        self._server.start()
-
-    def Export(self, request, context):  # noqa: N802
-        self.raw.append(request.SerializeToString())
-        for resource in request.resource_spans:
-            names = [
-                attribute.value.string_value
-                for attribute in resource.resource.attributes
-                if attribute.key == "service.name"
-            ]
-            for scope in resource.scope_spans:
-                self.spans.extend((names[0], span) for span in scope.spans)
-        return otlp.ExportTraceServiceResponse()
-
-    def wait_for(self, trace_id: str, names: Sequence[str], timeout_s: float = 10.0):
-        """The trace's spans by name, once all of `names` are there."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            found = {
-                span.name: (service, span)
-                for service, span in list(self.spans)
-                if span.trace_id.hex() == trace_id
-            }
-            missing = set(names) - found.keys()
-            if not missing:
-                return found
-            assert time.monotonic() < deadline, f"missing {missing}, have {sorted(found)}"
-            time.sleep(0.05)
-
-    def stop(self) -> None:
-        self._server.stop(0)

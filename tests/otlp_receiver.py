@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from concurrent import futures
 from contextlib import contextmanager
 
 import grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otlp_grpc
+from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, Span
 
 
 class OtlpReceiver(otlp_grpc.TraceServiceServicer):
-    """Keeps all it is sent; `hold` makes it slow."""
+    """Keeps all it is sent; while `free` is not set, it answers nothing."""
 
     def __init__(self) -> None:
         self.requests: list[otlp.ExportTraceServiceRequest] = []
@@ -41,6 +43,25 @@ class OtlpReceiver(otlp_grpc.TraceServiceServicer):
             for span in scope.spans
         }
 
+    def wait_for(
+        self, trace_id: str, names: Sequence[str], timeout_s: float = 10.0
+    ) -> dict[str, tuple[str, Span]]:
+        """Service and span by the span's name, once the trace has all of `names`."""
+        deadline = time.monotonic() + timeout_s
+        while missing := set(names) - (found := self._trace(trace_id)).keys():
+            assert time.monotonic() < deadline, f"missing {missing}, have {sorted(found)}"
+            time.sleep(0.05)
+        return found
+
+    def _trace(self, trace_id: str) -> dict[str, tuple[str, Span]]:
+        return {
+            span.name: (str(attributes(resource.resource)["service.name"]), span)
+            for resource in self.resources
+            for scope in resource.scope_spans
+            for span in scope.spans
+            if span.trace_id.hex() == trace_id
+        }
+
 
 @contextmanager
 def otlp_receiver(address: str = "127.0.0.1:0") -> Iterator[tuple[OtlpReceiver, str]]:
@@ -57,9 +78,9 @@ def otlp_receiver(address: str = "127.0.0.1:0") -> Iterator[tuple[OtlpReceiver, 
         server.stop(None).wait(5)
 
 
-def attributes(span: Span) -> dict[str, object]:
-    """Of a span, as plain values."""
-    return {pair.key: plain(pair.value) for pair in span.attributes}
+def attributes(of: Span | Resource) -> dict[str, object]:
+    """As plain values."""
+    return {pair.key: plain(pair.value) for pair in of.attributes}
 
 
 def plain(value: object) -> object:

@@ -6,7 +6,8 @@ import secrets
 
 import grpc
 import pytest
-from cluster import OtlpReceiver, make_cluster
+from cluster import make_cluster
+from otlp_receiver import otlp_receiver
 from tiny_models import write_tiny_model
 
 from baton.inference.v1 import inference_pb2 as pb
@@ -32,17 +33,22 @@ SERVICES = {"router": "baton-router", "prefill": "baton-prefill", "decode": "bat
 
 
 @pytest.fixture(scope="module")
-def receiver():
-    receiver = OtlpReceiver()
-    yield receiver
-    receiver.stop()
+def receiver_and_address():
+    with otlp_receiver() as both:
+        yield both
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory, receiver):
+def receiver(receiver_and_address):
+    return receiver_and_address[0]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory, receiver_and_address):
+    address = receiver_and_address[1]
     folder = tmp_path_factory.mktemp("traces")
     model = write_tiny_model(folder / "model")
-    cluster = make_cluster(model, folder / "logs", otlp_endpoint=receiver.endpoint)
+    cluster = make_cluster(model, folder / "logs", otlp_endpoint=f"http://{address}")
     cluster.start_all()
     yield cluster
     cluster.stop()
@@ -88,7 +94,7 @@ def test_content_is_nowhere_in_the_export_or_the_logs(cluster, receiver):
     receiver.wait_for(trace_id, list(PARENTS))
     output = "".join(event.delta.text for event in events)
     assert len(output) >= 8
-    exported = b"".join(receiver.raw)
+    exported = b"".join(one.SerializeToString() for one in receiver.requests)
     for content in (SECRET, output):
         assert content.encode() not in exported
         assert content not in cluster.logged()

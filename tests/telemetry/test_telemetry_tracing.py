@@ -12,7 +12,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Status
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from otlp_receiver import attributes, otlp_receiver, plain
+from otlp_receiver import attributes, otlp_receiver
 
 from telemetry.names import SCHEMA_URL, SCOPE, Attr, Service, SpanName, undeclared
 from telemetry.tracing import (
@@ -92,7 +92,7 @@ def test_spans_written_afterwards_reach_a_receiver_as_they_were_meant(setup: Set
     assert attributes(received)[Attr.KV_PAGES] == 17
     assert attributes(sent) == {Attr.KV_BYTES: 1 << 33, Attr.ERROR_TYPE: "peer_lost"}
     assert (sent.status.code, sent.status.message) == (Status.STATUS_CODE_ERROR, "peer_lost")
-    resource = {pair.key: plain(pair.value) for pair in resources[0].resource.attributes}
+    resource = attributes(resources[0].resource)
     assert resource[Attr.SERVICE_NAME] == Service.PREFILL
     assert resource[Attr.SERVICE_INSTANCE_ID] == "prefill-0"
     assert resources[0].scope_spans[0].scope.name == SCOPE
