@@ -221,7 +221,7 @@ def test_closing_a_stream_cancels_on_the_server(client: Client, router: Scripted
     router.script = endless
     with client.stream("x") as stream:
         assert next(stream).text == "a"
-    assert router.cancelled.wait(5)
+    assert router.cancelled.wait(30)
     with pytest.raises(CancelledError):
         list(stream)
 
@@ -234,7 +234,7 @@ async def test_cancelling_the_task_cancels_on_the_server(
     def stuck(request: pb.GenerationInput, context: grpc.ServicerContext):
         yield started()
         yield delta("a", [1], 0)
-        silent.wait(5)
+        silent.wait(30)
 
     router.script = stuck
     stream = async_client.stream("x")
@@ -244,7 +244,7 @@ async def test_cancelling_the_task_cancels_on_the_server(
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert await asyncio.to_thread(router.cancelled.wait, 5)
+    assert await asyncio.to_thread(router.cancelled.wait, 30)
     silent.set()
 
 
@@ -348,7 +348,7 @@ def test_deadline(client: Client, router: ScriptedRouter) -> None:
     release = threading.Event()
 
     def script(request: pb.GenerationInput, context: grpc.ServicerContext):
-        release.wait(5)
+        release.wait(30)
         yield started()
 
     router.script = script

@@ -53,10 +53,11 @@ def test_the_address_may_stand_in_a_file(address: str, tmp_path: Path) -> None:
 
 
 def test_both_commands_say_the_same(address: str) -> None:
-    probe = [sys.executable, "-m", "baton.health", address, "--service"]
+    patient = [address, "--timeout", "30", "--service"]
+    probe = [sys.executable, "-m", "baton.health", *patient]
     for service, code in (("ready", 0), ("busy", 1)):
         probed = subprocess.run([*probe, service], capture_output=True, text=True, check=False)
-        shown = CliRunner().invoke(app, ["health", address, "--service", service])
+        shown = CliRunner().invoke(app, ["health", *patient, service])
         assert (probed.returncode, probed.stdout) == (shown.exit_code, shown.output)
         assert probed.returncode == code
 

@@ -10,7 +10,7 @@ import asyncio
 import random
 
 import pytest
-from worker_kit import DECODE, PREFILL, Attempted, Ear, Pair, a_pair
+from worker_kit import DECODE, PREFILL, Attempted, Ear, Pair, a_pair, until
 
 from baton.worker.v1 import worker_pb2
 
@@ -47,6 +47,7 @@ async def test_random_interleavings_leave_nothing_behind(seed: int) -> None:
             pair.d.decode.end_stream(from_d.outbox)
         await pair.quiet()
         ticking.cancel()
+        await until(lambda: not _unanswered(attempts))  # The ears may be a turn behind.
         for from_p, from_d in routers:
             for attempt in attempts:
                 _check(attempt, from_p, from_d)
@@ -119,6 +120,15 @@ async def _grant(
         pair.p.prefill.grant(grant, from_p.outbox)
 
 
+def _unanswered(attempts: list[Attempted]) -> list[Attempted]:
+    """Those whose abort was asked for and not answered: every one is."""
+    return [
+        attempt
+        for attempt in attempts
+        if (ear := attempt.abort_asked) and not ear.all("aborted", attempt.id)
+    ]
+
+
 def _check(attempt: Attempted, from_p: Ear, from_d: Ear) -> None:
     for ear in (from_p, from_d):
         for choice in range(attempt.choices):
@@ -132,8 +142,6 @@ def _check(attempt: Attempted, from_p: Ear, from_d: Ear) -> None:
         assert set(after_end) <= {"aborted"}
         assert {failed.reason for failed in ear.all("failed", attempt.id)} <= EXPECTED_FAILURES
     kinds = from_d.kinds(attempt.id)
-    if attempt.abort_asked is from_d:
-        assert "aborted" in kinds, "an abort was never answered"
     aborted = [not message.already_ready for message in from_d.all("aborted", attempt.id)]
     assert not any(aborted) or "delivered" not in kinds, "aborted, and delivered all the same"
     if kinds.count("finished") == attempt.choices:

@@ -97,7 +97,7 @@ async def test_attaches_and_reports_load_at_once_and_again() -> None:
         seen = {first.progress}
         while len(seen) < 4:
             seen.add((await router.heard("load")).progress)
-        assert asyncio.get_running_loop().time() - began_s < 2, "an idle loop counts on"
+        assert asyncio.get_running_loop().time() - began_s < 5, "an idle loop counts on"
         await router.close()
 
 

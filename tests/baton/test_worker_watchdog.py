@@ -6,7 +6,7 @@ import subprocess
 import sys
 import textwrap
 
-from baton.worker_watchdog import EXIT_DEVICE_LOST, EXIT_HUNG, LOOK_EVERY_S, Watchdog
+from baton.worker_watchdog import EXIT_DEVICE_LOST, EXIT_HUNG, LOOK_EVERY_S, STUCK_AFTER, Watchdog
 from engine.types import EngineLoad
 
 
@@ -59,12 +59,22 @@ def test_a_process_that_was_stopped_is_not_hung_when_it_wakes() -> None:
     assert loop.look_for(1.0)
 
 
-def run_worker_like(body: str) -> subprocess.CompletedProcess[str]:
-    script = """
+def run_worker_like(
+    body: str, stuck_after: float = STUCK_AFTER
+) -> subprocess.CompletedProcess[str]:
+    """Runs the body in a process that is watched.
+
+    Args:
+        stuck_after: so many step timeouts, 0.5 s each, until the interpreter's timer goes off; late
+            where the watch is to be the first on a machine that stands still for a second.
+    """
+    script = f"""
     import asyncio, ctypes, time
     from engine.types import EngineLoad
+    from baton import worker_watchdog
     from baton.worker_watchdog import Watchdog, device_lost
 
+    worker_watchdog.STUCK_AFTER = {stuck_after}
     load = EngineLoad(progress=1)
 
     async def stop_serving():
@@ -83,8 +93,8 @@ def run_worker_like(body: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_hung_step_ends_the_process_with_every_stack_in_its_log() -> None:
-    ended = run_worker_like("await asyncio.sleep(60)")
-    assert ended.returncode == EXIT_HUNG
+    ended = run_worker_like("await asyncio.sleep(60)", stuck_after=40.0)
+    assert ended.returncode == EXIT_HUNG, ended.stderr
     assert ended.stdout == "not serving\n"
     assert "most recent call first" in ended.stderr
     assert "dump_and_exit" in ended.stderr

@@ -123,27 +123,27 @@ def test_a_stopped_process_goes_on_when_told() -> None:
 
 
 def test_a_held_gil_stops_every_thread_and_a_sleep_only_its_own() -> None:
-    """A thread that ticks every 10 ms shows the gap."""
+    """A thread that ticks every 10 ms shows the gap. A machine that stands still shows one, too,
+    but not every time."""
     process = child("""
 import threading
-gaps = {}
-for action in ("sleep:1", "gil:1"):
+def longest_gap(action):
     arm(f"engine.turn={action}@1")
-    over, longest = threading.Event(), [0.0]
+    over, ticks = threading.Event(), [time.monotonic()]
     def tick():
-        while not over.is_set():
-            began = time.monotonic()
-            time.sleep(0.01)
-            longest[0] = max(longest[0], time.monotonic() - began)
+        while not over.wait(0.01):
+            ticks.append(time.monotonic())
     thread = threading.Thread(target=tick)
     thread.start()
     time.sleep(0.1)
     hit("engine.turn")
     over.set(); thread.join()
-    gaps[action] = longest[0]
-assert gaps["gil:1"] > 0.9 > gaps["sleep:1"], gaps
+    ticks.append(time.monotonic())
+    return max(after - before for before, after in zip(ticks, ticks[1:]))
+assert longest_gap("gil:1") > 0.9
+assert any(longest_gap("sleep:1") < 0.9 for _ in range(5))
 """)
-    assert process.wait(30) == 0
+    assert process.wait(60) == 0
 
 
 async def test_live_failpoints_are_armed_over_the_admin_port() -> None:

@@ -20,6 +20,10 @@ from telemetry.tracing import Tracing, context_of, setup_tracing, span_around
 SERVICE = "baton.test.v1.EchoService"
 SECRET = b"prompt text"
 CALLER = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+DEADLINES_S = (0.15, 2.0, 10.0)
+"""One is tried after the other, until the call has reached its handler before its deadline."""
+waiting: list[bytes] = []
+"""Calls of this test that have reached their handler, to be answered never."""
 
 
 class Memory:
@@ -39,6 +43,11 @@ class Memory:
         assert len(found) == 1
         return found[0]
 
+    def forget(self) -> None:
+        """What was exported until now."""
+        self.tracing.flush()
+        self.exporter.clear()
+
     def all(self, kind: SpanKind) -> list[ReadableSpan]:
         self.tracing.flush()
         return [span for span in self.exporter.get_finished_spans() if span.kind is kind]
@@ -49,6 +58,11 @@ def memory() -> Iterator[Memory]:
     made = Memory()
     yield made
     made.tracing.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def none_waits() -> None:
+    waiting.clear()
 
 
 async def unary(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
@@ -62,6 +76,7 @@ async def unary(request: bytes, context: grpc.aio.ServicerContext) -> bytes:
         case b"set":
             context.set_code(grpc.StatusCode.NOT_FOUND)
         case b"forever":
+            waiting.append(request)
             await asyncio.Event().wait()
     with span_around("router.admit", otel_context.get_current()):
         return request
@@ -180,7 +195,9 @@ async def test_a_call_that_its_caller_cancels(
     method: str, channel: grpc.aio.Channel, memory: Memory
 ) -> None:
     running = asyncio.create_task(call(channel, method, b"forever", timeout_s=60))
-    await asyncio.sleep(0.05)
+    async with asyncio.timeout(10):
+        while not waiting:
+            await asyncio.sleep(0.005)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
@@ -193,8 +210,12 @@ async def test_a_call_that_its_caller_cancels(
 async def test_a_call_whose_deadline_is_met(
     method: str, channel: grpc.aio.Channel, memory: Memory
 ) -> None:
-    with pytest.raises(grpc.aio.AioRpcError):
-        await call(channel, method, b"forever", timeout_s=0.15)
+    for deadline_s in DEADLINES_S:
+        memory.forget()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await call(channel, method, b"forever", timeout_s=deadline_s)
+        if waiting:
+            break
     server, client = await memory.one(SpanKind.SERVER), await memory.one(SpanKind.CLIENT)
     assert _code(server) == _code(client) == "DEADLINE_EXCEEDED"
     assert server.status.status_code is StatusCode.ERROR
