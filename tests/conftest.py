@@ -6,8 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from baton import demo_model as demo
+
+# An example may take long on a machine that stands still for a moment. `CI` brings the same, and
+# examples that are the same every time.
+settings.register_profile("baton", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+if not os.environ.get("CI"):
+    settings.load_profile("baton")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -14,7 +14,7 @@ from bench_server import CONTEXT_TOKENS, DOUBLED, MODEL, REFUSED, SHORT, SILENT,
 from typer.testing import CliRunner, Result
 
 from baton import __version__
-from baton.bench.benchmark import Options, SearchOptions, measure
+from baton.bench.benchmark import Options, Run, SearchOptions, measure
 from baton.bench.endpoints import Target
 from baton.bench.errors import BenchError
 from baton.bench.summary import Slo
@@ -25,6 +25,10 @@ from baton.cli import app
 
 ANY_LAG_MS = 10_000.0
 """Machines that run tests are busy: no result is called invalid for that."""
+TRIES = 4
+"""Of a measurement that a machine's standing still would spoil: it does not stand still always."""
+TIMEOUT_S = 3.0
+"""Long beside the answers that come, even from a machine that stands still for a second."""
 
 
 def options(server: KnownServer, workload: Workload, **changes: object) -> Options:
@@ -38,18 +42,22 @@ def bench(*arguments: str) -> Result:
 
 def test_goodput_of_a_server_of_known_capacity() -> None:
     """One request takes 15 ms, so 67 a second is all there is."""
-    with KnownServer(service_s=0.015) as server:
-        found = measure(
-            options(
-                server,
-                Workload(num=80, prompt_tokens=10, output_tokens=2),
-                rate=40.0,
-                slo=Slo(ttft_ms=200),
-                search=SearchOptions(tolerance=0.15, max_probes=6),
-                warm_ups=1,
-                idle_ttft_ms=15.0,
+    for _ in range(TRIES):
+        with KnownServer(service_s=0.015) as server:
+            found = measure(
+                options(
+                    server,
+                    Workload(num=80, prompt_tokens=10, output_tokens=2),
+                    rate=40.0,
+                    seed=9,  # Its arrivals crowd nowhere: at 40 a second nobody waits for 100 ms.
+                    slo=Slo(ttft_ms=200),
+                    search=SearchOptions(tolerance=0.3, max_probes=6),
+                    warm_ups=1,
+                    idle_ttft_ms=15.0,
+                )
             )
-        )
+        if max(map(late_ms, found.runs)) < 150:
+            break
     assert found.found is not None
     assert 0.6 / 0.015 <= found.found.rate <= 1.3 / 0.015
     assert found.found.missed_rate is not None
@@ -66,12 +74,21 @@ def test_goodput_of_a_server_of_known_capacity() -> None:
     assert len({run.summary.seed for run in found.runs}) == len(found.runs)
 
 
+def late_ms(run: Run) -> float:
+    """By how much the longest wait was longer than simulated: server or sender stood still."""
+    ours, simulated = run.summary.ttft_ms, run.summary.simulated_ttft_ms
+    return ours.max - simulated.max if ours and simulated else 0.0
+
+
 def test_every_request_is_sent_as_planned_and_by_every_sender() -> None:
     workload = Workload(num=60, prompt_tokens=7, output_tokens=3)
-    with KnownServer(gap_s=0.02) as server:
-        found = measure(options(server, workload, rate=100.0, seed=5, senders=2, warm_ups=0))
-        prompts = server.prompts
-    (run,) = found.runs
+    for _ in range(TRIES):
+        with KnownServer(gap_s=0.02) as server:
+            found = measure(options(server, workload, rate=100.0, seed=5, senders=2, warm_ups=0))
+            prompts = server.prompts
+        (run,) = found.runs
+        if (gap_ms := run.summary.second_gap_ms) and gap_ms.p50 >= 19:
+            break
     assert [outcome.number for outcome in run.outcomes] == list(range(60))
     due_s = [request.due_s for request in workload.plan(100.0, 5).requests]
     assert [outcome.due_s for outcome in run.outcomes] == due_s
@@ -90,14 +107,14 @@ def test_failures_are_counted_by_what_they_were() -> None:
     too_long = TraceRow(1.0, CONTEXT_TOKENS, 2)
     workload = Workload(0, trace=(*trace, too_long), trace_arrivals=True)
     with KnownServer() as server:
-        found = measure(options(server, workload, timeout_s=1.0, warm_ups=0))
+        found = measure(options(server, workload, timeout_s=TIMEOUT_S, warm_ups=0))
     (run,) = found.runs
     assert run.summary.statuses == {
         "OK": 1, "SHORT": 1, "PROTOCOL": 1, "QUEUE_FULL": 2, "TIMEOUT": 1,
     }  # fmt: skip
     assert found.dropped_rows == 1
     (silent,) = (outcome for outcome in run.outcomes if outcome.status == "TIMEOUT")
-    assert silent.ended_s - silent.sent_s >= 1.0
+    assert silent.ended_s - silent.sent_s >= TIMEOUT_S
     assert run.outcomes[0].trace_id == "0" * 31 + "7"
 
 

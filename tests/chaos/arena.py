@@ -7,6 +7,7 @@ it is started again, or woken, after the time that the fault gave it.
 from __future__ import annotations
 
 import asyncio
+import http.client
 import os
 import signal
 import subprocess
@@ -168,8 +169,11 @@ class Arena:
 
     def _fetch(self, name: str, path: str, body: bytes | None) -> str:
         url = f"http://{self.cluster.admin_addresses[name]}{path}"
-        with urllib.request.urlopen(url, body, timeout=ADMIN_TIMEOUT_S) as response:
-            return response.read().decode()
+        try:
+            with urllib.request.urlopen(url, body, timeout=ADMIN_TIMEOUT_S) as response:
+                return response.read().decode()
+        except http.client.HTTPException as error:  # It died in the middle of its answer.
+            raise ConnectionError from error
 
     async def _is_whole(self) -> bool:
         if any(self._trouble(name) for name in self.names):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.scheduler import Scheduler
 from engine.types import (
     ChoiceEnded,
     Event,
@@ -115,6 +117,23 @@ def finish(*runs: Run, timeout_s: float = 60.0) -> None:
         run.done.clear()
 
 
+@contextmanager
+def held(engine: Engine) -> Iterator[None]:
+    """The step loop stands still, so that it hears of all that is submitted meanwhile at once."""
+    stands, on = threading.Event(), threading.Event()
+
+    def stand(_scheduler: Scheduler) -> None:
+        stands.set()
+        assert on.wait(60)
+
+    engine._loop.post(stand)
+    assert stands.wait(60)
+    try:
+        yield
+    finally:
+        on.set()
+
+
 def hand_off(
     prefill: Engine, decode: Engine, prompt: Sequence[int], max_tokens: int, **more
 ) -> Run:
@@ -147,7 +166,7 @@ def prefill_pages(engine: Engine, run: Run) -> np.ndarray:
         ready.set()
 
     engine._loop.post(look)
-    assert ready.wait(10)
+    assert ready.wait(60)
     return found[0]
 
 
@@ -169,7 +188,7 @@ def check_baseline(engine: Engine) -> None:
         problems.clear()
         ready.clear()
         engine._loop.post(look)
-        assert ready.wait(10)
+        assert ready.wait(60)
         if not problems:
             return
     raise problems[0]

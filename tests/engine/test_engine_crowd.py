@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_kit import GREEDY, Run, check_baseline, finish, hand_off
+from engine_kit import GREEDY, Run, check_baseline, finish, hand_off, held
 from tiny_models import write_tiny_model
 
 from engine.config import EngineConfig
@@ -155,7 +155,8 @@ def check_survivors(streams: Sequence[Stream], runs: Sequence[Run], solo) -> Non
 
 
 def run_crowd(engine: Engine, streams: Sequence[Stream]) -> list[Run]:
-    runs = [start(engine, stream) for stream in streams]
+    with held(engine):
+        runs = [start(engine, stream) for stream in streams]
     finish(*(r for r, s in zip(runs, streams, strict=True) if s.cancel_after is None))
     return runs
 

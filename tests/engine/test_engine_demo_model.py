@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from engine_kit import Run, build, check_baseline, finish, hand_off, submit
+from engine_kit import Run, build, check_baseline, finish, hand_off, held, submit
 
 from engine.engine import Engine
 from engine.types import EndReason
@@ -208,7 +208,8 @@ def test_preempted_and_resumed(demo_model, prompts, references):
     need = sum(-(-(len(prompts[i]) + MAX_TOKENS) // 4) for i in chosen)
     options = {"num_pages": need // 3 + 1, "page_size": 4, "max_sequences": 24}
     with running(demo_model, max_step_tokens=64, **options) as engine:
-        runs = [submit(engine, prompts[i], MAX_TOKENS) for i in chosen]
+        with held(engine):
+            runs = [submit(engine, prompts[i], MAX_TOKENS) for i in chosen]
         finish(*runs, timeout_s=120)
         assert engine.load().preemptions > 0
         assert engine.load().preemptions == sum(run.ends[0].preemptions for run in runs)

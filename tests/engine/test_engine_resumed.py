@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from engine_kit import build, check_baseline, finish, hand_off, submit
+from engine_kit import build, check_baseline, finish, hand_off, held, submit
 from tiny_models import write_tiny_model
 
 from engine.types import SamplingParams
@@ -81,12 +81,12 @@ def test_what_was_begun_before_is_admitted_before_new_work(model_path):
     """One slot: of three that wait, the resumed one goes first though it came last."""
     engine = build(model_path, max_sequences=1)
     busy = submit(engine, prompt_of(20), 200, min_tokens=200)
-    waiting = {
-        "first": submit(engine, prompt_of(21), 2),
-        "second": submit(engine, prompt_of(22), 2),
-        "resumed": submit(engine, prompt_of(23), 4, generated=[[5, 6]]),
-    }
-
+    with held(engine):  # All three are there before the next one is chosen.
+        waiting = {
+            "first": submit(engine, prompt_of(21), 2),
+            "second": submit(engine, prompt_of(22), 2),
+            "resumed": submit(engine, prompt_of(23), 4, generated=[[5, 6]]),
+        }
     finish(busy, *waiting.values())
     ended = {name: run.ends[0].at_ns for name, run in waiting.items()}
     assert min(ended, key=lambda name: ended[name]) == "resumed"
