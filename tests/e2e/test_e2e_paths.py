@@ -45,6 +45,7 @@ def generate(cluster, seeds: range) -> list[tuple[int, ...]]:
 
 def cut(cluster, *prefills: str) -> None:
     """Nothing goes between these and the decode worker, either way, from now on."""
+    wait_for_paths(cluster)  # Requests are to find them cut, not the self-test.
     points = [f"transfer.path=raise~{name}" for name in prefills]
     cluster.arm("decode-0", ",".join(points))
     for name in prefills:
@@ -54,10 +55,18 @@ def cut(cluster, *prefills: str) -> None:
 def mend(cluster) -> None:
     for name in cluster.workers:
         cluster.arm(name, "")
+    wait_for_paths(cluster)
+
+
+def wait_for_paths(cluster) -> None:
+    """Until every path is open and its self-test is over."""
     deadline = time.monotonic() + MENDED_S
     paths = [("decode-0", "prefill-0"), ("decode-0", "prefill-1")]
     for source, peer in [*paths, *(path[::-1] for path in paths)]:
-        while not cluster.metric("baton_kv_peer_healthy", source, peer=peer):
+        while not (
+            cluster.metric("baton_kv_peer_healthy", source, peer=peer)
+            and cluster.metric("baton_kv_peer_bytes_per_second", source, peer=peer)
+        ):
             assert time.monotonic() < deadline, f"{source} does not reach {peer}"
             time.sleep(0.1)
 
