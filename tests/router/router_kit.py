@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc.aio
-from scripted_worker import BOTH, ScriptedWorker, until
+from scripted_worker import BOTH, PATIENT, ScriptedWorker, until
 
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from router.server import RouterServer
@@ -20,7 +20,7 @@ ANY = "127.0.0.1:0"
 async def a_router(**settings: Any) -> AsyncIterator[RouterServer]:
     """A router without workers."""
     ports = dict.fromkeys(("listen", "internal_listen", "http_listen", "admin"), ANY)
-    server = RouterServer(RouterSettings(**{"drain_grace_s": 0, **ports, **settings}))
+    server = RouterServer(RouterSettings(**{"drain_grace_s": 0, **PATIENT, **ports, **settings}))
     await server.start()
     try:
         yield server

@@ -24,7 +24,14 @@ from router.settings import RouterSettings
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-WAIT_S = 5.0
+    from router.link import WorkerLink
+
+WAIT_S = 20.0
+"""For what must happen: a busy machine may hold up either side for seconds."""
+BUSY_S = 3.0
+"""What a busy machine may add to something that takes a time of its own."""
+PATIENT = {"stale_after_s": 60, "attach_timeout_s": 60}
+"""Settings of a router that takes nobody for frozen or absent because the machine stood still."""
 PAGE_SIZE_TOKENS = 16
 PREFILL = worker_pb2.WORKER_ROLE_PREFILL
 DECODE = worker_pb2.WORKER_ROLE_DECODE
@@ -209,7 +216,7 @@ class Cluster:
     """A dispatcher with a registry, and scripted workers that are attached to it."""
 
     def __init__(self, events: RouterEvents = NO_EVENTS, **settings: Any) -> None:
-        self.settings = RouterSettings(**{"name": "router", "stale_after_s": 1, **settings})
+        self.settings = RouterSettings(**{"name": "router", **PATIENT, **settings})
         self.dispatcher = JobDispatcher(self.settings, events)
         self.registry = Registry(self.settings, self.dispatcher)
         self.workers: list[ScriptedWorker] = []
@@ -230,6 +237,17 @@ class Cluster:
             link.identity.epoch == worker.identity.epoch and link.ledger.load.total_pages
             for link in self.registry.members
         )
+
+    def link(self, worker: ScriptedWorker) -> WorkerLink:
+        """The router's link to an attached worker."""
+        epoch = worker.identity.epoch
+        return next(link for link in self.registry.members if link.identity.epoch == epoch)
+
+    async def caught_up(self, worker: ScriptedWorker) -> None:
+        """The router has read all that the worker said until now."""
+        worker.report()
+        said, link = worker.load.progress, self.link(worker)
+        await until(lambda: link.progress >= said)
 
     def read(self, job: Job) -> Reader:
         return Reader(self.dispatcher, job)

@@ -45,6 +45,7 @@ async def test_disaggregated(cluster: Cluster) -> None:
     assert await reader.until(2) == [JobStarted(2), reader.events[1]]  # before any delivery
 
     prefill.prefill_done(attempt)
+    await cluster.caught_up(prefill)  # its last word is waited for only shortly
     decode.delivered(attempt)
     decode.tokens(attempt, 0, 10, 11)
     decode.tokens(attempt, 2, 12, 13)
@@ -120,6 +121,7 @@ async def test_first_token_ends_the_job(cluster: Cluster) -> None:
 
 async def test_max_tokens_one_never_contacts_decode(cluster: Cluster) -> None:
     prefill, decode = await cluster.pair()
+    await decode.heard("meet")
     reader = cluster.read(job(max_tokens=1, choices=2))
     submit = await prefill.heard("submit")
     assert (submit.mode, submit.peer_agent_name) == (worker_pb2.WORK_MODE_PREFILL, "")
@@ -195,7 +197,7 @@ async def test_leaving_after_prefill_is_done_cancels_decode_alone(cluster: Clust
     attempt = (await prefill.heard("submit")).attempt_id
     prefill.first_token(attempt, 10)
     prefill.prefill_done(attempt)
-    await until(lambda: cluster.registry.members[0].ledger.open_charges == 0)
+    await cluster.caught_up(prefill)
     await reader.leave()
     assert (await decode.heard("cancel")).attempt_id == attempt
     assert prefill.count("cancel") == 0

@@ -243,7 +243,7 @@ async def test_a_dispatcher_that_breaks_its_contract(
 
 async def test_the_servers_longest_duration(dispatcher: ScriptedDispatcher) -> None:
     dispatcher.script = hangs
-    async with open_door(dispatcher, Limits(max_request_duration_s=0.2)) as door:
+    async with open_door(dispatcher, Limits(max_request_duration_s=0.5)) as door:
         found = await refused(door, ids_input())
     assert (found.code, found.info.reason) == (Code.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED")
     assert found.info.metadata["tokens_sent"] == "1"
@@ -253,11 +253,11 @@ async def test_the_callers_deadline(dispatcher: ScriptedDispatcher) -> None:
     dispatcher.script = hangs
     async with open_door(dispatcher) as door:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await door.stub.Generate(api.GenerateRequest(input=ids_input()), timeout=0.3)
+            await door.stub.Generate(api.GenerateRequest(input=ids_input()), timeout=1.5)
         assert caught.value.code() is Code.DEADLINE_EXCEEDED
-        await asyncio.wait_for(dispatcher.closed.wait(), 5)
+        await asyncio.wait_for(dispatcher.closed.wait(), 20)
     left_s = (dispatcher.jobs[0].deadline_ns - dispatcher.jobs[0].arrived_ns) / 1e9
-    assert 0 < left_s <= 0.3
+    assert 0 < left_s <= 1.5
 
 
 async def test_a_far_deadline_is_the_servers(dispatcher: ScriptedDispatcher) -> None:

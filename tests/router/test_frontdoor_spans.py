@@ -164,8 +164,8 @@ async def test_how_it_ended(
     if case == "refused":
         (Path(dispatcher.served[0].path) / "tokenizer.json").unlink()
     try:
-        left = 2 if case in ("left", "late") else None
-        await serve(dispatcher, left, time_left_s=0.001 if case == "late" else None)
+        messages = 2 if case == "left" else None
+        await serve(dispatcher, messages, time_left_s=0.001 if case == "late" else None)
     except (errors.RouterError, ValueError):
         assert case != "left"
     found = spans(tracing, exporter)

@@ -39,7 +39,9 @@ from router.jobs import (
 from router.validation import Limits
 
 TEXT = "naïve 🎉 fox jumps over 👩‍👩‍👧 great"
-SOON_S = 5.0
+SOON_S = 10.0
+GENERATED_S = 60.0
+"""For thousands of tokens with their alternatives."""
 
 
 @pytest.fixture
@@ -358,11 +360,13 @@ async def test_a_reader_that_pauses_gets_the_rest_merged(dispatcher: ScriptedDis
     async with open_door(dispatcher, Limits(max_unread_tokens=20_000)) as door:
         call = door.stub.StreamGenerate(api.StreamGenerateRequest(input=prompt))
         messages = [await call.read()]
-        await asyncio.wait_for(dispatcher.closed.wait(), 20)  # Generated to the end, unread.
+        await asyncio.wait_for(
+            dispatcher.closed.wait(), GENERATED_S
+        )  # Generated to the end, unread.
         begun = time.perf_counter()
         dispatcher.script = plays([70])
         await read(door.stub, ids_input())
-        assert time.perf_counter() - begun < 1
+        assert time.perf_counter() - begun < SOON_S
         await read_on(call, messages)
     check_grammar(messages)
     assert messages[-1].finished.usage.output_tokens == 20_000
@@ -376,7 +380,7 @@ async def test_a_reader_that_stops_is_aborted(dispatcher: ScriptedDispatcher) ->
     async with open_door(dispatcher, Limits(max_unread_tokens=500)) as door:
         call = door.stub.StreamGenerate(api.StreamGenerateRequest(input=prompt))
         await call.read()
-        await asyncio.wait_for(dispatcher.closed.wait(), 20)
+        await asyncio.wait_for(dispatcher.closed.wait(), GENERATED_S)
         messages: list[api.StreamGenerateResponse] = []
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await read_on(call, messages)

@@ -13,7 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from router_kit import a_router, announce, served
-from scripted_worker import BOTH, WAIT_S, until
+from scripted_worker import BOTH, BUSY_S, WAIT_S, until
 from test_router_link import worker_process
 
 from baton.client import AsyncClient
@@ -22,9 +22,7 @@ from baton.grpc_options import DETECTION_MS, channel_options
 
 NOTICED_S = 3.0
 """Keepalive alone takes `DETECTION_MS`; gRPC's own defaults would take a minute."""
-BUSY_S = 1.0
-"""For processes that share this machine with others."""
-START_S = 20.0
+START_S = 60.0
 CLIENT = """
 import sys
 from baton.client import Client

@@ -50,7 +50,7 @@ async def linked(
     identity: worker_pb2.WorkerIdentity, stale_after_s: float = 3.0
 ) -> AsyncIterator[tuple[WorkerLink, Owner]]:
     owner = Owner()
-    link = WorkerLink(identity, "router", owner, stale_after_s=stale_after_s, attach_timeout_s=2.0)
+    link = WorkerLink(identity, "router", owner, stale_after_s=stale_after_s, attach_timeout_s=60.0)
     task = asyncio.create_task(link.run())
     try:
         yield link, owner
@@ -123,7 +123,7 @@ async def test_nobody_answers() -> None:
 
 
 async def test_counter_that_stands_still(worker: ScriptedWorker) -> None:
-    async with linked(worker.identity, stale_after_s=0.3) as (_, owner):
+    async with linked(worker.identity, stale_after_s=1.0) as (_, owner):
         await owner.was_attached.wait()
         worker.frozen = True
         await until(lambda: owner.losses)
@@ -133,9 +133,9 @@ async def test_counter_that_stands_still(worker: ScriptedWorker) -> None:
 
 async def test_long_step_is_waited_for_but_only_once(worker: ScriptedWorker) -> None:
     """An announced step gives time; a report without one takes it back."""
+    worker.load.long_step_ms = 60_000
     async with linked(worker.identity, stale_after_s=0.3) as (_, owner):
         await owner.was_attached.wait()
-        worker.report(long_step_ms=60_000)
         worker.frozen = True
         await asyncio.sleep(0.7)
         assert owner.losses == []
@@ -148,7 +148,7 @@ async def test_long_step_is_waited_for_but_only_once(worker: ScriptedWorker) -> 
 
 async def test_a_router_that_stood_still_blames_nobody(worker: ScriptedWorker) -> None:
     """Stopped and woken, or on a machine that was: its clock ran on, and nothing was read."""
-    async with linked(worker.identity, stale_after_s=1.0) as (_, owner):
+    async with linked(worker.identity, stale_after_s=2.0) as (_, owner):
         await owner.was_attached.wait()
         time.sleep(2.5)  # noqa: ASYNC251
         loads = owner.loads

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-import socket
-import sys
 import urllib.request
 from typing import Any
 
@@ -65,14 +62,15 @@ async def test_health_follows_the_workers() -> None:
         assert await health_of(channel, "") == serving
         await until_serving(channel)
         await worker.stop()
-        await until(lambda: not server.dispatcher.models())
+        await until_serving(channel, is_true=False)
         assert await health_of(channel, "") == serving
-        assert await health_of(channel, SERVICE_NAME) != serving
+        assert not server.dispatcher.models()
 
 
-async def until_serving(channel: grpc.aio.Channel) -> None:
+async def until_serving(channel: grpc.aio.Channel, *, is_true: bool = True) -> None:
+    serving = health_pb2.HealthCheckResponse.SERVING
     async with asyncio.timeout(WAIT_S):
-        while await health_of(channel, SERVICE_NAME) != health_pb2.HealthCheckResponse.SERVING:
+        while (await health_of(channel, SERVICE_NAME) == serving) is not is_true:
             await asyncio.sleep(0.01)
 
 
@@ -137,29 +135,3 @@ async def test_draining_finishes_what_runs_and_refuses_the_rest() -> None:
             assert [event async for event in call][-1].WhichOneof("event") == "finished"
             await draining
         assert await server.stop()
-
-
-async def test_process_ends_cleanly_on_sigterm() -> None:
-    code = (
-        "from router.server import main; from router.settings import RouterSettings; import sys;"
-        "sys.exit(main(RouterSettings(listen=sys.argv[1], internal_listen='127.0.0.1:0',"
-        "http_listen='127.0.0.1:0', admin='127.0.0.1:0')))"
-    )
-    address = "127.0.0.1:" + str(_free_port())
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, address)
-    try:
-        async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
-            await asyncio.wait_for(channel.channel_ready(), 20)
-            assert await health_of(channel, "") == health_pb2.HealthCheckResponse.SERVING
-        process.send_signal(signal.SIGTERM)
-        assert await asyncio.wait_for(process.wait(), 10) == 0
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -245,10 +245,10 @@ async def test_a_deadline_that_the_queue_leaves_no_time_for() -> None:
     async with served() as (server, worker):
         began_s = await measure(server, worker)
         waits = await backlog(server, worker, 40)
-        seen = await ask_grpc(server, timeout_s=1.5)
+        seen = await ask_grpc(server, timeout_s=2.5)
         check(seen, "RESOURCE_EXHAUSTED", "DEADLINE_UNREACHABLE", retry=True)
         check_wait(float(seen.metadata["needed_s"]), began_s)
-        assert 0 < float(seen.metadata["left_s"]) <= 1.5
+        assert 0 < float(seen.metadata["left_s"]) <= 2.5
         waits.cancel()
 
 
@@ -320,7 +320,7 @@ async def test_a_hand_off_that_failed(ask: Ask) -> None:
 
 async def test_a_deadline_met_while_tokens_come(ask: Ask) -> None:
     """The work ends at the worker, too."""
-    async with served(max_request_duration_s=0.5) as (server, worker):
+    async with served(max_request_duration_s=1.5) as (server, worker):
         asked = asyncio.ensure_future(ask(server))
         attempt = (await worker.heard("submit")).attempt_id
         worker.first_token(attempt, 10)
@@ -337,7 +337,7 @@ async def test_the_callers_own_deadline_and_cancellation() -> None:
         stub = api_grpc.InferenceServiceStub(channel)
         given = api.GenerationInput(token_ids=api.TokenIds(ids=[1, 2, 3]))
         request = api.StreamGenerateRequest(input=given)
-        late = stub.StreamGenerate(request, timeout=0.4)
+        late = stub.StreamGenerate(request, timeout=2.0)
         attempt = (await worker.heard("submit")).attempt_id
         assert await late.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert (await worker.heard("cancel")).attempt_id == attempt
