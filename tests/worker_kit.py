@@ -46,7 +46,8 @@ from kv_transfer.thread import TransferThread
 from prefill_service.service import PrefillService
 from telemetry.metrics import WorkerMetrics
 
-WAIT_S = 10.0
+WAIT_S = 30.0
+"""For what must happen: a busy machine may hold up any thread for seconds."""
 PAGE_TOKENS = 4
 STEP_TOKENS = 16
 PREFILL = worker_pb2.WORK_MODE_PREFILL

@@ -31,13 +31,15 @@ async def test_joins_what_was_delivered() -> None:
 
 async def test_tokens_of_one_step_travel_in_one_message() -> None:
     async with a_pair() as pair:
-        pair.p.transport.holds = True
         attempts = [Attempted(8, max_tokens=40) for _ in range(3)]
         for attempt in attempts:
             pair.submit(attempt)
+            await pair.from_d.heard("granted", attempt.id)
+        pair.d.executor.holds = True
+        for attempt in attempts:
             await pair.forward_grant(attempt)
-        await until(lambda: len(pair.p.transport.held_pushes) == 3)
-        pair.p.transport.holds = False
+            await pair.from_d.heard("delivered", attempt.id)
+        pair.d.executor.let_go()
         for attempt in attempts:
             await pair.from_d.heard("finished", attempt.id)
             assert pair.from_d.tokens[attempt.id, 0] == attempt.expected
@@ -172,6 +174,7 @@ async def test_abort_before_delivery_wins() -> None:
         pair.submit(attempt)
         await pair.forward_grant(attempt)
         await until(lambda: pair.p.transport.held_pushes)
+        await until(lambda: pair.d.engine.load().granted_pages)
         pair.d.decode.abort(attempt.id, pair.from_d.outbox)
         assert not (await pair.from_d.heard("aborted", attempt.id)).already_ready
         assert pair.d.decode.quarantined == 1
@@ -330,10 +333,12 @@ async def test_a_grant_that_nobody_uses_expires() -> None:
 
 
 async def test_a_write_after_the_expiry_lands_in_quarantine() -> None:
-    async with a_pair(d_grant_timeout_s=0.1) as pair:
+    async with a_pair(d_grant_timeout_s=1.0) as pair:
         pair.p.transport.holds = True
         attempt = Attempted(LONG)
-        pair.submit(attempt)
+        pair.submit_prefill(attempt)
+        await pair.from_p.heard("first_token", attempt.id)
+        pair.submit_decode(attempt)
         await pair.forward_grant(attempt)
         await until(lambda: pair.p.transport.held_pushes)
         assert (await pair.from_d.heard("failed", attempt.id)).reason == EXPIRED

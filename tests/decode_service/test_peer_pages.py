@@ -77,7 +77,7 @@ async def test_a_frozen_peer_keeps_its_share_and_no_more() -> None:
             pair.submit(attempt)
         await pair.forward_grant(stuck[0])
         await until(lambda: pair.p.transport.held_pushes)
-        assert pair.d.engine.load().granted_pages == stuck[0].num_pages
+        await until(lambda: pair.d.engine.load().granted_pages == stuck[0].num_pages)
         assert not pair.from_d.all("granted", stuck[1].id)
         pair.d.decode.cancel(stuck[0].id, pair.from_d.outbox)
         await until(lambda: pair.d.engine.load().quarantined_pages == stuck[0].num_pages)

@@ -92,14 +92,15 @@ class World:
             self.prefill.exchange.check_invariants()
             self.decode.exchange.check_invariants()
 
-    def until(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    def until(self, condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
         ends_s = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < ends_s, "condition not met in time"
             self.turn()
 
     def settle(self) -> None:
-        """Turns until what was sent must have arrived."""
+        """Turns for as long as what was sent takes to arrive, as a rule: for what must not come of
+        it. What must is waited for by `until`."""
         if self.kind == "loopback":
             self.turn(4)
             return

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
 import torch
-from kv_process import LocalWorker
+from kv_process import WAIT_S, LocalWorker
 
 from kv_transfer.events import Delivered, PeerOpened, SendQuiesced, TransferEvent
 from kv_transfer.factory import make_transport
@@ -85,6 +86,8 @@ def test_stopping_in_time_leaves_a_push_that_does_not_end() -> None:
     assert isinstance(prefill.transport, LoopbackTransport)
     prefill.transport.holds = True
     _send(prefill, decode, b"b" * 16)
+    while not prefill.counters().sends_in_progress:
+        time.sleep(0.001)
     assert not prefill.thread.stop(0.2)
     decode.close()
 
@@ -103,7 +106,7 @@ def test_the_thread_outlives_a_transport_that_raises(
     with monkeypatch.context() as patch:
         patch.setattr(worker.transport, "poll_pushes", explode)
         worker.thread.meet(other.endpoint)
-        assert raised.wait(5.0)
+        assert raised.wait(WAIT_S)
     worker.thread.abort_send(b"c" * 16)
     worker.events.wait(SendQuiesced)
     worker.events.wait(PeerOpened)
@@ -124,15 +127,15 @@ def test_a_grant_is_known_before_its_chunk_is_read() -> None:
 
     def block(event: TransferEvent) -> None:
         is_blocked.set()
-        go_on.wait(5.0)
+        go_on.wait(WAIT_S)
         add(event)
 
     decode.events.add = block  # type: ignore[method-assign]
     decode.thread.abort_send(b"0" * 16)
-    assert is_blocked.wait(5.0)
+    assert is_blocked.wait(WAIT_S)
     for _ in range(500):
         decode.thread.abort_send(b"1" * 16)
-    decode.thread.expect(ReceiveSpec(b"g" * 16, "busy-prefill", 1, 0, 16, 9.0))
+    decode.thread.expect(ReceiveSpec(b"g" * 16, "busy-prefill", 1, 0, 16, 60.0))
     chunk = Chunk(b"g" * 16, 1, 0, 1, 16, last=True, payload=b"tokens")
     prefill.notify("busy-decode", encode(chunk))
     go_on.set()
@@ -157,7 +160,7 @@ def test_a_grant_made_while_notifications_are_polled_is_known_before_its_chunk(
 
     def poll_late() -> list[Notification]:
         if is_first.acquire(blocking=False):
-            decode.thread.expect(ReceiveSpec(b"g" * 16, "quick-prefill", 1, 0, 16, 9.0))
+            decode.thread.expect(ReceiveSpec(b"g" * 16, "quick-prefill", 1, 0, 16, 60.0))
             chunk = Chunk(b"g" * 16, 1, 0, 1, 16, last=True, payload=b"tokens")
             prefill.notify("slow-decode", encode(chunk))
         return poll()
@@ -182,7 +185,7 @@ def test_commands_before_events_keep_their_order() -> None:
 
 
 def _send(prefill: LocalWorker, decode: LocalWorker, transfer_id: bytes) -> None:
-    decode.thread.expect(ReceiveSpec(transfer_id, prefill.endpoint.agent_name, 1, 0, 16, 9.0))
+    decode.thread.expect(ReceiveSpec(transfer_id, prefill.endpoint.agent_name, 1, 0, 16, 60.0))
     spec = SendSpec(transfer_id, decode.endpoint.agent_name, 1, PAGES, PAGES, 0, 16, 16)
     prefill.thread.begin_send(spec)
     prefill.thread.chunk_computed(transfer_id, 16, b"tokens")

@@ -39,7 +39,7 @@ def test_a_kill_is_proof_and_a_stop_is_none():
     child.send_signal(signal.SIGSTOP)
     assert gone_within(watch, 0.2) == []
     child.kill()
-    assert gone_within(watch, 5) == ["peer"]
+    assert gone_within(watch, 20) == ["peer"]
     assert watch.gone() == []
     child.wait()
 
