@@ -360,9 +360,8 @@ async def test_a_reader_that_pauses_gets_the_rest_merged(dispatcher: ScriptedDis
     async with open_door(dispatcher, Limits(max_unread_tokens=20_000)) as door:
         call = door.stub.StreamGenerate(api.StreamGenerateRequest(input=prompt))
         messages = [await call.read()]
-        await asyncio.wait_for(
-            dispatcher.closed.wait(), GENERATED_S
-        )  # Generated to the end, unread.
+        # Generated to the end, unread.
+        await asyncio.wait_for(dispatcher.closed.wait(), GENERATED_S)
         begun = time.perf_counter()
         dispatcher.script = plays([70])
         await read(door.stub, ids_input())
