@@ -23,6 +23,10 @@ E = TypeVar("E", bound=TransferEvent)
 WAIT_S = 30.0
 """For what must happen, on a machine with other work."""
 
+_PROCESSES = multiprocessing.get_context("forkserver")
+"""Processes of their own, which share no more than the seconds that importing torch takes."""
+_PROCESSES.set_forkserver_preload(["torch", "kv_transfer.factory", "kv_transfer.thread"])
+
 
 class Events:
     """Events as they come, to be waited for."""
@@ -98,7 +102,7 @@ class LocalWorker:
         return (time.process_time() - began_s) / seconds
 
     def close(self) -> None:
-        assert self.thread.stop(5.0)
+        assert self.thread.stop(WAIT_S)
 
 
 class RemoteWorker:
@@ -107,10 +111,9 @@ class RemoteWorker:
     def __init__(
         self, kind: str, agent_name: str, num_pages: int, page_bytes: int, epoch: int
     ) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
+        self._pipe, theirs = _PROCESSES.Pipe()
         arguments = (theirs, kind, agent_name, num_pages, page_bytes, epoch)
-        self._process = context.Process(target=_serve, args=arguments, daemon=True)
+        self._process = _PROCESSES.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
         self.events = Events()
@@ -138,12 +141,12 @@ class RemoteWorker:
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
         if number is signal.SIGKILL:
-            self._process.join(5.0)
+            self._process.join(WAIT_S)
 
     def close(self) -> None:
         if self._process.is_alive():
             self._call("close")
-            self._process.join(10.0)
+            self._process.join(WAIT_S)
         if self._process.is_alive():
             self._process.kill()
 

@@ -39,7 +39,9 @@ async def start_and_tell(self):
 
 server.RouterServer.start = start_and_tell
 drain_s, grace_s = map(float, sys.argv[1:])
-sys.exit(server.main(RouterSettings(drain_s=drain_s, drain_grace_s=grace_s, **ports)))
+patient = {"stale_after_s": 60, "attach_timeout_s": 60}
+settings = RouterSettings(drain_s=drain_s, drain_grace_s=grace_s, **patient, **ports)
+sys.exit(server.main(settings))
 """
 
 
