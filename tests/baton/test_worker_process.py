@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import urllib.request
-from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ import grpc.aio
 import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from nursery import Child, fork
 from test_worker_stream import RouterEnd
 from tiny_models import write_tiny_model
 from worker_kit import DECODE, PREFILL, WHOLE, until
@@ -173,7 +173,7 @@ class RegistryRecorder(worker_pb2_grpc.RegistryServiceServicer):
 
 
 @asynccontextmanager
-async def a_process(tiny: Path, *more: str) -> AsyncIterator[tuple[Process, RouterEnd]]:
+async def a_process(tiny: Path, *more: str) -> AsyncIterator[tuple[Child, RouterEnd]]:
     """A worker process, and a router that is attached to it."""
     recorder = RegistryRecorder()
     registry = grpc.aio.server(options=server_options())
@@ -192,11 +192,9 @@ async def a_process(tiny: Path, *more: str) -> AsyncIterator[tuple[Process, Rout
         "drain-s": "20",
     }
     flags = [part for name, value in options.items() for part in (f"--{name}", value)]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "baton", "worker", *flags, *more),
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    command = [sys.executable, "-m", "baton", "worker", *flags, *more]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = await asyncio.to_thread(fork, command, environment, tiny.with_name("worker.log"))
     try:
         async with asyncio.timeout(START_S):
             identity = await recorder.heard.get()
@@ -205,9 +203,8 @@ async def a_process(tiny: Path, *more: str) -> AsyncIterator[tuple[Process, Rout
         yield process, router
         await router.close()
     finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
+        process.kill()
+        await asyncio.to_thread(process.wait)
         await registry.stop(None)
 
 
@@ -227,7 +224,7 @@ async def test_sigterm_finishes_what_runs_and_exits_clean(tiny: Path) -> None:
         assert failed.reason == worker_pb2.FAILURE_REASON_DRAINING
         if "finished" not in dict(router.history):
             assert (await router.heard("finished")).output_tokens == 200
-        assert await process.wait() == 0
+        assert await asyncio.to_thread(process.wait, START_S) == 0
 
 
 async def test_sigusr2_writes_a_profile_of_what_runs(tiny: Path, tmp_path: Path) -> None:
@@ -240,7 +237,7 @@ async def test_sigusr2_writes_a_profile_of_what_runs(tiny: Path, tmp_path: Path)
             while not os.listdir(tmp_path):
                 await asyncio.sleep(0.05)
         process.send_signal(signal.SIGTERM)
-        assert await process.wait() == 0
+        assert await asyncio.to_thread(process.wait, START_S) == 0
 
 
 async def test_a_second_sigterm_cuts_it_short(tiny: Path) -> None:
@@ -254,4 +251,4 @@ async def test_a_second_sigterm_cuts_it_short(tiny: Path) -> None:
         process.send_signal(signal.SIGTERM)
         failed = await router.heard("failed")
         assert failed.reason == worker_pb2.FAILURE_REASON_DRAINING
-        assert await process.wait() == 1
+        assert await asyncio.to_thread(process.wait, START_S) == 1
