@@ -15,10 +15,11 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import socket
 import sys
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
@@ -33,6 +34,9 @@ INTERNAL_PORT: Final = 50050
 ADMIN_PORT: Final = 9090
 """The router's; workers follow."""
 PORTS_TRIED: Final = 100
+ANY_PORT: Final = range(20_000, 32_768)
+"""Where a port comes from that may be any: below those that the kernel hands out, which anybody
+could be given before the process that is to listen there has started, or while it starts again."""
 POLL_S: Final = 0.1
 INFERENCE_SERVICE: Final = "baton.inference.v1.InferenceService"
 """Healthy while the router can run a model: workers enough for that are attached."""
@@ -237,8 +241,14 @@ class _PortPicker:
             held.close()
 
     def pick(self, wanted: int | None, usual: int) -> str:
-        """The wanted port, or from the usual one upwards the first that is free."""
-        ports = range(usual, usual + PORTS_TRIED) if wanted is None else [wanted]
+        """The wanted port, any for 0, or from the usual one upwards the first that is free."""
+        match wanted:
+            case None:
+                ports: Sequence[int] = range(usual, usual + PORTS_TRIED)
+            case 0:
+                ports = [*random.SystemRandom().sample(ANY_PORT, PORTS_TRIED), 0]
+            case _:
+                ports = [wanted]
         for port in ports:
             holder = socket.socket()
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
