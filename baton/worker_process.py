@@ -279,10 +279,10 @@ class Worker:
 
     async def _stop_serving(self) -> None:
         """Nothing new: health says NOT_SERVING, and routers are told of the worker no more."""
-        await self._health.enter_graceful_shutdown()
+        self.servicer.draining = True  # first: who sees NOT_SERVING is to be refused here, too
         self._stop_announcing()
-        self.servicer.draining = True
         self.servicer.report()
+        await self._health.enter_graceful_shutdown()
 
     def _stop_announcing(self) -> None:
         for announcer in self._announcers:
