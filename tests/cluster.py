@@ -25,7 +25,10 @@ from baton.worker.v1 import worker_pb2 as worker
 from baton.worker.v1 import worker_pb2_grpc as worker_grpc
 
 READY_S = 60.0
-BASELINE_S = 10.0
+BASELINE_S = 30.0
+"""A transfer of a worker that was struck is given up after some seconds, its pages come back later.
+"""
+SLOW_STEP_S = 0.01
 
 
 class Process(Protocol):
@@ -124,6 +127,18 @@ class Cluster:
         """Arms failpoints in a process that was started with `failpoints="live"`."""
         url = f"http://{self.admin_addresses[name]}/failpoints"
         urllib.request.urlopen(url, data=failpoints.encode(), timeout=10).close()
+
+    def slow_down(self, *names: str, step_s: float = SLOW_STEP_S) -> None:
+        """Steps of these take so much longer until they are armed anew: what runs there is still
+        running when the test gets to it, however long the machine lets it wait."""
+        for name in names:
+            self.arm(name, f"engine.step=sleep:{step_s}")
+
+    def disarm(self) -> None:
+        """No failpoint of a worker is armed any more."""
+        for name in self.workers:
+            if self.processes[name].poll() is None:
+                self.arm(name, "")
 
     def wait_gone(self, name: str) -> int:
         """Until the process has ended by itself; its exit code."""

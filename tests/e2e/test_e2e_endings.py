@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 from cluster import make_cluster
-from scraping import scrape, scrape_until
+from scraping import Figures, scrape, scrape_until
 from tiny_models import write_tiny_model
 
 from baton.errors import BatonError
@@ -21,10 +21,11 @@ def tiny(tmp_path_factory):
     return write_tiny_model(tmp_path_factory.mktemp("model"), max_positions=16384)
 
 
-@pytest.fixture
-def cluster(tiny, tmp_path):
-    settings = {"num_pages": 1100, "max_step_tokens": 64, "resume_grace_s": 1}
-    cluster = make_cluster(tiny, tmp_path / "logs", local_prefill="never", **settings)
+@pytest.fixture(scope="module")
+def cluster(tiny, tmp_path_factory):
+    settings = {"num_pages": 1100, "max_step_tokens": 64, "resume_grace_s": 1, "failpoints": "live"}
+    logs = tmp_path_factory.mktemp("logs")
+    cluster = make_cluster(tiny, logs, local_prefill="never", **settings)
     cluster.start_all()
     yield cluster
     cluster.stop()
@@ -94,25 +95,34 @@ def test_max_tokens_one_and_a_first_token_that_ends_it(cluster):
 
 
 def test_choices_share_one_transfer(cluster):
+    prompt, workers = prompt_of(70, seed=99), ("prefill-0", "decode-0")
+    moved = {name: transfers(scrape(cluster, name)) for name in workers}
+    computed = scrape(cluster, "prefill-0").of("baton_prefill_tokens_total", source="computed")
     with cluster.client() as client:
         options = {"max_tokens": 12, "temperature": 1.0, "seed": 5, "ignore_eos": True}
-        three = client.generate(token_ids=prompt_of(70), choices=3, **options)
-        for worker in ("prefill-0", "decode-0"):
-            scrape_until(cluster, worker, lambda now: now.total("baton_kv_transfers_total") == 1)
-        computed = scrape(cluster, "prefill-0").of("baton_prefill_tokens_total", source="computed")
-        again = client.generate(token_ids=prompt_of(70), choices=3, **options)
+        three = client.generate(token_ids=prompt, choices=3, **options)
+        for name in workers:
+            scrape_until(cluster, name, lambda now, name=name: transfers(now) == moved[name] + 1)
+        figures = scrape(cluster, "prefill-0")
+        again = client.generate(token_ids=prompt, choices=3, **options)
     texts = [choice.token_ids for choice in three.choices]
     assert len(set(texts)) == 3
     assert texts == [choice.token_ids for choice in again.choices]
-    assert computed == 70, "one prefill"
+    now_computed = figures.of("baton_prefill_tokens_total", source="computed")
+    assert now_computed - computed == 70, "one prefill"
     assert three.usage.prompt_tokens == 70
     assert three.usage.output_tokens == 36
     cluster.check_baseline()
 
 
+def transfers(figures: Figures) -> float:
+    return figures.total("baton_kv_transfers_total")
+
+
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
 def test_a_killed_worker_is_told_within_seconds_and_its_successor_serves(cluster, victim):
     outcome: dict[str, object] = {}
+    cluster.slow_down(victim, step_s=0.03)
     with cluster.client() as client:
 
         def consume() -> None:
@@ -130,13 +140,17 @@ def test_a_killed_worker_is_told_within_seconds_and_its_successor_serves(cluster
                 outcome["error"] = error
             outcome["at"] = time.monotonic()
 
+        def under_way() -> bool:
+            if victim == "decode-0":
+                return "streaming" in outcome
+            return cluster.load(victim).queued_prefill_tokens > 0
+
         reader = threading.Thread(target=consume)
         reader.start()
-        deadline = time.monotonic() + 10
-        while victim == "decode-0" and "streaming" not in outcome:
+        deadline = time.monotonic() + 30
+        while not under_way():
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        time.sleep(0.3)
         killed = time.monotonic()
         cluster.kill(victim, signal.SIGKILL)
         reader.join(10)

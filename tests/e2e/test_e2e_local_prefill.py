@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from cluster import Cluster, make_cluster
-from scraping import SETTLED_S, scrape, scrape_until
+from scraping import SETTLED_S, Figures, scrape, scrape_until
 from tiny_models import write_tiny_model
 
 from baton.generation import Generation
@@ -68,7 +68,7 @@ def running(tiny, folder, **options):
 
 @pytest.fixture(scope="module")
 def pair(tiny, tmp_path_factory):
-    with running(tiny, tmp_path_factory.mktemp("pair")) as cluster:
+    with running(tiny, tmp_path_factory.mktemp("pair"), failpoints="live") as cluster:
         yield cluster
 
 
@@ -92,6 +92,10 @@ def computed(cluster: Cluster, name: str) -> float:
     return scrape(cluster, name).of(COMPUTED["name"], source="computed")
 
 
+def sent(figures: Figures) -> float:
+    return figures.of("baton_kv_transfers_total", outcome="sent")
+
+
 def check_trace(cluster: Cluster, result: Generation, reason: str) -> None:
     """Every span is there, the prompt's are the decode worker's, and it says why."""
     trace = fetch(cluster.plan.admin_address, result.trace_id, patience_s=SETTLED_S)
@@ -112,7 +116,7 @@ def test_the_next_turn_of_a_conversation_needs_no_prefill_worker(pair, reference
         answer = client.generate(token_ids=first, **GREEDY)
         assert list(answer.token_ids) == reference(first)
         turn = [*first, *answer.token_ids, *prompt_of(20, seed=2)]
-        sent = scrape(pair, "prefill-0").of("baton_kv_transfers_total", outcome="sent")
+        scrape_until(pair, "prefill-0", lambda f: sent(f) == 1)
         before = computed(pair, "decode-0")
         pair.kill("prefill-0", signal.SIGSTOP)
         try:
@@ -129,7 +133,7 @@ def test_the_next_turn_of_a_conversation_needs_no_prefill_worker(pair, reference
         pair, "decode-0", lambda f: f.of(COMPUTED["name"], source="computed") > before
     )
     assert figures.of(COMPUTED["name"], source="computed") - before == len(turn) - held
-    assert scrape(pair, "prefill-0").of("baton_kv_transfers_total", outcome="sent") == sent
+    assert sent(scrape(pair, "prefill-0")) == 1
     assert local_prefills(pair) == {"cached": 1}
     check_trace(pair, result, "cached")
     pair.wait_ready()
@@ -204,6 +208,7 @@ def test_the_prefill_worker_dies_for_good(pair, reference):
             results.append(client.generate(token_ids=long, timeout_s=60, **GREEDY))
 
         before = computed(pair, "prefill-0")
+        pair.slow_down("prefill-0", step_s=0.05)
         asking = threading.Thread(target=ask)
         asking.start()
         scrape_until(

@@ -23,8 +23,10 @@ from baton.generation import Generation
 from baton.worker_process import SERVICE_NAME
 
 END_S = 30.0
-LONG_PROMPT = 6000
-LONG_OUTPUT = 1500
+LONG_PROMPT = 3000
+LONG_OUTPUT = 300
+"""Either keeps a worker busy for some 3 s where its steps are slowed down."""
+PROMPT_STEP_S = 0.05
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +42,7 @@ def cluster(folder, tmp_path_factory):
         tmp_path_factory.mktemp("logs"),
         num_pages=1100,
         max_step_tokens=64,
+        failpoints="live",
         launch=spawn,
     )
     try:
@@ -103,6 +106,13 @@ def wait_until_computing(cluster: Cluster) -> None:
         time.sleep(0.01)
 
 
+def wait_until_draining(cluster: Cluster, name: str) -> None:
+    deadline = time.monotonic() + END_S
+    while serves(cluster, name):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def serves(cluster: Cluster, name: str) -> bool:
     with grpc.insecure_channel(cluster.workers[name]) as channel:
         check = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
@@ -130,6 +140,7 @@ def test_a_model_without_a_tokenizer_takes_ids_and_gives_ids(cluster, folder):
 
 
 def test_a_prefill_worker_sends_what_it_computes(cluster):
+    cluster.slow_down("prefill-0", step_s=PROMPT_STEP_S)
     asked = Asked(cluster, LONG_PROMPT, 8)
     wait_until_computing(cluster)
     terminate(cluster, "prefill-0")
@@ -139,12 +150,11 @@ def test_a_prefill_worker_sends_what_it_computes(cluster):
 
 
 def test_a_decode_worker_finishes_its_streams_and_takes_no_more(cluster):
+    cluster.slow_down("decode-0")
     asked = Asked(cluster, 40, LONG_OUTPUT)
     assert asked.first_token.wait(END_S)
     terminate(cluster, "decode-0")
-    deadline = time.monotonic() + END_S
-    while serves(cluster, "decode-0"):
-        assert time.monotonic() < deadline
+    wait_until_draining(cluster, "decode-0")
     with pytest.raises(BatonError) as refused:
         Asked(cluster, 41, 8).end()
     assert refused.value.reason in ("DRAINING", "WORKER_LOST"), "by the router, or by the worker"
@@ -156,12 +166,13 @@ def test_a_decode_worker_finishes_its_streams_and_takes_no_more(cluster):
 def hurry(cluster: Cluster, name: str) -> None:
     """Two signals, the second while it drains."""
     terminate(cluster, name)
-    time.sleep(0.3)
+    wait_until_draining(cluster, name)
     assert cluster.processes[name].poll() is None
     terminate(cluster, name)
 
 
 def test_a_second_signal_ends_a_prefill_worker_and_others_do_its_work(cluster):
+    cluster.slow_down("prefill-0", step_s=PROMPT_STEP_S)
     asked = Asked(cluster, LONG_PROMPT + 1, 8)
     wait_until_computing(cluster)
     hurry(cluster, "prefill-0")
@@ -171,6 +182,7 @@ def test_a_second_signal_ends_a_prefill_worker_and_others_do_its_work(cluster):
 
 
 def test_a_second_signal_ends_the_only_decode_worker_and_the_client_is_told(cluster):
+    cluster.slow_down("decode-0")
     asked = Asked(cluster, 42, 8000)
     assert asked.first_token.wait(END_S)
     hurry(cluster, "decode-0")

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from cluster import make_cluster, spawn
 from nursery import fork
+from scraping import SETTLED_S
 from streams import prompt_of, read
 from tiny_models import write_tiny_model
 
@@ -99,13 +100,15 @@ def test_a_clock_that_is_set_mid_request_changes_nothing(cluster, clock, jump_s)
     with cluster.client() as client:
         want = read(client, prompt_of(60), **options)
         want.end()
-        reading = read(client, prompt_of(60), **options)
-        reading.until(30)
-        clock.set(jump_s)
+        with slow_steps(cluster):
+            reading = read(client, prompt_of(60), **options)
+            reading.until(30)
+            clock.set(jump_s)
         reading.end()
         assert reading.error is None, reading.error
         assert reading.tokens() == want.tokens()
-        trace = fetch(cluster.plan.admin_address, reading.generation.trace_id)
+        admin, trace_id = cluster.plan.admin_address, reading.generation.trace_id
+        trace = fetch(admin, trace_id, patience_s=SETTLED_S)
         again = client.generate(token_ids=prompt_of(61), max_tokens=8, ignore_eos=True)
         assert len(again.token_ids) == 8
     theirs = [span for span in trace.spans if span.instance == "decode-0"]
@@ -138,9 +141,9 @@ def test_a_router_that_dies_leaves_nothing_behind_and_its_successor_serves(clust
 
 
 @contextmanager
-def slow_steps(cluster) -> Iterator[None]:
-    """Meanwhile a token takes 20 ms."""
-    cluster.arm("decode-0", "engine.step=sleep:0.02")
+def slow_steps(cluster, step_s: float = 0.02) -> Iterator[None]:
+    """Meanwhile a token takes so long."""
+    cluster.slow_down("decode-0", step_s=step_s)
     try:
         yield
     finally:
@@ -154,7 +157,7 @@ def test_a_router_that_stood_still_goes_on_where_it_was(cluster):
     with cluster.client() as client:
         want = read(client, prompt_of(60), **options)
         want.end()
-        with slow_steps(cluster):
+        with slow_steps(cluster, 0.05):  # longer in all than it takes to give up a router
             reading = read(client, prompt_of(60), **options)
             reading.until(20)
             cluster.kill("router", signal.SIGSTOP)
@@ -170,26 +173,26 @@ def test_a_router_that_stood_still_goes_on_where_it_was(cluster):
 
 
 @contextmanager
-def a_client_process(cluster, max_tokens: int) -> Iterator[subprocess.Popen[str]]:
-    """One whose first token has come; it prints how many come at a time, and how it ended."""
+def a_client_process(cluster, max_tokens: int) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """One whose first tokens have come, and how many; it prints how many come at a time, and how
+    it ended."""
     argv = [sys.executable, "-c", CLIENT, cluster.plan.router_address, str(max_tokens)]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
     try:
-        assert process.stdout.readline() == "1\n"
-        yield process
+        yield process, int(process.stdout.readline())
     finally:
         process.kill()
         process.communicate()
 
 
 def test_a_client_that_stands_still_for_a_moment_misses_nothing(cluster):
-    with slow_steps(cluster), a_client_process(cluster, 100) as client:
+    with slow_steps(cluster), a_client_process(cluster, 100) as (client, first):
         client.send_signal(signal.SIGSTOP)
         time.sleep(0.7)
         client.send_signal(signal.SIGCONT)
         *counts, end = client.communicate(timeout=60)[0].split()
     assert end == "whole"
-    assert 1 + sum(map(int, counts)) == 100
+    assert first + sum(map(int, counts)) == 100
     cluster.check_baseline()
 
 
@@ -201,7 +204,7 @@ def test_a_client_that_is_stopped_or_killed_holds_nothing(cluster, number):
         return cluster.metric("baton_requests_total", outcome="CANCELLED")
 
     before = cancelled()
-    with slow_steps(cluster), a_client_process(cluster, 1500) as client:
+    with slow_steps(cluster), a_client_process(cluster, 1500) as (client, _):
         client.send_signal(number)
         struck_s = time.monotonic()
         while cancelled() == before:

@@ -31,8 +31,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(autouse=True)
 def nothing_damaged(cluster: Cluster) -> Iterator[None]:
-    """No write has landed in a page that was free: the pattern there is whole."""
+    """No write has landed in a page that was free: the pattern there is whole. And nothing is left
+    armed for the next test."""
     yield
+    cluster.disarm()
     for name in cluster.workers:
         if cluster.processes[name].poll() is None:
             assert cluster.metric("baton_kv_damaged_pages_total", name) == 0

@@ -8,6 +8,7 @@ import time
 from streams import Reading, bring_back, busy, prompt_of, read
 
 from baton.generation import FinishReason
+from struck import DECODES
 
 NOISE = 1e-3
 """Log probabilities of float32 logits, computed in another order, differ by less."""
@@ -49,6 +50,11 @@ def check_same(reading: Reading, unbroken: Reading, options) -> None:
     ]
 
 
+def other_than(decode: str) -> str:
+    (other,) = {*DECODES} - {decode}
+    return other
+
+
 def test_streams_survive_the_death_of_their_decode_worker(cluster):
     """Greedy with log probabilities, three choices, penalties: on both decode workers at once."""
     with cluster.client() as client:
@@ -58,11 +64,13 @@ def test_streams_survive_the_death_of_their_decode_worker(cluster):
             unbroken.append(read(client, prompt, **options))
             unbroken[-1].end()
         cases = [*zip(prompts, REPLAYED, unbroken, strict=True)] * 2
+        cluster.slow_down(*DECODES)
         readings = [read(client, prompt, **options) for prompt, options, _ in cases]
         for reading in readings:
             reading.until(KILL_AFTER)
         victim = busy(cluster, "decode")
         cluster.kill(victim)
+        cluster.disarm()
         for reading, (_, options, want) in zip(readings, cases, strict=True):
             reading.end()
             check_same(reading, want, options)
@@ -102,11 +110,13 @@ def test_a_frozen_decode_worker_loses_its_streams_and_is_taken_back(cluster):
         options = REPLAYED[2]
         want = read(client, prompt_of(92, seed=2), **options)
         want.end()
+        cluster.slow_down(*DECODES)
         readings = [read(client, prompt_of(92, seed=2), **options) for _ in range(2)]
         for reading in readings:
             reading.until(KILL_AFTER)
         victim = busy(cluster, "decode")
         cluster.kill(victim, signal.SIGSTOP)
+        cluster.arm(other_than(victim), "")
         for reading in readings:
             reading.end()
             check_same(reading, want, options)
@@ -123,7 +133,7 @@ def test_nobody_left_is_told_with_the_tokens_that_were_sent(cluster):
         reading = read(client, prompt_of(60, seed=9), temperature=0.0, max_tokens=3000)
         reading.until(KILL_AFTER)
         last = busy(cluster, "decode")
-        (idle,) = {"decode-0", "decode-1"} - {last}
+        idle = other_than(last)
         cluster.kill(idle)  # first, so that the stream loses one worker only
         while cluster.metric("baton_worker_up", worker=idle):
             time.sleep(0.02)
@@ -134,4 +144,4 @@ def test_nobody_left_is_told_with_the_tokens_that_were_sent(cluster):
     assert reading.error is not None
     assert (reading.error.code.name, reading.error.reason) == ("ABORTED", "WORKER_LOST_MID_STREAM")
     assert int(reading.error.metadata["tokens_sent"]) == len(reading.tokens())
-    bring_back(cluster, "decode-0", "decode-1")
+    bring_back(cluster, *DECODES)

@@ -20,10 +20,11 @@ def test_a_hung_step_ends_its_worker_and_no_stream(cluster):
         options = {"temperature": 0.9, "seed": 3}
         want = read(client, prompt_of(40), **options)
         want.end()
+        cluster.slow_down(*DECODES)
         reading = read(client, prompt_of(40), **options)
         reading.until(30)
         victim = busy(cluster, "decode")
-        cluster.arm(victim, "engine.step=hang@1")
+        strike(cluster, victim, "engine.step=hang@1")
         reading.end()
         assert reading.error is None, reading.error
         assert reading.tokens() == want.tokens()
@@ -64,11 +65,12 @@ def test_a_worker_that_holds_the_gil_loses_its_streams_and_is_taken_back(cluster
         options = {"temperature": 0.9, "seed": 3}
         want = read(client, prompt_of(41), **options)
         want.end()
+        cluster.slow_down(*DECODES)
         reading = read(client, prompt_of(41), **options)
         reading.until(30)
         victim = busy(cluster, "decode")
         frozen = losses(cluster, victim, "frozen")
-        cluster.arm(victim, "engine.step=gil:5@1")
+        strike(cluster, victim, "engine.step=gil:5@1")
         reading.end()
         assert reading.error is None, reading.error
         assert reading.tokens() == want.tokens()
@@ -132,6 +134,7 @@ def test_a_prefill_worker_stopped_under_a_write_keeps_the_pages_until_it_wakes(c
         reading.end()
         assert reading.error is None, reading.error
         assert len(reading.tokens()) == 20
+        wait_quarantined(cluster, -(-1500 // 16))
         for _ in range(4):
             assert quarantined(cluster) == -(-1500 // 16)
             time.sleep(0.5)
@@ -140,6 +143,12 @@ def test_a_prefill_worker_stopped_under_a_write_keeps_the_pages_until_it_wakes(c
         cluster.arm(stopped, "")
         cluster.check_baseline()
         assert quarantined(cluster) == 0
+
+
+def strike(cluster, victim: str, failpoints: str) -> None:
+    """Arms one decode worker, and lets the other be as fast as it can."""
+    for name in DECODES:
+        cluster.arm(name, failpoints if name == victim else "")
 
 
 def losses(cluster, name: str, cause: str) -> int:
@@ -163,6 +172,13 @@ def dead(cluster, *names: str) -> list[str]:
 
 def quarantined(cluster) -> int:
     return sum(cluster.load(name).quarantined_pages for name in DECODES)
+
+
+def wait_quarantined(cluster, pages: int) -> None:
+    deadline = time.monotonic() + 30
+    while quarantined(cluster) != pages:
+        assert time.monotonic() < deadline, quarantined(cluster)
+        time.sleep(0.05)
 
 
 def wait_stopped(cluster) -> str:
