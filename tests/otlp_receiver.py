@@ -74,8 +74,9 @@ def otlp_receiver(address: str = "127.0.0.1:0") -> Iterator[tuple[OtlpReceiver, 
     try:
         yield receiver, f"127.0.0.1:{port}"
     finally:
-        receiver.free.set()
-        server.stop(None).wait(5)
+        stopped = server.stop(None)
+        receiver.free.set()  # after that: whoever it kept waiting gets no answer
+        stopped.wait(5)
 
 
 def attributes(of: Span | Resource) -> dict[str, object]:
