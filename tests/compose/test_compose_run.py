@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -61,17 +62,30 @@ def test_decode_is_scaled_to_three_and_back_under_load(host: Host) -> None:
     assert "no GPU is left here for decode-6" in one_too_many.log
     assert "by prefill-2" in one_too_many.log
 
-    with ThreadPoolExecutor(12) as pool:
-        running = [pool.submit(ask, host, f"Request {number}") for number in range(12)]
-        wait_decoding(more)
-        stopped = list(pool.map(Container.stop, more))
-        results = [request.result(60) for request in running]
-    assert [result.usage.output_tokens for result in results] == [MAX_TOKENS] * 12
+    over = threading.Event()
+    with ThreadPoolExecutor(12) as pool, ThreadPoolExecutor(2) as stopping:
+        running = [pool.submit(keep_asking, host, number, over) for number in range(12)]
+        try:
+            wait_decoding(more)
+            stopped = list(stopping.map(Container.stop, more))
+        finally:
+            over.set()
+        lengths = {tokens for asked in running for tokens in asked.result(60)}
+    assert lengths == {MAX_TOKENS}
     for (code, took_s), container in zip(stopped, more, strict=True):
         assert code == 0, container.log
         assert took_s < container.grace_s - 15
     wait_attached(host, {"prefill-2", "decode-3"})
     assert ask(host, "And on", 5).usage.output_tokens == 5
+
+
+def keep_asking(host: Host, number: int, over: threading.Event) -> list[int]:
+    """One request after the other; output tokens of each."""
+    found: list[int] = []
+    while not over.is_set():
+        result = ask(host, f"Request {number}, {len(found)}")
+        found.append(result.usage.output_tokens)
+    return found
 
 
 def wait_decoding(workers: list[Container]) -> None:
