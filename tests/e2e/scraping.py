@@ -9,7 +9,7 @@ from collections.abc import Callable
 from cluster import Cluster
 from prometheus_client.parser import text_string_to_metric_families
 
-SETTLED_S = 10.0
+SETTLED_S = 30.0
 
 
 class Figures:

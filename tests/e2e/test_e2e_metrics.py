@@ -23,6 +23,8 @@ PAGE_BYTES = 2 * 2 * 2 * 16 * PAGE_TOKENS * 4
 PROMPTS = (1, 15, 16, 17, 300)
 MAX_TOKENS = 12
 STEP_TOKENS = 128
+SLOW_DECODE = {"decode-0": {"failpoints": "engine.step=sleep:0.02"}}
+"""What else a request waits for on a shared machine is little beside its tokens."""
 MUST_STAY_ZERO = (
     Metric.STALE_NOTIFICATIONS + "_total",
     Metric.EXPIRED_GRANTS + "_total",
@@ -44,7 +46,9 @@ def all_steps_counted(figures: Figures) -> bool:
 def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("metrics")
     model = write_tiny_model(folder / "model")
-    cluster = make_cluster(model, folder / "logs", trace=True, max_step_tokens=STEP_TOKENS)
+    cluster = make_cluster(
+        model, folder / "logs", trace=True, max_step_tokens=STEP_TOKENS, own=SLOW_DECODE
+    )
     try:
         cluster.start_all()
         yield cluster
@@ -74,6 +78,16 @@ def results(cluster) -> list[Generation]:
         with pytest.raises(grpc.RpcError):
             generate(b"\xff" * 20)
     cluster.check_baseline()
+    # What a request was is counted behind its last word to the client.
+    scrape_until(
+        cluster,
+        "router",
+        lambda now: (
+            now.total("baton_rejections_total") == 3
+            and now.total("baton_requests_total") == len(PROMPTS) + 2
+            and now.of("baton_requests_inflight") == 0
+        ),
+    )
     return found
 
 

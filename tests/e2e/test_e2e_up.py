@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,25 +23,20 @@ WAIT_S = 100.0
 
 @pytest.fixture
 def running(tmp_path):
-    """The process, its log and the router's gRPC and admin ports."""
-    ports = []
-    for _ in range(3):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            ports.append(free.getsockname()[1])
-    options = dict(zip(("--port", "--http-port", "--admin-port"), map(str, ports), strict=True))
-    words = [word for option in options.items() for word in option]
+    """The process and its log."""
+    ports = [word for name in ("--port", "--http-port", "--admin-port") for word in (name, "0")]
     settings = {"FAILPOINTS": "live", "STEP_TIMEOUT_S": "4", "NUM_PAGES": "200"}
     environment = {**os.environ, **{f"BATON_{name}": value for name, value in settings.items()}}
     model = write_tiny_model(tmp_path / "model")
     log = tmp_path / "log"
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "baton", "up", "--model", str(model), "--device", "cpu", *words],
+            [sys.executable, "-m", "baton", "up", "--model", str(model), "--device", "cpu", *ports],
             env=environment,
             stdout=file,
             stderr=subprocess.STDOUT,
         )
-    yield process, log, ports
+    yield process, log
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 0, log.read_text()
 
@@ -51,6 +46,13 @@ def until(condition, log) -> None:
     while not condition():
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.1)
+
+
+def said(log, pattern: str) -> str:
+    """What the pattern's group matches in the log."""
+    found = re.search(pattern, log.read_text())
+    assert found, log.read_text()
+    return found[1]
 
 
 def answers(client) -> bool:
@@ -63,11 +65,13 @@ def answers(client) -> bool:
 
 @pytest.mark.timeout(300)
 def test_a_worker_whose_step_hangs_is_started_again(running):
-    process, log, (port, _, admin) = running
-    with Client(f"127.0.0.1:{port}", retries=False) as client:
+    process, log = running
+    until(lambda: "Ctrl-C" in log.read_text(), log)
+    router = said(log, r"gRPC +(\S+)")
+    admin = said(log, r"baton trace --admin (\S+)")
+    with Client(router, retries=False) as client:
         until(lambda: answers(client), log)
-        until(lambda: f"baton trace --admin 127.0.0.1:{admin}" in log.read_text(), log)
-        with urllib.request.urlopen(f"http://127.0.0.1:{admin}/discovery", timeout=10) as page:
+        with urllib.request.urlopen(f"http://{admin}/discovery", timeout=10) as page:
             admins = {one["labels"]["worker"]: one["targets"][0] for one in json.load(page)}
         url = f"http://{admins['decode-0']}/failpoints"
         urllib.request.urlopen(url, data=b"engine.step=hang@1", timeout=10).close()
