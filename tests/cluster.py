@@ -28,6 +28,8 @@ READY_S = 60.0
 BASELINE_S = 30.0
 """A transfer of a worker that was struck is given up after some seconds, its pages come back later.
 """
+END_S = 40.0
+"""After SIGTERM: a drain, and an interpreter that lets go of all it has imported."""
 SLOW_STEP_S = 0.01
 
 
@@ -174,7 +176,7 @@ class Cluster:
             process.terminate()
         for process in running:
             try:
-                process.wait(20)
+                process.wait(END_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

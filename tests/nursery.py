@@ -3,7 +3,8 @@
 A worker spends most of its start on imports, and tests start many. `python -m nursery` does them
 once, with one thread and nothing open, and then forks a child for every line that orders one; such
 a child has its own session, log and environment, and from there on is what `python -m baton` would
-be. When the tests' process ends, however it ends, the nursery ends and takes its children along.
+be, but that its interpreter ends at once. When the tests' process ends, however it ends, the
+nursery ends and takes its children along.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -166,14 +168,29 @@ def _become(order: dict[str, Any]) -> None:
     os.environ.update(order["environment"])
     random.seed()  # trace ids are drawn from it
     sys.argv = ["baton", *order["argv"]]
+    # An orderly end of this interpreter takes a second and a half of CPU, for what it imported.
+    os._exit(_run())
+
+
+def _run() -> int:
+    """Runs `baton` with the arguments in `sys.argv`; its exit code."""
     from baton.cli import main
 
-    main()
-    sys.exit(0)
+    try:
+        main()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return 0
 
 
 if __name__ == "__main__":
     for name in PRELOADED:
         __import__(name)
     _serve()
-    os._exit(0)  # nothing here is worth the seconds that an orderly end takes
+    os._exit(0)  # as its children end
