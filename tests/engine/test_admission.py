@@ -15,7 +15,7 @@ def overcommitted(watermark: float) -> Bench:
     """Runs requests that would grow to nearly five times the pool."""
     bench = Bench(num_pages=129, slots=32, step_tokens=64, watermark=watermark, prefix_cache=False)
     rng = random.Random(0)
-    lengths = [(rng.randrange(32, 64), rng.randrange(16, 32)) for _ in range(120)]
+    lengths = [(rng.randrange(32, 64), rng.randrange(16, 32)) for _ in range(60)]
     ids = [bench.submit(prompt_of(rng, prompt), output) for prompt, output in lengths]
     bench.run()
     for request_id in ids:
