@@ -40,6 +40,7 @@ def bench(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["bench", *arguments], env={"COLUMNS": "100"})
 
 
+@pytest.mark.timeout(300)
 def test_goodput_of_a_server_of_known_capacity() -> None:
     """One request takes 15 ms, so 67 a second is all there is."""
     for _ in range(TRIES):
