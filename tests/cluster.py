@@ -24,7 +24,8 @@ from baton.supervisor import ProcessSpec
 from baton.worker.v1 import worker_pb2 as worker
 from baton.worker.v1 import worker_pb2_grpc as worker_grpc
 
-READY_S = 60.0
+READY_S = 100.0
+"""Interpreters that import torch and transformers at once took 60 on two cores that others use."""
 BASELINE_S = 30.0
 """A transfer of a worker that was struck is given up after some seconds, its pages come back later.
 """
