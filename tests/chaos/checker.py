@@ -11,7 +11,8 @@ The rules, each with a name that a violation carries:
     status     no terminal event, or more than one, or one that the table does not have
     unfinished OK, and a choice is not finished
     promise    a status that this run had no excuse for
-    late       the end came more than `GRACE_S` after the deadline
+    late       the end came more than `GRACE_S` after the deadline, but for what the client itself
+               did not look
     trace      no trace id, several, or that of another request
 
 Greedy and seeded output must equal the fault-free run up to the first token whose deciding margin
@@ -248,8 +249,8 @@ def _is_excused(history: History, status: Event, excuses: Excuses) -> bool:
 
 
 def _deadline(history: History) -> Found:
-    due_s = history.sent_s + history.ask.timeout_s + GRACE_S
+    deadline_s = history.sent_s + history.ask.timeout_s + history.blind_s
     ends: Iterable[float] = (event.at_s for event in history.events if event.kind == "status")
     for at_s in ends:
-        if at_s > due_s:
-            yield "late", f"ended {at_s - due_s + GRACE_S:.2f} s after its deadline"
+        if at_s > deadline_s + GRACE_S:
+            yield "late", f"ended {at_s - deadline_s:.2f} s after its deadline"

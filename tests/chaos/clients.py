@@ -19,7 +19,8 @@ from chaos.checker import GRACE_S, UNREACHABLE
 from chaos.history import Ask, Event, History
 
 STALL_S = 1.0
-OVERDUE_S = 1.0
+LOOK_S = 0.05
+OVERDUE_S = 10.0
 """A call that did not end by deadline and grace gets so much longer, and is then given up."""
 
 Call = grpc.aio.UnaryStreamCall[pb.StreamGenerateRequest, pb.StreamGenerateResponse]
@@ -29,7 +30,28 @@ async def ask_all(address: str, asks: Sequence[Ask]) -> list[History]:
     """Sends every ask at its time and returns when all have ended, or are given up."""
     async with grpc.aio.insecure_channel(address, options=client_options(retries=False)) as channel:
         stub: pb_grpc.InferenceServiceAsyncStub = pb_grpc.InferenceServiceStub(channel)
-        return list(await asyncio.gather(*(_ask_later(stub, ask) for ask in asks)))
+        still = _StandStill()
+        watching = asyncio.create_task(still.watch())
+        histories = await asyncio.gather(*(_ask_later(stub, ask) for ask in asks))
+        watching.cancel()
+        for history in histories:
+            history.blind_s += still.seconds
+        return histories
+
+
+class _StandStill:
+    """How long these clients themselves did not run, though they were due: nothing that comes
+    meanwhile is seen before they do."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    async def watch(self) -> None:
+        while True:
+            slept = time.monotonic()
+            await asyncio.sleep(LOOK_S)
+            late_s = time.monotonic() - slept - LOOK_S
+            self.seconds += late_s if late_s > LOOK_S else 0.0
 
 
 async def _ask_later(stub: pb_grpc.InferenceServiceAsyncStub, ask: Ask) -> History:
@@ -70,6 +92,7 @@ async def _behave(call: Call, history: History) -> None:
             call.cancel()
         case "stall":
             await asyncio.sleep(STALL_S)
+            history.blind_s += STALL_S
 
 
 def _request(ask: Ask) -> pb.StreamGenerateRequest:

@@ -62,6 +62,8 @@ class History:
     events: list[Event] = field(default_factory=list)
     cancelled_s: float | None = None
     """When the client went away."""
+    blind_s: float = 0.0
+    """How long the client did not look at what came: it stalled, or its machine stood still."""
 
     @property
     def status(self) -> Event | None:

@@ -110,6 +110,13 @@ def test_a_broken_history_is_found_by_its_rule(rule: str, what: str, events: lis
     assert rule in rules(history(events))
 
 
+def test_what_came_while_the_client_did_not_look_is_not_late() -> None:
+    late = History(ASK, 0.5, replaced(OK, status("OK", at_s=13.5)), blind_s=1.1)
+    assert rules(late) == set()
+    late.blind_s = 0.9
+    assert rules(late) == {"late"}
+
+
 def test_two_requests_do_not_share_a_trace() -> None:
     other = history(GOOD, replace(ASK, number=4))
     assert rules(history(GOOD), other) == {"trace"}
