@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cluster import Cluster, make_cluster, spawn
+from streams import prompt_of
 from tiny_models import write_tiny_model
 
 from baton.client import Client
@@ -24,6 +25,8 @@ TEXTS = [
 ]
 CHATS = ["What is the capital of France?", "Name three colours.", "Grüße auf Deutsch, bitte! 🥖"]
 LENGTHS = (1, 15, 16, 17, 300)
+CROWDS = 10
+"""One after the other, until each worker has had a part: a slow client may not make a crowd."""
 
 
 @cache
@@ -114,6 +117,19 @@ def test_tiny_model(tiny, tmp_path, options):
     assert set(codes.values()) == {0}, cluster.tail()
 
 
+def has_moved_pages(cluster: Cluster, name: str) -> bool:
+    outcome = "sent" if name.startswith("prefill") else "received"
+    return cluster.metric("baton_kv_transfers_total", name, outcome=outcome) > 0
+
+
+def check_crowd(cluster: Cluster, path: Path, seed: int) -> None:
+    """Prompts that nobody holds, more at once than one worker has the tokens for in a step."""
+    crowd = [prompt_of(100 + number, seed=seed) for number in range(16)]
+    with cluster.client() as client, ThreadPoolExecutor(16) as pool:
+        results = list(pool.map(lambda prompt: _stream(client, prompt, 8), crowd))
+    assert results == [generate_reference(path)(tuple(prompt), 8) for prompt in crowd]
+
+
 @pytest.mark.parametrize(
     ("roles", "pages"),
     [
@@ -129,10 +145,12 @@ def test_several_to_one_with_pools_of_different_sizes(tiny, tmp_path, roles, pag
         for name, count in pages.items():
             assert cluster.load(name).total_pages == count - 1, "all but the scratch page"
         check(cluster, tiny, 24)
+        for seed in range(CROWDS):
+            if all(has_moved_pages(cluster, name) for name in pages):
+                break
+            check_crowd(cluster, tiny, seed)
         for name in pages:
-            outcome = "sent" if name.startswith("prefill") else "received"
-            moved = cluster.metric("baton_kv_transfers_total", name, outcome=outcome)
-            assert moved > 0, f"{name} took no part"
+            assert has_moved_pages(cluster, name), f"{name} took no part"
             assert cluster.metric("baton_kv_stale_notifications_total", name) == 0
     finally:
         cluster.stop()
