@@ -3,9 +3,9 @@
 A step's life:
 
 1. `launch` packs the plan's integers into pinned memory and queues one copy to the device.
-2. A step of decode rows only is padded to a bucket and replays that bucket's graph: padding rows
-   feed a token of nobody's, store into the scratch page and are not read. Any other step runs its
-   kernels one by one: prompts fill the chip, so their launches hide behind them.
+2. A step that a shape holds (`engine.cuda.shapes`: decode rows, with a short piece of prompt or
+   without) is padded to it and replays its graph. Any other step runs its kernels one by one:
+   prompts fill the chip, so their launches hide behind them.
 3. Tokens are drawn, put into the token table (which the next step reads, on the device) and
    copied to pinned memory; an event marks the end.
 4. `result` waits for the event and reads the pinned memory.
@@ -27,10 +27,11 @@ import torch
 from torch import Tensor
 
 from engine.attention.paged import PagedAttention, PagedStep
-from engine.blocks import SCRATCH_PAGE
-from engine.cuda.buckets import bucket_of, bucket_sizes
 from engine.cuda.forward import FusedForward, RowEnds
-from engine.cuda.kernels import DecodeInputs, greedy, unpack_decode
+from engine.cuda.inputs import Inputs, attention_of, ends_of
+from engine.cuda.kernels import greedy
+from engine.cuda.packing import PackedStep, pack, rows_of, stores_of
+from engine.cuda.shapes import PROMPT_ROWS, PROMPT_TOKENS, Shape, Shapes
 from engine.cuda.staging import Int32s, Staging
 from engine.executor import SCORE_ROWS, Launched, Limits
 from engine.kv_pool import KvPool
@@ -47,19 +48,10 @@ SPARE_INTEGERS = 1 << 16
 """Room in the staging buffer for copies, samples of many choices and gaps between sections."""
 
 
-class _Packed(NamedTuple):
-    """A decode step's sections on the device, as `kernels.unpack_decode` takes them."""
-
-    header: Tensor
-    slots: Tensor
-    contexts: Tensor
-    page_table: Tensor
-
-
 class _Graph(NamedTuple):
     graph: torch.cuda.CUDAGraph
     logits: Tensor
-    """[bucket, vocab]; the next replay of any bucket may overwrite it."""
+    """[R, vocab]; the next replay of any shape may overwrite it."""
 
 
 class CudaStep:
@@ -108,36 +100,35 @@ class CudaExecutor:
         self._nobody = limits.max_sequences
         """Slot of padding rows: the token table's last."""
         self._token_table = torch.zeros(self._nobody + 1, dtype=torch.int32, device=device)
-        self._buckets = bucket_sizes(limits.max_sequences)
+        self._shapes = Shapes(limits.max_sequences)
         self._staging = Staging(_most_integers(limits, max_pages), device)
-        self._inputs = _decode_inputs(self._buckets[-1], max_pages, device)
-        self._graphs: dict[int, _Graph] = {}
+        most_rows = max(shape.rows for shape in self._shapes.all)
+        self._inputs = Inputs(self._shapes.all[0], most_rows, max_pages, device)
+        self._graphs: dict[Shape, _Graph] = {}
 
     def capture(self, progress: Progress | None = None) -> None:
-        """Makes every bucket's graph, largest first: the others fit into its memory. Blocks.
+        """Makes every shape's graph. Blocks.
 
-        Without it decode steps run their kernels one by one, with the same results.
+        Without it their steps run their kernels one by one, with the same results.
         """
         memory = torch.cuda.graph_pool_handle()
-        order = sorted(self._buckets, reverse=True)
+        order = self._shapes.all
         self._stream.wait_stream(torch.cuda.current_stream())
-        for done, bucket in enumerate(order, 1):
-            self._graphs[bucket] = self._capture(bucket, memory)
+        for done, shape in enumerate(order, 1):
+            self._graphs[shape] = self._capture(shape, memory)
             if progress:
                 progress("graphs", done, len(order))
 
     @torch.inference_mode()
-    def _capture(self, bucket: int, memory: Any) -> _Graph:
+    def _capture(self, shape: Shape, memory: Any) -> _Graph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            self._staging.begin()
-            packed = self._pack_decode(bucket, None)
-            self._staging.upload()
-            greedy(self._decode_kernels(packed), packed.slots, self._token_table)
+            packed = self._pack(None, shape)
+            greedy(self._kernels(packed)[: shape.decodes], packed.slots, self._token_table)
             self._stream.synchronize()
             graph.capture_begin(memory, capture_error_mode="thread_local")
             try:
-                logits = self._decode_kernels(packed)
+                logits = self._kernels(packed)
             finally:
                 graph.capture_end()
         return _Graph(graph, logits)
@@ -162,9 +153,9 @@ class CudaExecutor:
             self._transfer(plan)
         if plan.num_tokens == 0:
             return self._finish(_nothing_drawn)
-        if plan.num_tokens == plan.num_decodes:
-            return self._finish(self._decode(plan))
-        return self._finish(self._mixed(plan))
+        if (shape := self._shapes.of(plan)) is not None:
+            return self._finish(self._padded(plan, shape))
+        return self._finish(self._exact(plan))
 
     def _transfer(self, plan: StepPlan) -> None:
         """Page copies and token table writes, ahead of the step and, being rare, apart from it."""
@@ -182,56 +173,53 @@ class CudaExecutor:
         done.record(self._stream)
         return CudaStep(done, read)
 
-    # -- decode steps ---------------------------------------------------------------------------
+    # -- steps of a shape -----------------------------------------------------------------------
 
-    def _decode(self, plan: StepPlan) -> Read:
-        rows = plan.num_decodes
-        bucket = bucket_of(rows, self._buckets)
-        self._staging.begin()
-        packed = self._pack_decode(bucket, plan)
-        self._staging.upload()
-        ready = self._graphs.get(bucket)
+    def _padded(self, plan: StepPlan, shape: Shape) -> Read:
+        packed = self._pack(plan, shape)
+        ready = self._graphs.get(shape)
         if ready is None:
-            logits = self._decode_kernels(packed)
+            logits = self._kernels(packed)
         else:
             ready.graph.replay()
             logits = ready.logits
-        return self._draw(logits[:rows], packed.slots[:rows], plan.sample, [])
+        if plan.sample is None:
+            return _nothing_drawn
+        count = len(plan.sample_slots)
+        if count == plan.num_decodes:
+            logits = logits[:count]
+        else:
+            logits = logits.index_select(0, packed.sampled)
+        return self._draw(logits, packed.sample_slots, plan.sample, [])
 
-    def _pack_decode(self, bucket: int, plan: StepPlan | None) -> _Packed:
-        """Sections at addresses that the bucket alone decides. None: padding rows only."""
-        rows = 0 if plan is None else plan.num_decodes
-        table = np.full((1, 1), SCRATCH_PAGE, np.int32) if plan is None else plan.page_table
-        slots = np.full(bucket, self._nobody, np.int32)
-        contexts = np.ones(bucket, np.int32)
-        if plan is not None:
-            slots[:rows], contexts[:rows] = plan.row_slots, plan.context_lens
-        header = np.array([rows, table.shape[1]], np.int32)
-        return _Packed(*map(self._staging.add, (header, slots, contexts, table)))
+    def _pack(self, plan: StepPlan | None, shape: Shape) -> PackedStep:
+        """The step on its way to the device. None: padding only."""
+        self._staging.begin()
+        packed = pack(plan, shape, self._staging, self._nobody, self._pool.page_size)
+        self._staging.upload()
+        return packed
 
-    def _decode_kernels(self, packed: _Packed) -> Tensor:
-        """Logits, [bucket, vocab]. What a graph holds."""
-        bucket = len(packed.slots)
-        inputs = DecodeInputs(*(tensor[:bucket] for tensor in self._inputs))
-        unpack_decode(*packed, self._token_table, self._pool.page_size, inputs)
-        self._attention.prepare(
-            PagedStep(bucket, packed.contexts, inputs.page_table, None, 0, all_fresh=False)
+    def _kernels(self, packed: PackedStep) -> Tensor:
+        """Logits, [R, vocab]. What a graph holds."""
+        inputs = self._inputs.spread(packed, self._token_table, self._pool.page_size)
+        self._attention.prepare(attention_of(packed, inputs))
+        hidden = self._forward.hidden(
+            inputs.token_ids, inputs.positions, inputs.stores, ends_of(packed, inputs)
         )
-        hidden = self._forward.hidden(inputs.token_ids, inputs.positions, inputs.stores)
         return self._forward.logits(hidden)
 
-    # -- steps with prompts ---------------------------------------------------------------------
+    # -- steps with longer prompts --------------------------------------------------------------
 
-    def _mixed(self, plan: StepPlan) -> Read:
+    def _exact(self, plan: StepPlan) -> Read:
         count, add = plan.num_decodes, self._staging.add
         queries = plan.query_lens[count:]
         self._staging.begin()
         token_ids, positions = add(plan.token_ids), add(plan.positions)
-        stores, page_table = add(_stores(plan, self._pool.page_size)), add(plan.page_table)
+        stores, page_table = add(stores_of(plan, self._pool.page_size)), add(plan.page_table)
         contexts, decoding = add(plan.context_lens), add(plan.row_slots[:count])
         starts = add(np.concatenate([[0], queries.cumsum()]).astype(np.int32))
         sampled, slots = add(plan.sample_tokens), add(plan.sample_slots)
-        sampled_rows = add(_rows(plan)[plan.sample_tokens])
+        sampled_rows = add(rows_of(plan)[plan.sample_tokens])
         sampled_contexts = add(plan.positions[plan.sample_tokens] + 1)
         self._staging.upload()
         token_ids[:count] = self._token_table.index_select(0, decoding)
@@ -325,24 +313,7 @@ def _read_sampled(drawn: SampleResult, scores: list[_HostScores]) -> StepResult:
     )
 
 
-def _stores(plan: StepPlan, page_size: int) -> Int32s:
-    """[T], where each new token's K and V go: page * page_size + offset."""
-    index, offset = np.divmod(plan.positions, page_size)
-    stores: Int32s = plan.page_table[_rows(plan), index] * np.int32(page_size) + offset
-    return stores
-
-
-def _rows(plan: StepPlan) -> Int32s:
-    """[T], the row of each new token."""
-    return np.repeat(np.arange(len(plan.row_slots), dtype=np.int32), plan.query_lens)
-
-
 def _most_integers(limits: Limits, max_pages: int) -> int:
     per_row = max_pages + 8
-    return limits.max_sequences * per_row + 3 * limits.max_step_tokens + SPARE_INTEGERS
-
-
-def _decode_inputs(rows: int, max_pages: int, device: torch.device) -> DecodeInputs:
-    columns = torch.zeros(3, rows, dtype=torch.int32, device=device)
-    table = torch.zeros(rows, max_pages, dtype=torch.int32, device=device)
-    return DecodeInputs(columns[0], columns[1], columns[2], table)
+    tokens = max(limits.max_step_tokens, PROMPT_TOKENS)
+    return (limits.max_sequences + PROMPT_ROWS) * per_row + 3 * tokens + SPARE_INTEGERS

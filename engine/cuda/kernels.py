@@ -289,22 +289,22 @@ def greedy(logits: Tensor, slots: Tensor, token_table: Tensor) -> Tensor:
     return drawn
 
 
-# -- inputs of a decode step --------------------------------------------------------------------
+# -- inputs of a padded step ---------------------------------------------------------------------
 
 
-class DecodeInputs(NamedTuple):
-    """What the forward pass of B decode rows reads, at addresses that do not change."""
+class StepInputs(NamedTuple):
+    """What the forward pass of T tokens in R rows reads, at addresses that do not change."""
 
     token_ids: Tensor
-    """[B] int32, as are all."""
+    """[T] int32, as are all."""
     positions: Tensor
     stores: Tensor
     page_table: Tensor
-    """[B, P]; entries beyond a row's context are of an earlier step."""
+    """[R, P]; entries beyond a row's context are of an earlier step."""
 
 
-@triton.jit(do_not_specialize=["table_width"])
-def _unpack_decode(
+@triton.jit(do_not_specialize=["decodes", "table_width"])
+def _unpack_step(
     header,
     slots,
     contexts,
@@ -314,21 +314,26 @@ def _unpack_decode(
     positions,
     stores,
     page_table,
+    decodes,
     table_width,
     page_size: tl.constexpr,
     block: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    num_rows = tl.load(header)
-    packed_width = tl.load(header + 1)
+    real_decodes, real_prompts = tl.load(header), tl.load(header + 1)
+    packed_width = tl.load(header + 2)
+    decodes_here = row < decodes
+    prompt = row - decodes
+    real = tl.where(decodes_here, row < real_decodes, prompt < real_prompts)
+    packed_row = tl.where(decodes_here, row, real_decodes + prompt)
+    source = packed_table + packed_row * packed_width
     position = tl.load(contexts + row) - 1
-    tl.store(token_ids + row, tl.load(token_table + tl.load(slots + row)))
-    tl.store(positions + row, position)
-    real = row < num_rows
     last = position // page_size
-    source = packed_table + row * packed_width
-    page = tl.load(source + last, mask=real, other=0)
-    tl.store(stores + row, page * page_size + position % page_size)
+    if decodes_here:
+        page = tl.load(source + last, mask=real, other=0)
+        tl.store(token_ids + row, tl.load(token_table + tl.load(slots + row)))
+        tl.store(positions + row, position)
+        tl.store(stores + row, page * page_size + position % page_size)
     for start in range(0, last + 1, block):
         at = start + tl.arange(0, block)
         inside = at <= last
@@ -336,30 +341,31 @@ def _unpack_decode(
         tl.store(page_table + row * table_width + at, pages, mask=inside)
 
 
-def unpack_decode(
+def unpack_step(
     header: Tensor,
     slots: Tensor,
     contexts: Tensor,
     packed_table: Tensor,
     token_table: Tensor,
     page_size: int,
-    into: DecodeInputs,
+    into: StepInputs,
 ) -> None:
-    """Spreads one packed copy over the inputs of a decode step.
+    """Spreads one packed copy over the inputs of a step of B decode rows, then prompt rows.
 
     Args:
-        header: [2] int32: rows that are real, and the width of `packed_table`.
+        header: [3] int32: decode rows that are real, prompt rows that are, the width of
+            `packed_table`.
         slots: [B] int32; a slot of nobody's for padding rows.
-        contexts: [B] int32, tokens in KV after the step; 1 for padding rows, which read and
+        contexts: [R] int32, tokens in KV after the step; 1 for padding rows, which read and
             write the scratch page (page 0) alone.
         packed_table: the real rows' pages.
-        token_table: int32, by slot: the token that each row feeds.
+        token_table: int32, by slot: the token that each decode row feeds.
         page_size: tokens in a page.
-        into: filled in.
+        into: the table is filled in for all rows, the rest for decode rows.
     """
     launch(
-        _unpack_decode,
-        (len(slots),),
+        _unpack_step,
+        (len(contexts),),
         header,
         slots,
         contexts,
@@ -369,6 +375,7 @@ def unpack_decode(
         into.positions,
         into.stores,
         into.page_table,
+        len(slots),
         into.page_table.shape[1],
         page_size,
         _TABLE_BLOCK,

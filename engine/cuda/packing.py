@@ -1,0 +1,125 @@
+"""A padded step's integers in the packed copy.
+
+The sections lie at addresses that the step's shape alone decides, up to the page table, whose width
+is in the header: a graph of the shape finds every step of it there.
+
+Padding is harmless: a padding decode row feeds a token of nobody's at position 0 and sees, as it
+writes, the scratch page alone. Padding tokens of prompts write there, too, and make up a row of
+their own, the last, which sees one token of that page: every value of a step is computed from
+numbers.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from engine.blocks import SCRATCH_PAGE
+from engine.cuda.shapes import Shape
+from engine.cuda.staging import Int32s, Staging
+from engine.step import StepPlan
+
+
+class PackedPrompts(NamedTuple):
+    """The sections of a step with prompt rows."""
+
+    tokens: Tensor
+    """[3, C], ids, positions and stores."""
+    starts: Tensor
+    """[R - B + 1], where each prompt row begins among the C."""
+    ends: Tensor
+    """[R], the last token of each row, decode rows included, among all."""
+
+
+class PackedStep(NamedTuple):
+    """The sections on the device; B decode rows, R rows, C prompt tokens."""
+
+    shape: Shape
+    header: Tensor
+    """[3] int32, as are all: decode rows that are real, prompt rows that are, the table's width."""
+    slots: Tensor
+    """[B]"""
+    contexts: Tensor
+    """[R]"""
+    prompts: PackedPrompts | None
+    """None: there is no prompt row."""
+    page_table: Tensor
+    """Of the real rows."""
+    sampled: Tensor
+    """[S] rows whose logits are sampled."""
+    sample_slots: Tensor
+    """[S]"""
+
+
+def pack(
+    plan: StepPlan | None, shape: Shape, staging: Staging, nobody: int, page_size: int
+) -> PackedStep:
+    """Adds a step's sections to the staging buffer. `plan` None: a step of padding only.
+
+    Args:
+        plan: that `shape` holds.
+        shape: what it is padded to.
+        staging: begun.
+        nobody: the slot of padding rows.
+        page_size: tokens in a page.
+    """
+    real = 0 if plan is None else plan.num_decodes
+    prompt_rows = 0 if plan is None else len(plan.row_slots) - real
+    table = np.full((1, 1), SCRATCH_PAGE, np.int32) if plan is None else plan.page_table
+    slots = np.full(shape.decodes, nobody, np.int32)
+    contexts = np.ones(shape.rows, np.int32)
+    if plan is not None:
+        slots[:real] = plan.row_slots[:real]
+        contexts[:real] = plan.context_lens[:real]
+        contexts[shape.decodes :][:prompt_rows] = plan.context_lens[real:]
+    header = np.array([real, prompt_rows, table.shape[1]], np.int32)
+    add, sampled = staging.add, _sampled(plan, shape)
+    fixed = add(header), add(slots), add(contexts)
+    prompts = None
+    if shape.prompt_rows:
+        prompts = PackedPrompts(*map(add, _prompt_sections(plan, shape, page_size)))
+    return PackedStep(shape, *fixed, prompts, add(table), *map(add, sampled))
+
+
+def _prompt_sections(
+    plan: StepPlan | None, shape: Shape, page_size: int
+) -> tuple[Int32s, Int32s, Int32s]:
+    """Those of `PackedPrompts`."""
+    prompts = np.zeros((3, shape.prompt_tokens), np.int32)
+    prompts[2] = SCRATCH_PAGE * page_size
+    lens = np.zeros(shape.prompt_rows, np.int32)
+    if plan is not None:
+        first = plan.num_decodes
+        lens[: len(plan.row_slots) - first] = plan.query_lens[first:]
+        columns = plan.token_ids, plan.positions, stores_of(plan, page_size)
+        prompts[:, : plan.num_tokens - first] = [column[first:] for column in columns]
+    lens[-1] = shape.prompt_tokens - lens.sum()
+    starts = np.concatenate([[0], lens.cumsum()]).astype(np.int32)
+    # A row without tokens ends where the one before it does: what is read there, nobody looks at.
+    last = np.maximum(shape.decodes + starts[1:] - 1, shape.decodes)
+    ends = np.concatenate([np.arange(shape.decodes), last]).astype(np.int32)
+    return prompts, starts, ends
+
+
+def _sampled(plan: StepPlan | None, shape: Shape) -> tuple[Int32s, Int32s]:
+    """Rows of the padded step that are sampled, and their slots."""
+    if plan is None:
+        nothing = np.zeros(0, np.int32)
+        return nothing, nothing
+    rows = rows_of(plan)[plan.sample_tokens]
+    padding = np.int32(shape.decodes - plan.num_decodes)
+    return np.where(rows < plan.num_decodes, rows, rows + padding), plan.sample_slots
+
+
+def stores_of(plan: StepPlan, page_size: int) -> Int32s:
+    """[T], where each new token's K and V go: page * page_size + offset."""
+    index, offset = np.divmod(plan.positions, page_size)
+    stores: Int32s = plan.page_table[rows_of(plan), index] * np.int32(page_size) + offset
+    return stores
+
+
+def rows_of(plan: StepPlan) -> Int32s:
+    """[T], the row of each new token."""
+    return np.repeat(np.arange(len(plan.row_slots), dtype=np.int32), plan.query_lens)

@@ -1,0 +1,171 @@
+"""Shapes, what pads a step to one, and the packed copy, on any device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from engine.cuda.packing import PackedStep, pack
+from engine.cuda.shapes import (
+    PROMPT_ROWS,
+    PROMPT_TOKENS,
+    Shape,
+    Shapes,
+    bucket_of,
+    bucket_sizes,
+)
+from engine.cuda.staging import ALIGNMENT, Staging, StagingError
+from engine.step import ScorePlan, StepPlan
+
+PAGE_SIZE = 4
+NOBODY = 99
+NOTHING = np.zeros(0, np.int32)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 4, 5, 8, 9, 16, 100, 256, 300])
+def test_every_batch_has_a_bucket_that_wastes_little(most):
+    sizes = bucket_sizes(most)
+    assert list(sizes) == sorted(set(sizes))
+    for rows in range(1, most + 1):
+        bucket = bucket_of(rows, sizes)
+        assert rows <= bucket < rows + 8
+        assert all(size < rows for size in sizes if size < bucket)
+
+
+def test_small_batches_have_buckets_of_their_own():
+    sizes = bucket_sizes(256)
+    assert [bucket_of(rows, sizes) for rows in (1, 2, 3, 5, 8, 9, 64, 256)] == [
+        1, 2, 4, 8, 8, 16, 64, 256,
+    ]  # fmt: skip
+
+
+def step(decodes: int, *prompts: tuple[int, int], last: bool = True, scored: bool = False):
+    """Decode rows at positions 10, 11, ..., then pieces of prompts, each [start, end); all but the
+    last piece are a prompt's end, and that one unless told."""
+    starts = [10 + row for row in range(decodes)] + [start for start, _ in prompts]
+    ends = [11 + row for row in range(decodes)] + [end for _, end in prompts]
+    lens = np.subtract(ends, starts).astype(np.int32)
+    rows, columns = len(lens), max(ends) // PAGE_SIZE + 1
+    drawn = rows if last else rows - 1
+    slots = np.arange(rows, dtype=np.int32) + 20
+    positions = [np.arange(start, end) for start, end in zip(starts, ends, strict=True)]
+    return StepPlan(
+        number=0, token_ids=np.arange(lens.sum(), dtype=np.int32) + 500,
+        positions=np.concatenate(positions).astype(np.int32), row_slots=slots, query_lens=lens,
+        context_lens=np.array(ends, np.int32), num_decodes=decodes,
+        page_table=np.arange(1, rows * columns + 1, dtype=np.int32).reshape(rows, columns),
+        sample_tokens=(lens.cumsum() - 1)[:drawn].astype(np.int32), sample_slots=slots[:drawn],
+        sample_generations=slots[:drawn], sample_indices=slots[:drawn], sample=None,
+        copy_source=NOTHING, copy_target=NOTHING, write_slots=NOTHING, write_tokens=NOTHING,
+        scores=(ScorePlan(0, NOTHING, 0),) if scored else (),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("most", [1, 3, 8, 40, 128])
+def test_the_shape_of_a_step_holds_it_and_has_a_graph(most):
+    shapes = Shapes(most)
+    assert [s.tokens for s in shapes.all] == sorted((s.tokens for s in shapes.all), reverse=True)
+    assert len(set(shapes.all)) == len(shapes.all)
+    for decodes in range(most + 1):
+        for prompts in ([], [(0, 1)], [(8, 8 + PROMPT_TOKENS)], [(0, 9)] * PROMPT_ROWS):
+            if not decodes and not prompts:
+                continue
+            plan = step(decodes, *prompts)
+            shape = shapes.of(plan)
+            assert shape in shapes.all
+            assert decodes <= shape.decodes < decodes + 33
+            assert plan.num_tokens - decodes <= shape.prompt_tokens
+            assert (len(prompts) < shape.prompt_rows) if prompts else (shape.prompt_rows == 0)
+
+
+def test_long_many_and_scored_prompts_have_none():
+    shapes = Shapes(8)
+    assert shapes.of(step(2, (0, PROMPT_TOKENS + 1))) is None
+    assert shapes.of(step(2, *[(0, 5)] * (PROMPT_ROWS + 1))) is None
+    assert shapes.of(step(2, (0, 5), scored=True)) is None
+
+
+def packed(plan: StepPlan | None, shape: Shape) -> PackedStep:
+    staging = Staging(1 << 14, torch.device("cpu"))
+    staging.begin()
+    found = pack(plan, shape, staging, NOBODY, PAGE_SIZE)
+    staging.upload()
+    return found
+
+
+def test_decode_rows_come_first_and_prompts_behind_their_padding():
+    plan = step(2, (4, 9), (0, 3), last=False)
+    found = packed(plan, shape := Shape(8, PROMPT_ROWS + 1, PROMPT_TOKENS))
+    assert found.header.tolist() == [2, 2, plan.page_table.shape[1]]
+    assert found.slots.tolist() == [20, 21] + [NOBODY] * 6
+    assert found.contexts.tolist() == [11, 12] + [1] * 6 + [9, 3, 1, 1, 1]
+    assert found.prompts is not None
+    ids, positions, stores = found.prompts.tokens.tolist()
+    assert ids == [*range(502, 510), *[0] * (PROMPT_TOKENS - 8)]
+    assert positions[:8] == [4, 5, 6, 7, 8, 0, 1, 2]
+    pages = plan.page_table
+    assert stores[:5] == [pages[2, p // 4] * 4 + p % 4 for p in range(4, 9)]
+    assert stores[5:8] == [pages[3, 0] * 4 + p for p in range(3)]
+    assert {*positions[8:], *stores[8:]} == {0}, "position 0 of the scratch page"
+    assert found.prompts.starts.tolist() == [0, 5, 8, 8, 8, PROMPT_TOKENS]
+    assert found.prompts.ends.tolist() == [*range(8), 12, 15, 15, 15, shape.tokens - 1]
+    np.testing.assert_array_equal(found.page_table, pages)
+    assert found.sampled.tolist() == [0, 1, 8], "the second prompt is not done"
+    assert found.sample_slots.tolist() == [20, 21, 22]
+
+
+def test_a_piece_that_fills_its_shape_leaves_no_token_to_padding():
+    found = packed(step(0, (0, PROMPT_TOKENS)), Shape(1, PROMPT_ROWS + 1, PROMPT_TOKENS))
+    assert found.header.tolist()[:2] == [0, 1]
+    assert found.prompts is not None
+    assert found.prompts.starts.tolist() == [0] + [PROMPT_TOKENS] * (PROMPT_ROWS + 1)
+    assert found.sampled.tolist() == [1]
+
+
+@pytest.mark.parametrize("shape", Shapes(8).all)
+def test_a_step_lies_where_the_graph_was_captured(shape):
+    staging = Staging(1 << 14, torch.device("cpu"))
+    prompts = [[(0, 7)], [(4, 8), (0, 30)]] if shape.prompt_rows else [[], []]
+    plans = [None, *(step(min(shape.decodes, n), *p) for n, p in zip((1, 8), prompts, strict=True))]
+    addresses = []
+    for plan in plans:
+        staging.begin()
+        found = pack(plan, shape, staging, NOBODY, PAGE_SIZE)
+        staging.upload()
+        fixed = [
+            found.header,
+            found.slots,
+            found.contexts,
+            *(found.prompts or ()),
+            found.page_table,
+        ]
+        addresses.append([section.data_ptr() for section in fixed])
+    assert addresses[1:] == addresses[:1] * 2
+
+
+def test_sections_arrive_in_one_copy_at_addresses_their_sizes_decide():
+    staging = Staging(1024, torch.device("cpu"))
+    rng = np.random.default_rng(0)
+    addresses = []
+    for _ in range(5):
+        arrays = [
+            rng.integers(0, 1 << 31, shape).astype(np.int32) for shape in ((2,), (40,), (7, 9))
+        ]
+        staging.begin()
+        sections = [staging.add(array) for array in arrays]
+        staging.upload()
+        for array, section in zip(arrays, sections, strict=True):
+            np.testing.assert_array_equal(section.numpy(), array)
+        addresses.append([section.data_ptr() for section in sections])
+    assert all(line == addresses[0] for line in addresses)
+    offsets = np.diff(addresses[0]) // 4
+    assert (offsets % ALIGNMENT == 0).all()
+
+
+def test_a_step_that_does_not_fit_says_so():
+    staging = Staging(100, torch.device("cpu"))
+    staging.begin()
+    staging.add(np.zeros(90, np.int32))
+    with pytest.raises(StagingError, match="100"):
+        staging.add(np.zeros(90, np.int32))
