@@ -112,25 +112,37 @@ def _entries_of(message: worker_pb2.WorkResponse) -> int:
 class LoopInbox:
     """Actions that other threads want done on the event loop: one wake-up for all that wait.
 
-    Invariant: a wake-up is under way whenever an action waits.
+    Invariant: a wake-up is under way whenever an action waits, but for those that were only `put`.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._lock = threading.Lock()
+        self._is_woken = False
         self._actions: list[Action] = []
 
     def hop(self, action: Action) -> None:
         """See `Hop`. After the loop has closed nothing happens: the process is ending."""
+        self.put(action)
+        self.wake()
+
+    def put(self, action: Action) -> None:
+        """Takes an action's place in the order; `wake` must follow. Between the two, other threads
+        do not have to share the interpreter with the loop."""
         with self._lock:
             self._actions.append(action)
-            wake = len(self._actions) == 1
+
+    def wake(self) -> None:
+        """Has the loop run what was put."""
+        with self._lock:
+            wake = bool(self._actions) and not self._is_woken
+            self._is_woken |= wake
         if wake and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._run)
 
     def _run(self) -> None:
         with self._lock:
-            actions, self._actions = self._actions, []
+            actions, self._actions, self._is_woken = self._actions, [], False
         for action in actions:
             try:
                 action()

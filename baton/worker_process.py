@@ -220,7 +220,7 @@ class Worker:
         prefill = PrefillService(
             self.engine,
             self.transfer,
-            self.inbox.hop,
+            self.inbox,
             self.metrics,
             page_size_tokens=page_size_tokens,
             path_to=peers.path_to,

@@ -22,8 +22,8 @@ def page_keys(
     """
     keys = list(known)
     parent = keys[-1] if keys else hashlib.sha256(b"baton-kv-page\0" + salt).digest()
-    for start in range(len(keys) * page_size, len(token_ids) - page_size + 1, page_size):
-        page = token_ids[start : start + page_size].astype("<i4", copy=False)
-        parent = hashlib.sha256(parent + page.tobytes()).digest()
+    data, size = token_ids.astype("<i4", copy=False).tobytes(), 4 * page_size
+    for start in range(len(keys) * size, len(data) - size + 1, size):
+        parent = hashlib.sha256(parent + data[start : start + size]).digest()
         keys.append(parent)
     return keys

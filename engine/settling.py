@@ -7,6 +7,7 @@ or was cancelled meanwhile left one more row in flight, whose token is nobody's.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,16 +33,33 @@ Bools = NDArray[np.bool_]
 Rows = NDArray[np.intp]
 
 
-def settle_step(scheduler: Scheduler, plan: StepPlan, result: StepResult) -> None:
-    """Takes in the result of the oldest step in flight."""
+def settle_step(
+    scheduler: Scheduler,
+    plan: StepPlan,
+    result: StepResult,
+    hand_out: Callable[[], None] = lambda: None,
+) -> None:
+    """Takes in the result of the oldest step in flight.
+
+    Args:
+        scheduler: that planned it.
+        plan: the step.
+        result: what it left.
+        hand_out: called when the chunks' events wait: KV that is to be sent need not wait for the
+            rest.
+    """
     now_ns = time.time_ns()
     scheduler.step_succeeded()
     scheduler.blocks.settle(plan.number)
     alive = _alive(scheduler, plan)
     scheduler.slots.count_in_flight(plan.sample_slots[alive], -1)
     _fail_rows(scheduler, plan, alive & ~result.finite)
-    for chunk in plan.chunks:
-        _settle_chunk(scheduler, chunk, result, now_ns)
+    chunks = [chunk for chunk in plan.chunks if _is_alive(scheduler, chunk)]
+    for chunk in chunks:
+        _tell_chunk(scheduler, chunk, result, now_ns)
+    hand_out()
+    for chunk in chunks:
+        _keep_chunk(scheduler, chunk)
     _settle_tokens(scheduler, plan, result, _alive(scheduler, plan), now_ns)
 
 
@@ -148,23 +166,32 @@ def token_record(owner: Sequence, result: StepResult, row: int) -> TokenRecord:
 # -- chunks -------------------------------------------------------------------------------------
 
 
-def _settle_chunk(scheduler: Scheduler, chunk: ChunkPlan, result: StepResult, now_ns: int) -> None:
-    task, leader = chunk.task, chunk.task.leader
-    slot = leader.slot
-    if slot < 0 or scheduler.slots.generation[slot] != task.generation:
-        return
-    job = leader.job
-    _publish(scheduler, chunk)
+def _is_alive(scheduler: Scheduler, chunk: ChunkPlan) -> bool:
+    """Whether the sequence is still in its slot."""
+    slot = chunk.task.leader.slot
+    return slot >= 0 and scheduler.slots.generation[slot] == chunk.task.generation
+
+
+def _tell_chunk(scheduler: Scheduler, chunk: ChunkPlan, result: StepResult, now_ns: int) -> None:
+    task, job = chunk.task, chunk.task.leader.job
     if chunk.score >= 0:
         task.scores.extend(_score_records(result.scores[chunk.score]))
     if chunk.is_last and task.scores:
         scheduler.emit(job.sink, PromptScored(job.request.id, tuple(task.scores)))
     if job.request.mode is not Mode.PREFILL or job.state is not RequestState.ACTIVE:
         return
-    pages = scheduler.slots.pages(slot)
+    pages = scheduler.slots.pages(task.leader.slot)
     scheduler.emit(job.sink, ChunkComputed(job.request.id, chunk.end, pages, now_ns))
     if chunk.is_last:
-        _settle_prefilled(scheduler, chunk, result, now_ns)
+        _tell_prefilled(scheduler, chunk, result, now_ns)
+
+
+def _keep_chunk(scheduler: Scheduler, chunk: ChunkPlan) -> None:
+    """The prefix cache has the pages; those of a whole prompt wait for whoever sends them."""
+    _publish(scheduler, chunk)
+    job = chunk.task.leader.job
+    if chunk.is_last and job.request.mode is Mode.PREFILL and job.state is RequestState.ACTIVE:
+        scheduler.hold(job)
 
 
 def _publish(scheduler: Scheduler, chunk: ChunkPlan) -> None:
@@ -189,10 +216,10 @@ def _publish(scheduler: Scheduler, chunk: ChunkPlan) -> None:
     task.published_pages = complete
 
 
-def _settle_prefilled(
+def _tell_prefilled(
     scheduler: Scheduler, chunk: ChunkPlan, result: StepResult, now_ns: int
 ) -> None:
-    """PREFILL: the first tokens are known; the pages wait for whoever sends them."""
+    """PREFILL: the first tokens are known."""
     leader = chunk.task.leader
     job = leader.job
     stop, index = job.request.stop, len(leader.outputs)
@@ -204,7 +231,6 @@ def _settle_prefilled(
             end_reason(record.token_id, index, stop, scheduler.config.eos_token_ids, context_room=1)
         )
     scheduler.emit(job.sink, Prefilled(job.request.id, tuple(records), tuple(ends), now_ns))
-    scheduler.hold(job)
 
 
 def _score_records(score: ScoreResult) -> list[TokenRecord]:

@@ -157,7 +157,7 @@ class StepLoop:
         else:
             self._rates.settled(plan)
             self._pacer.settled(plan, self._rates.step_s)
-            settle_step(self._scheduler, plan, result)
+            settle_step(self._scheduler, plan, result, self._flush)
             self._on_step(self._rates.step_s, plan.num_decodes)
         self._flush()
 

@@ -1,9 +1,9 @@
 """The hand-off of one process without its thread: peers, sender and receiver over a transport.
 
-One turn: look for notifications, then work: read them, timers, one push, ends of pushes. Commands
-belong between the two. A chunk follows its grant, and a grant its `expect`: whatever a look has
-found, its `expect` was queued before. Everything here is single-threaded; `TransferThread` runs it,
-and tests drive it turn by turn.
+One turn: look for notifications, then work: one push, what was found, timers, ends of pushes.
+Commands belong between the two. A chunk follows its grant, and a grant its `expect`: whatever a
+look has found, its `expect` was queued before. Everything here is single-threaded; `TransferThread`
+runs it, and tests drive it turn by turn.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ from telemetry import failpoints
 
 logger = logging.getLogger(__name__)
 
+FRESH_POLL_S = 50e-6
+"""While a push may end at any moment; a push takes longer only where it waits for others."""
+FRESH_S = 3e-3
 ACTIVE_POLL_S = 200e-6
 IDLE_POLL_S = 0.02
 
@@ -114,6 +117,7 @@ class Exchange:
 
     def work(self) -> None:
         """Does what there is to do; bounded, apart from what peers have sent."""
+        self._guard(self.sender.pump)
         found, self._found = self._found, []
         for notification in found:
             self._guard(self._dispatch, notification)
@@ -122,7 +126,6 @@ class Exchange:
         self._guard(self.receiver.tick)
         self._guard(self.sender.tick)
         self._guard(self.peers.tick, self._is_used)
-        self._guard(self.sender.pump)
         for handle, state in self._transport.poll_pushes():
             self._guard(self._on_push, handle, state)
 
@@ -130,6 +133,8 @@ class Exchange:
         """How long nothing needs a turn; None: until the next command."""
         if self.sender.has_work or self._later:
             return 0.0
+        if self.sender.in_progress and self.sender.posted_ago_s() < FRESH_S:
+            return FRESH_POLL_S
         if self.sender.in_progress or self.receiver.is_waiting or self.peers.any_testing:
             return ACTIVE_POLL_S
         due = [self.sender.next_after_s(), self.receiver.next_after_s()]

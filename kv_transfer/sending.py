@@ -70,6 +70,8 @@ class Sender:
             MAX_TOMBSTONES, TOMBSTONE_AGE_S, clock
         )
         self._timers = Timers(clock)
+        self._clock = clock
+        self._posted_s = clock()
 
     @property
     def in_progress(self) -> int:
@@ -80,6 +82,10 @@ class Sender:
     def has_work(self) -> bool:
         """Whether `pump` may have something to post."""
         return bool(self._ready)
+
+    def posted_ago_s(self) -> float:
+        """Seconds since the last push was posted."""
+        return self._clock() - self._posted_s
 
     def state(self, transfer_id: bytes) -> SendState | None:
         """State of a transfer, or None where it is unknown."""
@@ -260,6 +266,7 @@ class Sender:
             logger.error("a push failed in an unknown way: %s", describe(error))
             self._pin(send, "internal")
         else:
+            self._posted_s = self._clock()
             send.mark_posted(pages, began_ns)
             failpoints.hit("transfer.last_pushed" if send.last_posted else "transfer.pushed")
             self._settle(send)

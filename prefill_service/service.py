@@ -29,7 +29,7 @@ from typing import Final
 
 from baton.worker.v1 import worker_pb2
 from baton.worker_attempts import Attempts
-from baton.worker_outbox import Hop, Outbox
+from baton.worker_outbox import LoopInbox, Outbox
 from baton.worker_overdue import Unended
 from baton.worker_spans import CANCELLED, EXPIRED, KV_TRANSFER
 from baton.worker_wire import (
@@ -74,7 +74,7 @@ class PrefillService:
         self,
         engine: PrefillEngine,
         transfer: SendingThread,
-        hop: Hop,
+        inbox: LoopInbox,
         metrics: WorkerMetrics,
         *,
         page_size_tokens: int,
@@ -84,7 +84,7 @@ class PrefillService:
     ) -> None:
         self._engine = engine
         self._transfer = transfer
-        self._hop = hop
+        self._inbox = inbox
         self._metrics = metrics
         self._page_size_tokens = page_size_tokens
         self._path_to = path_to
@@ -204,9 +204,16 @@ class PrefillService:
     def _on_step(self, events: Sequence[Event]) -> None:
         """The sink, on the step thread.
 
-        The event loop is told first: what follows a chunk, up to `Sent`, can then only come later.
+        The event loop hears of a chunk before whatever follows it, up to `Sent`; but it is woken
+        only when the transfer thread has been told, which it would keep from the interpreter.
         """
-        self._hop(partial(self._take_events, events))
+        self._inbox.put(partial(self._take_events, events))
+        try:
+            self._tell_chunks(events)
+        finally:
+            self._inbox.wake()
+
+    def _tell_chunks(self, events: Sequence[Event]) -> None:
         ends = {event.request_id: event for event in events if isinstance(event, Prefilled)}
         for event in events:
             if not isinstance(event, ChunkComputed):
@@ -258,7 +265,6 @@ class PrefillService:
         )
         attempt.tell(first_token=first)
         self._tell_ends(attempt, event)
-        spans.write_compute(attempt)
         attempt.state = PrefillState.SENDING
         if all(event.ends) or not attempt.peer:
             self._quiesce(attempt)
@@ -335,7 +341,7 @@ class PrefillService:
 
     def _stop(self, attempt: PrefillAttempt, error: str) -> Destination | None:
         """-> QUIESCING: no more is computed, and the transfer thread hears of no more chunks."""
-        if attempt.state is not PrefillState.SENDING:
+        if not attempt.computed_ns:
             spans.write_compute(attempt, error)
         attempt.state, attempt.error = PrefillState.QUIESCING, error
         attempt.expires_s = float("inf")
@@ -354,8 +360,6 @@ class PrefillService:
         destination = outgoing.close()
         if destination is not None:
             del self._by_transfer[destination.transfer_id]
-        if attempt.state is not PrefillState.QUIESCING:
-            self._end_span(outgoing, attempt, stats)
         self._attempts.end(attempt.id)
         attempt.tell(
             prefill_done=worker_pb2.PrefillDone(
@@ -368,6 +372,11 @@ class PrefillService:
                 bytes_sent=stats.bytes if stats else 0,
             )
         )
+        # Not when it was computed: that is when the KV leaves, and spans take as long as posting.
+        if attempt.computed_ns:
+            spans.write_compute(attempt)
+        if attempt.state is not PrefillState.QUIESCING:
+            self._end_span(outgoing, attempt, stats)
 
     def _end_span(
         self, outgoing: Outgoing, attempt: PrefillAttempt, stats: SendStats | None = None

@@ -111,8 +111,8 @@ class PausableInbox(LoopInbox):
         super().__init__(asyncio.get_running_loop())
         self._kept: list[Callable[[], None]] | None = None
 
-    def hop(self, action: Callable[[], None]) -> None:
-        super().hop(partial(self._pass_on, action))
+    def put(self, action: Callable[[], None]) -> None:
+        super().put(partial(self._pass_on, action))
 
     def pause(self) -> None:
         self._kept = []
@@ -168,7 +168,7 @@ class Node:
         self.prefill = PrefillService(
             self.engine,
             self.transfer,
-            self.inbox.hop,
+            self.inbox,
             self.metrics,
             page_size_tokens=PAGE_TOKENS,
             path_to=self.peers.path_to,

@@ -111,3 +111,16 @@ async def test_actions_of_a_thread_keep_their_order_and_survive_a_failing_one() 
         await done.wait()
     thread.join()
     assert seen == list(range(1000))
+
+
+async def test_what_is_put_has_its_place_and_runs_with_the_next_wake_up() -> None:
+    inbox, seen = LoopInbox(asyncio.get_running_loop()), list[int]()
+    inbox.wake()
+    inbox.put(lambda: seen.append(0))
+    await asyncio.sleep(0.01)
+    assert not seen, "nobody was woken"
+    inbox.hop(lambda: seen.append(1))
+    inbox.put(lambda: seen.append(2))
+    inbox.wake()
+    await asyncio.sleep(0)
+    assert seen == [0, 1, 2]

@@ -21,7 +21,7 @@ from kv_transfer.events import (
     SendQuiesced,
     Sent,
 )
-from kv_transfer.exchange import ACTIVE_POLL_S, IDLE_POLL_S
+from kv_transfer.exchange import ACTIVE_POLL_S, FRESH_POLL_S, FRESH_S, IDLE_POLL_S
 from kv_transfer.outgoing import SendState
 from kv_transfer.peers import PARTED_S
 from kv_transfer.receiving import ReceiveState
@@ -309,7 +309,9 @@ def test_how_long_the_thread_may_pause(loopback: World) -> None:
     transfer.finish()
     assert world.prefill.exchange.pause_s() == 0
     world.turn()
-    assert world.prefill.exchange.pause_s() == ACTIVE_POLL_S
+    assert world.prefill.exchange.pause_s() == FRESH_POLL_S
+    world.clock.advance(FRESH_S)
+    assert world.prefill.exchange.pause_s() == ACTIVE_POLL_S, "it waits for somebody"
     world.prefill.loopback.land(world.prefill.loopback.held_pushes[0])
     world.turn(2)
     assert world.decode.exchange.pause_s() == IDLE_POLL_S
