@@ -133,7 +133,7 @@ def receive(side: Side, pipe: Pipe, settings: Mapping[str, Any]) -> None:
 
 def _poll(side: Side) -> None:
     while True:
-        side.poll()
+        side.poll(side.ours)
         time.sleep(POLL_S)
 
 

@@ -9,8 +9,7 @@ scattered, in runs of `run-pages` adjacent ones (1: none adjacent on purpose):
     nixl, bare      the library's own calls: a prepared list, one transfer, polled without a pause
     nixl            our transport, polled every 100 us
     nccl            our transport, polled every 100 us: pages gathered, sent, scattered
-    nccl M          the same with staging buffers of M MiB; `nccl M first` with NCCL's kernels at
-                    high priority
+    nccl M          the same with staging buffers of M MiB
     nccl, bare      one contiguous tensor of that size through send and recv
     nccl, bare M    the same tensor in pieces of M MiB
 
@@ -27,8 +26,9 @@ import json
 import multiprocessing
 import os
 import statistics
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -48,11 +48,8 @@ POLL_S = 1e-4
 UNCOUNTED = 2
 WAIT_S = 60.0
 WAYS = ("nixl, bare", "nixl", "nccl", "nccl, bare")
-EXPLAINED = (
-    "nccl", "nccl 128", "nccl 256", "nccl 64 first", "nccl 256 first",
-    "nccl, bare 64", "nccl, bare 256", "nccl, bare",
-)  # fmt: skip
-"""What tells launches, priorities and staging apart: `--ways explain-nccl`."""
+EXPLAINED = ("nccl 32", "nccl 64", "nccl", "nccl 256", "nccl, bare 64", "nccl, bare")
+"""What tells launches and staging apart: `--ways explain-nccl`."""
 Pipe = Connection
 
 
@@ -77,13 +74,11 @@ class Side:
 
     def _transport(self, way: str, agent_name: str) -> KvTransport:
         page_bytes = self.pool.shape[1]
-        name, *options = way.split()
-        if not options:
+        name, _, piece_mib = way.partition(" ")
+        if not piece_mib:
             return make_transport(name, agent_name, self.pool, page_bytes, len(self.pool))
-        lanes = LaneOptions(piece_bytes=int(options[0]) << 20, is_first="first" in options)
-        return NcclTransport(
-            agent_name, PoolMemory.of(self.pool, page_bytes, len(self.pool)), lanes
-        )
+        memory = PoolMemory.of(self.pool, page_bytes, len(self.pool))
+        return NcclTransport(agent_name, memory, LaneOptions(piece_bytes=int(piece_mib) << 20))
 
     def address(self) -> dict[str, Any]:
         """What the other side has to know."""
@@ -96,11 +91,11 @@ class Side:
         for name, transport in self.ours.items():
             transport.open(other["ours"][name])
 
-    def poll(self) -> None:
+    def poll(self, ways: Collection[str]) -> None:
         """Lets what needs this side's help go on."""
-        for transport in self.ours.values():
-            transport.poll_pushes()
-            transport.poll_notifications()
+        for way in self.ours.keys() & set(ways):
+            self.ours[way].poll_pushes()
+            self.ours[way].poll_notifications()
         self.bare.get_new_notifs()
 
 
@@ -138,6 +133,7 @@ def send(
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(settings["repeats"]):
         for name, way in ways.items():
+            pipe.send(name)
             times[name].append(way())
     return {name: total / statistics.median(t[UNCOUNTED:]) / 1e9 for name, t in times.items()}
 
@@ -204,10 +200,15 @@ def _flat(side: Side, pipe: Pipe, piece: int) -> float:
 
 def serve(side: Side, pipe: Pipe) -> None:
     """The receiving side, until it is told to end."""
+    way = ""
     while True:
         if not pipe.poll(POLL_S):
-            side.poll()
-        elif piece := pipe.recv():
+            side.poll([way])
+            continue
+        said = pipe.recv()
+        if isinstance(said, str):
+            way = said
+        elif piece := said:
             for part in side.flat.split(piece):
                 side.group.recv([part], SENDER, 0).wait()
             if side.flat.is_cuda:
@@ -219,6 +220,7 @@ def serve(side: Side, pipe: Pipe) -> None:
 
 def prepared(rank: int, pipe: Pipe, settings: Mapping[str, Any]) -> tuple[Side, dict[str, Any]]:
     """This process's side, on its own GPU, and the address of the other one; they have met."""
+    sys.setswitchinterval(1e-4)  # as workers do
     if settings["device"] == "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get(
             "CUDA_VISIBLE_DEVICES", f"{SENDER},{RECEIVER}"

@@ -4,11 +4,12 @@ A lane is a communicator of two ranks, the sender rank 0, and a thread at either
 a pair have a lane of their own towards the other: on a shared one, two sends that meet would each
 wait for the other's end.
 
-Life of a lane: FORMING until both ends have found each other -> OPEN: pieces go through in the
-order given, `slots` staging buffers deep -> CLOSED, by `close` or by trouble; what was in
-progress then has no known end.
+Life of a lane: FORMING until both ends have found each other -> OPEN: batches of pages go through
+in the order given, cut into pieces, `slots` staging buffers deep -> CLOSED, by `close` or by
+trouble; what was in progress then has no known end.
 
-Invariant: a staging buffer is used again only when the device is done with what it held.
+Invariants: both ends cut a batch alike; a staging buffer is used again only when the device is done
+with what it held.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -20,7 +21,7 @@ import queue
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -47,20 +48,19 @@ FormGroup = Callable[[], Any]
 class LaneOptions:
     """How a lane moves pages. The same at both ends."""
 
-    piece_bytes: int = 64 << 20
-    """Of a staging buffer: large enough for the wire's full rate, small enough to overlap."""
-    slots: int = 4
-    """Staging buffers of a lane."""
-    is_first: bool = False
-    """Whether NCCL's kernels go before those that gather and scatter, where both wait for
-    processors. Nobody has measured yet what it is worth."""
+    piece_bytes: int = 128 << 20
+    """Of a staging buffer: a send and a receive have a start of their own, some 20 us."""
+    slots: int = 3
+    """Staging buffers of a lane: one is gathered into, one sent from, one still to be let go."""
 
 
 USUAL: Final = LaneOptions()
+RAMP: Final = 8
+"""A batch's first and last pieces are this much smaller than its largest."""
 
 
-class Piece(NamedTuple):
-    """Pages that go through a lane together."""
+class Batch(NamedTuple):
+    """Pages of one push, in the order in which they go."""
 
     push: int
     """The sender's handle of the push that they belong to."""
@@ -68,13 +68,29 @@ class Piece(NamedTuple):
     is_last: bool
 
 
+def cut(num_pages: int, most: int) -> Iterator[slice]:
+    """The pieces of a batch: small ones first, since nothing is on the wire while the first is
+    gathered, and last, since nothing is any more while the last is scattered.
+
+    Args:
+        num_pages: in the batch.
+        most: pages that a staging buffer holds.
+    """
+    least = max(1, most // RAMP)
+    start, size = 0, least
+    while start < num_pages:
+        rest = num_pages - start
+        count = min(rest, size, max(least, rest // 2))
+        yield slice(start, start + count)
+        start, size = start + count, min(most, 2 * size)
+
+
 class _Slot:
     """A staging buffer and, on a GPU, the stream that all its work is queued on."""
 
-    def __init__(self, pool: PoolMemory, piece_bytes: int) -> None:
+    def __init__(self, pool: PoolMemory, num_pages: int) -> None:
         device = pool.pages.device
-        size = max(pool.page_bytes, piece_bytes // pool.page_bytes * pool.page_bytes)
-        self._buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        self._buffer = torch.empty(num_pages * pool.page_bytes, dtype=torch.uint8, device=device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._done: torch.cuda.Event | None = None
 
@@ -105,17 +121,17 @@ class Lane(ABC):
         self._options = options
         self._form = form
         self._group: Any = None
-        self._pieces: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
+        self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"kv-{name}", daemon=True)
         self._thread.start()
 
-    def put(self, piece: Piece) -> None:
-        """The next piece."""
-        self._pieces.put(piece)
+    def put(self, batch: Batch) -> None:
+        """The next pages."""
+        self._batches.put(batch)
 
     def close(self) -> None:
         """Ends the lane; a device that waits for the other end is let go."""
-        self._pieces.put(None)
+        self._batches.put(None)
         self.failed = True
         if self._group is not None and self._thread.is_alive():
             with contextlib.suppress(Exception):
@@ -124,28 +140,30 @@ class Lane(ABC):
     def _run(self) -> None:
         try:
             self._group = self._form()
-            options = self._options
-            slots = [_Slot(self._pool, options.piece_bytes) for _ in range(options.slots)]
-            for turn in iter(lambda: self._pieces.get(), None):
-                self._move(turn, slots[0])
-                slots.append(slots.pop(0))
+            most = max(1, self._options.piece_bytes // self._pool.page_bytes)
+            slots = deque(_Slot(self._pool, most) for _ in range(self._options.slots))
+            for batch in iter(lambda: self._batches.get(), None):
+                for part in cut(len(batch.pages), most):
+                    is_last = batch.is_last and part.stop == len(batch.pages)
+                    self._move(Batch(batch.push, batch.pages[part], is_last), slots[0])
+                    slots.rotate(-1)
         except Exception as error:
             if not self.failed:
                 logger.warning("a lane failed: %s", type(error).__name__)
             self.failed = True
 
     @abstractmethod
-    def _move(self, piece: Piece, slot: _Slot) -> None:
+    def _move(self, piece: Batch, slot: _Slot) -> None:
         """Queues, or does, what a piece takes."""
 
-    def _ids(self, piece: Piece) -> Tensor:
+    def _ids(self, piece: Batch) -> Tensor:
         return torch.from_numpy(piece.pages).long().to(self._pool.pages.device)
 
 
 class SendLane(Lane):
     """The end that pages leave from."""
 
-    def _move(self, piece: Piece, slot: _Slot) -> None:
+    def _move(self, piece: Batch, slot: _Slot) -> None:
         staged = slot.pages(len(piece.pages), self._pool.page_bytes)
         with slot.in_order():
             ids = self._ids(piece)
@@ -158,7 +176,7 @@ class ReceiveLane(Lane):
     """The end that pages arrive at."""
 
     def __init__(self, name: str, pool: PoolMemory, form: FormGroup, options: LaneOptions) -> None:
-        self._arriving: deque[tuple[torch.cuda.Event | None, Piece]] = deque()
+        self._arriving: deque[tuple[torch.cuda.Event | None, Batch]] = deque()
         super().__init__(name, pool, form, options)
 
     def landed(self) -> list[int]:
@@ -170,7 +188,7 @@ class ReceiveLane(Lane):
                 ended.append(piece.push)
         return ended
 
-    def _move(self, piece: Piece, slot: _Slot) -> None:
+    def _move(self, piece: Batch, slot: _Slot) -> None:
         staged = slot.pages(len(piece.pages), self._pool.page_bytes)
         with slot.in_order():
             ids = self._ids(piece)  # ahead of the receive: this copy waits for what is queued
@@ -193,12 +211,13 @@ def _is_done(event: torch.cuda.Event | None) -> bool:
     return event is None or event.query()
 
 
-def form_group(store: Store, rank: int, device: torch.device, is_first: bool = False) -> Any:
+def form_group(store: Store, rank: int, device: torch.device) -> Any:
     """A communicator of two: NCCL between GPUs, Gloo between hosts' memories."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         options = distributed.ProcessGroupNCCL.Options()
-        options.is_high_priority_stream = is_first
+        # Gathering and scattering fill a GPU: the wire's few blocks go first.
+        options.is_high_priority_stream = True
         options._timeout = timedelta(days=365)  # a lane waits for work, not for a deadline
         return distributed.ProcessGroupNCCL(store, rank, 2, options)
     return distributed.ProcessGroupGloo(store, rank, 2, timedelta(days=365))

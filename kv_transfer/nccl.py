@@ -5,7 +5,7 @@ The wire's full rate whatever the size of a page, paid for with staging memory
 metadata and the rendezvous go over NIXL; pools without a GPU use Gloo, so that the same protocol
 is tested without one.
 
-Life of a push: QUEUED in the lane to its peer, which the first push forms -> its pieces are
+Life of a push: QUEUED in the lane to its peer, which the first push forms -> its pages are
 announced and sent in order -> LANDED: the receiver has scattered the last one and says so -> DONE.
 
 What NCCL cannot do: it has no notion of a peer that is gone. A send or receive whose other end died
@@ -36,8 +36,8 @@ from kv_transfer.lanes import (
     RECEIVER,
     SENDER,
     USUAL,
+    Batch,
     LaneOptions,
-    Piece,
     ReceiveLane,
     SendLane,
     form_group,
@@ -55,11 +55,11 @@ from kv_transfer.types import (
 
 logger = logging.getLogger(__name__)
 
-_MAGIC: Final = b"BTL1"
+_MAGIC: Final = b"BTL2"
 _HEADER: Final = struct.Struct("<4sBQ?Q")
-"""Magic, kind, number, whether it is a push's last piece, the push's handle."""
+"""Magic, kind, number, whether it is a push's last batch, the push's handle."""
 MOST_PAGES: Final = (MAX_NOTIFICATION_BYTES - 64) // 4
-"""In one piece: its ids have to fit a notification."""
+"""In one batch: its ids have to fit a notification."""
 MOST_EARLY: Final = 4096
 
 
@@ -70,7 +70,7 @@ class _Kind(enum.IntEnum):
     """Sender: a lane begins; where its rendezvous is."""
     PAYLOAD = 2
     """Sender: what to show when the push has landed."""
-    PIECE = 3
+    BATCH = 3
     """Sender: these target pages come next; numbered, for notifications may overtake each other."""
     LANDED = 4
     """Receiver: every page of the push is where it belongs."""
@@ -81,10 +81,10 @@ class _Peer:
     endpoint: Endpoint
     out: SendLane | None = None
     store: TCPStore | None = None
-    pieces_sent: int = 0
+    batches_sent: int = 0
     into: ReceiveLane | None = None
-    pieces_due: int = 0
-    early: dict[int, Piece] = field(default_factory=dict)
+    batches_due: int = 0
+    early: dict[int, Batch] = field(default_factory=dict)
     payloads: dict[int, bytes] = field(default_factory=dict)
     pushes: set[int] = field(default_factory=set)
     """In progress towards it."""
@@ -145,13 +145,12 @@ class NcclTransport:
         self._next_handle += 1
         self._tell(peer, _Kind.PAYLOAD, payload, push=handle)
         peer.pushes.add(handle)
-        most = max(1, min(MOST_PAGES, self._lanes.piece_bytes // self._pool.page_bytes))
-        for start in range(0, len(source), most):
-            part, is_last = slice(start, start + most), start + most >= len(source)
+        for start in range(0, len(source), MOST_PAGES):
+            part, is_last = slice(start, start + MOST_PAGES), start + MOST_PAGES >= len(source)
             ids = target[part].astype("<i4").tobytes()
-            self._tell(peer, _Kind.PIECE, ids, peer.pieces_sent, is_last, handle)
-            peer.pieces_sent += 1
-            lane.put(Piece(handle, source[part].astype(np.int32), is_last))
+            self._tell(peer, _Kind.BATCH, ids, peer.batches_sent, is_last, handle)
+            peer.batches_sent += 1
+            lane.put(Batch(handle, source[part].astype(np.int32), is_last))
         return handle
 
     def notify(self, agent_name: str, payload: bytes) -> None:
@@ -197,9 +196,7 @@ class NcclTransport:
             host = _own_address()
             peer.store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=FORM_S)
             self._tell(peer, _Kind.FORM, f"{host}:{peer.store.port}".encode())
-            form = partial(
-                form_group, peer.store, SENDER, self._pool.pages.device, self._lanes.is_first
-            )
+            form = partial(form_group, peer.store, SENDER, self._pool.pages.device)
             name = f"to-{peer.endpoint.agent_name}"
             peer.out = SendLane(name, self._pool, form, self._lanes)
         return peer.out
@@ -209,7 +206,7 @@ class NcclTransport:
         peer.pushes.clear()
         if peer.out is not None:
             peer.out.close()
-        peer.out, peer.store, peer.pieces_sent = None, None, 0
+        peer.out, peer.store, peer.batches_sent = None, None, 0
 
     def _tell(
         self,
@@ -242,24 +239,24 @@ class NcclTransport:
                 self._lane_from(peer, body.decode())
             case _Kind.PAYLOAD:
                 peer.payloads[push] = body
-            case _Kind.PIECE:
-                peer.early[number] = Piece(push, np.frombuffer(body, "<i4").copy(), is_last)
+            case _Kind.BATCH:
+                peer.early[number] = Batch(push, np.frombuffer(body, "<i4").copy(), is_last)
             case _Kind.LANDED if push in peer.pushes:
                 peer.pushes.remove(push)
                 self._ended.append((push, PushState.DONE))
-        while peer.into is not None and peer.pieces_due in peer.early:
-            peer.into.put(peer.early.pop(peer.pieces_due))
-            peer.pieces_due += 1
+        while peer.into is not None and peer.batches_due in peer.early:
+            peer.into.put(peer.early.pop(peer.batches_due))
+            peer.batches_due += 1
 
     def _lane_from(self, peer: _Peer, rendezvous: str) -> None:
         """A new lane from this peer; one that it had before has failed at its end."""
         if peer.into is not None:
             peer.into.close()
-        peer.pieces_due = 0
+        peer.batches_due = 0
         host, _, port = rendezvous.rpartition(":")
-        device, is_first = self._pool.pages.device, self._lanes.is_first
+        device = self._pool.pages.device
         form: Callable[[], object] = lambda: form_group(  # noqa: E731
-            TCPStore(host, int(port), is_master=False, timeout=FORM_S), RECEIVER, device, is_first
+            TCPStore(host, int(port), is_master=False, timeout=FORM_S), RECEIVER, device
         )
         name = f"from-{peer.endpoint.agent_name}"
         peer.into = ReceiveLane(name, self._pool, form, self._lanes)
