@@ -174,7 +174,12 @@ class Client:
     """Talks to a router; safe to share between threads."""
 
     def __init__(
-        self, address: str = ROUTER_ADDRESS, *, token: str = "", retries: bool = True
+        self,
+        address: str = ROUTER_ADDRESS,
+        *,
+        token: str = "",
+        retries: bool = True,
+        timeout_s: float | None = None,
     ) -> None:
         """Connects lazily: the first call finds out whether a router is there.
 
@@ -183,8 +188,11 @@ class Client:
             token: shown to a router that asks for one.
             retries: whether calls that were refused for now, before anything was generated, are
                 sent again by the channel: `baton.grpc_options.client_options` says when.
+            timeout_s: bounds every generation whose call names no bound of its own. None: the
+                server's limit.
         """
         self._token = token
+        self._timeout_s = timeout_s
         self._channel = grpc.insecure_channel(address, options=client_options(retries=retries))
         self._stub = pb_grpc.InferenceServiceStub(self._channel)
 
@@ -203,7 +211,7 @@ class Client:
             prompt: raw text; or
             messages: chat turns, rendered with the model's template; or
             token_ids: ids, used as they are.
-            timeout_s: bounds the whole generation. None: the server's limit.
+            timeout_s: bounds the whole generation. None: as the client was made with.
             options: see `baton.generation.Options`.
 
         Raises:
@@ -213,7 +221,9 @@ class Client:
         request = generation_request(pb.GenerateRequest, prompt, messages, token_ids, options)
         with _typed_errors():
             response = self._stub.Generate(
-                request, timeout=timeout_s, metadata=_metadata(self._token)
+                request,
+                timeout=self._timeout_s if timeout_s is None else timeout_s,
+                metadata=_metadata(self._token),
             )
         return Gathering(options.get("choices", 1)).add_whole(response)
 
@@ -229,7 +239,9 @@ class Client:
         """Generates and returns the deltas as they come. Arguments as `generate`."""
         request = generation_request(pb.StreamGenerateRequest, prompt, messages, token_ids, options)
         call = self._stub.StreamGenerate(
-            request, timeout=timeout_s, metadata=_metadata(self._token)
+            request,
+            timeout=self._timeout_s if timeout_s is None else timeout_s,
+            metadata=_metadata(self._token),
         )
         return GenerationStream(iter(call), call.cancel, options.get("choices", 1))
 
@@ -276,10 +288,16 @@ class AsyncClient:
     """Talks to a router; belongs to the event loop it was made in."""
 
     def __init__(
-        self, address: str = ROUTER_ADDRESS, *, token: str = "", retries: bool = True
+        self,
+        address: str = ROUTER_ADDRESS,
+        *,
+        token: str = "",
+        retries: bool = True,
+        timeout_s: float | None = None,
     ) -> None:
         """Connects lazily. Arguments as `Client`."""
         self._token = token
+        self._timeout_s = timeout_s
         self._channel = grpc.aio.insecure_channel(address, options=client_options(retries=retries))
         self._stub: pb_grpc.InferenceServiceAsyncStub = pb_grpc.InferenceServiceStub(self._channel)
 
@@ -296,7 +314,9 @@ class AsyncClient:
         request = generation_request(pb.GenerateRequest, prompt, messages, token_ids, options)
         with _typed_errors():
             response = await self._stub.Generate(
-                request, timeout=timeout_s, metadata=_metadata(self._token)
+                request,
+                timeout=self._timeout_s if timeout_s is None else timeout_s,
+                metadata=_metadata(self._token),
             )
         return Gathering(options.get("choices", 1)).add_whole(response)
 
@@ -312,7 +332,9 @@ class AsyncClient:
         """Generates and returns the deltas as they come. Arguments as `Client.generate`."""
         request = generation_request(pb.StreamGenerateRequest, prompt, messages, token_ids, options)
         call = self._stub.StreamGenerate(
-            request, timeout=timeout_s, metadata=_metadata(self._token)
+            request,
+            timeout=self._timeout_s if timeout_s is None else timeout_s,
+            metadata=_metadata(self._token),
         )
         return AsyncGenerationStream(aiter(call), call.cancel, options.get("choices", 1))
 

@@ -17,6 +17,7 @@ from typing import Protocol
 import grpc
 from nursery import fork
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import wait_until
 
 from baton import up
 from baton.client import Client
@@ -31,6 +32,9 @@ BASELINE_S = 30.0
 """
 END_S = 40.0
 """After SIGTERM: a drain, and an interpreter that lets go of all it has imported."""
+GENERATED_S = 120.0
+"""Of a test's requests the longest take some seconds, and a machine that others use is ten times as
+slow. One that nothing ends would be the router's to end, after ten minutes."""
 SLOW_STEP_S = 0.01
 
 
@@ -149,14 +153,16 @@ class Cluster:
 
     def wait_attached(self, name: str) -> None:
         """Until the router holds a stream to the worker."""
-        deadline = time.monotonic() + READY_S
-        while not self.metric("baton_worker_up", worker=name):
-            assert time.monotonic() < deadline, f"{name} did not attach:\n{self.tail()}"
-            time.sleep(0.05)
+        wait_until(lambda: self.metric("baton_worker_up", worker=name), READY_S, tell=self.tail)
+
+    def wait_measured(self, name: str, peer: str) -> None:
+        """Until the self-test of the worker's path to the peer is over."""
+        figure = "baton_kv_peer_bytes_per_second"
+        wait_until(lambda: self.metric(figure, name, peer=peer), tell=self.tail)
 
     def client(self, *, retries: bool = False) -> Client:
         """Without retries by itself, so that a test meets each status as it was sent."""
-        return Client(self.plan.router_address, retries=retries)
+        return Client(self.plan.router_address, retries=retries, timeout_s=GENERATED_S)
 
     def kill(self, name: str, signum: int = signal.SIGKILL) -> None:
         self.processes[name].send_signal(signum)
@@ -180,7 +186,7 @@ class Cluster:
                 process.wait(END_S)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait()
+                process.wait(END_S)
 
     def load(self, name: str) -> worker.Load:
         """A load report, as a router that has just attached gets it."""
@@ -207,12 +213,13 @@ class Cluster:
 
     def check_baseline(self) -> None:
         """Every worker's pages are free or evictable again, nothing granted or quarantined."""
-        deadline = time.monotonic() + BASELINE_S
         for name, baseline in self.baselines.items():
-            while self.available_pages(name) != baseline:
-                load = self.load(name)
-                assert time.monotonic() < deadline, f"{name} leaks: {load}\n{self.tail()}"
-                time.sleep(0.05)
+            wait_until(
+                lambda: self.available_pages(name) == baseline,  # noqa: B023
+                BASELINE_S,
+                poll_s=0.05,
+                tell=lambda: f"{name} leaks: {self.load(name)}\n{self.tail()}",  # noqa: B023
+            )
 
     def logged(self) -> str:
         return "".join(path.read_text(errors="replace") for path in sorted(self.logs.glob("*.log")))

@@ -25,7 +25,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import psutil
+
 PR_SET_PDEATHSIG: Final = 1
+ANSWER_S: Final = 100.0
+"""Its first answer comes when it has imported everything: that took 60 on two cores that others
+use."""
 PRELOADED: Final = (
     "baton.cli",
     "baton.worker_process",
@@ -91,10 +96,10 @@ class Child:
 class Nursery:
     """The tests' side."""
 
-    def __init__(self) -> None:
+    def __init__(self, command: Sequence[str] = ("-m", "nursery")) -> None:
         self._lock = threading.Lock()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "nursery"],
+            [sys.executable, *command],
             env={
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
@@ -112,6 +117,10 @@ class Nursery:
         order = {"argv": list(argv[3:]), "environment": dict(environment), "log": str(log)}
         return Child(self._tell(order), lambda pid: self._tell({"ended": pid}))
 
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
     def close(self) -> None:
         """Ends the nursery and every child of it."""
         assert self._process.stdin is not None
@@ -124,7 +133,21 @@ class Nursery:
         with self._lock:
             self._process.stdin.write(json.dumps(order) + "\n")
             self._process.stdin.flush()
-            return int(self._process.stdout.readline())
+            said, _, _ = select.select([self._process.stdout], [], [], ANSWER_S)
+            answer = self._process.stdout.readline() if said else ""
+            if not answer:
+                asked = order.get("argv", order)
+                raise AssertionError(f"no answer within {ANSWER_S:g} s to {asked}: {self._end()}")
+            return int(answer)
+
+    def _end(self) -> str:
+        """Ends a nursery whose next answer would be taken for one to another order; what the kernel
+        said of it and of its children."""
+        found = psutil.Process(self._process.pid)
+        family = [found, *found.children(recursive=True)]
+        told = [one.as_dict(["pid", "status", "cpu_times", "cmdline"]) for one in family]
+        self._process.kill()
+        return "\n".join(map(str, told))
 
 
 @functools.cache
@@ -138,6 +161,8 @@ def the_nursery() -> Nursery:
 def fork(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Child:
     """Starts `python -m baton ...` in a fraction of a second; what it writes is appended to the
     log."""
+    if the_nursery().has_ended:
+        the_nursery.cache_clear()
     return the_nursery().start(argv, environment, log)
 
 

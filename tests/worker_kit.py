@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from engine_fakes import VOCAB, HashExecutor, expected_output
+from waiting import WAIT_S, until
 
 from baton.worker.v1 import worker_pb2
 from baton.worker_outbox import LoopInbox, Outbox
@@ -46,8 +47,6 @@ from kv_transfer.thread import TransferThread
 from prefill_service.service import PrefillService
 from telemetry.metrics import WorkerMetrics
 
-WAIT_S = 30.0
-"""For what must happen: a busy machine may hold up any thread for seconds."""
 PAGE_TOKENS = 4
 STEP_TOKENS = 16
 PREFILL = worker_pb2.WORK_MODE_PREFILL
@@ -449,13 +448,6 @@ async def a_pair(**options: Any) -> AsyncIterator[Pair]:
         pair.from_d.close()
         for node in nodes:
             await node.close()
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    """Waits for a condition that no event announces."""
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 def _scheduler(num_pages: int, max_sequences: int) -> Scheduler:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import subprocess
 import sys
 import threading
@@ -73,6 +74,8 @@ class ScriptedRouter(pb_grpc.InferenceServiceServicer):
         self.script: Script = paris
         self.inputs: list[pb.GenerationInput] = []
         self.metadata: dict[str, str | bytes] = {}
+        self.left_s: list[float] = []
+        """Until each call's deadline, as it came."""
         self.cancelled = threading.Event()
 
     def StreamGenerate(  # noqa: N802
@@ -108,6 +111,7 @@ class ScriptedRouter(pb_grpc.InferenceServiceServicer):
 
     def _note(self, request: pb.GenerationInput, context: grpc.ServicerContext) -> None:
         self.inputs.append(request)
+        self.left_s.append(context.time_remaining() or math.inf)
         self.metadata = dict(context.invocation_metadata())
 
 
@@ -127,6 +131,7 @@ def router(served: tuple[ScriptedRouter, str]) -> ScriptedRouter:
     router = served[0]
     router.script = paris
     router.inputs.clear()
+    router.left_s.clear()
     router.cancelled.clear()
     return router
 
@@ -355,6 +360,20 @@ def test_deadline(client: Client, router: ScriptedRouter) -> None:
     with pytest.raises(DeadlineError):
         list(client.stream("x", timeout_s=0.05))
     release.set()
+
+
+async def test_the_clients_bound_holds_where_a_call_names_none(
+    served: tuple[ScriptedRouter, str], router: ScriptedRouter
+) -> None:
+    with Client(served[1], timeout_s=50) as client:
+        client.generate("x")
+        list(client.stream("x"))
+        client.generate("x", timeout_s=500)
+    async with AsyncClient(served[1], timeout_s=50) as async_client:
+        await async_client.generate("x")
+        assert [delta async for delta in async_client.stream("x")]
+        await async_client.generate("x", timeout_s=500)
+    assert [left < 51 for left in router.left_s] == [True, True, False] * 2
 
 
 def test_nobody_there() -> None:

@@ -7,10 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from baton import supervisor as module
 from baton.supervisor import ProcessSpec, Supervisor
@@ -165,11 +165,3 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
     except OSError:
         return False
-
-
-def wait_until(condition: object, within_s: float = 30) -> None:
-    assert callable(condition)
-    end = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)

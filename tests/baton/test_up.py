@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 import threading
@@ -12,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 from baton import up
 from baton.supervisor import ProcessSpec
@@ -67,9 +67,8 @@ async def test_up_waits_for_all_and_drains_the_router_first(plan: up.Plan) -> No
         await up.wait_until_ready(plan, supervisor, waited_for.append)
         assert supervisor.settled
         assert Discovery.asked >= 3, "ready before every worker was attached"
-        async with asyncio.timeout(10):  # They say so once they serve, and a pipe lies between.
-            while said(lines, "serving") != set(supervisor.pids()):
-                await asyncio.sleep(0.01)
+        # They say so once they serve, and a pipe lies between.
+        await until(lambda: said(lines, "serving") == set(supervisor.pids()))
     assert waited_for[0] == "prefill-0, decode-0"
     assert waited_for[-1] == "router"
     drained = [name for name, line in lines if line == "drained"]

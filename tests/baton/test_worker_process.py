@@ -233,9 +233,7 @@ async def test_sigusr2_writes_a_profile_of_what_runs(tiny: Path, tmp_path: Path)
         stopping = worker_pb2.Stopping(max_tokens=100, ignore_eos=True)
         await router.say(submit=submit(WHOLE, [5] * 40, b"r" * 16, stopping=stopping))
         assert (await router.heard("finished")).output_tokens == 100
-        async with asyncio.timeout(START_S):
-            while not os.listdir(tmp_path):
-                await asyncio.sleep(0.05)
+        await until(lambda: os.listdir(tmp_path), START_S)
         process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(process.wait, START_S) == 0
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from cluster import Cluster, make_cluster
+from cluster import END_S, Cluster, make_cluster
 from prometheus_client.parser import text_string_to_metric_families
 
 from chaos.plan import Topology
@@ -85,7 +85,7 @@ class Arena:
             if process.poll() is None:
                 process.send_signal(signal.SIGCONT)
                 process.kill()
-                process.wait()
+                process.wait(END_S)
 
     @property
     def names(self) -> list[str]:

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import yaml
+from waiting import wait_until
 
 from baton.client import Client
 from baton.generation import Generation
@@ -117,18 +118,17 @@ class Container:
         return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
     def wait_healthy(self) -> None:
-        deadline = time.monotonic() + HEALTHY_S
-        while not self.is_healthy():
-            assert self.process is not None
-            assert self.process.poll() is None, self.log
-            assert time.monotonic() < deadline, self.log
-            time.sleep(0.2)
+        process = self.process
+        assert process is not None
+        wait_until(
+            lambda: self.is_healthy() or process.poll() is not None,
+            HEALTHY_S,
+            tell=lambda: self.log,
+        )
+        assert process.poll() is None, self.log
 
     def wait_logged(self, words: str) -> None:
-        deadline = time.monotonic() + HEALTHY_S
-        while words not in self.log:
-            assert time.monotonic() < deadline, self.log
-            time.sleep(0.1)
+        wait_until(lambda: words in self.log, HEALTHY_S, tell=lambda: self.log)
 
     def stop(self) -> tuple[int, float]:
         """As `docker stop`: SIGTERM, and no longer than the grace period. Exit code and seconds."""

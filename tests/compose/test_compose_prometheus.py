@@ -14,6 +14,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import pytest
 import yaml
 from compose_kit import COMPOSE, Host, ask, tool
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import wait_until
 
 from baton.errors import BatonError
 from baton.generation import Generation
@@ -59,11 +61,12 @@ class Prometheus:
     def wait_for(self, expression: str) -> list[dict[str, Any]]:
         """What it finds once it finds anything: a scrape that takes too long on a busy machine
         makes its series end until the next."""
-        deadline = time.monotonic() + SETTLED_S
-        while not (found := self.query(expression)):
-            assert time.monotonic() < deadline, (expression, self.get("targets"))
-            time.sleep(0.3)
-        return found
+        return wait_until(
+            lambda: self.query(expression),
+            SETTLED_S,
+            poll_s=0.3,
+            tell=lambda: (expression, self.get("targets")),
+        )
 
     def value(self, expression: str) -> float:
         (sample,) = self.wait_for(expression)
@@ -102,14 +105,12 @@ def prometheus(host: Host, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def wait_ready(address: str, log: Path) -> None:
-    deadline = time.monotonic() + 30
-    while True:
-        try:
-            with urllib.request.urlopen(f"http://{address}/-/ready", timeout=2):
-                return
-        except OSError:
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)
+    def is_ready() -> bool:
+        with suppress(OSError), urllib.request.urlopen(f"http://{address}/-/ready", timeout=2):
+            return True
+        return False
+
+    wait_until(is_ready, poll_s=0.1, tell=log.read_text)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from compose_kit import MAX_TOKENS, Container, Host, ask
+from waiting import wait_until
 
 from baton import demo_model
 from baton.client import Client
@@ -33,10 +34,7 @@ def attached(host: Host) -> set[str]:
 
 
 def wait_attached(host: Host, wanted: set[str]) -> None:
-    deadline = time.monotonic() + 30
-    while attached(host) != wanted:
-        assert time.monotonic() < deadline, (attached(host), wanted)
-        time.sleep(0.1)
+    wait_until(lambda: attached(host) == wanted, tell=lambda: (attached(host), wanted))
 
 
 def test_it_answers_over_a_hand_off(host: Host) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 import urllib.request
 from collections.abc import Callable
 
 from cluster import Cluster
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import wait_until
 
 SETTLED_S = 30.0
 
@@ -44,8 +44,9 @@ def scrape(cluster: Cluster, name: str) -> Figures:
 
 def scrape_until(cluster: Cluster, name: str, settled: Callable[[Figures], bool]) -> Figures:
     """Figures of a process once what was run has come to rest there."""
-    deadline = time.monotonic() + SETTLED_S
-    while not settled(figures := scrape(cluster, name)):
-        assert time.monotonic() < deadline, f"{name}: {figures.samples}"
-        time.sleep(0.05)
-    return figures
+
+    def figures() -> Figures | None:
+        found = scrape(cluster, name)
+        return found if settled(found) else None
+
+    return wait_until(figures, SETTLED_S, tell=lambda: f"{name}: {scrape(cluster, name).samples}")

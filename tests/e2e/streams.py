@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from cluster import Cluster
+from waiting import wait_until
 
 from baton.client import Client
 from baton.errors import BatonError
@@ -42,11 +43,8 @@ class Reading:
         return found
 
     def until(self, num_tokens: int) -> None:
-        deadline = time.monotonic() + 30
-        while self.num_tokens < num_tokens:
-            assert self.error is None, self.error
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
+        wait_until(lambda: self.error or self.num_tokens >= num_tokens, poll_s=0.002)
+        assert self.error is None, self.error
 
     def end(self) -> None:
         assert self.thread is not None

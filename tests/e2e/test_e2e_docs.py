@@ -11,7 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +18,7 @@ from typing import NamedTuple
 import pytest
 from docs_kit import DOCS, ROOT, Block, blocks, commands, section
 from tiny_models import write_tiny_model
+from waiting import wait_until
 
 pytestmark = pytest.mark.timeout(300)
 QUICKSTART = (DOCS / "quickstart.md").read_text()
@@ -103,12 +103,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def wait_for(log: Path, words: str, process: subprocess.Popen[bytes]) -> str:
-    deadline = time.monotonic() + PROMPT_S
-    while words not in (said := log.read_text(errors="replace")):
-        assert process.poll() is None, said
-        assert time.monotonic() < deadline, said
-        time.sleep(0.1)
-    return said
+    def said() -> str:
+        return log.read_text(errors="replace")
+
+    wait_until(lambda: words in said() or process.poll() is not None, PROMPT_S, tell=said)
+    assert process.poll() is None, said()
+    return said()
 
 
 @pytest.mark.parametrize("page", TEXTS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
 
 from cluster import make_cluster
@@ -23,11 +22,8 @@ def test_the_doctor_names_every_slow_path_and_the_cluster_serves_all_the_same(
         with cluster.client() as client:
             answer = client.generate(token_ids=list(range(5, 60)), max_tokens=4, ignore_eos=True)
         assert len(answer.token_ids) == 4
-        deadline = time.monotonic() + 20
         for name, peer in (("prefill-0", "decode-0"), ("decode-0", "prefill-0")):
-            while not cluster.metric("baton_kv_peer_bytes_per_second", name, peer=peer):
-                assert time.monotonic() < deadline, "the path was not measured"
-                time.sleep(0.05)
+            cluster.wait_measured(name, peer)
         result = CliRunner().invoke(
             app, ["doctor", "--no-self-test", "--admin", cluster.plan.admin_address]
         )

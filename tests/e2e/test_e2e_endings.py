@@ -11,6 +11,7 @@ import pytest
 from cluster import make_cluster
 from scraping import Figures, scrape, scrape_until
 from tiny_models import write_tiny_model
+from waiting import wait_until
 
 from baton.errors import BatonError
 from baton.generation import FinishReason
@@ -147,10 +148,7 @@ def test_a_killed_worker_is_told_within_seconds_and_its_successor_serves(cluster
 
         reader = threading.Thread(target=consume)
         reader.start()
-        deadline = time.monotonic() + 30
-        while not under_way():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(under_way)
         killed = time.monotonic()
         cluster.kill(victim, signal.SIGKILL)
         reader.join(10)

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -14,13 +14,13 @@ from cluster import Cluster, make_cluster
 from otlp_receiver import OtlpReceiver, attributes, otlp_receiver
 from prometheus_client.parser import text_string_to_metric_families
 from tiny_models import write_tiny_model
+from waiting import wait_until
 
 from baton.errors import BatonError
 from telemetry.names import Attr, SpanName
 
 REQUESTS = 12
 EXPORT_TIMEOUT_S = 5.0
-PATIENCE_S = 20.0
 
 
 @dataclass
@@ -96,15 +96,8 @@ def spans(cluster: Cluster, outcome: str) -> float:
     raise AssertionError("no baton_spans_total")
 
 
-def wait_for(what: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 def wait_for_more(cluster: Cluster, outcome: str, than: float) -> None:
-    wait_for(lambda: spans(cluster, outcome) > than)
+    wait_until(lambda: spans(cluster, outcome) > than)
 
 
 def test_a_receiver_that_hangs_or_is_gone_costs_no_request_any_time(
@@ -130,7 +123,7 @@ def test_a_receiver_that_hangs_or_is_gone_costs_no_request_any_time(
     back = latencies_s(cluster)
     wait_for_more(cluster, "exported", exported)
     # Each process has a back-off of its own after the outage.
-    wait_for(lambda: SpanName.DECODE_GENERATE in seat.receiver.spans)
+    wait_until(lambda: SpanName.DECODE_GENERATE in seat.receiver.spans)
 
     for phase in (hung, gone, back):
         # Had one request waited for one export, it would have taken the timeout.
@@ -153,7 +146,7 @@ def test_a_killed_worker_leaves_evidence(cluster: Cluster, seat: Seat) -> None:
         for number, _ in enumerate(stream):
             if number == 2:
                 cluster.kill("decode-0")
-    wait_for(lambda: lost_legs(seat.receiver))
+    wait_until(lambda: lost_legs(seat.receiver))
     for leg in lost_legs(seat.receiver):
         assert leg[Attr.WORKER_ID] == "decode-0"
 

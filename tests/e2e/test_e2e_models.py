@@ -4,7 +4,6 @@ weights bears the name of the first, and has no part in what that does."""
 from __future__ import annotations
 
 import threading
-import time
 
 import grpc
 import openai
@@ -13,6 +12,7 @@ from cluster import add_model, make_cluster
 from streams import bring_back, prompt_of, read
 from test_e2e_tokens import generate_reference
 from tiny_models import write_tiny_model
+from waiting import wait_until
 from worker_kit import DECODE, PREFILL, Attempted
 
 from baton.errors import InvalidRequestError, NotFoundError, UnavailableError
@@ -49,13 +49,6 @@ def cluster(paths, tmp_path_factory):
     finally:
         codes = cluster.stop()
     assert set(codes.values()) <= {0, -9}, cluster.tail()
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.fixture

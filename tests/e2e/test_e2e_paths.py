@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from cluster import make_cluster, spawn
 from streams import prompt_of
 from tiny_models import write_tiny_model
+from waiting import wait_until
 
 PROMPT_TOKENS = 400
-MENDED_S = 30.0
-"""A broken path is tried again after 1, 2, 4, 8 s."""
 
 
 @pytest.fixture(scope="module")
@@ -59,16 +57,12 @@ def mend(cluster) -> None:
 
 
 def wait_for_paths(cluster) -> None:
-    """Until every path is open and its self-test is over."""
-    deadline = time.monotonic() + MENDED_S
+    """Until every path is open and its self-test is over; a broken one is tried again after 1, 2,
+    4, 8 s."""
     paths = [("decode-0", "prefill-0"), ("decode-0", "prefill-1")]
     for source, peer in [*paths, *(path[::-1] for path in paths)]:
-        while not (
-            cluster.metric("baton_kv_peer_healthy", source, peer=peer)
-            and cluster.metric("baton_kv_peer_bytes_per_second", source, peer=peer)
-        ):
-            assert time.monotonic() < deadline, f"{source} does not reach {peer}"
-            time.sleep(0.1)
+        cluster.wait_measured(source, peer)
+        wait_until(lambda: cluster.metric("baton_kv_peer_healthy", source, peer=peer))  # noqa: B023
 
 
 def quarantined(cluster) -> float:
@@ -87,10 +81,7 @@ def test_a_cut_path_is_avoided_and_its_quarantine_ends_over_the_router(cluster, 
     aborted = cluster.metric("baton_kv_transfers_total", "decode-0", outcome="aborted")
     got = generate(cluster, seeds)
     assert cluster.metric("baton_kv_transfers_total", "decode-0", outcome="aborted") > aborted
-    deadline = time.monotonic() + 15
-    while quarantined(cluster):
-        assert time.monotonic() < deadline, cluster.tail()
-        time.sleep(0.05)
+    wait_until(lambda: not quarantined(cluster), 15, tell=cluster.tail)
     assert cluster.metric("baton_kv_peer_healthy", "prefill-0", peer="decode-0") == 0, "still cut"
     cluster.check_baseline()
     if num_cut == 1:

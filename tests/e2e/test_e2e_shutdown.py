@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 
 import grpc
 import numpy as np
@@ -17,6 +16,7 @@ from cluster import Cluster, make_cluster, spawn
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tiny_models import write_tiny_model
 from transformers import AutoModelForCausalLM
+from waiting import wait_until
 
 from baton.errors import BatonError
 from baton.generation import Generation
@@ -100,17 +100,11 @@ def exit_code(cluster: Cluster, name: str) -> int:
 
 
 def wait_until_computing(cluster: Cluster) -> None:
-    deadline = time.monotonic() + END_S
-    while not cluster.load("prefill-0").queued_prefill_tokens:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: cluster.load("prefill-0").queued_prefill_tokens)
 
 
 def wait_until_draining(cluster: Cluster, name: str) -> None:
-    deadline = time.monotonic() + END_S
-    while serves(cluster, name):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not serves(cluster, name))
 
 
 def serves(cluster: Cluster, name: str) -> bool:

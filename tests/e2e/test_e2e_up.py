@@ -8,11 +8,11 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 
 import pytest
 from tiny_models import write_tiny_model
+from waiting import wait_until
 
 from baton.client import Client
 from baton.errors import BatonError
@@ -42,10 +42,7 @@ def running(tmp_path):
 
 
 def until(condition, log) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.1)
+    wait_until(condition, WAIT_S, poll_s=0.1, tell=log.read_text)
 
 
 def said(log, pattern: str) -> str:

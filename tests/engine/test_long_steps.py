@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 from engine_fakes import VOCAB, HashExecutor
+from waiting import wait_until
 
 from engine.blocks import BlockManager
 from engine.bounds import SchedulerConfig
@@ -62,37 +63,30 @@ def submit(loop: StepLoop, prompt_tokens: int) -> None:
 
 def stays(condition: Callable[[], bool]) -> None:
     """It becomes true, and is not overwritten as the loop goes on."""
-    until(condition)
+    wait_until(condition)
     time.sleep(TURNS_S)
     assert condition()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_the_last_step_of_a_prompt_is_announced_while_the_loop_waits_for_it(
     loop: StepLoop, device: Device
 ) -> None:
     submit(loop, CHUNK)
-    until(lambda: device.in_flight == 2)  # the prompt, and behind it the first decode
+    wait_until(lambda: device.in_flight == 2)  # the prompt, and behind it the first decode
     stays(lambda: loop.load.long_step_ms == 1e3 * UNKNOWN_STEP_S)
     device.finish()
-    until(lambda: loop.load.long_step_ms == 0)
+    wait_until(lambda: loop.load.long_step_ms == 0)
     assert device.in_flight, "the decode step, which is not long"
 
 
 def test_what_follows_a_long_step_does_not_hide_it(loop: StepLoop, device: Device) -> None:
     submit(loop, 2 * CHUNK)
-    until(lambda: device.in_flight == 2)
+    wait_until(lambda: device.in_flight == 2)
     stays(lambda: loop.load.long_step_ms == 1e3 * UNKNOWN_STEP_S)
     time.sleep(1)
     device.finish()  # Now a chunk is known to take more than a second.
-    until(lambda: device.in_flight == 2)
+    wait_until(lambda: device.in_flight == 2)
     # The second chunk, with slack.
     stays(lambda: 2_000 <= loop.load.long_step_ms < 1e3 * UNKNOWN_STEP_S)
     device.finish()
-    until(lambda: loop.load.long_step_ms == 0)
+    wait_until(lambda: loop.load.long_step_ms == 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ import pytest
 import torch
 from engine_kit import build, check_baseline, finish, hand_off, held, prefill_pages, submit
 from tiny_models import write_tiny_model
+from waiting import wait_until
 
 from engine.blocks import SCRATCH_PAGE, BlockManager
 from engine.engine import Engine
@@ -30,13 +31,6 @@ def engine(path: Path) -> Iterator[Engine]:
     engine = build(path, num_pages=24, prefix_cache=False, poison_freed_pages=True)
     yield engine
     engine.stop()
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def pool_of(num_pages: int = 8, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -85,7 +79,7 @@ def test_a_late_write_is_found_while_the_engine_is_idle_and_counted_once(engine:
     finish(submit(engine, PROMPT))
     assert engine.load().damaged_pages == 0
     engine.pool.tensor[5] = 0.25
-    until(lambda: engine.load().damaged_pages == 1)
+    wait_until(lambda: engine.load().damaged_pages == 1)
     time.sleep(0.6)  # two more idle turns
     finish(submit(engine, PROMPT, 64))
     assert engine.load().damaged_pages == 1
@@ -95,11 +89,11 @@ def test_a_late_write_is_found_while_the_engine_is_idle_and_counted_once(engine:
 def test_a_late_write_is_found_by_the_next_request_that_gets_the_page(engine: Engine) -> None:
     """The device is kept busy, so that no idle turn looks."""
     long = submit(engine, PROMPT, 200)
-    until(lambda: len(long.records[0]) > 2)
+    wait_until(lambda: len(long.records[0]) > 2)
     free = engine.pool.num_pages - 1
     engine.pool.tensor[free] = 0.25
     finish(long, submit(engine, PROMPT, 64))
-    until(lambda: engine.load().damaged_pages == 1)
+    wait_until(lambda: engine.load().damaged_pages == 1)
 
 
 def test_output_is_what_it_is_without_the_pattern(path: Path) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
 import torch
 from kv_process import WAIT_S, LocalWorker
+from waiting import wait_until
 
 from kv_transfer.events import Delivered, PeerOpened, SendQuiesced, TransferEvent
 from kv_transfer.factory import make_transport
@@ -86,8 +86,7 @@ def test_stopping_in_time_leaves_a_push_that_does_not_end() -> None:
     assert isinstance(prefill.transport, LoopbackTransport)
     prefill.transport.holds = True
     _send(prefill, decode, b"b" * 16)
-    while not prefill.counters().sends_in_progress:
-        time.sleep(0.001)
+    wait_until(lambda: prefill.counters().sends_in_progress)
     assert not prefill.thread.stop(0.2)
     decode.close()
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import numpy as np
 from opentelemetry.context import Context
+from waiting import WAIT_S, until
 
 from baton.grpc_options import server_options
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
 
     from router.link import WorkerLink
 
-WAIT_S = 20.0
-"""For what must happen: a busy machine may hold up either side for seconds."""
 BUSY_S = 3.0
 """What a busy machine may add to something that takes a time of its own."""
 PATIENT = {"stale_after_s": 60, "attach_timeout_s": 60}
@@ -332,13 +331,6 @@ def job(
         context=Context(),
         **options,
     )
-
-
-async def until(condition: Any) -> None:
-    """Waits for a condition that no event announces."""
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def tokens_of(events: Sequence[JobEvent], choice: int = 0) -> list[int]:

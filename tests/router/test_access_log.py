@@ -24,6 +24,7 @@ from frontdoor_kit import (
 )
 from openai_kit import open_port, says
 from router_kit import served
+from waiting import until
 
 from baton.client import AsyncClient
 from baton.inference.v1 import inference_pb2 as api
@@ -50,11 +51,10 @@ def dispatcher(tmp_path: Path) -> ScriptedDispatcher:
 
 async def lines_of(log: pytest.LogCaptureFixture, count: int) -> list[dict[str, Any]]:
     """So many lines, and no more."""
-    async with asyncio.timeout(WAIT_S):
-        while len(lines := access_lines(log)) < count:
-            await asyncio.sleep(0.005)
+    await until(lambda: len(access_lines(log)) >= count)
     await asyncio.sleep(0.02)
-    assert len(access_lines(log)) == count
+    lines = access_lines(log)
+    assert len(lines) == count
     assert SECRET not in "".join(map(str, lines))
     return lines
 

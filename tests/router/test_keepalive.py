@@ -52,9 +52,7 @@ async def a_client_process(address: str) -> AsyncIterator[asyncio.subprocess.Pro
 
 async def test_a_client_that_froze_is_noticed_and_its_work_ends() -> None:
     async with served() as (server, worker), a_client_process(server.address) as client:
-        async with asyncio.timeout(START_S):
-            while not worker.count("submit"):
-                await asyncio.sleep(0.01)
+        await until(lambda: worker.count("submit"), START_S)
         attempt = (await worker.heard("submit")).attempt_id
         worker.first_token(attempt, 10)
         assert client.stdout is not None

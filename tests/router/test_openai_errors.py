@@ -17,6 +17,7 @@ from openai_kit import Port, answers, open_port, prompt_of, says
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
+from waiting import until
 
 from router import errors
 from router.jobs import Job, JobEvent, JobStarted
@@ -240,14 +241,12 @@ async def test_a_caller_that_leaves_cancels(
     async with open_port(tmp_path, script or queued) as port:
         with caplog.at_level(logging.INFO):
             writer = await send(port, stream=stream)
-            while not port.dispatcher.jobs:
-                await asyncio.sleep(0.005)
+            await until(lambda: port.dispatcher.jobs)
             writer.close()
             await asyncio.wait_for(port.dispatcher.closed.wait(), GONE_S)
-            while not (lines := access_lines(caplog)):
-                await asyncio.sleep(0.005)
-        assert (lines[0]["status"], lines[0]["reason"]) == (499, "CANCELLED")
-        assert lines[0]["trace_id"] == "ab" * 16
+            line = (await until(lambda: access_lines(caplog)))[0]
+        assert (line["status"], line["reason"]) == (499, "CANCELLED")
+        assert line["trace_id"] == "ab" * 16
 
 
 async def test_closing_the_clients_stream_cancels_a_batch(tmp_path: Path) -> None:

@@ -168,11 +168,11 @@ async def test_nothing_is_sent_to_a_lost_worker(worker: ScriptedWorker) -> None:
 
 WORKER_PROCESS = """
 import asyncio, pathlib, sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[2:]
 from scripted_worker import ScriptedWorker
 
 async def main():
-    worker = ScriptedWorker("w0", int(sys.argv[2]))
+    worker = ScriptedWorker("w0", int(sys.argv[1]))
     worker.load.long_step_ms = 60_000
     await worker.start()
     sys.stdout.buffer.write(worker.identity.SerializeToString().hex().encode() + b"\\n")
@@ -188,12 +188,11 @@ async def worker_process(
     role: int = DECODE,
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, worker_pb2.WorkerIdentity]]:
     """In a step that it has announced to take a minute."""
-    folder = __file__.rpartition("/")[0]
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", WORKER_PROCESS, folder, str(role), stdout=asyncio.subprocess.PIPE
-    )
+    command = [sys.executable, "-c", WORKER_PROCESS, str(role), *filter(None, sys.path)]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     assert process.stdout is not None
     line = await process.stdout.readline()
+    assert line, "it ended before it served"
     try:
         yield process, worker_pb2.WorkerIdentity.FromString(bytes.fromhex(line.decode()))
     finally:

@@ -8,7 +8,6 @@ import logging
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections import Counter
@@ -18,6 +17,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
+from waiting import wait_until
 
 from baton.settings import WorkerSettings
 from router.settings import RouterSettings
@@ -114,10 +114,7 @@ def test_kill_ends_the_process_there_and_then() -> None:
 def test_a_stopped_process_goes_on_when_told() -> None:
     process = child("arm('decode.tokens=stop'); hit('decode.tokens'); print('on')")
     state = Path(f"/proc/{process.pid}/stat")
-    deadline = time.monotonic() + 30
-    while state.read_text().rpartition(")")[2].split()[0] != "T":
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T")
     process.send_signal(signal.SIGCONT)
     assert process.communicate(timeout=30)[0] == "on\n"
 

@@ -12,6 +12,7 @@ from opentelemetry import context as otel_context
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
+from waiting import until
 
 from telemetry.names import Attr, Service, undeclared
 from telemetry.rpc import ServerSpans, client_span
@@ -37,11 +38,8 @@ class Memory:
 
     async def one(self, kind: SpanKind) -> ReadableSpan:
         """The only span of this kind, as soon as it ended."""
-        async with asyncio.timeout(10):
-            while not (found := self.all(kind)):
-                await asyncio.sleep(0.005)
-        assert len(found) == 1
-        return found[0]
+        (found,) = await until(lambda: self.all(kind))
+        return found
 
     def forget(self) -> None:
         """What was exported until now."""
@@ -195,9 +193,7 @@ async def test_a_call_that_its_caller_cancels(
     method: str, channel: grpc.aio.Channel, memory: Memory
 ) -> None:
     running = asyncio.create_task(call(channel, method, b"forever", timeout_s=60))
-    async with asyncio.timeout(10):
-        while not waiting:
-            await asyncio.sleep(0.005)
+    await until(lambda: waiting)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running

@@ -6,6 +6,7 @@ import signal
 import time
 
 from streams import bring_back, busy, prompt_of, read
+from waiting import wait_until
 
 from baton.worker_watchdog import EXIT_HUNG
 from struck import DECODES, PREFILLS
@@ -134,7 +135,7 @@ def test_a_prefill_worker_stopped_under_a_write_keeps_the_pages_until_it_wakes(c
         reading.end()
         assert reading.error is None, reading.error
         assert len(reading.tokens()) == 20
-        wait_quarantined(cluster, -(-1500 // 16))
+        wait_until(lambda: quarantined(cluster) == -(-1500 // 16))
         for _ in range(4):
             assert quarantined(cluster) == -(-1500 // 16)
             time.sleep(0.5)
@@ -159,11 +160,7 @@ def losses(cluster, name: str, cause: str) -> int:
 
 def wait_dead(cluster, *names: str) -> str:
     """The one that has ended, as soon as one has."""
-    deadline = time.monotonic() + 30
-    while not (found := dead(cluster, *names)):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return found[0]
+    return wait_until(lambda: dead(cluster, *names))[0]
 
 
 def dead(cluster, *names: str) -> list[str]:
@@ -174,22 +171,9 @@ def quarantined(cluster) -> int:
     return sum(cluster.load(name).quarantined_pages for name in DECODES)
 
 
-def wait_quarantined(cluster, pages: int) -> None:
-    deadline = time.monotonic() + 30
-    while quarantined(cluster) != pages:
-        assert time.monotonic() < deadline, quarantined(cluster)
-        time.sleep(0.05)
-
-
 def wait_stopped(cluster) -> str:
     """The prefill worker that has stopped itself, as soon as one has."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        for name in PREFILLS:
-            if state_of(cluster, name) == "T":
-                return name
-        time.sleep(0.05)
-    raise AssertionError("none stopped")
+    return wait_until(lambda: [name for name in PREFILLS if state_of(cluster, name) == "T"])[0]
 
 
 def state_of(cluster, name: str) -> str:

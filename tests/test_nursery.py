@@ -1,0 +1,21 @@
+"""What the tests of real processes are told where one cannot be started."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import nursery
+import pytest
+
+
+def test_a_nursery_that_does_not_answer_is_ended_and_says_how_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nursery, "ANSWER_S", 0.5)
+    silent = nursery.Nursery(["-c", "import sys; sys.stdin.read()"])
+    with pytest.raises(AssertionError, match=r"no answer within 0.5 s .*--help(.|\n)*sleeping"):
+        silent.start([sys.executable, "-m", "baton", "--help"], os.environ, tmp_path / "log")
+    silent.close()
+    assert silent.has_ended

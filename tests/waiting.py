@@ -1,0 +1,48 @@
+"""Waiting for what another process, thread or task is about to do.
+
+`wait_until` blocks, `until` is awaited. Where what they wait for never holds, the test fails with
+the condition's source text, and with what `tell` returns then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import Callable, Iterator
+from typing import Final, TypeVar
+
+T = TypeVar("T")
+Tell = Callable[[], object]
+
+WAIT_S: Final = 30.0
+"""For what takes a moment: a machine with a noisy neighbour stalls a thread for seconds."""
+
+
+def wait_until(
+    holds: Callable[[], T], within_s: float = WAIT_S, *, poll_s: float = 0.01, tell: Tell = str
+) -> T:
+    """What `holds` returns, once that is true."""
+    for found in _looks(holds, within_s, tell):
+        if found:
+            return found
+        time.sleep(poll_s)
+    raise AssertionError("unreachable")
+
+
+async def until(holds: Callable[[], T], within_s: float = WAIT_S, *, tell: Tell = str) -> T:
+    """What `holds` returns, once tasks of this event loop have made that true."""
+    for found in _looks(holds, within_s, tell):
+        if found:
+            return found
+        await asyncio.sleep(0.005)
+    raise AssertionError("unreachable")
+
+
+def _looks(holds: Callable[[], T], within_s: float, tell: Tell) -> Iterator[T]:
+    ends_s = time.monotonic() + within_s
+    while True:
+        yield holds()
+        assert time.monotonic() < ends_s, (
+            f"not within {within_s:g} s: {inspect.getsource(holds).strip()}\n{tell()}"
+        )
