@@ -7,6 +7,7 @@ import time
 
 import pytest
 from kv_world import DECODE_EPOCH, KINDS, NUM_PAGES, PAGE_TOKENS, World, a_world
+from waiting import wait_until
 
 from kv_transfer.events import (
     Delivered,
@@ -24,7 +25,7 @@ from kv_transfer.peers import SELF_TEST_BYTES, SELF_TEST_S
 from kv_transfer.receiving import ReceiveState
 from kv_transfer.specs import SendSpec
 from kv_transfer.types import Notification
-from kv_transfer.wire import Chunk, Quiesce, Quiesced, encode
+from kv_transfer.wire import Chunk, Quiesce, Quiesced, decode, encode
 
 
 def delivered(world: World, transfers: int = 1) -> Delivered:
@@ -292,10 +293,16 @@ def test_delivery_before_death_counts(world: World, monkeypatch: pytest.MonkeyPa
     transfer.begin()
     transfer.finish()
     came: list[Notification] = []
-    while not (world.prefill.of(Sent) and came):
+
+    def has_come() -> bool:
         world.prefill.exchange.turn()
         world.decode.transport.poll_pushes()  # NCCL's receiver has a part in it
-        came += world.decode.transport.poll_notifications()
+        came.extend(world.decode.transport.poll_notifications())
+        # A self-test's word may have been on its way.
+        chunks = [one for one in came if isinstance(decode(one.payload), Chunk)]
+        return bool(world.prefill.of(Sent) and chunks)
+
+    wait_until(has_come)
     monkeypatch.setattr(world.decode.transport, "poll_notifications", lambda: came)
     world.decode.exchange.part(world.prefill.name, proven_dead=True)
     assert world.decode.of(Delivered)
