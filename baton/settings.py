@@ -168,8 +168,8 @@ class WorkerSettings(BaseSettings):
     """Share of the pool that one prefill worker may have to write at once: grants beyond it wait,
     so that one that freezes cannot sit on the whole pool."""
     step_timeout_s: float = Field(default=60, gt=0)
-    """A step that hangs for longer ends the worker, with every thread's stack in its log, seconds.
-    Whoever runs it starts it again."""
+    """A step, or a turn of the thread that moves KV pages, that hangs for longer ends the worker,
+    with every thread's stack in its log, seconds. Whoever runs it starts it again."""
     poison_freed_pages: bool = False
     """Debugging: free KV pages carry a pattern, and writes to them are found and counted."""
     failpoints: Annotated[str, AfterValidator(check_failpoints)] = ""

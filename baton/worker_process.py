@@ -126,7 +126,9 @@ class Worker:
         self._lag = EventLoopLag(self.metrics.loop_lagged)
         self._announcers: list[asyncio.Task[None]] = []
         self._reporter: asyncio.Task[None] | None = None
-        self._watchdog = Watchdog(engine.load, self._stop_serving, settings.step_timeout_s)
+        self._watchdog = Watchdog(
+            engine.load, lambda: self.transfer.turns, self._stop_serving, settings.step_timeout_s
+        )
         self._watching: asyncio.Task[None] | None = None
 
     def load(self) -> worker_pb2.Load:

@@ -1,9 +1,9 @@
-"""Ends a worker whose step loop is stuck or whose device is lost: a new process can serve, this
-one cannot.
+"""Ends a worker whose step loop or transfer thread is stuck or whose device is lost: a new process
+can serve, this one cannot.
 
-1. WATCHING: the step loop's progress counter is looked at all the time. A step that it announced
-   to be long gets that much longer.
-2. HUNG, where the counter has stood still for `step_timeout_s`: health says NOT_SERVING and the
+1. WATCHING: the progress counter of the step loop and that of the transfer thread are looked at all
+   the time. A step that was announced to be long gets that much longer.
+2. HUNG, where one of them has stood still for `step_timeout_s`: health says NOT_SERVING and the
    load report that the worker drains, every thread's stack goes to the log, the process exits.
 3. STUCK, where this watch itself gets no turn (the event loop hangs, or something holds the GIL):
    the interpreter's own timer, which needs no thread of Python's, dumps the stacks and exits.
@@ -41,47 +41,65 @@ EXIT_DEVICE_LOST: Final = 4
 StopServing = Callable[[], Awaitable[None]]
 
 
+class _Pulse:
+    """A counter that is to move."""
+
+    def __init__(self) -> None:
+        self._count = -1
+        self._alive_until_s = 0.0
+
+    def stands_still(self, count: int, now_s: float, slept_s: float, allowed_s: float) -> bool:
+        """Whether it has stood where it is for longer than was allowed when it got there."""
+        if count != self._count:
+            self._count = count
+            self._alive_until_s = now_s + allowed_s
+        elif slept_s > SLEPT_S:
+            self._alive_until_s += slept_s
+        return now_s >= self._alive_until_s
+
+
 class Watchdog:
-    """Watches the step loop from the event loop."""
+    """Watches the step loop and the transfer thread from the event loop."""
 
     def __init__(
         self,
         load: Callable[[], EngineLoad],
+        transfer_turns: Callable[[], int],
         stop_serving: StopServing,
         step_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._load = load
+        self._transfer_turns = transfer_turns
         self._stop_serving = stop_serving
         self._step_timeout_s = step_timeout_s
         self._clock = clock
-        self._progress = -1
-        self._alive_until_s = 0.0
+        self._steps, self._transfers = _Pulse(), _Pulse()
         self._looked_s = clock()
 
-    def is_hung(self) -> bool:
-        """Whether the counter has stood still for too long; to be asked all the time."""
-        load, now_s = self._load(), self._clock()
+    def hung(self) -> str:
+        """What has stood still for too long, "" where nothing has; to be asked all the time."""
+        load, now_s, allowed_s = self._load(), self._clock(), self._step_timeout_s
         slept_s = now_s - self._looked_s - LOOK_EVERY_S
         self._looked_s = now_s
-        if load.progress != self._progress:
-            self._progress = load.progress
-            self._alive_until_s = now_s + self._step_timeout_s + load.long_step_ms / 1e3
-        elif slept_s > SLEPT_S:
-            self._alive_until_s += slept_s
-        return now_s >= self._alive_until_s
+        transfer_hangs = self._transfers.stands_still(
+            self._transfer_turns(), now_s, slept_s, allowed_s
+        )
+        step_s = allowed_s + load.long_step_ms / 1e3
+        if self._steps.stands_still(load.progress, now_s, slept_s, step_s):
+            return "a step"
+        return "the transfer thread" if transfer_hangs else ""
 
     async def watch(self) -> None:
         """Watches until it is cancelled, or the process ends."""
         try:
-            while not self.is_hung():
+            while not (hung := self.hung()):
                 self._wind_timer()
                 await asyncio.sleep(LOOK_EVERY_S)
         finally:
             faulthandler.cancel_dump_traceback_later()
-        logger.error(
-            "a step hangs: this worker ends", extra={"step_timeout_s": self._step_timeout_s}
-        )
+        details = {"step_timeout_s": self._step_timeout_s}
+        logger.error(f"{hung} hangs: this worker ends", extra=details)
         await self._stop_serving()
         await asyncio.sleep(LAST_WORDS_S)
         dump_and_exit(EXIT_HUNG)

@@ -3,7 +3,8 @@
 1. `start` builds the transport on the thread, with its pool registered.
 2. Commands come through a queue. Between them the thread polls every 50 us just after a push was
    posted, every 200 us while a grant, a push or a self-test is open, every 20 ms while peers are
-   known (they may ask to quiesce), and blocks otherwise.
+   known (they may ask to quiesce), and takes a turn every second otherwise: `turns` stands still
+   where a turn does not end.
 3. `stop` waits for pushes in progress, then releases the transport. A transport with a push still
    in progress is left as it is: the write would land all the same.
 """
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 Command = Callable[[Exchange], None]
 
+LONGEST_PAUSE_S = 1.0
+
 
 class TransferThread:
     """Posts pushes, polls, and keeps the states of every transfer of this process.
@@ -47,6 +50,8 @@ class TransferThread:
         on_event: Callable[[TransferEvent], None],
     ) -> None:
         self.counters = TransferCounters()
+        self.turns = 0
+        """Counts on for as long as the thread lives."""
         self._make_transport = make_transport
         self._epoch = epoch
         self._on_event = on_event
@@ -138,6 +143,7 @@ class TransferThread:
         transport.shutdown()
 
     def _turn(self, exchange: Exchange) -> None:
+        self.turns += 1
         try:
             self._obey(exchange, self._pause_s(exchange))
             exchange.work()
@@ -151,10 +157,13 @@ class TransferThread:
             self._last_trouble = trouble
             logger.error("transfer turn failed: %s", trouble)
 
-    def _pause_s(self, exchange: Exchange) -> float | None:
-        return exchange.pause_s() if self._stop_at_s is None else ACTIVE_POLL_S
+    def _pause_s(self, exchange: Exchange) -> float:
+        if self._stop_at_s is not None:
+            return ACTIVE_POLL_S
+        pause_s = exchange.pause_s()
+        return LONGEST_PAUSE_S if pause_s is None else min(pause_s, LONGEST_PAUSE_S)
 
-    def _obey(self, exchange: Exchange, pause_s: float | None) -> None:
+    def _obey(self, exchange: Exchange, pause_s: float) -> None:
         """Waits up to `pause_s` for a command, looks for notifications, and runs every command that
         waits by then.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -134,6 +135,16 @@ class Cluster:
         """Arms failpoints in a process that was started with `failpoints="live"`."""
         url = f"http://{self.admin_addresses[name]}/failpoints"
         urllib.request.urlopen(url, data=failpoints.encode(), timeout=10).close()
+
+    def fired(self, *names: str) -> list[str]:
+        """Those of the processes in which a failpoint has fired since they were armed."""
+
+        def counts(name: str) -> dict[str, tuple[int, int]]:
+            url = f"http://{self.admin_addresses[name]}/failpoints"
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                return json.load(answer)
+
+        return [name for name in names if any(fired for _, fired in counts(name).values())]
 
     def slow_down(self, *names: str, step_s: float = SLOW_STEP_S) -> None:
         """Steps of these take so much longer until they are armed anew: what runs there is still

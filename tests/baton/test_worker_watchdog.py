@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 
 from baton.worker_watchdog import EXIT_DEVICE_LOST, EXIT_HUNG, LOOK_EVERY_S, STUCK_AFTER, Watchdog
 from engine.types import EngineLoad
@@ -16,17 +18,21 @@ class Loop:
     def __init__(self) -> None:
         self.now_s = 100.0
         self.load = EngineLoad(progress=1)
-        self.watchdog = Watchdog(lambda: self.load, self._stop, 5.0, lambda: self.now_s)
+        self.turns: Iterator[int] = itertools.count()
+        """Of the transfer thread, at each look."""
+        self.watchdog = Watchdog(
+            lambda: self.load, lambda: next(self.turns), self._stop, 5.0, lambda: self.now_s
+        )
 
     async def _stop(self) -> None:
         raise AssertionError("nobody asked for it")
 
-    def look_for(self, seconds: float) -> bool:
-        """Looks as often as it does; whether it was hung at any time."""
-        hung = False
+    def look_for(self, seconds: float) -> str:
+        """Looks as often as it does; what was hung at any time."""
+        hung = ""
         for _ in range(round(seconds / LOOK_EVERY_S)):
             self.now_s += LOOK_EVERY_S
-            hung = hung or self.watchdog.is_hung()
+            hung = hung or self.watchdog.hung()
         return hung
 
     def step(self, **load: float) -> None:
@@ -38,7 +44,15 @@ def test_a_counter_that_stands_still_is_a_hung_step() -> None:
     assert not loop.look_for(4.5)
     loop.step()
     assert not loop.look_for(5.0)
-    assert loop.look_for(0.5)
+    assert loop.look_for(0.5) == "a step"
+
+
+def test_a_transfer_thread_that_stands_still_is_hung_however_long_a_step_may_be() -> None:
+    loop = Loop()
+    loop.turns = itertools.repeat(7)
+    loop.step(long_step_ms=20_000.0)
+    assert not loop.look_for(5.0)
+    assert loop.look_for(0.5) == "the transfer thread"
 
 
 def test_an_announced_step_gets_its_time() -> None:
@@ -51,10 +65,10 @@ def test_an_announced_step_gets_its_time() -> None:
 def test_a_process_that_was_stopped_is_not_hung_when_it_wakes() -> None:
     """Its step had no more of a chance than its watchdog; it gets what it had left."""
     loop = Loop()
-    loop.watchdog.is_hung()
+    loop.watchdog.hung()
     assert not loop.look_for(3.0)
     loop.now_s += 600.0
-    assert not loop.watchdog.is_hung()
+    assert not loop.watchdog.hung()
     assert not loop.look_for(1.5)
     assert loop.look_for(1.0)
 
@@ -69,7 +83,7 @@ def run_worker_like(
             where the watch is to be the first on a machine that stands still for a second.
     """
     script = f"""
-    import asyncio, ctypes, time
+    import asyncio, ctypes, itertools, time
     from engine.types import EngineLoad
     from baton import worker_watchdog
     from baton.worker_watchdog import Watchdog, device_lost
@@ -81,7 +95,7 @@ def run_worker_like(
         print("not serving", flush=True)
 
     async def main():
-        watchdog = Watchdog(lambda: load, stop_serving, 0.5)
+        watchdog = Watchdog(lambda: load, itertools.count().__next__, stop_serving, 0.5)
         watching = asyncio.create_task(watchdog.watch())
         await asyncio.sleep(0.1)
     """

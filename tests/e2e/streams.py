@@ -59,9 +59,10 @@ def read(client: Client, prompt: list[int], **options) -> Reading:
     def consume() -> None:
         options.setdefault("ignore_eos", True)
         options.setdefault("max_tokens", 300)
+        options.setdefault("timeout_s", 60)
         last = time.monotonic()
         try:
-            with client.stream(token_ids=prompt, timeout_s=60, **options) as stream:
+            with client.stream(token_ids=prompt, **options) as stream:
                 for delta in stream:
                     reading.deltas.append(delta)
                     now = time.monotonic()

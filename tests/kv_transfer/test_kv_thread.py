@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from kv_transfer.factory import make_transport
 from kv_transfer.loopback import LoopbackTransport
 from kv_transfer.pool import PoolMemory
 from kv_transfer.specs import ReceiveSpec, SendSpec
-from kv_transfer.thread import TransferThread
+from kv_transfer.thread import LONGEST_PAUSE_S, TransferThread
 from kv_transfer.types import Notification, TransportError
 from kv_transfer.wire import Chunk, encode
 
@@ -188,3 +189,26 @@ def _send(prefill: LocalWorker, decode: LocalWorker, transfer_id: bytes) -> None
     spec = SendSpec(transfer_id, decode.endpoint.agent_name, 1, PAGES, PAGES, 0, 16, 16)
     prefill.thread.begin_send(spec)
     prefill.thread.chunk_computed(transfer_id, 16, b"tokens")
+
+
+def test_a_thread_with_nothing_to_do_takes_turns_and_one_that_hangs_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker = LocalWorker("loopback", "turning", 4, 4096, 1)
+    wait_until(lambda: worker.thread.turns > 2)
+    hangs, over = threading.Event(), threading.Event()
+
+    def hang() -> list[Notification]:
+        hangs.set()
+        over.wait(WAIT_S)
+        return []
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker.transport, "poll_notifications", hang)
+        assert hangs.wait(WAIT_S)
+        turns = worker.thread.turns
+        time.sleep(1.5 * LONGEST_PAUSE_S)
+        assert worker.thread.turns == turns
+    over.set()
+    wait_until(lambda: worker.thread.turns > turns)
+    worker.close()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import signal
 import time
 
+import pytest
 from streams import bring_back, busy, prompt_of, read
 from waiting import wait_until
 
+from baton.errors import DeadlineError
 from baton.worker_watchdog import EXIT_HUNG
 from struck import DECODES, PREFILLS
 
@@ -35,6 +37,47 @@ def test_a_hung_step_ends_its_worker_and_no_stream(cluster):
     assert "most recent call first" in log
     assert "failpoints.py" in log  # where it hangs
     bring_back(cluster, victim)
+
+
+@pytest.mark.parametrize(
+    ("names", "failpoint", "seed"),
+    [
+        pytest.param(PREFILLS, "transfer.before_push=hang@1", 30, id="prefill"),
+        pytest.param(DECODES, "transfer.chunk_landed=hang@1", 31, id="decode"),
+    ],
+)
+def test_a_hung_transfer_thread_ends_its_worker_and_no_stream(cluster, names, failpoint, seed):
+    """Its steps and its streams go on: nothing else would tell that what it owes never comes."""
+    prompt, options = prompt_of(200, seed=seed), {"temperature": 0.0, "max_tokens": 20}
+    for name in names:
+        cluster.arm(name, failpoint)
+    with cluster.client() as client:
+        reading = read(client, prompt, **options)
+        (victim,) = wait_until(lambda: cluster.fired(*names))
+        for name in set(names) - {victim}:
+            cluster.arm(name, "")
+        reading.end()
+        assert reading.error is None, reading.error
+        assert cluster.wait_gone(victim) == EXIT_HUNG
+        assert "the transfer thread hangs" in (cluster.logs / f"{victim}.log").read_text()
+        bring_back(cluster, victim)
+        again = client.generate(token_ids=prompt, ignore_eos=True, **options)
+        assert tuple(reading.tokens()) == again.token_ids
+
+
+def test_a_hand_off_that_never_comes_ends_with_its_request(cluster):
+    """The prefill worker loses a chunk and says nothing: the grant lasts as long as the request."""
+    for name in PREFILLS:
+        cluster.arm(name, "prefill.chunk=raise")
+    with cluster.client() as client:
+        reading = read(client, prompt_of(200, seed=32), timeout_s=3)
+        reading.until(1)
+        wait_until(lambda: sum(cluster.load(name).granted_pages for name in DECODES))
+        reading.end()
+        assert isinstance(reading.error, DeadlineError), reading.error
+        assert reading.num_tokens == 1
+    cluster.check_baseline()
+    assert quarantined(cluster) == 0
 
 
 def test_death_between_the_last_notification_and_the_first_token(cluster):
