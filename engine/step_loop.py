@@ -56,7 +56,8 @@ class StepLoop:
         self.max_step_tokens = scheduler.config.max_step_tokens
         self._scheduler = scheduler
         self._executor = executor
-        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        # No SimpleQueue: its timed `get` never ends where the time is up before it begins to wait.
+        self._commands: queue.Queue[Command] = queue.Queue()
         self._stopping = False
         self._on_step: OnStep = _unobserved
         self._on_lost: OnLost = _unanswered

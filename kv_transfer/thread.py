@@ -55,8 +55,9 @@ class TransferThread:
         self._make_transport = make_transport
         self._epoch = epoch
         self._on_event = on_event
-        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._started: queue.SimpleQueue[Endpoint | TransportError] = queue.SimpleQueue()
+        # No SimpleQueue: its timed `get` never ends where the time is up before it begins to wait.
+        self._commands: queue.Queue[Command] = queue.Queue()
+        self._started: queue.Queue[Endpoint | TransportError] = queue.Queue()
         self._stop_at_s: float | None = None
         self._left_nothing = True
         self._last_trouble = ""

@@ -165,6 +165,14 @@ asyncio.run(main())
     )
 
 
+def test_nobody_waits_for_a_time_on_a_simple_queue() -> None:
+    """CPython's waits for ever where the time is up before it has begun to wait."""
+    texts = {path: path.read_text() for room in ROOMS for path in (ROOT / room).rglob("*.py")}
+    waiting = [path for path, text in texts.items() if "get(timeout" in text]
+    assert waiting
+    assert [path for path in waiting if "SimpleQueue()" in texts[path]] == []
+
+
 def test_the_repository_names_nothing_outside_itself() -> None:
     """Folders beside the checkout mean nothing to a reader."""
     outside = "../" + "shared"

@@ -13,6 +13,7 @@ from kv_process import WAIT_S, LocalWorker
 from waiting import wait_until
 
 from kv_transfer.events import Delivered, PeerOpened, SendQuiesced, TransferEvent
+from kv_transfer.exchange import Exchange
 from kv_transfer.factory import make_transport
 from kv_transfer.loopback import LoopbackTransport
 from kv_transfer.pool import PoolMemory
@@ -211,4 +212,15 @@ def test_a_thread_with_nothing_to_do_takes_turns_and_one_that_hangs_does_not(
         assert worker.thread.turns == turns
     over.set()
     wait_until(lambda: worker.thread.turns > turns)
+    worker.close()
+
+
+def test_a_wait_for_a_command_ends_however_short_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pause may be over before the thread has begun to wait, as where it loses the processor."""
+    monkeypatch.setattr(Exchange, "pause_s", lambda exchange: 1e-6)
+    worker = LocalWorker("loopback", "restless", 4, 4096, 1)
+    for number in range(3_000):
+        worker.thread.abort_send(number.to_bytes(16, "big"))
+        turns = worker.thread.turns
+        wait_until(lambda: worker.thread.turns > turns + 1, 5, poll_s=0)  # noqa: B023
     worker.close()
