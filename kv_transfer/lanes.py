@@ -49,14 +49,12 @@ class LaneOptions:
     """How a lane moves pages. The same at both ends."""
 
     piece_bytes: int = 128 << 20
-    """Of a staging buffer: a send and a receive have a start of their own, some 20 us."""
+    """Of a staging buffer. Between two H200: 64 MiB give 146-197 GB/s, 128 MiB 225, 256 MiB 231."""
     slots: int = 3
     """Staging buffers of a lane: one is gathered into, one sent from, one still to be let go."""
 
 
 USUAL: Final = LaneOptions()
-RAMP: Final = 8
-"""A batch's first and last pieces are this much smaller than its largest."""
 
 
 class Batch(NamedTuple):
@@ -69,20 +67,9 @@ class Batch(NamedTuple):
 
 
 def cut(num_pages: int, most: int) -> Iterator[slice]:
-    """The pieces of a batch: small ones first, since nothing is on the wire while the first is
-    gathered, and last, since nothing is any more while the last is scattered.
-
-    Args:
-        num_pages: in the batch.
-        most: pages that a staging buffer holds.
-    """
-    least = max(1, most // RAMP)
-    start, size = 0, least
-    while start < num_pages:
-        rest = num_pages - start
-        count = min(rest, size, max(least, rest // 2))
-        yield slice(start, start + count)
-        start, size = start + count, min(most, 2 * size)
+    """The pieces of a batch, all but the last of `most` pages. Smaller ones at both ends, so that
+    the wire has something to do sooner, cost more than they save: 176 GB/s instead of 225."""
+    return (slice(start, min(start + most, num_pages)) for start in range(0, num_pages, most))
 
 
 class _Slot:

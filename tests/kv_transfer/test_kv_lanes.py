@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from functools import partial
 
 import pytest
@@ -10,7 +9,7 @@ from kv_world import NUM_PAGES, PAGE_BYTES, PAGE_TOKENS, World, a_world
 
 from kv_transfer.events import Delivered, Sent
 from kv_transfer.factory import TRANSPORTS
-from kv_transfer.lanes import RAMP, LaneOptions, cut
+from kv_transfer.lanes import LaneOptions
 from kv_transfer.nccl import NcclTransport
 
 
@@ -43,19 +42,3 @@ def send(world: World, num_pages: int) -> None:
     transfer.assert_delivered()
     written = world.decode.pool.any(dim=1).sum()
     assert written == num_pages, "pages were written that nobody granted"
-
-
-@pytest.mark.parametrize("most", [1, 7, 8, 64])
-@pytest.mark.parametrize("num_pages", [1, 2, 8, 9, 63, 64, 65, 1000])
-def test_pieces_grow_and_shrink_and_cover_a_batch(num_pages: int, most: int) -> None:
-    parts = list(cut(num_pages, most))
-    assert [page for part in parts for page in range(num_pages)[part]] == list(range(num_pages))
-    sizes = [part.stop - part.start for part in parts]
-    assert max(sizes) <= most
-    assert max(sizes[0], sizes[-1]) <= max(1, most // RAMP)
-    assert all(b <= 2 * a for a, b in itertools.pairwise(sizes)), "they double at most"
-
-
-def test_a_long_batch_goes_in_pieces_of_the_largest_size() -> None:
-    sizes = [part.stop - part.start for part in cut(512, 64)]
-    assert sizes == [8, 16, 32, 64, 64, 64, 64, 64, 64, 36, 18, 9, 8, 1]
