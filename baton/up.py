@@ -83,6 +83,9 @@ class Plan:
     """Name and admin address of each worker."""
     on_gpus: bool
     drain_s: float
+    claims: tuple[socket.socket, ...] = ()
+    """Of its ports, which nobody listens at before a worker has loaded its model; they hold for as
+    long as the plan is kept."""
 
 
 def plan(options: UpOptions) -> Plan:
@@ -125,6 +128,7 @@ def plan(options: UpOptions) -> Plan:
         worker_admin_addresses=tuple((worker.name, worker.admin) for worker in workers),
         on_gpus=bool(gpus),
         drain_s=options.drain_s,
+        claims=tuple(ports.claims),
     )
 
 
@@ -228,10 +232,12 @@ def _like(port: int | None) -> int | None:
 
 
 class _PortPicker:
-    """Picks free ports, all held until the last is picked so that none is picked twice."""
+    """Picks free ports, all held until the last is picked so that none is picked twice, and claims
+    them towards others that pick meanwhile or later."""
 
     def __init__(self) -> None:
         self._held: list[socket.socket] = []
+        self.claims: list[socket.socket] = []
 
     def __enter__(self) -> _PortPicker:
         return self
@@ -251,15 +257,20 @@ class _PortPicker:
                 ports = [wanted]
         for port in ports:
             holder = socket.socket()
+            claim = socket.socket(socket.AF_UNIX)
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 holder.bind((HOST, port))
                 holder.listen(1)  # two sockets that do not listen may share a port
+                port = holder.getsockname()[1]
+                claim.bind(f"\0baton-up-port-{port}")
             except OSError:
                 holder.close()
+                claim.close()
                 continue
             self._held.append(holder)
-            return f"{HOST}:{holder.getsockname()[1]}"
+            self.claims.append(claim)
+            return f"{HOST}:{port}"
         raise UpError(f"port {ports[0]} is taken")
 
 

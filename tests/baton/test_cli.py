@@ -143,6 +143,18 @@ def test_a_plan_gives_each_process_its_own_ports(monkeypatch: pytest.MonkeyPatch
     assert plan.specs[0].stop_rank < plan.specs[1].stop_rank
 
 
+def test_two_plans_share_no_port_though_nobody_listens_yet() -> None:
+    first, second = (up.plan(up.UpOptions(model="/m", device="cpu")) for _ in range(2))
+    addresses = [
+        {plan.router_address, plan.http_address, plan.admin_address}
+        | {address for _, address in plan.worker_addresses + plan.worker_admin_addresses}
+        for plan in (first, second)
+    ]
+    assert not addresses[0] & addresses[1]
+    with pytest.raises(up.UpError, match="taken"):
+        up.plan(up.UpOptions(model="/m", admin_port=int(first.admin_address.rpartition(":")[2])))
+
+
 def test_a_plan_gives_each_worker_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     plan = up.plan(up.UpOptions(model="/m", grpc_port=0, http_port=0, admin_port=0))
