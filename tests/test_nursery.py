@@ -15,7 +15,7 @@ def test_a_nursery_that_does_not_answer_is_ended_and_says_how_it_was(
 ) -> None:
     monkeypatch.setattr(nursery, "ANSWER_S", 0.5)
     silent = nursery.Nursery(["-c", "import sys; sys.stdin.read()"])
-    with pytest.raises(AssertionError, match=r"no answer within 0.5 s .*--help(.|\n)*sleeping"):
+    with pytest.raises(AssertionError, match=r"no answer within 0.5 s .*--help(.|\n)*'status'"):
         silent.start([sys.executable, "-m", "baton", "--help"], os.environ, tmp_path / "log")
     silent.close()
     assert silent.has_ended

@@ -12,13 +12,14 @@ import torch
 from kv_process import WAIT_S, LocalWorker
 from waiting import wait_until
 
+from kv_transfer import thread
 from kv_transfer.events import Delivered, PeerOpened, SendQuiesced, TransferEvent
 from kv_transfer.exchange import Exchange
 from kv_transfer.factory import make_transport
 from kv_transfer.loopback import LoopbackTransport
 from kv_transfer.pool import PoolMemory
 from kv_transfer.specs import ReceiveSpec, SendSpec
-from kv_transfer.thread import LONGEST_PAUSE_S, TransferThread
+from kv_transfer.thread import TransferThread
 from kv_transfer.types import Notification, TransportError
 from kv_transfer.wire import Chunk, encode
 
@@ -195,6 +196,7 @@ def _send(prefill: LocalWorker, decode: LocalWorker, transfer_id: bytes) -> None
 def test_a_thread_with_nothing_to_do_takes_turns_and_one_that_hangs_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(thread, "LONGEST_PAUSE_S", 0.02)
     worker = LocalWorker("loopback", "turning", 4, 4096, 1)
     wait_until(lambda: worker.thread.turns > 2)
     hangs, over = threading.Event(), threading.Event()
@@ -208,7 +210,7 @@ def test_a_thread_with_nothing_to_do_takes_turns_and_one_that_hangs_does_not(
         patch.setattr(worker.transport, "poll_notifications", hang)
         assert hangs.wait(WAIT_S)
         turns = worker.thread.turns
-        time.sleep(1.5 * LONGEST_PAUSE_S)
+        time.sleep(0.2)
         assert worker.thread.turns == turns
     over.set()
     wait_until(lambda: worker.thread.turns > turns)
@@ -222,5 +224,5 @@ def test_a_wait_for_a_command_ends_however_short_it_is(monkeypatch: pytest.Monke
     for number in range(3_000):
         worker.thread.abort_send(number.to_bytes(16, "big"))
         turns = worker.thread.turns
-        wait_until(lambda: worker.thread.turns > turns + 1, 5, poll_s=0)  # noqa: B023
+        wait_until(lambda: worker.thread.turns > turns + 1, poll_s=0)  # noqa: B023
     worker.close()

@@ -70,7 +70,7 @@ def test_a_hand_off_that_never_comes_ends_with_its_request(cluster):
     for name in PREFILLS:
         cluster.arm(name, "prefill.chunk=raise")
     with cluster.client() as client:
-        reading = read(client, prompt_of(200, seed=32), timeout_s=3)
+        reading = read(client, prompt_of(200, seed=32), timeout_s=5)
         reading.until(1)
         wait_until(lambda: sum(cluster.load(name).granted_pages for name in DECODES))
         reading.end()
