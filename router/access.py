@@ -9,13 +9,15 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from baton.inference.v1 import inference_pb2 as api
+if TYPE_CHECKING:
+    from router.jobs import JobTimings
 
 logger = logging.getLogger("baton.access")
 
 _PHASES = ("queue", "prefill", "kv_transfer", "decode_queue", "decode")
-"""Of `Timings`, in their order."""
+"""Of `JobTimings`, in their order."""
 
 
 @dataclass(slots=True)
@@ -38,10 +40,10 @@ class AccessRecord:
     workers: list[str] = field(default_factory=list)
     """Who was given a part of it, in this order, once for each attempt; set by the dispatcher."""
 
-    def add_timings(self, timings: api.Timings) -> None:
+    def add_timings(self, timings: JobTimings) -> None:
         """Where a generation's time went."""
         for phase in _PHASES:
-            seconds = getattr(timings, phase).ToNanoseconds() / 1e9
+            seconds = getattr(timings, f"{phase}_ns") / 1e9
             self.phases_s[phase] = self.phases_s.get(phase, 0.0) + seconds
 
     def write(self, trace_id: str, arrived_ns: int, status: str | int, reason: str = "") -> None:

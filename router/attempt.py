@@ -27,7 +27,6 @@ import enum
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from baton.worker.v1 import worker_pb2
@@ -236,7 +235,7 @@ class Attempt:
             self._over(Fault(worker, worker_pb2.FAILURE_REASON_KV_TRANSFER))
             return
         if (choice := choices[tokens.choice]) != tokens.choice:
-            tokens = replace(tokens, choice=choice)
+            tokens = tokens._replace(choice=choice)
         self.run.add([tokens])
 
     def worker_lost(self, worker: WorkerLink) -> None:
@@ -281,7 +280,10 @@ class Attempt:
         return leg.mode == worker_pb2.WORK_MODE_WHOLE or self.phase is Phase.PREFILLING
 
     def _leg_of(self, worker: WorkerLink) -> Leg | None:
-        return next((leg for leg in self.legs if leg.worker is worker), None)
+        for leg in (self.prefill, self.decode):
+            if leg is not None and leg.worker is worker:
+                return leg
+        return None
 
     def _granted(self, grant: worker_pb2.Grant) -> None:
         if self.prefill is not None and self.prefill.open:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from baton.worker.v1 import worker_pb2
@@ -32,7 +32,7 @@ from router.attempt import Attempt
 from router.events import NO_EVENTS, RouterEvents
 from router.faults import Fault, error_of, refusal
 from router.job_run import JobRun
-from router.jobs import Job, JobEvent, JobFinished, ServedModel
+from router.jobs import Job, JobEvent, ServedModel
 from router.local_prefill import LocalPrefill, LocalReason
 from router.models import Models
 from router.policies import POLICIES
@@ -118,20 +118,21 @@ class JobDispatcher:
         """See `router.jobs.Dispatcher.largest_pool_tokens`."""
         return routing.largest_pool_tokens(job, self._workers, self._local)
 
-    async def run(self, job: Job) -> AsyncGenerator[JobEvent, None]:
+    async def run(self, job: Job, tell: Callable[[JobEvent], None]) -> None:
         """Runs a job; see `router.jobs.Dispatcher.run`."""
-        run = self._runs[job] = JobRun(job)
+        run = self._runs[job] = JobRun(job, tell)
         self._idle.clear()
         try:
             self._admit_or_reject(run.shares[0])
-            while not isinstance(event := await run.next_event(), JobFinished):
-                yield event
-            yield event
+            await run.wait()
         finally:
             self._leave(run)
 
     def end_choice(self, job: Job, choice: int) -> None:
-        """The choice needs no more tokens."""
+        """The choice needs no more tokens. Told in the middle of a handler: done after it."""
+        asyncio.get_running_loop().call_soon(self._end_choice, job, choice)
+
+    def _end_choice(self, job: Job, choice: int) -> None:
         run = self._runs.get(job)
         if run is None or run.over or choice >= len(run.choices):
             return

@@ -17,7 +17,8 @@ from baton.inference.v1 import inference_pb2 as api
 from router.auth import OPEN, Gate
 from router.calls import Call, Edge
 from router.events import NO_EVENTS, RouterEvents
-from router.generation import Generations
+from router.generation import GenerationRequest, Generations
+from router.outputs import Messages
 from router.validation import Limits
 
 if TYPE_CHECKING:
@@ -59,16 +60,19 @@ class InferenceService:
             (grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),)
         )
 
-    def stream_generate(
-        self, request: api.StreamGenerateRequest, call: Call
+    async def stream_generate(
+        self, request: GenerationRequest, call: Call
     ) -> AsyncGenerator[api.StreamGenerateResponse, None]:
         """StreamGenerate."""
-        return self._generations.stream(request, call)
+        messages = Messages()
+        async with aclosing(self._generations.stream(request, call)) as outputs:
+            async for output in outputs:
+                yield messages.of(output)
 
     async def generate(self, request: api.GenerateRequest, call: Call) -> api.GenerateResponse:
         """Generate: the stream, folded into one message."""
         whole = _Whole()
-        async with aclosing(self._generations.stream(request, call)) as messages:
+        async with aclosing(self.stream_generate(request, call)) as messages:
             async for message in messages:
                 whole.add(message)
         return whole.response()

@@ -2,19 +2,20 @@
 
 1. Admit: validate, find the model and its tokenizer. All violations are reported at once.
 2. Tokenize, fill in every default, draw a seed: a `Job`.
-3. Run: a *pump* task reads the dispatcher, judges stop texts and fills an `Outbox`, so that a
-   client that reads slowly holds up neither the dispatcher nor its own stop texts.
-4. The messages are taken out at the client's pace.
+3. Run: the dispatcher tells what comes, from within the handler of a worker's message; stop texts
+   are judged and an `Outbox` is filled there and then, so that a client that reads slowly holds up
+   neither the dispatcher nor its own stop texts.
+4. The outputs are taken out at the client's pace: all that a token wakes is the client's own task.
 
-However it ends, the dispatcher's iterator is closed before `Generations.stream` returns.
+However it ends, the dispatcher is done with the job before `Generations.stream` returns.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,6 +29,7 @@ from router.jobs import (
     ChoiceEnded,
     Dispatcher,
     Job,
+    JobEvent,
     JobFinished,
     JobStarted,
     JobTimings,
@@ -37,13 +39,10 @@ from router.jobs import (
 from router.outputs import (
     FINISH_REASONS,
     ChoiceOutput,
-    Delta,
     Finished,
     Outbox,
     Output,
-    delta_message,
-    finished_message,
-    started_message,
+    Started,
 )
 from router.request_span import RequestSpan
 from router.tokenization import ChatTemplateError, PromptIds, Tokenizer, Tokenizers
@@ -71,10 +70,8 @@ class Generations:
         self._limits = limits
         self._events = events
 
-    async def stream(
-        self, request: GenerationRequest, call: Call
-    ) -> AsyncGenerator[api.StreamGenerateResponse, None]:
-        """The messages of one generation; see StreamGenerate for their grammar.
+    async def stream(self, request: GenerationRequest, call: Call) -> AsyncGenerator[Output, None]:
+        """What one generation gives, in the order of StreamGenerate's messages.
 
         Raises:
             RouterError: why it was refused or could not be finished.
@@ -89,10 +86,10 @@ class Generations:
                 self._shorten(job)
             span.describe_job(job)
             generation = _Generation(self._dispatcher, job, request.input, tokenizer, self._limits)
-            async with aclosing(generation.messages()) as messages:
-                async for message in messages:
-                    span.observe(message)
-                    yield message
+            async with generation.running() as outbox:
+                while (output := await outbox.take()) is not None:
+                    span.observe(output)
+                    yield output
 
     async def tokenize(self, request: api.TokenizeRequest) -> api.TokenizeResponse:
         """Token ids of a text or of chat turns, and their texts where these are asked for.
@@ -218,31 +215,32 @@ class _Generation:
     ) -> None:
         self._dispatcher = dispatcher
         self._job = job
-        self._output = generation.output
         self._outbox = Outbox(limits.max_unread_tokens)
         self._choices = [
             _choice_output(index, job, generation, tokenizer) for index in range(job.choices)
         ]
-        self._started: JobStarted | None = None
+        self._started: Started | None = None
         self._last: Finished | None = None
-        self._first_token_ns = 0
+        self._finished = False
 
-    async def messages(self) -> AsyncGenerator[api.StreamGenerateResponse, None]:
-        """The messages, at the reader's pace."""
-        pump = asyncio.create_task(self._pump())
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Outbox]:
+        """Runs the job while its outputs are taken out of the outbox."""
+        work = asyncio.create_task(self._run())
         try:
-            while (output := await self._outbox.take()) is not None:
-                yield self._message(output)
+            yield self._outbox
         finally:
-            pump.cancel()
-            await asyncio.wait([pump])
+            work.cancel()
+            await asyncio.wait([work])
 
-    async def _pump(self) -> None:
-        """Reads the dispatcher to the end, and closes the outbox whatever happens."""
+    async def _run(self) -> None:
+        """Runs the job to its end, and closes the outbox whatever happens."""
         left_s = (self._job.deadline_ns - time.time_ns()) / 1e9
         try:
             async with asyncio.timeout(left_s) as deadline:
-                await self._run()
+                await self._dispatcher.run(self._job, self._hear)
+            if not self._finished:
+                raise RuntimeError("the dispatcher returned before JobFinished")
         except Exception as error:
             if isinstance(error, TimeoutError) and deadline.expired():
                 error = errors.deadline_exceeded(self._outbox.tokens_put)
@@ -254,23 +252,18 @@ class _Generation:
         else:
             self._outbox.close()
 
-    async def _run(self) -> None:
-        finished = False
-        async with aclosing(self._dispatcher.run(self._job)) as events:
-            async for event in events:
-                match event:
-                    case JobStarted():
-                        self._started = event
-                        self._outbox.put(event)
-                    case JobTokens():
-                        self._take_tokens(event)
-                    case ChoiceEnded():
-                        self._end_by_worker(event)
-                    case JobFinished(timings):
-                        self._finish(timings)
-                        finished = True
-        if not finished:
-            raise RuntimeError("the dispatcher's iterator ended before JobFinished")
+    def _hear(self, event: JobEvent) -> None:
+        match event:
+            case JobTokens():
+                self._take_tokens(event)
+            case JobStarted():
+                self._started = Started(self._job, *event)
+                self._outbox.put(self._started)
+            case ChoiceEnded():
+                self._end_by_worker(event)
+            case JobFinished(timings):
+                self._finish(timings)
+                self._finished = True
 
     def _take_tokens(self, event: JobTokens) -> None:
         if self._started is None:
@@ -312,16 +305,6 @@ class _Generation:
         self._outbox.put(
             Finished(self._last.choice, self._last.reason, self._last.stop_text, usage, timings)
         )
-
-    def _message(self, output: Output) -> api.StreamGenerateResponse:
-        match output:
-            case JobStarted():
-                return started_message(self._job, output, self._output)
-            case Delta():
-                self._first_token_ns = self._first_token_ns or time.time_ns()
-                return delta_message(output)
-            case Finished():
-                return finished_message(output, self._first_token_ns - self._job.arrived_ns)
 
 
 def _choice_output(

@@ -1,4 +1,4 @@
-"""A job between `Dispatcher.run` and its last event: what its reader has been told.
+"""A job between `Dispatcher.run` and its last event: what its reader is told.
 
 Life: its shares (`router.share`) wait, run and are done -> OVER: finished, failed, or left by its
 reader. What happens to the attempts stays hidden: the reader sees one start, tokens without gap or
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from router.jobs import (
@@ -29,14 +29,13 @@ from router.share import Share
 from router.stopping import end_of
 
 if TYPE_CHECKING:
-    from router.errors import RouterError
     from router.link import WorkerLink
 
 
 class JobRun:
-    """One job, its choices, and the events that its reader has not read yet."""
+    """One job, its choices, and what its reader cannot be told yet."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, tell: Callable[[JobEvent], None]) -> None:
         self.job = job
         # Counted on a steady clock from here on: the other one may jump.
         self._ends_s = time.monotonic() + (job.deadline_ns - job.arrived_ns) / 1e9
@@ -46,8 +45,11 @@ class JobRun:
         self.shares = [Share(self, tuple(range(job.choices)))]
         self.lost: set[WorkerLink] = set()
         """Workers that were lost while they had it in hand."""
-        self._events: asyncio.Queue[JobEvent | RouterError] = asyncio.Queue()
+        self._tell = tell
+        self._ended = asyncio.Event()
+        self._error: Exception | None = None
         self._held: list[JobEvent] = []
+        """What is known before the start; nothing waits after it."""
         self._cached_prompt_tokens = 0
         self._prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
@@ -106,59 +108,71 @@ class JobRun:
     def scored(self, prompt_logprobs: tuple[TokenLogprobs, ...]) -> None:
         """The prefill side knows the prompt's log probabilities."""
         self._prompt_logprobs = prompt_logprobs
-        self._tell(())
+        self._pass_on(())
 
     def prefill_over(self) -> None:
         """Nothing more comes from the prefill side: nothing is waited for any more."""
         self._prompt_logprobs = self._prompt_logprobs or ()
-        self._tell(())
+        self._pass_on(())
 
     def add(self, runs: Iterable[JobTokens]) -> None:
         """Takes tokens in any order."""
         for run in runs:
             if run.choice < len(self.choices):
-                self._tell(self.choices[run.choice].add(run))
+                self._pass_on(self.choices[run.choice].add(run))
 
     def end_choice(self, end: ChoiceEnded) -> None:
         """Takes a choice's end, which may overtake its tokens."""
         if end.choice < len(self.choices):
-            self._tell(self.choices[end.choice].end(end))
+            self._pass_on(self.choices[end.choice].end(end))
 
     def finish(self, timings: JobTimings) -> None:
         """Tells the last event."""
-        if not self.over:
+        if not self.over and not self.started:
             self._start()
-            self.over = True
-            self._events.put_nowait(JobFinished(timings))
+        self._say(JobFinished(timings))
+        self._end()
 
-    def fail(self, error: RouterError) -> None:
-        """Tells the error."""
-        if not self.over:
-            self.over = True
-            self._events.put_nowait(error)
+    def fail(self, error: Exception) -> None:
+        """Ends it with an error."""
+        self._end(error)
 
-    async def next_event(self) -> JobEvent:
-        """What the reader is told next, as soon as there is something.
+    async def wait(self) -> None:
+        """Returns behind the last event.
 
         Raises:
-            RouterError: as given to `fail`.
+            Exception: as given to `fail`, or raised by the reader.
         """
-        event = await self._events.get()
-        if isinstance(event, Exception):
-            raise event
-        return event
+        await self._ended.wait()
+        if self._error is not None:
+            raise self._error
 
-    def _tell(self, events: Sequence[JobEvent]) -> None:
-        """Passes events on; holds them while the prompt's log probabilities are owed first."""
+    def _pass_on(self, events: Sequence[JobEvent]) -> None:
+        """Tells events; holds them while the prompt's log probabilities are owed first."""
+        if self.started:
+            for event in events:
+                self._say(event)
+            return
         self._held += events
-        if self._held and not self.over and not self.owes_scores:
+        if self._held and not self.owes_scores:
             self._start()
 
     def _start(self) -> None:
-        if not self.started:
-            self.started = True
-            scores = self._prompt_logprobs or ()
-            self._events.put_nowait(JobStarted(self._cached_prompt_tokens, scores))
+        self.started = True
+        self._say(JobStarted(self._cached_prompt_tokens, self._prompt_logprobs or ()))
         for event in self._held:
-            self._events.put_nowait(event)
+            self._say(event)
         self._held.clear()
+
+    def _say(self, event: JobEvent) -> None:
+        if self.over:
+            return
+        try:
+            self._tell(event)
+        except Exception as error:
+            self._end(error)
+
+    def _end(self, error: Exception | None = None) -> None:
+        if not self.over:
+            self.over, self._error = True, error
+            self._ended.set()

@@ -1,22 +1,22 @@
 """What the front doors hand to the dispatcher, and what they hear back.
 
-A *job* is one request after validation and tokenizing. A front door makes it and reads
-`Dispatcher.run(job)`:
+A *job* is one request after validation and tokenizing. A front door makes it, awaits
+`Dispatcher.run(job, tell)`, and is told meanwhile:
 
 1. `JobStarted`, once, when the first token is known;
 2. `JobTokens`, per choice without gap or duplicate, and `ChoiceEnded`, once per choice after its
    last token, unless the front door ended that choice itself (`Dispatcher.end_choice`);
-3. `JobFinished`, once every choice has ended, and then the iterator is exhausted.
+3. `JobFinished`, once every choice has ended, and then `run` returns.
 
-Anything else is a `RouterError`, raised out of the iterator. Closing or cancelling the iterator at
-any point cancels the work. Failover happens behind it: a resumed job goes on at the next index.
+Anything else is a `RouterError`, raised out of `run`. Cancelling it at any point cancels the work.
+Failover happens behind it: a resumed job goes on at the next index.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 if TYPE_CHECKING:
     import numpy as np
@@ -71,7 +71,7 @@ class Job:
     arrived_ns: int
     """Unix nanoseconds, as every time here."""
     deadline_ns: int
-    """The front door closes the iterator then; workers and admission need it too."""
+    """The front door cancels it then; workers and admission need it too."""
     context: Context
     """Holds the request's span: the parent of the dispatcher's spans."""
     priority: int = 0
@@ -96,8 +96,7 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class JobStarted:
+class JobStarted(NamedTuple):
     """The first token is known."""
 
     cached_prompt_tokens: int = 0
@@ -105,8 +104,7 @@ class JobStarted:
     """Of the prompt's tokens from the second on, where the job asks for them."""
 
 
-@dataclass(frozen=True, slots=True)
-class JobTokens:
+class JobTokens(NamedTuple):
     """New tokens of one choice, continuing exactly where the previous ones ended."""
 
     choice: int
@@ -181,19 +179,23 @@ class Dispatcher(Protocol):
         where nobody could run the job now. Choices of one job share a pool."""
         ...
 
-    def run(self, job: Job) -> AsyncGenerator[JobEvent, None]:
-        """Queues and runs a job. `aclose()` and cancellation end the work wherever it is.
+    async def run(self, job: Job, tell: Callable[[JobEvent], None]) -> None:
+        """Queues and runs a job; returns behind its last event. Cancelling ends the work wherever
+        it is.
 
-        Work starts with the first `anext`. Events wait in the iterator without blocking anyone
-        else's; a reader that stops costs the memory of its own tokens only.
+        Args:
+            job: what to run.
+            tell: hears each event from within the handler of what brought it, so that a token
+                wakes nobody on its way to the front door. It never waits, and calls back nothing
+                but `end_choice`. What it raises ends this job alone, and is raised here.
 
-        Raises (out of the iterator):
+        Raises:
             RouterError: why the job could not be finished.
         """
         ...
 
     def end_choice(self, job: Job, choice: int) -> None:
-        """A stop text was met: the choice needs no more tokens.
+        """A stop text was met: the choice needs no more tokens. Done soon, not at once.
 
         Tokens and the `ChoiceEnded` of that choice may still come and are ignored; `JobFinished`
         does not wait for it any more. Unknown, ended or already closed: no-op.

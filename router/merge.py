@@ -36,6 +36,9 @@ class ChoiceMerger:
         """Takes a run in any order; returns what it makes known: tokens, the end, or nothing."""
         if self.ended:
             return []
+        if run.first_index == len(self.token_ids) and not self._waiting:  # Nearly always.
+            self.token_ids += run.token_ids
+            return [run, *self._take_end()]
         self._waiting.append(run)
         return [*self._take_contiguous(), *self._take_end()]
 

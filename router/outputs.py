@@ -3,23 +3,24 @@
 1. `ChoiceOutput` turns the tokens of one choice into `Delta`s: text, stop texts, log probabilities.
 2. `Outbox` holds what the client has not taken yet: one token a message while the client keeps up,
    merged only while it does not, refused over a bound.
-3. `started_message`, `delta_message` and `finished_message` are the forms on the wire.
+3. `Messages` gives what is taken out its form in the gRPC API.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from google.protobuf import duration_pb2
 
 from baton.inference.v1 import inference_pb2 as api
 from baton.worker.v1 import worker_pb2
 from router import errors
-from router.jobs import Job, JobStarted, JobTimings, JobTokens, TokenLogprobs
+from router.jobs import Job, JobTimings, JobTokens, TokenLogprobs
 
 if TYPE_CHECKING:
     from router.detokenization import Detokenizer, StopTexts
@@ -31,15 +32,24 @@ FINISH_REASONS: Final = {
 }
 
 
+class Started(NamedTuple):
+    """The first token of a job is known."""
+
+    job: Job
+    cached_prompt_tokens: int
+    prompt_logprobs: Sequence[TokenLogprobs]
+    """As `JobStarted` has them."""
+
+
 @dataclass(slots=True)
 class Delta:
     """New tokens of one choice, and the text that became complete with them."""
 
     choice: int
     first_index: int
-    token_ids: list[int] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    token_ids: list[int]
+    texts: list[str]
+    logprobs: list[TokenLogprobs]
 
     def extend(self, later: Delta) -> None:
         """Takes in the tokens that follow these."""
@@ -59,7 +69,7 @@ class Finished:
     timings: JobTimings | None = None
 
 
-Output = JobStarted | Delta | Finished
+Output = Started | Delta | Finished
 
 
 class ChoiceOutput:
@@ -92,16 +102,16 @@ class ChoiceOutput:
         """Takes new tokens, up to the one that completes a stop text."""
         if event.first_index != self.num_tokens:
             raise RuntimeError("tokens are missing or doubled")
-        delta = Delta(self.choice, self.num_tokens)
+        texts = []
         for token_id in event.token_ids:
             self.num_tokens += 1
-            delta.token_ids.append(token_id)
             if text := self._text(token_id):
-                delta.texts.append(text)
+                texts.append(text)
             if self.stop_text is not None:
                 break
-        delta.logprobs += event.logprobs[: len(delta.token_ids)]
-        return delta
+        count = self.num_tokens - event.first_index
+        token_ids, logprobs = list(event.token_ids[:count]), list(event.logprobs[:count])
+        return Delta(self.choice, event.first_index, token_ids, texts, logprobs)
 
     def rest(self) -> Delta | None:
         """Text still held back when the choice has ended; a delta without tokens."""
@@ -110,7 +120,7 @@ class ChoiceOutput:
             text += self._detokenizer.finish()
         if not text or self._omit_text:
             return None
-        return Delta(self.choice, self.num_tokens, texts=[text])
+        return Delta(self.choice, self.num_tokens, [], [text], [])
 
     def _text(self, token_id: int) -> str:
         if self._detokenizer is None:
@@ -145,7 +155,8 @@ class Outbox:
         self._tokens_taken = 0
         self._closed = False
         self._error: BaseException | None = None
-        self._changed = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None
+        """What the reader waits for, or last waited for."""
 
     @property
     def tokens_put(self) -> int:
@@ -162,12 +173,12 @@ class Outbox:
             self._put_delta(output)
         else:
             self._waiting.append(output)
-        self._changed.set()
+        self._wake()
 
     def close(self, error: BaseException | None = None) -> None:
         """Nothing follows. The reader meets the error behind everything that waits."""
         self._closed, self._error = True, error
-        self._changed.set()
+        self._wake()
 
     async def take(self) -> Output | None:
         """The next output; None at the end.
@@ -180,14 +191,18 @@ class Outbox:
                 raise self._error
             if self._closed:
                 return None
-            self._changed.clear()
-            await self._changed.wait()
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
         output = self._waiting.popleft()
         if isinstance(output, Delta):
             del self._open_deltas[output.choice]
             self._tokens_waiting -= len(output.token_ids)
             self._tokens_taken += len(output.token_ids)
         return output
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     def _put_delta(self, delta: Delta) -> None:
         waiting = self._tokens_waiting + len(delta.token_ids)
@@ -203,10 +218,27 @@ class Outbox:
             self._open_deltas[delta.choice] = delta
 
 
-def started_message(
-    job: Job, started: JobStarted, output: api.OutputOptions
-) -> api.StreamGenerateResponse:
-    """First message of a stream."""
+class Messages:
+    """The messages of one generation, as the gRPC API has them."""
+
+    def __init__(self) -> None:
+        self._arrived_ns = 0
+        self._first_token_ns = 0
+
+    def of(self, output: Output) -> api.StreamGenerateResponse:
+        """The message of the next output that leaves for the client."""
+        match output:
+            case Delta():
+                self._first_token_ns = self._first_token_ns or time.time_ns()
+                return _delta_message(output)
+            case Started(job):
+                self._arrived_ns = job.arrived_ns
+                return _started_message(job, output)
+            case Finished():
+                return _finished_message(output, self._first_token_ns - self._arrived_ns)
+
+
+def _started_message(job: Job, started: Started) -> api.StreamGenerateResponse:
     message = api.GenerationStarted(
         generation_id=job.id,
         model=job.model.name,
@@ -214,14 +246,13 @@ def started_message(
         prompt_tokens=job.prompt_tokens,
         cached_prompt_tokens=started.cached_prompt_tokens,
     )
-    if output.prompt_logprobs:
+    if job.prompt_logprobs:
         message.prompt_logprobs.add()  # The first token has none.
         message.prompt_logprobs.extend(_logprobs(started.prompt_logprobs))
     return api.StreamGenerateResponse(started=message)
 
 
-def delta_message(delta: Delta) -> api.StreamGenerateResponse:
-    """Tokens of one choice."""
+def _delta_message(delta: Delta) -> api.StreamGenerateResponse:
     return api.StreamGenerateResponse(
         delta=api.TokenDelta(
             choice_index=delta.choice,
@@ -233,8 +264,9 @@ def delta_message(delta: Delta) -> api.StreamGenerateResponse:
     )
 
 
-def finished_message(finished: Finished, time_to_first_token_ns: int) -> api.StreamGenerateResponse:
-    """The end of one choice."""
+def _finished_message(
+    finished: Finished, time_to_first_token_ns: int
+) -> api.StreamGenerateResponse:
     message = api.GenerationFinished(
         choice_index=finished.choice,
         finish_reason=finished.reason,

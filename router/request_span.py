@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from baton.inference.v1 import inference_pb2 as api
 from router.errors import RouterError
+from router.outputs import Delta, Finished, Output, Started
 from telemetry.names import Attr, SpanName
 from telemetry.tracing import context_of, end_span, start_span, trace_id_of
 
@@ -132,19 +133,19 @@ class RequestSpan:
             }
         )
 
-    def observe(self, message: api.StreamGenerateResponse) -> None:
-        """Takes note of a message on its way to the client."""
-        match message.WhichOneof("event"):
-            case "started":
-                cached = message.started.cached_prompt_tokens
+    def observe(self, output: Output) -> None:
+        """Takes note of what is on its way to the client."""
+        match output:
+            case Delta():
+                self._observe_tokens(output)
+            case Started():
+                cached = output.cached_prompt_tokens
                 self._span.set_attribute(Attr.CACHED_INPUT_TOKENS, cached)
                 self._record.cached_prompt_tokens += cached
-            case "delta":
-                self._observe_tokens(message.delta)
-            case "finished":
-                self._observe_end(message.finished)
+            case Finished():
+                self._observe_end(output)
 
-    def _observe_tokens(self, delta: api.TokenDelta) -> None:
+    def _observe_tokens(self, delta: Delta) -> None:
         if not delta.token_ids:  # Text that was held back.
             return
         now_s = self._call.passed_s
@@ -157,8 +158,8 @@ class RequestSpan:
                 self._record.first_token_s = now_s
         count = len(delta.token_ids)
         gap_s = None
-        if (pace := self._paces.get(delta.choice_index)) is None:
-            self._paces[delta.choice_index] = _Pace(now_s, now_s, count)
+        if (pace := self._paces.get(delta.choice)) is None:
+            self._paces[delta.choice] = _Pace(now_s, now_s, count)
         else:
             gap_s = now_s - pace.last_s
             pace.last_s, pace.tokens = now_s, pace.tokens + count
@@ -166,11 +167,11 @@ class RequestSpan:
         self._record.output_tokens += count
         self._events.tokens(self._model, count, gap_s)
 
-    def _observe_end(self, finished: api.GenerationFinished) -> None:
-        reason = _FINISH_WORDS[finished.finish_reason]
-        self._finish_reasons[finished.choice_index] = reason
+    def _observe_end(self, finished: Finished) -> None:
+        reason = _FINISH_WORDS[finished.reason]
+        self._finish_reasons[finished.choice] = reason
         self._record.finish_reasons.append(reason)
-        if finished.HasField("timings"):
+        if finished.timings is not None:
             self._record.add_timings(finished.timings)
 
 

@@ -112,6 +112,8 @@ class RouterMetrics(ProcessMetrics):
         self._first_token = self._histogram(Metric.TIME_TO_FIRST_TOKEN)
         self._per_token = self._histogram(Metric.TIME_PER_OUTPUT_TOKEN)
         self._inter_token = self._histogram(Metric.INTER_TOKEN)
+        self._of_model: dict[str, tuple[Counter, Histogram]] = {}
+        """Output tokens and the times between them: looked up once, not for every token."""
         self._duration = self._histogram(Metric.REQUEST_DURATION)
         self._watch(load, _ROUTER_ROWS)
         self.registry.register(Samples(Metric.WORKER_UP, _WorkersUp(load)))
@@ -151,9 +153,13 @@ class RouterMetrics(ProcessMetrics):
 
     def tokens(self, model: str, count: int, seconds_since_last: float | None) -> None:
         """A message of tokens left for the client; None for its first."""
-        self._output_tokens.labels(model).inc(count)
+        if (of_model := self._of_model.get(model)) is None:
+            of_model = self._output_tokens.labels(model), self._inter_token.labels(model)
+            self._of_model[model] = of_model
+        output_tokens, inter_token = of_model
+        output_tokens.inc(count)
         if seconds_since_last is not None:
-            self._inter_token.labels(model).observe(seconds_since_last)
+            inter_token.observe(seconds_since_last)
 
     def ended(
         self,

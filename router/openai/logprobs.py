@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from baton.inference.v1 import inference_pb2 as api
 from router.openai.statuses import JSON
 
 if TYPE_CHECKING:
+    from router.jobs import TokenLogprobs
     from router.tokenization import Tokenizer
 
 _LEAST: Final = -9999.0
@@ -41,19 +41,24 @@ class Scorer:
         self._special_ids = tokenizer.special_ids if tokenizer is not None else frozenset[int]()
 
     def score(
-        self, token_ids: Iterable[int], records: Sequence[api.TokenLogprobs]
+        self, token_ids: Iterable[int], records: Iterable[TokenLogprobs | None]
     ) -> list[ScoredToken]:
-        """Takes the next tokens."""
+        """Takes the next tokens; the first of a prompt has no record."""
         scored = []
         for token_id, record in zip(token_ids, records, strict=True):
             text = _text(self._tokenizer, token_id)
-            logprob = _clamped(record.logprob) if record.HasField("logprob") else None
-            top = tuple(
-                (_text(self._tokenizer, one.token_id), _clamped(one.logprob)) for one in record.top
-            )
-            scored.append(ScoredToken(text, self.offset, logprob, top))
+            logprob = None if record is None else _clamped(record.logprob)
+            scored.append(ScoredToken(text, self.offset, logprob, self._top(record)))
             self.offset += 0 if token_id in self._special_ids else len(text)
         return scored
+
+    def _top(self, record: TokenLogprobs | None) -> tuple[tuple[str, float], ...]:
+        if record is None:
+            return ()
+        return tuple(
+            (_text(self._tokenizer, token_id), _clamped(logprob))
+            for token_id, logprob in zip(record.top_ids, record.top_logprobs, strict=True)
+        )
 
 
 def completion_logprobs(tokens: Sequence[ScoredToken]) -> JSON:

@@ -10,15 +10,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar
 
 from baton.inference.v1 import inference_pb2 as api
 from router.openai.logprobs import ScoredToken, Scorer
+from router.outputs import Delta, Finished, Started
 
 if TYPE_CHECKING:
     from router.calls import Call
     from router.generation import GenerationRequest, Generations
+    from router.jobs import TokenLogprobs
     from router.openai.schema import StreamOptions
     from router.openai.statuses import JSON
     from router.tokenization import Tokenizer
@@ -34,10 +36,10 @@ Item = TypeVar("Item")
 
 @dataclass(slots=True)
 class Piece:
-    """What one message adds to one choice of a reply."""
+    """What one output adds to one choice of a reply."""
 
     choice: int
-    texts: list[str] = field(default_factory=list)
+    texts: list[str]
     scored: list[ScoredToken] | None = None
     """Log probabilities, where they are asked for."""
     finish_reason: str | None = None
@@ -96,11 +98,6 @@ class Order:
     tokens_as_ids: bool = False
 
     @property
-    def choices(self) -> int:
-        """Of each prompt."""
-        return self.requests[0].input.choices or 1
-
-    @property
     def stream(self) -> bool:
         """Whether the caller wants chunks."""
         return isinstance(self.requests[0], api.StreamGenerateRequest)
@@ -113,6 +110,7 @@ class Reply:
         self.stream = order.stream
         self._order = order
         self._call = call
+        self._choices_per_prompt = order.requests[0].input.choices or 1
         self._streams = [generations.stream(request, call) for request in order.requests]
         self._choices: dict[int, _Choice] = {}
         """By index in the reply; added when their prompt's generation starts."""
@@ -153,34 +151,33 @@ class Reply:
             yield {**self._head, "choices": [], "usage": self._usage.json()}
 
     async def _pieces(self) -> AsyncGenerator[Piece, None]:
-        async with aclosing(merged(self._streams)) as messages:
-            async for prompt, message in messages:
-                first = prompt * self._order.choices
-                match message.WhichOneof("event"):
-                    case "started":
-                        for piece in self._start(prompt, message.started):
+        async with aclosing(merged(self._streams)) as outputs:
+            async for prompt, output in outputs:
+                first = prompt * self._choices_per_prompt
+                match output:
+                    case Delta():
+                        self._usage.output_tokens += len(output.token_ids)
+                        yield self._choices[first + output.choice].add(output)
+                    case Started():
+                        for piece in self._start(prompt, output):
                             yield piece
-                    case "delta":
-                        self._usage.output_tokens += len(message.delta.token_ids)
-                        yield self._choices[first + message.delta.choice_index].add(message.delta)
-                    case "finished":
-                        finished = message.finished
-                        yield self._choices[first + finished.choice_index].finish(finished)
+                    case Finished():
+                        yield self._choices[first + output.choice].finish(output)
 
-    def _start(self, prompt: int, started: api.GenerationStarted) -> list[Piece]:
+    def _start(self, prompt: int, started: Started) -> list[Piece]:
         """Notes what is known of a prompt's generation; the pieces that echo the prompt."""
-        self._usage.prompt_tokens += started.prompt_tokens
+        self._usage.prompt_tokens += started.job.prompt_tokens
         self._usage.cached_tokens += started.cached_prompt_tokens
         form = self._order.form
         self._head = {
             "id": f"{form.id_prefix}-{self._call.id}",
             "object": form.chunk_object if self.stream else form.whole_object,
             "created": self._call.arrived_ns // 1_000_000_000,
-            "model": started.model,
-            "system_fingerprint": started.model_revision or None,
+            "model": started.job.model.name,
+            "system_fingerprint": started.job.model.revision or None,
         }
-        first = prompt * self._order.choices
-        new = [_Choice(first + index, self._order) for index in range(self._order.choices)]
+        first = prompt * self._choices_per_prompt
+        new = [_Choice(first + index, self._order) for index in range(self._choices_per_prompt)]
         self._choices.update({choice.index: choice for choice in new})
         if (echo := self._order.echoes[prompt]) is None:
             return []
@@ -197,29 +194,29 @@ class _Choice:
         if order.requests[0].input.output.logprobs:
             self._scorer = Scorer(order.tokenizer, order.tokens_as_ids)
 
-    def echo(self, echo: Echo, records: Sequence[api.TokenLogprobs]) -> Piece:
-        """The prompt."""
-        piece = self._piece(echo.text)
+    def echo(self, echo: Echo, records: Sequence[TokenLogprobs]) -> Piece:
+        """The prompt, whose first token has no log probability."""
+        piece = self._piece([echo.text])
         if self._scorer is not None:
-            piece.scored = self._scorer.score(echo.token_ids, records)
+            piece.scored = self._scorer.score(echo.token_ids, [None, *records])
         return piece
 
-    def add(self, delta: api.TokenDelta) -> Piece:
+    def add(self, delta: Delta) -> Piece:
         """New tokens. One without text is a piece, too: clients count and time them."""
-        piece = self._piece(delta.text)
+        piece = self._piece(delta.texts)
         if self._scorer is not None:
             piece.scored = self._scorer.score(delta.token_ids, delta.logprobs)
         return piece
 
-    def finish(self, finished: api.GenerationFinished) -> Piece:
+    def finish(self, finished: Finished) -> Piece:
         """The end."""
-        piece = self._piece("")
-        piece.finish_reason = FINISH_WORDS[finished.finish_reason]
+        piece = self._piece([])
+        piece.finish_reason = FINISH_WORDS[finished.reason]
         return piece
 
-    def _piece(self, text: str) -> Piece:
+    def _piece(self, texts: list[str]) -> Piece:
         first, self._begun = not self._begun, True
-        return Piece(self.index, [text] if text else [], first=first)
+        return Piece(self.index, texts, first=first)
 
 
 @dataclass(slots=True)

@@ -133,7 +133,7 @@ class ScriptedDispatcher:
     ended: list[int] = field(default_factory=list)
     """Choices that the front door ended."""
     closed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when a job's iterator is closed, however."""
+    """Set when the work on a job has ended, however."""
 
     def models(self) -> Sequence[ServedModel]:
         return self.served
@@ -149,12 +149,12 @@ class ScriptedDispatcher:
     def largest_pool_tokens(self, job: Job) -> int | None:
         return self.pool_tokens
 
-    async def run(self, job: Job) -> AsyncGenerator[JobEvent, None]:
+    async def run(self, job: Job, tell: Callable[[JobEvent], None]) -> None:
         self.jobs.append(job)
         events = self.script(job)
         try:
             async for event in events:
-                yield event
+                tell(event)
         finally:
             await events.aclose()
             self.closed.set()

@@ -269,7 +269,7 @@ class Cluster:
 
 
 class Reader:
-    """A front door's side of a job: reads its events in a task of its own."""
+    """A front door's side of a job: hears its events, and awaits its end in a task of its own."""
 
     def __init__(self, dispatcher: JobDispatcher, job: Job) -> None:
         self.job = job
@@ -298,13 +298,11 @@ class Reader:
         await asyncio.gather(self._task, return_exceptions=True)
 
     async def _read(self) -> None:
-        events = self._dispatcher.run(self.job)
-        try:
-            async for event in events:
-                self.events.append(event)
-                self._more.set()
-        finally:
-            await events.aclose()
+        await self._dispatcher.run(self.job, self._hear)
+
+    def _hear(self, event: JobEvent) -> None:
+        self.events.append(event)
+        self._more.set()
 
 
 def job(

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 import pytest
-from scripted_worker import BOTH, DECODE, PREFILL, Cluster, job, tokens_of, until
+from scripted_worker import BOTH, DECODE, PREFILL, WAIT_S, Cluster, job, tokens_of, until
 
 from baton.worker.v1 import worker_pb2
 from router.errors import RouterError
-from router.jobs import ChoiceEnded, JobFinished, JobStarted
+from router.jobs import ChoiceEnded, JobFinished, JobStarted, JobTokens
+from router.merge import pack_ids
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    from router.jobs import JobEvent
 
 
 @pytest.fixture
@@ -232,6 +236,56 @@ async def test_stop_text_ends_choices(cluster: Cluster) -> None:
     assert (await prefill.heard("cancel")).attempt_id == attempt
     assert (await decode.heard("cancel")).attempt_id == attempt
     cluster.dispatcher.end_choice(reader.job, 0)  # over: nothing happens
+
+
+async def test_a_choice_may_be_ended_from_within_what_is_told(cluster: Cluster) -> None:
+    """Nothing that was known before is left out, or told behind the end."""
+    prefill, decode = await cluster.pair()
+    events: list[JobEvent] = []
+    asked = job(choices=2, max_tokens=2, prompt_logprobs=True)
+
+    def tell(event: JobEvent) -> None:
+        events.append(event)
+        if isinstance(event, JobTokens) and event.choice == 0:
+            cluster.dispatcher.end_choice(asked, 0)
+
+    running = asyncio.create_task(cluster.dispatcher.run(asked, tell))
+    attempt = (await prefill.heard("submit")).attempt_id
+    decode.tokens(attempt, 0, 10)
+    decode.tokens(attempt, 0, 20, 21, choice=1)
+    decode.finished(attempt, 2, choice=1)
+    await cluster.caught_up(decode)
+    assert not events
+    prefill.say(prompt_logprobs=worker_pb2.PromptLogprobs(attempt_id=attempt))
+    await asyncio.wait_for(running, WAIT_S)
+    assert (tokens_of(events, 0), tokens_of(events, 1)) == ([10], [20, 21])
+    kinds = [JobStarted, JobTokens, JobTokens, JobTokens, ChoiceEnded, JobFinished]
+    assert [type(event) for event in events] == kinds
+
+
+async def test_what_a_reader_raises_ends_its_job_alone(cluster: Cluster) -> None:
+    worker = await cluster.add("b0", BOTH)
+
+    def refuse(event: JobEvent) -> None:
+        raise LookupError
+
+    broken = asyncio.create_task(cluster.dispatcher.run(job(), refuse))
+    first = (await worker.heard("submit")).attempt_id
+    reader = cluster.read(job(max_tokens=2))
+    second = (await worker.heard("submit")).attempt_id
+    step = worker_pb2.Tokens(
+        attempt_ids=[first, second],
+        choice_indices=pack_ids([0, 0]),
+        indices=pack_ids([0, 0]),
+        token_ids=pack_ids([7, 8]),
+    )
+    worker.say(tokens=step)
+    with pytest.raises(LookupError):
+        await asyncio.wait_for(broken, WAIT_S)
+    assert (await worker.heard("cancel")).attempt_id == first
+    worker.tokens(second, 1, 9)
+    worker.finished(second, 2)
+    assert tokens_of(await reader.end()) == [8, 9]
 
 
 async def test_models(cluster: Cluster) -> None:

@@ -281,7 +281,7 @@ async def test_text_held_back_comes_with_the_end(
     assert messages[-1].finished.finish_reason == api.FINISH_REASON_END_OF_SEQUENCE
 
 
-async def test_cancelling_closes_the_dispatchers_iterator(dispatcher: ScriptedDispatcher) -> None:
+async def test_cancelling_ends_the_dispatchers_work(dispatcher: ScriptedDispatcher) -> None:
     dispatcher.script = hangs
     async with open_door(dispatcher) as door:
         for _ in range(2):
@@ -298,7 +298,7 @@ async def test_cancelling_closes_the_dispatchers_iterator(dispatcher: ScriptedDi
         await asyncio.wait_for(dispatcher.closed.wait(), SOON_S)
 
 
-async def test_a_vanished_client_closes_it_too(dispatcher: ScriptedDispatcher) -> None:
+async def test_a_vanished_client_ends_it_too(dispatcher: ScriptedDispatcher) -> None:
     dispatcher.script = hangs
     async with open_door(dispatcher) as door:
         call = door.stub.StreamGenerate(api.StreamGenerateRequest(input=ids_input()))
