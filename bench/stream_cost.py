@@ -95,9 +95,9 @@ class Merged:
 async def microseconds_a_token(per_message: int, tokens: int) -> float:
     """Runs one stream."""
     dispatcher = Merged(per_message)
-    tokenizers = Tokenizers()
+    of_models = Tokenizers()
     server = grpc.aio.server(options=server_options())
-    InferenceService(dispatcher, tokenizers).add_to_server(server)
+    InferenceService(dispatcher, of_models).add_to_server(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     reader = await asyncio.create_subprocess_exec(
@@ -105,7 +105,7 @@ async def microseconds_a_token(per_message: int, tokens: int) -> float:
     )
     assert await reader.wait() == 0
     await server.stop(None)
-    tokenizers.close()
+    of_models.close()
     return dispatcher.cpu_s / tokens * 1e6
 
 

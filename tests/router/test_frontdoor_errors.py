@@ -257,7 +257,7 @@ async def test_the_callers_deadline(dispatcher: ScriptedDispatcher) -> None:
         assert caught.value.code() is Code.DEADLINE_EXCEEDED
         await asyncio.wait_for(dispatcher.closed.wait(), 20)
     left_s = (dispatcher.jobs[0].deadline_ns - dispatcher.jobs[0].arrived_ns) / 1e9
-    assert 0 < left_s <= 1.5
+    assert 0 < left_s <= 1.5 * 1.01  # Deadlines travel rounded up, by at most a hundredth.
 
 
 async def test_a_far_deadline_is_the_servers(dispatcher: ScriptedDispatcher) -> None:
