@@ -86,6 +86,7 @@ class Engine:
 
     def settle(self, plan: StepPlan | None) -> None:
         """Settles the step before `plan` and hands its events out."""
+        self.scheduler.publish_delivered()
         if self._previous is not None:
             settle_step(
                 self.scheduler, self._previous, self._executor.launch(self._previous).result()

@@ -41,6 +41,7 @@ from engine.types import (
     Request,
     RequestFailed,
     Sink,
+    TokenIds,
     TokenRecord,
 )
 
@@ -86,6 +87,8 @@ class Scheduler:
         self._writes: dict[int, int] = {}
         """Slot -> token for the token table, for the next step."""
         self._outbox: list[tuple[Sink, Event]] = []
+        self._delivered: list[tuple[Sequence, int, int]] = []
+        """Leaders whose prompts' pages are not keyed yet, their slots and generations."""
 
     # -- intake ---------------------------------------------------------------------------------
 
@@ -108,16 +111,22 @@ class Scheduler:
             return
         job.state = RequestState.ACTIVE
         leader = job.sequences[0]
-        prompt = leader.tokens()
-        self.slots.kv_len[leader.slot] = len(prompt)
-        complete = len(prompt) // self.config.page_size
+        self.slots.kv_len[leader.slot] = len(leader.tokens())
         if self.config.prefix_cache:
-            keys = page_keys(prompt, self.config.page_size, job.request.cache_salt, job.keys)
-            self.blocks.publish(self.slots.page_table[leader.slot, :complete], keys)
+            generation = int(self.slots.generation[leader.slot])
+            self._delivered.append((leader, leader.slot, generation))
         self.fork(job.sequences)
         self.join(job)
         for sequence, record in zip(list(job.sequences), records, strict=True):
             self._accept_delivered(sequence, record)
+
+    def publish_delivered(self) -> None:
+        """Keys the pages of prompts that were delivered. Not when they are: the next step, which
+        the sequence is to join, would be launched later by what 8,000 tokens' keys take."""
+        delivered, self._delivered = self._delivered, []
+        for sequence, slot, generation in delivered:
+            if self.slots.generation[slot] == generation:
+                self._publish(sequence, sequence.tokens())
 
     def _accept_delivered(self, sequence: Sequence, record: TokenRecord) -> None:
         slot, index = sequence.slot, len(sequence.outputs)
@@ -280,13 +289,16 @@ class Scheduler:
     def _publish_outputs(self, sequence: Sequence) -> None:
         """Keys the pages that the ended sequence filled, for the next turn of a conversation. The
         last output token's KV was never needed, and a step in flight may still write it."""
-        request, slot, size = sequence.job.request, sequence.slot, self.config.page_size
-        if not self.config.prefix_cache:
-            return
-        tokens = np.concatenate([request.prompt_ids, self.slots.output_ids(slot)[:-1]])
+        if self.config.prefix_cache:
+            outputs = self.slots.output_ids(sequence.slot)[:-1]
+            self._publish(sequence, np.concatenate([sequence.job.request.prompt_ids, outputs]))
+
+    def _publish(self, sequence: Sequence, tokens: TokenIds) -> None:
+        """Keys the complete pages of `tokens`, which begin the sequence."""
+        job, size = sequence.job, self.config.page_size
         complete = len(tokens) // size
-        keys = page_keys(tokens[: complete * size], size, request.cache_salt, sequence.job.keys)
-        self.blocks.publish(self.slots.page_table[slot, :complete], keys)
+        keys = page_keys(tokens[: complete * size], size, job.request.cache_salt, job.keys)
+        self.blocks.publish(self.slots.page_table[sequence.slot, :complete], keys)
 
     # -- preemption -----------------------------------------------------------------------------
 

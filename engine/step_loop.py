@@ -101,6 +101,7 @@ class StepLoop:
                 self._flush()
             with verb("launch"):
                 launched = self._launch(plan) if plan is not None else None
+            self._scheduler.publish_delivered()
             with verb("settle"):
                 if previous is not None:
                     self._settle(*previous)

@@ -122,6 +122,7 @@ class Bench:
         admit(scheduler)
         plan = plan_step(scheduler)
         launched = self.device.launch(plan) if plan else None
+        scheduler.publish_delivered()
         if self.previous:
             before, result = self.previous
             try:
@@ -427,6 +428,32 @@ def test_received_request_decodes_from_delivered_pages(choices):
             assert bench.outputs[request_id, choice] == want[1:]
         bench.check_baseline()
     assert bench.reserved[request_id].held_pages == 4, "the second time D holds all full pages"
+
+
+def test_a_delivered_prompt_is_keyed_while_it_decodes():
+    bench = Bench(num_pages=60)
+    prompt = prompt_of(bench.random, 18)
+    request_id = bench.submit(prompt, 9, mode=Mode.RECEIVE)
+    bench.run()
+    deliver(bench, request_id)
+    bench.turn()
+    twin = bench.submit(prompt, 9, mode=Mode.RECEIVE)
+    bench.turn()
+    assert bench.reserved[twin].held_pages == 4
+
+
+def test_pages_of_a_delivered_prompt_that_is_gone_again_are_not_keyed():
+    bench = Bench(num_pages=60)
+    prompt = prompt_of(bench.random, 18)
+    request_id = bench.submit(prompt, 9, mode=Mode.RECEIVE)
+    bench.run()
+    deliver(bench, request_id)
+    bench.scheduler.cancel(request_id)
+    successor = bench.submit(prompt_of(bench.random, 18), 9, mode=Mode.RECEIVE)
+    bench.run()
+    assert set(bench.reserved[successor].pages) & set(bench.reserved[request_id].pages)
+    assert bench.blocks.evictable == 0
+    bench.scheduler.check_invariants()
 
 
 def test_aborted_reservation_is_quarantined_until_release():
