@@ -53,7 +53,7 @@ class Shapes:
     @property
     def all(self) -> list[Shape]:
         """Largest first: the memory of one holds the others'."""
-        mixed = [Shape(rows, PROMPT_ROWS + 1, PROMPT_TOKENS) for rows in self._beside]
+        mixed = [_beside_prompts(rows) for rows in self._beside]
         plain = [Shape(rows) for rows in self._decodes]
         return sorted(mixed + plain, key=lambda shape: shape.tokens, reverse=True)
 
@@ -65,7 +65,12 @@ class Shapes:
         rows = len(plan.row_slots) - plan.num_decodes
         if plan.scores or rows > PROMPT_ROWS or prompt_tokens > PROMPT_TOKENS:
             return None
-        return Shape(bucket_of(plan.num_decodes, self._beside), PROMPT_ROWS + 1, PROMPT_TOKENS)
+        return _beside_prompts(bucket_of(plan.num_decodes, self._beside))
+
+
+def _beside_prompts(decodes: int) -> Shape:
+    """The one shape with prompts for so many decode rows."""
+    return Shape(decodes, PROMPT_ROWS + 1, PROMPT_TOKENS)
 
 
 def bucket_sizes(
