@@ -9,7 +9,7 @@ scattered, in runs of `run-pages` adjacent ones (1: none adjacent on purpose):
     nixl, bare      the library's own calls: a prepared list, one transfer, polled without a pause
     nixl            our transport, polled every 100 us
     nccl            our transport, polled every 100 us: pages gathered, sent, scattered
-    nccl M          the same with staging buffers of M MiB
+    nccl M B        the same with staging buffers of M MiB and kernels of B blocks (0: torch's)
     nccl, bare      one contiguous tensor of that size through send and recv
     nccl, bare M    the same tensor in pieces of M MiB
 
@@ -48,7 +48,10 @@ POLL_S = 1e-4
 UNCOUNTED = 2
 WAIT_S = 60.0
 WAYS = ("nixl, bare", "nixl", "nccl", "nccl, bare")
-EXPLAINED = ("nccl 32", "nccl 64", "nccl", "nccl 256", "nccl, bare 64", "nccl, bare")
+EXPLAINED = (
+    "nccl 64 0", "nccl 64 32", "nccl 64 64", "nccl 128 0", "nccl 128 32", "nccl 128 64",
+    "nccl, bare 64", "nccl, bare",
+)  # fmt: skip
 """What tells launches and staging apart: `--ways explain-nccl`."""
 Pipe = Connection
 
@@ -74,11 +77,13 @@ class Side:
 
     def _transport(self, way: str, agent_name: str) -> KvTransport:
         page_bytes = self.pool.shape[1]
-        name, _, piece_mib = way.partition(" ")
-        if not piece_mib:
+        name, *options = way.split()
+        if not options:
             return make_transport(name, agent_name, self.pool, page_bytes, len(self.pool))
         memory = PoolMemory.of(self.pool, page_bytes, len(self.pool))
-        return NcclTransport(agent_name, memory, LaneOptions(piece_bytes=int(piece_mib) << 20))
+        piece_mib, blocks = map(int, options)
+        lanes = LaneOptions(piece_bytes=piece_mib << 20, blocks=blocks)
+        return NcclTransport(agent_name, memory, lanes)
 
     def address(self) -> dict[str, Any]:
         """What the other side has to know."""

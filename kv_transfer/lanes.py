@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.distributed_c10d import Store
 
+from kv_transfer.packing import gather, scatter
 from kv_transfer.pool import PoolMemory
 from kv_transfer.types import PageIds
 
@@ -52,6 +53,8 @@ class LaneOptions:
     """Of a staging buffer. Between two H200: 64 MiB give 146-197 GB/s, 128 MiB 225, 256 MiB 231."""
     slots: int = 3
     """Staging buffers of a lane: one is gathered into, one sent from, one still to be let go."""
+    blocks: int = 64
+    """Of the kernels that gather and scatter on a GPU: 877 GB/s on an H200, 579 with 32."""
 
 
 USUAL: Final = LaneOptions()
@@ -154,7 +157,7 @@ class SendLane(Lane):
         staged = slot.pages(len(piece.pages), self._pool.page_bytes)
         with slot.in_order():
             ids = self._ids(piece)
-            torch.index_select(_words(self._pool.pages), 0, ids, out=staged)
+            gather(_words(self._pool.pages), ids, staged, self._options.blocks)
             self._group.send([staged.view(-1)], RECEIVER, 0).wait()
             slot.used()
 
@@ -180,7 +183,7 @@ class ReceiveLane(Lane):
         with slot.in_order():
             ids = self._ids(piece)  # ahead of the receive: this copy waits for what is queued
             self._group.recv([staged.view(-1)], SENDER, 0).wait()
-            _words(self._pool.pages).index_copy_(0, ids, staged)
+            scatter(_words(self._pool.pages), ids, staged, self._options.blocks)
             self._arriving.append((slot.used(), piece))
 
 
