@@ -16,6 +16,12 @@ from engine.attention.paged import PagedAttention, PagedStep
 from engine.kv_pool import KvPool
 
 
+PIECE_TOKENS = 192
+PIECE_SPLITS = 8
+"""At most so many parts of a short piece's keys at a time. One row of 192 tokens has work for 48
+blocks; the library, which counts a step's empty rows as well, would leave the others idle."""
+
+
 class DecodeKernel(Protocol):
     """`engine.cuda.decode_attention.decode_attention`, which not every machine can import."""
 
@@ -67,5 +73,6 @@ class Fa3Backend(PagedAttention):
             max_seqlen_q=step.max_query,
             causal=True,
             window_size=window,
+            num_splits=PIECE_SPLITS if step.max_query <= PIECE_TOKENS else 0,
         )
         return out
