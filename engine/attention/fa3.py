@@ -15,7 +15,6 @@ from torch import Tensor
 from engine.attention.paged import PagedAttention, PagedStep
 from engine.kv_pool import KvPool
 
-
 PIECE_TOKENS = 192
 PIECE_SPLITS = 8
 """At most so many parts of a short piece's keys at a time. One row of 192 tokens has work for 48

@@ -96,7 +96,7 @@ class CudaExecutor:
         self._attention = attention
         self._sampler = sampler
         self._forward = FusedForward(model, pool, attention, limits.max_context_tokens)
-        self._stream = torch.cuda.Stream(device)
+        self.stream = torch.cuda.Stream(device)
         self._nobody = limits.max_sequences
         """Slot of padding rows: the token table's last."""
         self._token_table = torch.zeros(self._nobody + 1, dtype=torch.int32, device=device)
@@ -113,7 +113,7 @@ class CudaExecutor:
         """
         memory = torch.cuda.graph_pool_handle()
         order = self._shapes.all
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self.stream.wait_stream(torch.cuda.current_stream())
         for done, shape in enumerate(order, 1):
             self._graphs[shape] = self._capture(shape, memory)
             if progress:
@@ -122,10 +122,10 @@ class CudaExecutor:
     @torch.inference_mode()
     def _capture(self, shape: Shape, memory: Any) -> _Graph:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self.stream):
             packed = self._pack(None, shape)
             greedy(self._kernels(packed)[: shape.decodes], packed.slots, self._token_table)
-            self._stream.synchronize()
+            self.stream.synchronize()
             graph.capture_begin(memory, capture_error_mode="thread_local")
             try:
                 logits = self._kernels(packed)
@@ -137,7 +137,7 @@ class CudaExecutor:
         """Queues the step. What goes wrong here is told by its `result`, like what does there."""
         try:
             failpoints.hit("engine.step")
-            with torch.inference_mode(), torch.cuda.stream(self._stream):
+            with torch.inference_mode(), torch.cuda.stream(self.stream):
                 return self._launch(plan)
         except Exception as error:
             failed: Future[StepResult] = Future()
@@ -146,7 +146,7 @@ class CudaExecutor:
 
     def shutdown(self) -> None:
         """Waits for the steps launched."""
-        self._stream.synchronize()
+        self.stream.synchronize()
 
     def _launch(self, plan: StepPlan) -> Launched:
         if plan.copy_source.size or plan.write_slots.size:
@@ -170,7 +170,7 @@ class CudaExecutor:
 
     def _finish(self, read: Read) -> CudaStep:
         done = torch.cuda.Event(blocking=True)
-        done.record(self._stream)
+        done.record(self.stream)
         return CudaStep(done, read)
 
     # -- steps of a shape -----------------------------------------------------------------------

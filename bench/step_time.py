@@ -1,0 +1,154 @@
+"""What a step takes on a GPU: decode rows, and beside them a piece of a prompt.
+
+python -m bench.step_time [--rows 4 40 64] [--context 1100] [--pieces 0 192] [--behind 0 4000 7800]
+                          [--repeats 20] [--model FOLDER] [--profile] [--json FILE]
+
+A table, in ms: the median step of `rows` rows of `context` tokens each, alone and with `pieces`
+tokens of one prompt of which `behind` tokens are computed. Dummy weights, random KV, greedy; each
+step is launched while the one before it runs, as the step loop does. `--profile` adds the kernels
+of the last step.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from bench.engine import SHAPE
+from engine.attention import choose_backend
+from engine.cuda.executor import CudaExecutor
+from engine.executor import Limits
+from engine.kv_pool import KvPool
+from engine.model import load_model
+from engine.sampling import Sampler
+from engine.step import StepPlan
+from engine.types import SamplingParams, StopRules
+
+PAGE_TOKENS = 16
+SLOTS = 72
+UNCOUNTED = 3
+NOTHING = np.zeros(0, np.int32)
+
+
+class Stepper:
+    """An executor, and plans for it."""
+
+    def __init__(self, model_path: str, most_tokens: int, backend: str) -> None:
+        device = torch.device("cuda")
+        loaded = load_model(model_path, dtype=torch.bfloat16, device=device, load_format="dummy")
+        shape = loaded.config
+        self._pool = KvPool(
+            num_pages=most_tokens // PAGE_TOKENS + 2 * SLOTS, num_layers=shape.num_layers,
+            num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, page_size=PAGE_TOKENS,
+            dtype=torch.bfloat16, device=device,
+        )  # fmt: skip
+        self._pool.tensor.normal_()
+        self._sampler = Sampler(SLOTS, shape.vocab_size, device, [0])
+        for slot in range(SLOTS):
+            self._sampler.assign(
+                slot, SamplingParams(temperature=0.0), StopRules(99), 0, NOTHING, NOTHING
+            )
+        attention = choose_backend(backend, self._pool, shape.windows)
+        limits = Limits(SLOTS, 16384, 2048)
+        torch.cuda.synchronize()
+        self.executor = CudaExecutor(loaded.model, self._pool, attention, self._sampler, limits)
+        self.executor.capture()
+
+    def plan(self, rows: int, context: int, piece: int, behind: int) -> StepPlan:
+        """Decode rows of so many tokens, then, if `piece` is not 0, tokens of a prompt."""
+        news = np.array([1] * rows + [piece] * (piece > 0), np.int32)
+        ends = np.array([context] * rows + [behind + piece] * (piece > 0), np.int32)
+        needed = -(-ends // PAGE_TOKENS)
+        pages = iter(np.random.default_rng(0).permutation(self._pool.num_pages - 1) + 1)
+        table = np.zeros((len(ends), needed.max()), np.int32)
+        for row, count in enumerate(needed):
+            table[row, :count] = [next(pages) for _ in range(count)]
+        slots = np.arange(len(ends), dtype=np.int32)
+        positions = [np.arange(end - new, end) for end, new in zip(ends, news, strict=True)]
+        return StepPlan(
+            number=0, token_ids=np.arange(news.sum(), dtype=np.int32) % 4000,
+            positions=np.concatenate(positions).astype(np.int32), row_slots=slots,
+            query_lens=news, context_lens=ends, num_decodes=rows, page_table=table,
+            sample_tokens=(news.cumsum() - 1).astype(np.int32), sample_slots=slots,
+            sample_generations=slots, sample_indices=slots,
+            sample=self._sampler.plan(slots, slots), copy_source=NOTHING, copy_target=NOTHING,
+            write_slots=NOTHING, write_tokens=NOTHING,
+        )  # fmt: skip
+
+    def time_ms(self, plan: StepPlan, repeats: int) -> float:
+        """Median from the end of one step to the end of the next."""
+        ends = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + UNCOUNTED)]
+        before = None
+        for end in ends:
+            step = self.executor.launch(plan)
+            end.record(self.executor.stream)
+            if before is not None:
+                before.result(60)
+            before = step
+        step.result(60)
+        counted = ends[UNCOUNTED - 1 :]
+        return statistics.median(a.elapsed_time(b) for a, b in pairwise(counted))
+
+    def profile(self, plan: StepPlan, most: int = 16) -> str:
+        """Kernels of one step by time."""
+        activity = torch.profiler.ProfilerActivity.CUDA
+        with torch.profiler.profile(activities=[activity]) as profiler:
+            self.executor.launch(plan).result(60)
+            torch.cuda.synchronize()
+        entries = sorted(profiler.key_averages(), key=lambda e: -e.self_device_time_total)
+        return "\n".join(
+            f"{e.self_device_time_total / 1e3:8.3f} ms {e.count:5d} x"
+            f" {e.self_device_time_total / e.count:7.1f} us  {e.key[:100]}"
+            for e in entries[:most]
+        )
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, nargs="+", default=[4, 40, 64])
+    parser.add_argument("--context", type=int, default=1100)
+    parser.add_argument("--pieces", type=int, nargs="+", default=[0, 192])
+    parser.add_argument("--behind", type=int, nargs="+", default=[0, 4000, 7800])
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--model", default=str(SHAPE))
+    parser.add_argument("--attention", default="fa3")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this measures a GPU, and there is none")
+    return arguments
+
+
+def main() -> None:
+    """Times every step that is asked for."""
+    arguments = parse()
+    most_tokens = max(arguments.rows) * arguments.context + max(arguments.behind) + 1024
+    stepper = Stepper(arguments.model, most_tokens, arguments.attention)
+    found = []
+    for rows in arguments.rows:
+        for piece in arguments.pieces:
+            for behind in arguments.behind if piece else [0]:
+                plan = stepper.plan(rows, arguments.context, piece, behind)
+                ms = stepper.time_ms(plan, arguments.repeats)
+                found.append({"rows": rows, "piece": piece, "behind": behind, "ms": ms})
+                print(
+                    f"{rows:4d} rows, {piece:4d} tokens behind {behind:5d}: {ms:7.2f} ms",
+                    flush=True,
+                )
+    if arguments.profile:
+        print(stepper.profile(plan))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
