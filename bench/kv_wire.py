@@ -7,9 +7,10 @@ python -m bench.kv_wire [--page-mib 2 4 8 16] [--run-pages 1] [--total-mib 1024]
 scattered, in runs of `run-pages` adjacent ones (1: none adjacent on purpose):
 
     nixl, bare      the library's own calls: a prepared list, one transfer, polled without a pause
-    nixl            our transport, polled every 100 us
-    nccl            our transport, polled every 100 us: pages gathered, sent, scattered
-    nccl M B        the same with staging buffers of M MiB and kernels of B blocks (0: torch's)
+    nixl            our transport, polled every 50 us, as a worker does
+    nccl            our transport, polled every 50 us, as a worker does: pages gathered, sent, scattered
+    nccl M B [E]    the same with staging buffers of M MiB and kernels of B blocks (0: torch's), the
+                    first and last piece of E MiB
     nccl, bare      one contiguous tensor of that size through send and recv
     nccl, bare M    the same tensor in pieces of M MiB
 
@@ -44,13 +45,13 @@ from kv_transfer.nccl import NcclTransport
 from kv_transfer.pool import PoolMemory
 from kv_transfer.types import KvTransport, PageIds, PushState
 
-POLL_S = 1e-4
+POLL_S = 5e-5
 UNCOUNTED = 2
 WAIT_S = 60.0
 WAYS = ("nixl, bare", "nixl", "nccl", "nccl, bare")
 EXPLAINED = (
-    "nccl 64 0", "nccl 64 32", "nccl 64 64", "nccl 128 0", "nccl 128 32", "nccl 128 64",
-    "nccl, bare 64", "nccl, bare",
+    "nccl 64 64", "nccl 128 0", "nccl 128 16", "nccl 128 32", "nccl 128 64", "nccl 128 64 32",
+    "nccl 256 64 64", "nccl, bare 64", "nccl, bare 128", "nccl, bare",
 )  # fmt: skip
 """What tells launches and staging apart: `--ways explain-nccl`."""
 Pipe = Connection
@@ -81,8 +82,8 @@ class Side:
         if not options:
             return make_transport(name, agent_name, self.pool, page_bytes, len(self.pool))
         memory = PoolMemory.of(self.pool, page_bytes, len(self.pool))
-        piece_mib, blocks = map(int, options)
-        lanes = LaneOptions(piece_bytes=piece_mib << 20, blocks=blocks)
+        piece_mib, blocks, end_mib = map(int, [*options, options[0]][:3])
+        lanes = LaneOptions(piece_bytes=piece_mib << 20, blocks=blocks, end_bytes=end_mib << 20)
         return NcclTransport(agent_name, memory, lanes)
 
     def address(self) -> dict[str, Any]:

@@ -6,6 +6,9 @@ Two ways in, one set of calls:
   the device already (`prepare`) and calls `attend`. Nothing there waits for the device, so it
   can be captured in a graph.
 
+Prompts, bounded by the matrix units, and decode rows, bounded by memory, are computed beside each
+other (as in POD-Attention, Kamath et al. 2024, but by kernels of their own on two streams).
+
 A library sees the pool as strided views, one pair a layer, made once.
 """
 
@@ -19,6 +22,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.base import AttentionBatch
+from engine.attention.beside import Beside
 from engine.kv_pool import KvPool
 
 ALL = (-1, -1)
@@ -58,6 +62,7 @@ class PagedAttention(ABC):
             for keys, values in map(pool.layer, range(len(windows)))
         ]
         """Per layer, K and V as [pages, page_size, Hkv, D]."""
+        self._beside = Beside(pool.tensor.device)
 
     @abstractmethod
     def attend_ends(self, layer: int, q: Tensor, contexts: Tensor, page_table: Tensor) -> Tensor:
@@ -110,8 +115,11 @@ class PagedAttention(ABC):
             return self._decode(layer, q)
         if count == 0:
             return self._prompts(layer, q, k, v)
+        with self._beside.work():
+            decodes = self._decode(layer, q[:count])
         prompts = self._prompts(layer, q[count:], k[count:], v[count:])
-        return torch.cat((self._decode(layer, q[:count]), prompts))
+        self._beside.wait()
+        return torch.cat((decodes, prompts))
 
     def _decode(self, layer: int, q: Tensor) -> Tensor:
         step, count = self._step, self._step.num_decodes

@@ -17,8 +17,10 @@ SMALL = (1, 2, 4)
 SPACING = 8
 MIXED_SPACING = 32
 """Rows are few beside the prompt's tokens."""
-PROMPT_TOKENS = 192
-"""What a decode worker computes of prompts in one step."""
+PIECES = (64, 128, 192)
+"""Prompt tokens beside decode rows. The last is what a decode worker computes of prompts in one
+step; fewer are the end of a prompt, or all that the step has time for."""
+PROMPT_TOKENS = PIECES[-1]
 PROMPT_ROWS = 4
 
 
@@ -53,7 +55,7 @@ class Shapes:
     @property
     def all(self) -> list[Shape]:
         """Largest first: the memory of one holds the others'."""
-        mixed = [_beside_prompts(rows) for rows in self._beside]
+        mixed = [_with_prompts(rows, piece) for rows in self._beside for piece in PIECES]
         plain = [Shape(rows) for rows in self._decodes]
         return sorted(mixed + plain, key=lambda shape: shape.tokens, reverse=True)
 
@@ -65,12 +67,12 @@ class Shapes:
         rows = len(plan.row_slots) - plan.num_decodes
         if plan.scores or rows > PROMPT_ROWS or prompt_tokens > PROMPT_TOKENS:
             return None
-        return _beside_prompts(bucket_of(plan.num_decodes, self._beside))
+        piece = bucket_of(prompt_tokens, PIECES)
+        return _with_prompts(bucket_of(plan.num_decodes, self._beside), piece)
 
 
-def _beside_prompts(decodes: int) -> Shape:
-    """The one shape with prompts for so many decode rows."""
-    return Shape(decodes, PROMPT_ROWS + 1, PROMPT_TOKENS)
+def _with_prompts(decodes: int, piece: int) -> Shape:
+    return Shape(decodes, PROMPT_ROWS + 1, piece)
 
 
 def bucket_sizes(

@@ -8,6 +8,7 @@ import torch
 
 from engine.cuda.packing import PackedStep, pack
 from engine.cuda.shapes import (
+    PIECES,
     PROMPT_ROWS,
     PROMPT_TOKENS,
     Shape,
@@ -68,14 +69,16 @@ def test_the_shape_of_a_step_holds_it_and_has_a_graph(most):
     assert [s.tokens for s in shapes.all] == sorted((s.tokens for s in shapes.all), reverse=True)
     assert len(set(shapes.all)) == len(shapes.all)
     for decodes in range(most + 1):
-        for prompts in ([], [(0, 1)], [(8, 8 + PROMPT_TOKENS)], [(0, 9)] * PROMPT_ROWS):
+        pieces = [[(8, 8 + most)] for most in PIECES]
+        for prompts in ([], [(0, 1)], *pieces, [(0, 9)] * PROMPT_ROWS):
             if not decodes and not prompts:
                 continue
             plan = step(decodes, *prompts)
             shape = shapes.of(plan)
             assert shape in shapes.all
             assert decodes <= shape.decodes < decodes + 33
-            assert plan.num_tokens - decodes <= shape.prompt_tokens
+            padding = shape.prompt_tokens - (plan.num_tokens - decodes)
+            assert 0 <= padding < PIECES[0]
             assert (len(prompts) < shape.prompt_rows) if prompts else (shape.prompt_rows == 0)
 
 
