@@ -8,7 +8,7 @@ scattered, in runs of `run-pages` adjacent ones (1: none adjacent on purpose):
 
     nixl, bare      the library's own calls: a prepared list, one transfer, polled without a pause
     nixl            our transport, polled every 50 us, as a worker does
-    nccl            our transport, polled every 50 us, as a worker does: pages gathered, sent, scattered
+    nccl            our transport, polled likewise: pages gathered, sent, scattered
     nccl M B [E]    the same with staging buffers of M MiB and kernels of B blocks (0: torch's), the
                     first and last piece of E MiB
     nccl, bare      one contiguous tensor of that size through send and recv
