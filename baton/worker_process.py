@@ -8,7 +8,7 @@ Life of the process:
 3. SIGTERM or SIGINT. Draining: health says NOT_SERVING, routers are told of it no more, new
    attempts are refused, those under way and their transfers get `drain_s` seconds. A second signal
    ends the wait.
-4. Stopping: what is left fails with DRAINING; streams, transfer thread and engine end.
+4. Stopping: what is left fails with DRAINING; streams, engine and transfer thread end.
 
 Three threads do the work: the event loop all that is gRPC, the step loop the engine, and the
 transfer thread the KV pages. They talk through queues, and the loop is woken once a batch.
@@ -194,11 +194,11 @@ class Worker:
         self.services.fail_all(worker_pb2.FAILURE_REASON_DRAINING)
         self.servicer.finish()
         await self._server.stop(LAST_WORDS_S)
+        await asyncio.to_thread(self.engine.stop)  # watched still: its last step may hang
         for task in (self._reporter, self._watching):
             if task is not None:
                 task.cancel()
         left_nothing = await asyncio.to_thread(self.transfer.stop, PUSHES_END_S)
-        await asyncio.to_thread(self.engine.stop)
         self._lag.stop()
         await self.admin.stop()
         return clean and left_nothing

@@ -96,12 +96,13 @@ class Watchdog:
             while not (hung := self.hung()):
                 self._wind_timer()
                 await asyncio.sleep(LOOK_EVERY_S)
-        finally:
+            details = {"step_timeout_s": self._step_timeout_s}
+            logger.error(f"{hung} hangs: this worker ends", extra=details)
+            await self._stop_serving()
+            await asyncio.sleep(LAST_WORDS_S)
+        except asyncio.CancelledError:
             faulthandler.cancel_dump_traceback_later()
-        details = {"step_timeout_s": self._step_timeout_s}
-        logger.error(f"{hung} hangs: this worker ends", extra=details)
-        await self._stop_serving()
-        await asyncio.sleep(LAST_WORDS_S)
+            raise
         dump_and_exit(EXIT_HUNG)
 
     def _wind_timer(self) -> None:

@@ -25,6 +25,7 @@ from baton.grpc_options import server_options
 from baton.settings import Role, WorkerSettings
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from baton.worker_process import SERVICE_NAME, Worker, engine_config
+from baton.worker_watchdog import EXIT_HUNG
 from baton.worker_wire import pack_ids
 from engine.engine import Engine
 from router.merge import step_tokens
@@ -250,3 +251,13 @@ async def test_a_second_sigterm_cuts_it_short(tiny: Path) -> None:
         failed = await router.heard("failed")
         assert failed.reason == worker_pb2.FAILURE_REASON_DRAINING
         assert await asyncio.to_thread(process.wait, START_S) == 1
+
+
+async def test_a_step_that_hangs_does_not_hold_up_the_end(tiny: Path) -> None:
+    hangs = ("--failpoints", "engine.step=hang@2", "--step-timeout-s", "5", "--drain-s", "0")
+    async with a_process(tiny, *hangs) as (process, router):
+        stopping = worker_pb2.Stopping(max_tokens=2000, ignore_eos=True)
+        await router.say(submit=submit(WHOLE, [5] * 40, b"r" * 16, stopping=stopping))
+        await router.heard("first_token")
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(process.wait, START_S) == EXIT_HUNG

@@ -121,6 +121,15 @@ def test_a_hung_event_loop_ends_the_process_too() -> None:
     assert "in main" in ended.stderr
 
 
+def test_last_words_that_do_not_come_to_an_end_hold_nothing_up() -> None:
+    ended = run_worker_like("""
+        watchdog._stop_serving = asyncio.Event().wait
+        await asyncio.sleep(60)
+    """)
+    assert ended.returncode == 1
+    assert "Timeout" in ended.stderr
+
+
 def test_a_held_gil_ends_the_process_too() -> None:
     """No thread of Python's runs any more: the interpreter's timer needs none."""
     ended = run_worker_like("ctypes.PyDLL(None).sleep(60)")
