@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 Command = Callable[[Exchange], None]
 
 LONGEST_PAUSE_S = 1.0
+START_TIMEOUT_S = 300.0
+"""Registering the largest pool takes seconds; a driver that hangs would take for ever."""
 
 
 class TransferThread:
@@ -48,6 +50,7 @@ class TransferThread:
         make_transport: Callable[[], KvTransport],
         epoch: int,
         on_event: Callable[[TransferEvent], None],
+        start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         self.counters = TransferCounters()
         self.turns = 0
@@ -55,6 +58,7 @@ class TransferThread:
         self._make_transport = make_transport
         self._epoch = epoch
         self._on_event = on_event
+        self._start_timeout_s = start_timeout_s
         # No SimpleQueue: its timed `get` never ends where the time is up before it begins to wait.
         self._commands: queue.Queue[Command] = queue.Queue()
         self._started: queue.Queue[Endpoint | TransportError] = queue.Queue()
@@ -66,7 +70,10 @@ class TransferThread:
     def start(self) -> Endpoint:
         """Builds the transport on the thread; blocks until it stands. Raises TransportError."""
         self._thread.start()
-        result = self._started.get()
+        try:
+            result = self._started.get(timeout=self._start_timeout_s)
+        except queue.Empty:
+            raise TransportError("start_timeout", f"{self._start_timeout_s:g} s") from None
         if isinstance(result, TransportError):
             raise result
         return result

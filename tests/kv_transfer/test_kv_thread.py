@@ -46,6 +46,20 @@ def test_a_bug_in_building_is_told_without_its_text() -> None:
         TransferThread(explode, 1, lambda event: None).start()
 
 
+def test_building_that_does_not_end_is_not_waited_for_for_ever() -> None:
+    over = threading.Event()
+
+    def hang() -> LoopbackTransport:
+        over.wait(WAIT_S)
+        raise TransportError("unreachable", "too late for anybody to hear")
+
+    thread = TransferThread(hang, 1, lambda event: None, start_timeout_s=0.1)
+    with pytest.raises(TransportError, match="start_timeout"):
+        thread.start()
+    over.set()
+    assert thread.stop(1.0)
+
+
 def test_nixl_missing_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl_cu13._bindings", None)
     with pytest.raises(TransportError, match="install nixl-cu13"):
