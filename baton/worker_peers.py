@@ -7,15 +7,18 @@ Life of a peer:
 2. OPENING: the transfer thread wires up to it; transfers may be begun meanwhile.
 3. OPEN, or FAILED: it is tried again, with back-off, while a router knows it. An OPEN one that
    the self-test found slow is used where there is no other.
-4. It leaves when the last router that knows it says so, or when one says that it is proven dead.
+4. It leaves when the last router that knows it says so, when one says that it is proven dead, or
+   when no router has known it for `ALONE_S`.
 
-The end of a router's stream says nothing about its peers: they stay.
+The end of a router's stream says nothing about its peers: they stay for the router that comes back,
+which introduces those that are still there.
 """
 
 from __future__ import annotations
 
 import enum
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -31,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 FIRST_RETRY_S: Final = 1.0
 LAST_RETRY_S: Final = 30.0
+ALONE_S: Final = 60.0
+"""A router that starts again knows its workers long before that; meeting a peer anew is cheap."""
 
 
 def why_slow(transport: str) -> str:
@@ -71,6 +76,8 @@ class _Peer:
     state: PeerState
     known_to: set[object] = field(default_factory=set)
     """Streams of the routers that introduced it."""
+    alone_s: float = math.inf
+    """Since when there are none of those."""
     path: str = ""
     gigabytes_per_s: float = 0.0
     latency_us: float = 0.0
@@ -153,6 +160,7 @@ class Peers:
             peer = self._peers[name] = _Peer(endpoint_of(worker.endpoint), PeerState.FAILED)
             self._open(peer, worker)
         peer.known_to.add(stream)
+        peer.alone_s = math.inf
 
     def part(self, agent_name: str, proven_dead: bool, stream: object) -> None:
         """A router says that a worker left."""
@@ -169,15 +177,19 @@ class Peers:
         """A router is gone; what it said about peers stays."""
         for peer in self._peers.values():
             peer.known_to.discard(stream)
+            if not peer.known_to:
+                peer.alone_s = min(peer.alone_s, self._clock())
 
-    def retry(self) -> None:
-        """Tries failed peers again when their time has come."""
+    def tick(self) -> None:
+        """Tries failed peers again when their time has come, and lets go of those left alone."""
         now_s = self._clock()
-        for peer in self._peers.values():
+        for name, peer in list(self._peers.items()):
             is_due = peer.state is PeerState.FAILED and peer.retry_at_s <= now_s
             if is_due and peer.known_to:
                 peer.state = PeerState.OPENING
                 self._transfer.meet(peer.endpoint)
+            elif now_s - peer.alone_s > ALONE_S:
+                self.part(name, False, None)
 
     def on_transfer(self, event: TransferEvent) -> None:
         """Takes an event of the transfer thread; those of other owners are ignored."""

@@ -130,7 +130,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             self.report()
             self._services.prefill.expire()
             self._services.decode.expire()
-            self._services.peers.retry()
+            self._services.peers.tick()
             await asyncio.sleep(REPORT_INTERVAL_S)
 
     def report(self) -> None:

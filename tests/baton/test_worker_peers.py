@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from baton.worker.v1 import worker_pb2
-from baton.worker_peers import FIRST_RETRY_S, Peers
+from baton.worker_peers import ALONE_S, FIRST_RETRY_S, Peers
 from kv_transfer.events import PeerFailed, PeerOpened
 from kv_transfer.types import Endpoint
 
@@ -78,7 +78,7 @@ def test_a_different_fingerprint_is_never_opened() -> None:
     world = World()
     world.peers.meet(worker("other", fingerprint="g"), "router")
     world.now_s += 100
-    world.peers.retry()
+    world.peers.tick()
     assert not world.peers.is_usable("other")
     world.peers.part("other", False, "router")
     assert world.heard.calls == []
@@ -98,10 +98,10 @@ def test_a_failed_peer_is_tried_again_with_back_off() -> None:
         world.peers.on_transfer(PeerFailed("other", "unreachable"))
         assert not world.peers.is_usable("other")
         world.now_s += 0.9 * wait_s
-        world.peers.retry()
+        world.peers.tick()
         assert not world.peers.is_usable("other")
         world.now_s += 0.2 * wait_s
-        world.peers.retry()
+        world.peers.tick()
         assert world.peers.is_usable("other")
     assert world.heard.calls == [("meet", "other")] * 3
 
@@ -133,6 +133,21 @@ def test_a_router_that_is_gone_takes_no_peer_with_it() -> None:
     world.peers.end_stream("a")
     assert world.peers.is_usable("other")
     world.peers.on_transfer(PeerFailed("other", "push_error"))
-    world.now_s += 100
-    world.peers.retry()
+    world.now_s += 0.9 * ALONE_S
+    world.peers.tick()
     assert not world.peers.is_usable("other"), "nobody wants it any more"
+
+
+def test_a_peer_that_no_router_comes_back_for_is_let_go() -> None:
+    """It may have died while the only router that knew it was away."""
+    world = World()
+    world.peers.meet(worker("gone"), "a")
+    world.peers.meet(worker("here"), "a")
+    world.peers.end_stream("a")
+    world.now_s += 0.9 * ALONE_S
+    world.peers.meet(worker("here"), "a again")
+    world.peers.end_stream("somebody else")
+    world.now_s += 0.2 * ALONE_S
+    world.peers.tick()
+    assert [health.agent_name for health in world.peers.health()] == ["here"]
+    assert world.heard.calls[2:] == [("part", "gone", False)]
