@@ -8,7 +8,7 @@ from collections import defaultdict
 import pytest
 from worker_kit import Attempted, a_pair, until
 
-from decode_service.peer_pages import PeerPages
+from decode_service.peer_pages import MAX_PASSED_OVER, PeerPages
 
 
 def test_grants_beyond_the_share_wait_their_turn() -> None:
@@ -28,6 +28,31 @@ def test_one_that_is_longer_than_the_share_goes_alone() -> None:
     assert pages.take(b"long", "p0", 30)
     assert not pages.take(b"short", "p0", 1)
     assert list(pages.give_back(b"long")) == [b"short"]
+
+
+def test_one_that_waits_is_passed_a_bounded_number_of_times() -> None:
+    pages = PeerPages(10)
+    assert pages.take(b"0", "p0", 4)
+    assert not pages.take(b"large", "p0", 10)
+    number = 0
+    while pages.take(b"%d" % (number + 1), "p0", 4):
+        assert not list(pages.give_back(b"%d" % number))
+        number += 1
+    assert number == MAX_PASSED_OVER
+    assert pages.take(b"other", "p1", 4), "another peer's do not wait for it"
+    assert list(pages.give_back(b"%d" % number)) == [b"large"]
+    assert list(pages.give_back(b"large")) == [b"%d" % (number + 1)]
+
+
+def test_who_waits_for_one_that_gives_up_waits_no_longer() -> None:
+    pages = PeerPages(10)
+    assert pages.take(b"holds", "p0", 4)
+    assert not pages.take(b"large", "p0", 10)
+    for _ in range(MAX_PASSED_OVER):
+        assert pages.take(b"small", "p0", 4)
+        assert not list(pages.give_back(b"small"))
+    assert not pages.take(b"small", "p0", 4)
+    assert list(pages.give_back(b"large")) == [b"small"]
 
 
 def test_one_that_gave_up_waiting_is_forgotten() -> None:
