@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import ParamSpec
 
+from kv_transfer.aftermath import Aftermath
 from kv_transfer.events import QuiesceAnswered, TransferCounters, TransferEvent
 from kv_transfer.peers import Peers
 from kv_transfer.processes import ProcessWatch
@@ -57,6 +58,7 @@ class Exchange:
         self._on_event = emit
         self._counters = counters
         self._processes = ProcessWatch()
+        self._aftermath = Aftermath(clock)
         self._found: list[Notification] = []
         """To be read by the next `work`."""
         self._later: list[Notification] = []
@@ -85,14 +87,10 @@ class Exchange:
 
     def part(self, agent_name: str, proven_dead: bool) -> None:
         """See `TransferThread.part`."""
-        if not proven_dead:
+        if proven_dead:
+            self._aftermath.begin(agent_name)
+        else:
             self.peers.part(agent_name)
-            return
-        # What the peer delivered before it died counts: it is read before pages are freed.
-        self._read_all_of(agent_name)
-        self.peers.bury(agent_name)
-        self.sender.peer_dead(agent_name)
-        self.receiver.peer_dead(agent_name)
 
     def quiesce(self, decode_agent: str, message: Quiesce) -> None:
         """See `TransferThread.quiesce`."""
@@ -123,6 +121,8 @@ class Exchange:
             self._guard(self._dispatch, notification)
         for agent_name in self._processes.gone():
             self._guard(self.part, agent_name, True)
+        for agent_name in self._aftermath.over():
+            self._guard(self._bury, agent_name)
         self._guard(self.receiver.tick)
         self._guard(self.sender.tick)
         self._guard(self.peers.tick, self._is_used)
@@ -138,7 +138,7 @@ class Exchange:
         if self.sender.in_progress or self.receiver.is_waiting or self.peers.any_testing:
             return ACTIVE_POLL_S
         due = [self.sender.next_after_s(), self.receiver.next_after_s()]
-        if self.peers.any_known:
+        if self.peers.any_known or self._aftermath.is_pending:
             due.append(IDLE_POLL_S)
         return min((after_s for after_s in due if after_s is not None), default=None)
 
@@ -150,6 +150,14 @@ class Exchange:
         """Raises AssertionError where a state machine contradicts itself."""
         self.sender.check_invariants()
         self.receiver.check_invariants()
+
+    def _bury(self, agent_name: str) -> None:
+        """Nothing of a dead peer can land any more."""
+        # What the peer delivered before it died counts: it is read before pages are freed.
+        self._read_all_of(agent_name)
+        self.peers.bury(agent_name)
+        self.sender.peer_dead(agent_name)
+        self.receiver.peer_dead(agent_name)
 
     def _read_all_of(self, agent_name: str) -> None:
         """Reads what one peer has sent so far, ahead of the others."""

@@ -12,6 +12,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from kv_transfer.aftermath import AFTERMATH_S, LONGEST_TURN_S
 from kv_transfer.events import TransferCounters, TransferEvent
 from kv_transfer.exchange import Exchange
 from kv_transfer.factory import TRANSPORTS, make_transport
@@ -107,6 +108,13 @@ class World:
         ends_s = time.monotonic() + 0.1
         while time.monotonic() < ends_s:
             self.turn()
+
+    def die(self, peer: Side, at: Side) -> None:
+        """The process of `peer` is proven gone at the other side, and the aftermath is over."""
+        at.exchange.part(peer.name, proven_dead=True)
+        for _ in range(2 + round(AFTERMATH_S / LONGEST_TURN_S)):
+            self.clock.advance(LONGEST_TURN_S)
+            at.exchange.turn()
 
     def grant(
         self, num_tokens: int, held_pages: int = 0, timeout_s: float = 60.0, merged: bool = False

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from kv_world import DECODE_EPOCH, World
 
+from kv_transfer.aftermath import AFTERMATH_S, LONGEST_TURN_S
 from kv_transfer.events import (
     Delivered,
     PeerFailed,
@@ -124,8 +125,29 @@ def test_an_error_pins_until_the_peer_is_proven_dead(loopback: World, lands: boo
     world.prefill.exchange.part(world.decode.name, proven_dead=False)
     world.turn(2)
     assert not world.prefill.of(SendQuiesced)
-    world.prefill.exchange.part(world.decode.name, proven_dead=True)
+    world.die(world.decode, at=world.prefill)
     assert world.prefill.of(SendQuiesced) == [SendQuiesced(transfer.id)]
+
+
+def test_what_a_dead_peer_had_posted_lands_in_nobodys_pages(loopback: World) -> None:
+    """It lies in a socket until this side takes it, which it does not while it stands still."""
+    world = loopback
+    hold(world)
+    transfer = world.grant(48)
+    transfer.begin()
+    transfer.compute(32)
+    world.turn()
+    world.decode.receiver.abort(transfer.id)
+    world.decode.exchange.part(world.prefill.name, proven_dead=True)
+    world.decode.exchange.turn()
+    world.clock.advance(3600.0)
+    for _ in range(round(AFTERMATH_S / LONGEST_TURN_S) - 2):
+        world.decode.exchange.turn()
+        assert not world.decode.of(ReceiveFreed)
+        world.clock.advance(LONGEST_TURN_S)
+    world.prefill.loopback.land(world.prefill.loopback.held_pushes[0])
+    world.die(world.prefill, at=world.decode)
+    assert world.decode.of(ReceiveFreed) == [ReceiveFreed(transfer.id)]
 
 
 def test_a_peer_that_dies_under_a_push(loopback: World) -> None:
@@ -135,7 +157,7 @@ def test_a_peer_that_dies_under_a_push(loopback: World) -> None:
     transfer.begin()
     transfer.compute(32)
     world.turn()
-    world.prefill.exchange.part(world.decode.name, proven_dead=True)
+    world.die(world.decode, at=world.prefill)
     assert world.prefill.of(SendFailed) == [SendFailed(transfer.id, "peer_dead")]
     assert world.prefill.of(SendQuiesced) == [SendQuiesced(transfer.id)]
     assert world.prefill.counters.sends_in_progress == 0

@@ -274,7 +274,7 @@ def test_quarantine_outlives_a_peer_that_merely_left(world: World) -> None:
         world.decode.exchange.turn()
         world.clock.advance(100.0)
     assert world.decode.receiver.state(transfer.id) is ReceiveState.QUARANTINED
-    world.decode.exchange.part(world.prefill.name, proven_dead=True)
+    world.die(world.prefill, at=world.decode)
     assert world.decode.of(ReceiveFreed) == [ReceiveFreed(transfer.id)]
 
 
@@ -304,15 +304,16 @@ def test_delivery_before_death_counts(world: World, monkeypatch: pytest.MonkeyPa
 
     wait_until(has_come)
     monkeypatch.setattr(world.decode.transport, "poll_notifications", lambda: came)
-    world.decode.exchange.part(world.prefill.name, proven_dead=True)
+    monkeypatch.setattr(world.decode.exchange, "look", lambda: None)
+    world.die(world.prefill, at=world.decode)
     assert world.decode.of(Delivered)
     world.decode.receiver.abort(transfer.id)
     assert world.decode.of(ReceiveAborted)[-1].already_ready
 
 
 def test_a_grant_to_a_peer_that_is_dead_already(world: World) -> None:
-    world.decode.exchange.part(world.prefill.name, proven_dead=True)
-    world.prefill.exchange.part(world.decode.name, proven_dead=True)
+    world.die(world.prefill, at=world.decode)
+    world.die(world.decode, at=world.prefill)
     transfer = world.grant(48)
     world.decode.receiver.abort(transfer.id)
     assert world.decode.of(ReceiveFreed) == [ReceiveFreed(transfer.id)]
@@ -407,7 +408,7 @@ def test_a_restarted_peer_has_a_new_name(world: World) -> None:
     old.compute(32)
     world.settle()
     with a_world(world.kind, met=False, seed=2) as reborn:
-        world.decode.exchange.part(world.prefill.name, proven_dead=True)
+        world.die(world.prefill, at=world.decode)
         unused, reborn.decode = reborn.decode, world.decode
         reborn.meet()
         fresh = reborn.grant(48)

@@ -8,6 +8,7 @@ each write that can still land, which no side does, and checks what each side cl
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import defaultdict
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import pytest
 import torch
 from kv_world import NUM_PAGES, PAGE_BYTES, PAGE_TOKENS, FakeClock
 
+from kv_transfer.aftermath import AFTERMATH_S, LONGEST_TURN_S
 from kv_transfer.events import (
     Delivered,
     ReceiveAborted,
@@ -35,6 +37,8 @@ from kv_transfer.types import Notification, PageIds, PushState
 from kv_transfer.wire import Chunk, MalformedNotification, Quiesce, Quiesced, decode
 
 EPOCH = 3
+LATE_S = 0.5
+"""What a dead process had posted still lands within this time."""
 _serial = itertools.count()
 
 
@@ -105,6 +109,8 @@ class Model:
         self.content: dict[bytes, np.ndarray] = {}
         self.computed: dict[bytes, int] = {}
         self.can_land: dict[bytes, int] = defaultdict(int)
+        self.dead: dict[Party, tuple[float, list[bytes]]] = {}
+        """Until when what they had posted may land, and of which transfers."""
         self.quiesced: set[bytes] = set()
         self.ready: set[bytes] = set()
         self.freed: set[bytes] = set()
@@ -223,7 +229,7 @@ class Model:
         self.decode.exchange.receiver.abort(self._any())
 
     def land(self) -> None:
-        party = self.rng.choice(self.prefills)
+        party = self.rng.choice([*self.prefills, *self.dead])
         if party.transport.held_pushes:
             party.transport.land(self.rng.choice(party.transport.held_pushes))
 
@@ -238,17 +244,24 @@ class Model:
                 self.landed(party.transport.transfer_of[handle])
 
     def die(self) -> None:
-        """A prefill process dies, proven, and another starts in its place."""
+        """A prefill process dies, proven, and another starts in its place. What it had posted may
+        land a little later."""
         old = self.rng.choice(self.prefills)
-        for transfer_id, party in self.party_of.items():
-            if party is old:
-                self.can_land[transfer_id] = 0
+        theirs = [key for key, party in self.party_of.items() if party is old]
+        self.dead[old] = self.clock() + LATE_S, theirs
         new = Party("prefill", 1, self.rng, self.clock)
         self._watch(new)
         self.prefills[self.prefills.index(old)] = new
         self.decode.exchange.part(old.name, proven_dead=True)
         self.party_of = {key: p for key, p in self.party_of.items() if p is not old}
         self.meet()
+
+    def lay_to_rest(self, now_s: float) -> None:
+        """Nothing more comes of those who died longer ago."""
+        for party, (until_s, transfer_ids) in list(self.dead.items()):
+            if now_s >= until_s:
+                del self.dead[party]
+                self.can_land.update(dict.fromkeys(transfer_ids, 0))
 
     def meet(self) -> None:
         for party in self.prefills:
@@ -261,6 +274,7 @@ class Model:
 
     def turn(self) -> None:
         self.clock.advance(self.rng.choice([0.0, 0.001, 0.05]))
+        self.lay_to_rest(self.clock())
         self.rng.choice([self.decode, *self.prefills]).exchange.turn()
 
     def _any(self) -> bytes:
@@ -270,6 +284,7 @@ class Model:
         """Everything under way lands, every grant is given up, and nothing stays behind."""
         for party in (self.decode, *self.prefills):
             party.transport.holds = False
+        self.lay_to_rest(math.inf)
         self.meet()
         for transfer_id in self.specs:
             self.decode.exchange.receiver.abort(transfer_id)
@@ -315,6 +330,9 @@ def test_nothing_is_claimed_that_is_not_true(seed: int) -> None:
         model.decode.exchange.part(party.name, proven_dead=True)
         for key in list(model.can_land):
             model.can_land[key] = 0
+    for _ in range(2 + round(AFTERMATH_S / LONGEST_TURN_S)):
+        model.clock.advance(LONGEST_TURN_S)
+        model.decode.exchange.turn()
     model.observe()
     assert model.ready
     assert model.freed
