@@ -81,6 +81,9 @@ PROFILE_STEPS: Final = 50
 """Of a profile that SIGUSR2 asks for, where no setting says how many."""
 DECODE_MIXED_PREFILL_TOKENS: Final = 192
 """A decode worker computes so many prompt tokens in a step that decodes: nearly free there."""
+FULL_STEP_TOKENS: Final = 1024
+"""Where prompts are computed for others: an H200 computes 44,900 tokens a second in steps of so
+many, 45,500 in longer ones, and the first of two prompts is done in half the time."""
 SERVICE_NAME: Final = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 
 _ROLES: Final = {
@@ -308,6 +311,7 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
         max_sequences=settings.max_sequences,
         max_step_tokens=settings.max_step_tokens,
         mixed_prefill_tokens=_mixed_prefill_tokens(settings),
+        full_step_tokens=0 if settings.role is Role.BOTH else FULL_STEP_TOKENS,
         max_context_tokens=settings.max_context_tokens,
         page_watermark=settings.page_watermark,
         scheduling=settings.scheduling,

@@ -25,6 +25,9 @@ class SchedulerConfig:
     """Pages kept back at admission for the growth of each active sequence."""
     page_watermark: float = 0.9
     """Share of the pages in use above which more is kept back (`engine.admission`); 1: never."""
+    full_step_tokens: int = 1 << 31
+    """Prompt tokens beyond which no further prompt is added to a step: it would delay those before
+    it, and the device computes no more tokens a second."""
     max_passed_over: int = 16
     """How often smaller requests may be admitted before one that does not fit yet."""
     prefix_cache: bool = True

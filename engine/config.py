@@ -40,6 +40,9 @@ class EngineConfig:
     """New tokens in a step: the chunk budget; 0: 512 on CPU, 2048 elsewhere."""
     mixed_prefill_tokens: int = 0
     """Prefill tokens in a step that also decodes; 0: as `max_step_tokens`."""
+    full_step_tokens: int = 0
+    """Prompt tokens that keep the device busy: a prompt that would make a step longer than that
+    waits for the next one, as long as it is not the step's first; 0: as `max_step_tokens`."""
     max_context_tokens: int = 0
     """Prompt and output together; 0: what the model takes, or less where the pool is smaller."""
     page_watermark: float = 0.9

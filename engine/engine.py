@@ -155,6 +155,7 @@ def _resolve(config: EngineConfig) -> EngineConfig:
         name=config.name or Path(config.model).name,
         max_step_tokens=step_tokens,
         mixed_prefill_tokens=mixed_tokens,
+        full_step_tokens=config.full_step_tokens or step_tokens,
     )
 
 
@@ -295,6 +296,7 @@ def _scheduler(config: EngineConfig, info: ModelInfo, pool: KvPool, sampler: Sam
         max_sequences=config.max_sequences,
         max_step_tokens=config.max_step_tokens,
         mixed_prefill_tokens=config.mixed_prefill_tokens,
+        full_step_tokens=config.full_step_tokens,
         max_context_tokens=info.max_context_tokens,
         page_size=config.page_size,
         eos_token_ids=frozenset(info.eos_token_ids),

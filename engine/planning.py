@@ -6,7 +6,8 @@ planning, and ends of sequence are found when a step settles, one step late. A s
 have reached `max_tokens` is known ahead and not planned.
 
 Decode rows come first, one token each; the rest of the token budget goes to prompts in order of
-admission, in page-aligned chunks, several prompts in one step.
+admission, in page-aligned chunks. Several prompts share a step up to `full_step_tokens`: beyond
+them a step takes longer in proportion, and all of its prompts would be done when the last one is.
 """
 
 from __future__ import annotations
@@ -132,7 +133,8 @@ def _cut_chunks(scheduler: Scheduler, rows: Slots) -> tuple[list[ChunkPlan], lis
             scores.append(score)
         first_token += end - task.cursor
         first_sample += len(_first_draws(task)) if last else 0
-        budget -= end - task.cursor
+        full = config.full_step_tokens - (first_token - rows.size)
+        budget = min(budget - (end - task.cursor), full)
     return chunks, scores
 
 

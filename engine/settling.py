@@ -112,7 +112,7 @@ def _tell_tokens(
     while rows.size:
         sinks = slots.sink[plan.sample_slots[rows]]
         mine = np.asarray(sinks == sinks[0], np.bool_)
-        told, rows = rows[mine], rows[~mine]
+        told, rows = _youngest_first(plan, rows[mine]), rows[~mine]
         where = plan.sample_slots[told]
         event = NewTokens(
             request_ids=slots.request_id[where].tolist(),
@@ -123,6 +123,12 @@ def _tell_tokens(
             at_ns=now_ns,
         )
         scheduler.emit(sinks[0], event)
+
+
+def _youngest_first(plan: StepPlan, rows: Rows) -> Rows:
+    """A sequence that has just joined has waited longest for its token, and whoever passes a step's
+    tokens on takes some milliseconds for all of them. The others keep their order."""
+    return rows[np.argsort(plan.sample_indices[rows], kind="stable")]
 
 
 def _scored(

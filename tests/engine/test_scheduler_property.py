@@ -52,6 +52,7 @@ class Bench:
             eos_token_ids=frozenset({3}),
             prefix_cache=options.pop("prefix_cache", True),
             page_watermark=options.pop("watermark", 0.9),
+            full_step_tokens=options.pop("full", step_tokens),
         )
         eviction = EVICTION_POLICIES[options.pop("eviction", "lru")]()
         self.blocks = BlockManager(num_pages, eviction)

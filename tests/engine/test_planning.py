@@ -1,0 +1,76 @@
+"""What a step takes of the prompts that wait, and in which order its tokens are told."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from test_scheduler_property import Bench, prompt_of
+
+from engine.admission import admit
+from engine.planning import plan_step
+from engine.settling import settle_step
+from engine.step import StepPlan
+from engine.types import NewTokens
+
+PAGE, STEP, FULL = 4, 64, 32
+
+
+def planned(bench: Bench) -> StepPlan | None:
+    admit(bench.scheduler)
+    return plan_step(bench.scheduler)
+
+
+def chunks_of(lengths: list[int], **options) -> list[list[int]]:
+    """New tokens of each prompt, step by step, until all prompts are computed."""
+    bench = Bench(num_pages=400, slots=16, step_tokens=STEP, prefix_cache=False, **options)
+    for length in lengths:
+        bench.submit(prompt_of(random.Random(length), length), 1)
+    steps = []
+    while (plan := planned(bench)) is not None:
+        steps.append([chunk.end - chunk.start for chunk in plan.chunks])
+        settle_step(bench.scheduler, plan, bench.device.launch(plan).result())
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("lengths", "steps"),
+    [
+        pytest.param([40, 40], [[40], [40]], id="a full step is left to its prompt"),
+        pytest.param([32, 4], [[32], [4]], id="just full"),
+        pytest.param([10, 10, 30], [[10, 10, 12], [18]], id="filled up, in whole pages"),
+        pytest.param(
+            [100, 40], [[64], [36], [40]], id="chunks of one prompt are as long as before"
+        ),
+        pytest.param([70, 50, 5], [[64], [6, 24], [26, 5]], id="a prompt's end has company"),
+    ],
+)
+def test_no_prompt_joins_a_step_that_is_full(lengths, steps):
+    assert chunks_of(lengths, full=FULL) == steps
+
+
+def test_without_a_bound_of_their_own_prompts_share_all_of_a_step():
+    assert chunks_of([40, 40]) == [[40, 24], [16]]
+
+
+def test_the_youngest_sequence_is_told_of_first():
+    bench = Bench(num_pages=400, slots=16, step_tokens=STEP, prefix_cache=False)
+    told: list[NewTokens] = []
+    sink = bench.sink
+
+    def watched(events):
+        told.extend(event for event in events if isinstance(event, NewTokens))
+        sink(events)
+
+    bench.sink = watched
+    rng = random.Random(1)
+    for _ in range(5):
+        bench.submit(prompt_of(rng, 8), 20)
+        bench.turn()
+    for event in told:
+        assert event.indices.tolist() == sorted(event.indices.tolist())
+    assert any(len(set(event.indices.tolist())) > 2 for event in told)
+    bench.run()
+    for request_id in bench.requests:
+        bench.check_output(request_id)
+    bench.check_baseline()
