@@ -24,7 +24,6 @@ import logging
 import secrets
 import signal
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -34,6 +33,7 @@ import torch
 from grpc_health.v1 import health, health_pb2
 
 from baton.addresses import advertised, reachable
+from baton.event_loop import EndSignals, loop_factory
 from baton.gpu_slots import NoSlotError, claimed_for
 from baton.grpc_options import server_options
 from baton.grpc_services import add_health_and_reflection
@@ -367,12 +367,8 @@ def _run(settings: WorkerSettings, service: str) -> int:
         logger.error("the engine cannot be built: %s", error)
         return 1
     tracing = setup_tracing(service, settings.name, settings.otlp_endpoint)
-    try:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(_serve(settings, engine, tracing))
-    except (TransportError, RuntimeError, OSError) as error:
-        logger.error("the worker cannot start: %s", error)
-        return 1
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        return runner.run(_serve(settings, engine, tracing))
 
 
 async def _serve(settings: WorkerSettings, engine: Engine, tracing: Tracing | None) -> int:
@@ -380,48 +376,21 @@ async def _serve(settings: WorkerSettings, engine: Engine, tracing: Tracing | No
     worker = Worker(settings, engine)
     if tracing is not None:
         worker.metrics.watch_spans(lambda: tracing.counts)
-    told = _count_signals()  # before anybody can see that the worker serves, and end it
+    signals = EndSignals()  # before anybody can see that the worker serves, and end it
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGUSR2, worker.profile)
-    await worker.start()
+    try:
+        await worker.start()
+    except (TransportError, RuntimeError, OSError) as error:
+        logger.error("the worker cannot start: %s", error)
+        return 1
     if settings.profile:
         worker.profile()
-    clean = await _until_told_to_stop(worker, *told)
+    await signals.first.wait()
+    logger.info("draining", extra={"attempts": worker.services.active})
+    await signals.bound(worker.drain(), settings.drain_s)
+    clean = await worker.stop()
     if tracing is not None:
         await asyncio.to_thread(tracing.shutdown)
     logger.info("worker ends", extra={"clean": clean})
     return 0 if clean else 1
-
-
-def _count_signals() -> tuple[asyncio.Event, asyncio.Event]:
-    """Set by the first and by the second SIGTERM or SIGINT."""
-    first, second = asyncio.Event(), asyncio.Event()
-
-    def count() -> None:
-        (second if first.is_set() else first).set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, count)
-    return first, second
-
-
-async def _until_told_to_stop(worker: Worker, first: asyncio.Event, second: asyncio.Event) -> bool:
-    await first.wait()
-    logger.info("draining", extra={"attempts": worker.services.active})
-    drained = asyncio.create_task(worker.drain())
-    hurried = asyncio.create_task(second.wait())
-    await asyncio.wait(
-        {drained, hurried},
-        timeout=worker.settings.drain_s,
-        return_when=asyncio.FIRST_COMPLETED,
-    )
-    for task in (drained, hurried):
-        task.cancel()
-    return await worker.stop()
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    import uvloop
-
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory

@@ -15,15 +15,14 @@ The exit code is 0 where nothing had to be cut short.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import signal
 from typing import TYPE_CHECKING, Final
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2
 
+from baton.event_loop import EndSignals, loop_factory
 from baton.grpc_options import server_options
 from baton.grpc_services import add_health_and_reflection
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
@@ -38,7 +37,7 @@ from router.trace_store import TraceStore, add_trace_receiver, trace_routes
 from router.validation import Limits
 from telemetry import failpoints
 from telemetry.admin import AdminServer, metrics_route
-from telemetry.logs import setup_logging
+from telemetry.logs import log_loop_errors, setup_logging
 from telemetry.loop_lag import EventLoopLag
 from telemetry.metrics import RouterLoad, RouterMetrics, WorkerUp
 from telemetry.names import Service
@@ -46,8 +45,6 @@ from telemetry.rpc import ServerSpans
 from telemetry.tracing import setup_tracing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from grpc_health.v1 import health
 
     from router.settings import RouterSettings
@@ -190,17 +187,13 @@ class RouterServer:
 
 async def serve(settings: RouterSettings) -> int:
     """Runs a router until it is told to stop; returns the process's exit code."""
-    signals = _Signals()  # before anybody can see that the router serves, and end it
+    log_loop_errors(asyncio.get_running_loop())
+    signals = EndSignals()  # before anybody can see that the router serves, and end it
     server = RouterServer(settings)
     await server.start()
     await signals.first.wait()
     logger.info("draining", extra={"jobs": server.dispatcher.active_jobs})
-    drained = asyncio.create_task(server.drain())
-    hurried = asyncio.create_task(signals.second.wait())
-    patience_s = settings.drain_grace_s + settings.drain_s
-    await asyncio.wait({drained, hurried}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
-    for task in (drained, hurried):
-        task.cancel()
+    await signals.bound(server.drain(), settings.drain_grace_s + settings.drain_s)
     return 0 if await server.stop() else 1
 
 
@@ -216,19 +209,6 @@ def main(settings: RouterSettings) -> int:
         return 1
 
 
-class _Signals:
-    """SIGTERM and SIGINT, counted."""
-
-    def __init__(self) -> None:
-        self.first = asyncio.Event()
-        self.second = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._count)
-
-    def _count(self) -> None:
-        (self.second if self.first.is_set() else self.first).set()
-
-
 def _bind(server: grpc.aio.Server, address: str) -> str:
     port = server.add_insecure_port(address)
     return f"{address.rpartition(':')[0]}:{port}"
@@ -241,13 +221,3 @@ def _limits(settings: RouterSettings) -> Limits:
         max_choices=settings.max_choices,
         max_request_duration_s=settings.max_request_duration_s,
     )
-
-
-def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop where it is installed: it takes a tenth of the CPU time off streams."""
-    with contextlib.suppress(ImportError):
-        import uvloop
-
-        factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-        return factory
-    return None

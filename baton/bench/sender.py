@@ -13,7 +13,7 @@ import gc
 import itertools
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Final, NamedTuple
 
@@ -22,6 +22,7 @@ import numpy as np
 from baton.bench.endpoints import Asked, Endpoint, EndpointError, Kept, Target, connect
 from baton.bench.outcome import OK, PROTOCOL, SHORT, Outcome, SenderReport
 from baton.bench.workload import WARM_UPS, Planned, prompt_ids
+from baton.event_loop import loop_factory
 from telemetry.loop_lag import EventLoopLag
 
 PROGRESS_INTERVAL_S: Final = 0.25
@@ -81,7 +82,7 @@ class _Sent(NamedTuple):
 def main(connection: Connection) -> None:
     """A sender process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The process that started it ends it.
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner, _hung_up():
+    with asyncio.Runner(loop_factory=loop_factory()) as runner, _hung_up():
         while True:
             runner.run(_obey(connection, connection.recv()))
 
@@ -89,15 +90,6 @@ def main(connection: Connection) -> None:
 def _hung_up() -> contextlib.suppress:
     """Ends the process's work when the one that started it is gone."""
     return contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError)
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    with contextlib.suppress(ImportError):
-        import uvloop
-
-        factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-        return factory
-    return None
 
 
 async def _obey(connection: Connection, order: Order) -> None:

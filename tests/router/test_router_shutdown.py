@@ -25,7 +25,9 @@ from router.frontdoor import SERVICE_NAME
 SERVING = health_pb2.HealthCheckResponse.SERVING
 START_S = 60.0
 GRACE_S = 2.0
-CODE = """
+SECRET = "words of a prompt"
+CODE = f"""
+import asyncio
 import sys
 from router import server
 from router.settings import RouterSettings
@@ -33,13 +35,17 @@ from router.settings import RouterSettings
 ports = dict.fromkeys(("listen", "internal_listen", "http_listen", "admin"), "127.0.0.1:0")
 start = server.RouterServer.start
 
+async def break_unseen():
+    raise ValueError({SECRET!r})
+
 async def start_and_tell(self):
     await start(self)
+    asyncio.create_task(break_unseen())
     print(self.address, self.internal_address, flush=True)
 
 server.RouterServer.start = start_and_tell
 drain_s, grace_s = map(float, sys.argv[1:])
-patient = {"stale_after_s": 60, "attach_timeout_s": 60}
+patient = dict(stale_after_s=60, attach_timeout_s=60)
 settings = RouterSettings(drain_s=drain_s, drain_grace_s=grace_s, **patient, **ports)
 sys.exit(server.main(settings))
 """
@@ -107,7 +113,9 @@ def request() -> api.StreamGenerateRequest:
 @asynccontextmanager
 async def a_router_process(drain_s: float, grace_s: float = 0.0) -> AsyncIterator[Running]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", CODE, str(drain_s), str(grace_s), stdout=asyncio.subprocess.PIPE
+        *(sys.executable, "-c", CODE, str(drain_s), str(grace_s)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
     )
     worker = ScriptedWorker("b0", BOTH)
     await worker.start()
@@ -145,6 +153,16 @@ async def test_one_that_is_idle_does_not_wait() -> None:
     async with a_router_process(drain_s=10 * WAIT_S) as router:
         router.signal()
         assert await router.exit_code() == 0
+
+
+async def test_an_exception_that_nobody_awaits_is_logged_and_not_quoted() -> None:
+    async with a_router_process(drain_s=0) as router:
+        router.signal()
+        assert await router.exit_code() == 0
+        assert router.process.stderr is not None
+        logged = (await router.process.stderr.read()).decode()
+        assert "ValueError" in logged
+        assert SECRET not in logged
 
 
 async def test_for_a_grace_it_serves_on_while_health_sends_clients_elsewhere() -> None:

@@ -1,0 +1,47 @@
+"""The event loop of a process: which one it is, and how the process is told to end.
+
+Life of a process that serves: the first SIGTERM or SIGINT -> it drains, for a bounded time, which a
+second one cuts short -> it stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop where it is installed: it takes a tenth of the CPU time off streams."""
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+        return factory
+    return None
+
+
+class EndSignals:
+    """SIGTERM and SIGINT, which the running loop takes from now on."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        """Set by the first of them."""
+        self._second = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._count)
+
+    async def bound(self, drain: Coroutine[Any, Any, None], patience_s: float) -> None:
+        """Returns when `drain` has come to its end, the time is up or the second signal came."""
+        drained = asyncio.create_task(drain)
+        hurried = asyncio.create_task(self._second.wait())
+        await asyncio.wait(
+            {drained, hurried}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        for task in (drained, hurried):
+            task.cancel()
+
+    def _count(self) -> None:
+        (self._second if self.first.is_set() else self.first).set()
