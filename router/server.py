@@ -190,7 +190,11 @@ async def serve(settings: RouterSettings) -> int:
     log_loop_errors(asyncio.get_running_loop())
     signals = EndSignals()  # before anybody can see that the router serves, and end it
     server = RouterServer(settings)
-    await server.start()
+    try:
+        await server.start()
+    except (RuntimeError, OSError):
+        await server.stop()  # the ports that it has bound already
+        raise
     await signals.first.wait()
     logger.info("draining", extra={"jobs": server.dispatcher.active_jobs})
     await signals.bound(server.drain(), settings.drain_grace_s + settings.drain_s)

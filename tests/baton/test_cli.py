@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -122,6 +124,19 @@ def test_a_taken_port_is_one_line() -> None:
         result = run("router", "--listen", address, *free)
     assert result.exit_code == 1
     assert f"cannot listen on {address}" in plain(result.output)
+
+
+def test_a_port_that_is_taken_behind_others_that_were_free_is_one_line_too() -> None:
+    """What was bound before it is let go of: at the end of the process nothing is left to say."""
+    free = ("--listen", "--internal-listen", "--admin")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        at = ["--http-listen", f"127.0.0.1:{taken.getsockname()[1]}"]
+        at += [word for flag in free for word in (flag, "127.0.0.1:0")]
+        command = [sys.executable, "-m", "baton", "router", *at]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "cannot listen" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_where_the_demo_model_is(tmp_path: Path) -> None:

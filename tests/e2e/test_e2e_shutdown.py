@@ -20,7 +20,7 @@ from waiting import wait_until
 
 from baton.errors import BatonError
 from baton.generation import Generation
-from baton.worker_process import SERVICE_NAME
+from baton.worker_server import SERVICE_NAME
 
 END_S = 30.0
 LONG_PROMPT = 3000
