@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Self, Unpack
+from typing import Self, TypedDict, Unpack
 
 import grpc
 import grpc.aio
@@ -40,6 +40,13 @@ from baton.settings import ROUTER_ADDRESS
 Metadata = tuple[tuple[str, str], ...]
 
 
+class _CallOptions(TypedDict):
+    """What goes with a call beside the request."""
+
+    timeout: float | None
+    metadata: Metadata
+
+
 def _inject_nothing(carrier: dict[str, str]) -> None:
     """Without OpenTelemetry there is no trace to join."""
 
@@ -53,13 +60,6 @@ def _find_inject() -> Callable[[dict[str, str]], None]:
 
 
 _inject = _find_inject()
-
-
-def _metadata(token: str) -> Metadata:
-    """What goes with every call: the trace to join, and who calls."""
-    carrier = {"authorization": f"Bearer {token}"} if token else {}
-    _inject(carrier)
-    return tuple(carrier.items())
 
 
 @contextmanager
@@ -170,7 +170,25 @@ class AsyncGenerationStream(_Stream):
         self.close()
 
 
-class Client:
+class _Caller:
+    """What both clients send with every call."""
+
+    def __init__(self, token: str, timeout_s: float | None) -> None:
+        self._token = token
+        self._timeout_s = timeout_s
+
+    def _of_call(self, timeout_s: float | None) -> _CallOptions:
+        """The time bound, the trace to join, and who calls."""
+        carrier = {"authorization": f"Bearer {self._token}"} if self._token else {}
+        _inject(carrier)
+        return {"timeout": timeout_s, "metadata": tuple(carrier.items())}
+
+    def _of_generation(self, timeout_s: float | None) -> _CallOptions:
+        """As `_of_call`; without a bound of its own, the one that the client was made with."""
+        return self._of_call(self._timeout_s if timeout_s is None else timeout_s)
+
+
+class Client(_Caller):
     """Talks to a router; safe to share between threads."""
 
     def __init__(
@@ -191,8 +209,7 @@ class Client:
             timeout_s: bounds every generation whose call names no bound of its own. None: the
                 server's limit.
         """
-        self._token = token
-        self._timeout_s = timeout_s
+        super().__init__(token, timeout_s)
         self._channel = grpc.insecure_channel(address, options=client_options(retries=retries))
         self._stub = pb_grpc.InferenceServiceStub(self._channel)
 
@@ -220,11 +237,7 @@ class Client:
         """
         request = generation_request(pb.GenerateRequest, prompt, messages, token_ids, options)
         with _typed_errors():
-            response = self._stub.Generate(
-                request,
-                timeout=self._timeout_s if timeout_s is None else timeout_s,
-                metadata=_metadata(self._token),
-            )
+            response = self._stub.Generate(request, **self._of_generation(timeout_s))
         return Gathering(options.get("choices", 1)).add_whole(response)
 
     def stream(
@@ -238,19 +251,13 @@ class Client:
     ) -> GenerationStream:
         """Generates and returns the deltas as they come. Arguments as `generate`."""
         request = generation_request(pb.StreamGenerateRequest, prompt, messages, token_ids, options)
-        call = self._stub.StreamGenerate(
-            request,
-            timeout=self._timeout_s if timeout_s is None else timeout_s,
-            metadata=_metadata(self._token),
-        )
+        call = self._stub.StreamGenerate(request, **self._of_generation(timeout_s))
         return GenerationStream(iter(call), call.cancel, options.get("choices", 1))
 
     def models(self, *, timeout_s: float | None = 10.0) -> tuple[Model, ...]:
         """The models served now."""
         with _typed_errors():
-            response = self._stub.ListModels(
-                pb.ListModelsRequest(), timeout=timeout_s, metadata=_metadata(self._token)
-            )
+            response = self._stub.ListModels(pb.ListModelsRequest(), **self._of_call(timeout_s))
         return _models(response)
 
     def tokenize(
@@ -268,9 +275,7 @@ class Client:
         """
         request = tokenize_request(text, messages, model, add_special_tokens)
         with _typed_errors():
-            response = self._stub.Tokenize(
-                request, timeout=timeout_s, metadata=_metadata(self._token)
-            )
+            response = self._stub.Tokenize(request, **self._of_call(timeout_s))
         return tuple(response.token_ids)
 
     def close(self) -> None:
@@ -284,7 +289,7 @@ class Client:
         self.close()
 
 
-class AsyncClient:
+class AsyncClient(_Caller):
     """Talks to a router; belongs to the event loop it was made in."""
 
     def __init__(
@@ -296,8 +301,7 @@ class AsyncClient:
         timeout_s: float | None = None,
     ) -> None:
         """Connects lazily. Arguments as `Client`."""
-        self._token = token
-        self._timeout_s = timeout_s
+        super().__init__(token, timeout_s)
         self._channel = grpc.aio.insecure_channel(address, options=client_options(retries=retries))
         self._stub: pb_grpc.InferenceServiceAsyncStub = pb_grpc.InferenceServiceStub(self._channel)
 
@@ -313,11 +317,7 @@ class AsyncClient:
         """Generates and returns the whole result. Arguments and errors as `Client.generate`."""
         request = generation_request(pb.GenerateRequest, prompt, messages, token_ids, options)
         with _typed_errors():
-            response = await self._stub.Generate(
-                request,
-                timeout=self._timeout_s if timeout_s is None else timeout_s,
-                metadata=_metadata(self._token),
-            )
+            response = await self._stub.Generate(request, **self._of_generation(timeout_s))
         return Gathering(options.get("choices", 1)).add_whole(response)
 
     def stream(
@@ -331,18 +331,14 @@ class AsyncClient:
     ) -> AsyncGenerationStream:
         """Generates and returns the deltas as they come. Arguments as `Client.generate`."""
         request = generation_request(pb.StreamGenerateRequest, prompt, messages, token_ids, options)
-        call = self._stub.StreamGenerate(
-            request,
-            timeout=self._timeout_s if timeout_s is None else timeout_s,
-            metadata=_metadata(self._token),
-        )
+        call = self._stub.StreamGenerate(request, **self._of_generation(timeout_s))
         return AsyncGenerationStream(aiter(call), call.cancel, options.get("choices", 1))
 
     async def models(self, *, timeout_s: float | None = 10.0) -> tuple[Model, ...]:
         """The models served now."""
         with _typed_errors():
             response = await self._stub.ListModels(
-                pb.ListModelsRequest(), timeout=timeout_s, metadata=_metadata(self._token)
+                pb.ListModelsRequest(), **self._of_call(timeout_s)
             )
         return _models(response)
 
@@ -358,9 +354,7 @@ class AsyncClient:
         """The token ids of a text or of chat turns. Arguments as `Client.tokenize`."""
         request = tokenize_request(text, messages, model, add_special_tokens)
         with _typed_errors():
-            response = await self._stub.Tokenize(
-                request, timeout=timeout_s, metadata=_metadata(self._token)
-            )
+            response = await self._stub.Tokenize(request, **self._of_call(timeout_s))
         return tuple(response.token_ids)
 
     async def close(self) -> None:
