@@ -16,9 +16,6 @@ and have not come, nobody else can tell them, nothing was sent yet, and the atte
 
 An attempt at a share that was begun before is a *resume*: what was generated goes along, is
 computed behind the prompt and never sampled again. Nothing else about it differs.
-
-Invariant: a leg is open from its Submit until its worker said that it holds nothing of the attempt
-any more, or was sent a Cancel, or was lost.
 """
 
 from __future__ import annotations
@@ -31,16 +28,14 @@ from typing import TYPE_CHECKING, Final
 
 from baton.worker.v1 import worker_pb2
 from router import merge
+from router.clocks import Clocks
 from router.faults import Fault
 from router.jobs import ChoiceEnded, JobTimings
+from router.leg import Leg
 from router.local_prefill import LocalReason
-from router.routing import decode_charge, prefill_charge
-from telemetry.names import Attr, SpanName
-from telemetry.tracing import SpanKind, end_span, start_span, traceparent_of
 
 if TYPE_CHECKING:
     from router.jobs import JobTokens
-    from router.ledger import Charge
     from router.link import WorkerLink
     from router.routing import Route
     from router.share import Share
@@ -55,102 +50,6 @@ class Phase(enum.IntEnum):
     ABORTING = 1
     PREFILLING = 2
     DELIVERED = 3
-
-
-class Leg:
-    """One worker's part in an attempt."""
-
-    def __init__(
-        self,
-        worker: WorkerLink,
-        mode: worker_pb2.WorkMode.ValueType,
-        share: Share,
-        attempt_id: bytes,
-        peer: WorkerLink | None,
-        local_tokens: int = 0,
-    ) -> None:
-        self.worker = worker
-        self.mode = mode
-        self.open = False
-        self.finished: set[int] = set()
-        """Choices of the attempt that ended here."""
-        self._share = share
-        self._attempt_id = attempt_id
-        self._peer = peer
-        self._local_tokens = local_tokens
-        prefills = mode == worker_pb2.WORK_MODE_PREFILL
-        self._span = start_span(
-            SpanName.PREFILL if prefills else SpanName.DECODE,
-            share.run.job.context,
-            {
-                Attr.WORKER_ID: worker.worker_id,
-                Attr.ATTEMPT_ID: attempt_id.hex(),
-                Attr.WORK_MODE: _word(worker_pb2.WorkMode.Name(mode)),
-            },
-            kind=SpanKind.CLIENT,
-        )
-
-    def submit(self, now_s: float) -> None:
-        """Hands the worker its part, and charges it."""
-        self.open = True
-        self.worker.ledger.charge(self._attempt_id, self._charge(), now_s)
-        self.worker.send(worker_pb2.WorkRequest(submit=self._message()))
-
-    def is_local(self, reason: LocalReason) -> None:
-        """This decode worker computes the prompt by itself."""
-        self._span.set_attribute(Attr.ROUTE_LOCAL_REASON, reason)
-
-    def cancel(self, fault: str = "") -> None:
-        """Ends the part at the worker, if it is still open there; a fault says why."""
-        if self.open:
-            cancel = worker_pb2.Cancel(attempt_id=self._attempt_id)
-            self.worker.send(worker_pb2.WorkRequest(cancel=cancel))
-            self.close(fault)
-
-    def close(self, fault: str = "") -> None:
-        """The worker holds nothing of the attempt any more; a fault says why."""
-        if not self.open:
-            return
-        self.open = False
-        self.worker.ledger.release(self._attempt_id)
-        end_span(self._span, error=fault)
-
-    def _charge(self) -> Charge:
-        demand = self._share.demand
-        match self.mode:
-            case worker_pb2.WORK_MODE_PREFILL:
-                return prefill_charge(demand)
-            case worker_pb2.WORK_MODE_DECODE:
-                return decode_charge(demand)
-            case _:
-                prompt = prefill_charge(demand).prefill_tokens
-                return decode_charge(demand)._replace(prefill_tokens=prompt)
-
-    def _message(self) -> worker_pb2.Submit:
-        share, job = self._share, self._share.run.job
-        scores_wanted = job.prompt_logprobs and not share.run.started
-        return worker_pb2.Submit(
-            attempt_id=self._attempt_id,
-            mode=self.mode,
-            prompt_ids=job.prompt_ids.astype("<u4").tobytes(),
-            generated=[
-                worker_pb2.GeneratedTokens(token_ids=merge.pack_ids(token_ids))
-                for token_ids in share.generated
-            ],
-            sampling=job.sampling,
-            stopping=job.stopping,
-            choices=len(share.choices),
-            first_choice=share.choices[0],
-            priority=job.priority,
-            cache_salt=job.cache_salt,
-            traceparent=traceparent_of(self._span),
-            deadline_unix_ns=job.deadline_ns,
-            time_left_ms=max(0, round(share.run.left_s * 1e3)),
-            peer_agent_name=self._peer.agent_name if self._peer else "",
-            prompt_logprobs=scores_wanted and self.mode != worker_pb2.WORK_MODE_DECODE,
-            tenant=job.tenant,
-            local_prefill_tokens=self._local_tokens,
-        )
 
 
 class Attempt:
@@ -173,7 +72,7 @@ class Attempt:
         self._fault: Fault | None = None
         self._first_ids: list[int] = []
         """Each choice's first new token, as the prefill worker drew it."""
-        self._clocks = _Clocks(share.waits_since_ns)
+        self._clocks = Clocks(share.waits_since_ns)
 
     @property
     def legs(self) -> list[Leg]:
@@ -361,43 +260,3 @@ class Attempt:
     def _over(self, fault: Fault) -> None:
         self.end(fault.name)
         self._on_over(self, fault)
-
-
-class _Clocks:
-    """When things happened, by whoever saw them; Unix nanoseconds, 0 where nobody said.
-
-    Hosts' clocks differ: a difference between two of them is never less than 0.
-    """
-
-    def __init__(self, arrived_ns: int) -> None:
-        self.arrived_ns = arrived_ns
-        self.dispatched_ns = 0
-        self.delivered_ns = 0
-        self.prefill = worker_pb2.PrefillDone()
-        self.work = worker_pb2.WorkTimings()
-
-    def timings(self) -> JobTimings:
-        """The phases of the request."""
-        prefill, work = self.prefill, self.work
-        received_ns = prefill.received_unix_ns or work.received_unix_ns
-        started_ns = prefill.started_unix_ns or work.prefill_started_unix_ns
-        computed_ns = prefill.computed_unix_ns or work.ready_unix_ns
-        joined_ns = work.joined_unix_ns or self.delivered_ns
-        ready_ns = work.ready_unix_ns or self.delivered_ns
-        moved_ns = prefill.sent_unix_ns or ready_ns
-        return JobTimings(
-            queue_ns=_between(self.arrived_ns, self.dispatched_ns)
-            + _between(received_ns, started_ns),
-            prefill_ns=_between(started_ns, computed_ns),
-            kv_transfer_ns=_between(computed_ns, moved_ns),
-            decode_queue_ns=_between(ready_ns, joined_ns),
-            decode_ns=_between(joined_ns, work.last_token_unix_ns or time.time_ns()),
-        )
-
-
-def _between(start_ns: int, end_ns: int) -> int:
-    return max(0, end_ns - start_ns) if start_ns and end_ns else 0
-
-
-def _word(mode: str) -> str:
-    return mode.removeprefix("WORK_MODE_").lower()
