@@ -1,4 +1,4 @@
-"""What both services know of an attempt, and which attempts they know.
+"""What both services know of an attempt, which attempts they know, and what ends one from outside.
 
 An attempt belongs to the stream that it was submitted on: it ends with it, and no other stream can
 touch it.
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, Generic, Self, TypeVar
 
 from baton.worker.v1 import worker_pb2
 from baton.worker_outbox import Outbox
+from baton.worker_spans import CANCELLED, EXPIRED
 from baton.worker_wire import failed_message, request_of
 from engine.types import FailureReason, Request
 from kv_transfer.tables import BoundedMemory, Clock
@@ -133,3 +135,41 @@ class Attempts(Generic[A]):
         """Attempts whose time is up."""
         now_s = self.clock()
         return (attempt for attempt in self if attempt.expires_s <= now_s)
+
+
+class AttemptsService(ABC, Generic[A]):
+    """A service's attempts, and the four things from outside that end one: the router's word, the
+    end of its stream, its deadline, and the end of the process."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._attempts: Attempts[A] = Attempts(clock)
+
+    def cancel(self, attempt_id: bytes, stream: Outbox) -> None:
+        """The router wants no more of an attempt, which it may not even have submitted yet."""
+        if (attempt := self._attempts.of(attempt_id, stream)) is not None:
+            attempt.silent = True
+            self._end_early(attempt, CANCELLED)
+        elif self._attempts.is_new(attempt_id):
+            self._attempts.end(attempt_id)
+
+    def end_stream(self, stream: Outbox) -> None:
+        """A router is gone, and all its attempts with it."""
+        for attempt in self._attempts:
+            if attempt.stream is stream:
+                self.cancel(attempt.id, stream)
+
+    def expire(self) -> None:
+        """Fails attempts whose time is up."""
+        for attempt in self._attempts.expired():
+            attempt.fail(worker_pb2.FAILURE_REASON_EXPIRED)
+            self._end_early(attempt, EXPIRED)
+
+    def fail_all(self, reason: worker_pb2.FailureReason.ValueType) -> None:
+        """Ends every attempt: the process ends."""
+        for attempt in self._attempts:
+            attempt.fail(reason)
+            self._end_early(attempt, CANCELLED)
+
+    @abstractmethod
+    def _end_early(self, attempt: A, error: str = "") -> None:
+        """Ends an attempt in any state; `error` says why in its spans, where that is no success."""

@@ -133,6 +133,13 @@ def record_message(record: TokenRecord) -> worker_pb2.TokenRecord:
     )
 
 
+def scores_message(attempt_id: bytes, records: Sequence[TokenRecord]) -> worker_pb2.PromptLogprobs:
+    """Log probabilities of an attempt's prompt, as they travel."""
+    return worker_pb2.PromptLogprobs(
+        attempt_id=attempt_id, records=[record_message(record) for record in records]
+    )
+
+
 def record_of(message: worker_pb2.TokenRecord) -> TokenRecord:
     """A token record as the engine knows it.
 

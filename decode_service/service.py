@@ -38,7 +38,7 @@ from functools import partial
 from typing import Final
 
 from baton.worker.v1 import worker_pb2
-from baton.worker_attempts import Attempts
+from baton.worker_attempts import AttemptsService
 from baton.worker_outbox import Hop, Outbox
 from baton.worker_overdue import Unended
 from baton.worker_spans import CANCELLED, EXPIRED, KV_TRANSFER
@@ -49,7 +49,7 @@ from baton.worker_wire import (
     kv_tokens,
     pack_ids,
     pages_of,
-    record_message,
+    scores_message,
     tokens_message,
 )
 from decode_service import spans
@@ -87,7 +87,7 @@ GRANT_TIMEOUT_S: Final = 120.0
 TRANSFER_ID_BYTES: Final = 16
 
 
-class DecodeService:
+class DecodeService(AttemptsService[DecodeAttempt]):
     """Attempts with WORK_MODE_DECODE and WORK_MODE_WHOLE. Runs on the event loop."""
 
     def __init__(
@@ -105,6 +105,7 @@ class DecodeService:
         grant_timeout_s: float = GRANT_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__(clock)
         self._engine = engine
         self._transfer = transfer
         self._hop = hop
@@ -112,7 +113,6 @@ class DecodeService:
         self._agent_name = agent_name
         self._page_bytes = page_bytes
         self._grant_timeout_s = grant_timeout_s
-        self._attempts: Attempts[DecodeAttempt] = Attempts(clock)
         self._token_stream = TokenStream(self._attempts, metrics)
         self._by_transfer: dict[bytes, DecodeAttempt] = {}
         self._page_size_tokens = page_size_tokens
@@ -185,14 +185,6 @@ class DecodeService:
             if (waiting := self._attempts.get(attempt_id)) is not None:
                 self._engine.submit(waiting.request, self._sink)
 
-    def cancel(self, attempt_id: bytes, stream: Outbox) -> None:
-        """The router wants no more of an attempt, which it may not even have submitted yet."""
-        if (attempt := self._attempts.of(attempt_id, stream)) is not None:
-            attempt.silent = True
-            self._end_early(attempt, CANCELLED)
-        elif self._attempts.is_new(attempt_id):
-            self._attempts.end(attempt_id)
-
     def abort(self, attempt_id: bytes, stream: Outbox) -> None:
         """Compare-and-set: ends the attempt unless its KV is here. Always answered."""
         attempt = self._attempts.of(attempt_id, stream)
@@ -209,24 +201,6 @@ class DecodeService:
             _answer_abort(stream, attempt_id, already_ready=attempt.has_kv)
             if attempt.state is DecodeState.WAITING and not attempt.has_kv:
                 self.cancel(attempt_id, stream)
-
-    def end_stream(self, stream: Outbox) -> None:
-        """A router is gone, and all its attempts with it."""
-        for attempt in self._attempts:
-            if attempt.stream is stream:
-                self.cancel(attempt.id, stream)
-
-    def expire(self) -> None:
-        """Fails attempts that met their deadline."""
-        for attempt in self._attempts.expired():
-            attempt.fail(worker_pb2.FAILURE_REASON_EXPIRED)
-            self._end_early(attempt, EXPIRED)
-
-    def fail_all(self, reason: worker_pb2.FailureReason.ValueType) -> None:
-        """Ends every attempt: the process ends."""
-        for attempt in self._attempts:
-            attempt.fail(reason)
-            self._end_early(attempt, CANCELLED)
 
     # What the engine says.
 
@@ -252,9 +226,7 @@ class DecodeService:
                     attempt.started_ns = event.at_ns
                     attempt.cached_tokens = event.cached_tokens
                 case PromptScored():
-                    records = [record_message(record) for record in event.records]
-                    scores = worker_pb2.PromptLogprobs(attempt_id=attempt.id, records=records)
-                    attempt.tell(prompt_logprobs=scores)
+                    attempt.tell(prompt_logprobs=scores_message(attempt.id, event.records))
                 case Joined():
                     attempt.state = DecodeState.RUNNING
                     attempt.joined_ns = event.at_ns
@@ -377,7 +349,7 @@ class DecodeService:
 
     # How attempts end early.
 
-    def _end_early(self, attempt: DecodeAttempt, error: str) -> None:
+    def _end_early(self, attempt: DecodeAttempt, error: str = "") -> None:
         """Ends an attempt in any state."""
         match attempt.state:
             case DecodeState.QUARANTINED:

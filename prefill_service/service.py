@@ -28,10 +28,10 @@ from functools import partial
 from typing import Final
 
 from baton.worker.v1 import worker_pb2
-from baton.worker_attempts import Attempts
+from baton.worker_attempts import AttemptsService
 from baton.worker_outbox import LoopInbox, Outbox
 from baton.worker_overdue import Unended
-from baton.worker_spans import CANCELLED, EXPIRED, KV_TRANSFER
+from baton.worker_spans import KV_TRANSFER
 from baton.worker_wire import (
     MalformedMessage,
     encode_first_tokens,
@@ -40,6 +40,7 @@ from baton.worker_wire import (
     pages_of,
     record_message,
     resumed_tokens,
+    scores_message,
     unpack_ids,
 )
 from engine.types import (
@@ -67,7 +68,7 @@ GRANT_WAIT_S: Final = 30.0
 TRANSFER_ID_BYTES: Final = 16
 
 
-class PrefillService:
+class PrefillService(AttemptsService[PrefillAttempt]):
     """Attempts with WORK_MODE_PREFILL. Everything runs on the event loop, but for the sink."""
 
     def __init__(
@@ -82,6 +83,7 @@ class PrefillService:
         grant_wait_s: float = GRANT_WAIT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__(clock)
         self._engine = engine
         self._transfer = transfer
         self._inbox = inbox
@@ -89,7 +91,6 @@ class PrefillService:
         self._page_size_tokens = page_size_tokens
         self._path_to = path_to
         self._grant_wait_s = grant_wait_s
-        self._attempts: Attempts[PrefillAttempt] = Attempts(clock)
         self._outgoing: dict[bytes, Outgoing] = {}
         """By attempt; also read by the step thread."""
         self._by_transfer: dict[bytes, PrefillAttempt] = {}
@@ -165,39 +166,13 @@ class PrefillService:
         if destination is None:
             self._refuse(grant)
             attempt.fail(worker_pb2.FAILURE_REASON_KV_TRANSFER)
-            self._quiesce(attempt, "bad_grant")
+            self._end_early(attempt, "bad_grant")
             return
         attempt.expires_s = attempt.deadline_s
         self._by_transfer[destination.transfer_id] = attempt
         if attempt.state is PrefillState.SENDING:
             attempt.sending_s = self._attempts.clock()
         outgoing.grant(destination)
-
-    def cancel(self, attempt_id: bytes, stream: Outbox) -> None:
-        """The router wants no more of an attempt, which it may not even have submitted yet."""
-        if (attempt := self._attempts.of(attempt_id, stream)) is not None:
-            attempt.silent = True
-            self._quiesce(attempt, CANCELLED)
-        elif self._attempts.is_new(attempt_id):
-            self._attempts.end(attempt_id)
-
-    def end_stream(self, stream: Outbox) -> None:
-        """A router is gone, and all its attempts with it."""
-        for attempt in self._attempts:
-            if attempt.stream is stream:
-                self.cancel(attempt.id, stream)
-
-    def expire(self) -> None:
-        """Fails attempts that met their deadline, or waited too long for their grant."""
-        for attempt in self._attempts.expired():
-            attempt.fail(worker_pb2.FAILURE_REASON_EXPIRED)
-            self._quiesce(attempt, EXPIRED)
-
-    def fail_all(self, reason: worker_pb2.FailureReason.ValueType) -> None:
-        """Ends every attempt: the process ends."""
-        for attempt in self._attempts:
-            attempt.fail(reason)
-            self._quiesce(attempt, CANCELLED)
 
     # What the engine says.
 
@@ -244,14 +219,12 @@ class PrefillService:
                     attempt.computed_tokens = event.end_token
                     attempt.chunks += 1
                 case PromptScored():
-                    records = [record_message(record) for record in event.records]
-                    scores = worker_pb2.PromptLogprobs(attempt_id=attempt.id, records=records)
-                    attempt.tell(prompt_logprobs=scores)
+                    attempt.tell(prompt_logprobs=scores_message(attempt.id, event.records))
                 case Prefilled():
                     self._prefilled(attempt, event)
                 case RequestFailed():
                     attempt.fail(event.reason)
-                    self._quiesce(attempt, event.reason.value)
+                    self._end_early(attempt, event.reason.value)
                 case _:
                     logger.error("unexpected event: %s", type(event).__qualname__)
 
@@ -267,7 +240,7 @@ class PrefillService:
         self._tell_ends(attempt, event)
         attempt.state = PrefillState.SENDING
         if all(event.ends) or not attempt.peer:
-            self._quiesce(attempt)
+            self._end_early(attempt)
         elif self._outgoing[attempt.id].destination is None:
             granted_by_s = self._attempts.clock() + self._grant_wait_s
             attempt.expires_s = min(attempt.deadline_s, granted_by_s)
@@ -310,7 +283,7 @@ class PrefillService:
             case SendFailed():
                 self._metrics.transfer_failed(event.cause)
                 attempt.fail(worker_pb2.FAILURE_REASON_KV_TRANSFER)
-                self._quiesce(attempt, event.cause)
+                self._end_early(attempt, event.cause)
             case SendQuiesced():
                 self._quiesced(attempt)
 
@@ -329,7 +302,7 @@ class PrefillService:
 
     # How attempts end.
 
-    def _quiesce(self, attempt: PrefillAttempt, error: str = "") -> None:
+    def _end_early(self, attempt: PrefillAttempt, error: str = "") -> None:
         """-> QUIESCING, and where nothing was granted at once on to QUIESCED."""
         if attempt.state is PrefillState.QUIESCING:
             return
