@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from engine.types import Request, Sink, TokenRecord
-from kv_transfer.thread import ReceiveSpec
+from kv_transfer.specs import ReceiveSpec
 
 
 class DecodeEngine(Protocol):

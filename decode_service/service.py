@@ -76,7 +76,7 @@ from kv_transfer.events import (
     ReceiveFreed,
     TransferEvent,
 )
-from kv_transfer.thread import ReceiveSpec
+from kv_transfer.specs import TRANSFER_ID_BYTES, ReceiveSpec
 from telemetry import failpoints
 from telemetry.metrics import WorkerMetrics
 
@@ -84,7 +84,6 @@ logger = logging.getLogger(__name__)
 
 GRANT_TIMEOUT_S: Final = 120.0
 """A grant is used up in this time or expires: the prefill worker's queue and a long prompt fit."""
-TRANSFER_ID_BYTES: Final = 16
 
 
 class DecodeService(AttemptsService[DecodeAttempt]):

@@ -25,8 +25,6 @@ from kv_transfer.trouble import describe
 from kv_transfer.types import Endpoint, KvTransport, TransportError
 from kv_transfer.wire import Quiesce, Quiesced
 
-__all__ = ["ReceiveSpec", "SendSpec", "TransferThread"]
-
 logger = logging.getLogger(__name__)
 
 Command = Callable[[Exchange], None]

@@ -15,9 +15,12 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from typing import Self
 
+from baton.worker.v1 import worker_pb2
+from baton.worker_wire import MalformedMessage, unpack_ids
 from engine.types import PageIds
-from kv_transfer.thread import SendSpec
+from kv_transfer.specs import TRANSFER_ID_BYTES, SendSpec
 from prefill_service.ports import SendingThread
 from telemetry.names import SpanName
 from telemetry.tracing import Span, span_id_bytes, start_span
@@ -32,6 +35,23 @@ class Destination:
     decode_epoch: int
     pages: PageIds
     held_pages: int
+
+    @classmethod
+    def of(cls, grant: worker_pb2.Grant, peer: str, num_pages: int) -> Self | None:
+        """A grant of so many pages of that peer's pool; None where it is anything else."""
+        try:
+            pages = unpack_ids(grant.page_ids)
+        except MalformedMessage:
+            return None
+        is_sound = (
+            len(pages) == num_pages
+            and grant.held_pages <= num_pages
+            and len(grant.transfer_id) == TRANSFER_ID_BYTES
+            and grant.decode_agent_name == peer
+        )
+        if not is_sound:
+            return None
+        return cls(grant.transfer_id, peer, grant.decode_epoch, pages, grant.held_pages)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from engine.types import Request, Sink
-from kv_transfer.thread import SendSpec
+from kv_transfer.specs import SendSpec
 
 
 class PrefillEngine(Protocol):

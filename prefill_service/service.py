@@ -33,15 +33,10 @@ from baton.worker_outbox import LoopInbox, Outbox
 from baton.worker_overdue import Unended
 from baton.worker_spans import KV_TRANSFER
 from baton.worker_wire import (
-    MalformedMessage,
     encode_first_tokens,
-    end_reason_message,
     kv_tokens,
     pages_of,
-    record_message,
-    resumed_tokens,
     scores_message,
-    unpack_ids,
 )
 from engine.types import (
     ChunkComputed,
@@ -54,8 +49,10 @@ from engine.types import (
     Started,
 )
 from kv_transfer.events import SendFailed, SendQuiesced, SendStats, Sent, TransferEvent
+from kv_transfer.specs import TRANSFER_ID_BYTES
 from prefill_service import spans
 from prefill_service.attempt import PrefillAttempt, PrefillState
+from prefill_service.messages import done_message, finished_message, first_token_message
 from prefill_service.outgoing import Destination, Outgoing
 from prefill_service.ports import PrefillEngine, SendingThread
 from telemetry import failpoints
@@ -65,7 +62,6 @@ logger = logging.getLogger(__name__)
 
 GRANT_WAIT_S: Final = 30.0
 """Computed KV waits so long for its grant."""
-TRANSFER_ID_BYTES: Final = 16
 
 
 class PrefillService(AttemptsService[PrefillAttempt]):
@@ -162,8 +158,9 @@ class PrefillService(AttemptsService[PrefillAttempt]):
             return
         if outgoing.destination is not None:
             return
-        destination = self._checked(grant, attempt)
-        if destination is None:
+        num_pages = pages_of(outgoing.num_tokens, self._page_size_tokens)
+        destination = Destination.of(grant, attempt.peer, num_pages)
+        if destination is None or destination.transfer_id in self._by_transfer:
             self._refuse(grant)
             attempt.fail(worker_pb2.FAILURE_REASON_KV_TRANSFER)
             self._end_early(attempt, "bad_grant")
@@ -231,12 +228,7 @@ class PrefillService(AttemptsService[PrefillAttempt]):
     def _prefilled(self, attempt: PrefillAttempt, event: Prefilled) -> None:
         attempt.computed_ns = event.at_ns
         failpoints.hit("prefill.first_token", len(attempt.request.prompt_ids))
-        first = worker_pb2.FirstToken(
-            attempt_id=attempt.id,
-            records=[record_message(record) for record in event.records],
-            cached_prompt_tokens=attempt.cached_tokens,
-        )
-        attempt.tell(first_token=first)
+        attempt.tell(first_token=first_token_message(attempt, event))
         self._tell_ends(attempt, event)
         attempt.state = PrefillState.SENDING
         if all(event.ends) or not attempt.peer:
@@ -252,18 +244,7 @@ class PrefillService(AttemptsService[PrefillAttempt]):
             if reason is None:
                 continue
             attempt.choices_left -= 1
-            finished = worker_pb2.Finished(
-                attempt_id=attempt.id,
-                choice_index=choice,
-                reason=end_reason_message(reason),
-                output_tokens=resumed_tokens(attempt.request, choice) + 1,
-            )
-            if attempt.choices_left == 0:
-                finished.timings.received_unix_ns = attempt.received_ns
-                finished.timings.prefill_started_unix_ns = attempt.started_ns
-                finished.timings.ready_unix_ns = event.at_ns
-                finished.timings.last_token_unix_ns = event.at_ns
-                finished.timings.cached_prompt_tokens = attempt.cached_tokens
+            finished = finished_message(attempt, choice, reason, event.at_ns)
             attempt.tell(finished=finished)
 
     # What the transfer thread says.
@@ -334,17 +315,7 @@ class PrefillService(AttemptsService[PrefillAttempt]):
         if destination is not None:
             del self._by_transfer[destination.transfer_id]
         self._attempts.end(attempt.id)
-        attempt.tell(
-            prefill_done=worker_pb2.PrefillDone(
-                attempt_id=attempt.id,
-                received_unix_ns=attempt.received_ns,
-                started_unix_ns=attempt.started_ns,
-                computed_unix_ns=attempt.computed_ns,
-                sent_unix_ns=stats.done_ns if stats else 0,
-                cached_prompt_tokens=attempt.cached_tokens,
-                bytes_sent=stats.bytes if stats else 0,
-            )
-        )
+        attempt.tell(prefill_done=done_message(attempt, stats))
         # Not when it was computed: that is when the KV leaves, and spans take as long as posting.
         if attempt.computed_ns:
             spans.write_compute(attempt)
@@ -362,27 +333,3 @@ class PrefillService(AttemptsService[PrefillAttempt]):
         is_id = len(grant.transfer_id) == TRANSFER_ID_BYTES
         if is_id and grant.transfer_id not in self._by_transfer:
             self._transfer.abort_send(grant.transfer_id)
-
-    def _checked(self, grant: worker_pb2.Grant, attempt: PrefillAttempt) -> Destination | None:
-        """The grant, or None where it cannot be meant for this attempt."""
-        try:
-            pages = unpack_ids(grant.page_ids)
-        except MalformedMessage:
-            return None
-        wanted = pages_of(kv_tokens(attempt.request), self._page_size_tokens)
-        is_sound = (
-            len(pages) == wanted
-            and grant.held_pages <= wanted
-            and len(grant.transfer_id) == TRANSFER_ID_BYTES
-            and grant.transfer_id not in self._by_transfer
-            and grant.decode_agent_name == attempt.peer
-        )
-        if not is_sound:
-            return None
-        return Destination(
-            grant.transfer_id,
-            grant.decode_agent_name,
-            grant.decode_epoch,
-            pages,
-            grant.held_pages,
-        )

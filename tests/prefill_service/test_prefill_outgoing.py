@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from kv_transfer.thread import SendSpec
+from kv_transfer.specs import SendSpec
 from prefill_service.outgoing import Destination, Outgoing
 
 PAGES = np.arange(1, 4, dtype=np.int32)
