@@ -64,9 +64,8 @@ class RouterError(Exception):
         return f"{self.reason}: {self.message}"
 
 
-def malformed_request() -> RouterError:
+def malformed_request(message: str = "the request could not be parsed") -> RouterError:
     """The bytes are no message of the method's type."""
-    message = "the request could not be parsed"
     return RouterError(grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_REQUEST", message)
 
 
@@ -84,10 +83,13 @@ def invalid_fields(violations: Sequence[Violation]) -> RouterError:
     )
 
 
-def context_length_exceeded(prompt_tokens: int, max_tokens: int, limit_tokens: int) -> RouterError:
+def context_length_exceeded(
+    prompt_tokens: int, max_tokens: int, limit_tokens: int, limit_of: str = "the context"
+) -> RouterError:
     """Prompt and `max_tokens` together do not fit the context, or the largest pool."""
     message = (
-        f"{prompt_tokens} prompt tokens and max_tokens {max_tokens} exceed {limit_tokens} tokens"
+        f"{prompt_tokens} prompt tokens and max_tokens {max_tokens} exceed the {limit_tokens} "
+        f"tokens of {limit_of}"
     )
     at_fault = "input" if prompt_tokens >= limit_tokens else "input.stop.max_tokens"
     return RouterError(

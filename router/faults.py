@@ -26,6 +26,8 @@ _OF_HAND_OFF: Final = frozenset(
     }
 )
 
+_KV_POOL: Final = "a worker's KV pool"
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:
@@ -68,7 +70,7 @@ def error_of(share: Share, fault: Fault, max_workers_lost: int) -> errors.Router
             job, room = run.job, fault.worker.room()
             limit_tokens = room.total_pages * job.model.page_size_tokens
             return errors.context_length_exceeded(
-                job.prompt_tokens, job.stopping.max_tokens, limit_tokens
+                job.prompt_tokens, job.stopping.max_tokens, limit_tokens, _KV_POOL
             )
     if run.started:
         return errors.worker_lost_mid_stream(run.tokens_sent)
@@ -91,7 +93,7 @@ def refusal(
         return _nobody(share, workers, is_loading=is_loading)
     max_tokens = job.stopping.max_tokens
     if job.prompt_tokens + max_tokens > limit_tokens:
-        return errors.context_length_exceeded(job.prompt_tokens, max_tokens, limit_tokens)
+        return errors.context_length_exceeded(job.prompt_tokens, max_tokens, limit_tokens, _KV_POOL)
     return None
 
 

@@ -82,7 +82,9 @@ def check_request(
     found = Violations()
     tag_bytes = len(request.client_tag.encode())
     found.unless(
-        tag_bytes <= MAX_CLIENT_TAG_BYTES, "client_tag", f"at most {MAX_CLIENT_TAG_BYTES} bytes"
+        tag_bytes <= MAX_CLIENT_TAG_BYTES,
+        "client_tag",
+        f"must have at most {MAX_CLIENT_TAG_BYTES} bytes",
     )
     generation = request.input
     _check_prompt(found, generation, "input")
@@ -91,9 +93,9 @@ def check_request(
     _check_output(found, generation.output)
     if generation.HasField("choices"):
         ok = 1 <= generation.choices <= limits.max_choices
-        found.unless(ok, "input.choices", f"in [1, {limits.max_choices}]")
+        found.unless(ok, "input.choices", f"must be in [1, {limits.max_choices}]")
     ok = abs(generation.priority) <= MAX_PRIORITY
-    found.unless(ok, "input.priority", f"in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
+    found.unless(ok, "input.priority", f"must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
     return found
 
 
@@ -164,7 +166,7 @@ def fill_stopping(
     if max_tokens > room:
         raise errors.context_length_exceeded(prompt_tokens, max_tokens, model.max_context_tokens)
     if stop.min_tokens > max_tokens:
-        rule = f"at most max_tokens, which is {max_tokens} here"
+        rule = f"must be at most max_tokens, which is {max_tokens} here"
         raise errors.invalid_fields([Violation("input.stop.min_tokens", rule)])
     return worker_pb2.Stopping(
         max_tokens=max_tokens,
@@ -181,16 +183,16 @@ def _check_prompt(
         case None:
             found.add(path or "prompt", "a prompt must be set")
         case "text":
-            found.unless(bool(holder.text), _join(path, "text"), "not empty")
+            found.unless(bool(holder.text), _join(path, "text"), "must not be empty")
         case "chat":
             _check_chat(found, holder.chat, _join(path, "chat.messages"))
         case _ if isinstance(holder, api.GenerationInput):
             path = _join(path, "token_ids.ids")
-            found.unless(bool(holder.token_ids.ids), path, "not empty")
+            found.unless(bool(holder.token_ids.ids), path, "must not be empty")
 
 
 def _check_chat(found: Violations, chat: api.ChatPrompt, path: str) -> None:
-    found.unless(bool(chat.messages), path, "not empty")
+    found.unless(bool(chat.messages), path, "must not be empty")
     known = set(api.Role.values()) - {api.ROLE_UNSPECIFIED}
     for index, message in enumerate(chat.messages):
         found.unless(message.role in known, f"{path}[{index}].role", "must be a known role")
@@ -204,47 +206,51 @@ def _check_sampling(found: Violations, sampling: api.SamplingOptions) -> None:
         ("presence_penalty", -2.0, 2.0),
     ):
         value = getattr(sampling, name)
-        rule = f"in [{low:g}, {high:g}]" if math.isfinite(high) else f"finite, at least {low:g}"
-        found.unless(_within(value, low, high), f"input.sampling.{name}", rule)
+        bounds = f"in [{low:g}, {high:g}]" if high < math.inf else f"finite and at least {low:g}"
+        found.unless(_within(value, low, high), f"input.sampling.{name}", f"must be {bounds}")
     if sampling.HasField("top_p"):
         ok = sampling.top_p > 0.0 and _within(sampling.top_p, 0.0, 1.0)
-        found.unless(ok, "input.sampling.top_p", "in (0, 1]")
+        found.unless(ok, "input.sampling.top_p", "must be in (0, 1]")
     if sampling.HasField("repetition_penalty"):
         value = sampling.repetition_penalty
         ok = math.isfinite(value) and value > 0.0
-        found.unless(ok, "input.sampling.repetition_penalty", "finite, above 0")
+        found.unless(ok, "input.sampling.repetition_penalty", "must be finite and above 0")
     _check_logit_bias(found, sampling)
 
 
 def _check_logit_bias(found: Violations, sampling: api.SamplingOptions) -> None:
     path = "input.sampling.logit_bias"
     ok = len(sampling.logit_bias) <= MAX_LOGIT_BIASES
-    found.unless(ok, path, f"at most {MAX_LOGIT_BIASES} entries")
+    found.unless(ok, path, f"must have at most {MAX_LOGIT_BIASES} entries")
     outside = sorted(
         token_id
         for token_id, bias in sampling.logit_bias.items()
         if not _within(bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
     )
     for token_id in outside[:_MAX_REPORTED_IDS]:
-        found.add(f"{path}[{token_id}]", f"in [-{MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}]")
+        found.add(f"{path}[{token_id}]", f"must be in [-{MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}]")
 
 
 def _check_stop(found: Violations, stop: api.StopOptions, limits: Limits) -> None:
     if stop.HasField("max_tokens"):
         ok = 1 <= stop.max_tokens <= limits.max_output_tokens
-        found.unless(ok, "input.stop.max_tokens", f"in [1, {limits.max_output_tokens}]")
+        found.unless(ok, "input.stop.max_tokens", f"must be in [1, {limits.max_output_tokens}]")
     path = "input.stop.sequences"
-    found.unless(len(stop.sequences) <= MAX_STOP_TEXTS, path, f"at most {MAX_STOP_TEXTS} sequences")
+    found.unless(
+        len(stop.sequences) <= MAX_STOP_TEXTS, path, f"must have at most {MAX_STOP_TEXTS} texts"
+    )
     for index, text in enumerate(stop.sequences[:MAX_STOP_TEXTS]):
         ok = 1 <= len(text.encode()) <= MAX_STOP_TEXT_BYTES
-        found.unless(ok, f"{path}[{index}]", f"1 to {MAX_STOP_TEXT_BYTES} bytes")
+        found.unless(ok, f"{path}[{index}]", f"must have 1 to {MAX_STOP_TEXT_BYTES} bytes")
     ok = len(stop.token_ids) <= MAX_STOP_TOKENS
-    found.unless(ok, "input.stop.token_ids", f"at most {MAX_STOP_TOKENS} ids")
+    found.unless(ok, "input.stop.token_ids", f"must have at most {MAX_STOP_TOKENS} ids")
 
 
 def _check_output(found: Violations, output: api.OutputOptions) -> None:
     path = "input.output.top_logprobs"
-    found.unless(output.top_logprobs <= MAX_TOP_LOGPROBS, path, f"at most {MAX_TOP_LOGPROBS}")
+    found.unless(
+        output.top_logprobs <= MAX_TOP_LOGPROBS, path, f"must be at most {MAX_TOP_LOGPROBS}"
+    )
     found.unless(output.logprobs or not output.top_logprobs, path, "needs logprobs")
 
 
@@ -270,7 +276,7 @@ def _first_outside(ids: Iterable[int], vocab_size: int) -> list[int]:
 
 
 def _vocabulary_rule(vocab_size: int) -> str:
-    return f"below the vocabulary's size, {vocab_size}"
+    return f"must be below the vocabulary's size, {vocab_size}"
 
 
 def _within(value: float, low: float, high: float) -> bool:

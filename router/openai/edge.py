@@ -203,7 +203,7 @@ async def _body(request: Request) -> bytes:
     async for part in request.stream():
         size_bytes += len(part)
         if size_bytes > MAX_BODY_BYTES:
-            raise errors.malformed_request()
+            raise errors.malformed_request(f"the body exceeds {MAX_BODY_BYTES >> 20} MiB")
         parts.append(part)
     return b"".join(parts)
 

@@ -303,7 +303,7 @@ class TokenizeRequest(ModelRequest):
         """Fields that are set and cannot be honoured."""
         found = super().refused() + _refused_turns(self.messages)
         if self.prompt is not None and self.messages:
-            found.append(Violation("prompt", "not beside messages"))
+            found.append(Violation("prompt", "must not stand beside messages"))
         return found
 
 
@@ -353,7 +353,7 @@ def _refused(
 def _refusal(error: ValidationError) -> errors.RouterError:
     details = error.errors(include_url=False, include_context=False, include_input=False)
     if any(detail["type"] == "json_invalid" for detail in details):
-        return errors.malformed_request()
+        return errors.malformed_request("the body is not JSON")
     return errors.invalid_fields(
         [Violation(_path(detail["loc"]), detail["msg"]) for detail in details]
     )

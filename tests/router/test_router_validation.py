@@ -10,7 +10,7 @@ from frontdoor_kit import served_model
 
 from baton.inference.v1 import inference_pb2 as api
 from router import validation
-from router.errors import RouterError
+from router.errors import RouterError, Violation
 from router.validation import Limits
 
 LIMITS = Limits(default_max_tokens=20, max_output_tokens=48, max_choices=4)
@@ -25,10 +25,14 @@ def request(**fields: object) -> api.GenerateRequest:
     return api.GenerateRequest(input=prompt)
 
 
-def paths(message: api.GenerateRequest) -> list[str]:
+def violations(message: api.GenerateRequest) -> list[Violation]:
     found = validation.check_request(message, LIMITS)
     validation.check_against_model(found, message.input, MODEL)
-    return [violation.field for violation in found.found]
+    return found.found
+
+
+def paths(message: api.GenerateRequest) -> list[str]:
+    return [violation.field for violation in violations(message)]
 
 
 @pytest.mark.parametrize(
@@ -87,6 +91,10 @@ def test_one_broken_rule(mutate: Callable[[api.GenerateRequest], object], path: 
     assert paths(message) == []
     mutate(message)
     assert paths(message) == [path]
+    (violation,) = violations(message)
+    assert re.search(r"\bmust\b|^needs ", violation.description), (
+        "what is wanted, not what is wrong"
+    )
 
 
 def test_all_broken_rules_at_once() -> None:
