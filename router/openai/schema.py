@@ -71,8 +71,6 @@ def _texts(value: object) -> object:
 
 def _content(value: object) -> object:
     """Text of a turn: a string, or the text parts of a list, a line each."""
-    if value is None:
-        return ""
     if not isinstance(value, list):
         return value
     texts: list[str] = []
@@ -238,7 +236,15 @@ class ChatTurn(BaseModel):
     }
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_content)] = ""
+    content: Annotated[str | None, BeforeValidator(_content)] = None
+    """Only the assistant may have said nothing."""
+
+    def refused(self, path: str) -> list[Violation]:
+        """Fields that are set and cannot be honoured, and a content that was forgotten."""
+        found = _refused(self, path, self.unsupported)
+        if self.content is None and self.role != "assistant":
+            found.append(Violation(path + "content", "must be a text or a list of text parts"))
+        return found
 
 
 _TEMPLATE_FIELDS: Final[Mapping[str, tuple[object, ...]]] = {
@@ -335,7 +341,7 @@ def _refused_turns(turns: Sequence[ChatTurn]) -> list[Violation]:
     return [
         violation
         for index, turn in enumerate(turns)
-        for violation in _refused(turn, f"messages[{index}].", turn.unsupported)
+        for violation in turn.refused(f"messages[{index}].")
     ]
 
 

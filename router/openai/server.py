@@ -7,7 +7,8 @@ so that their last words are on the way.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
 from pydantic_core import to_json
@@ -37,6 +38,11 @@ if TYPE_CHECKING:
 
 COMPLETIONS: Final = "/v1/completions"
 CHAT_COMPLETIONS: Final = "/v1/chat/completions"
+MODELS: Final = "/v1/models"
+TOKENIZE: Final = "/tokenize"
+DETOKENIZE: Final = "/detokenize"
+HEALTH: Final = "/health"
+_SERVED: Final = ", ".join((CHAT_COMPLETIONS, COMPLETIONS, MODELS, TOKENIZE, DETOKENIZE, HEALTH))
 
 
 class OpenAiServer(EmbeddedHttpServer):
@@ -70,11 +76,12 @@ class OpenAiServer(EmbeddedHttpServer):
         api = (
             _method(COMPLETIONS, completions, events, gate),
             _method(CHAT_COMPLETIONS, chat, events, gate),
-            _method("/tokenize", tokens.tokenize, events, gate),
-            _method("/detokenize", tokens.detokenize, events, gate),
-            Route("/v1/models", self._pages.models),
-            Route("/v1/models/{name:path}", self._pages.model),
-            Route("/health", self._pages.health),
+            _method(TOKENIZE, tokens.tokenize, events, gate),
+            _method(DETOKENIZE, tokens.detokenize, events, gate),
+            Route(MODELS, self._pages.models),
+            Route(f"{MODELS}/", self._pages.models),
+            Route(f"{MODELS}/{{name:path}}", self._pages.model),
+            Route(HEALTH, self._pages.health),
         )
         application = Starlette(
             routes=[*api, *routes],
@@ -135,10 +142,16 @@ class _Pages:
 
 
 async def _not_served(request: Request, error: Exception) -> Response:
-    """Paths and methods that there are not, in the words of the API."""
+    """Paths and methods that there are not, in the words of the API. The paths that there are tell
+    most who come here what is wrong: a base URL without /v1, or a part of the API that is not here.
+    """
     assert isinstance(error, HTTPException)
-    content = statuses.body(error.detail, "invalid_request_error", None, "not_found")
-    return _json(content, error.status_code)
+    message, code = f"no such path: there are {_SERVED}", "not_found"
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        allowed = (error.headers or {}).get("Allow", "")
+        message, code = f"this path takes {allowed}", "method_not_allowed"
+    content = statuses.body(message, "invalid_request_error", None, code)
+    return _json(content, error.status_code, error.headers)
 
 
 async def _refused(request: Request, error: Exception) -> Response:
@@ -147,5 +160,5 @@ async def _refused(request: Request, error: Exception) -> Response:
     return _json(statuses.error_body(error), statuses.http_status(error))
 
 
-def _json(content: JSON, status: int = 200) -> Response:
-    return Response(to_json(content), status, media_type="application/json")
+def _json(content: JSON, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(to_json(content), status, headers, media_type="application/json")

@@ -175,6 +175,8 @@ async def test_turns_that_cannot_be_rendered(tmp_path: Path) -> None:
         ({"role": "tool", "content": "SECRET"}, "messages[1].role"),
         ({"role": "user", "content": [{"type": "image_url"}, "SECRET"]}, "messages[1].content"),
         ({"role": "user", "content": {"SECRET": 1}}, "messages[1].content"),
+        ({"role": "user", "contents": "SECRET"}, "messages[1].content"),
+        ({"role": "system", "content": None}, "messages[1].content"),
         ({"role": "assistant", "tool_calls": [{"id": "SECRET"}]}, "messages[1].tool_calls"),
     ]
     async with open_port(tmp_path, says("a")) as port:

@@ -188,7 +188,7 @@ async def test_what_is_no_request(tmp_path: Path) -> None:
         ("POST", "/v1/completions", b"", 400, "malformed_request"),
         ("POST", "/v1/completions", b"[]", 400, "invalid_field"),
         ("POST", "/v1/completions", b"\xff\xfe", 400, "malformed_request"),
-        ("GET", "/v1/completions", b"", 405, "not_found"),
+        ("GET", "/v1/completions", b"", 405, "method_not_allowed"),
         ("POST", "/v1/embeddings", b"{}", 404, "not_found"),
     ]
     async with open_port(tmp_path, says("a")) as port:
@@ -197,6 +197,18 @@ async def test_what_is_no_request(tmp_path: Path) -> None:
             answer = await port.client._client.request(method, url, content=body)
             assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
             assert "SECRET" not in answer.text
+
+
+async def test_a_wrong_path_or_method_says_what_is_right(tmp_path: Path) -> None:
+    async with open_port(tmp_path, says("a")) as port:
+        url, client = f"http://{port.server.address}", port.client._client
+        missing = await client.post(f"{url}/chat/completions", json={})
+        assert "/v1/chat/completions, " in missing.json()["error"]["message"]
+        get = await client.get(f"{url}/v1/completions")
+        assert get.json()["error"]["message"] == "this path takes POST"
+        assert get.headers["allow"] == "POST"
+        listed = await client.get(f"{url}/v1/models/")
+        assert [model["id"] for model in listed.json()["data"]] == [MODEL]
 
 
 async def test_one_failing_prompt_ends_the_others(tmp_path: Path) -> None:
