@@ -10,6 +10,7 @@ The file is TOML, one table a process kind: `[worker]` and `[router]`. It is the
 
 from __future__ import annotations
 
+import difflib
 import os
 import socket
 import tomllib
@@ -23,10 +24,12 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, Setting
 from telemetry.failpoints import check as check_failpoints
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 CONFIG_VARIABLE: Final = "BATON_CONFIG"
 DEFAULT_FILE: Final = Path("baton.toml")
+TABLES: Final = ("router", "worker")
+"""Of the file."""
 ROUTER_ADDRESS: Final = "127.0.0.1:50051"
 """Where a router serves clients unless told otherwise."""
 ROUTER_INTERNAL_ADDRESS: Final = "127.0.0.1:50050"
@@ -221,7 +224,7 @@ def resolve(
     try:
         settings = kind(**{**from_file, **from_environment, **given})
     except ValidationError as error:
-        raise SettingsError(_explain(error, table)) from None
+        raise SettingsError(_explain(error, table, kind.model_fields)) from None
     prefix = str(kind.model_config.get("env_prefix", ""))
     sources = dict.fromkeys(kind.model_fields, "default")
     sources |= dict.fromkeys(from_file, str(path))
@@ -245,13 +248,21 @@ def _table(path: Path, table: str) -> dict[str, Any]:
         raise SettingsError(f"cannot read {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path} is not TOML: {error}") from None
+    for name in tables.keys() - set(TABLES):
+        raise SettingsError(f"{path}: `{name}` is neither [router] nor [worker]")
     content = tables.get(table, {})
     if not isinstance(content, dict):
         raise SettingsError(f"{path}: [{table}] must be a table")
     return content
 
 
-def _explain(error: ValidationError, table: str) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
+    """What may have been meant by a name that is not known, as the end of a message."""
+    found = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    return f" (did you mean `{found[0]}`?)" if found else ""
+
+
+def _explain(error: ValidationError, table: str, known: Iterable[str]) -> str:
     """One line per wrong field, in the words of the command line."""
     lines = []
     for problem in error.errors():
@@ -261,7 +272,8 @@ def _explain(error: ValidationError, table: str) -> str:
         if problem["type"] == "missing":
             lines.append(f"{table}: `{field}` is not set (--{field.replace('_', '-')})")
         elif problem["type"] == "extra_forbidden":
-            lines.append(f"{table}: there is no setting `{field}`")
+            lines.append(f"{table}: there is no setting `{field}`{nearest(field, known)}")
         else:
-            lines.append(f"{table}: `{field}`: {problem['msg']} (got {problem['input']!r})")
+            rule = problem["msg"].removeprefix("Value error, ")
+            lines.append(f"{table}: `{field}`: {rule} (got {problem['input']!r})")
     return "\n".join(lines)

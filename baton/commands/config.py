@@ -9,10 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from baton.commands.output import stdout
-from baton.settings import Resolved, WorkerSettings, resolve
-from router.settings import RouterSettings
-
-KINDS = {"router": RouterSettings, "worker": WorkerSettings}
+from baton.commands.settings_options import KINDS, warn_of_unknown_variables
+from baton.settings import Resolved, resolve
 
 
 def config(
@@ -32,6 +30,7 @@ def config(
     """
     if process is not None and process not in KINDS:
         raise typer.BadParameter("must be router or worker")
+    warn_of_unknown_variables()
     for table, kind in KINDS.items():
         if process in (None, table):
             stdout.print(to_toml(table, resolve(kind, table, {}, file)), markup=False)

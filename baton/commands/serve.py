@@ -12,7 +12,7 @@ from rich.markup import escape
 
 from baton import demo_model, up
 from baton.commands.output import merged_log, model_progress, stderr, stdout
-from baton.commands.settings_options import takes_settings
+from baton.commands.settings_options import takes_settings, warn_of_unknown_variables
 from baton.commands.trace import ROUTER_ADMIN_ADDRESS
 from baton.settings import Resolved, Role, WorkerSettings
 from baton.supervisor import Supervisor, end_with_parent
@@ -66,7 +66,12 @@ def decode(resolved: Resolved[WorkerSettings]) -> None:
     _serve_worker(resolved.settings)
 
 
-Port = typer.Option(metavar="PORT", help="Default: the usual port or the next free one. 0: any.")
+Port = typer.Option(
+    metavar="PORT",
+    min=0,
+    max=65535,
+    help="Default: the usual port or the next free one. 0: any.",
+)
 
 
 def up_command(
@@ -100,6 +105,7 @@ def up_command(
 
     Example: [cyan]baton up --prefill 2 --decode 2 --model ./Llama-3.1-8B-Instruct[/]
     """
+    warn_of_unknown_variables()
     options = up.UpOptions(
         model=resolve_model(model),
         prefill=prefill,

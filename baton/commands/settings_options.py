@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Final, get_origin
 
 import typer
 from pydantic_core import PydanticUndefined
+from pydantic_settings import BaseSettings
 from rich.markup import escape
 
-from baton.settings import Resolved, Settings, resolve
+from baton.commands.output import stderr
+from baton.settings import CONFIG_VARIABLE, Resolved, Settings, WorkerSettings, nearest, resolve
+from baton.supervisor import PARENT_VARIABLE
+from router.settings import RouterSettings
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
 Run = Callable[[Resolved[Settings]], None]
+
+KINDS: Final[Mapping[str, type[BaseSettings]]] = {
+    "router": RouterSettings,
+    "worker": WorkerSettings,
+}
+"""By their tables in the file."""
+_PREFIX: Final = "BATON_"
+_OTHER_VARIABLES: Final = frozenset(
+    f"{_PREFIX}{name}" for name in ("CACHE", "ROUTER", "ROUTER_ADMIN", "TOKEN")
+) | {CONFIG_VARIABLE, PARENT_VARIABLE}
+"""Those that are no setting of a process."""
 
 
 def takes_settings(
@@ -32,7 +48,9 @@ def takes_settings(
 
     def decorate(run: Run[Settings]) -> Callable[..., None]:
         def command(config: Path | None = None, **flags: Any) -> None:
-            run(resolve(kind, table, {**flags, **fixed}, config))
+            resolved = resolve(kind, table, {**flags, **fixed}, config)
+            warn_of_unknown_variables()
+            run(resolved)
 
         options = {
             name: Annotated[_option_type(field) | None, _option(field)]
@@ -54,6 +72,23 @@ def takes_settings(
         return command
 
     return decorate
+
+
+def warn_of_unknown_variables() -> None:
+    """Says which variables of the environment look like settings and are none: unlike a wrong flag
+    they cannot be refused, since others may use them. Who was started by `baton up` leaves it to
+    that."""
+    if PARENT_VARIABLE not in os.environ:
+        for warning in unknown_variables(os.environ):
+            stderr.print(f"[yellow]warning[/] {escape(warning)}")
+
+
+def unknown_variables(environment: Mapping[str, str]) -> Iterator[str]:
+    """A line for each variable that no process reads."""
+    settings = {f"{_PREFIX}{name}".upper() for kind in KINDS.values() for name in kind.model_fields}
+    for name in sorted(environment):
+        if name.upper().startswith(_PREFIX) and name.upper() not in settings | _OTHER_VARIABLES:
+            yield f"{name} is no setting, and ignored{nearest(name.upper(), settings)}"
 
 
 def _option_type(field: FieldInfo) -> Any:

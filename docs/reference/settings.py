@@ -24,7 +24,8 @@ beats the file, the file beats the defaults. The file is TOML with a table for e
 `[router]` and `[worker]`: the one that `--config FILE` names, else `{CONFIG_VARIABLE}`, else
 `{DEFAULT_FILE}` in the working directory. `baton config` prints what a process would start with
 and where each value came from, in the form of that file. An unknown key or a value out of its
-bounds ends the process with a message that names it.
+bounds ends the process with a message that names it; a `BATON_*` variable that is no setting is
+ignored with a warning.
 
 ```toml
 # baton.toml

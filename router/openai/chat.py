@@ -90,7 +90,9 @@ class ChatCompletions:
 def chat_prompt(turns: Sequence[ChatTurn]) -> api.ChatPrompt:
     """Turns in the words of the gRPC API."""
     return api.ChatPrompt(
-        messages=[api.ChatMessage(role=_ROLES[turn.role], content=turn.content) for turn in turns]
+        messages=[
+            api.ChatMessage(role=_ROLES[turn.role], content=turn.content or "") for turn in turns
+        ]
     )
 
 

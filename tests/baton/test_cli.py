@@ -91,6 +91,23 @@ def test_config_says_where_values_come_from() -> None:
     assert "[router]" not in shown
 
 
+def test_a_variable_that_is_no_setting_is_told() -> None:
+    result = run("config", "worker", BATON_MAX_SEQUENCE="8", BATON_FOO="1", BATON_TOKEN="t")
+    told = plain(result.output)
+    assert (
+        "BATON_MAX_SEQUENCE is no setting, and ignored (did you mean `BATON_MAX_SEQUENCES`?)"
+        in told
+    )
+    assert "BATON_FOO is no setting, and ignored warning" in told, "nothing is like it"
+    assert "BATON_TOKEN" not in told
+    assert result.exit_code == 0
+
+
+@pytest.mark.parametrize("port", ["-1", "65536"])
+def test_up_knows_what_a_port_is(port: str) -> None:
+    assert run("up", "--port", port).exit_code == 2
+
+
 def test_wrong_settings_are_one_line_and_wrong_use() -> None:
     result = run("config", "worker", BATON_DEVICE="tpu")
     assert result.exit_code == 2

@@ -74,7 +74,7 @@ def test_settings_are_frozen() -> None:
     [
         ({"device": "tpu"}, "`device`"),
         ({"routers": ["nowhere"]}, "HOST:PORT"),
-        ({"listen": "host:70000"}, "HOST:PORT"),
+        ({"listen": "host:70000"}, "`listen`: must be HOST:PORT"),
         ({"max_step_tokens": 16, "page_size_tokens": 32}, "at least page_size_tokens"),
         ({"role": "cook", "seed": -1}, "`seed`"),
     ],
@@ -87,7 +87,13 @@ def test_wrong_values_are_named(flags: dict[str, object], complaint: str) -> Non
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        ("[worker]\nspeed = 1\n", "no setting `speed`"),
+        ("[worker]\nvigour = 1\n", "no setting `vigour`$"),
+        (
+            "[worker]\nmax_sequence = 1\n",
+            r"no setting `max_sequence` \(did you mean `max_sequences`",
+        ),
+        ("[wroker]\nseed = 1\n", "`wroker` is neither"),
+        ("seed = 1\n", "`seed` is neither"),
         ("worker = 1\n", "must be a table"),
         ("[worker", "not TOML"),
     ],
