@@ -1,4 +1,4 @@
-"""What a bound address is called by those who connect to it."""
+"""Addresses to listen at: whether they are free, and what those who connect call them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,31 @@ import socket
 from typing import Final
 
 _ALL_INTERFACES: Final = ("0.0.0.0", "::")
+
+
+class CannotListenError(Exception):
+    """An address cannot be bound; the message names it and the option that set it."""
+
+
+def check_free(**addresses: str) -> None:
+    """Finds out before anything is loaded, which may take minutes, what binding would find later.
+
+    Args:
+        addresses: HOST:PORT by setting; port 0 is always free.
+
+    Raises:
+        CannotListenError: one cannot be bound.
+    """
+    for setting, address in addresses.items():
+        host, _, port = address.rpartition(":")
+        host = host.strip("[]")
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            socket.create_server((host, int(port)), family=family).close()
+        except OSError as error:
+            why = str(error.strerror).partition(" (while")[0].lower()  # the address comes before
+            option = setting.replace("_", "-")
+            raise CannotListenError(f"cannot listen on {address} (--{option}): {why}") from None
 
 
 def reachable(bound: str, host: str = "") -> str:

@@ -12,6 +12,7 @@ from rich.markup import escape
 from typer.core import TyperGroup
 
 from baton import __version__
+from baton.addresses import CannotListenError
 from baton.bench.errors import BenchError, WrongUseError
 from baton.commands import ask, bench, config, demo, doctor, health, model, serve, top, trace
 from baton.commands.output import stderr, stdout
@@ -58,6 +59,8 @@ def explain(error: Exception) -> tuple[str, int] | None:
         case SettingsError() | WrongUseError():
             return str(error), WRONG_USE
         case UpError() | DemoModelError() | TraceError() | TopError() | BenchError():
+            return str(error), FAILED
+        case CannotListenError():
             return str(error), FAILED
         case RuntimeError() if str(error).startswith("Failed to bind"):  # gRPC's words
             address = str(error).removeprefix("Failed to bind to address ").partition(";")[0]

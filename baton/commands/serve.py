@@ -11,6 +11,7 @@ import typer
 from rich.markup import escape
 
 from baton import demo_model, up
+from baton.addresses import check_free
 from baton.commands.output import merged_log, model_progress, stderr, stdout
 from baton.commands.settings_options import takes_settings, warn_of_unknown_variables
 from baton.commands.trace import ROUTER_ADMIN_ADDRESS
@@ -29,6 +30,7 @@ def _serve_worker(settings: WorkerSettings) -> None:
     from baton.worker_process import main
 
     end_with_parent()
+    check_free(listen=settings.listen, admin=settings.admin)
     folder = resolve_model(settings.model)
     raise typer.Exit(main(settings.model_copy(update={"model": folder})))
 
@@ -42,7 +44,14 @@ def router(resolved: Resolved[RouterSettings]) -> None:
     from router.server import main
 
     end_with_parent()
-    raise typer.Exit(main(resolved.settings))
+    settings = resolved.settings
+    check_free(
+        listen=settings.listen,
+        internal_listen=settings.internal_listen,
+        http_listen=settings.http_listen,
+        admin=settings.admin,
+    )
+    raise typer.Exit(main(settings))
 
 
 @takes_settings(WorkerSettings, "worker")

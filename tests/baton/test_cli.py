@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from baton import up
+from baton.addresses import CannotListenError, check_free
 from baton.cli import app, explain
 from baton.errors import InvalidRequestError, OverloadedError
 from baton.settings import WorkerSettings
@@ -134,13 +135,34 @@ def test_errors_become_a_line_and_a_code() -> None:
     assert explain(ZeroDivisionError()) is None
 
 
-def test_a_taken_port_is_one_line() -> None:
+@pytest.mark.parametrize(
+    ("process", "option"),
+    [
+        *(
+            ("router", name)
+            for name in ("--listen", "--internal-listen", "--http-listen", "--admin")
+        ),
+        *(("worker", name) for name in ("--listen", "--admin")),
+    ],
+)
+def test_a_taken_port_is_one_line_and_found_at_once(process: str, option: str) -> None:
+    """Before a model that is not there is looked for, too."""
+    free = {"--listen": "127.0.0.1:0", "--admin": "127.0.0.1:0"}
+    if process == "router":
+        free |= {"--internal-listen": "127.0.0.1:0", "--http-listen": "127.0.0.1:0"}
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        free = ("--internal-listen", "127.0.0.1:0")
-        result = run("router", "--listen", address, *free)
+        flags = [word for flag in (free | {option: address}).items() for word in flag]
+        result = run(process, *flags, BATON_MODEL="/not/there")
     assert result.exit_code == 1
-    assert f"cannot listen on {address}" in plain(result.output)
+    said = f"error cannot listen on {address} ({option}): address already in use"
+    assert plain(result.output) == said
+
+
+@pytest.mark.parametrize("address", ["203.0.113.1:0", "no.such.host.invalid:0"])
+def test_an_address_of_another_machine_cannot_be_listened_at(address: str) -> None:
+    with pytest.raises(CannotListenError, match=re.escape(f"cannot listen on {address}")):
+        check_free(listen="127.0.0.1:0", admin=address)
 
 
 def test_a_port_that_is_taken_behind_others_that_were_free_is_one_line_too() -> None:
