@@ -113,8 +113,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._end(outbox)
-            details = {"router": router, "overflowed": overflowed.is_set()}
-            logger.info("router gone", extra=details)
+            if overflowed.is_set():
+                logger.warning("router reads too slowly, given up", extra={"router": router})
+            else:
+                logger.info("router gone", extra={"router": router})
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

@@ -147,7 +147,10 @@ class Registry:
         if was is not LinkState.ATTACHED:
             logger.info("worker did not attach", extra=details)
             return
-        logger.warning("worker lost", extra=details)
+        if loss is Loss.CLOSED or (loss is Loss.STREAM_ENDED and link.draining):
+            logger.info("worker left", extra=details)  # as was said before: nobody need look
+        else:
+            logger.warning("worker lost", extra=details)
         self._owner.lost(link, loss, was)
         if loss is not Loss.CLOSED and link.agent_name:
             self._spawn(self._part(link, loss))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -97,6 +98,27 @@ async def test_peers_of_a_lost_worker_part(cluster: Cluster) -> None:
     part = await decode.heard("part")
     assert (part.agent_name, part.proven_dead) == (prefill.agent_name, False)
     assert foreign.count("part") == 0
+
+
+async def test_a_warning_is_for_those_who_said_nothing(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not for who drained, as on every scaling down, nor for any at the router's own end."""
+    caplog.set_level(logging.INFO, "router.registry")
+    prefill, decode = await cluster.pair()
+    other = await cluster.add("d1", DECODE)
+    decode.report(draining=True)
+    await until(lambda: cluster.link(decode).draining)
+    for left, worker in ((2, decode), (1, prefill)):
+        await worker.stop()
+        await until(lambda: len(cluster.registry.members) == left)  # noqa: B023
+    await cluster.registry.close()
+    ends = {r.worker: (r.levelname, r.message) for r in caplog.records if "cause" in vars(r)}
+    assert ends == {
+        decode.identity.worker_id: ("INFO", "worker left"),
+        prefill.identity.worker_id: ("WARNING", "worker lost"),
+        other.identity.worker_id: ("INFO", "worker left"),
+    }
 
 
 async def test_two_of_one_name_are_told_apart(
