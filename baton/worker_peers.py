@@ -214,17 +214,19 @@ class Peers:
         peer.gigabytes_per_s = event.gigabytes_per_s
         is_slow = 0 < event.gigabytes_per_s < self._slow_gigabytes_per_s
         peer.cause = why_slow(event.transport) if is_slow else ""
-        details = {
+        details: dict[str, str | float] = {
             "peer": event.agent_name,
             "transport": event.transport,
-            "gigabytes_per_s": event.gigabytes_per_s,
             "latency_us": event.latency_us,
         }
+        is_measured = event.gigabytes_per_s > 0  # open before that: transfers need not wait for it
+        if is_measured:
+            details["gigabytes_per_s"] = event.gigabytes_per_s
         if peer.cause:
             wanted = {"cause": peer.cause, "wanted_gigabytes_per_s": self._slow_gigabytes_per_s}
             logger.warning("peer open, but slow: routers avoid the pair", extra=details | wanted)
         else:
-            logger.info("peer open", extra=details)
+            logger.info("peer measured" if is_measured else "peer open", extra=details)
 
     def _open(self, peer: _Peer, worker: worker_pb2.WorkerIdentity) -> None:
         own, other = self._own.model, worker.model

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+
+import pytest
+
 from baton.worker.v1 import worker_pb2
 from baton.worker_peers import ALONE_S, FIRST_RETRY_S, Peers
 from kv_transfer.events import PeerFailed, PeerOpened
@@ -45,6 +49,16 @@ def test_a_peer_is_usable_from_the_meeting_on() -> None:
     assert world.peers.path_to("other") == "nixl/shm"
     world.peers.meet(worker("other"), "second router")
     assert world.heard.calls == [("meet", "other")]
+
+
+def test_no_speed_is_logged_before_it_is_measured(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "baton.worker_peers")
+    world = World()
+    world.peers.meet(worker("other"), "router")
+    for gigabytes_per_s in (0.0, 1.5):
+        world.peers.on_transfer(PeerOpened("other", "nixl/shm", gigabytes_per_s, 90.0))
+    told = [(r.message, vars(r).get("gigabytes_per_s")) for r in caplog.records]
+    assert told == [("peer open", None), ("peer measured", 1.5)]
 
 
 def test_a_slow_path_is_reported_with_its_reason_and_used_all_the_same() -> None:
