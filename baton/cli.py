@@ -54,6 +54,11 @@ def explain(error: Exception) -> tuple[str, int] | None:
         case UnavailableError() | OverloadedError():
             again = f" (again in {error.retry_after_s:.1f} s)" if error.retry_after_s else ""
             return f"{error.reason}: {error.message}{again}", TRY_LATER
+        case BatonError() if error.code.name == "UNIMPLEMENTED":
+            return (
+                "what answers there is no router's port for clients, 50051 unless told otherwise",
+                FAILED,
+            )
         case BatonError():
             return f"{error.reason or error.code.name}: {error.message}", FAILED
         case SettingsError() | WrongUseError():

@@ -127,6 +127,8 @@ def from_rpc_error(failed: grpc.RpcError) -> BatonError:
     code = error.code()
     message = error.details() or code.name.replace("_", " ").lower()
     status = _status(error)
+    if status is None and code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        message = "the time set for the call has passed"  # gRPC says it in several odd ways
     if status is None and code is grpc.StatusCode.UNAVAILABLE:
         return UnreachableError(message, code=code, reason="UNREACHABLE")
     info, retry, bad, request = (

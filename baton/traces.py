@@ -122,11 +122,13 @@ def fetch(
 ) -> Trace:
     """One trace, from the router's admin port or from Jaeger; None: the latest generation's.
 
-    Spans arrive a moment after they ended: waits up to `patience_s` for those that are missing.
+    An answer's id in OpenAI's API, `chatcmpl-ID`, names its trace, too. Spans arrive a moment after
+    they ended: waits up to `patience_s` for those that are missing.
 
     Raises:
         TraceError: nobody has it.
     """
+    trace_id = trace_id and trace_id.rpartition("-")[2]
     jaeger = os.environ.get(JAEGER_URL)
     source = _Jaeger(jaeger) if jaeger else _Store(f"http://{admin_address}")
     give_up_s = time.monotonic() + patience_s

@@ -73,6 +73,8 @@ async def announce_forever(address: str, worker: worker_pb2.WorkerIdentity) -> N
                 attached = False
                 if was_attached is not False:
                     details = {"router": address, "status": error.code().name}
+                    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                        details["cause"] = "not a router's internal port"
                     logger.warning("router not reached, trying on", extra=details)
             was_attached = attached
             await asyncio.sleep(ATTACHED_INTERVAL_S if attached else UNATTACHED_INTERVAL_S)

@@ -178,19 +178,19 @@ def _build_pool(config: EngineConfig, loaded: LoadedModel, device: torch.device)
     if num_pages < 2:
         raise EngineError(
             f"memory is left for {max(0, num_pages)} pages of {page_bytes} bytes: raise"
-            " kv_memory_bytes or gpu_memory_utilization, or lower max_step_tokens or max_sequences"
+            " kv_memory_gib or gpu_memory_utilization, or lower max_step_tokens or max_sequences"
         )
     if device.type == "cpu" and num_pages * page_bytes > _available_bytes():
         raise EngineError(
             f"{num_pages} pages of {page_bytes} bytes are more than the memory left: lower"
-            " num_pages or kv_memory_bytes"
+            " num_pages or kv_memory_gib"
         )
     try:
         return _pool_of(num_pages, config, loaded, device)
     except torch.OutOfMemoryError as error:
         raise EngineError(
             f"{num_pages} pages of {page_bytes} bytes are more than the GPU has left: lower"
-            " num_pages, kv_memory_bytes or gpu_memory_utilization"
+            " num_pages, kv_memory_gib or gpu_memory_utilization"
         ) from error
 
 

@@ -100,15 +100,18 @@ def stream_answer(
     started = time.monotonic()
     first_text_s = 0.0
     with client.stream(prompt, messages=messages, timeout_s=timeout_s, **options) as stream:
-        for delta in stream:
-            first_text_s = first_text_s or time.monotonic() - started
-            if echo:
-                sys.stdout.write(delta.text)
+        try:
+            for delta in stream:
+                first_text_s = first_text_s or time.monotonic() - started
+                if echo:
+                    sys.stdout.write(delta.text)
+                    sys.stdout.flush()
+        finally:
+            if echo and first_text_s:  # what comes next, an error too, has a line of its own
+                sys.stdout.write("\n")
                 sys.stdout.flush()
         generation = stream.result
     if echo:
-        sys.stdout.write("\n")
-        sys.stdout.flush()
         _sum_up(generation, first_text_s, time.monotonic() - started)
     return generation
 

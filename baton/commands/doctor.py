@@ -49,7 +49,7 @@ def doctor(
         levels += _show("KV transport", check_path())
     levels += _show_cluster(admin)
     errors, warnings = levels[Level.ERROR], levels[Level.WARNING]
-    stdout.print(f"\n{errors} errors, {warnings} warnings")
+    stdout.print(f"\nerrors: {errors}, warnings: {warnings}")
     if errors:
         raise typer.Exit(1)
 

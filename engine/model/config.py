@@ -112,6 +112,8 @@ def build_config(architecture: str, config: Any, eos_token_ids: tuple[int, ...])
 
 
 def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise ModelError(f"{str(file.parent)!r} is no model: it has no {file.name}")
     try:
         content = json.loads(file.read_text())
     except (OSError, ValueError) as error:

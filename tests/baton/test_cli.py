@@ -9,13 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import grpc
 import pytest
 from typer.testing import CliRunner, Result
 
 from baton import up
 from baton.addresses import CannotListenError, check_free
 from baton.cli import app, explain
-from baton.errors import InvalidRequestError, OverloadedError
+from baton.errors import BatonError, InvalidRequestError, OverloadedError
 from baton.settings import WorkerSettings
 
 NOBODY = "127.0.0.1:1"
@@ -132,6 +133,8 @@ def test_errors_become_a_line_and_a_code() -> None:
     full = OverloadedError("the queue is full", reason="QUEUE_FULL", retry_after_s=1.25)
     assert explain(full) == ("QUEUE_FULL: the queue is full (again in 1.2 s)", 3)
     assert explain(InvalidRequestError("bad")) == ("bad", 2)
+    elsewhere = BatonError("Method not found!", code=grpc.StatusCode.UNIMPLEMENTED)
+    assert "no router's port for clients" in explain(elsewhere)[0]
     assert explain(ZeroDivisionError()) is None
 
 

@@ -17,7 +17,9 @@ from google.protobuf import any_pb2
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
+from typer.testing import CliRunner
 
+from baton.cli import app
 from baton.client import AsyncClient, Client
 from baton.errors import (
     BatonError,
@@ -65,6 +67,14 @@ def paris(
     yield delta("Pa", [7], 0)
     yield delta("ris", [8], 1)
     yield finished()
+
+
+def breaks_off(
+    request: pb.GenerationInput, context: grpc.ServicerContext
+) -> Iterator[pb.StreamGenerateResponse]:
+    yield started()
+    yield delta("Pa", [7], 0)
+    context.abort(grpc.StatusCode.ABORTED, "worker lost")
 
 
 class ScriptedRouter(pb_grpc.InferenceServiceServicer):
@@ -337,12 +347,7 @@ def test_violations_are_listed(client: Client, router: ScriptedRouter) -> None:
 def test_an_error_after_tokens_is_a_generation_broken_off(
     client: Client, router: ScriptedRouter
 ) -> None:
-    def script(request: pb.GenerationInput, context: grpc.ServicerContext):
-        yield started()
-        yield delta("Pa", [7], 0)
-        context.abort(grpc.StatusCode.ABORTED, "worker lost")
-
-    router.script = script
+    router.script = breaks_off
     stream = client.stream("x")
     assert next(stream).text == "Pa"
     with pytest.raises(BrokenOffError):
@@ -357,9 +362,18 @@ def test_deadline(client: Client, router: ScriptedRouter) -> None:
         yield started()
 
     router.script = script
-    with pytest.raises(DeadlineError):
+    with pytest.raises(DeadlineError, match="the time set for the call has passed"):
         list(client.stream("x", timeout_s=0.05))
     release.set()
+
+
+def test_the_command_lines_error_has_a_line_of_its_own(
+    served: tuple[ScriptedRouter, str], router: ScriptedRouter
+) -> None:
+    router.script = breaks_off
+    result = CliRunner().invoke(app, ["generate", "x", "--router", served[1]])
+    assert (result.exit_code, result.stdout) == (1, "Pa\n")
+    assert result.stderr.startswith("error ")
 
 
 async def test_the_clients_bound_holds_where_a_call_names_none(

@@ -64,3 +64,7 @@ def test_what_is_no_address(address: str) -> None:
 
 def test_an_id_that_is_none() -> None:
     assert "/traces/a%20b%2Fc" in run("a b/c", "--admin", free_address())
+
+
+def test_an_id_of_openais_api_names_its_trace() -> None:
+    assert "/traces/0af7 " in run("chatcmpl-0af7", "--admin", free_address())

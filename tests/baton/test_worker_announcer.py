@@ -58,6 +58,21 @@ async def test_goes_on_when_the_router_restarts(monkeypatch: pytest.MonkeyPatch)
     await server.stop(None)
 
 
+async def test_a_port_of_something_else_is_told_from_none(caplog: pytest.LogCaptureFixture) -> None:
+    """Most often it is the router's own, for clients."""
+    server = grpc.aio.server(options=server_options())
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    announcing = asyncio.create_task(announce_forever(f"127.0.0.1:{port}", WORKER))
+    async with asyncio.timeout(20):
+        while not caplog.records:
+            await asyncio.sleep(0.01)
+    announcing.cancel()
+    await server.stop(None)
+    (record,) = caplog.records
+    assert vars(record)["cause"] == "not a router's internal port"
+
+
 async def test_says_that_it_loads_and_falls_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """From a thread of its own, past a router that is not there."""
     monkeypatch.setattr(worker_announcer, "UNATTACHED_INTERVAL_S", 0.1)

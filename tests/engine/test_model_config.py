@@ -133,9 +133,13 @@ def test_a_config_that_contradicts_itself_is_refused(changes, read):
         read(LLAMA, **changes)
 
 
-@pytest.mark.parametrize("text", [None, "{", "[]"])
+@pytest.mark.parametrize("text", ["{", "[]"])
 def test_a_config_that_cannot_be_read_is_named(text, tmp_path):
-    if text is not None:
-        (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ModelError, match=r"config\.json"):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=r"config\.json is no config"):
+        read_config(tmp_path)
+
+
+def test_a_folder_of_something_else_is_no_model(tmp_path):
+    with pytest.raises(ModelError, match=r"is no model: it has no config\.json"):
         read_config(tmp_path)
