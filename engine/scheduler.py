@@ -182,10 +182,9 @@ class Scheduler:
         del self.jobs[job.request.id]
 
     def fail(self, job: Job, reason: FailureReason) -> None:
-        """Gives a request up, and says so."""
+        """Gives a request up, and says so. Pages that others may read wait for release."""
         if job.request.mode is Mode.PREFILL and job.state is RequestState.ACTIVE:
             self.hold(job)
-            self.release(job.request.id)
         else:
             self.drop(job)
         self.emit(job.sink, RequestFailed(job.request.id, reason))

@@ -214,7 +214,8 @@ class ChoiceEnded:
 
 @dataclass(frozen=True, slots=True)
 class RequestFailed:
-    """The engine gave the request up and holds nothing of it."""
+    """The engine gave the request up and holds nothing of it, but for the pages of a PREFILL that
+    has begun: somebody may be reading them, and they wait for release."""
 
     request_id: bytes
     reason: FailureReason

@@ -93,6 +93,7 @@ class Bench:
                     self.prefilled[event.request_id] = event
                 case RequestFailed():
                     self.failed[event.request_id] = event.reason
+                    self.scheduler.release(event.request_id)
 
     def take(self, request_id, choice, index, token):
         out = self.outputs.setdefault((request_id, choice), [])

@@ -354,6 +354,27 @@ async def test_a_failed_step_fails_the_attempt() -> None:
         await pair.quiet()
 
 
+async def test_a_failed_step_frees_no_page_that_is_on_its_way() -> None:
+    """A chunk of the prompt is being pushed as the next one fails: nobody else may have its pages,
+    or the push would carry what they write there."""
+    async with a_pair() as pair:
+        pair.p.executor.holds = pair.p.transport.holds = True
+        attempt = Attempted(LONG)
+        pair.submit(attempt)
+        await pair.forward_grant(attempt)
+        await until(lambda: pair.p.executor.held)
+        pair.p.executor.step()
+        await until(lambda: pair.p.held_pages)
+        pair.p.executor.fail_next = RuntimeError("device")
+        pair.p.executor.let_go()
+        assert (await pair.from_p.heard("failed", attempt.id)).reason == INTERNAL
+        assert pair.p.all_pages - pair.p.free_pages == attempt.num_pages
+        pair.p.transport.holds = False
+        await until(lambda: pair.p.is_quiet)
+        pair.d.decode.abort(attempt.id, pair.from_d.outbox)
+        await pair.quiet()
+
+
 async def test_what_can_never_fit_is_refused() -> None:
     async with a_pair(num_pages=5) as pair:
         attempt = Attempted(LONG)
