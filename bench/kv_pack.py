@@ -27,9 +27,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kv_transfer.packing import gather, scatter
-
 PROGRAMS = (8, 16, 32, 64)
+BLOCK_WORDS = 2048
 WARM_UPS = 3
 
 
@@ -90,9 +89,17 @@ def ways(device: str) -> dict[str, Way]:
 
 
 def _triton(programs: int) -> Way:
+    from bench.kv_pack_kernel import copy_pages
+
+    def launch(pool: Tensor, staged: Tensor, pages: Pages, is_gather: bool) -> None:
+        words = pool.shape[1]
+        copy_pages[(programs,)](
+            pool, staged, pages.ids, len(pages.ids), words, is_gather, BLOCK_WORDS, num_warps=8
+        )
+
     return Way(
-        lambda pool, staged, pages: gather(pool, pages.ids, staged, programs),
-        lambda pool, staged, pages: scatter(pool, pages.ids, staged, programs),
+        lambda pool, staged, pages: launch(pool, staged, pages, True),
+        lambda pool, staged, pages: launch(pool, staged, pages, False),
     )
 
 

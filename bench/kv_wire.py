@@ -9,8 +9,7 @@ scattered, in runs of `run-pages` adjacent ones (1: none adjacent on purpose):
     nixl, bare      the library's own calls: a prepared list, one transfer, polled without a pause
     nixl            our transport, polled every 50 us, as a worker does
     nccl            our transport, polled likewise: pages gathered, sent, scattered
-    nccl M B [E]    the same with staging buffers of M MiB and kernels of B blocks (0: torch's), the
-                    first and last piece of E MiB
+    nccl M [E]      the same with staging buffers of M MiB, the first and last piece of E MiB
     nccl, bare      one contiguous tensor of that size through send and recv
     nccl, bare M    the same tensor in pieces of M MiB
 
@@ -26,12 +25,13 @@ import argparse
 import json
 import multiprocessing
 import os
+import queue
 import statistics
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from datetime import timedelta
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,8 @@ UNCOUNTED = 2
 WAIT_S = 60.0
 WAYS = ("nixl, bare", "nixl", "nccl", "nccl, bare")
 EXPLAINED = (
-    "nccl 64 64", "nccl 128 0", "nccl 128 16", "nccl 128 32", "nccl 128 64", "nccl 128 64 32",
-    "nccl 256 64 64", "nccl, bare 64", "nccl, bare 128", "nccl, bare",
+    "nccl 64", "nccl 64 16", "nccl 128", "nccl", "nccl 256 32", "nccl, bare 64", "nccl, bare 128",
+    "nccl, bare",
 )  # fmt: skip
 """What tells launches and staging apart: `--ways explain-nccl`."""
 Pipe = Connection
@@ -61,7 +61,13 @@ class Side:
     """What both processes have: a pool, our transports over it, NIXL bare, a group bare."""
 
     def __init__(
-        self, rank: int, page_bytes: int, total: int, device: str, port: int, ways: Sequence[str]
+        self,
+        rank: int,
+        page_bytes: int,
+        total: int,
+        device: str,
+        store: TCPStore,
+        ways: Sequence[str],
     ) -> None:
         self.rank = rank
         self.num_pages = 2 * total // page_bytes
@@ -69,11 +75,12 @@ class Side:
         if rank == SENDER:
             self.pool.random_(0, 255)
         self.ours: dict[str, KvTransport] = {
-            way: self._transport(way, f"{way}-{rank}-{port}") for way in ways if "bare" not in way
+            way: self._transport(way, f"{way}-{rank}-{store.port}")
+            for way in ways
+            if "bare" not in way
         }
-        self.bare = _bare_agent(f"bare-{rank}-{port}", self.pool)
+        self.bare = _bare_agent(f"bare-{rank}-{store.port}", self.pool)
         self.flat = torch.zeros(total, dtype=torch.uint8, device=device)
-        store = TCPStore("127.0.0.1", port, is_master=rank == SENDER, wait_for_workers=False)
         self.group = form_group(store, rank, self.pool.device)
 
     def _transport(self, way: str, agent_name: str) -> KvTransport:
@@ -82,8 +89,8 @@ class Side:
         if not options:
             return make_transport(name, agent_name, self.pool, page_bytes, len(self.pool))
         memory = PoolMemory.of(self.pool, page_bytes, len(self.pool))
-        piece_mib, blocks, end_mib = map(int, [*options, options[0]][:3])
-        lanes = LaneOptions(piece_bytes=piece_mib << 20, blocks=blocks, end_bytes=end_mib << 20)
+        piece_mib, end_mib = map(int, [*options, options[0]][:2])
+        lanes = LaneOptions(piece_bytes=piece_mib << 20, end_bytes=end_mib << 20)
         return NcclTransport(agent_name, memory, lanes)
 
     def address(self) -> dict[str, Any]:
@@ -232,10 +239,14 @@ def prepared(rank: int, pipe: Pipe, settings: Mapping[str, Any]) -> tuple[Side, 
             "CUDA_VISIBLE_DEVICES", f"{SENDER},{RECEIVER}"
         ).split(",")[rank]
         torch.cuda.set_device(0)
+    if rank == SENDER:
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        pipe.send(store.port)
+    else:
+        store = TCPStore("127.0.0.1", pipe.recv(), is_master=False)
     side = Side(
-        rank, settings["page"], settings["total"], settings["device"], settings["port"],
-        settings["ways"],
-    )  # fmt: skip
+        rank, settings["page"], settings["total"], settings["device"], store, settings["ways"]
+    )
     pipe.send(side.address())
     other = pipe.recv()
     side.meet(other)
@@ -262,14 +273,12 @@ def in_two_processes(
     """What the sender's process puts out; both are fresh, and gone afterwards.
 
     Raises:
-        queue.Empty: it took too long, or one of them failed.
+        queue.Empty: it took too long.
+        RuntimeError: one of them failed.
     """
     context = multiprocessing.get_context("spawn")
     near, far = context.Pipe()
     out = context.Queue()
-    probe = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(9))
-    settings = {**settings, "port": probe.port}
-    del probe
     sides = [
         context.Process(target=target, args=(rank, pipe, out, settings))
         for rank, pipe in ((SENDER, near), (RECEIVER, far))
@@ -277,11 +286,23 @@ def in_two_processes(
     for side in sides:
         side.start()
     try:
-        return out.get(timeout=timeout_s)
+        return _answer(out, sides, timeout_s)
     finally:
         for side in sides:
             side.join(2)
             side.kill()
+
+
+def _answer(out: Any, sides: Sequence[BaseProcess], timeout_s: float) -> Any:
+    end = time.monotonic() + timeout_s
+    while True:
+        try:
+            return out.get(timeout=min(1.0, max(0.0, end - time.monotonic())))
+        except queue.Empty:
+            if time.monotonic() >= end:
+                raise
+            if any(side.exitcode for side in sides):
+                raise RuntimeError("one of the two processes failed; see above") from None
 
 
 def measure(page_bytes: int, run_pages: int, arguments: argparse.Namespace) -> dict[str, float]:

@@ -25,13 +25,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import cycle
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, distributed
 from torch.distributed.distributed_c10d import Store
 
-from kv_transfer.packing import gather, scatter
 from kv_transfer.pool import PoolMemory
 from kv_transfer.types import PageIds
 
@@ -50,14 +50,12 @@ class LaneOptions:
     """How a lane moves pages. The same at both ends."""
 
     piece_bytes: int = 128 << 20
-    """Of a staging buffer. Between two H200: 64 MiB give 146-197 GB/s, 128 MiB 225, 256 MiB 231."""
-    end_bytes: int = 128 << 20
-    """Of the first and the last piece at most: the wire waits for the one, and then for nothing
-    but the other's way into the pool."""
+    """Of a staging buffer."""
+    end_bytes: int = 32 << 20
+    """Of the first and the last piece of a push: the wire waits while the one is gathered, and
+    whoever waits for the push while the other is scattered."""
     slots: int = 3
     """Staging buffers of a lane: one is gathered into, one sent from, one still to be let go."""
-    blocks: int = 64
-    """Of the kernels that gather and scatter on a GPU: 877 GB/s on an H200, 579 with 32."""
 
 
 USUAL: Final = LaneOptions()
@@ -82,31 +80,45 @@ def cut(num_pages: int, most: int, ends: int) -> Iterator[slice]:
         start = stop
 
 
-class _Slot:
-    """A staging buffer and, on a GPU, the stream that all its work is queued on."""
+class _Queue:
+    """Work on a device in the order given. On a CPU it is done at once."""
 
-    def __init__(self, pool: PoolMemory, num_pages: int) -> None:
-        device = pool.pages.device
-        self._buffer = torch.empty(num_pages * pool.page_bytes, dtype=torch.uint8, device=device)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._done: torch.cuda.Event | None = None
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def __call__(self) -> AbstractContextManager[object]:
+        """What is done inside is queued here."""
+        return contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def uses(self, tensor: Tensor) -> None:
+        """What is queued so far reads memory of another queue: it must not be used again before."""
+        if self.stream is not None:
+            tensor.record_stream(self.stream)
+
+    def end(self) -> torch.cuda.Event | None:
+        """Of what is queued so far; None: it is over."""
+        if self.stream is None:
+            return None
+        done = torch.cuda.Event()
+        done.record(self.stream)
+        return done
+
+
+class _Slot(NamedTuple):
+    """A staging buffer and the queue of all its work, where a new use waits for the one before."""
+
+    buffer: Tensor
+    """[bytes] uint8"""
+    queue: _Queue
+
+    @classmethod
+    def of(cls, num_bytes: int, device: torch.device) -> _Slot:
+        """A new one."""
+        return cls(torch.empty(num_bytes, dtype=torch.uint8, device=device), _Queue(device))
 
     def pages(self, count: int, page_bytes: int) -> Tensor:
-        """[count, page_bytes] as `_words`, once the last use is over."""
-        if self._done is not None:
-            self._done.synchronize()
-        return _words(self._buffer[: count * page_bytes].view(count, page_bytes))
-
-    def in_order(self) -> AbstractContextManager[object]:
-        """What is queued inside runs behind what was queued before on this slot."""
-        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-    def used(self) -> torch.cuda.Event | None:
-        """Marks the end of a use; None where it is over already."""
-        if self._stream is not None:
-            self._done = torch.cuda.Event()
-            self._done.record(self._stream)
-        return self._done
+        """[count, page_bytes] as `_words`."""
+        return _words(self.buffer[: count * page_bytes].view(count, page_bytes))
 
 
 class Lane(ABC):
@@ -137,62 +149,79 @@ class Lane(ABC):
     def _run(self) -> None:
         try:
             self._group = self._form()
-            most = max(1, self._options.piece_bytes // self._pool.page_bytes)
-            ends = max(1, min(self._options.end_bytes // self._pool.page_bytes, most))
-            slots = deque(_Slot(self._pool, most) for _ in range(self._options.slots))
-            for batch in iter(lambda: self._batches.get(), None):
-                for part in cut(len(batch.pages), most, ends):
-                    is_last = batch.is_last and part.stop == len(batch.pages)
-                    self._move(Batch(batch.push, batch.pages[part], is_last), slots[0])
-                    slots.rotate(-1)
+            self._serve()
         except Exception as error:
             if not self.failed:
                 logger.warning("a lane failed: %s", type(error).__name__)
             self.failed = True
 
-    @abstractmethod
-    def _move(self, piece: Batch, slot: _Slot) -> None:
-        """Queues, or does, what a piece takes."""
+    def _serve(self) -> None:
+        """Moves batches until the lane is closed."""
+        device, page_bytes = self._pool.pages.device, self._pool.page_bytes
+        most = max(1, self._options.piece_bytes // page_bytes)
+        ends = max(1, min(self._options.end_bytes // page_bytes, most))
+        slots = [_Slot.of(most * page_bytes, device) for _ in range(self._options.slots)]
+        turns, uploads = cycle(slots), _Queue(device)
+        for batch in iter(lambda: self._batches.get(), None):
+            # Nothing here waits for what is queued, so the wire never waits for this thread.
+            with uploads():
+                ids = torch.from_numpy(batch.pages).long().to(device)
+            for part in cut(len(batch.pages), most, ends):
+                slot = next(turns)
+                with slot.queue():
+                    self._move(ids[part], slot.pages(part.stop - part.start, page_bytes))
+                slot.queue.uses(ids)
+                is_last = batch.is_last and part.stop == len(batch.pages)
+                self._queued(batch.push, is_last, slot.queue)
 
-    def _ids(self, piece: Batch) -> Tensor:
-        return torch.from_numpy(piece.pages).long().to(self._pool.pages.device)
+    @abstractmethod
+    def _move(self, ids: Tensor, staged: Tensor) -> None:
+        """Queues, or does, what a piece takes.
+
+        Args:
+            ids: [n] int64, pages of the pool.
+            staged: [n, page_bytes] as `_words`.
+        """
+
+    @abstractmethod
+    def _queued(self, push: int, is_last: bool, behind: _Queue) -> None:
+        """What a piece of a push takes is queued."""
 
 
 class SendLane(Lane):
-    """The end that pages leave from."""
+    """The end that pages leave from. That they have is for the other end to say."""
 
-    def _move(self, piece: Batch, slot: _Slot) -> None:
-        staged = slot.pages(len(piece.pages), self._pool.page_bytes)
-        with slot.in_order():
-            ids = self._ids(piece)
-            gather(_words(self._pool.pages), ids, staged, self._options.blocks)
-            self._group.send([staged.view(-1)], RECEIVER, 0).wait()
-            slot.used()
+    def _queued(self, push: int, is_last: bool, behind: _Queue) -> None:
+        pass
+
+    def _move(self, ids: Tensor, staged: Tensor) -> None:
+        torch.index_select(_words(self._pool.pages), 0, ids, out=staged)
+        self._group.send([staged.view(-1)], RECEIVER, 0).wait()
 
 
 class ReceiveLane(Lane):
     """The end that pages arrive at."""
 
     def __init__(self, name: str, pool: PoolMemory, form: FormGroup, options: LaneOptions) -> None:
-        self._arriving: deque[tuple[torch.cuda.Event | None, Batch]] = deque()
+        self._arriving: deque[tuple[torch.cuda.Event | None, int, bool]] = deque()
+        """Pieces: when they are in the pool, their push, and whether they are its last."""
         super().__init__(name, pool, form, options)
 
     def landed(self) -> list[int]:
         """Pushes whose last byte is in the pool, since the last call."""
         ended = []
         while self._arriving and _is_done(self._arriving[0][0]):
-            _, piece = self._arriving.popleft()
-            if piece.is_last:
-                ended.append(piece.push)
+            _, push, is_last = self._arriving.popleft()
+            if is_last:
+                ended.append(push)
         return ended
 
-    def _move(self, piece: Batch, slot: _Slot) -> None:
-        staged = slot.pages(len(piece.pages), self._pool.page_bytes)
-        with slot.in_order():
-            ids = self._ids(piece)  # ahead of the receive: this copy waits for what is queued
-            self._group.recv([staged.view(-1)], SENDER, 0).wait()
-            scatter(_words(self._pool.pages), ids, staged, self._options.blocks)
-            self._arriving.append((slot.used(), piece))
+    def _move(self, ids: Tensor, staged: Tensor) -> None:
+        self._group.recv([staged.view(-1)], SENDER, 0).wait()
+        _words(self._pool.pages).index_copy_(0, ids, staged)
+
+    def _queued(self, push: int, is_last: bool, behind: _Queue) -> None:
+        self._arriving.append((behind.end(), push, is_last))
 
 
 def _words(pages: Tensor) -> Tensor:
