@@ -15,10 +15,8 @@ from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from baton.traces import Span, Trace, TraceError, fetch, missing_spans
+from baton.traces import Span, Trace, missing_spans
 from telemetry.names import Attr, Service, SpanName
-
-__all__ = ["TraceError", "complete", "draw", "fetch"]
 
 MAX_COLUMNS: Final = 140
 _MIN_AXIS: Final = 24
@@ -42,11 +40,6 @@ _FAILED: Final = "red"
 _ROUND_MS: Final = tuple(
     base * 10**power for power in range(-3, 7) for base in (1, 2, 5)
 )  # What ticks may be apart.
-
-
-def complete(trace: Trace) -> list[str]:
-    """Names of the spans that are missing for the trace to be complete; none, if it is."""
-    return missing_spans(trace)
 
 
 def draw(trace: Trace) -> Waterfall:
@@ -336,7 +329,6 @@ _TELLING: Final[dict[str, tuple[tuple[str, Callable[[Any], str]], ...]]] = {
     SpanName.ROUTE: (
         (Attr.ROUTE_ATTEMPT, lambda attempt: f"attempt {attempt}" if attempt > 1 else ""),
         (Attr.ROUTE_POLICY, lambda policy: str(policy).replace("_", " ")),
-        (Attr.ROUTE_PREFIX_TOKENS, _unless_zero(lambda tokens: f"{tokens:,} tokens of prefix")),
     ),
     SpanName.PREFILL_COMPUTE: (
         (Attr.PREFILL_TOKENS, _count("token")),

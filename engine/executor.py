@@ -7,7 +7,6 @@ same rules as on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
@@ -106,10 +105,6 @@ class TorchExecutor:
     def shutdown(self) -> None:
         """Waits for the steps launched and ends the thread."""
         self._stream.shutdown(wait=True)
-
-    def run_on_stream(self, work: Callable[[], None]) -> None:
-        """Runs `work` behind the steps launched so far, and waits for it."""
-        self._stream.submit(work).result()
 
     @torch.inference_mode()
     def _run(self, plan: StepPlan) -> StepResult:

@@ -102,7 +102,7 @@ class TraceStore:
     def trace(self, trace_id: str) -> dict[str, Any] | None:
         """One trace as JSON, its spans by start; None where it is not, or no longer, here.
 
-        Its form is that of `baton.waterfall.Trace`.
+        Its form is that of `baton.traces.Trace`.
         """
         try:
             trace = self._traces.get(bytes.fromhex(trace_id))

@@ -76,7 +76,6 @@ class Attr:
     SERVICE_NAME: Final = "service.name"
     SERVICE_NAMESPACE: Final = "service.namespace"
     SERVICE_INSTANCE_ID: Final = "service.instance.id"
-    SERVICE_VERSION: Final = "service.version"
 
     # RPC and HTTP spans.
     RPC_SYSTEM_NAME: Final = "rpc.system.name"
@@ -85,8 +84,6 @@ class Attr:
     HTTP_REQUEST_METHOD: Final = "http.request.method"
     HTTP_ROUTE: Final = "http.route"
     HTTP_RESPONSE_STATUS_CODE: Final = "http.response.status_code"
-    SERVER_ADDRESS: Final = "server.address"
-    SERVER_PORT: Final = "server.port"
 
     # Any span that failed: a short stable word.
     ERROR_TYPE: Final = "error.type"
@@ -104,7 +101,6 @@ class Attr:
     REQUEST_TOP_K: Final = "gen_ai.request.top_k"
     REQUEST_FREQUENCY_PENALTY: Final = "gen_ai.request.frequency_penalty"
     REQUEST_PRESENCE_PENALTY: Final = "gen_ai.request.presence_penalty"
-    REQUEST_SEED: Final = "gen_ai.request.seed"
     RESPONSE_ID: Final = "gen_ai.response.id"
     RESPONSE_MODEL: Final = "gen_ai.response.model"
     RESPONSE_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
@@ -120,8 +116,6 @@ class Attr:
     ROUTE_PREFILL: Final = "baton.route.prefill"
     ROUTE_DECODE: Final = "baton.route.decode"
     ROUTE_ATTEMPT: Final = "baton.route.attempt"
-    ROUTE_PREFIX_TOKENS: Final = "baton.route.prefix_tokens"
-    """Prompt tokens that the decode worker held when it took the prompt over."""
     ROUTE_LOCAL_REASON: Final = "baton.route.local_reason"
     """Why a decode worker computes the prompt by itself; on its leg, too."""
 

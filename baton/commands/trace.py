@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from baton.commands.output import stdout
-from baton.waterfall import draw, fetch
+from baton.traces import fetch
+from baton.waterfall import draw
 
 ROUTER_ADMIN_ADDRESS = "127.0.0.1:9090"
 

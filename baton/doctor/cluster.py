@@ -71,7 +71,7 @@ def _router(seen: Scrape) -> Iterator[Finding]:
     found = f"{len(roles)} workers attached"
     if not roles:
         yield error("router", "no worker is attached", "start workers with --routers naming it")
-    elif "both" in roles or {"prefill", "decode"} <= set(roles) or "decode" in roles:
+    elif "both" in roles or "decode" in roles:
         yield ok("router", found)
     else:
         yield error("router", f"{found}, none that decodes", "start a decode worker")

@@ -12,8 +12,7 @@ import pytest
 from cluster import make_cluster
 from tiny_models import write_tiny_model
 
-from baton.traces import JAEGER_URL, fetch
-from baton.waterfall import complete
+from baton.traces import JAEGER_URL, fetch, missing_spans
 from telemetry.names import SpanName
 
 pytestmark = pytest.mark.skipif(
@@ -39,7 +38,7 @@ def test_jaeger_has_the_whole_trace(tmp_path):
         latest = fetch("", None, patience_s=ARRIVED_S)
     finally:
         cluster.stop()
-    assert complete(trace) == []
+    assert missing_spans(trace) == []
     assert latest.id == trace.id == result.trace_id
     assert {span.instance for span in trace.spans} == {"router", "prefill-0", "decode-0"}
     (sent,), (received,) = trace.named(SpanName.KV_SEND), trace.named(SpanName.KV_RECEIVE)

@@ -16,8 +16,7 @@ from scraping import SETTLED_S, Figures, scrape, scrape_until
 from tiny_models import write_tiny_model
 
 from baton.generation import Generation
-from baton.traces import fetch
-from baton.waterfall import complete
+from baton.traces import fetch, missing_spans
 from telemetry.names import Attr, Metric
 
 MAX_TOKENS = 12
@@ -99,7 +98,7 @@ def sent(figures: Figures) -> float:
 def check_trace(cluster: Cluster, result: Generation, reason: str) -> None:
     """Every span is there, the prompt's are the decode worker's, and it says why."""
     trace = fetch(cluster.plan.admin_address, result.trace_id, patience_s=SETTLED_S)
-    assert complete(trace) == []
+    assert missing_spans(trace) == []
     legs = [span for span in trace.spans if span.name == "decode"]
     assert [leg.attributes[Attr.ROUTE_LOCAL_REASON] for leg in legs[-1:]] == [reason]
     below = {span.name: span for span in trace.children(legs[-1])}

@@ -13,8 +13,7 @@ from tiny_models import write_tiny_model
 
 from baton.errors import BatonError
 from baton.generation import Generation
-from baton.traces import DEFAULT_PATIENCE_S, fetch
-from baton.waterfall import complete
+from baton.traces import DEFAULT_PATIENCE_S, fetch, missing_spans
 from telemetry.names import Metric
 
 PAGE_TOKENS = 16
@@ -186,7 +185,7 @@ def test_the_store_has_every_trace_whole(cluster, results):
     admin = cluster.plan.admin_address
     for result in results:
         trace = fetch(admin, result.trace_id, patience_s=SETTLED_S)
-        assert complete(trace) == []
+        assert missing_spans(trace) == []
         assert {span.instance for span in trace.spans} == {"router", "prefill-0", "decode-0"}
     kept = {one["trace_id"] for one in json.loads(read(f"http://{admin}/traces"))["traces"]}
     assert {result.trace_id for result in results} <= kept

@@ -30,8 +30,17 @@ from sample_traces import (
     whole,
 )
 
-from baton.traces import JAEGER_URL, Span, Trace, from_jaeger, from_store
-from baton.waterfall import TraceError, complete, draw, fetch
+from baton.traces import (
+    JAEGER_URL,
+    Span,
+    Trace,
+    TraceError,
+    fetch,
+    from_jaeger,
+    from_store,
+    missing_spans,
+)
+from baton.waterfall import draw
 from router.trace_store import TraceStore
 from telemetry.names import Attr, SpanName
 
@@ -120,7 +129,7 @@ def test_what_is_missing_is_said() -> None:
 
 @pytest.mark.parametrize("make", [disaggregated, retried, whole, one_token, refused])
 def test_a_complete_trace_is_complete(make: Callable[[], Trace]) -> None:
-    assert complete(make()) == []
+    assert missing_spans(make()) == []
 
 
 @pytest.mark.parametrize("make", [disaggregated, whole, one_token])
@@ -128,7 +137,7 @@ def test_every_span_of_a_complete_trace_is_missed(make: Callable[[], Trace]) -> 
     trace = make()
     for span in trace.spans:
         without = tuple(other for other in trace.spans if other is not span)
-        assert complete(Trace(TRACE_ID, without)) != [], span.name
+        assert missing_spans(Trace(TRACE_ID, without)) != [], span.name
 
 
 def test_a_span_below_the_wrong_parent_is_missed() -> None:
@@ -138,7 +147,7 @@ def test_a_span_below_the_wrong_parent_is_missed() -> None:
         dataclasses.replace(span, parent_id=decode.id) if span.name == SpanName.KV_SEND else span
         for span in trace.spans
     )
-    assert complete(Trace(TRACE_ID, spans)) == [SpanName.KV_SEND]
+    assert missing_spans(Trace(TRACE_ID, spans)) == [SpanName.KV_SEND]
 
 
 @given(
@@ -308,7 +317,7 @@ def test_the_latest_generation_is_fetched_when_its_last_spans_have_come() -> Non
 
     with serving(page) as address:
         found = fetch(address)
-    assert complete(found) == []
+    assert missing_spans(found) == []
     assert found.request is not None
     assert found.request.attributes[Attr.REQUEST_MODEL] == MODEL
 
@@ -318,7 +327,7 @@ def test_what_there_is_of_a_trace_is_shown_when_no_more_comes() -> None:
     store = TraceStore()
     store.add(as_otlp(dataclasses.replace(trace, spans=trace.spans[:9])))
     with serving(store_pages(store)) as address:
-        assert complete(fetch(address, TRACE_ID, patience_s=0)) != []
+        assert missing_spans(fetch(address, TRACE_ID, patience_s=0)) != []
 
 
 def test_why_a_trace_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
