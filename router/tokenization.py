@@ -34,6 +34,8 @@ PromptIds = NDArray[np.uint32]
 
 _INLINE_CHARS: Final = 2048
 """Texts up to this length take less time to encode than handing them to a thread does."""
+_TURN_CHARS: Final = 32
+"""What a turn of a conversation costs to render, however short it is, in characters of text."""
 
 _ROLES: Final[Mapping[int, str]] = {
     api.ROLE_SYSTEM: "system",
@@ -213,7 +215,7 @@ def _texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
 def _chars(prompt: str | api.ChatPrompt) -> int:
     if isinstance(prompt, str):
         return len(prompt)
-    return sum(len(turn.content) for turn in prompt.messages)
+    return sum(_TURN_CHARS + len(turn.content) for turn in prompt.messages)
 
 
 def _ids(encoding: tokenizers.Encoding) -> PromptIds:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,25 @@ async def test_a_folder_is_read_once_and_long_texts_leave_the_loop_free(folder: 
     counting.cancel()
     assert turns > 10
     assert first.decode(long_ids.tolist()) == text
+    tokenizers.close()
+
+
+@pytest.mark.parametrize(("turns", "on_loop"), [(3, True), (1000, False)])
+async def test_many_turns_leave_the_loop_free_however_short_they_are(
+    folder: Path, turns: int, on_loop: bool
+) -> None:
+    rendered_on: list[threading.Thread] = []
+
+    class Watched:
+        def render(self, **variables: object) -> str:
+            rendered_on.append(threading.current_thread())
+            return "rendered"
+
+    tokenizer = Tokenizer(load(folder)._backend, Watched())
+    tokenizers = Tokenizers()
+    silent = api.ChatMessage(role=api.ROLE_USER, content="")
+    await tokenizers.encode(tokenizer, api.ChatPrompt(messages=[silent] * turns))
+    assert [thread is threading.main_thread() for thread in rendered_on] == [on_loop]
     tokenizers.close()
 
 
