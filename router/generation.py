@@ -123,7 +123,7 @@ class Generations:
             found.add("tokens", "the model has no tokenizer")
         found.raise_if_any()
         assert tokenizer is not None
-        return await self._tokenizers.decode(tokenizer, token_ids)
+        return await self._tokenizers.decode(tokenizer, token_ids, skip_special_tokens=False)
 
     async def _admit(self, request: GenerationRequest) -> tuple[ServedModel, Tokenizer | None]:
         found = validation.check_request(request, self._limits)

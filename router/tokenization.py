@@ -189,10 +189,14 @@ class Tokenizers:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, _texts, tokenizer, token_ids)
 
-    async def decode(self, tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
-        """Text of ids with the names of special tokens, read on the pool."""
+    async def decode(
+        self, tokenizer: Tokenizer, token_ids: Sequence[int], skip_special_tokens: bool = True
+    ) -> str:
+        """Text of ids, as `Tokenizer.decode` has it, read on the pool."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, tokenizer.decode, token_ids, False)
+        return await loop.run_in_executor(
+            self._pool, tokenizer.decode, token_ids, skip_special_tokens
+        )
 
     def close(self) -> None:
         """Lets the threads go, once what they run is done."""

@@ -89,7 +89,7 @@ class Completions:
             return Echo(prompt, list(tokenized.token_ids))
         if tokenizer is None:
             raise errors.invalid_fields([Violation("echo", "the model has no tokenizer")])
-        return Echo(tokenizer.decode(prompt), prompt)
+        return Echo(await self._tokenizers.decode(tokenizer, prompt), prompt)
 
 
 def _generation(

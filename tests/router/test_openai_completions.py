@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from openai_kit import Port, answers, open_port, prompt_of, says
 
 from baton.worker.v1 import worker_pb2
 from router.jobs import ChoiceEnded, Job, JobEvent, JobFinished, JobStarted, JobTokens
+from router.tokenization import Tokenizer
 
 TEXT = "The quick brown fox — naïve café 🎉"
 MODEL = "tiny"
@@ -267,6 +269,25 @@ async def test_echo(tmp_path: Path, as_ids: bool, stream: bool) -> None:
         assert texts == ["The fox lazy"] * 2
         assert prompt_of(port.job) == port.ids("The fox")
         assert not port.job.prompt_logprobs
+
+
+async def test_a_prompt_of_ids_is_read_for_its_echo_off_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have millions of them, and nobody has compared that with the context yet."""
+    read_on: list[threading.Thread] = []
+    decode = Tokenizer.decode
+
+    def watched(tokenizer: Tokenizer, ids: list[int], skip: bool = True) -> str:
+        read_on.append(threading.current_thread())
+        return decode(tokenizer, ids, skip)
+
+    async with open_port(tmp_path, hangs) as port:
+        monkeypatch.setattr(Tokenizer, "decode", watched)
+        with pytest.raises(openai.BadRequestError, match="tokens"):
+            await port.client.completions.create(model=MODEL, prompt=[5] * 100_000, echo=True)
+    assert read_on
+    assert threading.main_thread() not in read_on
 
 
 @pytest.mark.parametrize("as_ids", [False, True])
