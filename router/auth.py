@@ -121,13 +121,14 @@ def _read(path: Path) -> dict[bytes, str]:
     return {_digest(token): tenant for token, tenant in content.items()}
 
 
-def _stamp(path: Path) -> tuple[int, int]:
-    """Changes with the file; (0, 0) where there is none."""
+def _stamp(path: Path) -> tuple[int, ...]:
+    """Changes with the file; empty where there is none. Two writes within one tick of the file
+    system's clock, the first of them read in between, are told apart by the size."""
     try:
         status = path.stat()
     except OSError:
-        return 0, 0
-    return status.st_mtime_ns, status.st_ino
+        return ()
+    return status.st_mtime_ns, status.st_ino, status.st_size
 
 
 def _digest(token: str) -> bytes:

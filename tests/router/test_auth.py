@@ -86,6 +86,19 @@ def test_a_changed_file_counts_and_a_broken_one_does_not(
     assert "sk-" not in caplog.text
 
 
+def test_a_file_that_was_read_half_written_is_read_again(tokens: Path) -> None:
+    """The rest came within the same tick of the file system's clock."""
+    now_s = 0.0
+    whole = f'"{GOOD}" = "acme"\n"{OTHER}" = "beta"\n'
+    tokens.write_text(whole.partition("\n")[0])
+    os.utime(tokens, ns=(7, 7))
+    gate = TokenGate(tokens, lambda: now_s)
+    tokens.write_text(whole)
+    os.utime(tokens, ns=(7, 7))
+    now_s += 2
+    assert gate.tenant_of(f"Bearer {OTHER}") == "beta"
+
+
 def test_a_router_does_not_start_on_a_file_that_it_cannot_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
