@@ -3,7 +3,7 @@
 Life of a request:
 
 1. A SERVER span, below the caller's where `traceparent` names one; its trace id is the answer's
-   `x-request-id`. Its token is looked at, and the body is read, whole.
+   `x-request-id`. Its token is looked at, and the body is read, whole, for a bounded time.
 2. The method makes an `Answer` of it. Nothing is sent before its first part is there, that is, in
    a stream, before the first token: a request that is refused has its own status.
 3. The answer goes out at the client's pace. An error behind the first part of a stream is its last
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 MAX_BODY_BYTES: Final = 64 * 1024 * 1024
 """As for gRPC messages: room for the longest prompts."""
+BODY_TIMEOUT_S: Final = 120.0
+"""A body of that size takes half of it at 10 Mbit/s."""
 REQUEST_ID: Final = "x-request-id"
 """Of a request: the caller's own tag, for logs. Of an answer: the trace id."""
 _JSON_TYPE: Final = "application/json"
@@ -197,14 +199,20 @@ async def _body(request: Request) -> bytes:
 
     Raises:
         ClientDisconnect: the client left before its end.
-        RouterError: MALFORMED_REQUEST, over `MAX_BODY_BYTES`.
+        RouterError: MALFORMED_REQUEST, over `MAX_BODY_BYTES`; DEADLINE_EXCEEDED, over
+            `BODY_TIMEOUT_S`.
     """
     parts, size_bytes = [], 0
-    async for part in request.stream():
-        size_bytes += len(part)
-        if size_bytes > MAX_BODY_BYTES:
-            raise errors.malformed_request(f"the body exceeds {MAX_BODY_BYTES >> 20} MiB")
-        parts.append(part)
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for part in request.stream():
+                size_bytes += len(part)
+                if size_bytes > MAX_BODY_BYTES:
+                    limit = f"the body exceeds {MAX_BODY_BYTES >> 20} MiB"
+                    raise errors.malformed_request(limit)
+                parts.append(part)
+    except TimeoutError:
+        raise errors.deadline_exceeded(tokens_sent=0) from None
     return b"".join(parts)
 
 

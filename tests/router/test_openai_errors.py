@@ -264,6 +264,20 @@ async def test_a_caller_that_leaves_cancels(
         assert line["trace_id"] == "ab" * 16
 
 
+async def test_a_body_that_does_not_come_to_its_end_is_not_waited_for_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("router.openai.edge.BODY_TIMEOUT_S", 0.1)
+    async with open_port(tmp_path, hangs) as port:
+        with caplog.at_level(logging.INFO):
+            reader, writer = await asyncio.open_connection(*port.address)
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{")
+            answer = await asyncio.wait_for(reader.readline(), GONE_S)
+        assert answer.startswith(b"HTTP/1.1 504 ")
+        assert (await until(lambda: access_lines(caplog)))[0]["reason"] == "DEADLINE_EXCEEDED"
+        writer.close()
+
+
 async def test_closing_the_clients_stream_cancels_a_batch(tmp_path: Path) -> None:
     async with open_port(tmp_path, hangs) as port:
         stream = await port.client.completions.create(model=MODEL, prompt=["a", "b"], stream=True)
