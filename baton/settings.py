@@ -131,7 +131,8 @@ class WorkerSettings(BaseSettings):
     max_sequences: int = Field(default=64, ge=1)
     """Sequences decoded in one step: more is more throughput and a slower token for each."""
     max_step_tokens: int = Field(default=0, ge=0)
-    """New tokens computed in one step, and so the chunk. 0: 512 on a CPU, 2,048 on a GPU."""
+    """New tokens computed in one step, and so the chunk. 0: 512 on a CPU and on a decode worker,
+    2,048 elsewhere."""
     mixed_prefill_tokens: int = Field(default=0, ge=0)
     """Prompt tokens computed in a step that decodes, too: fewer make the others' tokens wait less,
     more compute the prompt sooner. 0: 192 on a decode worker, elsewhere as `max_step_tokens`."""

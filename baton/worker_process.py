@@ -47,6 +47,9 @@ SWITCH_INTERVAL_S: Final = 1e-4
 """Cuts the event loop's wake-up from 5 ms to 0.3 ms beside a busy step loop."""
 DECODE_MIXED_PREFILL_TOKENS: Final = 192
 """A decode worker computes so many prompt tokens in a step that decodes: nearly free there."""
+DECODE_STEP_TOKENS: Final = 512
+"""A decode worker computes so many tokens of a prompt in a step where nothing decodes: what is
+delivered meanwhile waits for the step to end."""
 FULL_STEP_TOKENS: Final = 1024
 """Where prompts are computed for others: an H200 computes 44,900 tokens a second in steps of so
 many, 45,500 in longer ones, and the first of two prompts is done in half the time."""
@@ -140,7 +143,8 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
         kv_memory_bytes=int(settings.kv_memory_gib * (1 << 30)),
         gpu_memory_utilization=settings.gpu_memory_utilization,
         max_sequences=settings.max_sequences,
-        max_step_tokens=settings.max_step_tokens,
+        max_step_tokens=_step_tokens(settings),
+        decodes=settings.role is not Role.PREFILL,
         mixed_prefill_tokens=_mixed_prefill_tokens(settings),
         full_step_tokens=0 if settings.role is Role.BOTH else FULL_STEP_TOKENS,
         max_context_tokens=settings.max_context_tokens,
@@ -150,6 +154,13 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
         eviction=settings.eviction,
         poison_freed_pages=settings.poison_freed_pages,
     )
+
+
+def _step_tokens(settings: WorkerSettings) -> int:
+    """Most new tokens in a step; 0 leaves it to the engine."""
+    if settings.max_step_tokens or settings.role is not Role.DECODE:
+        return settings.max_step_tokens
+    return max(DECODE_STEP_TOKENS, settings.max_sequences + settings.page_size_tokens)
 
 
 def _mixed_prefill_tokens(settings: WorkerSettings) -> int:

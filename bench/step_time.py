@@ -1,12 +1,13 @@
 """What a step takes on a GPU: decode rows, and beside them a piece of a prompt.
 
 python -m bench.step_time [--rows 4 40 64] [--context 1100] [--pieces 0 192] [--behind 0 4000 7800]
-                          [--repeats 20] [--model FOLDER] [--profile] [--json FILE]
+                          [--repeats 20] [--model FOLDER] [--no-graphs] [--profile]
+                          [--json FILE]
 
 A table, in ms: the median step of `rows` rows of `context` tokens each, alone and with `pieces`
-tokens of one prompt of which `behind` tokens are computed. Dummy weights, random KV, greedy; each
-step is launched while the one before it runs, as the step loop does. `--profile` adds the kernels
-of the last step.
+tokens of one prompt of which `behind` tokens are computed, and how long the host is busy launching
+it (`--no-graphs`: kernel by kernel). Dummy weights, random KV, greedy; each step is launched while
+the one before it runs, as the step loop does. `--profile` adds the kernels of the last step.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -40,7 +42,7 @@ NOTHING = np.zeros(0, np.int32)
 class Stepper:
     """An executor, and plans for it."""
 
-    def __init__(self, model_path: str, most_tokens: int, backend: str) -> None:
+    def __init__(self, model_path: str, most_tokens: int, backend: str, graphs: bool) -> None:
         device = torch.device("cuda")
         loaded = load_model(model_path, dtype=torch.bfloat16, device=device, load_format="dummy")
         shape = loaded.config
@@ -56,10 +58,11 @@ class Stepper:
                 slot, SamplingParams(temperature=0.0), StopRules(99), 0, NOTHING, NOTHING
             )
         attention = choose_backend(backend, self._pool, shape.windows)
-        limits = Limits(SLOTS, 16384, 2048)
+        limits = Limits(SLOTS, 2048, 16384)
         torch.cuda.synchronize()
         self.executor = CudaExecutor(loaded.model, self._pool, attention, self._sampler, limits)
-        self.executor.capture()
+        if graphs:
+            self.executor.capture()
 
     def plan(self, rows: int, context: int, piece: int, behind: int) -> StepPlan:
         """Decode rows of so many tokens, then, if `piece` is not 0, tokens of a prompt."""
@@ -82,19 +85,23 @@ class Stepper:
             write_slots=NOTHING, write_tokens=NOTHING,
         )  # fmt: skip
 
-    def time_ms(self, plan: StepPlan, repeats: int) -> float:
-        """Median from the end of one step to the end of the next."""
+    def time_ms(self, plan: StepPlan, repeats: int) -> tuple[float, float]:
+        """Medians: from the end of one step to the end of the next, and of launching one."""
+        launches = []
         ends = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + UNCOUNTED)]
         before = None
         for end in ends:
+            begin = time.perf_counter()
             step = self.executor.launch(plan)
+            launches.append(1e3 * (time.perf_counter() - begin))
             end.record(self.executor.stream)
             if before is not None:
                 before.result(60)
             before = step
         step.result(60)
         counted = ends[UNCOUNTED - 1 :]
-        return statistics.median(a.elapsed_time(b) for a, b in pairwise(counted))
+        steps = [a.elapsed_time(b) for a, b in pairwise(counted)]
+        return statistics.median(steps), statistics.median(launches[UNCOUNTED:])
 
     def profile(self, plan: StepPlan, most: int = 16) -> str:
         """Kernels of one step by time."""
@@ -120,6 +127,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--model", default=str(SHAPE))
     parser.add_argument("--attention", default="fa3")
+    parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -132,18 +140,18 @@ def main() -> None:
     """Times every step that is asked for."""
     arguments = parse()
     most_tokens = max(arguments.rows) * arguments.context + max(arguments.behind) + 1024
-    stepper = Stepper(arguments.model, most_tokens, arguments.attention)
+    graphs = not arguments.no_graphs
+    stepper = Stepper(arguments.model, most_tokens, arguments.attention, graphs)
     found = []
     for rows in arguments.rows:
         for piece in arguments.pieces:
             for behind in arguments.behind if piece else [0]:
                 plan = stepper.plan(rows, arguments.context, piece, behind)
-                ms = stepper.time_ms(plan, arguments.repeats)
-                found.append({"rows": rows, "piece": piece, "behind": behind, "ms": ms})
-                print(
-                    f"{rows:4d} rows, {piece:4d} tokens behind {behind:5d}: {ms:7.2f} ms",
-                    flush=True,
-                )
+                ms, launch_ms = stepper.time_ms(plan, arguments.repeats)
+                step = {"rows": rows, "piece": piece, "behind": behind}
+                found.append({**step, "ms": ms, "launch_ms": launch_ms})
+                what = f"{rows:4d} rows, {piece:4d} tokens behind {behind:5d}"
+                print(f"{what}: {ms:7.2f} ms, {launch_ms:5.2f} of the host", flush=True)
     if arguments.profile:
         print(stepper.profile(plan))
     if arguments.json:

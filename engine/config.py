@@ -34,6 +34,8 @@ class EngineConfig:
     """Share of the GPU's memory that this process may use, in all."""
     cuda_graphs: bool = True
     """Whether decode steps on a GPU replay graphs, which are made at the start."""
+    decodes: bool = True
+    """Whether sequences are decoded here; if not, no graphs are made for it."""
     max_sequences: int = 64
     """Slots of the batch."""
     max_step_tokens: int = 0

@@ -231,7 +231,7 @@ def _backend(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> Attenti
 
 
 def _limits(config: EngineConfig, max_context_tokens: int) -> Limits:
-    return Limits(config.max_sequences, config.max_step_tokens, max_context_tokens)
+    return Limits(config.max_sequences, config.max_step_tokens, max_context_tokens, config.decodes)
 
 
 def _build_executor(

@@ -32,6 +32,8 @@ class Limits(NamedTuple):
     max_sequences: int
     max_step_tokens: int
     max_context_tokens: int
+    decodes: bool = True
+    """Whether there are steps that decode."""
 
 
 class Launched(Protocol):

@@ -31,7 +31,7 @@ from engine.cuda.forward import FusedForward, RowEnds
 from engine.cuda.inputs import Inputs, attention_of, ends_of
 from engine.cuda.kernels import greedy
 from engine.cuda.packing import PackedStep, pack, rows_of, stores_of
-from engine.cuda.shapes import PROMPT_ROWS, PROMPT_TOKENS, Shape, Shapes
+from engine.cuda.shapes import PROMPT_ROWS, Shape, Shapes
 from engine.cuda.staging import Int32s, Staging
 from engine.executor import SCORE_ROWS, Launched, Limits
 from engine.kv_pool import KvPool
@@ -100,10 +100,11 @@ class CudaExecutor:
         self._nobody = limits.max_sequences
         """Slot of padding rows: the token table's last."""
         self._token_table = torch.zeros(self._nobody + 1, dtype=torch.int32, device=device)
-        self._shapes = Shapes(limits.max_sequences)
-        self._staging = Staging(_most_integers(limits, max_pages), device)
-        most_rows = max(shape.rows for shape in self._shapes.all)
-        self._inputs = Inputs(self._shapes.all[0], most_rows, max_pages, device)
+        self._shapes = Shapes(limits)
+        shapes = self._shapes.all
+        self._staging = Staging(_most_integers(limits, shapes[0], max_pages), device)
+        most_rows = max(shape.rows for shape in shapes)
+        self._inputs = Inputs(shapes[0], most_rows, max_pages, device)
         self._graphs: dict[Shape, _Graph] = {}
 
     def capture(self, progress: Progress | None = None) -> None:
@@ -124,7 +125,9 @@ class CudaExecutor:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self.stream):
             packed = self._pack(None, shape)
-            greedy(self._kernels(packed)[: shape.decodes], packed.slots, self._token_table)
+            logits = self._kernels(packed)
+            if shape.decodes:
+                greedy(logits[: shape.decodes], packed.slots, self._token_table)
             self.stream.synchronize()
             graph.capture_begin(memory, capture_error_mode="thread_local")
             try:
@@ -313,7 +316,7 @@ def _read_sampled(drawn: SampleResult, scores: list[_HostScores]) -> StepResult:
     )
 
 
-def _most_integers(limits: Limits, max_pages: int) -> int:
+def _most_integers(limits: Limits, largest: Shape, max_pages: int) -> int:
     per_row = max_pages + 8
-    tokens = max(limits.max_step_tokens, PROMPT_TOKENS)
+    tokens = max(limits.max_step_tokens, largest.tokens)
     return (limits.max_sequences + PROMPT_ROWS) * per_row + 3 * tokens + SPARE_INTEGERS

@@ -7,12 +7,13 @@ import torch
 from engine.attention.paged import PagedAttention, PagedStep
 from engine.blocks import SCRATCH_PAGE
 from engine.cuda.forward import FusedForward
+from engine.cuda.shapes import LONGEST_GRAPH
 from engine.executor import Limits
 from engine.kv_pool import KvPool
 from engine.model import Model
 
 GRAPH_BYTES = 1 << 30
-"""Kept back for graphs, staging and tables."""
+"""Kept back for graphs, staging and tables; what the largest graph works in comes on top."""
 SAMPLING_COPIES = 6
 """Float32 copies of a step's logits that the sampler may hold at once."""
 
@@ -40,7 +41,8 @@ def bytes_left(
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     sampling = SAMPLING_COPIES * 4 * limits.max_sequences * model.config.vocab_size
-    return int(total * utilization) - (total - free) - step - sampling - GRAPH_BYTES
+    graphs = GRAPH_BYTES + step * min(1.0, LONGEST_GRAPH / limits.max_step_tokens)
+    return int(total * utilization - (total - free) - step - sampling - graphs)
 
 
 def _run_largest(model: Model, scratch: KvPool, attention: PagedAttention, limits: Limits) -> None:

@@ -1,9 +1,14 @@
 """Shapes that have a graph: a step is padded up to the smallest of them that holds it.
 
-A step that only decodes has a bucket for its rows. A short piece of prompt, with or without
-decode rows beside it, is the rest of a prompt that is cached, a prompt that is short, or a decode
-worker's own prefill: launched one by one its kernels would take the host longer than the device,
-and the decode rows would wait for it. Longer pieces keep the device busy meanwhile.
+Launching a step's kernels one by one takes the host 8 ms and more, as every launch gives the
+interpreter to other threads. A graph is one launch. So the shapes are:
+
+- decode rows alone, in buckets;
+- decode rows with a short piece of prompt, which is all that a decode worker computes beside them;
+- prompts alone, up to the longest chunk of a prefill worker.
+
+Steps that have none are longer than those or score their prompts, and keep the device busy
+meanwhile, or hold many short prompts.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import NamedTuple
 
+from engine.executor import Limits
 from engine.step import StepPlan
 
 SMALL = (1, 2, 4)
@@ -19,9 +25,13 @@ MIXED_SPACING = 32
 """Rows are few beside the prompt's tokens."""
 PIECES = (64, 128, 192)
 """Prompt tokens beside decode rows. The last is what a decode worker computes of prompts in one
-step; fewer are the end of a prompt, or all that the step has time for."""
+step; fewer are the end of a prompt."""
 PROMPT_TOKENS = PIECES[-1]
-PROMPT_ROWS = 4
+PROMPT_SPACINGS = ((1024, 64), (2048, 128))
+"""Of prompts alone: up to so many tokens, so far apart."""
+LONGEST_GRAPH = PROMPT_SPACINGS[-1][0]
+"""Tokens"""
+PROMPT_ROWS = 8
 
 
 class Shape(NamedTuple):
@@ -47,32 +57,45 @@ class Shape(NamedTuple):
 class Shapes:
     """The shapes of an executor, and which of them a step takes."""
 
-    def __init__(self, max_rows: int) -> None:
-        """`max_rows`: most decode rows of a step."""
-        self._decodes = bucket_sizes(max_rows)
-        self._beside = bucket_sizes(max_rows, (SPACING,), MIXED_SPACING)
+    def __init__(self, limits: Limits) -> None:
+        most, decodes = limits.max_sequences, limits.decodes
+        self._decodes = bucket_sizes(most) if decodes else ()
+        self._beside = bucket_sizes(most, (SPACING,), MIXED_SPACING) if decodes else ()
+        self._alone = _prompt_sizes(limits.max_step_tokens)
 
     @property
     def all(self) -> list[Shape]:
         """Largest first: the memory of one holds the others'."""
-        mixed = [_with_prompts(rows, piece) for rows in self._beside for piece in PIECES]
         plain = [Shape(rows) for rows in self._decodes]
-        return sorted(mixed + plain, key=lambda shape: shape.tokens, reverse=True)
+        mixed = [_with_prompts(rows, piece) for rows in self._beside for piece in PIECES]
+        alone = [_with_prompts(0, tokens) for tokens in self._alone]
+        return sorted(plain + mixed + alone, key=lambda shape: shape.tokens, reverse=True)
 
     def of(self, plan: StepPlan) -> Shape | None:
         """The smallest that holds the step; None: it takes none, its kernels run one by one."""
         prompt_tokens = plan.num_tokens - plan.num_decodes
         if prompt_tokens == 0:
-            return Shape(bucket_of(plan.num_decodes, self._decodes))
-        rows = len(plan.row_slots) - plan.num_decodes
-        if plan.scores or rows > PROMPT_ROWS or prompt_tokens > PROMPT_TOKENS:
+            decodes = bucket_of(plan.num_decodes, self._decodes)
+            return None if decodes is None else Shape(decodes)
+        if plan.scores or len(plan.row_slots) - plan.num_decodes > PROMPT_ROWS:
             return None
-        piece = bucket_of(prompt_tokens, PIECES)
-        return _with_prompts(bucket_of(plan.num_decodes, self._beside), piece)
+        decodes = bucket_of(plan.num_decodes, self._beside) if plan.num_decodes else 0
+        tokens = bucket_of(prompt_tokens, PIECES if decodes else self._alone)
+        return None if decodes is None or tokens is None else _with_prompts(decodes, tokens)
 
 
-def _with_prompts(decodes: int, piece: int) -> Shape:
-    return Shape(decodes, PROMPT_ROWS + 1, piece)
+def _with_prompts(decodes: int, tokens: int) -> Shape:
+    return Shape(decodes, PROMPT_ROWS + 1, tokens)
+
+
+def _prompt_sizes(max_step_tokens: int) -> tuple[int, ...]:
+    """Up to the first that holds the longest step."""
+    sizes, last = [], 0
+    for most, spacing in PROMPT_SPACINGS:
+        while last < min(most, max_step_tokens):
+            last += spacing
+            sizes.append(last)
+    return tuple(sizes)
 
 
 def bucket_sizes(
@@ -85,6 +108,7 @@ def bucket_sizes(
     return (*small, *range(spacing, last + 1, spacing))
 
 
-def bucket_of(rows: int, sizes: tuple[int, ...]) -> int:
-    """The smallest of `sizes` that holds `rows`."""
-    return sizes[bisect_left(sizes, rows)]
+def bucket_of(count: int, sizes: tuple[int, ...]) -> int | None:
+    """The smallest of `sizes` that holds `count`, if one does."""
+    index = bisect_left(sizes, count)
+    return sizes[index] if index < len(sizes) else None

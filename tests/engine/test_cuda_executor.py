@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -45,7 +47,7 @@ class Device:
         for slot in range(SLOTS):
             self.sampler.assign(slot, wanted, StopRules(99), 0, NOTHING, NOTHING)
         backend = choose_backend("fa3", self.pool, model.windows)
-        limits = Limits(SLOTS, 256, 2048)
+        limits = Limits(SLOTS, 1024, 2048)
         torch.cuda.synchronize()
         self.executor = CudaExecutor(loaded.model, self.pool, backend, self.sampler, limits)
         if graphs:
@@ -101,8 +103,13 @@ def test_a_graph_equals_its_kernels_bit_for_bit(loaded, rows):
 PIECES = [(1,), (16,), (192,), (100, 92), (5, 1, 17, 60)]
 
 
-@pytest.mark.parametrize("pieces", PIECES)
-@pytest.mark.parametrize("rows", [0, 1, 9, 36])
+PROMPTS = [(250,), (1000,), (1024,), (300, 500), (7, 90, 1, 64, 8, 33, 120, 5)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "pieces"),
+    [*((0, prompts) for prompts in PROMPTS), *product([0, 1, 9, 36], PIECES)],
+)
 def test_pieces_of_prompts_have_graphs_too(loaded, rows, pieces):
     """Equal to their kernels, and near the step as it is, without padding."""
     contexts, tokens = random_rows(rows + len(pieces), rows + 1)

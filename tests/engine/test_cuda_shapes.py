@@ -8,6 +8,7 @@ import torch
 
 from engine.cuda.packing import PackedStep, pack
 from engine.cuda.shapes import (
+    LONGEST_GRAPH,
     PIECES,
     PROMPT_ROWS,
     PROMPT_TOKENS,
@@ -17,6 +18,7 @@ from engine.cuda.shapes import (
     bucket_sizes,
 )
 from engine.cuda.staging import ALIGNMENT, Staging, StagingError
+from engine.executor import Limits
 from engine.step import ScorePlan, StepPlan
 
 PAGE_SIZE = 4
@@ -30,6 +32,7 @@ def test_every_batch_has_a_bucket_that_wastes_little(most):
     assert list(sizes) == sorted(set(sizes))
     for rows in range(1, most + 1):
         bucket = bucket_of(rows, sizes)
+        assert bucket is not None
         assert rows <= bucket < rows + 8
         assert all(size < rows for size in sizes if size < bucket)
 
@@ -63,9 +66,13 @@ def step(decodes: int, *prompts: tuple[int, int], last: bool = True, scored: boo
     )  # fmt: skip
 
 
+def shapes_of(max_sequences: int, max_step_tokens: int = 2048, decodes: bool = True) -> Shapes:
+    return Shapes(Limits(max_sequences, max_step_tokens, 4096, decodes))
+
+
 @pytest.mark.parametrize("most", [1, 3, 8, 40, 128])
 def test_the_shape_of_a_step_holds_it_and_has_a_graph(most):
-    shapes = Shapes(most)
+    shapes = shapes_of(most)
     assert [s.tokens for s in shapes.all] == sorted((s.tokens for s in shapes.all), reverse=True)
     assert len(set(shapes.all)) == len(shapes.all)
     for decodes in range(most + 1):
@@ -82,11 +89,35 @@ def test_the_shape_of_a_step_holds_it_and_has_a_graph(most):
             assert (len(prompts) < shape.prompt_rows) if prompts else (shape.prompt_rows == 0)
 
 
+@pytest.mark.parametrize("longest", [64, 100, 512, 2048, 8192])
+def test_prompts_alone_have_graphs_up_to_the_longest_chunk(longest):
+    shapes = shapes_of(8, longest)
+    for tokens in {1, 64, 65, longest // 2, longest, 1024, 1025, 2048}:
+        shape = shapes.of(step(0, (0, tokens)))
+        if tokens > min(longest, LONGEST_GRAPH):
+            continue
+        assert shape in shapes.all
+        assert shape.decodes == 0
+        assert tokens <= shape.prompt_tokens <= tokens + max(63, tokens // 8)
+        exact = tokens % 128 == 0
+        assert not exact or shape.tokens == tokens, "a row more costs the products a whole tile"
+
+
+def test_where_nothing_decodes_only_prompts_have_graphs():
+    shapes = shapes_of(8, decodes=False)
+    assert {shape.decodes for shape in shapes.all} == {0}
+    assert shapes.of(step(0, (0, 700))) in shapes.all
+    assert shapes.of(step(2)) is None
+    assert shapes.of(step(2, (0, 5))) is None
+
+
 def test_long_many_and_scored_prompts_have_none():
-    shapes = Shapes(8)
+    shapes = shapes_of(8, 8192)
     assert shapes.of(step(2, (0, PROMPT_TOKENS + 1))) is None
-    assert shapes.of(step(2, *[(0, 5)] * (PROMPT_ROWS + 1))) is None
-    assert shapes.of(step(2, (0, 5), scored=True)) is None
+    assert shapes.of(step(0, (0, LONGEST_GRAPH + 1))) is None
+    for decodes in (0, 2):
+        assert shapes.of(step(decodes, *[(0, 5)] * (PROMPT_ROWS + 1))) is None
+        assert shapes.of(step(decodes, (0, 5), scored=True)) is None
 
 
 def packed(plan: StepPlan | None, shape: Shape) -> PackedStep:
@@ -102,7 +133,7 @@ def test_decode_rows_come_first_and_prompts_behind_their_padding():
     found = packed(plan, shape := Shape(8, PROMPT_ROWS + 1, PROMPT_TOKENS))
     assert found.header.tolist() == [2, 2, plan.page_table.shape[1]]
     assert found.slots.tolist() == [20, 21] + [NOBODY] * 6
-    assert found.contexts.tolist() == [11, 12] + [1] * 6 + [9, 3, 1, 1, 1]
+    assert found.contexts.tolist() == [11, 12] + [1] * 6 + [9, 3] + [1] * (PROMPT_ROWS - 1)
     assert found.prompts is not None
     ids, positions, stores = found.prompts.tokens.tolist()
     assert ids == [*range(502, 510), *[0] * (PROMPT_TOKENS - 8)]
@@ -111,8 +142,10 @@ def test_decode_rows_come_first_and_prompts_behind_their_padding():
     assert stores[:5] == [pages[2, p // 4] * 4 + p % 4 for p in range(4, 9)]
     assert stores[5:8] == [pages[3, 0] * 4 + p for p in range(3)]
     assert {*positions[8:], *stores[8:]} == {0}, "position 0 of the scratch page"
-    assert found.prompts.starts.tolist() == [0, 5, 8, 8, 8, PROMPT_TOKENS]
-    assert found.prompts.ends.tolist() == [*range(8), 12, 15, 15, 15, shape.tokens - 1]
+    assert found.prompts.starts.tolist() == [0, 5] + [8] * (PROMPT_ROWS - 1) + [PROMPT_TOKENS]
+    assert found.prompts.ends.tolist() == [
+        *range(8), 12, *[15] * (PROMPT_ROWS - 1), shape.tokens - 1,
+    ]  # fmt: skip
     np.testing.assert_array_equal(found.page_table, pages)
     assert found.sampled.tolist() == [0, 1, 8], "the second prompt is not done"
     assert found.sample_slots.tolist() == [20, 21, 22]
@@ -126,7 +159,7 @@ def test_a_piece_that_fills_its_shape_leaves_no_token_to_padding():
     assert found.sampled.tolist() == [1]
 
 
-@pytest.mark.parametrize("shape", Shapes(8).all)
+@pytest.mark.parametrize("shape", shapes_of(8).all)
 def test_a_step_lies_where_the_graph_was_captured(shape):
     staging = Staging(1 << 14, torch.device("cpu"))
     prompts = [[(0, 7)], [(4, 8), (0, 30)]] if shape.prompt_rows else [[], []]
