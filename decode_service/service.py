@@ -84,6 +84,8 @@ logger = logging.getLogger(__name__)
 
 GRANT_TIMEOUT_S: Final = 120.0
 """A grant is used up in this time or expires: the prefill worker's queue and a long prompt fit."""
+HURRIED_S: Final = 0.1
+"""The same, where a failpoint wants to see one expire."""
 
 
 class DecodeService(AttemptsService[DecodeAttempt]):
@@ -243,7 +245,6 @@ class DecodeService(AttemptsService[DecodeAttempt]):
         """WAITING -> GRANTED."""
         failpoints.hit("decode.before_grant")
         attempt.reserve(secrets.token_bytes(TRANSFER_ID_BYTES), event.pages, event.held_pages)
-        left_s = attempt.expires_s - self._attempts.clock()
         self._by_transfer[attempt.transfer_id] = attempt
         self._transfer.expect(
             ReceiveSpec(
@@ -252,7 +253,7 @@ class DecodeService(AttemptsService[DecodeAttempt]):
                 num_pages=attempt.num_pages,
                 held_pages=attempt.held_pages,
                 num_tokens=kv_tokens(attempt.request),
-                timeout_s=min(self._grant_timeout_s, max(0.0, left_s)),
+                timeout_s=self._grant_lasts_s(attempt),
             )
         )
         attempt.tell(
@@ -267,6 +268,15 @@ class DecodeService(AttemptsService[DecodeAttempt]):
         )
         failpoints.hit("decode.after_grant")
         spans.write_grant(attempt)
+
+    def _grant_lasts_s(self, attempt: DecodeAttempt) -> float:
+        """Until it expires; no longer than the attempt."""
+        left_s = attempt.expires_s - self._attempts.clock()
+        try:
+            failpoints.hit("decode.grant_timeout")
+        except failpoints.FailpointError:
+            return HURRIED_S
+        return min(self._grant_timeout_s, max(0.0, left_s))
 
     def _take_over(self, attempt: DecodeAttempt, event: TakenOver) -> None:
         """The prompt is computed here after all."""

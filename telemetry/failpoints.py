@@ -40,6 +40,7 @@ POINTS: Final[Mapping[str, str]] = {
     # Decode worker, on the event loop.
     "decode.submitted": "an attempt came; key: tokens of its prompt",
     "decode.before_grant": "pages are reserved, the transfer thread does not expect them yet",
+    "decode.grant_timeout": "how long a grant lasts is settled; `raise`: a tenth of a second",
     "decode.after_grant": "the grant waits in the stream's outbox",
     "decode.delivered": "all pages have landed, and neither engine nor router know it",
     "decode.tokens": "a step's tokens are about to be told; key: tokens of the prompt",

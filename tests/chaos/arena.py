@@ -76,6 +76,8 @@ class Arena:
             log_format="json",
             drain_s=2,
         )
+        if topology.tcp:
+            cluster.environment = {**cluster.environment, "UCX_TLS": "tcp"}
         cluster.start_all()
         return cls(cluster, topology)
 

@@ -55,7 +55,7 @@ async def fired(arena: Arena, faults: Sequence[Fault]) -> Counter[str]:
 async def _strike(arena: Arena, fault: Fault) -> None:
     await asyncio.sleep(fault.at_s)
     match fault.kind:
-        case "kill" | "kill_router" if arena.is_alive(fault.target):
+        case "kill" | "kill_writer" | "kill_router" if arena.is_alive(fault.target):
             arena.kill(fault.target)
         case "freeze" | "freeze_router" if arena.is_alive(fault.target):
             arena.freeze(fault.target)

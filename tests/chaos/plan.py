@@ -38,6 +38,9 @@ FaultKind = Literal[
     "kill_client",
     "freeze_client",
     "poison",
+    "short_grants",
+    "cut_path",
+    "kill_writer",
 ]
 WEIGHTS: Final[dict[FaultKind, int]] = {
     "kill": 30,
@@ -52,7 +55,12 @@ WEIGHTS: Final[dict[FaultKind, int]] = {
     "kill_client": 4,
     "freeze_client": 4,
     "poison": 4,
+    "short_grants": 8,
+    "cut_path": 6,
+    "kill_writer": 8,
 }
+OF_HAND_OFFS: Final = ("short_grants", "cut_path", "kill_writer")
+"""Between a prefill and a decode worker."""
 ENDINGS: Final = ("kill", "kill", "stop")
 PREFILL_POINTS: Final = (
     "prefill.submitted",
@@ -100,12 +108,24 @@ class Topology:
     both: int = 0
     num_pages: int = 700
     """Of each pool; few make sequences wait and be preempted."""
+    tcp: bool = False
+    """Pages go over TCP, though shared memory would do."""
 
     @property
     def workers(self) -> tuple[str, ...]:
         """Names, as a cluster gives them."""
         counts = {"prefill": self.prefill, "decode": self.decode, "both": self.both}
         return tuple(f"{role}-{i}" for role, count in counts.items() for i in range(count))
+
+    @property
+    def prefills(self) -> list[str]:
+        """Who sends pages."""
+        return [name for name in self.workers if name.startswith("prefill")]
+
+    @property
+    def decodes(self) -> list[str]:
+        """Who gets them."""
+        return [name for name in self.workers if name.startswith("decode")]
 
     def peers(self, name: str) -> int:
         """Processes that do what this one does, itself included."""
@@ -172,6 +192,7 @@ class RunPlan:
         shape = self.topology
         faults = "; ".join(map(str, self.faults)) or "no fault"
         workers = f"{shape.prefill}P {shape.decode}D {shape.both}B x {shape.num_pages} pages"
+        workers += " over TCP" * shape.tcp
         return f"run {self.number} of seed {self.seed}: {workers}, {len(self.asks)} asks, {faults}"
 
 
@@ -179,8 +200,9 @@ def topology_of(seed: int, number: int) -> Topology:
     """The cluster that a run shares with its block."""
     block = number // RUNS_PER_CLUSTER
     rng = random.Random(seed)
-    first, tight = rng.randrange(len(TOPOLOGIES)), rng.randrange(2)
+    first, tight, over_tcp = rng.randrange(len(TOPOLOGIES)), rng.randrange(2), rng.randrange(3)
     topology = TOPOLOGIES[(first + block) % len(TOPOLOGIES)]
+    topology = replace(topology, tcp=block % 3 == over_tcp)
     return replace(topology, num_pages=TIGHT_PAGES) if block % 2 == tight else topology
 
 
@@ -191,10 +213,9 @@ def plan_run(seed: int, number: int) -> RunPlan:
     asks = _asks(rng)
     count = rng.choice((0, 1, 1, 1, 1, 2, 2))
     kinds = rng.choices(list(WEIGHTS), list(WEIGHTS.values()), k=count)
-    faults = [_fault(rng, kind, topology) for kind in kinds if kind != "poison"]
+    faults = [fault for kind in kinds for fault in _faults(rng, kind, topology)]
     if "poison" in kinds:
         asks = (*asks, _poison(rng, len(asks)))
-        faults += _poisoned(topology)
     return RunPlan(seed, number, topology, asks, tuple(faults))
 
 
@@ -252,6 +273,31 @@ def _poisoned(topology: Topology) -> list[Fault]:
     ]
 
 
+def _faults(rng: random.Random, kind: FaultKind, topology: Topology) -> list[Fault]:
+    """What is drawn under one name; what needs a hand-off is a death where there is none."""
+    if kind == "poison":
+        return _poisoned(topology)
+    if kind not in OF_HAND_OFFS:
+        return [_fault(rng, kind, topology)]
+    if not (topology.prefills and topology.decodes):
+        return [_fault(rng, "kill", topology)]
+    prefill, decode = rng.choice(topology.prefills), rng.choice(topology.decodes)
+    match kind:
+        case "short_grants":
+            which = rng.choice(("", "@1", "@2", "@3"))
+            return [Fault(kind, 0, decode, f"decode.grant_timeout=raise{which}")]
+        case "cut_path":
+            ends = [prefill, decode]
+            rng.shuffle(ends)
+            return [Fault(kind, 0, ends[0], f"transfer.path=raise~{ends[1]}")]
+        case _:  # What it writes meanwhile is taken by the decode worker after its death.
+            at_s, lasts_s = rng.uniform(0.05, SPAN_S), rng.uniform(0.5, 1.5)
+            return [
+                Fault("freeze", at_s, decode, lasts_s=lasts_s),
+                Fault("kill_writer", at_s + lasts_s - 0.1, prefill, restart_after_s=0.2),
+            ]
+
+
 def _fault(rng: random.Random, kind: FaultKind, topology: Topology) -> Fault:
     target = rng.choice(topology.workers)
     at_s = rng.uniform(0.05, SPAN_S)
@@ -268,7 +314,8 @@ def _fault(rng: random.Random, kind: FaultKind, topology: Topology) -> Fault:
         case "kill":
             return Fault(kind, at_s, target, restart_after_s=restart_after_s)
         case "freeze":
-            return Fault(kind, at_s, target, lasts_s=rng.choice((0.3, 1.5, 4.5)))
+            lasts_s = rng.choice((0.3, 0.3, 1.5, 1.5, 4.5, 4.5, 7.0))
+            return Fault(kind, at_s, target, lasts_s=lasts_s)
         case "failpoint":
             somebody = rng.choice((*topology.workers, "router"))
             return _at_failpoint(rng, somebody, restart_after_s)
