@@ -127,12 +127,20 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             outbox.finish()
 
     async def report_forever(self) -> None:
-        """Sends load reports, expires attempts and tries failed peers again."""
+        """Sends load reports, expires attempts and looks after peers. None of these keeps the
+        others from their turn: a worker that is heard of no more could never be let go."""
+        prefill, decode, peers = self._services.prefill, self._services.decode, self._services.peers
+        duties = (self.report, prefill.expire, decode.expire, peers.tick)
+        failing: set[Callable[[], None]] = set()
         while True:
-            self.report()
-            self._services.prefill.expire()
-            self._services.decode.expire()
-            self._services.peers.tick()
+            for duty in duties:
+                try:
+                    duty()
+                    failing.discard(duty)
+                except Exception:
+                    if duty not in failing:
+                        logger.exception("a duty failed")
+                    failing.add(duty)
             await asyncio.sleep(REPORT_INTERVAL_S)
 
     def report(self) -> None:

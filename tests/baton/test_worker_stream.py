@@ -101,6 +101,28 @@ async def test_attaches_and_reports_load_at_once_and_again() -> None:
         await router.close()
 
 
+async def test_what_breaks_one_duty_is_logged_once_and_leaves_the_reports_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with a_pair() as pair:
+        tried: list[None] = []
+
+        def breaks() -> None:
+            tried.append(None)
+            raise RuntimeError
+
+        monkeypatch.setattr(pair.d.prefill, "expire", breaks)
+        async with served(pair.d) as worker:
+            router = RouterEnd(worker.address)
+            await router.attach()
+            seen = set()
+            while len(seen) < 3:
+                seen.add((await router.heard("load")).progress)
+            await router.close()
+        assert len(tried) > 1
+        assert [one.message for one in caplog.records if one.exc_info] == ["a duty failed"]
+
+
 async def test_the_first_message_is_attach() -> None:
     async with a_pair() as pair, served(pair.d) as worker:
         router = RouterEnd(worker.address)
