@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,7 +23,9 @@ NOT_VALID = 1
 """Exit code where the client was the bottleneck."""
 PROBE_S = 60.0
 """Requests of a run of a search are due within this time, unless told otherwise."""
-_LOAD, _SLO, _CLIENT = "Load", "Service levels", "Client"
+_load, _slo, _client = (
+    partial(typer.Option, rich_help_panel=panel) for panel in ("Load", "Service levels", "Client")
+)
 
 
 class Arrivals(StrEnum):
@@ -44,147 +47,85 @@ def bench(
     model: Annotated[str, typer.Option(help="Model name. Default: the only one served.")] = "",
     rate: Annotated[
         float,
-        typer.Option(
-            min=0,
-            help="Requests a second. 0: at the trace's own times, else one after another.",
-            rich_help_panel=_LOAD,
+        _load(
+            min=0, help="Requests a second. 0: at the trace's own times, else one after another."
         ),
     ] = 0.0,
     num: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="Requests of a run. Default: 100, or all of a trace at its own times.",
-            rich_help_panel=_LOAD,
-        ),
+        _load(min=1, help="Requests of a run. Default: 100, or all of a trace at its own times."),
     ] = None,
     duration_s: Annotated[
         float | None,
-        typer.Option(
+        _load(
             min=0,
             help="Leave out what is due later. Default: nothing; of each run of a search, 60.",
-            rich_help_panel=_LOAD,
         ),
     ] = None,
-    prompt_tokens: Annotated[
-        int, typer.Option(min=1, help="Length of every prompt.", rich_help_panel=_LOAD)
-    ] = 1024,
-    output_tokens: Annotated[
-        int, typer.Option(min=1, help="Length of every answer.", rich_help_panel=_LOAD)
-    ] = 128,
+    prompt_tokens: Annotated[int, _load(min=1, help="Length of every prompt.")] = 1024,
+    output_tokens: Annotated[int, _load(min=1, help="Length of every answer.")] = 128,
     trace: Annotated[
         str,
-        typer.Option(
+        _load(
             help="Lengths from a trace: azure-conversation, mooncake-conversation, or a file in "
-            "the form of these (.csv, .jsonl, .gz). Shared prefixes are kept.",
-            rich_help_panel=_LOAD,
+            "the form of these (.csv, .jsonl, .gz). Shared prefixes are kept."
         ),
     ] = "",
     arrivals: Annotated[
         Arrivals | None,
-        typer.Option(
+        _load(
             help="`trace`: its own times, stretched to --rate if that is set. Default: `trace` "
-            "where there is a trace and no rate.",
-            rich_help_panel=_LOAD,
+            "where there is a trace and no rate."
         ),
     ] = None,
     time_scale: Annotated[
-        float,
-        typer.Option(
-            min=1e-3,
-            help="Stretches a trace's own times: 0.5 is twice as fast.",
-            rich_help_panel=_LOAD,
-        ),
+        float, _load(min=1e-3, help="Stretches a trace's own times: 0.5 is twice as fast.")
     ] = 1.0,
-    repeats: Annotated[
-        int, typer.Option(min=1, help="Runs, each with a seed of its own.", rich_help_panel=_LOAD)
-    ] = 1,
+    repeats: Annotated[int, _load(min=1, help="Runs, each with a seed of its own.")] = 1,
     seed: Annotated[
         int | None,
-        typer.Option(
+        _load(
             min=0,
             help="Of arrivals and prompts. Default: a fresh one. The same again finds its "
             "prompts in prefix caches.",
-            rich_help_panel=_LOAD,
         ),
     ] = None,
-    vocabulary: Annotated[
-        int, typer.Option(min=16, help="Token ids are drawn below it.", rich_help_panel=_LOAD)
-    ] = 32_000,
+    vocabulary: Annotated[int, _load(min=16, help="Token ids are drawn below it.")] = 32_000,
     force_length: Annotated[
-        bool,
-        typer.Option(
-            "--force-length/--natural-length",
-            help="Go on past the end of sequence.",
-            rich_help_panel=_LOAD,
-        ),
+        bool, _load("--force-length/--natural-length", help="Go on past the end of sequence.")
     ] = True,
-    slo_ttft_ms: Annotated[
-        float | None, typer.Option(help="Time to first token.", rich_help_panel=_SLO)
-    ] = None,
-    slo_itl_p99_ms: Annotated[
-        float | None, typer.Option(help="Of each request's own gaps.", rich_help_panel=_SLO)
-    ] = None,
-    slo_tpot_ms: Annotated[
-        float | None,
-        typer.Option(help="Mean time of a token after the first.", rich_help_panel=_SLO),
-    ] = None,
-    slo_e2e_ms: Annotated[
-        float | None, typer.Option(help="Time to the last token.", rich_help_panel=_SLO)
-    ] = None,
+    slo_ttft_ms: Annotated[float | None, _slo(help="Time to first token.")] = None,
+    slo_itl_p99_ms: Annotated[float | None, _slo(help="Of each request's own gaps.")] = None,
+    slo_tpot_ms: Annotated[float | None, _slo(help="Mean time of a token after the first.")] = None,
+    slo_e2e_ms: Annotated[float | None, _slo(help="Time to the last token.")] = None,
     goodput: Annotated[
         bool,
-        typer.Option(
+        _slo(
             "--goodput",
             help="Search the highest rate that keeps the service levels, from --rate on.",
-            rich_help_panel=_SLO,
         ),
     ] = False,
     attainment: Annotated[
-        float,
-        typer.Option(
-            min=0.01,
-            max=1,
-            help="Share of the requests that must keep them.",
-            rich_help_panel=_SLO,
-        ),
+        float, _slo(min=0.01, max=1, help="Share of the requests that must keep them.")
     ] = 0.9,
-    tolerance: Annotated[
-        float, typer.Option(min=0.001, help="How exact goodput shall be.", rich_help_panel=_SLO)
-    ] = 0.05,
-    max_probes: Annotated[
-        int, typer.Option(min=1, help="Most runs of a search.", rich_help_panel=_SLO)
-    ] = 16,
+    tolerance: Annotated[float, _slo(min=0.001, help="How exact goodput shall be.")] = 0.05,
+    max_probes: Annotated[int, _slo(min=1, help="Most runs of a search.")] = 16,
     simulate_idle_ttft_ms: Annotated[
         float | None,
-        typer.Option(
+        _slo(
             min=0.001,
             help="Add a row: TTFT of one server with one queue that takes this long, on the same "
             "arrivals.",
-            rich_help_panel=_SLO,
         ),
     ] = None,
     senders: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="Sender processes. Default: a quarter of the cores, at most 8.",
-            rich_help_panel=_CLIENT,
-        ),
+        _client(min=1, help="Sender processes. Default: a quarter of the cores, at most 8."),
     ] = None,
-    warm_ups: Annotated[
-        int,
-        typer.Option(min=0, help="Requests of each sender before a run.", rich_help_panel=_CLIENT),
-    ] = 4,
-    timeout_s: Annotated[
-        float, typer.Option(min=0.1, help="Of one request.", rich_help_panel=_CLIENT)
-    ] = 120.0,
+    warm_ups: Annotated[int, _client(min=0, help="Requests of each sender before a run.")] = 4,
+    timeout_s: Annotated[float, _client(min=0.1, help="Of one request.")] = 120.0,
     max_lag_ms: Annotated[
-        float,
-        typer.Option(
-            help="A client later than this at p99 makes the result invalid.",
-            rich_help_panel=_CLIENT,
-        ),
+        float, _client(help="A client later than this at p99 makes the result invalid.")
     ] = 5.0,
     api_key: Annotated[
         str, typer.Option(envvar="OPENAI_API_KEY", help="Bearer token of an HTTP endpoint.")
