@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 import socket
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from baton.settings import ROUTER_ADDRESS, ROUTER_INTERNAL_ADDRESS, Address
 from telemetry.failpoints import check as check_failpoints
-
-PUBLIC_ADDRESS: Final = "127.0.0.1:50051"
-"""Where clients find a router unless told otherwise."""
-INTERNAL_ADDRESS: Final = "127.0.0.1:50050"
-"""Where workers announce themselves unless told otherwise."""
-
-
-def _host_and_port(value: str) -> str:
-    host, separator, port = value.rpartition(":")
-    if not (host and separator and port.isdecimal() and int(port) < 1 << 16):
-        raise ValueError("must be HOST:PORT")
-    return value
-
-
-Address = Annotated[str, AfterValidator(_host_and_port)]
-"""`HOST:PORT`, `[V6]:PORT`; port 0 lets the system choose."""
 
 
 class RouterSettings(BaseSettings):
@@ -36,9 +21,9 @@ class RouterSettings(BaseSettings):
 
     name: str = Field(default_factory=lambda: f"router-{socket.gethostname()}", min_length=1)
     """Name in logs, traces and the workers' lists of routers."""
-    listen: Address = PUBLIC_ADDRESS
+    listen: Address = ROUTER_ADDRESS
     """Where clients reach the gRPC API."""
-    internal_listen: Address = INTERNAL_ADDRESS
+    internal_listen: Address = ROUTER_INTERNAL_ADDRESS
     """Where workers announce themselves. Whoever reaches it can join: keep it off public nets."""
     http_listen: Address = "127.0.0.1:8000"
     """Where clients reach the OpenAI-compatible HTTP API."""
