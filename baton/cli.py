@@ -9,12 +9,13 @@ from typing import Annotated, Any, Final
 
 import typer
 from rich.markup import escape
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from baton import __version__
 from baton.addresses import CannotListenError
 from baton.bench.errors import BenchError, WrongUseError
 from baton.commands import ask, bench, config, demo, doctor, health, model, serve, top, trace
+from baton.commands.long_help import LongHelp
 from baton.commands.output import stderr, stdout
 from baton.demo_model import DemoModelError
 from baton.errors import (
@@ -33,6 +34,8 @@ FAILED: Final = 1
 WRONG_USE: Final = 2
 TRY_LATER: Final = 3
 INTERRUPTED: Final = 130
+_LONG: Final = frozenset(("router", "worker", "prefill", "decode"))
+"""Commands whose options are the settings of a process."""
 _ROOMS: Final = frozenset(
     ("baton", "router", "prefill_service", "decode_service", "engine", "kv_transfer", "telemetry")
 )
@@ -141,7 +144,8 @@ def _add(panel: str, name: str, command: Callable[..., None]) -> None:
     """Registers a command; its docstring is the help, each paragraph wrapped to the terminal."""
     paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
     text = "\n\n".join(" ".join(paragraph.split("\n")) for paragraph in paragraphs)
-    app.command(name, help=text, rich_help_panel=panel)(command)
+    kind = LongHelp if name in _LONG else TyperCommand
+    app.command(name, cls=kind, help=text, rich_help_panel=panel)(command)
 
 
 _PANELS: Final[Mapping[str, Mapping[str, Callable[..., None]]]] = {

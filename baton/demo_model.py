@@ -92,7 +92,13 @@ def ensure(progress: Progress | None = None) -> Path:
     if is_ready(target):
         return target
     report = progress or (lambda doing, share: None)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.with_suffix(".lock").touch()
+    except OSError as error:
+        raise DemoModelError(
+            f"cannot write to {cache_folder()} ({error.strerror}): BATON_CACHE names another folder"
+        ) from None
     with _locked(target.with_suffix(".lock"), report):
         if is_ready(target):
             return target

@@ -209,6 +209,7 @@ class Peers:
                 logger.warning("peer failed", extra=details)
 
     def _opened(self, peer: _Peer, event: PeerOpened) -> None:
+        was_open = peer.state is PeerState.OPEN
         peer.state, peer.retry_s = PeerState.OPEN, FIRST_RETRY_S
         peer.path, peer.latency_us = event.transport, event.latency_us
         peer.gigabytes_per_s = event.gigabytes_per_s
@@ -219,14 +220,13 @@ class Peers:
             "transport": event.transport,
             "latency_us": event.latency_us,
         }
-        is_measured = event.gigabytes_per_s > 0  # open before that: transfers need not wait for it
-        if is_measured:
+        if event.gigabytes_per_s > 0:  # it is open before that: transfers need not wait for it
             details["gigabytes_per_s"] = event.gigabytes_per_s
         if peer.cause:
             wanted = {"cause": peer.cause, "wanted_gigabytes_per_s": self._slow_gigabytes_per_s}
             logger.warning("peer open, but slow: routers avoid the pair", extra=details | wanted)
         else:
-            logger.info("peer measured" if is_measured else "peer open", extra=details)
+            logger.info("peer measured" if was_open else "peer open", extra=details)
 
     def _open(self, peer: _Peer, worker: worker_pb2.WorkerIdentity) -> None:
         own, other = self._own.model, worker.model

@@ -60,6 +60,8 @@ def generate(
 
     Example: [cyan]echo "The capital of France is" | baton generate - --raw --max-tokens 8[/]
     """
+    if system and not chat:
+        raise typer.BadParameter("a raw prompt has no place for a system message")
     text = sys.stdin.read() if prompt == "-" else prompt
     options = Options(model=model, max_tokens=max_tokens, temperature=temperature, stop=stop or ())
     if top_p is not None:

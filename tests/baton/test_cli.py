@@ -84,7 +84,19 @@ def test_every_setting_of_a_worker_is_an_option() -> None:
 
 
 def test_short_forms_fix_the_role() -> None:
-    assert "│ --role" not in plain(run("prefill", "--help").output)
+    assert "--role <" in plain(run("worker", "--help").output)
+    assert "--role <" not in plain(run("prefill", "--help").output)
+
+
+@pytest.mark.parametrize("columns", ["60", "80", "200"])
+def test_help_of_settings_fits_the_terminal_and_cuts_nothing_off(columns: str) -> None:
+    result = CliRunner().invoke(app, ["worker", "--help"], env={"COLUMNS": columns})
+    assert max(map(len, result.output.splitlines())) <= min(int(columns), 100)
+    for name in WorkerSettings.model_fields:
+        assert f"--{name.replace('_', '-')} " in result.output
+    assert "--prefix-cache / --no-prefix-cache" in result.output
+    assert "[worker]" in result.output
+    assert "…" not in result.output
 
 
 def test_config_says_where_values_come_from() -> None:
@@ -179,6 +191,17 @@ def test_a_port_that_is_taken_behind_others_that_were_free_is_one_line_too() -> 
     assert done.returncode == 1
     assert "cannot listen" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    result = run("model", "fetch", BATON_CACHE=str(tmp_path / "file"))
+    assert result.exit_code == 1
+    assert f"cannot write to {tmp_path / 'file'} (Not a directory)" in plain(result.output)
+
+
+def test_a_system_message_has_no_place_in_raw_text() -> None:
+    assert run("generate", "x", "--raw", "--system", "y", "--router", NOBODY).exit_code == 2
 
 
 def test_where_the_demo_model_is(tmp_path: Path) -> None:

@@ -57,8 +57,15 @@ def test_no_speed_is_logged_before_it_is_measured(caplog: pytest.LogCaptureFixtu
     world.peers.meet(worker("other"), "router")
     for gigabytes_per_s in (0.0, 1.5):
         world.peers.on_transfer(PeerOpened("other", "nixl/shm", gigabytes_per_s, 90.0))
+    world.peers.on_transfer(PeerFailed("other", "unreachable"))
+    world.peers.on_transfer(PeerOpened("other", "nixl/shm", 1.5, 90.0))
     told = [(r.message, vars(r).get("gigabytes_per_s")) for r in caplog.records]
-    assert told == [("peer open", None), ("peer measured", 1.5)]
+    assert told == [
+        ("peer open", None),
+        ("peer measured", 1.5),
+        ("peer failed", None),
+        ("peer open", 1.5),
+    ]
 
 
 def test_a_slow_path_is_reported_with_its_reason_and_used_all_the_same() -> None:
