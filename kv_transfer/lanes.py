@@ -1,14 +1,15 @@
 """One direction between two processes over a collective library: pages gathered, sent, scattered.
 
-A lane is a communicator of two ranks, the sender rank 0, and a thread at either end. Both sides of
-a pair have a lane of their own towards the other: on a shared one, two sends that meet would each
-wait for the other's end.
+A lane is a communicator of two ranks, the sender rank 0, a socket (`kv_transfer.lane_wire`) and a
+thread at either end. Both sides of a pair have a lane of their own towards the other: on a shared
+one, two sends that meet would each wait for the other's end.
 
-Life of a lane: FORMING until both ends have found each other -> OPEN: batches of pages go through
-in the order given, cut into pieces, `slots` staging buffers deep -> CLOSED, by `close` or by
-trouble; what was in progress then has no known end.
+Life of a lane: FORMING until both ends have found each other -> OPEN: pushes go through in the
+order given, cut into pieces, `slots` staging buffers deep -> FAILED, by `close` or by trouble; what
+was in progress then has no known end -> at the sender OVER, once the receiver's end is closed,
+which it is when it writes no page any more.
 
-Invariants: both ends cut a batch alike; a staging buffer is used again only when the device is done
+Invariants: both ends cut a push alike; a staging buffer is used again only when the device is done
 with what it held.
 """
 
@@ -18,20 +19,25 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import secrets
+import socket
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import cycle
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, distributed
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
+from kv_transfer.lane_wire import KEY_BYTES, LaneWire, Push
 from kv_transfer.pool import PoolMemory
 from kv_transfer.types import PageIds
 
@@ -41,8 +47,8 @@ FORM_S: Final = timedelta(seconds=20)
 """Within this time both ends must have found each other."""
 SENDER, RECEIVER = 0, 1
 
-FormGroup = Callable[[], Any]
-"""Makes the process group; blocks until the other end does the same."""
+_WIRE: Final = "wire"
+"""Under this key of the rendezvous: where the sender accepts, and the key to show there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +65,6 @@ class LaneOptions:
 
 
 USUAL: Final = LaneOptions()
-
-
-class Batch(NamedTuple):
-    """Pages of one push, in the order in which they go."""
-
-    push: int
-    """The sender's handle of the push that they belong to."""
-    pages: PageIds
-    is_last: bool
 
 
 def cut(num_pages: int, most: int, ends: int) -> Iterator[slice]:
@@ -99,7 +96,7 @@ class _Queue:
         """Of what is queued so far; None: it is over."""
         if self.stream is None:
             return None
-        done = torch.cuda.Event()
+        done = torch.cuda.Event(blocking=True)  # Who waits for a frozen peer does not spin.
         done.record(self.stream)
         return done
 
@@ -121,107 +118,244 @@ class _Slot(NamedTuple):
         return _words(self.buffer[: count * page_bytes].view(count, page_bytes))
 
 
+class _Piece(NamedTuple):
+    """Some pages of a push on their way through a slot."""
+
+    ids: Tensor
+    """[n] int64, pages of the pool."""
+    staged: Tensor
+    """[n, page_bytes] as `_words`."""
+    queue: _Queue
+    """The slot's."""
+    ends: _Pages | None
+    """The push, if it ends with this piece."""
+
+
+class _Pages(NamedTuple):
+    """The pages of a push at one end."""
+
+    handle: int
+    pages: PageIds
+    """[n] int32"""
+    payload: bytes = b""
+
+
 class Lane(ABC):
     """One end. Every method may be called from any thread and returns at once."""
 
-    def __init__(self, name: str, pool: PoolMemory, form: FormGroup, options: LaneOptions) -> None:
+    def __init__(self, name: str, pool: PoolMemory, options: LaneOptions) -> None:
         self.failed = False
+        """Set before the communicator is torn down: what ends then has not arrived."""
         self._pool = pool
         self._options = options
-        self._form = form
         self._group: Any = None
-        self._batches: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._wire: LaneWire | None = None
         self._thread = threading.Thread(target=self._run, name=f"kv-{name}", daemon=True)
         self._thread.start()
 
-    def put(self, batch: Batch) -> None:
-        """The next pages."""
-        self._batches.put(batch)
-
+    @abstractmethod
     def close(self) -> None:
         """Ends the lane; a device that waits for the other end is let go."""
-        self._batches.put(None)
-        self.failed = True
-        if self._group is not None and self._thread.is_alive():
-            with contextlib.suppress(Exception):
-                self._group.abort()
 
     def _run(self) -> None:
         try:
-            self._group = self._form()
-            self._serve()
+            self._wire, self._group = self._form()
+            if not self.failed:
+                self._serve(self._wire)
         except Exception as error:
             if not self.failed:
                 logger.warning("a lane failed: %s", type(error).__name__)
-            self.failed = True
+        self._tear_down()
+        if self._wire is not None:
+            self._leave(self._wire)
 
-    def _serve(self) -> None:
-        """Moves batches until the lane is closed."""
+    def _serve(self, wire: LaneWire) -> None:
+        """Moves pushes until the lane is closed."""
         device, page_bytes = self._pool.pages.device, self._pool.page_bytes
         most = max(1, self._options.piece_bytes // page_bytes)
         ends = max(1, min(self._options.end_bytes // page_bytes, most))
         slots = [_Slot.of(most * page_bytes, device) for _ in range(self._options.slots)]
         turns, uploads = cycle(slots), _Queue(device)
-        for batch in iter(lambda: self._batches.get(), None):
-            # Nothing here waits for what is queued, so the wire never waits for this thread.
+        while (push := self._next(wire)) is not None:
             with uploads():
-                ids = torch.from_numpy(batch.pages).long().to(device)
-            for part in cut(len(batch.pages), most, ends):
+                ids = torch.from_numpy(push.pages).long().to(device)
+            for part in cut(len(push.pages), most, ends):
                 slot = next(turns)
-                with slot.queue():
-                    self._move(ids[part], slot.pages(part.stop - part.start, page_bytes))
+                staged = slot.pages(part.stop - part.start, page_bytes)
+                is_last = part.stop == len(push.pages)
+                self._move(_Piece(ids[part], staged, slot.queue, push if is_last else None))
                 slot.queue.uses(ids)
-                is_last = batch.is_last and part.stop == len(batch.pages)
-                self._queued(batch.push, is_last, slot.queue)
+            self._moved()
+
+    def _tear_down(self) -> None:
+        self.failed = True
+        group, self._group = self._group, None
+        if group is not None:
+            with contextlib.suppress(Exception):
+                group.abort()
 
     @abstractmethod
-    def _move(self, ids: Tensor, staged: Tensor) -> None:
-        """Queues, or does, what a piece takes.
-
-        Args:
-            ids: [n] int64, pages of the pool.
-            staged: [n, page_bytes] as `_words`.
-        """
+    def _form(self) -> tuple[LaneWire, Any]:
+        """Meets the other end: the wire, and the communicator of the two."""
 
     @abstractmethod
-    def _queued(self, push: int, is_last: bool, behind: _Queue) -> None:
-        """What a piece of a push takes is queued."""
+    def _next(self, wire: LaneWire) -> _Pages | None:
+        """Waits for the next push; None: the lane is closed."""
+
+    @abstractmethod
+    def _move(self, piece: _Piece) -> None:
+        """Queues, or does, what a piece takes."""
+
+    @abstractmethod
+    def _moved(self) -> None:
+        """That was a push's last piece."""
+
+    @abstractmethod
+    def _leave(self, wire: LaneWire) -> None:
+        """The lane is closed at this end: lets the other know."""
 
 
 class SendLane(Lane):
-    """The end that pages leave from. That they have is for the other end to say."""
+    """The end that pages leave from."""
 
-    def _queued(self, push: int, is_last: bool, behind: _Queue) -> None:
-        pass
+    def __init__(self, name: str, pool: PoolMemory, options: LaneOptions) -> None:
+        host = _own_address()
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=FORM_S)
+        self._server = socket.create_server((host, 0))
+        self._pushes: queue.SimpleQueue[tuple[PageIds, Push] | None] = queue.SimpleQueue()
+        self._left = False
+        self.address = f"{host}:{self._store.port}"
+        """Where the other end finds this one."""
+        super().__init__(name, pool, options)
 
-    def _move(self, ids: Tensor, staged: Tensor) -> None:
-        torch.index_select(_words(self._pool.pages), 0, ids, out=staged)
-        self._group.send([staged.view(-1)], RECEIVER, 0).wait()
+    @property
+    def is_over(self) -> bool:
+        """It failed, and the other end will write no page any more."""
+        never_met = self._wire is None and not self._thread.is_alive()
+        return self.failed and (self._left or never_met)
+
+    def put(self, source: PageIds, push: Push) -> None:
+        """The next push; its pages `source` go to its `target`."""
+        self._pushes.put((source, push))
+
+    def landed(self) -> list[int]:
+        """Handles of pushes that are where they belong, since the last call."""
+        if self._wire is None or self._left:
+            return []
+        try:
+            return self._wire.landed()
+        except (EOFError, OSError):
+            self._left = self.failed = True
+            return []
+
+    def close(self) -> None:
+        """See `Lane`."""
+        self._tear_down()
+        self._pushes.put(None)
+        self._server.close()
+        if self._wire is not None:
+            self._wire.close()
+
+    def _form(self) -> tuple[LaneWire, Any]:
+        key = secrets.token_bytes(KEY_BYTES)
+        self._store.set(_WIRE, f"{self._server.getsockname()[1]}:{key.hex()}")
+        with self._server:
+            wire = LaneWire.accept(self._server, key, FORM_S.total_seconds())
+        return wire, form_group(self._store, SENDER, self._pool.pages.device)
+
+    def _next(self, wire: LaneWire) -> _Pages | None:
+        entry = self._pushes.get()
+        if entry is None:
+            return None
+        source, push = entry
+        wire.tell_push(push)
+        return _Pages(push.handle, source.astype(np.int32))
+
+    def _move(self, piece: _Piece) -> None:
+        with piece.queue():
+            torch.index_select(_words(self._pool.pages), 0, piece.ids, out=piece.staged)
+            self._group.send([piece.staged.view(-1)], RECEIVER, 0).wait()
+
+    def _moved(self) -> None:
+        """That it has landed is for the other end to say."""
+
+    def _leave(self, wire: LaneWire) -> None:
+        wire.stop_telling()
 
 
 class ReceiveLane(Lane):
-    """The end that pages arrive at."""
+    """The end that pages arrive at. A piece is scattered once it is seen to be there, not behind
+    its receive on the device, where one that is torn down ends, too."""
 
-    def __init__(self, name: str, pool: PoolMemory, form: FormGroup, options: LaneOptions) -> None:
-        self._arriving: deque[tuple[torch.cuda.Event | None, int, bool]] = deque()
-        """Pieces: when they are in the pool, their push, and whether they are its last."""
-        super().__init__(name, pool, form, options)
+    def __init__(self, name: str, pool: PoolMemory, address: str, options: LaneOptions) -> None:
+        self._address = address
+        self._due: deque[tuple[_Piece, torch.cuda.Event | None]] = deque()
+        """Pieces to be scattered, and when they are here."""
+        self._landing: deque[tuple[_Pages | None, torch.cuda.Event | None]] = deque()
+        """Pieces that are scattered: the push that ends with it, and when it is in the pool."""
+        super().__init__(name, pool, options)
 
-    def landed(self) -> list[int]:
-        """Pushes whose last byte is in the pool, since the last call."""
+    def landed(self) -> list[bytes]:
+        """Payloads of pushes whose last byte is in the pool, since the last call. The sender is
+        told."""
         ended = []
-        while self._arriving and _is_done(self._arriving[0][0]):
-            _, push, is_last = self._arriving.popleft()
-            if is_last:
-                ended.append(push)
+        while self._landing and _is_done(self._landing[0][1]):
+            push, _ = self._landing.popleft()
+            if push is not None and self._wire is not None:
+                ended.append(push.payload)
+                with contextlib.suppress(OSError):  # The sender is gone; so is who would listen.
+                    self._wire.tell_landed(push.handle)
+        if self._due and self._wire is not None and self._wire.is_over():
+            self._tear_down()  # Nobody sends what is due: its thread would wait for ever.
         return ended
 
-    def _move(self, ids: Tensor, staged: Tensor) -> None:
-        self._group.recv([staged.view(-1)], SENDER, 0).wait()
-        _words(self._pool.pages).index_copy_(0, ids, staged)
+    def close(self) -> None:
+        """See `Lane`."""
+        self._tear_down()
+        if self._wire is not None:
+            self._wire.stop_reading()
 
-    def _queued(self, push: int, is_last: bool, behind: _Queue) -> None:
-        self._arriving.append((behind.end(), push, is_last))
+    def _form(self) -> tuple[LaneWire, Any]:
+        host, _, port = self._address.rpartition(":")
+        store = TCPStore(host, int(port), is_master=False, timeout=FORM_S)
+        wire_port, _, key = store.get(_WIRE).decode().partition(":")
+        form_s = FORM_S.total_seconds()
+        wire = LaneWire.connect(host, int(wire_port), bytes.fromhex(key), form_s)
+        return wire, form_group(store, RECEIVER, self._pool.pages.device)
+
+    def _next(self, wire: LaneWire) -> _Pages | None:
+        try:
+            return _Pages(*wire.next_push())
+        except EOFError:
+            return None
+
+    def _move(self, piece: _Piece) -> None:
+        if len(self._due) == self._options.slots:
+            self._scatter()
+        with piece.queue():
+            self._group.recv([piece.staged.view(-1)], SENDER, 0).wait()
+        self._due.append((piece, piece.queue.end()))
+
+    def _moved(self) -> None:
+        while self._due:
+            self._scatter()
+
+    def _scatter(self) -> None:
+        piece, received = self._due[0]
+        if received is not None:
+            received.synchronize()
+        if self.failed:
+            raise EOFError("torn down")
+        with piece.queue():
+            _words(self._pool.pages).index_copy_(0, piece.ids, piece.staged)
+        self._landing.append((piece.ends, piece.queue.end()))
+        self._due.popleft()
+
+    def _leave(self, wire: LaneWire) -> None:
+        for _, done in list(self._landing):
+            if done is not None:
+                done.synchronize()
+        wire.close()
 
 
 def _words(pages: Tensor) -> Tensor:
@@ -248,3 +382,11 @@ def form_group(store: Store, rank: int, device: torch.device) -> Any:
         options._timeout = timedelta(days=365)  # a lane waits for work, not for a deadline
         return distributed.ProcessGroupNCCL(store, rank, 2, options)
     return distributed.ProcessGroupGloo(store, rank, 2, timedelta(days=365))
+
+
+def _own_address() -> str:
+    """Where the peer finds this host: its name's address, which is its own on a single host."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 
 import numpy as np
 import pytest
@@ -48,9 +49,13 @@ def engine(model_path):
 
 
 def run_all(engine, lengths=LENGTHS, max_tokens=40, **options) -> list[Run]:
+    """All are there before the first step: how many rows a step has decides the last bits."""
+    all_there = threading.Event()
+    engine._loop.post(lambda _: all_there.wait(10))
     runs = [
         submit(engine, prompt_of(n), max_tokens, min_tokens=max_tokens, **options) for n in lengths
     ]
+    all_there.set()
     finish(*runs)
     return runs
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 
+import numpy as np
 import pytest
+import torch
 from kv_world import NUM_PAGES, PAGE_BYTES, PAGE_TOKENS, World, a_world
+from waiting import wait_until
 
 from kv_transfer.events import Delivered, Sent
 from kv_transfer.factory import TRANSPORTS
-from kv_transfer.lanes import LaneOptions
+from kv_transfer.lanes import Lane, LaneOptions, ReceiveLane, SendLane
 from kv_transfer.nccl import NcclTransport
+from kv_transfer.pool import PoolMemory
+from kv_transfer.types import PushState
 
 
 @pytest.mark.parametrize(
@@ -42,3 +48,80 @@ def send(world: World, num_pages: int) -> None:
     transfer.assert_delivered()
     written = world.decode.pool.any(dim=1).sum()
     assert written == num_pages, "pages were written that nobody granted"
+
+
+def meet() -> tuple[NcclTransport, NcclTransport]:
+    pools = [torch.zeros(32, PAGE_BYTES, dtype=torch.uint8) for _ in "ab"]
+    pools[0].random_(1, 255)
+    lanes = LaneOptions(piece_bytes=2 * PAGE_BYTES, end_bytes=PAGE_BYTES, slots=2)
+    a, b = (
+        NcclTransport(name, PoolMemory.of(pool, PAGE_BYTES, 32), lanes)
+        for name, pool in zip("ab", pools, strict=True)
+    )
+    a.open(b.endpoint)
+    b.open(a.endpoint)
+    return a, b
+
+
+def ends(a: NcclTransport, b: NcclTransport) -> tuple[list[PushState], list[bytes]]:
+    """How the next pushes of `a` end, and what `b` is shown until then."""
+    states: list[PushState] = []
+    shown: list[bytes] = []
+
+    def look() -> bool:
+        shown.extend(told.payload for told in b.poll_notifications())
+        states.extend(state for _, state in a.poll_pushes())
+        return bool(states)
+
+    wait_until(look)
+    return states, shown
+
+
+FIRST, SECOND = (np.arange(start, start + 12, dtype=np.int32) for start in (0, 16))
+
+
+@pytest.mark.parametrize("end", [SendLane, ReceiveLane])
+def test_pushes_end_where_a_lane_fails_and_the_next_one_forms_another(
+    monkeypatch: pytest.MonkeyPatch, end: type[Lane]
+) -> None:
+    a, b = meet()
+    a.push("b", FIRST, SECOND, b"before")
+    assert ends(a, b) == ([PushState.DONE], [b"before"])
+    move, moved = end._move, []
+
+    def broken(self: Lane, piece: object) -> None:
+        moved.append(piece)
+        if len(moved) == 4:
+            raise RuntimeError
+        move(self, piece)
+
+    monkeypatch.setattr(end, "_move", broken)
+    b._pool.pages.zero_()
+    a.push("b", FIRST, SECOND, b"fails")
+    a.push("b", SECOND, FIRST, b"behind it")
+    states, shown = ends(a, b)
+    assert states == [PushState.ERROR] * 2
+    assert not shown
+
+    # Whoever granted the pages may use them again: nothing writes them any more.
+    b._pool.pages.zero_()
+    time.sleep(0.3)
+    assert not b._pool.pages.any()
+    monkeypatch.undo()
+    a.push("b", FIRST, SECOND, b"after")
+    assert ends(a, b) == ([PushState.DONE], [b"after"])
+    assert torch.equal(a._pool.pages[FIRST], b._pool.pages[SECOND])
+    for transport in (a, b):
+        transport.shutdown()
+
+
+def test_a_receiver_that_is_closed_ends_what_is_on_its_way() -> None:
+    a, b = meet()
+    a.push("b", FIRST, SECOND, b"")
+    assert ends(a, b) == ([PushState.DONE], [b""])
+    b.close("a")
+    a.push("b", FIRST, SECOND, b"")
+    states, _ = ends(a, b)
+    assert states == [PushState.ERROR]
+    for transport in (a, b):
+        transport.shutdown()
