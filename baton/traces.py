@@ -284,13 +284,22 @@ class _Store:
         """The trace, or the latest generation's, as far as it is there."""
         trace_id = trace_id or self._latest()
         found = _get(f"{self.base_url}/traces/{_in_path(trace_id)}") if trace_id else None
-        return from_store(found) if found is not None else None
+        if found is None:
+            self._latest()  # raises where the router keeps none at all
+            return None
+        return from_store(found)
 
     def _latest(self) -> str | None:
+        """The latest generation's id.
+
+        Raises:
+            TraceError: the router keeps no traces.
+        """
         found = _get(f"{self.base_url}/traces")
         if found is None:
             raise TraceError(
-                f"the router at {self.base_url} keeps no traces: start it with --trace-store"
+                f"the router at {self.base_url} keeps no traces: start it with --trace-store, and "
+                "every process with --otlp-endpoint http://ROUTER:50050, its internal address"
             )
         named = (trace for trace in found["traces"] if Attr.TEXT_COMPLETION in trace["name"])
         return next((trace["trace_id"] for trace in named), None)

@@ -336,8 +336,10 @@ def test_why_a_trace_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
             fetch(address, patience_s=0)
         with pytest.raises(TraceError, match=f"no trace {TRACE_ID}"):
             fetch(address, TRACE_ID, patience_s=0)
-    with serving(lambda path: None) as address, pytest.raises(TraceError, match="--trace-store"):
-        fetch(address, patience_s=0)
+    with serving(lambda path: None) as address:
+        for trace_id in (None, TRACE_ID):
+            with pytest.raises(TraceError, match="--trace-store"):
+                fetch(address, trace_id, patience_s=0)
     with pytest.raises(TraceError, match="does not answer"):
         fetch("127.0.0.1:1", patience_s=0)
 
