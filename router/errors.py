@@ -165,9 +165,10 @@ def deadline_unreachable(needed_s: float, left_s: float, retry_after_s: float) -
     )
 
 
-def no_workers(model: str = "", retry_after_s: float = 1.0) -> RouterError:
-    """No worker is attached that could run the request."""
-    message = f"no worker for model {model!r}" if model else "no worker is attached"
+def no_workers(model: str = "", retry_after_s: float = 1.0, *, missing: str = "") -> RouterError:
+    """No worker is attached that could run the request; `missing` is the role that nobody has."""
+    kind = f"{missing} worker" if missing else "worker"
+    message = f"no {kind} for model {model!r}" if model else "no worker is attached"
     return _unavailable("NO_WORKERS", message, {"model": model}, retry_after_s)
 
 
@@ -179,7 +180,9 @@ def workers_differ(model: str, retry_after_s: float = 1.0) -> RouterError:
 
 def model_loading(model: str, retry_after_s: float = 5.0) -> RouterError:
     """Workers are there and still load the model."""
-    return _unavailable("MODEL_LOADING", f"model {model!r} loads", {"model": model}, retry_after_s)
+    return _unavailable(
+        "MODEL_LOADING", f"model {model!r} is loading", {"model": model}, retry_after_s
+    )
 
 
 def draining(retry_after_s: float = 1.0) -> RouterError:

@@ -109,4 +109,5 @@ def _nobody(share: Share, workers: Sequence[WorkerLink], *, is_loading: bool) ->
     roles = {worker.identity.role for worker in named}
     if roles & PREFILLS and roles & DECODES:
         return errors.workers_differ(model)
-    return errors.no_workers(model)
+    missing = "" if not roles else "decode" if roles & PREFILLS else "prefill"
+    return errors.no_workers(model, missing=missing)

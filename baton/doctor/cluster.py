@@ -68,13 +68,13 @@ def check_cluster(admin: str, *, expected: bool) -> Cluster:
 
 def _router(seen: Scrape) -> Iterator[Finding]:
     roles = [worker.role for worker in seen.workers if worker.attached]
-    found = f"{len(roles)} workers attached"
+    found = f"{len(roles)} worker{'s' * (len(roles) > 1)} attached"
     if not roles:
         yield error("router", "no worker is attached", "start workers with --routers naming it")
     elif "both" in roles or "decode" in roles:
         yield ok("router", found)
     else:
-        yield error("router", f"{found}, none that decodes", "start a decode worker")
+        yield error("router", f"{found}, and none decodes", "start a decode worker")
 
 
 def _workers(seen: Scrape) -> Iterator[Finding]:

@@ -301,10 +301,10 @@ async def test_models(cluster: Cluster) -> None:
 
 
 async def test_no_workers_is_said_at_once(cluster: Cluster) -> None:
-    with pytest.raises(RouterError, match="NO_WORKERS"):
+    with pytest.raises(RouterError, match="NO_WORKERS: no worker for model"):
         await cluster.read(job()).end()
     await cluster.add("p0", PREFILL)
-    with pytest.raises(RouterError, match="NO_WORKERS"):
+    with pytest.raises(RouterError, match="NO_WORKERS: no decode worker for model"):
         await cluster.read(job()).end()
 
 
