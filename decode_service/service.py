@@ -47,13 +47,13 @@ from baton.worker_wire import (
     decode_first_tokens,
     first_tokens,
     kv_tokens,
-    pack_ids,
     pages_of,
     scores_message,
     tokens_message,
 )
 from decode_service import spans
 from decode_service.attempt import DecodeAttempt, DecodeState
+from decode_service.messages import granted_message
 from decode_service.peer_pages import PeerPages
 from decode_service.ports import DecodeEngine, ReceivingThread
 from decode_service.token_stream import TokenStream
@@ -256,16 +256,8 @@ class DecodeService(AttemptsService[DecodeAttempt]):
                 timeout_s=self._grant_lasts_s(attempt),
             )
         )
-        attempt.tell(
-            granted=worker_pb2.Grant(
-                attempt_id=attempt.id,
-                transfer_id=attempt.transfer_id,
-                decode_epoch=self._epoch,
-                decode_agent_name=self._agent_name,
-                page_ids=pack_ids(event.pages),
-                held_pages=event.held_pages,
-            )
-        )
+        granted = granted_message(attempt, event.pages, self._epoch, self._agent_name)
+        attempt.tell(granted=granted)
         failpoints.hit("decode.after_grant")
         spans.write_grant(attempt)
 
@@ -282,11 +274,10 @@ class DecodeService(AttemptsService[DecodeAttempt]):
         """The prompt is computed here after all."""
         attempt.took_over, attempt.cached_tokens = True, event.cached_tokens
         self._give_share_back(attempt)
-        attempt.tell(
-            taken_over=worker_pb2.TakenOver(
-                attempt_id=attempt.id, cached_prompt_tokens=event.cached_tokens
-            )
+        taken_over = worker_pb2.TakenOver(
+            attempt_id=attempt.id, cached_prompt_tokens=event.cached_tokens
         )
+        attempt.tell(taken_over=taken_over)
 
     # What the transfer thread says.
 

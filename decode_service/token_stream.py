@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from baton.worker.v1 import worker_pb2
 from baton.worker_attempts import Attempts
 from baton.worker_outbox import Outbox
-from baton.worker_wire import end_reason_message, record_message, tokens_message
+from baton.worker_wire import tokens_message
 from decode_service import spans
 from decode_service.attempt import DecodeAttempt
+from decode_service.messages import finished_message, first_token_message
 from engine.types import ChoiceEnded, NewTokens
 from telemetry import failpoints
 from telemetry.metrics import WorkerMetrics
@@ -44,15 +44,7 @@ class TokenStream:
         attempt.preemptions += event.preemptions
         if event.last:
             failpoints.hit("decode.ended")
-        finished = worker_pb2.Finished(
-            attempt_id=attempt.id,
-            choice_index=event.choice,
-            reason=end_reason_message(event.reason),
-            output_tokens=event.output_tokens,
-        )
-        if event.last:
-            finished.timings.CopyFrom(attempt.timings(event))
-        attempt.tell(finished=finished)
+        attempt.tell(finished=finished_message(attempt, event))
         if event.last:
             spans.write_generate(attempt)
             if attempt.second_token_gap_ms is not None:
@@ -65,11 +57,7 @@ def _first_tokens(attempt: DecodeAttempt, tokens: NewTokens, row: int) -> None:
     rows = range(row, min(row + attempt.request.choices, len(tokens.request_ids)))
     firsts = [i for i in rows if tokens.request_ids[i] == attempt.id and tokens.indices[i] == 0]
     if len(firsts) == attempt.request.choices:
-        first = worker_pb2.FirstToken(
-            attempt_id=attempt.id,
-            records=[record_message(tokens.record(i)) for i in firsts],
-            cached_prompt_tokens=attempt.cached_tokens,
-        )
+        first = first_token_message(attempt, [tokens.record(i) for i in firsts])
         attempt.tell(first_token=first)
     attempt.computed_ns = attempt.ready_ns = attempt.first_token_ns = tokens.at_ns
     spans.write_prompt(attempt)
