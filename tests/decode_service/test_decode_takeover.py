@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from worker_kit import STEP_TOKENS, Attempted, Pair, a_pair, until
+from worker_kit import STEP_TOKENS, WAIT_S, Attempted, Pair, a_pair, until
 
 from baton.worker.v1 import worker_pb2
 
@@ -77,12 +78,16 @@ async def test_abort_after_a_take_over_changes_nothing() -> None:
 async def test_its_peers_share_goes_to_the_next_at_once() -> None:
     """The peer writes none of its pages, so it must hold up nothing that the peer is to write."""
     async with a_second_turn(d_max_pages_per_peer=(LONG + REST) // 4 + 1) as (pair, turn):
+        pair.d.executor.holds = True
         pair.submit_decode(turn)
         await pair.from_d.heard("taken_over", turn.id)
-        pair.d.executor.holds = True
         other = Attempted(LONG)
         pair.submit_decode(other)
-        await pair.from_d.heard("granted", other.id)
+        async with asyncio.timeout(WAIT_S):
+            while not pair.from_d.all("granted", other.id):
+                if pair.d.executor.held:  # nobody is admitted while a step is waited for
+                    pair.d.executor.step()
+                await asyncio.sleep(0.005)
         pair.d.decode.cancel(other.id, pair.from_d.outbox)
         pair.d.executor.let_go()
         await pair.from_d.heard("finished", turn.id)
