@@ -87,10 +87,13 @@ class Exchange:
 
     def part(self, agent_name: str, proven_dead: bool) -> None:
         """See `TransferThread.part`."""
-        if proven_dead:
-            self._aftermath.begin(agent_name)
-        else:
+        if not proven_dead:
             self.peers.part(agent_name)
+            return
+        self._read_all_of(agent_name)
+        self.peers.bury(agent_name)
+        self.sender.peer_dead(agent_name)
+        self._aftermath.begin(agent_name)
 
     def quiesce(self, decode_agent: str, message: Quiesce) -> None:
         """See `TransferThread.quiesce`."""
@@ -122,7 +125,7 @@ class Exchange:
         for agent_name in self._processes.gone():
             self._guard(self.part, agent_name, True)
         for agent_name in self._aftermath.over():
-            self._guard(self._bury, agent_name)
+            self._guard(self._nothing_lands_of, agent_name)
         self._guard(self.receiver.tick)
         self._guard(self.sender.tick)
         self._guard(self.peers.tick, self._is_used)
@@ -151,12 +154,10 @@ class Exchange:
         self.sender.check_invariants()
         self.receiver.check_invariants()
 
-    def _bury(self, agent_name: str) -> None:
-        """Nothing of a dead peer can land any more."""
+    def _nothing_lands_of(self, agent_name: str) -> None:
+        """A dead peer's aftermath is over."""
         # What the peer delivered before it died counts: it is read before pages are freed.
         self._read_all_of(agent_name)
-        self.peers.bury(agent_name)
-        self.sender.peer_dead(agent_name)
         self.receiver.peer_dead(agent_name)
 
     def _read_all_of(self, agent_name: str) -> None:

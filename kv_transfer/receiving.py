@@ -63,7 +63,8 @@ class ReceiveState(enum.IntEnum):
 class _Receive:
     spec: ReceiveSpec
     fenced: bool
-    """Nothing more can land: the peer quiesced by itself, or is proven dead."""
+    """Nothing more can land: the peer quiesced by itself, or was dead before the grant was made, or
+    is dead and its aftermath over."""
     granted_ns: int
     expires_s: float
     ask_again_s: float = FIRST_ASK_AGAIN_S
@@ -185,7 +186,8 @@ class Receiver:
             self._fence(receive)
 
     def peer_dead(self, agent_name: str) -> None:
-        """The process of a peer is proven gone. What it delivered is read before this call."""
+        """The process of a peer is proven gone, and nothing it had posted is still under way. What
+        it delivered is read before this call."""
         for receive in list(self._receives.values()):
             if receive.spec.peer == agent_name:
                 self._fence(receive)

@@ -59,6 +59,8 @@ class Arena:
     topology: Topology
     care: dict[str, Care] = field(default_factory=dict)
     blows: list[Blow] = field(default_factory=list)
+    cuts: int = 0
+    """Paths between workers that were cut."""
     frozen_by_us: set[str] = field(default_factory=set)
 
     @classmethod

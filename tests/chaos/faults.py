@@ -29,6 +29,7 @@ async def inflicted(arena: Arena, faults: Sequence[Fault]) -> AsyncIterator[None
         armed = [f.failpoint for f in faults if f.target == target and f.failpoint]
         if armed:
             await arena.arm(target, ",".join(armed))
+    arena.cuts += sum(fault.kind == "cut_path" for fault in faults)
     tending = asyncio.create_task(arena.tend())
     striking = [asyncio.create_task(_strike(arena, fault)) for fault in faults]
     try:
