@@ -36,7 +36,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine, EngineError
 from engine.model import ModelError
 from kv_transfer.types import TransportError
-from telemetry import failpoints
+from telemetry import failpoints, garbage
 from telemetry.logs import log_loop_errors, setup_logging
 from telemetry.names import Service
 from telemetry.tracing import Tracing, setup_tracing
@@ -106,6 +106,7 @@ async def _serve(settings: WorkerSettings, engine: Engine, tracing: Tracing | No
     except (TransportError, RuntimeError, OSError) as error:
         logger.error("the worker cannot start: %s", error)
         return 1
+    garbage.set_apart()
     if settings.profile:
         worker.profile()
     await signals.first.wait()

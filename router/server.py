@@ -35,7 +35,7 @@ from router.registry import Registry, RegistryServicer
 from router.tokenization import Tokenizers
 from router.trace_store import TraceStore, add_trace_receiver, trace_routes
 from router.validation import Limits
-from telemetry import failpoints
+from telemetry import failpoints, garbage
 from telemetry.admin import AdminServer, metrics_route
 from telemetry.logs import log_loop_errors, setup_logging
 from telemetry.loop_lag import EventLoopLag
@@ -195,6 +195,7 @@ async def serve(settings: RouterSettings) -> int:
     except (RuntimeError, OSError):
         await server.stop()  # the ports that it has bound already
         raise
+    garbage.set_apart()
     await signals.first.wait()
     logger.info("draining", extra={"jobs": server.dispatcher.active_jobs})
     await signals.bound(server.drain(), settings.drain_grace_s + settings.drain_s)

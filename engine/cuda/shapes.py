@@ -27,9 +27,9 @@ PIECES = (64, 128, 192)
 """Prompt tokens beside decode rows. The last is what a decode worker computes of prompts in one
 step; fewer are the end of a prompt."""
 PROMPT_TOKENS = PIECES[-1]
-PROMPT_SPACINGS = ((1024, 64), (2048, 128))
-"""Of prompts alone: up to so many tokens, so far apart."""
-LONGEST_GRAPH = PROMPT_SPACINGS[-1][0]
+PROMPT_SPACING = 64
+"""Of prompts alone, in tokens."""
+LONGEST_GRAPH = 2048
 """Tokens"""
 PROMPT_ROWS = 8
 
@@ -90,12 +90,8 @@ def _with_prompts(decodes: int, tokens: int) -> Shape:
 
 def _prompt_sizes(max_step_tokens: int) -> tuple[int, ...]:
     """Up to the first that holds the longest step."""
-    sizes, last = [], 0
-    for most, spacing in PROMPT_SPACINGS:
-        while last < min(most, max_step_tokens):
-            last += spacing
-            sizes.append(last)
-    return tuple(sizes)
+    last = -(-min(LONGEST_GRAPH, max_step_tokens) // PROMPT_SPACING) * PROMPT_SPACING
+    return tuple(range(PROMPT_SPACING, last + 1, PROMPT_SPACING))
 
 
 def bucket_sizes(

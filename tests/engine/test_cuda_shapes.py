@@ -98,9 +98,8 @@ def test_prompts_alone_have_graphs_up_to_the_longest_chunk(longest):
             continue
         assert shape in shapes.all
         assert shape.decodes == 0
-        assert tokens <= shape.prompt_tokens <= tokens + max(63, tokens // 8)
-        exact = tokens % 128 == 0
-        assert not exact or shape.tokens == tokens, "a row more costs the products a whole tile"
+        assert shape.tokens == shape.prompt_tokens, "a row more costs the products a whole tile"
+        assert tokens <= shape.tokens < tokens + 64
 
 
 def test_where_nothing_decodes_only_prompts_have_graphs():
