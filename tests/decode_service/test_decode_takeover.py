@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from worker_kit import STEP_TOKENS, WAIT_S, Attempted, Pair, a_pair, until
+from worker_kit import STEP_TOKENS, Attempted, Pair, a_pair, until
 
 from baton.worker.v1 import worker_pb2
 
@@ -83,11 +82,7 @@ async def test_its_peers_share_goes_to_the_next_at_once() -> None:
         await pair.from_d.heard("taken_over", turn.id)
         other = Attempted(LONG)
         pair.submit_decode(other)
-        async with asyncio.timeout(WAIT_S):
-            while not pair.from_d.all("granted", other.id):
-                if pair.d.executor.held:  # nobody is admitted while a step is waited for
-                    pair.d.executor.step()
-                await asyncio.sleep(0.005)
+        await until(lambda: pair.from_d.all("granted", other.id) or _step(pair))
         pair.d.decode.cancel(other.id, pair.from_d.outbox)
         pair.d.executor.let_go()
         await pair.from_d.heard("finished", turn.id)
