@@ -47,7 +47,7 @@ class Options(TypedDict, total=False):
     repetition_penalty: float
     seed: int
     logit_bias: Mapping[int, float]
-    stop: Sequence[str]
+    stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     include_stop: bool
@@ -159,9 +159,12 @@ def generation_input(
     """The request's message.
 
     Raises:
-        ValueError: not exactly one of prompt, messages and token ids, or a role nobody knows.
-        TypeError: an option has the wrong type.
+        ValueError: not exactly one of prompt, messages and token ids, a role nobody knows, or a
+            number that the option cannot hold.
+        TypeError: there is no such option, or it has the wrong type.
     """
+    for name in options.keys() - Options.__annotations__:
+        raise TypeError(f"there is no option {name!r}")
     if sum(form is not None for form in (prompt, messages, token_ids)) != 1:
         raise ValueError("give exactly one of prompt, messages and token_ids")
     request = pb.GenerationInput(model=options.get("model", ""))
@@ -172,14 +175,13 @@ def generation_input(
     else:
         request.token_ids.ids.extend(token_ids or ())
         request.token_ids.SetInParent()
-    for name in ("choices", "priority"):
-        if name in options:
-            setattr(request, name, options[name])
+    _set(request, options, ("choices", "priority"))
     _set(request.sampling, options, _SAMPLING)
     _set(request.stop, options, _STOP)
     _set(request.output, options, _OUTPUT)
     request.sampling.logit_bias.update(options.get("logit_bias", {}))
-    request.stop.sequences.extend(options.get("stop", ()))
+    stop = options.get("stop", ())
+    request.stop.sequences.extend([stop] if isinstance(stop, str) else stop)
     request.stop.token_ids.extend(options.get("stop_token_ids", ()))
     return request
 
@@ -199,22 +201,27 @@ _OUTPUT = ("logprobs", "top_logprobs", "prompt_logprobs", "omit_text")
 
 
 def _set(
-    message: pb.SamplingOptions | pb.StopOptions | pb.OutputOptions,
+    message: pb.GenerationInput | pb.SamplingOptions | pb.StopOptions | pb.OutputOptions,
     options: Options,
     names: Sequence[str],
 ) -> None:
     values: Mapping[str, object] = options
     for name in names:
         if name in values:
-            setattr(message, name, values[name])
+            try:
+                setattr(message, name, values[name])
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{name}: {error}") from None
 
 
 def chat_prompt(messages: Sequence[Message]) -> pb.ChatPrompt:
     """The turns as a message.
 
     Raises:
-        ValueError: a role nobody knows.
+        ValueError: a role nobody knows, or a turn without role or content.
     """
+    if any("role" not in turn or "content" not in turn for turn in messages):
+        raise ValueError("a message has a role and a content")
     return pb.ChatPrompt(
         messages=[pb.ChatMessage(role=_role(m["role"]), content=m["content"]) for m in messages]
     )

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent import futures
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -209,6 +210,28 @@ def test_options_reach_the_router_and_only_those_given(
     assert (sent.stop.max_tokens, sent.output.top_logprobs) == (9, 2)
 
 
+def test_one_stop_text_is_no_list_of_letters(client: Client, router: ScriptedRouter) -> None:
+    client.generate("x", stop="Paris")
+    client.generate("x", stop=["a", "b"])
+    assert [list(one.stop.sequences) for one in router.inputs] == [["Paris"], ["a", "b"]]
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "complaint"),
+    [
+        ({"max_token": 3}, TypeError, "there is no option 'max_token'"),
+        ({"temperature": "hot"}, TypeError, "temperature: "),
+        ({"seed": 1 << 64}, ValueError, "seed: "),
+        ({"choices": -1}, ValueError, "choices: "),
+    ],
+)
+def test_a_wrong_option_is_named(
+    client: Client, options: dict[str, Any], kind: type[Exception], complaint: str
+) -> None:
+    with pytest.raises(kind, match=complaint):
+        client.generate("x", **options)
+
+
 def test_an_empty_list_of_token_ids_is_still_a_prompt(
     client: Client, router: ScriptedRouter
 ) -> None:
@@ -223,6 +246,8 @@ def test_the_prompt_has_exactly_one_form(client: Client) -> None:
         client.stream()
     with pytest.raises(ValueError, match="role"):
         client.generate(messages=[{"role": "robot", "content": "x"}])
+    with pytest.raises(ValueError, match="a role and a content"):
+        client.generate(messages=[{"role": "user"}])  # type: ignore[typeddict-item]
 
 
 def test_closing_a_stream_cancels_on_the_server(client: Client, router: ScriptedRouter) -> None:
