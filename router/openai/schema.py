@@ -66,7 +66,9 @@ def _texts(value: object) -> object:
     """A stop text alone is a list of one; an empty one stops nothing."""
     if isinstance(value, str):
         return [value] if value else []
-    return [] if value is None else value
+    if not isinstance(value, list | None):
+        raise PydanticCustomError("stop", "must be a text or a list of texts")
+    return value or []
 
 
 def _content(value: object) -> object:

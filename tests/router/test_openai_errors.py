@@ -130,6 +130,7 @@ BAD: list[tuple[dict[str, object], str]] = [
     ({"best_of": 2}, "best_of"),
     ({"suffix": "SECRET"}, "suffix"),
     ({"stop": ["a", "SECRET" * 99]}, "stop[1]"),
+    ({"stop": {"SECRET": 1}}, "stop"),
     ({"stop_token_ids": [5, 512]}, "stop_token_ids[1]"),
     ({"logit_bias": {"600": 1}}, "logit_bias[600]"),
     ({"min_tokens": 17}, "min_tokens"),
