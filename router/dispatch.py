@@ -381,6 +381,7 @@ class JobDispatcher:
         run.over = True
         for share in run.shares:
             self._release(share, "cancelled")
+        run.shares.clear()  # They name the run: a circle that only a garbage collection would find.
         del self._runs[run.job]
         if not self._runs:
             self._idle.set()

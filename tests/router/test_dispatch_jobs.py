@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from typing import TYPE_CHECKING
 
 import pytest
@@ -65,6 +67,25 @@ async def test_disaggregated(cluster: Cluster) -> None:
     assert (timings.prefill_ns, timings.kv_transfer_ns) == (200, 300)
     assert (timings.decode_queue_ns, timings.decode_ns) == (100, 300)
     assert prefill.count("cancel") == decode.count("cancel") == 0
+
+
+async def test_a_job_that_is_over_leaves_nothing_to_the_garbage_collector(
+    cluster: Cluster,
+) -> None:
+    both = await cluster.add("b0", BOTH)
+    gc.collect()
+    gc.disable()
+    try:
+        reader = cluster.read(job(max_tokens=1))
+        submit = await both.heard("submit")
+        (run,) = map(weakref.ref, cluster.dispatcher._runs.values())
+        both.first_token(submit.attempt_id, 10)
+        both.finished(submit.attempt_id, 1)
+        await reader.end()
+        del reader
+        await until(lambda: run() is None)
+    finally:
+        gc.enable()
 
 
 async def test_whole(cluster: Cluster) -> None:
