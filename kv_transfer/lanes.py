@@ -68,7 +68,7 @@ USUAL: Final = LaneOptions()
 
 
 def cut(num_pages: int, most: int, ends: int) -> Iterator[slice]:
-    """The pieces of a batch: `most` pages each, the first and the last `ends` at most."""
+    """The pieces of a push: `most` pages each, the first and the last `ends` at most."""
     start = 0
     while start < num_pages:
         size = ends if start == 0 else min(most, num_pages - start - ends)
