@@ -39,7 +39,7 @@ from engine.step import StepPlan
 from engine.step_loop import hand_out
 from engine.types import EngineLoad
 from kv_transfer.events import TransferCounters
-from kv_transfer.thread import ReceiveSpec
+from kv_transfer.specs import ReceiveSpec
 from router.dispatch import JobDispatcher
 from router.jobs import Job, JobTokens, ServedModel
 from router.link import WorkerLink

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import grpc.aio
 import tokenizers
 
+from baton.event_loop import loop_factory
 from baton.grpc_options import channel_options, server_options
 from baton.inference.v1 import inference_pb2 as api
 from baton.inference.v1 import inference_pb2_grpc
@@ -39,7 +40,7 @@ from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from router.frontdoor import InferenceService
 from router.jobs import ChoiceEnded, Job, JobEvent, JobFinished, JobStarted, JobTokens, ServedModel
 from router.merge import pack_ids
-from router.server import RouterServer, loop_factory
+from router.server import RouterServer
 from router.settings import RouterSettings
 from router.tokenization import Tokenizers
 from telemetry.names import Metric

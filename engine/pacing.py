@@ -40,14 +40,14 @@ class LaunchPacer:
         """What the host takes from waking up to having launched."""
         self._woke = clock()
 
-    def wait_s(self, in_flight: StepPlan | None, began: float) -> float:
+    def wait_s(self, in_flight: StepPlan, began: float) -> float:
         """Seconds until the step behind `in_flight` should be prepared; 0: now.
 
         Args:
-            in_flight: the step that the device works at; None: it idles.
+            in_flight: the step that the device works at.
             began: when the device began with it, by this clock.
         """
-        if in_flight is None or not is_decode(in_flight):
+        if not is_decode(in_flight):
             return 0.0
         lead = 2 * self._launch_s + SLACK_S
         return max(0.0, began + min(self._recent_s) - lead - self._clock())

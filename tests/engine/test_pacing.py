@@ -62,7 +62,6 @@ def test_waits_until_two_launches_before_the_predicted_end(clock: Clock) -> None
 def test_nothing_is_waited_for_without_a_prediction(clock: Clock) -> None:
     assert paced(clock, [], 0.001).wait_s(plan(4, 4), clock.now) == 0
     assert paced(clock, [0.010], 0.001).wait_s(plan(4, 4), clock.now) == 0
-    assert paced(clock, [0.010, 0.010], 0.001).wait_s(None, clock.now) == 0
 
 
 def test_steps_with_prompts_are_neither_waited_for_nor_learnt_from(clock: Clock) -> None:
