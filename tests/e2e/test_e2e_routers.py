@@ -69,7 +69,7 @@ def test_two_routers_share_workers_and_the_death_of_one_is_not_the_others(router
             assert a.error is None, a.error
         assert [a.tokens() for a in mine] == [b.tokens() for b in reversed(theirs)]
         first.slow_down("decode-0")
-        doomed = [read(one, prompt, max_tokens=300, **OPTIONS) for prompt in prompts[:3]]
+        doomed = [read(one, prompt, max_tokens=2000, **OPTIONS) for prompt in prompts[:3]]
         living = [read(other, prompt, max_tokens=60, **OPTIONS) for prompt in prompts[3:6]]
         for reading in (*doomed, *living):
             reading.until(10)
