@@ -41,7 +41,7 @@ from engine.types import EngineLoad
 from kv_transfer.events import TransferCounters
 from kv_transfer.specs import ReceiveSpec
 from router.dispatch import JobDispatcher
-from router.jobs import Job, JobTokens, ServedModel
+from router.jobs import Job, JobEvent, JobTokens, ServedModel
 from router.link import WorkerLink
 from router.settings import RouterSettings
 from telemetry.metrics import WorkerMetrics
@@ -154,8 +154,11 @@ class Link(WorkerLink):
 
 async def read(dispatcher: JobDispatcher, job: Job, counts: list[int]) -> None:
     """A front door that only counts."""
-    async for event in dispatcher.run(job):
+
+    def count(event: JobEvent) -> None:
         counts[0] += isinstance(event, JobTokens)
+
+    await dispatcher.run(job, count)
 
 
 async def measure(sequences: int, steps: int) -> dict[str, list[float]]:
