@@ -33,7 +33,6 @@ import torch
 
 from bench.engine import SHAPE, Case, run_case
 from bench.kv_wire import (
-    RECEIVER,
     Pipe,
     Side,
     in_two_processes,
@@ -44,6 +43,7 @@ from bench.kv_wire import (
 )
 from engine.config import EngineConfig
 from engine.engine import Engine
+from kv_transfer.lanes import RECEIVER
 
 POLL_S = 2e-4
 """How often a worker's transfer thread polls."""

@@ -20,7 +20,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -156,7 +156,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def show(rows: list[Mapping[str, Any]]) -> None:
+def show(rows: Sequence[Mapping[str, Any]]) -> None:
     """The table."""
     print(f"{'':10} {'gather':>12} {'issue':>10} {'scatter':>12} {'issue':>10}")
     for row in rows:

@@ -25,6 +25,7 @@ import torch
 
 from bench.engine import SHAPE
 from engine.attention import choose_backend
+from engine.attention.paged import PagedAttention
 from engine.cuda.executor import CudaExecutor
 from engine.executor import Limits
 from engine.kv_pool import KvPool
@@ -58,6 +59,7 @@ class Stepper:
                 slot, SamplingParams(temperature=0.0), StopRules(99), 0, NOTHING, NOTHING
             )
         attention = choose_backend(backend, self._pool, shape.windows)
+        assert isinstance(attention, PagedAttention), f"{backend} reads no pages"
         limits = Limits(SLOTS, 2048, 16384)
         torch.cuda.synchronize()
         self.executor = CudaExecutor(loaded.model, self._pool, attention, self._sampler, limits)

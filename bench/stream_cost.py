@@ -78,6 +78,10 @@ class Merged:
         """The one."""
         return MODEL
 
+    def largest_pool_tokens(self, job: Job) -> int | None:
+        """No bound."""
+        return None
+
     def end_choice(self, job: Job, choice: int) -> None:
         """Not here."""
 
