@@ -33,7 +33,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     """Share of the GPU's memory that this process may use, in all."""
     cuda_graphs: bool = True
-    """Whether decode steps on a GPU replay graphs, which are made at the start."""
+    """Whether steps on a GPU replay graphs, which are made at the start: `engine.cuda.shapes`."""
     decodes: bool = True
     """Whether sequences are decoded here; if not, no graphs are made for it."""
     max_sequences: int = 64

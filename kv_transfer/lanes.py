@@ -31,7 +31,6 @@ from datetime import timedelta
 from itertools import cycle
 from typing import Any, Final, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -127,17 +126,8 @@ class _Piece(NamedTuple):
     """[n, page_bytes] as `_words`."""
     queue: _Queue
     """The slot's."""
-    ends: _Pages | None
+    ends: Push | None
     """The push, if it ends with this piece."""
-
-
-class _Pages(NamedTuple):
-    """The pages of a push at one end."""
-
-    handle: int
-    pages: PageIds
-    """[n] int32"""
-    payload: bytes = b""
 
 
 class Lane(ABC):
@@ -176,13 +166,14 @@ class Lane(ABC):
         ends = max(1, min(self._options.end_bytes // page_bytes, most))
         slots = [_Slot.of(most * page_bytes, device) for _ in range(self._options.slots)]
         turns, uploads = cycle(slots), _Queue(device)
-        while (push := self._next(wire)) is not None:
+        while (wanted := self._next(wire)) is not None:
+            pages, push = wanted
             with uploads():
-                ids = torch.from_numpy(push.pages).long().to(device)
-            for part in cut(len(push.pages), most, ends):
+                ids = torch.from_numpy(pages).long().to(device)
+            for part in cut(len(pages), most, ends):
                 slot = next(turns)
                 staged = slot.pages(part.stop - part.start, page_bytes)
-                is_last = part.stop == len(push.pages)
+                is_last = part.stop == len(pages)
                 self._move(_Piece(ids[part], staged, slot.queue, push if is_last else None))
                 slot.queue.uses(ids)
             self._moved()
@@ -199,8 +190,8 @@ class Lane(ABC):
         """Meets the other end: the wire, and the communicator of the two."""
 
     @abstractmethod
-    def _next(self, wire: LaneWire) -> _Pages | None:
-        """Waits for the next push; None: the lane is closed."""
+    def _next(self, wire: LaneWire) -> tuple[PageIds, Push] | None:
+        """Waits for the next push, and its pages at this end; None: the lane is closed."""
 
     @abstractmethod
     def _move(self, piece: _Piece) -> None:
@@ -263,13 +254,11 @@ class SendLane(Lane):
             wire = LaneWire.accept(self._server, key, FORM_S.total_seconds())
         return wire, form_group(self._store, SENDER, self._pool.pages.device)
 
-    def _next(self, wire: LaneWire) -> _Pages | None:
-        entry = self._pushes.get()
-        if entry is None:
-            return None
-        source, push = entry
-        wire.tell_push(push)
-        return _Pages(push.handle, source.astype(np.int32))
+    def _next(self, wire: LaneWire) -> tuple[PageIds, Push] | None:
+        wanted = self._pushes.get()
+        if wanted is not None:
+            wire.tell_push(wanted[1])
+        return wanted
 
     def _move(self, piece: _Piece) -> None:
         with piece.queue():
@@ -291,7 +280,7 @@ class ReceiveLane(Lane):
         self._address = address
         self._due: deque[tuple[_Piece, torch.cuda.Event | None]] = deque()
         """Pieces to be scattered, and when they are here."""
-        self._landing: deque[tuple[_Pages | None, torch.cuda.Event | None]] = deque()
+        self._landing: deque[tuple[Push | None, torch.cuda.Event | None]] = deque()
         """Pieces that are scattered: the push that ends with it, and when it is in the pool."""
         super().__init__(name, pool, options)
 
@@ -323,11 +312,12 @@ class ReceiveLane(Lane):
         wire = LaneWire.connect(host, int(wire_port), bytes.fromhex(key), form_s)
         return wire, form_group(store, RECEIVER, self._pool.pages.device)
 
-    def _next(self, wire: LaneWire) -> _Pages | None:
+    def _next(self, wire: LaneWire) -> tuple[PageIds, Push] | None:
         try:
-            return _Pages(*wire.next_push())
+            push = wire.next_push()
         except EOFError:
             return None
+        return push.target, push
 
     def _move(self, piece: _Piece) -> None:
         if len(self._due) == self._options.slots:

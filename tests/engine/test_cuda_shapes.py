@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.attention.fa3 import LONG_PIECE
 from engine.cuda.packing import PackedStep, pack
 from engine.cuda.shapes import (
     LONGEST_GRAPH,
@@ -100,6 +101,10 @@ def test_prompts_alone_have_graphs_up_to_the_longest_chunk(longest):
         assert shape.decodes == 0
         assert shape.tokens == shape.prompt_tokens, "a row more costs the products a whole tile"
         assert tokens <= shape.tokens < tokens + 64
+
+
+def test_attention_knows_the_longest_piece():
+    assert LONG_PIECE == PROMPT_TOKENS
 
 
 def test_where_nothing_decodes_only_prompts_have_graphs():
