@@ -107,7 +107,7 @@ class WorkerSettings(BaseSettings):
 
     listen: Address = "127.0.0.1:0"
     """Where routers reach the worker. Port 0 is fine: the worker announces the real one."""
-    advertise: str = ""
+    advertise: Annotated[str, AfterValidator(lambda value: value and _host_and_port(value))] = ""
     """Address announced to routers. Empty: `listen`; set it behind NAT or when listening on all.
     Port 0 stands for the real one."""
     address_file: str = ""

@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S: Final = 0.1
 """Between load reports; also how late an expired attempt is noticed."""
+ATTACH_TIMEOUT_S: Final = 10.0
+"""Whoever opens a stream says this soon who they are; routers do at once."""
 MAX_ATTEMPTS: Final = 4096
 """Under way at once, over all routers."""
 
@@ -157,7 +159,11 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def _attach(
         self, requests: AsyncIterator[worker_pb2.WorkRequest], context: Context
     ) -> str:
-        first = await anext(aiter(requests), None)
+        try:
+            async with asyncio.timeout(ATTACH_TIMEOUT_S):
+                first = await anext(aiter(requests), None)
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "no attach came")
         if first is None or not first.HasField("attach"):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message is attach")
         attached = worker_pb2.Attached(worker=self._identity)

@@ -55,7 +55,8 @@ class ProcessWatch:
             return
         except OSError:
             return
-        if _started_or_none(wanted.pid) == wanted.started:
+        started = _started_or_none(wanted.pid)
+        if started is None or started == wanted.started:  # hidden or ended: the pidfd will tell
             self._names[pidfd] = name
             self._poll.register(pidfd, select.POLLIN)
         else:  # the number is another process's by now
@@ -103,6 +104,7 @@ def _started(pid: int) -> str:
 
 
 def _started_or_none(pid: int) -> str | None:
+    """None where the process has ended, or /proc does not show it (hidepid)."""
     try:
         return _started(pid)
     except (OSError, IndexError):

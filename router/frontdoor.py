@@ -95,8 +95,14 @@ class InferenceService:
             revision=model.revision,
             max_context_tokens=model.max_context_tokens,
             max_output_tokens=longest,
-            has_tokenizer=await self._tokenizers.get(model.path) is not None,
+            has_tokenizer=await self._has_tokenizer(model.path),
         )
+
+    async def _has_tokenizer(self, folder: str) -> bool:
+        try:
+            return await self._tokenizers.get(folder) is not None
+        except Exception:  # Whoever asks for this model hears of it; the others are listed.
+            return False
 
 
 class _Whole:

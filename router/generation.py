@@ -81,7 +81,7 @@ class Generations:
                 model, tokenizer = await self._admit(request)
             with span.step(SpanName.TOKENIZE):
                 prompt_ids = await self._tokenize(request.input, tokenizer, "input")
-            job = self._job(request.input, call, span, model, prompt_ids)
+                job = self._job(request.input, call, span, model, prompt_ids)
             if not request.input.stop.HasField("max_tokens"):
                 self._shorten(job)
             span.describe_job(job)

@@ -90,7 +90,7 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info and record.exc_info[1] is not None:
             found["exception"] = describe(record.exc_info[1])
-        return json.dumps(found, default=lambda value: type(value).__name__, ensure_ascii=False)
+        return _json(found)
 
 
 class TextFormatter(logging.Formatter):
@@ -160,12 +160,23 @@ def _short(value: object) -> str:
     match value:
         case float():
             return f"{value:.4g}"
-        case str() if " " in value or not value:
-            return json.dumps(value, ensure_ascii=False)
+        case str() if not value or " " in value or not value.isprintable():
+            return _json(value)
         case list() | tuple():
             return ",".join(map(str, value)) or "-"
         case _:
             return str(value)
+
+
+def _json(value: object) -> str:
+    """JSON on one line. What a caller chose, such as a tag, may hold control characters that JSON
+    allows and that a terminal would obey: then everything beyond ASCII is escaped."""
+    text = json.dumps(value, default=_class_name, ensure_ascii=False)
+    return text if text.isprintable() else json.dumps(value, default=_class_name)
+
+
+def _class_name(value: object) -> str:
+    return type(value).__name__
 
 
 def _utc(record: logging.LogRecord) -> str:

@@ -101,7 +101,11 @@ def stream_answer(
     """Streams one answer, shows it as it comes, and sums it up on stderr."""
     started = time.monotonic()
     first_text_s = 0.0
-    with client.stream(prompt, messages=messages, timeout_s=timeout_s, **options) as stream:
+    try:
+        stream = client.stream(prompt, messages=messages, timeout_s=timeout_s, **options)
+    except ValueError as error:  # a number too large, or text that is not UTF-8
+        raise typer.BadParameter(str(error)) from None
+    with stream:
         try:
             for delta in stream:
                 first_text_s = first_text_s or time.monotonic() - started

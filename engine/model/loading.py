@@ -223,7 +223,7 @@ def _shards(folder: Path) -> list[Path]:
     if index.is_file():
         try:
             names = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelError(f"{index} is no index of shards") from error
         return [folder / name for name in sorted(names)]
     files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))

@@ -204,6 +204,20 @@ def test_a_system_message_has_no_place_in_raw_text() -> None:
     assert run("generate", "x", "--raw", "--system", "y", "--router", NOBODY).exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("Hi", "--max-tokens", "5000000000"), "max_tokens"),
+        (("Hi", "--seed", str(1 << 64)), "seed"),
+        (("Hi\udcff",), "utf-8"),
+    ],
+)
+def test_what_a_request_cannot_say_is_wrong_use(arguments: tuple[str, ...], complaint: str) -> None:
+    result = run("generate", *arguments, "--router", NOBODY)
+    assert result.exit_code == 2
+    assert complaint in plain(result.output)
+
+
 def test_where_the_demo_model_is(tmp_path: Path) -> None:
     result = run("model", "path", BATON_CACHE=str(tmp_path))
     assert result.output.strip() == str(tmp_path / "models" / "SmolLM2-135M-Instruct")

@@ -75,6 +75,7 @@ def test_settings_are_frozen() -> None:
         ({"device": "tpu"}, "`device`"),
         ({"routers": ["nowhere"]}, "HOST:PORT"),
         ({"listen": "host:70000"}, "`listen`: must be HOST:PORT"),
+        ({"advertise": "10.0.0.5"}, "`advertise`: must be HOST:PORT"),
         ({"max_step_tokens": 16, "page_size_tokens": 32}, "at least page_size_tokens"),
         ({"role": "cook", "seed": -1}, "`seed`"),
     ],

@@ -123,6 +123,18 @@ async def test_what_breaks_one_duty_is_logged_once_and_leaves_the_reports_alone(
         assert [one.message for one in caplog.records if one.exc_info] == ["a duty failed"]
 
 
+async def test_a_router_that_never_attaches_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("baton.worker_stream.ATTACH_TIMEOUT_S", 0.05)
+    async with a_pair() as pair, served(pair.d) as worker:
+        router = RouterEnd(worker.address)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await router.heard("attached")
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await router.close()
+
+
 async def test_the_first_message_is_attach() -> None:
     async with a_pair() as pair, served(pair.d) as worker:
         router = RouterEnd(worker.address)

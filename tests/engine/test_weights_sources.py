@@ -61,9 +61,10 @@ def test_damaged_files_are_named(folder):
     file.write_bytes(file.read_bytes()[:500])
     with pytest.raises(ModelError, match=r"model\.safetensors is damaged"):
         load(folder)
-    (folder / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"index\.json"):
-        load(folder)
+    for index in ("{}", "[]", '{"weight_map": []}'):
+        (folder / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(ModelError, match=r"index\.json"):
+            load(folder)
 
 
 def test_tensors_that_the_engine_computes_itself_may_be_there(folder, tmp_path):

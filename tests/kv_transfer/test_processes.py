@@ -64,6 +64,19 @@ def test_a_number_taken_by_another_process_is_not_that_process():
     child.wait()
 
 
+def test_a_process_that_is_hidden_from_this_one_is_not_taken_for_gone(monkeypatch):
+    """/proc may be mounted so that one sees one's own processes only (hidepid)."""
+    child, process = start()
+    watch = ProcessWatch()
+    with monkeypatch.context() as hidden:
+        hidden.setattr("kv_transfer.processes._started_or_none", lambda pid: None)
+        watch.watch("peer", process)
+    assert watch.gone() == []
+    child.kill()
+    assert gone_within(watch, 20) == ["peer"]
+    child.wait()
+
+
 def test_processes_of_other_hosts_are_never_proven_gone():
     watch = ProcessWatch()
     elsewhere = own_process().split("/")

@@ -166,6 +166,21 @@ async def test_list_models(tmp_path: Path, dispatcher: ScriptedDispatcher) -> No
     ]
 
 
+async def test_a_tokenizer_that_cannot_be_read_hides_no_model(
+    tmp_path: Path, dispatcher: ScriptedDispatcher
+) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "tokenizer.json").write_text("{")
+    dispatcher.served = [served_model(tmp_path), served_model(broken, "broken")]
+    async with open_door(dispatcher) as door:
+        listed = await door.stub.ListModels(api.ListModelsRequest())
+    assert [(model.name, model.has_tokenizer) for model in listed.models] == [
+        ("tiny", True),
+        ("broken", False),
+    ]
+
+
 async def scored(job: Job) -> AsyncGenerator[JobEvent, None]:
     def score(value: float) -> TokenLogprobs:
         return TokenLogprobs(value, (5, 6), (-0.5, -1.5))

@@ -103,6 +103,15 @@ async def test_whoever_asks_chooses_no_label(
     assert counted.of(Metric.REJECTIONS + "_total", reason="MODEL_NOT_FOUND") == 2
 
 
+async def test_a_prompt_that_the_context_cannot_hold_is_a_rejection(
+    dispatcher: ScriptedDispatcher, counted: Counted, tmp_path: Path
+) -> None:
+    dispatcher.served = [served_model(tmp_path, max_context_tokens=5)]
+    with pytest.raises(RouterError):
+        await serve(dispatcher, counted)
+    assert counted.of(Metric.REJECTIONS + "_total", reason="CONTEXT_LENGTH_EXCEEDED") == 1
+
+
 async def test_no_events_are_welcome(dispatcher: ScriptedDispatcher) -> None:
     await serve(dispatcher, NO_EVENTS)
     NO_EVENTS.waited(1.0)

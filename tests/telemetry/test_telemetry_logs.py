@@ -70,6 +70,17 @@ def test_a_record_as_text(stream: io.StringIO) -> None:
 
 
 @pytest.mark.parametrize("log_format", ["json", "text"])
+def test_what_a_caller_chose_cannot_begin_a_line_nor_steer_a_terminal(
+    log_format: Format, stream: io.StringIO
+) -> None:
+    setup_logging(Service.ROUTER, log_format=log_format, stream=stream)
+    logger.info("request", extra={"client_tag": "x\nforged\x1b[2J\x9b2J\u2028"})
+    line = stream.getvalue()
+    assert line.count("\n") == 1
+    assert line.rstrip("\n").isprintable()
+
+
+@pytest.mark.parametrize("log_format", ["json", "text"])
 def test_exceptions_are_named_and_located_and_not_quoted(
     log_format: Format, stream: io.StringIO
 ) -> None:
