@@ -163,6 +163,7 @@ class JobDispatcher:
         self._workers.append(link)
         self._workers.sort(key=lambda worker: worker.worker_id)
         self._models.joined(link)
+        self._events.worker_attached(link.role, link.identity.model.name)
         self.membership_changed.set()
 
     def loading(self, worker: worker_pb2.WorkerIdentity) -> None:
@@ -190,8 +191,10 @@ class JobDispatcher:
                 self._settle(attempt)
                 self._pump_soon()
 
-    def lost(self, link: WorkerLink, _loss: Loss, _was: LinkState) -> None:
+    def lost(self, link: WorkerLink, loss: Loss, _was: LinkState) -> None:
         """A worker left: its attempts end, and so does the wait of jobs only it could run."""
+        if not link.left_in_order(loss):
+            self._events.worker_lost(link.role, loss.name.lower())
         if link in self._workers:
             self._workers.remove(link)
             self._models.left(link, self._now_s())

@@ -9,7 +9,15 @@ from typing import Final, Protocol
 
 
 class RouterEvents(Protocol):
-    """Hears of requests. Called on the event loop; never raises, never waits."""
+    """Hears of requests and workers. Called on the event loop; never raises, never waits."""
+
+    def worker_attached(self, role: str, model: str) -> None:
+        """A worker joined."""
+        ...
+
+    def worker_lost(self, role: str, cause: str) -> None:
+        """A worker is gone that had not said that it leaves; `cause` is a short stable word."""
+        ...
 
     def rejected(self, reason: str) -> None:
         """A request was refused before any work; `reason` is one of the error table's."""
@@ -64,6 +72,12 @@ class RouterEvents(Protocol):
 
 class NoEvents:
     """Hears and forgets."""
+
+    def worker_attached(self, role: str, model: str) -> None:
+        """Forgets it."""
+
+    def worker_lost(self, role: str, cause: str) -> None:
+        """Forgets it."""
 
     def rejected(self, reason: str) -> None:
         """Forgets it."""

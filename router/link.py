@@ -206,6 +206,10 @@ class WorkerLink:
         """The worker takes no new work."""
         return self.ledger.load.draining
 
+    def left_in_order(self, loss: Loss) -> bool:
+        """Whether such an end was to be expected, or is this router's own: nobody need look."""
+        return loss is Loss.CLOSED or (loss is Loss.STREAM_ENDED and self.draining)
+
     def room(self) -> Room:
         """What the worker has, by the router's estimate."""
         return self.ledger.room()

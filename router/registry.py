@@ -147,8 +147,8 @@ class Registry:
         if was is not LinkState.ATTACHED:
             logger.info("worker did not attach", extra=details)
             return
-        if loss is Loss.CLOSED or (loss is Loss.STREAM_ENDED and link.draining):
-            logger.info("worker left", extra=details)  # as was said before: nobody need look
+        if link.left_in_order(loss):
+            logger.info("worker left", extra=details)
         else:
             logger.warning("worker lost", extra=details)
         self._owner.lost(link, loss, was)

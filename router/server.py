@@ -170,7 +170,10 @@ class RouterServer:
             queued_requests=dispatcher.queued_jobs,
             queued_tokens=dispatcher.queued_tokens,
             queue_drain_s=dispatcher.queue_drain_s(),
-            workers=[WorkerUp(link.worker_id, link.role) for link in self.registry.members],
+            workers=[
+                WorkerUp(link.worker_id, link.role, link.identity.model.name)
+                for link in self.registry.members
+            ],
         )
 
     async def _follow_members(self) -> None:

@@ -30,6 +30,22 @@ _MODEL: Final = "gen_ai_request_model"
 _ERROR: Final = "error_type"
 
 
+OWN_FAULTS: Final = (
+    "INTERNAL",
+    "KV_INTEGRITY",
+    "KV_TRANSFER_FAILED",
+    "NUMERICAL_ERROR",
+    "POISON_REQUEST",
+    "WORKER_LOST",
+    "WORKER_LOST_MID_STREAM",
+)
+"""Outcomes of requests that neither the caller nor the load is to blame for."""
+OVERLOADED: Final = ("DEADLINE_UNREACHABLE", "NO_WORKERS", "QUEUE_FULL", "QUEUE_TIMEOUT")
+"""Reasons of refusals that more workers would help."""
+LOSS_CAUSES: Final = ("congested", "frozen", "socket_closed", "stream_ended")
+"""How a router loses a worker that was attached; `router.link.Loss` explains them."""
+
+
 class Declared(NamedTuple):
     """What a metric is."""
 
@@ -75,7 +91,12 @@ DECLARED: Final[Mapping[str, Declared]] = {
         "gauge", "How long what waits takes at the rate measured; none while unknown.", ("model",)
     ),
     Metric.WORKER_UP: Declared(
-        "gauge", "1 while the worker's stream stands; 0 after it left.", ("worker", "role")
+        "gauge",
+        "1 while the worker's stream stands; 0 for an hour after it left.",
+        ("worker", "role", "model"),
+    ),
+    Metric.WORKERS_LOST: Declared(
+        "counter", "Workers lost without having said that they leave.", ("role", "cause")
     ),
     # Worker: engine.
     Metric.PROGRESS: Declared("counter", "Turns of the step loop, idle ones included."),

@@ -21,8 +21,11 @@ from prometheus_client.process_collector import ProcessCollector
 from telemetry.collectors import Row, Samples, Snapshot
 from telemetry.export import ExportCounts
 from telemetry.gpu import GpuLoad
-from telemetry.metric_table import DECLARED
+from telemetry.metric_table import DECLARED, LOSS_CAUSES, OVERLOADED, OWN_FAULTS
 from telemetry.names import Metric
+
+LEFT_SHOWN_S: Final = 3600.0
+"""A worker that left is shown as down for so long."""
 
 
 class ProcessMetrics:
@@ -83,6 +86,7 @@ class WorkerUp(NamedTuple):
 
     worker_id: str
     role: str
+    model: str
 
 
 class RouterLoad(NamedTuple):
@@ -99,7 +103,9 @@ class RouterLoad(NamedTuple):
 class RouterMetrics(ProcessMetrics):
     """Of a router process."""
 
-    def __init__(self, load: Callable[[], RouterLoad]) -> None:
+    def __init__(
+        self, load: Callable[[], RouterLoad], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         super().__init__()
         self._requests = self._counter(Metric.REQUESTS)
         self._rejections = self._counter(Metric.REJECTIONS)
@@ -115,14 +121,30 @@ class RouterMetrics(ProcessMetrics):
         self._of_model: dict[str, tuple[Counter, Histogram]] = {}
         """Output tokens and the times between them: looked up once, not for every token."""
         self._duration = self._histogram(Metric.REQUEST_DURATION)
+        self._workers_lost = self._counter(Metric.WORKERS_LOST)
         self._watch(load, _ROUTER_ROWS)
-        self.registry.register(Samples(Metric.WORKER_UP, _WorkersUp(load)))
+        self.registry.register(Samples(Metric.WORKER_UP, _WorkersUp(load, clock)))
         self.registry.register(
             Samples(
                 Metric.QUEUE_DRAIN,
                 lambda: {(model,): wait_s for model, wait_s in load().queue_drain_s.items()},
             )
         )
+
+        for reason in OVERLOADED:
+            self._rejections.labels(reason)
+
+    def worker_attached(self, role: str, model: str) -> None:
+        """A worker joined. What alerts wait for is shown from here on, at 0: a series that begins
+        at 50 has not risen, as Prometheus sees it."""
+        for cause in LOSS_CAUSES:
+            self._workers_lost.labels(role, cause)
+        for outcome in OWN_FAULTS:
+            self._requests.labels(model, outcome)
+
+    def worker_lost(self, role: str, cause: str) -> None:
+        """A worker is gone that had not said that it leaves; `cause` is one of `LOSS_CAUSES`."""
+        self._workers_lost.labels(role, cause).inc()
 
     def rejected(self, reason: str) -> None:
         """A request was refused before any work; `reason` is one of the error table's."""
@@ -251,16 +273,18 @@ class WorkerMetrics(ProcessMetrics):
 
 
 class _WorkersUp:
-    """Who is attached, and who was."""
+    """Who is attached, and who was: names of workers that come and go must not pile up."""
 
-    def __init__(self, load: Callable[[], RouterLoad]) -> None:
+    def __init__(self, load: Callable[[], RouterLoad], clock: Callable[[], float]) -> None:
         self._load = load
-        self._known: set[WorkerUp] = set()
+        self._clock = clock
+        self._seen_s: dict[WorkerUp, float] = {}
 
     def __call__(self) -> dict[tuple[str, ...], float]:
-        up = set(self._load().workers)
-        self._known |= up
-        return {worker: float(worker in up) for worker in self._known}
+        now_s, up = self._clock(), set(self._load().workers)
+        known = self._seen_s | dict.fromkeys(up, now_s)
+        self._seen_s = {one: at_s for one, at_s in known.items() if now_s - at_s < LEFT_SHOWN_S}
+        return {worker: float(worker in up) for worker in self._seen_s}
 
 
 def _exemplar(trace_id: str) -> dict[str, str] | None:

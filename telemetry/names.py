@@ -183,6 +183,7 @@ class Metric:
     FAILOVERS: Final = "baton_failovers"
     LOCAL_PREFILLS: Final = "baton_local_prefills"
     WORKER_UP: Final = "baton_worker_up"
+    WORKERS_LOST: Final = "baton_workers_lost"
 
     PROGRESS: Final = "baton_engine_turns"
     STEPS: Final = "baton_engine_steps"

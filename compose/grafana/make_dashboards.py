@@ -25,7 +25,12 @@ OVERVIEW: Final = [
     stat("All tokens a second", "baton:total_tokens:rate1m"),
     stat("First token, p99", quantiles(TTFT, of=(99,))[0][0], "s"),
     stat("In flight", "sum(baton_requests_inflight)"),
-    stat("Workers", "sum by (role) (baton_worker_up)", legend="{{role}}"),
+    # Each once, however many routers it is attached to.
+    stat(
+        "Workers",
+        "count by (role) (max by (role, worker) (baton_worker_up) == 1)",
+        legend="{{role}}",
+    ),
     Panel(
         "Requests by outcome",
         [("baton:requests:rate1m", "{{outcome}}")],
@@ -77,6 +82,12 @@ OVERVIEW: Final = [
         "A retry is invisible to the client; a failover goes on with a stream that had begun.",
     ),
     Panel(
+        "Workers lost",
+        [("sum by (role, cause) (increase(baton_workers_lost_total[1m]))", "{{role}}: {{cause}}")],
+        help="In a minute, those that had not said that they leave.",
+        stacked=True,
+    ),
+    Panel(
         "Event loops",
         quantiles("baton_event_loop_lag_seconds", "job", of=(99,)),
         "s",
@@ -98,6 +109,20 @@ BALANCE: Final = [
         "percentunit",
         "Used, granted or quarantined. Decode workers near 1: too few of them.",
         limit=0.9,
+    ),
+    Panel(
+        "Slots in use",
+        [("baton:slots_in_use:ratio", "{{worker}}")],
+        "percentunit",
+        "Sequences, running or granted. Decode workers near 1: too few of them, or of slots.",
+        limit=0.95,
+    ),
+    Panel(
+        "Prompts that decode workers compute",
+        [rate("baton_local_prefills", "reason")],
+        "ops",
+        "By themselves, and why.",
+        stacked=True,
     ),
     Panel("Wait in the router's queue", quantiles("baton_queue_wait_seconds"), "s"),
     Panel(
@@ -230,6 +255,37 @@ HANDOFF: Final = [
         "Late or foreign messages that were dropped, and grants that nobody used.",
     ),
     Panel(
+        "Transfers that do not end",
+        [
+            ("max by (worker) (baton_kv_quarantine_oldest_seconds)", "{{worker}}: quarantine"),
+            ("max by (worker) (baton_kv_send_oldest_seconds)", "{{worker}}: send"),
+        ],
+        "s",
+        "Age of the oldest. Both are over within milliseconds where all is well.",
+        limit=60,
+    ),
+    Panel(
+        "Paths between workers",
+        [
+            (
+                "max by (worker, peer, transport) (baton_kv_peer_bytes_per_second)",
+                "{{worker}} to {{peer}}: {{transport}}",
+            )
+        ],
+        "Bps",
+        "Measured when the two met.",
+    ),
+    Panel(
+        "Paths that routers avoid",
+        [
+            (
+                "sum by (worker, peer, cause) (baton_kv_peer_healthy == 0) + 1",
+                "{{worker}} to {{peer}}: {{cause}}",
+            )
+        ],
+        help="1 while one is avoided, and for what.",
+    ),
+    Panel(
         "Pushes in progress",
         [("sum by (worker) (baton_kv_sends_in_progress)", "{{worker}}")],
     ),
@@ -269,13 +325,7 @@ OBJECTIVES: Final = [
     Panel("Time between messages", quantiles("baton_inter_token_seconds"), "s"),
     Panel(
         "Failed through our own fault",
-        [
-            (
-                "sum by (outcome) (rate(baton_requests_total"
-                '{outcome=~"INTERNAL|NUMERICAL_ERROR|WORKER_LOST.*|KV_.*"}[1m]))',
-                "{{outcome}}",
-            )
-        ],
+        [("baton:own_faults:rate5m", "{{outcome}}")],
         "reqps",
     ),
     Panel(

@@ -15,6 +15,8 @@ import pytest
 import yaml
 from compose_kit import COMPOSE, ROOT, run_tool, seconds, services
 
+from baton.settings import WorkerSettings
+from router.settings import RouterSettings
 from telemetry.metric_table import DECLARED
 
 RULES = ("recording.yml", "alerts.yml")
@@ -111,7 +113,6 @@ def test_every_alert_is_tested_or_says_why_not() -> None:
     tested = set(re.findall(r"alertname: (\w+)", read("rules_test.yml")))
     simple = {
         "BatonOverloaded",
-        "BatonTokensSlow",
         "BatonPreempting",
         "BatonStaleNotifications",
         "BatonPagesDamaged",
@@ -119,6 +120,25 @@ def test_every_alert_is_tested_or_says_why_not() -> None:
         "BatonEventLoopLate",
     }
     assert set(re.findall(r"alert: (\w+)", read("alerts.yml"))) == tested | simple
+
+
+def test_every_alert_has_its_line_in_the_docs() -> None:
+    page = (ROOT / "docs" / "alerts.md").read_text()
+    told = re.findall(r"^\| `(Baton\w+)` \| (\w+) \|", page, re.MULTILINE)
+    groups = yaml.safe_load(read("alerts.yml"))["groups"]
+    alerts = [rule for group in groups for rule in group["rules"]]
+    assert told == [(rule["alert"], rule["labels"]["severity"]) for rule in alerts]
+
+
+def test_what_is_set_for_our_processes_is_a_setting(found: Any) -> None:
+    known = {
+        f"BATON_{name.upper()}"
+        for kind in (WorkerSettings, RouterSettings)
+        for name in kind.model_fields
+    }
+    ours = [one for one in found.values() if "build" in one]
+    assert len(ours) == 7
+    assert {name for one in ours for name in one["environment"]} <= known | {"BATON_CACHE"}
 
 
 def test_dashboards_are_current(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from tiny_models import write_tiny_model
 from baton.errors import BatonError
 from baton.generation import Generation
 from baton.traces import DEFAULT_PATIENCE_S, fetch, missing_spans
+from telemetry.metric_table import OWN_FAULTS
 from telemetry.names import Metric
 
 PAGE_TOKENS = 16
@@ -93,13 +94,14 @@ def results(cluster) -> list[Generation]:
 def test_the_router_counts_requests_and_tokens(cluster, results):
     figures = scrape(cluster, "router")
     model = results[0].model
-    assert {
-        tuple(sorted(labels)): n for labels, n in figures.all("baton_requests_total").items()
-    } == {
+    ended = {tuple(sorted(labels)): n for labels, n in figures.all("baton_requests_total").items()}
+    assert {labels: n for labels, n in ended.items() if n} == {
         (("model", model), ("outcome", "OK")): len(PROMPTS),
         (("model", ""), ("outcome", "MODEL_NOT_FOUND")): 1,
         (("model", ""), ("outcome", "INVALID_FIELD")): 1,
     }
+    for outcome in OWN_FAULTS:
+        assert ended[("model", model), ("outcome", outcome)] == 0
     assert figures.of("baton_rejections_total", reason="MALFORMED_REQUEST") == 1
     assert figures.of("baton_rejections_total", reason="MODEL_NOT_FOUND") == 1
     assert figures.of("baton_rejections_total", reason="INVALID_FIELD") == 1
@@ -125,8 +127,11 @@ def test_the_router_at_rest(cluster, results):
     for name in ("baton_requests_inflight", "baton_queue_depth", "baton_queue_tokens"):
         assert figures.of(name) == 0
     assert figures.total("baton_retries_total") == figures.total("baton_failovers_total") == 0
-    assert figures.of("baton_worker_up", worker="prefill-0", role="prefill") == 1
-    assert figures.of("baton_worker_up", worker="decode-0", role="decode") == 1
+    model = results[0].model
+    for role in ("prefill", "decode"):
+        worker = f"{role}-0"
+        assert figures.of("baton_worker_up", worker=worker, role=role, model=model) == 1
+        assert figures.of("baton_workers_lost_total", role=role, cause="socket_closed") == 0
     public = Figures(read(f"http://{cluster.plan.http_address}/metrics"))
     for labels, count in figures.all("baton_requests_total").items():
         assert public.of("baton_requests_total", **dict(labels)) == count

@@ -16,11 +16,14 @@ from router.calls import Call
 from router.errors import RouterError
 from router.events import NO_EVENTS, RouterEvents
 from router.frontdoor import InferenceService
+from router.link import Loss
 from router.tokenization import Tokenizers
+from telemetry.metric_table import LOSS_CAUSES
 from telemetry.metrics import RouterLoad, RouterMetrics
 from telemetry.names import Metric
 
 MODEL = {"model": "tiny"}
+LOST = Metric.WORKERS_LOST + "_total"
 GEN_AI_MODEL = {"gen_ai_request_model": "tiny"}
 
 
@@ -159,3 +162,23 @@ async def test_the_queue_refuses_and_keeps_waiting(counted: Counted) -> None:
         await waits.leave()
     finally:
         await cluster.close()
+
+
+async def test_a_worker_that_is_lost_counts_and_one_that_drained_does_not(counted: Counted) -> None:
+    cluster = Cluster(counted)
+    try:
+        prefill, decode = await cluster.pair()
+        decode.report(draining=True)
+        await until(lambda: cluster.link(decode).draining)
+        for worker, left in ((decode, 1), (prefill, 0)):
+            await worker.stop()
+            await until(lambda: len(cluster.registry.members) == left)  # noqa: B023
+        assert sum(counted.of(LOST, role="decode", cause=cause) for cause in LOSS_CAUSES) == 0
+        assert sum(counted.of(LOST, role="prefill", cause=cause) for cause in LOSS_CAUSES) == 1
+    finally:
+        await cluster.close()
+
+
+def test_every_cause_of_a_loss_is_shown_before_it_happens() -> None:
+    """Those of a worker that never was attached, and of the router's own end, are no losses."""
+    assert {*LOSS_CAUSES, "closed", "refused"} == {loss.name.lower() for loss in Loss}

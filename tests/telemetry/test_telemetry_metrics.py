@@ -20,8 +20,9 @@ from kv_transfer.events import TransferCounters
 from telemetry.export import ExportCounts
 from telemetry.gpu import GpuLoad, gpu_reader
 from telemetry.loop_lag import EventLoopLag
-from telemetry.metric_table import DECLARED
+from telemetry.metric_table import DECLARED, OVERLOADED, OWN_FAULTS
 from telemetry.metrics import (
+    LEFT_SHOWN_S,
     PeerPath,
     ProcessMetrics,
     RouterLoad,
@@ -124,13 +125,38 @@ def test_a_request_from_its_first_token_to_its_end() -> None:
 
 
 def test_a_worker_that_left_is_shown_as_down() -> None:
-    workers = [WorkerUp("prefill-0", "prefill"), WorkerUp("decode-0", "decode")]
-    metrics = RouterMetrics(lambda: RouterLoad(2, 1, 77, workers))
+    now_s = 50.0
+    workers = [WorkerUp("prefill-0", "prefill", "m"), WorkerUp("decode-0", "decode", "m")]
+    metrics = RouterMetrics(lambda: RouterLoad(2, 1, 77, workers), lambda: now_s)
     assert scrape(metrics)[Metric.QUEUE_TOKENS, ()] == 77
     workers.pop()
+    assert shown_up(metrics) == {"prefill-0": 1, "decode-0": 0}
+    now_s += LEFT_SHOWN_S - 1
+    assert shown_up(metrics) == {"prefill-0": 1, "decode-0": 0}
+    now_s += 1
+    assert shown_up(metrics) == {"prefill-0": 1}, "names of workers do not pile up"
+
+
+def shown_up(metrics: RouterMetrics) -> dict[str, float]:
+    samples = scrape(metrics).items()
+    return {
+        dict(labels)["worker"]: up for (name, labels), up in samples if name == Metric.WORKER_UP
+    }
+
+
+def test_what_alerts_wait_for_is_there_before_it_happens() -> None:
+    """The first increment of a series that was not there is no increase to Prometheus."""
+    metrics = RouterMetrics(RouterLoad)
+    metrics.worker_attached("decode", "m")
     samples = scrape(metrics)
-    assert samples[Metric.WORKER_UP, (("role", "prefill"), ("worker", "prefill-0"))] == 1
-    assert samples[Metric.WORKER_UP, (("role", "decode"), ("worker", "decode-0"))] == 0
+    for outcome in OWN_FAULTS:
+        assert samples[Metric.REQUESTS + "_total", (("model", "m"), ("outcome", outcome))] == 0
+    for reason in OVERLOADED:
+        assert samples[Metric.REJECTIONS + "_total", (("reason", reason),)] == 0
+    frozen = (("cause", "frozen"), ("role", "decode"))
+    assert samples[Metric.WORKERS_LOST + "_total", frozen] == 0
+    metrics.worker_lost("decode", "frozen")
+    assert scrape(metrics)[Metric.WORKERS_LOST + "_total", frozen] == 1
 
 
 def test_a_backlog_is_shown_for_each_model_that_has_one() -> None:
