@@ -68,10 +68,14 @@ class Tokenizer:
         backend: tokenizers.Tokenizer,
         template: Template | None = None,
         special_tokens: Mapping[str, str] | None = None,
+        template_source: str | None = None,
     ) -> None:
         self._backend = backend
         self._template = template
-        self._special_tokens = dict(special_tokens or {})
+        self.template_source = template_source
+        """What `template` was compiled from."""
+        self.special_tokens = dict(special_tokens or {})
+        """Texts by name, such as `eos_token`."""
         self.special_ids = frozenset(
             token_id
             for token_id, token in backend.get_added_tokens_decoder().items()
@@ -91,7 +95,7 @@ class Tokenizer:
         config = _read_json(path / "tokenizer_config.json")
         source = _template_source(path, config)
         template = _compile_template(source) if source is not None else None
-        return cls(backend, template, _special_tokens(config))
+        return cls(backend, template, _special_tokens(config), source)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> PromptIds:
         """Ids of a raw text, with what the model expects around one (a beginning of text)."""
@@ -120,7 +124,7 @@ class Tokenizer:
                 tools=None,
                 documents=None,
                 add_generation_prompt=True,
-                **self._special_tokens,
+                **self.special_tokens,
             )
         except Exception as error:  # A template is a program: it may raise anything.
             raise ChatTemplateError("the chat template refused the turns") from error

@@ -20,8 +20,8 @@ CLIENTS = """\
 
 What a client says to a router over gRPC; [clients](clients.md) shows how in several languages,
 [errors](errors.md) what can go wrong. Over HTTP the router speaks OpenAI's API instead, on these
-paths: `/v1/models`, `/v1/completions`, `/v1/chat/completions`; and beside them `/tokenize` and
-`/detokenize`, as vLLM's server has them.
+paths: `/v1/models`, `/v1/completions`, `/v1/chat/completions`; and beside them `/tokenize`,
+`/detokenize` and `/tokenizer_info`, as vLLM's server has them.
 """
 WORKERS = """\
 # API between router and workers

@@ -73,6 +73,7 @@ class Completions:
             echoes,
             tokenizer,
             bool(request.return_tokens_as_token_ids),
+            request.echo_only,
         )
         return Reply(self._generations, order, call)
 
@@ -101,7 +102,8 @@ def _generation(
         chosen = {"token_ids": api.TokenIds(ids=echo.token_ids)}
     else:
         chosen = {"text": prompt}
-    generation = request.input(request.max_tokens, request.logprobs, **chosen)
+    max_tokens = 1 if request.echo_only else request.max_tokens
+    generation = request.input(max_tokens, request.logprobs, **chosen)
     generation.output.prompt_logprobs = echo is not None and request.logprobs is not None
     kind = api.StreamGenerateRequest if request.stream else api.GenerateRequest
     return kind(input=generation, client_tag=client_tag)

@@ -96,6 +96,8 @@ class Order:
     tokenizer: Tokenizer | None = None
     """Names tokens beside log probabilities."""
     tokens_as_ids: bool = False
+    echo_only: bool = False
+    """Whether the prompt alone is wanted: the token that ends its computing is left out."""
 
     @property
     def stream(self) -> bool:
@@ -155,6 +157,8 @@ class Reply:
             async for prompt, output in outputs:
                 first = prompt * self._choices_per_prompt
                 match output:
+                    case Delta() if self._order.echo_only:
+                        pass
                     case Delta():
                         self._usage.output_tokens += len(output.token_ids)
                         yield self._choices[first + output.choice].add(output)
@@ -190,6 +194,7 @@ class _Choice:
     def __init__(self, index: int, order: Order) -> None:
         self.index = index
         self._begun = False
+        self._echo_only = order.echo_only
         self._scorer: Scorer | None = None
         if order.requests[0].input.output.logprobs:
             self._scorer = Scorer(order.tokenizer, order.tokens_as_ids)
@@ -211,7 +216,8 @@ class _Choice:
     def finish(self, finished: Finished) -> Piece:
         """The end."""
         piece = self._piece([])
-        piece.finish_reason = FINISH_WORDS[finished.reason]
+        reason = api.FINISH_REASON_LENGTH if self._echo_only else finished.reason
+        piece.finish_reason = FINISH_WORDS[reason]
         return piece
 
     def _piece(self, texts: list[str]) -> Piece:

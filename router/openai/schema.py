@@ -214,10 +214,16 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Annotated[list[Prompt], PlainValidator(_prompts)]
     max_tokens: UInt32 | None = 16
-    """16 where it is left out, as the API has it; null for the server's default."""
+    """16 where it is left out, as the API has it; null for the server's default; 0 beside `echo`
+    for the prompt alone."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
     best_of: int | None = None
+
+    @property
+    def echo_only(self) -> bool:
+        """Whether nothing is to be generated, as where texts are scored."""
+        return bool(self.echo) and self.max_tokens == 0
 
     def refused(self) -> list[Violation]:
         """Fields that are set and cannot be honoured."""
@@ -277,7 +283,7 @@ class ChatRequest(GenerationRequest):
         "modalities": (["text"],),
         "reasoning_effort": ("none",),
         "tool_choice": ("none", "auto"),
-        "verbosity": (),
+        "verbosity": ("medium",),
         "web_search_options": (),
     }
 

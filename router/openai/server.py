@@ -19,6 +19,7 @@ from starlette.routing import BaseRoute, Route
 
 from router import errors
 from router.auth import AUTHORIZATION, OPEN, Gate
+from router.errors import Violation
 from router.events import NO_EVENTS, RouterEvents
 from router.generation import Generations
 from router.openai import statuses
@@ -41,8 +42,11 @@ CHAT_COMPLETIONS: Final = "/v1/chat/completions"
 MODELS: Final = "/v1/models"
 TOKENIZE: Final = "/tokenize"
 DETOKENIZE: Final = "/detokenize"
+TOKENIZER_INFO: Final = "/tokenizer_info"
 HEALTH: Final = "/health"
-_SERVED: Final = ", ".join((CHAT_COMPLETIONS, COMPLETIONS, MODELS, TOKENIZE, DETOKENIZE, HEALTH))
+_SERVED: Final = ", ".join(
+    (CHAT_COMPLETIONS, COMPLETIONS, MODELS, TOKENIZE, DETOKENIZE, TOKENIZER_INFO, HEALTH)
+)
 
 
 class OpenAiServer(EmbeddedHttpServer):
@@ -68,7 +72,7 @@ class OpenAiServer(EmbeddedHttpServer):
         routes: Sequence[BaseRoute] = (),
         gate: Gate = OPEN,
     ) -> None:
-        self._pages = _Pages(dispatcher, gate)
+        self._pages = _Pages(dispatcher, tokenizers, gate)
         generations = Generations(dispatcher, tokenizers, limits, events)
         completions = Completions(generations, dispatcher, tokenizers)
         chat = ChatCompletions(generations, dispatcher, tokenizers)
@@ -81,6 +85,7 @@ class OpenAiServer(EmbeddedHttpServer):
             Route(MODELS, self._pages.models),
             Route(f"{MODELS}/", self._pages.models),
             Route(f"{MODELS}/{{name:path}}", self._pages.model),
+            Route(TOKENIZER_INFO, self._pages.tokenizer),
             Route(HEALTH, self._pages.health),
         )
         application = Starlette(
@@ -101,10 +106,11 @@ def _method(path: str, method: Method, events: RouterEvents, gate: Gate) -> Rout
 class _Pages:
     """What is asked beside generations."""
 
-    def __init__(self, dispatcher: Dispatcher, gate: Gate) -> None:
+    def __init__(self, dispatcher: Dispatcher, tokenizers: Tokenizers, gate: Gate) -> None:
         self.draining = False
         self._gate = gate
         self._dispatcher = dispatcher
+        self._tokenizers = tokenizers
         self._started_s = int(time.time())
 
     async def models(self, request: Request) -> Response:
@@ -121,6 +127,16 @@ class _Pages:
         if name not in models:
             raise errors.model_not_found(name, list(models))
         return _json(self._describe(models[name]))
+
+    async def tokenizer(self, request: Request) -> Response:
+        """What a client needs beside /tokenize to write prompts of its own: the special tokens and
+        the chat template of the model that `?model=` names."""
+        self._admit(request)
+        model = self._dispatcher.model(request.query_params.get("model", ""))
+        tokenizer = await self._tokenizers.get(model.path)
+        if tokenizer is None:
+            raise errors.invalid_fields([Violation("model", "has no tokenizer")])
+        return _json({**tokenizer.special_tokens, "chat_template": tokenizer.template_source})
 
     async def health(self, request: Request) -> Response:
         """200 while some model can be run."""

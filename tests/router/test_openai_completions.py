@@ -311,6 +311,31 @@ async def test_echo_with_logprobs(tmp_path: Path, as_ids: bool) -> None:
         assert columns.top_logprobs[1] == pytest.approx({columns.tokens[1]: scores[0]})
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_is_scored_with_nothing_generated(tmp_path: Path, stream: bool) -> None:
+    ends = answers(lambda *_: [70], worker_pb2.END_REASON_END_OF_SEQUENCE)
+    async with open_port(tmp_path, ends) as port:
+        tokens = [port.tokenizer.token_text(one) for one in port.ids("The quick fox")]
+        create = port.client.completions.create
+        asked = {"model": MODEL, "prompt": "The quick fox", "echo": True, "max_tokens": 0}
+        if stream:
+            chunks = [chunk async for chunk in await create(**asked, logprobs=1, stream=True)]
+            choices = [chunk.choices[0] for chunk in chunks]
+            assert len(choices) == 2  # The prompt, and the end.
+        else:
+            got = await create(**asked, logprobs=1)
+            choices = got.choices
+            assert got.usage is not None
+            assert got.usage.completion_tokens == 0
+        assert "".join(choice.text for choice in choices) == "The quick fox"
+        assert choices[0].logprobs is not None
+        assert choices[0].logprobs.tokens == tokens
+        assert choices[-1].finish_reason == "length"
+        with pytest.raises(openai.BadRequestError) as caught:
+            await create(model=MODEL, prompt="The quick fox", max_tokens=0)
+        assert caught.value.param == "max_tokens"
+
+
 async def test_models(tmp_path: Path) -> None:
     async with open_port(tmp_path, hangs) as port:
         models = [model async for model in port.client.models.list()]

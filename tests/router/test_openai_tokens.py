@@ -7,6 +7,7 @@ from typing import Any
 
 import openai
 import pytest
+from frontdoor_kit import CHAT_TEMPLATE
 from openai_kit import Port, answers, open_port
 
 from router.auth import TokenGate
@@ -44,6 +45,17 @@ async def test_there_and_back_with_special_tokens(tmp_path: Path) -> None:
         assert await ask(port, "/detokenize", tokens=[]) == {"prompt": ""}
 
 
+async def test_what_writes_prompts_elsewhere(tmp_path: Path) -> None:
+    """Evaluations that have no tokenizer of their own ask for special tokens and the template."""
+    async with open_port(tmp_path, answers(lambda *_: [70])) as port:
+        url = f"http://{port.server.address}/tokenizer_info"
+        info: Any = await port.client.get(url, cast_to=object)
+        assert (info["bos_token"], info["chat_template"]) == (SPECIAL, CHAT_TEMPLATE)
+        assert await port.client.get(url + "?model=tiny", cast_to=object) == info
+        with pytest.raises(openai.NotFoundError):
+            await port.client.get(url + "?model=other", cast_to=object)
+
+
 BAD: list[tuple[str, dict[str, object], str]] = [
     ("/tokenize", {}, "prompt"),
     ("/tokenize", {"prompt": ""}, "prompt"),
@@ -77,6 +89,9 @@ async def test_only_those_with_a_token_are_answered(tmp_path: Path, path: str) -
     async with open_port(tmp_path, answers(lambda *_: [70]), gate=gate) as port:
         with pytest.raises(openai.AuthenticationError):
             await ask(port, path, prompt="a", tokens=[1])
+        info = f"http://{port.server.address}/tokenizer_info"
+        with pytest.raises(openai.AuthenticationError):
+            await port.client.get(info, cast_to=object)
 
 
 async def test_a_model_without_a_tokenizer_has_no_text(tmp_path: Path) -> None:
@@ -85,3 +100,6 @@ async def test_a_model_without_a_tokenizer_has_no_text(tmp_path: Path) -> None:
         for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})):
             with pytest.raises(openai.BadRequestError, match="no tokenizer"):
                 await ask(port, path, **body)
+        info = f"http://{port.server.address}/tokenizer_info"
+        with pytest.raises(openai.BadRequestError, match="no tokenizer"):
+            await port.client.get(info, cast_to=object)
