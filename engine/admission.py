@@ -143,7 +143,9 @@ def _growth(scheduler: Scheduler, request: Request, pages: int) -> int:
 
 
 def _admit_resumed(scheduler: Scheduler, job: Job) -> None:
-    """Choices that differ already are computed one by one, as if they had been preempted."""
+    """Choices that differ already are computed one by one, as if they had been preempted. They have
+    only the prompt's keys in common."""
+    del job.keys[len(job.request.prompt_ids) // scheduler.config.page_size :]
     job.state = RequestState.ACTIVE
     scheduler.preempted.extend(job.sequences)
 

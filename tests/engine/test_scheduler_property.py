@@ -15,6 +15,7 @@ from engine.bounds import SchedulerConfig
 from engine.eviction import EVICTION_POLICIES
 from engine.planning import plan_step
 from engine.policies import POLICIES
+from engine.prefix import page_keys
 from engine.recovery import MAX_FAILED_STEPS, MAX_SHRINKS, is_lost, recover
 from engine.sampling import Sampler
 from engine.scheduler import Scheduler
@@ -380,6 +381,23 @@ def test_resumed_choices_that_differ():
     bench.run()
     assert bench.outputs[request_id, 0] == want[5:]
     assert bench.outputs[request_id, 1] == want[2:]
+    bench.check_baseline()
+
+
+def test_resumed_choices_that_differ_are_cached_under_their_own_tokens():
+    bench = Bench()
+    prompt, given = [9] * 6, ([5] * 6, [7] * 6)
+    generated = tuple(np.array(own, np.int32) for own in given)
+    request_id = bench.submit(prompt, 20, choices=2, generated=generated)
+    bench.run()
+    whole = [[*prompt, *given[i], *bench.outputs[request_id, i]][:-1] for i in range(2)]
+    for tokens in whole:
+        pages = bench.blocks.acquire(page_keys(np.array(tokens, np.int32), 4))
+        assert len(pages) == len(tokens) // 4
+        assert bench.device.kv[pages].reshape(-1).tolist() == tokens[: 4 * len(pages)]
+        bench.blocks.release(pages)
+    crossed = np.array(whole[0][:8] + whole[1][8:], np.int32)
+    assert bench.blocks.count_cached(page_keys(crossed, 4)) == 2, "computed behind other tokens"
     bench.check_baseline()
 
 
