@@ -81,7 +81,6 @@ class Plan:
     """Name and address of each worker."""
     worker_admin_addresses: tuple[tuple[str, str], ...]
     """Name and admin address of each worker."""
-    on_gpus: bool
     drain_s: float
     claims: tuple[socket.socket, ...] = ()
     """Of its ports, which nobody listens at before a worker has loaded its model; they hold for as
@@ -126,7 +125,6 @@ def plan(options: UpOptions) -> Plan:
         admin_address=at.admin,
         worker_addresses=tuple((worker.name, worker.address) for worker in workers),
         worker_admin_addresses=tuple((worker.name, worker.admin) for worker in workers),
-        on_gpus=bool(gpus),
         drain_s=options.drain_s,
         claims=tuple(ports.claims),
     )

@@ -57,30 +57,21 @@ class PageWatch(Protocol):
 
     def freed(self, page: int) -> None:
         """The page is FREE from now on."""
-        ...
+        return
 
     def allocated(self, pages: PageIds) -> None:
         """FREE pages are about to be HELD."""
-        ...
+        return
 
     def idle(self, is_free: NDArray[np.bool_]) -> None:
         """There is time to look at FREE pages, given for every page of the pool."""
-        ...
+        return
 
 
-class Unwatched:
+class Unwatched(PageWatch):
     """Looks at nothing."""
 
     damaged = 0
-
-    def freed(self, page: int) -> None:
-        """See `PageWatch`."""
-
-    def allocated(self, pages: PageIds) -> None:
-        """See `PageWatch`."""
-
-    def idle(self, is_free: NDArray[np.bool_]) -> None:
-        """See `PageWatch`."""
 
 
 class BlockManager:
@@ -265,11 +256,6 @@ class BlockManager:
                 self._key_of[page] = (key, depth)
                 self._by_key[key] = page
                 self._emit(CacheEventKind.STORED, key, page)
-
-    def drop_cache(self) -> None:
-        """Frees every page that only the cache holds."""
-        while len(self._evictable):
-            self._evict()
 
     def _emit(self, kind: CacheEventKind, key: bytes, page: int) -> None:
         self._event_sequence += 1

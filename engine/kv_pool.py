@@ -10,8 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.blocks import SCRATCH_PAGE
-
 LAYOUT_VERSION = "page-major-head-outer-1"
 
 
@@ -33,7 +31,6 @@ class KvPool:
         self.tensor = torch.empty(shape, dtype=dtype, device=device).zero_()
         self.num_pages = num_pages
         self.page_size = page_size
-        self.scratch_page = SCRATCH_PAGE
 
     @property
     def page_bytes(self) -> int:

@@ -9,15 +9,15 @@ nowhere: it may hold a prompt.
 from __future__ import annotations
 
 import logging
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
+
+from telemetry import logs
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -278,21 +278,9 @@ def describe(error: BaseException, trace_id: str = "") -> RouterError:
     """The error as a client may see it; one that is not ours is logged without its text."""
     if isinstance(error, RouterError):
         return error
-    logger.error(
-        "internal error",
-        extra={
-            "error_type": type(error).__qualname__,
-            "frames": frames(error),
-            "trace_id": trace_id,
-        },
-    )
+    fields = {"exception": logs.describe(error), "trace_id": trace_id}
+    logger.error("internal error", extra=fields)
     return internal()
-
-
-def frames(error: BaseException) -> list[str]:
-    """Where an exception came from, outermost call first; its message stays out."""
-    stack = traceback.extract_tb(error.__traceback__)
-    return [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in stack]
 
 
 def to_status(error: RouterError, trace_id: str = "") -> status_pb2.Status:

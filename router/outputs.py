@@ -31,6 +31,13 @@ FINISH_REASONS: Final = {
     worker_pb2.END_REASON_LENGTH: api.FINISH_REASON_LENGTH,
 }
 
+FINISH_WORDS: Final = {
+    api.FINISH_REASON_END_OF_SEQUENCE: "stop",
+    api.FINISH_REASON_STOP: "stop",
+    api.FINISH_REASON_LENGTH: "length",
+}
+"""In OpenAI's API, spans and the access log."""
+
 
 class Started(NamedTuple):
     """The first token of a job is known."""

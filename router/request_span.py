@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from baton.inference.v1 import inference_pb2 as api
 from router.errors import RouterError
-from router.outputs import Delta, Finished, Output, Started
+from router.outputs import FINISH_WORDS, Delta, Finished, Output, Started
 from telemetry.names import Attr, SpanName
 from telemetry.tracing import context_of, end_span, start_span, trace_id_of
 
@@ -26,11 +26,6 @@ if TYPE_CHECKING:
     from router.events import RouterEvents
     from router.jobs import Job
 
-_FINISH_WORDS: Final = {
-    api.FINISH_REASON_END_OF_SEQUENCE: "stop",
-    api.FINISH_REASON_STOP: "stop",
-    api.FINISH_REASON_LENGTH: "length",
-}
 _MAX_NAME_CHARS: Final = 128
 _PROVIDER: Final = "baton"
 
@@ -168,7 +163,7 @@ class RequestSpan:
         self._events.tokens(self._model, count, gap_s)
 
     def _observe_end(self, finished: Finished) -> None:
-        reason = _FINISH_WORDS[finished.reason]
+        reason = FINISH_WORDS[finished.reason]
         self._finish_reasons[finished.choice] = reason
         self._record.finish_reasons.append(reason)
         if finished.timings is not None:

@@ -1,8 +1,7 @@
 """Spans of gRPC calls, with the status that the call really had.
 
 `ServerSpans` writes a SERVER span per call, below the caller's span where its metadata name one,
-and makes it the current span of the handler. `client_span` writes the CLIENT span around a call
-and carries it in the metadata.
+and makes it the current span of the handler.
 
 How a call ended is told by gRPC in three ways: a code set or aborted with, an exception, or the
 cancelling of the handler's task. The last happens both when the caller cancels and when its
@@ -14,19 +13,17 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 import grpc.aio
 from opentelemetry import context as otel_context
-from opentelemetry import trace
 from opentelemetry.trace import Span, SpanKind
 
 from telemetry.names import Attr
-from telemetry.tracing import Attributes, Parent, context_of, end_span, start_span, traceparent_of
+from telemetry.tracing import Attributes, Parent, context_of, end_span, start_span
 
 if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]
@@ -68,9 +65,9 @@ _KINDS: Final = {
 class ServerSpans(grpc.aio.ServerInterceptor):
     """Writes a SERVER span per call of a server; put it first, around all other interceptors.
 
-    Handlers must be coroutines or asynchronous generators; others are left as they are. To one that
-    reads a stream of requests, a caller that cancels may look like one that sent its last: where
-    the handler then returns without complaint, its call counts as OK.
+    Handlers must be coroutines, which write their streams by `context.write`; others are left as
+    they are. To one that reads a stream of requests, a caller that cancels may look like one that
+    sent its last: where the handler then returns without complaint, its call counts as OK.
     """
 
     def __init__(self, untraced: Sequence[str] = UNTRACED) -> None:
@@ -92,36 +89,14 @@ class ServerSpans(grpc.aio.ServerInterceptor):
 def _traced(handler: Handler, method: str, metadata: Any) -> Handler:
     kind = next(kind for kind in _KINDS if getattr(handler, kind) is not None)
     behavior = getattr(handler, kind)
-    if inspect.isasyncgenfunction(behavior):
-        behavior = _traced_generator(behavior, method, metadata)
-    elif inspect.iscoroutinefunction(behavior):
-        behavior = _traced_coroutine(behavior, method, metadata)
-    else:
+    if not inspect.iscoroutinefunction(behavior):
         return handler
-    return _KINDS[kind](behavior, handler.request_deserializer, handler.response_serializer)
 
-
-def _traced_coroutine(
-    behavior: Callable[[Any, Any], Awaitable[Any]], method: str, metadata: Any
-) -> Callable[[Any, Any], Awaitable[Any]]:
     async def traced(request: Any, context: Any) -> Any:
         with _server_span(method, metadata, context):
             return await behavior(request, context)
 
-    return traced
-
-
-def _traced_generator(
-    behavior: Callable[[Any, Any], AsyncGenerator[Any, None]], method: str, metadata: Any
-) -> Callable[[Any, Any], Awaitable[None]]:
-    # Written out, not yielded on: a generator that is left while it is suspended is not told.
-    async def traced(request: Any, context: Any) -> None:
-        with _server_span(method, metadata, context):
-            async with aclosing(behavior(request, context)) as responses:
-                async for response in responses:
-                    await context.write(response)
-
-    return traced
+    return _KINDS[kind](traced, handler.request_deserializer, handler.response_serializer)
 
 
 @contextmanager
@@ -172,55 +147,3 @@ def _end(span: Span, code: grpc.StatusCode, *, failed: bool) -> None:
         attributes={Attr.RPC_RESPONSE_STATUS_CODE: code.name},
         error=code.name if failed else "",
     )
-
-
-@dataclass(frozen=True, slots=True)
-class ClientCall:
-    """A call under way."""
-
-    span: Span
-    metadata: tuple[tuple[str, str], ...]
-    """To be sent with the call; names its span, or the caller's where nothing is recorded."""
-
-
-@contextmanager
-def client_span(
-    method: str, name: str = "", attributes: Attributes | None = None
-) -> Iterator[ClientCall]:
-    """The CLIENT span around one call, below the current span; serves both kinds of stubs.
-
-    The block must hold the whole call: for a stream, until its last message. Leaving it early, by
-    cancelling or closing, is a call CANCELLED.
-
-    Args:
-        method: "/package.Service/Method".
-        name: of the span, if not that of the method.
-        attributes: beside those of every RPC.
-    """
-    parent = otel_context.get_current()
-    span = start_span(
-        name or method.lstrip("/"),
-        parent,
-        {**_rpc_attributes(method), **(attributes or {})},
-        kind=SpanKind.CLIENT,
-    )
-    traceparent = traceparent_of(span)
-    metadata = ((TRACEPARENT, traceparent),) if traceparent else ()
-    code = grpc.StatusCode.UNKNOWN
-    try:
-        with trace.use_span(span, False, False, False):
-            yield ClientCall(span, metadata)
-        code = grpc.StatusCode.OK
-    except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt):
-        code = grpc.StatusCode.CANCELLED
-        raise
-    except grpc.RpcError as error:
-        code = _code_of(error)
-        raise
-    finally:
-        _end(span, code, failed=code is not grpc.StatusCode.OK)
-
-
-def _code_of(error: grpc.RpcError) -> grpc.StatusCode:
-    code = error.code() if callable(getattr(error, "code", None)) else None
-    return code if isinstance(code, grpc.StatusCode) else grpc.StatusCode.UNKNOWN

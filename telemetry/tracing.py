@@ -172,24 +172,6 @@ def write_span(
     return span
 
 
-@contextmanager
-def span_around(
-    name: str,
-    parent: Parent,
-    attributes: Attributes | None = None,
-    *,
-    kind: SpanKind = SpanKind.INTERNAL,
-) -> Iterator[Span]:
-    """A span around a block. One that raises is marked with the class of the exception only."""
-    span = start_span(name, parent, attributes, kind=kind)
-    try:
-        yield span
-    except BaseException as error:
-        end_span(span, error=type(error).__name__)
-        raise
-    end_span(span)
-
-
 def context_of(parent: Parent) -> Context:
     """The context under which a child of `parent` is started; an empty one for a root.
 
@@ -341,7 +323,6 @@ __all__ = [
     "end_span",
     "link_from",
     "setup_tracing",
-    "span_around",
     "span_id_bytes",
     "start_span",
     "trace_id_of",

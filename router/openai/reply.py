@@ -11,11 +11,11 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from baton.inference.v1 import inference_pb2 as api
 from router.openai.logprobs import ScoredToken, Scorer
-from router.outputs import Delta, Finished, Started
+from router.outputs import FINISH_WORDS, Delta, Finished, Started
 
 if TYPE_CHECKING:
     from router.calls import Call
@@ -24,12 +24,6 @@ if TYPE_CHECKING:
     from router.openai.schema import StreamOptions
     from router.openai.statuses import JSON
     from router.tokenization import Tokenizer
-
-FINISH_WORDS: Final = {
-    api.FINISH_REASON_END_OF_SEQUENCE: "stop",
-    api.FINISH_REASON_STOP: "stop",
-    api.FINISH_REASON_LENGTH: "length",
-}
 
 Item = TypeVar("Item")
 

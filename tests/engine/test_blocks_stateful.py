@@ -103,11 +103,6 @@ class Blocks(RuleBasedStateMachine):
         assert pages == want
         self.holders.append(pages)
 
-    @rule()
-    def drop_cache(self):
-        self.blocks.drop_cache()
-        assert set(self.cached.values()) <= self.held() | self.busy()
-
     @invariant()
     def books_agree(self):
         if not hasattr(self, "blocks"):

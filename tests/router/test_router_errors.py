@@ -124,8 +124,9 @@ def test_text_of_foreign_exceptions_goes_nowhere(
     assert "secret" not in f"{described}{errors.to_status(described)}{caplog.text}"
     for record in caplog.records:
         assert "secret" not in str(vars(record))
-        assert vars(record)["error_type"] == "ValueError"
-        assert any("raise_foreign" in frame for frame in vars(record)["frames"])
+        described = vars(record)["exception"]
+        assert described[0] == "ValueError"
+        assert any("raise_foreign" in frame for frame in described)
     assert len(caplog.records) == (reason == "INTERNAL")
 
 
