@@ -22,6 +22,7 @@ from typing import Self, TypedDict, Unpack
 import grpc
 import grpc.aio
 
+from baton.channels import open_aio_channel, open_channel
 from baton.errors import BatonError, from_rpc_error
 from baton.generation import (
     Delta,
@@ -202,7 +203,7 @@ class Client(_Caller):
         """Connects lazily: the first call finds out whether a router is there.
 
         Args:
-            address: HOST:PORT of a router.
+            address: HOST:PORT of a router, or grpcs://HOST:PORT of a proxy with TLS before one.
             token: shown to a router that asks for one.
             retries: whether calls that were refused for now, before anything was generated, are
                 sent again by the channel: `baton.grpc_options.client_options` says when.
@@ -210,7 +211,7 @@ class Client(_Caller):
                 server's limit.
         """
         super().__init__(token, timeout_s)
-        self._channel = grpc.insecure_channel(address, options=client_options(retries=retries))
+        self._channel = open_channel(address, client_options(retries=retries))
         self._stub = pb_grpc.InferenceServiceStub(self._channel)
 
     def generate(
@@ -302,7 +303,7 @@ class AsyncClient(_Caller):
     ) -> None:
         """Connects lazily. Arguments as `Client`."""
         super().__init__(token, timeout_s)
-        self._channel = grpc.aio.insecure_channel(address, options=client_options(retries=retries))
+        self._channel = open_aio_channel(address, client_options(retries=retries))
         self._stub: pb_grpc.InferenceServiceAsyncStub = pb_grpc.InferenceServiceStub(self._channel)
 
     async def generate(

@@ -14,6 +14,8 @@ from typing import Final
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from baton.channels import open_channel
+
 SERVING: Final = "SERVING"
 DEFAULT_TIMEOUT_S: Final = 2.0
 
@@ -22,12 +24,12 @@ def check(address: str, service: str = "", timeout_s: float = DEFAULT_TIMEOUT_S)
     """`SERVING`, or in one word why not: another health status, or the call's status code.
 
     Args:
-        address: HOST:PORT of a gRPC server.
+        address: HOST:PORT of a gRPC server, grpcs://HOST:PORT of one with TLS.
         service: full name of a service; "" asks for the process.
         timeout_s: of the whole check.
     """
     request = health_pb2.HealthCheckRequest(service=service)
-    with grpc.insecure_channel(address) as channel:
+    with open_channel(address) as channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)
         except grpc.RpcError as error:

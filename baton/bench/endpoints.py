@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from baton.bench.errors import WrongUseError
 from baton.bench.outcome import TIMEOUT
+from baton.channels import TLS_SCHEME
 
 
 class EndpointError(Exception):
@@ -85,11 +86,11 @@ class Target(NamedTuple):
     protocol: str
     """"grpc" or "openai"."""
     address: str
-    """HOST:PORT, or the base URL with `/v1` and no slash at its end."""
+    """HOST:PORT, grpcs://HOST:PORT, or the base URL with `/v1` and no slash at its end."""
 
 
 def parse_url(url: str) -> Target:
-    """`grpc://HOST:PORT`, `HOST:PORT`, or an `http(s)` URL whose path is or ends in `/v1`.
+    """`grpc(s)://HOST:PORT`, `HOST:PORT`, or an `http(s)` URL whose path is or ends in `/v1`.
 
     Raises:
         WrongUseError: it is none of these.
@@ -99,8 +100,8 @@ def parse_url(url: str) -> Target:
         port = parts.port
     except ValueError:
         port = None
-    if parts.scheme == "grpc" and parts.hostname and port and not parts.path.strip("/"):
-        return Target("grpc", parts.netloc)
+    if parts.scheme in ("grpc", "grpcs") and parts.hostname and port and not parts.path.strip("/"):
+        return Target("grpc", parts.netloc if parts.scheme == "grpc" else TLS_SCHEME + parts.netloc)
     if parts.scheme in ("http", "https") and parts.hostname:
         base = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
         return Target("openai", base if base.endswith("/v1") else f"{base}/v1")

@@ -14,6 +14,7 @@ import grpc.aio
 
 from baton.bench.endpoints import Asked, EndpointError, Kept, Reading, timed_out
 from baton.bench.outcome import UNREACHABLE
+from baton.channels import open_aio_channel
 from baton.errors import ProtocolError, UnreachableError, from_rpc_error
 from baton.generation import Gathering, Options, generation_input
 from baton.grpc_options import channel_options
@@ -28,7 +29,8 @@ class GrpcEndpoint:
 
     def __init__(self, address: str, asked: Asked) -> None:
         self._asked = asked
-        self._channel = grpc.aio.insecure_channel(address, options=channel_options())
+        self._channel = open_aio_channel(address, channel_options())
+        self._metadata = [("authorization", f"Bearer {asked.api_key}")] if asked.api_key else []
         self._call: grpc.aio.UnaryStreamMultiCallable[bytes, bytes]
         self._call = self._channel.unary_stream(_METHOD)
 
@@ -45,7 +47,9 @@ class GrpcEndpoint:
         """Sends it and keeps what comes back."""
         at_s, parts, now = kept.at_s, kept.parts, time.perf_counter
         try:
-            async for part in self._call(request, timeout=self._asked.timeout_s):
+            async for part in self._call(
+                request, timeout=self._asked.timeout_s, metadata=self._metadata
+            ):
                 at_s.append(now())
                 parts.append(part)
         except grpc.aio.AioRpcError as failed:

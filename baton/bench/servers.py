@@ -30,7 +30,7 @@ def served(target: Target, model: str, api_key: str = "") -> Served:
         BenchError: there is no such model, several and none is named, or nobody answers.
         BatonError: a router does not answer.
     """
-    found = _grpc(target) if target.protocol == "grpc" else _openai(target, api_key)
+    found = _grpc(target, api_key) if target.protocol == "grpc" else _openai(target, api_key)
     chosen = [one for one in found if one.model == model or not model]
     if len(chosen) == 1:
         return chosen[0]
@@ -42,8 +42,8 @@ def served(target: Target, model: str, api_key: str = "") -> Served:
     raise BenchError(f"{target.address} serves several models, name one: {names}")
 
 
-def _grpc(target: Target) -> list[Served]:
-    with Client(target.address) as client:
+def _grpc(target: Target, api_key: str) -> list[Served]:
+    with Client(target.address, token=api_key) as client:
         models = client.models(timeout_s=_TIMEOUT_S)
     return [Served(model.name, model.max_context_tokens) for model in models]
 

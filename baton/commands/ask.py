@@ -18,7 +18,12 @@ from baton.settings import ROUTER_ADDRESS
 
 RouterOption = Annotated[
     str,
-    typer.Option("--router", envvar="BATON_ROUTER", metavar="HOST:PORT", help="Router to ask."),
+    typer.Option(
+        "--router",
+        envvar="BATON_ROUTER",
+        metavar="HOST:PORT",
+        help="Router to ask; grpcs://HOST:PORT where a proxy with TLS stands before it.",
+    ),
 ]
 
 TokenOption = Annotated[

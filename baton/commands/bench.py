@@ -40,8 +40,8 @@ def bench(
         list[str],
         typer.Option(
             "--url",
-            help="grpc://HOST:PORT, or http://HOST:PORT/v1 of any OpenAI-compatible server. "
-            "Several take requests in turn.",
+            help="grpc://HOST:PORT (grpcs:// with TLS), or http://HOST:PORT/v1 of any "
+            "OpenAI-compatible server. Several take requests in turn.",
         ),
     ] = [f"grpc://{ROUTER_ADDRESS}"],  # noqa: B006 - typer copies it
     model: Annotated[str, typer.Option(help="Model name. Default: the only one served.")] = "",
@@ -128,7 +128,7 @@ def bench(
         float, _client(help="A client later than this at p99 makes the result invalid.")
     ] = 5.0,
     api_key: Annotated[
-        str, typer.Option(envvar="OPENAI_API_KEY", help="Bearer token of an HTTP endpoint.")
+        str, typer.Option(envvar="OPENAI_API_KEY", help="Bearer token, where one is asked for.")
     ] = "",
     admin: Annotated[
         str,

@@ -12,7 +12,10 @@ from baton.settings import ROUTER_ADDRESS
 
 def health(
     address: Annotated[
-        str, typer.Argument(help="HOST:PORT of a router or worker, or @FILE that holds it.")
+        str,
+        typer.Argument(
+            help="HOST:PORT of a router or worker (grpcs://HOST:PORT with TLS), or @FILE with it."
+        ),
     ] = ROUTER_ADDRESS,
     service: Annotated[
         str, typer.Option(help="Full name of a gRPC service. Default: the process as such.")

@@ -39,6 +39,7 @@ class KnownServer(pb_grpc.InferenceServiceServicer):
         self._gap_s = gap_s
         self._free_s = 0.0
         self.prompts: list[tuple[int, ...]] = []
+        self.authorizations: set[str | None] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
@@ -63,12 +64,14 @@ class KnownServer(pb_grpc.InferenceServiceServicer):
         await self._server.start()
 
     async def ListModels(self, request, context):  # noqa: N802
+        self._note(context)
         model = pb.Model(name=MODEL, max_context_tokens=CONTEXT_TOKENS)
         return pb.ListModelsResponse(models=[model])
 
     async def StreamGenerate(self, request, context) -> AsyncIterator[pb.StreamGenerateResponse]:  # noqa: N802
         wanted = request.input.stop.max_tokens
         self.prompts.append(tuple(request.input.token_ids.ids))
+        self._note(context)
         if wanted == REFUSED:
             await context.abort_with_status(rpc_status.to_status(_full()))
         if wanted == SILENT:
@@ -88,6 +91,9 @@ class KnownServer(pb_grpc.InferenceServiceServicer):
         yield pb.StreamGenerateResponse(
             finished=pb.GenerationFinished(finish_reason=pb.FINISH_REASON_LENGTH, usage=usage)
         )
+
+    def _note(self, context) -> None:
+        self.authorizations.add(dict(context.invocation_metadata()).get("authorization"))
 
 
 def _full() -> status_pb2.Status:

@@ -20,6 +20,7 @@ ASKED = Asked(model="m", force_length=True, timeout_s=5.0, api_key="secret")
     [
         ("127.0.0.1:50051", Target("grpc", "127.0.0.1:50051")),
         ("grpc://[::1]:7", Target("grpc", "[::1]:7")),
+        ("grpcs://router:443", Target("grpc", "grpcs://router:443")),
         ("http://peer:8000", Target("openai", "http://peer:8000/v1")),
         ("http://peer:8000/v1/", Target("openai", "http://peer:8000/v1")),
         ("https://peer/some/v1", Target("openai", "https://peer/some/v1")),

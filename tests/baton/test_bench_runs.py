@@ -85,8 +85,10 @@ def test_every_request_is_sent_as_planned_and_by_every_sender() -> None:
     workload = Workload(num=60, prompt_tokens=7, output_tokens=3)
     for _ in range(TRIES):
         with KnownServer(gap_s=0.02) as server:
-            found = measure(options(server, workload, rate=100.0, seed=5, senders=2, warm_ups=0))
+            given = {"rate": 100.0, "seed": 5, "senders": 2, "warm_ups": 0, "api_key": "sk-1"}
+            found = measure(options(server, workload, **given))
             prompts = server.prompts
+        assert server.authorizations == {"Bearer sk-1"}
         (run,) = found.runs
         if (gap_ms := run.summary.second_gap_ms) and gap_ms.p50 >= 19:
             break

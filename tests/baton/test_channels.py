@@ -1,0 +1,91 @@
+"""Clients reach a router behind TLS, with a certificate that they were told to trust."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent import futures
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health, health_pb2_grpc
+from grpc_health.v1.health_pb2 import HealthCheckResponse
+
+from baton.inference.v1 import inference_pb2 as pb
+from baton.inference.v1 import inference_pb2_grpc as pb_grpc
+
+TRUST = "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH"
+"""gRPC reads it once a process, so that each case here has a process of its own."""
+ASKS = """
+import asyncio, sys
+from baton.client import AsyncClient, Client
+from baton.errors import UnreachableError
+from baton.health import check
+
+async def names(address):
+    async with AsyncClient(address, retries=False) as client:
+        return [model.name for model in await client.models()]
+
+address = sys.argv[1]
+print(check(address, timeout_s=10))
+try:
+    with Client(address, retries=False) as client:
+        print([model.name for model in client.models()], asyncio.run(names(address)))
+except UnreachableError:
+    print("unreachable")
+"""
+
+
+class OneModel(pb_grpc.InferenceServiceServicer):
+    """A router in as much as these tests need one."""
+
+    def ListModels(  # noqa: N802
+        self, request: pb.ListModelsRequest, context: grpc.ServicerContext
+    ) -> pb.ListModelsResponse:
+        return pb.ListModelsResponse(models=[pb.Model(name="tiny")])
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of localhost, signed by itself; its key lies beside it."""
+    folder = tmp_path_factory.mktemp("tls")
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    command += ["-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    return folder / "cert.pem"
+
+
+@pytest.fixture(scope="module")
+def port(certificate: Path) -> Iterator[int]:
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    pb_grpc.add_InferenceServiceServicer_to_server(OneModel(), server)
+    healthy = health.HealthServicer()
+    healthy.set("", HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    pair = ((certificate.parent / "key.pem").read_bytes(), certificate.read_bytes())
+    port = server.add_secure_port("localhost:0", grpc.ssl_server_credentials([pair]))
+    server.start()
+    yield port
+    server.stop(None).wait(5)
+
+
+def asks(address: str, **environment: str) -> list[str]:
+    """What the clients saw: health, then models."""
+    env = {name: value for name, value in os.environ.items() if name != TRUST} | environment
+    command = [sys.executable, "-c", ASKS, address]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout.split("\n")[:2]
+
+
+def test_tls_with_a_trusted_certificate(port: int, certificate: Path) -> None:
+    seen = asks(f"grpcs://localhost:{port}", **{TRUST: str(certificate)})
+    assert seen == ["SERVING", "['tiny'] ['tiny']"]
+
+
+def test_neither_without_trust_nor_in_clear(port: int) -> None:
+    assert asks(f"grpcs://localhost:{port}") == ["UNAVAILABLE", "unreachable"]
+    assert asks(f"localhost:{port}") == ["UNAVAILABLE", "unreachable"]
