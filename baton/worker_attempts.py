@@ -6,10 +6,12 @@ touch it.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, Generic, Self, TypeVar
 
@@ -19,6 +21,8 @@ from baton.worker_spans import CANCELLED, EXPIRED
 from baton.worker_wire import failed_message, request_of
 from engine.types import FailureReason, Request
 from kv_transfer.tables import BoundedMemory, Clock
+
+logger = logging.getLogger(__name__)
 
 DEADLINE_GRACE_S: Final = 1.0
 """The router ends a request at its deadline; this much later the worker does it for itself."""
@@ -139,7 +143,7 @@ class Attempts(Generic[A]):
 
 class AttemptsService(ABC, Generic[A]):
     """A service's attempts, and the four things from outside that end one: the router's word, the
-    end of its stream, its deadline, and the end of the process."""
+    end of its stream, its deadline, and the end of the process; and a bug."""
 
     def __init__(self, clock: Clock) -> None:
         self._attempts: Attempts[A] = Attempts(clock)
@@ -169,6 +173,23 @@ class AttemptsService(ABC, Generic[A]):
         for attempt in self._attempts:
             attempt.fail(reason)
             self._end_early(attempt, CANCELLED)
+
+    @contextmanager
+    def _ending_if_broken(self, attempt: A) -> Iterator[None]:
+        """An event of an attempt is taken in here. One that breaks its handler ends its attempt,
+        which would wait for ever otherwise, and leaves the events behind it to theirs."""
+        try:
+            yield
+        except Exception:
+            logger.exception("an event broke its handler")
+            self._give_up(attempt)
+
+    def _give_up(self, attempt: A) -> None:
+        attempt.fail(worker_pb2.FAILURE_REASON_INTERNAL)
+        try:
+            self._end_early(attempt, FailureReason.INTERNAL.value)
+        except Exception:
+            logger.exception("an attempt could not be ended")
 
     @abstractmethod
     def _end_early(self, attempt: A, error: str = "") -> None:

@@ -60,6 +60,7 @@ from decode_service.token_stream import TokenStream
 from engine.types import (
     ChoiceEnded,
     Event,
+    EventOfOne,
     Joined,
     NewTokens,
     PromptScored,
@@ -213,33 +214,37 @@ class DecodeService(AttemptsService[DecodeAttempt]):
         """The events of one step; the tokens among them leave in one message per router."""
         for event in events:
             if isinstance(event, NewTokens):
-                self._token_stream.new_tokens(event)
-                continue
-            attempt = self._attempts.get(event.request_id)
-            if attempt is None or attempt.state is DecodeState.QUARANTINED:
-                continue
-            match event:
-                case Reserved():
-                    self._reserved(attempt, event)
-                case TakenOver():
-                    self._take_over(attempt, event)
-                case Started():
-                    attempt.started_ns = event.at_ns
-                    attempt.cached_tokens = event.cached_tokens
-                case PromptScored():
-                    attempt.tell(prompt_logprobs=scores_message(attempt.id, event.records))
-                case Joined():
-                    attempt.state = DecodeState.RUNNING
-                    attempt.joined_ns = event.at_ns
-                case ChoiceEnded():
-                    self._token_stream.choice_ended(attempt, event)
-                    if event.last:
-                        self._forget(attempt, was_ready=True)
-                case RequestFailed():
-                    attempt.fail(event.reason)
-                    self._end_early(attempt, event.reason.value)
-                case _:
-                    logger.error("unexpected event: %s", type(event).__qualname__)
+                for broken in self._token_stream.new_tokens(event):
+                    self._give_up(broken)
+            elif (attempt := self._attempts.get(event.request_id)) is not None:
+                with self._ending_if_broken(attempt):
+                    self._take_event(attempt, event)
+
+    def _take_event(self, attempt: DecodeAttempt, event: EventOfOne) -> None:
+        if attempt.state is DecodeState.QUARANTINED:
+            return
+        match event:
+            case Reserved():
+                self._reserved(attempt, event)
+            case TakenOver():
+                self._take_over(attempt, event)
+            case Started():
+                attempt.started_ns = event.at_ns
+                attempt.cached_tokens = event.cached_tokens
+            case PromptScored():
+                attempt.tell(prompt_logprobs=scores_message(attempt.id, event.records))
+            case Joined():
+                attempt.state = DecodeState.RUNNING
+                attempt.joined_ns = event.at_ns
+            case ChoiceEnded():
+                self._token_stream.choice_ended(attempt, event)
+                if event.last:
+                    self._forget(attempt, was_ready=True)
+            case RequestFailed():
+                attempt.fail(event.reason)
+                self._end_early(attempt, event.reason.value)
+            case _:
+                logger.error("unexpected event: %s", type(event).__qualname__)
 
     def _reserved(self, attempt: DecodeAttempt, event: Reserved) -> None:
         """WAITING -> GRANTED."""
@@ -288,15 +293,16 @@ class DecodeService(AttemptsService[DecodeAttempt]):
         attempt = self._by_transfer.get(event.transfer_id)
         if attempt is None:
             return
-        match event:
-            case Delivered():
-                self._delivered(attempt, event)
-            case ReceiveAborted():
-                self._receive_aborted(attempt, already_ready=event.already_ready)
-            case ReceiveExpired():
-                self._receive_expired(attempt)
-            case ReceiveFreed():
-                self._free(attempt)
+        with self._ending_if_broken(attempt):
+            match event:
+                case Delivered():
+                    self._delivered(attempt, event)
+                case ReceiveAborted():
+                    self._receive_aborted(attempt, already_ready=event.already_ready)
+                case ReceiveExpired():
+                    self._receive_expired(attempt)
+                case ReceiveFreed():
+                    self._free(attempt)
 
     def _delivered(self, attempt: DecodeAttempt, event: Delivered) -> None:
         """GRANTED -> READY, unless this side gave it up before it heard."""

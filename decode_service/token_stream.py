@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 
 from baton.worker_attempts import Attempts
@@ -14,6 +15,8 @@ from engine.types import ChoiceEnded, NewTokens
 from telemetry import failpoints
 from telemetry.metrics import WorkerMetrics
 
+logger = logging.getLogger(__name__)
+
 
 class TokenStream:
     """Counts tokens and passes them on. It ends no attempt: that is the service's to do."""
@@ -22,22 +25,27 @@ class TokenStream:
         self._attempts = attempts
         self._metrics = metrics
 
-    def new_tokens(self, tokens: NewTokens) -> None:
-        """The tokens of a step: counted, and on to the routers that want them."""
+    def new_tokens(self, tokens: NewTokens) -> list[DecodeAttempt]:
+        """The tokens of a step: counted, and on to the routers that want them. Returns attempts of
+        which a token was lost, to a bug: they cannot go on, and the others do."""
         wanted: dict[Outbox, list[int]] = defaultdict(list)
+        broken = []
         rows = zip(tokens.request_ids, tokens.choices.tolist(), strict=True)
         for row, (attempt_id, choice) in enumerate(rows):
             attempt = self._attempts.get(attempt_id)
             if attempt is None:
                 continue
-            failpoints.hit("decode.tokens", len(attempt.request.prompt_ids))
-            if attempt.is_whole and not attempt.computed_ns:
-                _first_tokens(attempt, tokens, row)
-            attempt.count(choice, tokens.at_ns)
+            try:
+                _count(attempt, choice, tokens, row)
+            except Exception:
+                logger.exception("a token broke its handler")
+                broken.append(attempt)
+                continue
             if not attempt.silent:
                 wanted[attempt.stream].append(row)
         for stream, of_stream in wanted.items():
             stream.add_tokens(tokens_message(tokens, of_stream))
+        return broken
 
     def choice_ended(self, attempt: DecodeAttempt, event: ChoiceEnded) -> None:
         """Tells of a choice's end; with the last one's, of all that is to be told at the end."""
@@ -49,6 +57,13 @@ class TokenStream:
             spans.write_generate(attempt)
             if attempt.second_token_gap_ms is not None:
                 self._metrics.second_token(attempt.second_token_gap_ms / 1e3)
+
+
+def _count(attempt: DecodeAttempt, choice: int, tokens: NewTokens, row: int) -> None:
+    failpoints.hit("decode.tokens", len(attempt.request.prompt_ids))
+    if attempt.is_whole and not attempt.computed_ns:
+        _first_tokens(attempt, tokens, row)
+    attempt.count(choice, tokens.at_ns)
 
 
 def _first_tokens(attempt: DecodeAttempt, tokens: NewTokens, row: int) -> None:

@@ -221,18 +221,19 @@ class RequestFailed:
     reason: FailureReason
 
 
-Event = (
+EventOfOne = (
     Reserved
     | TakenOver
     | Started
     | ChunkComputed
     | Prefilled
     | Joined
-    | NewTokens
     | PromptScored
     | ChoiceEnded
     | RequestFailed
 )
+"""What happens to one request."""
+Event = EventOfOne | NewTokens
 Sink = Callable[[Sequence[Event]], None]
 """Called on the step loop's thread once a step with the events of the requests submitted with
 this sink, in order. Must not block and must not raise."""

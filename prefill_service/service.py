@@ -41,6 +41,7 @@ from baton.worker_wire import (
 from engine.types import (
     ChunkComputed,
     Event,
+    EventOfOne,
     NewTokens,
     Prefilled,
     PromptScored,
@@ -62,6 +63,8 @@ logger = logging.getLogger(__name__)
 
 GRANT_WAIT_S: Final = 30.0
 """Computed KV waits so long for its grant."""
+HURRIED_S: Final = 0.1
+"""The same, where a failpoint wants to see the wait end."""
 
 
 class PrefillService(AttemptsService[PrefillAttempt]):
@@ -204,26 +207,30 @@ class PrefillService(AttemptsService[PrefillAttempt]):
     def _take_events(self, events: Sequence[Event]) -> None:
         for event in events:
             assert not isinstance(event, NewTokens), "nothing decodes here"
-            attempt = self._attempts.get(event.request_id)
-            if attempt is None or attempt.state is PrefillState.QUIESCING:
-                continue
-            match event:
-                case Started():
-                    attempt.state = PrefillState.COMPUTING
-                    attempt.started_ns = event.at_ns
-                    attempt.cached_tokens = attempt.computed_tokens = event.cached_tokens
-                case ChunkComputed():
-                    attempt.computed_tokens = event.end_token
-                    attempt.chunks += 1
-                case PromptScored():
-                    attempt.tell(prompt_logprobs=scores_message(attempt.id, event.records))
-                case Prefilled():
-                    self._prefilled(attempt, event)
-                case RequestFailed():
-                    attempt.fail(event.reason)
-                    self._end_early(attempt, event.reason.value)
-                case _:
-                    logger.error("unexpected event: %s", type(event).__qualname__)
+            if (attempt := self._attempts.get(event.request_id)) is not None:
+                with self._ending_if_broken(attempt):
+                    self._take_event(attempt, event)
+
+    def _take_event(self, attempt: PrefillAttempt, event: EventOfOne) -> None:
+        if attempt.state is PrefillState.QUIESCING:
+            return
+        match event:
+            case Started():
+                attempt.state = PrefillState.COMPUTING
+                attempt.started_ns = event.at_ns
+                attempt.cached_tokens = attempt.computed_tokens = event.cached_tokens
+            case ChunkComputed():
+                attempt.computed_tokens = event.end_token
+                attempt.chunks += 1
+            case PromptScored():
+                attempt.tell(prompt_logprobs=scores_message(attempt.id, event.records))
+            case Prefilled():
+                self._prefilled(attempt, event)
+            case RequestFailed():
+                attempt.fail(event.reason)
+                self._end_early(attempt, event.reason.value)
+            case _:
+                logger.error("unexpected event: %s", type(event).__qualname__)
 
     def _prefilled(self, attempt: PrefillAttempt, event: Prefilled) -> None:
         attempt.computed_ns = event.at_ns
@@ -234,10 +241,17 @@ class PrefillService(AttemptsService[PrefillAttempt]):
         if all(event.ends) or not attempt.peer:
             self._end_early(attempt)
         elif self._outgoing[attempt.id].destination is None:
-            granted_by_s = self._attempts.clock() + self._grant_wait_s
+            granted_by_s = self._attempts.clock() + self._grant_waits_s()
             attempt.expires_s = min(attempt.deadline_s, granted_by_s)
         else:
             attempt.sending_s = self._attempts.clock()
+
+    def _grant_waits_s(self) -> float:
+        try:
+            failpoints.hit("prefill.grant_wait")
+        except failpoints.FailpointError:
+            return HURRIED_S
+        return self._grant_wait_s
 
     def _tell_ends(self, attempt: PrefillAttempt, event: Prefilled) -> None:
         for choice, reason in enumerate(event.ends):
@@ -256,17 +270,18 @@ class PrefillService(AttemptsService[PrefillAttempt]):
         attempt = self._by_transfer.get(event.transfer_id)
         if attempt is None:
             return
-        match event:
-            case Sent():
-                failpoints.hit("prefill.sent")
-                self._count(attempt, event.stats)
-                self._end(attempt, event.stats)
-            case SendFailed():
-                self._metrics.transfer_failed(event.cause)
-                attempt.fail(worker_pb2.FAILURE_REASON_KV_TRANSFER)
-                self._end_early(attempt, event.cause)
-            case SendQuiesced():
-                self._quiesced(attempt)
+        with self._ending_if_broken(attempt):
+            match event:
+                case Sent():
+                    failpoints.hit("prefill.sent")
+                    self._count(attempt, event.stats)
+                    self._end(attempt, event.stats)
+                case SendFailed():
+                    self._metrics.transfer_failed(event.cause)
+                    attempt.fail(worker_pb2.FAILURE_REASON_KV_TRANSFER)
+                    self._end_early(attempt, event.cause)
+                case SendQuiesced():
+                    self._quiesced(attempt)
 
     def _count(self, attempt: PrefillAttempt, stats: SendStats) -> None:
         wire_s = (stats.done_ns - stats.started_ns) / 1e9

@@ -1,0 +1,102 @@
+"""An event that breaks its handler: a bug ends the attempt that it struck at once, and no other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from worker_kit import Attempted, Node, Pair, a_pair, until
+
+from baton.worker.v1 import worker_pb2
+from telemetry import failpoints
+
+SHORT, LONGER = 9, 10
+"""Prompt tokens of two attempts: a failpoint can tell them apart, and one step computes both."""
+
+
+@pytest.fixture(autouse=True)
+def disarmed() -> Iterator[None]:
+    yield
+    failpoints.arm("")
+
+
+@contextmanager
+def in_one_turn(node: Node) -> Iterator[None]:
+    """What the engine is told in here it hears in one turn, and answers in one batch of events."""
+    told = threading.Event()
+    node.engine._loop.post(lambda _: told.wait(10) and None)
+    try:
+        yield
+    finally:
+        told.set()
+
+
+def failed_reasons(pair: Pair) -> dict[bytes, int]:
+    """By attempt, of all that a router was told has failed at either worker."""
+    heard = pair.from_p.all("failed") + pair.from_d.all("failed")
+    return {failed.attempt_id: failed.reason for failed in heard}
+
+
+@pytest.mark.parametrize(
+    "failpoint",
+    [
+        "decode.before_grant=raise@1",
+        "decode.after_grant=raise@1",
+        "decode.delivered=raise@1",
+        f"decode.tokens=raise~{SHORT}@3",
+        "decode.ended=raise@1",
+        f"prefill.first_token=raise~{SHORT}",
+        "prefill.sent=raise@1",
+    ],
+)
+async def test_it_ends_its_own_attempt_at_once_and_leaves_the_others_alone(failpoint: str) -> None:
+    async with a_pair() as pair:
+        attempts = {a.id: a for a in (Attempted(SHORT, max_tokens=20), Attempted(LONGER))}
+        failpoints.arm(failpoint)
+        with in_one_turn(pair.p), in_one_turn(pair.d):
+            for attempt in attempts.values():
+                pair.submit(attempt)
+        forwarded: set[bytes] = set()
+
+        def struck() -> dict[bytes, int]:
+            for grant in pair.from_d.all("granted"):
+                if grant.attempt_id not in forwarded:
+                    forwarded.add(grant.attempt_id)
+                    pair.p.prefill.grant(grant, pair.from_p.outbox)
+            return failed_reasons(pair)
+
+        await until(struck)
+        ((struck_id, reason),) = struck().items()
+        assert reason == worker_pb2.FAILURE_REASON_INTERNAL
+        # As a router lets go of what has failed.
+        pair.p.prefill.cancel(struck_id, pair.from_p.outbox)
+        pair.d.decode.cancel(struck_id, pair.from_d.outbox)
+        (other,) = (one for one in attempts.values() if one.id != struck_id)
+        await until(lambda: struck() and pair.from_d.all("finished", other.id))
+        assert pair.from_d.tokens[other.id, 0] == other.expected
+        await pair.quiet()
+        assert failed_reasons(pair) == {struck_id: reason}
+
+
+async def test_an_attempt_that_cannot_even_be_ended_keeps_no_other_from_its_events(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def breaks(*_: object) -> None:
+        raise RuntimeError
+
+    async with a_pair() as pair:
+        monkeypatch.setattr("decode_service.spans.write_grant", breaks)
+        broken, sound = Attempted(SHORT), Attempted(LONGER)
+        with in_one_turn(pair.d):
+            pair.submit_decode(broken)
+            pair.submit_decode(sound)
+        monkeypatch.setattr("decode_service.spans.write_receive_failed", breaks)
+        for attempt in (broken, sound):
+            failed = await pair.from_d.heard("failed", attempt.id)
+            assert failed.reason == worker_pb2.FAILURE_REASON_INTERNAL
+        monkeypatch.undo()
+        for attempt in (broken, sound):
+            pair.d.decode.cancel(attempt.id, pair.from_d.outbox)
+        await pair.quiet()
