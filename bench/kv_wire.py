@@ -9,7 +9,7 @@ scattered, in runs of `run-pages` adjacent ones (1: none adjacent on purpose):
     nixl, bare      the library's own calls: a prepared list, one transfer, polled without a pause
     nixl            our transport, polled every 50 us, as a worker does
     nccl            our transport, polled likewise: pages gathered, sent, scattered
-    nccl M [E]      the same with staging buffers of M MiB, the first and last piece of E MiB
+    nccl M [E [S]]  the same with S (3) staging buffers of M MiB, the first and last piece of E MiB
     nccl, bare      one contiguous tensor of that size through send and recv
     nccl, bare M    the same tensor in pieces of M MiB
 
@@ -41,7 +41,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from kv_transfer.factory import make_transport
-from kv_transfer.lanes import RECEIVER, SENDER, LaneOptions, form_group
+from kv_transfer.lanes import RECEIVER, SENDER, USUAL, LaneOptions, form_group
 from kv_transfer.nccl import NcclTransport
 from kv_transfer.pool import PoolMemory
 from kv_transfer.types import KvTransport, PageIds, PushState
@@ -90,8 +90,9 @@ class Side:
         if not options:
             return make_transport(name, agent_name, self.pool, page_bytes, len(self.pool))
         memory = PoolMemory.of(self.pool, page_bytes, len(self.pool))
-        piece_mib, end_mib = map(int, [*options, options[0]][:2])
-        lanes = LaneOptions(piece_bytes=piece_mib << 20, end_bytes=end_mib << 20)
+        piece_mib, *others = map(int, options)
+        end_mib, slots = [*others, *(piece_mib, USUAL.slots)[len(others) :]]
+        lanes = LaneOptions(piece_bytes=piece_mib << 20, end_bytes=end_mib << 20, slots=slots)
         return NcclTransport(agent_name, memory, lanes)
 
     def address(self) -> dict[str, Any]:

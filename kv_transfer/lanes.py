@@ -56,7 +56,7 @@ class LaneOptions:
 
     piece_bytes: int = 128 << 20
     """Of a staging buffer."""
-    end_bytes: int = 32 << 20
+    end_bytes: int = 64 << 20
     """Of the first and the last piece of a push: the wire waits while the one is gathered, and
     whoever waits for the push while the other is scattered."""
     slots: int = 3
