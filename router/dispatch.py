@@ -3,8 +3,8 @@
 Life of a job:
 
 1. Admitted: refused at once where no worker could run it, or the queue is full.
-2. Waiting, in the router's own queue, until a route has room: credit at a prefill worker, slots and
-   pages at a decode worker. Whatever may make room (a load report, a worker, an end) pumps.
+2. Waiting (`router.waiting`) until a route has room: credit at a prefill worker, slots and pages at
+   a decode worker. Whatever may make room (a load report, a worker, an end) pumps.
 3. Running: its shares (`router.share`), one attempt at a time each. An attempt that failed is
    followed by another, before the first token was sent and after it: what was sent goes along, and
    the stream goes on behind it.
@@ -12,8 +12,7 @@ Life of a job:
 
 How often an attempt is followed by another: `max_retries` times after a refusal or an error, and
 until `max_workers_lost` workers were lost that had the job in hand. It may be what kills them, so
-it is not passed on any further. Where nobody is left who could run it, a job that was not begun
-fails at once; the reader of one that was is worth a wait of `resume_grace_s` for a worker.
+it is not passed on any further.
 
 Everything runs on the event loop, and every handler is synchronous: no state changes between two of
 its lines.
@@ -36,9 +35,9 @@ from router.jobs import Job, JobEvent, ServedModel
 from router.local_prefill import LocalPrefill, LocalReason
 from router.models import Models
 from router.policies import POLICIES
-from router.queue import AdmissionQueue
+from router.waiting import WaitingShares, now_s
 from telemetry.names import Attr, SpanName
-from telemetry.tracing import end_span, start_span, write_span
+from telemetry.tracing import write_span
 
 if TYPE_CHECKING:
     from router.link import LinkState, Loss, WorkerLink
@@ -60,9 +59,8 @@ class JobDispatcher:
         self._local = LocalPrefill.of(settings.local_prefill, settings.local_prefill_tokens)
         self._workers: list[WorkerLink] = []
         self._models = Models(self._workers, self._local)
-        self._queue: AdmissionQueue[Share] = AdmissionQueue(
-            settings.max_queued_requests, settings.max_queued_tokens
-        )
+        self._waiting = WaitingShares(settings, self._refusal, self._fail)
+        self._queue = self._waiting.queue
         self._runs: dict[Job, JobRun] = {}
         self._attempts: dict[bytes, Attempt] = {}
         self._pump_due = False
@@ -94,7 +92,7 @@ class JobDispatcher:
 
     def queue_drain_s(self) -> dict[str, float]:
         """By model, how long what waits takes at the rate measured, where that is known."""
-        return self._queue.waits_s(self._now_s())
+        return self._queue.waits_s(now_s())
 
     # What the front doors call.
 
@@ -112,7 +110,7 @@ class JobDispatcher:
         Raises:
             RouterError: NO_WORKERS, MODEL_LOADING or MODEL_NOT_FOUND.
         """
-        return self._models.find(name, self._now_s())
+        return self._models.find(name, now_s())
 
     def largest_pool_tokens(self, job: Job) -> int | None:
         """See `router.jobs.Dispatcher.largest_pool_tokens`."""
@@ -168,7 +166,7 @@ class JobDispatcher:
 
     def loading(self, worker: worker_pb2.WorkerIdentity) -> None:
         """A worker says that it loads its model."""
-        self._models.loading(worker, self._now_s())
+        self._models.loading(worker, now_s())
 
     def loaded(self, _link: WorkerLink) -> None:
         """A worker may have room."""
@@ -197,12 +195,11 @@ class JobDispatcher:
             self._events.worker_lost(link.role, loss.name.lower())
         if link in self._workers:
             self._workers.remove(link)
-            self._models.left(link, self._now_s())
+            self._models.left(link, now_s())
         self.membership_changed.set()
         for attempt in list(self._attempts.values()):
             attempt.worker_lost(link)
-        for share in list(self._queue):
-            self._wait_or_fail(share)
+        self._waiting.check()
         self._pump_soon()
 
     # Waiting.
@@ -215,59 +212,16 @@ class JobDispatcher:
             raise
 
     def _admit(self, share: Share) -> None:
-        now_s = self._now_s()
         if self._draining:
             raise errors.draining()
         if (error := self._refusal(share)) is not None:
             raise error
-        left_s = share.run.left_s
-        wait_s = self._queue.wait_s(share.lane, now_s)
-        if wait_s is not None and wait_s > left_s:
-            retry_after_s = self._queue.retry_after_s(share.lane, now_s)
-            raise errors.deadline_unreachable(wait_s, left_s, retry_after_s)
+        self._waiting.check_deadline(share)
         self._enqueue(share, bounded=True)
 
     def _enqueue(self, share: Share, *, bounded: bool) -> None:
-        depth, tokens = self._queue.ahead(share.lane)
-        ahead = {Attr.QUEUE_DEPTH: depth, Attr.QUEUE_TOKENS: tokens}
-        self._queue.push(share, self._now_s(), bounded=bounded)
-        share.queue_span = start_span(SpanName.QUEUE, share.run.job.context, ahead)
-        self._set_timer(share, self._settings.queue_timeout_s, self._wait_over)
-        self._wait_or_fail(share)
+        self._waiting.begin(share, bounded=bounded)
         self._pump()
-
-    def _wait_or_fail(self, share: Share) -> None:
-        """Bounds the wait of a share that nobody can run now."""
-        error = self._refusal(share)
-        if error is None:
-            return
-        if not share.run.started:
-            self._fail(share.run, error)
-        elif not share.in_grace:
-            share.in_grace = True
-            self._set_timer(share, self._settings.resume_grace_s, self._grace_over)
-
-    def _grace_over(self, share: Share) -> None:
-        """Where a worker came back meanwhile, it gets an ordinary wait to find room."""
-        share.in_grace = False
-        if self._refusal(share) is None:
-            self._set_timer(share, self._settings.queue_timeout_s, self._wait_over)
-        else:
-            self._fail(share.run, errors.worker_lost_mid_stream(share.run.tokens_sent))
-
-    def _wait_over(self, share: Share) -> None:
-        run = share.run
-        if run.started:
-            self._fail(run, errors.worker_lost_mid_stream(run.tokens_sent))
-            return
-        retry_after_s = self._queue.retry_after_s(share.lane, self._now_s())
-        self._fail(run, errors.queue_timeout(self._settings.queue_timeout_s, retry_after_s))
-
-    @staticmethod
-    def _set_timer(share: Share, after_s: float, then: Callable[[Share], None]) -> None:
-        if share.timer is not None:
-            share.timer.cancel()
-        share.timer = asyncio.get_running_loop().call_later(after_s, then, share)
 
     def _pump_soon(self) -> None:
         """Pumps once after all that is being handled now."""
@@ -288,20 +242,9 @@ class JobDispatcher:
         route = routing.choose(share.demand, self._workers, self._policy, share.failed, self._local)
         if route is None:
             return False
-        self._events.waited(self._queue.take(share, self._now_s()))
-        self._stop_waiting(share)
+        self._events.waited(self._waiting.take(share))
         self._dispatch(share, route)
         return True
-
-    def _stop_waiting(self, share: Share, fault: str = "") -> None:
-        self._queue.remove(share, self._now_s())
-        share.in_grace = False
-        if share.timer is not None:
-            share.timer.cancel()
-            share.timer = None
-        if share.queue_span is not None:
-            end_span(share.queue_span, error=fault)
-            share.queue_span = None
 
     # Running.
 
@@ -321,7 +264,7 @@ class JobDispatcher:
         share.run.job.workers.extend(leg.worker.worker_id for leg in attempt.legs)
         self._attempts[attempt.id] = share.attempt = attempt
         share.run.begin_attempt(share)
-        attempt.start(self._now_s())
+        attempt.start(now_s())
 
     def _attempt_failed(self, attempt: Attempt, fault: Fault) -> None:
         share, run = attempt.share, attempt.run
@@ -360,8 +303,8 @@ class JobDispatcher:
         attempt.decode_enough()
         if not attempt.prefill_open:
             self._finish(share)
-        elif share.timer is None:
-            self._set_timer(share, CLOSING_GRACE_S, self._finish)
+        elif not share.has_timer:
+            share.set_timer(CLOSING_GRACE_S, self._finish)
 
     # Over.
 
@@ -391,7 +334,7 @@ class JobDispatcher:
 
     def _release(self, share: Share, fault: str = "") -> None:
         """Frees all that the share holds, wherever it is; what is free already stays so."""
-        self._stop_waiting(share, fault)
+        self._waiting.end(share, fault)
         if share.attempt is not None:
             share.attempt.end(fault)
             del self._attempts[share.attempt.id]
@@ -399,9 +342,5 @@ class JobDispatcher:
             self._pump_soon()
 
     def _refusal(self, share: Share) -> errors.RouterError | None:
-        is_loading = self._models.is_loading(share.run.job.model.name, self._now_s())
+        is_loading = self._models.is_loading(share.run.job.model.name, now_s())
         return refusal(share, self._workers, self._local, is_loading=is_loading)
-
-    @staticmethod
-    def _now_s() -> float:
-        return asyncio.get_running_loop().time()

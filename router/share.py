@@ -12,8 +12,10 @@ Invariant: an open choice belongs to exactly one share.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,8 +25,6 @@ from router.jobs import JobTimings
 from router.routing import Failed
 
 if TYPE_CHECKING:
-    import asyncio
-
     from opentelemetry.trace import Span
 
     from router.attempt import Attempt
@@ -53,11 +53,11 @@ class Share:
         self.refusals: int = former.refusals if former else 0
         """Attempts that failed though no worker was lost that had it in hand."""
         self.failed: Failed = former.failed.copy() if former else Failed()
-        self.timer: asyncio.TimerHandle | None = None
-        """What it waits for at the longest."""
+        self._timer: asyncio.TimerHandle | None = None
         self.in_grace = False
         """It waits though nobody could run it."""
         self.queue_span: Span | None = None
+        """While it waits in the queue."""
         self.waits_since_ns: int = former.waits_since_ns if former else run.job.arrived_ns
         self.earlier: JobTimings = former.earlier if former else JobTimings()
         """Where the time of earlier attempts went."""
@@ -91,6 +91,22 @@ class Share:
         if not self.run.started:
             return []
         return [list(self.run.choices[choice].token_ids) for choice in self.choices]
+
+    @property
+    def has_timer(self) -> bool:
+        """Whether something is to happen to it after a while."""
+        return self._timer is not None
+
+    def set_timer(self, after_s: float, then: Callable[[Share], None]) -> None:
+        """`then` is called with the share after so long, unless another timer is set meanwhile."""
+        self.clear_timer()
+        self._timer = asyncio.get_running_loop().call_later(after_s, then, self)
+
+    def clear_timer(self) -> None:
+        """Nothing is waited for any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def end_attempt(self, fault: Fault) -> None:
         """The attempt failed; what follows is another, or the end."""

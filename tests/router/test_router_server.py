@@ -97,7 +97,7 @@ async def test_metrics_on_both_http_ports() -> None:
             page = await asyncio.to_thread(_read, f"http://{address}/metrics")
             assert "\nbaton_requests_inflight 1.0\n" in page
             assert "\nbaton_queue_wait_seconds_count 1.0\n" in page
-            assert '\nbaton_worker_up{role="both",worker="b0"} 1.0\n' in page
+            assert '\nbaton_worker_up{model="tiny",role="both",worker="b0"} 1.0\n' in page
 
 
 def _read(url: str) -> str:
