@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -13,10 +14,12 @@ import typer
 
 from baton.bench.errors import BenchError
 from baton.commands.output import print_json, stderr, stdout
+from baton.commands.settings_options import takes_options
 from baton.settings import ROUTER_ADDRESS
 
 if TYPE_CHECKING:
-    from baton.bench.benchmark import Result
+    from baton.bench.benchmark import Options, Result
+    from baton.bench.endpoints import Target
     from baton.bench.workload import Workload
 
 NOT_VALID = 1
@@ -35,7 +38,10 @@ class Arrivals(StrEnum):
     TRACE = "trace"
 
 
-def bench(
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The options, as the command line has them."""
+
     url: Annotated[
         list[str],
         typer.Option(
@@ -43,45 +49,45 @@ def bench(
             help="grpc://HOST:PORT (grpcs:// with TLS), or http://HOST:PORT/v1 of any "
             "OpenAI-compatible server. Several take requests in turn.",
         ),
-    ] = [f"grpc://{ROUTER_ADDRESS}"],  # noqa: B006 - typer copies it
-    model: Annotated[str, typer.Option(help="Model name. Default: the only one served.")] = "",
+    ] = field(default_factory=lambda: [f"grpc://{ROUTER_ADDRESS}"])
+    model: Annotated[str, typer.Option(help="Model name. Default: the only one served.")] = ""
     rate: Annotated[
         float,
         _load(
             min=0, help="Requests a second. 0: at the trace's own times, else one after another."
         ),
-    ] = 0.0,
+    ] = 0.0
     num: Annotated[
         int | None,
         _load(min=1, help="Requests of a run. Default: 100, or all of a trace at its own times."),
-    ] = None,
+    ] = None
     duration_s: Annotated[
         float | None,
         _load(
             min=0,
             help="Leave out what is due later. Default: nothing; of each run of a search, 60.",
         ),
-    ] = None,
-    prompt_tokens: Annotated[int, _load(min=1, help="Length of every prompt.")] = 1024,
-    output_tokens: Annotated[int, _load(min=1, help="Length of every answer.")] = 128,
+    ] = None
+    prompt_tokens: Annotated[int, _load(min=1, help="Length of every prompt.")] = 1024
+    output_tokens: Annotated[int, _load(min=1, help="Length of every answer.")] = 128
     trace: Annotated[
         str,
         _load(
             help="Lengths from a trace: azure-conversation, mooncake-conversation, or a file in "
             "the form of these (.csv, .jsonl, .gz). Shared prefixes are kept."
         ),
-    ] = "",
+    ] = ""
     arrivals: Annotated[
         Arrivals | None,
         _load(
             help="`trace`: its own times, stretched to --rate if that is set. Default: `trace` "
             "where there is a trace and no rate."
         ),
-    ] = None,
+    ] = None
     time_scale: Annotated[
         float, _load(min=1e-3, help="Stretches a trace's own times: 0.5 is twice as fast.")
-    ] = 1.0,
-    repeats: Annotated[int, _load(min=1, help="Runs, each with a seed of its own.")] = 1,
+    ] = 1.0
+    repeats: Annotated[int, _load(min=1, help="Runs, each with a seed of its own.")] = 1
     seed: Annotated[
         int | None,
         _load(
@@ -89,27 +95,27 @@ def bench(
             help="Of arrivals and prompts. Default: a fresh one. The same again finds its "
             "prompts in prefix caches.",
         ),
-    ] = None,
-    vocabulary: Annotated[int, _load(min=16, help="Token ids are drawn below it.")] = 32_000,
+    ] = None
+    vocabulary: Annotated[int, _load(min=16, help="Token ids are drawn below it.")] = 32_000
     force_length: Annotated[
         bool, _load("--force-length/--natural-length", help="Go on past the end of sequence.")
-    ] = True,
-    slo_ttft_ms: Annotated[float | None, _slo(help="Time to first token.")] = None,
-    slo_itl_p99_ms: Annotated[float | None, _slo(help="Of each request's own gaps.")] = None,
-    slo_tpot_ms: Annotated[float | None, _slo(help="Mean time of a token after the first.")] = None,
-    slo_e2e_ms: Annotated[float | None, _slo(help="Time to the last token.")] = None,
+    ] = True
+    slo_ttft_ms: Annotated[float | None, _slo(help="Time to first token.")] = None
+    slo_itl_p99_ms: Annotated[float | None, _slo(help="Of each request's own gaps.")] = None
+    slo_tpot_ms: Annotated[float | None, _slo(help="Mean time of a token after the first.")] = None
+    slo_e2e_ms: Annotated[float | None, _slo(help="Time to the last token.")] = None
     goodput: Annotated[
         bool,
         _slo(
             "--goodput",
             help="Search the highest rate that keeps the service levels, from --rate on.",
         ),
-    ] = False,
+    ] = False
     attainment: Annotated[
         float, _slo(min=0.01, max=1, help="Share of the requests that must keep them.")
-    ] = 0.9,
-    tolerance: Annotated[float, _slo(min=0.001, help="How exact goodput shall be.")] = 0.05,
-    max_probes: Annotated[int, _slo(min=1, help="Most runs of a search.")] = 16,
+    ] = 0.9
+    tolerance: Annotated[float, _slo(min=0.001, help="How exact goodput shall be.")] = 0.05
+    max_probes: Annotated[int, _slo(min=1, help="Most runs of a search.")] = 16
     simulate_idle_ttft_ms: Annotated[
         float | None,
         _slo(
@@ -117,34 +123,44 @@ def bench(
             help="Add a row: TTFT of one server with one queue that takes this long, on the same "
             "arrivals.",
         ),
-    ] = None,
+    ] = None
     senders: Annotated[
         int | None,
         _client(min=1, help="Sender processes. Default: a quarter of the cores, at most 8."),
-    ] = None,
-    warm_ups: Annotated[int, _client(min=0, help="Requests of each sender before a run.")] = 4,
-    timeout_s: Annotated[float, _client(min=0.1, help="Of one request.")] = 120.0,
+    ] = None
+    warm_ups: Annotated[int, _client(min=0, help="Requests of each sender before a run.")] = 4
+    timeout_s: Annotated[float, _client(min=0.1, help="Of one request.")] = 120.0
     max_lag_ms: Annotated[
         float, _client(help="A client later than this at p99 makes the result invalid.")
-    ] = 5.0,
+    ] = 5.0
     api_key: Annotated[
         str, typer.Option(envvar="OPENAI_API_KEY", help="Bearer token, where one is asked for.")
-    ] = "",
+    ] = ""
     admin: Annotated[
         str,
         typer.Option(
             metavar="HOST:PORT",
             help="A router's admin address: sum up the spans of the last requests, too.",
         ),
-    ] = "",
+    ] = ""
     report: Annotated[
         Path | None,
         typer.Option(
             file_okay=False, help="Folder for report.html, its plots as PNG, and result.json."
         ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
+
+    @property
+    def seconds(self) -> float:
+        """Requests due later are left out; 0: none are."""
+        if self.duration_s is not None:
+            return self.duration_s
+        return PROBE_S if self.goodput else 0.0
+
+
+@takes_options(Given)
+def bench(given: Given) -> None:
     """Put load on a server and measure it as its clients see it.
 
     Requests are sent when they are due, whatever became of those before: a slow server is not
@@ -158,42 +174,19 @@ def bench(
     --goodput --slo-ttft-ms 400 --slo-itl-p99-ms 10[/]
     """
     _need("numpy")
-    from baton.bench.benchmark import Options, SearchOptions, measure
+    from baton.bench.benchmark import measure
     from baton.bench.endpoints import parse_url
-    from baton.bench.fleet import usual_senders
     from baton.bench.show import progress_bar, render
-    from baton.bench.summary import Slo
 
-    targets = tuple(map(parse_url, url))
+    targets = tuple(map(parse_url, given.url))
     if any(target.protocol == "openai" for target in targets):
         _need("aiohttp")
-    if report is not None:
+    if given.report is not None:
         _need("matplotlib")
-    seconds = duration_s if duration_s is not None else PROBE_S if goodput else 0.0
-    options = Options(
-        targets=targets,
-        workload=_workload(
-            num, prompt_tokens, output_tokens, trace, arrivals, time_scale, rate, seconds
-        ),
-        rate=rate,
-        repeats=repeats,
-        model=model,
-        api_key=api_key,
-        vocabulary=vocabulary,
-        force_length=force_length,
-        senders=senders or usual_senders(),
-        warm_ups=warm_ups,
-        timeout_s=timeout_s,
-        slo=Slo(slo_ttft_ms, slo_itl_p99_ms, slo_tpot_ms, slo_e2e_ms),
-        search=SearchOptions(attainment, tolerance, max_probes) if goodput else None,
-        idle_ttft_ms=simulate_idle_ttft_ms,
-        max_lag_ms=max_lag_ms,
-        admin=admin,
-        **({} if seed is None else {"seed": seed}),
-    )
+    options = _options(given, targets)
     with progress_bar() as watcher:
         result = measure(options, watcher)
-    _hand_out(result, render(result), report, as_json)
+    _hand_out(result, render(result), given.report, given.as_json)
 
 
 def _need(module: str) -> None:
@@ -201,28 +194,47 @@ def _need(module: str) -> None:
         raise BenchError(f"this needs {module}: pip install 'baton-llm[bench]'")
 
 
-def _workload(
-    num: int | None,
-    prompt_tokens: int,
-    output_tokens: int,
-    trace: str,
-    arrivals: Arrivals | None,
-    time_scale: float,
-    rate: float,
-    duration_s: float,
-) -> Workload:
+def _options(given: Given, targets: tuple[Target, ...]) -> Options:
+    from baton.bench.benchmark import Options, SearchOptions
+    from baton.bench.fleet import usual_senders
+    from baton.bench.summary import Slo
+
+    search = SearchOptions(given.attainment, given.tolerance, given.max_probes)
+    return Options(
+        targets=targets,
+        workload=_workload(given),
+        rate=given.rate,
+        repeats=given.repeats,
+        model=given.model,
+        api_key=given.api_key,
+        vocabulary=given.vocabulary,
+        force_length=given.force_length,
+        senders=given.senders or usual_senders(),
+        warm_ups=given.warm_ups,
+        timeout_s=given.timeout_s,
+        slo=Slo(given.slo_ttft_ms, given.slo_itl_p99_ms, given.slo_tpot_ms, given.slo_e2e_ms),
+        search=search if given.goodput else None,
+        idle_ttft_ms=given.simulate_idle_ttft_ms,
+        max_lag_ms=given.max_lag_ms,
+        admin=given.admin,
+        **({} if given.seed is None else {"seed": given.seed}),
+    )
+
+
+def _workload(given: Given) -> Workload:
     from baton.bench.trace_files import read_trace
     from baton.bench.workload import DEFAULT_NUM, Workload, scaled
 
-    rows = scaled(read_trace(trace), time_scale) if trace else ()
-    own = arrivals is Arrivals.TRACE or (arrivals is None and bool(rows) and not rate)
+    rows = scaled(read_trace(given.trace), given.time_scale) if given.trace else ()
+    is_own = given.arrivals is Arrivals.TRACE
+    is_own |= given.arrivals is None and bool(rows) and not given.rate
     return Workload(
-        num=num or (0 if own else DEFAULT_NUM),
-        prompt_tokens=prompt_tokens,
-        output_tokens=output_tokens,
+        num=given.num or (0 if is_own else DEFAULT_NUM),
+        prompt_tokens=given.prompt_tokens,
+        output_tokens=given.output_tokens,
         trace=rows,
-        trace_arrivals=own,
-        duration_s=duration_s,
+        trace_arrivals=is_own,
+        duration_s=given.seconds,
     )
 
 

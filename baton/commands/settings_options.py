@@ -1,4 +1,4 @@
-"""Command-line options made from a settings model, so that each setting is described once."""
+"""Command-line options made from a settings model or a dataclass: each is described once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar, get_origin, get_type_hints
 
 import typer
 from pydantic_core import PydanticUndefined
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
 Run = Callable[[Resolved[Settings]], None]
+Given = TypeVar("Given")
 
 KINDS: Final[Mapping[str, type[BaseSettings]]] = {
     "router": RouterSettings,
@@ -61,15 +62,21 @@ def takes_settings(
             metavar="FILE", help=escape(f"TOML file; its table is [{table}].")
         )
         annotations = {"config": Annotated[Path | None, file_option], **options}
-        command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [
-                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=a)
-                for name, a in annotations.items()
-            ]
-        )
-        command.__annotations__ = annotations
-        command.__doc__ = run.__doc__
-        return command
+        return _with_options(command, run.__doc__, annotations, dict.fromkeys(annotations))
+
+    return decorate
+
+
+def takes_options(kind: type[Given]) -> Callable[[Callable[[Given], None]], Callable[..., None]]:
+    """Makes a command whose options are the fields of a dataclass, annotated as for typer."""
+
+    def decorate(run: Callable[[Given], None]) -> Callable[..., None]:
+        def command(**flags: Any) -> None:
+            run(kind(**flags))
+
+        annotations, by_default = get_type_hints(kind, include_extras=True), kind()
+        defaults = {name: getattr(by_default, name) for name in annotations}
+        return _with_options(command, run.__doc__, annotations, defaults)
 
     return decorate
 
@@ -89,6 +96,26 @@ def unknown_variables(environment: Mapping[str, str]) -> Iterator[str]:
     for name in sorted(environment):
         if name.upper().startswith(_PREFIX) and name.upper() not in settings | _OTHER_VARIABLES:
             yield f"{name} is no setting, and ignored{nearest(name.upper(), settings)}"
+
+
+def _with_options(
+    command: Callable[..., None],
+    text: str | None,
+    annotations: Mapping[str, Any],
+    defaults: Mapping[str, object],
+) -> Callable[..., None]:
+    """The command as typer is to see it: with these keyword arguments and this help."""
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=annotation
+            )
+            for name, annotation in annotations.items()
+        ]
+    )
+    command.__annotations__ = dict(annotations)
+    command.__doc__ = text
+    return command
 
 
 def _option_type(field: FieldInfo) -> Any:
