@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from baton.errors import ProtocolError
 from baton.inference.v1 import inference_pb2 as pb
@@ -58,6 +58,10 @@ class Options(TypedDict, total=False):
     choices: int
     priority: int
     client_tag: str
+    template_variables: Mapping[str, Any]
+    """For the model's chat template, such as `enable_thinking`; with messages."""
+    continue_last: bool
+    """The answer goes on where the last message, the assistant's, ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +171,15 @@ def generation_input(
         raise TypeError(f"there is no option {name!r}")
     if sum(form is not None for form in (prompt, messages, token_ids)) != 1:
         raise ValueError("give exactly one of prompt, messages and token_ids")
+    if messages is None and not options.keys().isdisjoint(_CHAT):
+        raise ValueError("only messages have template variables and a last turn to continue")
     request = pb.GenerationInput(model=options.get("model", ""))
     if prompt is not None:
         request.text = prompt
     elif messages is not None:
         request.chat.CopyFrom(chat_prompt(messages))
+        request.chat.template_variables.update(options.get("template_variables", {}))
+        request.chat.continue_last = options.get("continue_last", False)
     else:
         request.token_ids.ids.extend(token_ids or ())
         request.token_ids.SetInParent()
@@ -186,6 +194,7 @@ def generation_input(
     return request
 
 
+_CHAT = ("template_variables", "continue_last")
 _SAMPLING = (
     "temperature",
     "top_p",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -24,6 +25,7 @@ import jinja2.nodes
 import jinja2.parser
 import numpy as np
 import tokenizers
+from google.protobuf.json_format import MessageToDict
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from numpy.typing import NDArray
@@ -118,14 +120,20 @@ class Tokenizer:
         if self._template is None:
             raise ChatTemplateError("the model has no chat template")
         turns = [{"role": _ROLES[turn.role], "content": turn.content} for turn in chat.messages]
+        end = ""
+        if chat.continue_last:  # What the template writes behind the content is cut off.
+            end = secrets.token_hex(16)
+            turns[-1]["content"] += end
+        set_here = {
+            "messages": turns,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": not end,
+            **self.special_tokens,
+        }
         try:
-            return self._template.render(
-                messages=turns,
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                **self.special_tokens,
-            )
+            text = self._template.render(**_variables(chat) | set_here)
+            return text[: text.rindex(end)] if end else text
         except Exception as error:  # A template is a program: it may raise anything.
             raise ChatTemplateError("the chat template refused the turns") from error
 
@@ -207,6 +215,27 @@ class Tokenizers:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
+def _variables(chat: api.ChatPrompt) -> dict[str, Any]:
+    """The caller's variables of the template. JSON's numbers come as floats; templates print them.
+
+    Raises:
+        Exception: a number is infinite or none.
+    """
+    return {name: _plain(value) for name, value in MessageToDict(chat.template_variables).items()}
+
+
+def _plain(value: Any) -> Any:
+    match value:
+        case float() if value.is_integer():
+            return int(value)
+        case dict():
+            return {name: _plain(one) for name, one in value.items()}
+        case list():
+            return [_plain(one) for one in value]
+        case _:
+            return value
+
+
 def _encode(
     tokenizer: Tokenizer, prompt: str | api.ChatPrompt, add_special_tokens: bool
 ) -> PromptIds:
@@ -223,7 +252,8 @@ def _texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
 def _chars(prompt: str | api.ChatPrompt) -> int:
     if isinstance(prompt, str):
         return len(prompt)
-    return sum(_TURN_CHARS + len(turn.content) for turn in prompt.messages)
+    turns = sum(_TURN_CHARS + len(turn.content) for turn in prompt.messages)
+    return turns + prompt.template_variables.ByteSize()
 
 
 def _ids(encoding: tokenizers.Encoding) -> PromptIds:

@@ -29,6 +29,8 @@ MAX_STOP_TEXTS: Final = 16
 MAX_STOP_TEXT_BYTES: Final = 256
 MAX_STOP_TOKENS: Final = 1024
 MAX_CLIENT_TAG_BYTES: Final = 128
+TEMPLATE_OWN: Final = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
+"""Variables of a chat template that no client sets."""
 
 _MAX_REPORTED_IDS: Final = 8
 """Of one list; a prompt of another model's tokens would name thousands."""
@@ -185,17 +187,23 @@ def _check_prompt(
         case "text":
             found.unless(bool(holder.text), _join(path, "text"), "must not be empty")
         case "chat":
-            _check_chat(found, holder.chat, _join(path, "chat.messages"))
+            _check_chat(found, holder.chat, _join(path, "chat"))
         case _ if isinstance(holder, api.GenerationInput):
             path = _join(path, "token_ids.ids")
             found.unless(bool(holder.token_ids.ids), path, "must not be empty")
 
 
 def _check_chat(found: Violations, chat: api.ChatPrompt, path: str) -> None:
-    found.unless(bool(chat.messages), path, "must not be empty")
+    found.unless(bool(chat.messages), f"{path}.messages", "must not be empty")
     known = set(api.Role.values()) - {api.ROLE_UNSPECIFIED}
     for index, message in enumerate(chat.messages):
-        found.unless(message.role in known, f"{path}[{index}].role", "must be a known role")
+        ok = message.role in known
+        found.unless(ok, f"{path}.messages[{index}].role", "must be a known role")
+    for name in sorted(TEMPLATE_OWN & chat.template_variables.fields.keys()):
+        found.add(f"{path}.template_variables.{name}", "is set by the server")
+    last = chat.messages[-1].role if chat.messages else api.ROLE_UNSPECIFIED
+    ok = not chat.continue_last or last == api.ROLE_ASSISTANT
+    found.unless(ok, f"{path}.continue_last", "needs a last turn of the assistant's")
 
 
 def _check_sampling(found: Violations, sampling: api.SamplingOptions) -> None:

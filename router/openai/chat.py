@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from baton.inference.v1 import inference_pb2 as api
 from router.openai.logprobs import chat_logprobs
 from router.openai.reply import Order, Piece, Reply
-from router.openai.schema import ChatRequest, ChatTurn, StreamOptions, parse
+from router.openai.schema import StreamOptions, parse
+from router.openai.turns import ChatRequest
 
 if TYPE_CHECKING:
     from router.calls import Call
@@ -16,13 +16,6 @@ if TYPE_CHECKING:
     from router.jobs import Dispatcher
     from router.openai.statuses import JSON
     from router.tokenization import Tokenizers
-
-_ROLES: Final = {
-    "system": api.ROLE_SYSTEM,
-    "developer": api.ROLE_SYSTEM,
-    "user": api.ROLE_USER,
-    "assistant": api.ROLE_ASSISTANT,
-}
 
 
 class ChatForm:
@@ -87,19 +80,10 @@ class ChatCompletions:
         return Reply(self._generations, order, call)
 
 
-def chat_prompt(turns: Sequence[ChatTurn]) -> api.ChatPrompt:
-    """Turns in the words of the gRPC API."""
-    return api.ChatPrompt(
-        messages=[
-            api.ChatMessage(role=_ROLES[turn.role], content=turn.content or "") for turn in turns
-        ]
-    )
-
-
 def _generation(request: ChatRequest) -> api.GenerationInput:
     max_tokens = request.max_completion_tokens
     return request.input(
         request.max_tokens if max_tokens is None else max_tokens,
         (request.top_logprobs or 0) if request.logprobs else None,
-        chat=chat_prompt(request.messages),
+        chat=request.chat(),
     )

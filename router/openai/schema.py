@@ -10,8 +10,8 @@ that cannot be honoured are refused by name, unless they are set to what happens
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -71,19 +71,6 @@ def _texts(value: object) -> object:
     return value or []
 
 
-def _content(value: object) -> object:
-    """Text of a turn: a string, or the text parts of a list, a line each."""
-    if not isinstance(value, list):
-        return value
-    texts: list[str] = []
-    for part in value:
-        text = part.get("text") if isinstance(part, dict) else None
-        if not isinstance(text, str):
-            raise PydanticCustomError("content", "only parts of type 'text' are supported")
-        texts.append(text)
-    return "\n".join(texts)
-
-
 class StreamOptions(BaseModel):
     """What a stream tells beside tokens."""
 
@@ -105,13 +92,13 @@ class ModelRequest(BaseModel):
 
     def refused(self) -> list[Violation]:
         """Fields that are set and cannot be honoured."""
-        return _refused(self, "", self.unsupported)
+        return refusals(self, "", self.unsupported)
 
 
 class GenerationRequest(ModelRequest):
     """The fields that both methods that generate share."""
 
-    unsupported = {
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "add_special_tokens": (True,),
         "allowed_token_ids": ([],),
         "bad_words": ([],),
@@ -233,94 +220,6 @@ class CompletionRequest(GenerationRequest):
         return found
 
 
-class ChatTurn(BaseModel):
-    """One message."""
-
-    model_config = ConfigDict(extra="allow")
-    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "audio": (),
-        "function_call": (),
-        "tool_calls": ([],),
-    }
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str | None, BeforeValidator(_content)] = None
-    """Only the assistant may have said nothing."""
-
-    def refused(self, path: str) -> list[Violation]:
-        """Fields that are set and cannot be honoured, and a content that was forgotten."""
-        found = _refused(self, path, self.unsupported)
-        if self.content is None and self.role != "assistant":
-            found.append(Violation(path + "content", "must be a text or a list of text parts"))
-        return found
-
-
-_TEMPLATE_FIELDS: Final[Mapping[str, tuple[object, ...]]] = {
-    "add_generation_prompt": (True,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "tools": ([],),
-}
-
-
-class ChatRequest(GenerationRequest):
-    """Of /v1/chat/completions."""
-
-    unsupported = {
-        **{
-            name: neutral
-            for name, neutral in GenerationRequest.unsupported.items()
-            if name != "add_special_tokens"
-        },
-        **_TEMPLATE_FIELDS,
-        "add_special_tokens": (False,),
-        "audio": (),
-        "documents": ([],),
-        "echo": (False,),
-        "function_call": ("none",),
-        "functions": ([],),
-        "modalities": (["text"],),
-        "reasoning_effort": ("none",),
-        "tool_choice": ("none", "auto"),
-        "verbosity": ("medium",),
-        "web_search_options": (),
-    }
-
-    messages: list[ChatTurn]
-    max_completion_tokens: UInt32 | None = None
-    max_tokens: UInt32 | None = None
-    """The older name of the same."""
-    logprobs: bool | None = None
-    top_logprobs: UInt32 | None = None
-
-    def refused(self) -> list[Violation]:
-        """Fields that are set and cannot be honoured."""
-        found = super().refused() + _refused_turns(self.messages)
-        if self.top_logprobs and not self.logprobs:
-            found.append(Violation("top_logprobs", "needs logprobs"))
-        return found
-
-
-class TokenizeRequest(ModelRequest):
-    """Of /tokenize: a text or turns."""
-
-    unsupported = _TEMPLATE_FIELDS
-
-    prompt: str | None = None
-    messages: list[ChatTurn] = []
-    add_special_tokens: bool | None = None
-    """Where it is left out: for a text and not for turns, as generating has it."""
-    return_token_strs: bool | None = None
-
-    def refused(self) -> list[Violation]:
-        """Fields that are set and cannot be honoured."""
-        found = super().refused() + _refused_turns(self.messages)
-        if self.prompt is not None and self.messages:
-            found.append(Violation("prompt", "must not stand beside messages"))
-        return found
-
-
 class DetokenizeRequest(ModelRequest):
     """Of /detokenize."""
 
@@ -345,17 +244,10 @@ def parse(kind: type[Request], body: bytes) -> Request:
     return request
 
 
-def _refused_turns(turns: Sequence[ChatTurn]) -> list[Violation]:
-    return [
-        violation
-        for index, turn in enumerate(turns)
-        for violation in turn.refused(f"messages[{index}].")
-    ]
-
-
-def _refused(
+def refusals(
     model: BaseModel, path: str, unsupported: Mapping[str, tuple[object, ...]]
 ) -> list[Violation]:
+    """Fields of the model that are set and not supported."""
     extra = model.model_extra or {}
     return [
         Violation(path + name, "is not supported")

@@ -38,6 +38,8 @@ _PARAMS: Final = (
     ("input.text", "prompt"),
     ("input.token_ids.ids", "prompt"),
     ("input.chat.messages", "messages"),
+    ("input.chat.template_variables", "chat_template_kwargs"),
+    ("input.chat.continue_last", "continue_final_message"),
     ("input.chat", "messages"),
     ("input.sampling.", ""),
     ("input.stop.sequences", "stop"),
@@ -49,6 +51,8 @@ _PARAMS: Final = (
     ("input", "prompt"),
     ("text", "prompt"),
     ("chat.messages", "messages"),
+    ("chat.template_variables", "chat_template_kwargs"),
+    ("chat.continue_last", "continue_final_message"),
     ("chat", "messages"),
 )
 """Beginnings of paths in `inference.proto`, and what they are called here; the first counts."""
@@ -91,6 +95,7 @@ def retry_headers(error: RouterError) -> dict[str, str]:
 
 def _param(path: str) -> str:
     for beginning, name in _PARAMS:
-        if path.startswith(beginning):
-            return name + path[len(beginning) :]
+        rest = path.removeprefix(beginning)
+        if path.startswith(beginning) and (beginning[-1] == "." or rest[:1] in ("", ".", "[")):
+            return name + rest
     return path

@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
 from baton.inference.v1 import inference_pb2 as api
-from router.openai.chat import chat_prompt
-from router.openai.schema import DetokenizeRequest, TokenizeRequest, parse
+from router.openai.schema import DetokenizeRequest, parse
+from router.openai.turns import TokenizeRequest
 
 if TYPE_CHECKING:
     from router.calls import Call
@@ -45,7 +45,7 @@ class Tokens:
         asked = parse(TokenizeRequest, body)
         prompt: JSON = {} if asked.prompt is None else {"text": asked.prompt}
         if asked.messages:
-            prompt = {"chat": chat_prompt(asked.messages)}
+            prompt = {"chat": asked.chat()}
         response = await self._generations.tokenize(
             api.TokenizeRequest(
                 model=asked.model,

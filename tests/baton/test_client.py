@@ -197,9 +197,13 @@ def test_options_reach_the_router_and_only_those_given(
         logit_bias={3: -1.5},
         max_tokens=9,
         top_logprobs=2,
+        template_variables={"enable_thinking": False},
+        continue_last=True,
     )
     sent = router.inputs[-1]
     assert [m.role for m in sent.chat.messages] == [pb.ROLE_SYSTEM, pb.ROLE_USER]
+    assert dict(sent.chat.template_variables) == {"enable_thinking": False}
+    assert sent.chat.continue_last
     assert sent.sampling.HasField("temperature")
     assert sent.sampling.temperature == 0
     assert not sent.sampling.HasField("top_p")

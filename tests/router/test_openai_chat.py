@@ -6,10 +6,12 @@ from pathlib import Path
 
 import openai
 import pytest
+from frontdoor_kit import CHAT_TEMPLATE
 from openai_kit import answers, open_port, prompt_of, says
 
 from baton.inference.v1 import inference_pb2 as api
 from baton.worker.v1 import worker_pb2
+from router.openai.turns import MAX_DEPTH
 
 MODEL = "tiny"
 TEXT = "The quick brown fox 🎉"
@@ -138,7 +140,7 @@ async def test_what_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:
         {"response_format": {"type": "json_object"}},
         {"response_format": {"type": "json_schema", "json_schema": {}}},
         {"reasoning_effort": "high"},
-        {"continue_final_message": True},
+        {"chat_template": "{{ messages }}"},
         {"structured_outputs": {"choice": ["a"]}},
     ]
     async with open_port(tmp_path, says("a")) as port:
@@ -150,6 +152,62 @@ async def test_what_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:
             assert caught.value.param == next(iter(field))
             assert "not supported" in caught.value.message
         assert not port.dispatcher.jobs
+
+
+THINKING = CHAT_TEMPLATE + "{% if not enable_thinking %}<think></think>{{ depth }}{% endif %}"
+
+
+async def test_variables_of_the_chat_template(tmp_path: Path) -> None:
+    async with open_port(tmp_path, says("a")) as port:
+        (tmp_path / "chat_template.jinja").write_text(THINKING)
+        create = port.client.chat.completions.create
+        for value, end in ((False, "<think></think>7"), (True, "")):
+            given = {"chat_template_kwargs": {"enable_thinking": value, "depth": 7, "unknown": {}}}
+            await create(model=MODEL, messages=HELLO, extra_body=given)
+            prompt = port.tokenizer.decode(prompt_of(port.job), skip_special_tokens=False)
+            assert prompt.endswith("<|im_start|>assistant\n" + end)
+        given = {"chat_template_kwargs": {"tools": [], "depth": 7}}
+        with pytest.raises(openai.BadRequestError) as caught:
+            await create(model=MODEL, messages=HELLO, extra_body=given)
+        assert caught.value.param == "chat_template_kwargs.tools"
+
+
+@pytest.mark.parametrize("depth", [MAX_DEPTH, MAX_DEPTH + 1, 150])
+async def test_variables_nest_to_a_bound(tmp_path: Path, depth: int) -> None:
+    nested: dict[str, object] = {}
+    for _ in range(depth - 1):
+        nested = {"a": nested}
+    async with open_port(tmp_path, says("a")) as port:
+        create = port.client.chat.completions.create
+        given = {"chat_template_kwargs": nested}
+        if depth == MAX_DEPTH:
+            await create(model=MODEL, messages=HELLO, extra_body=given)
+            return
+        with pytest.raises(openai.BadRequestError) as caught:
+            await create(model=MODEL, messages=HELLO, extra_body=given)
+        assert caught.value.param == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize("turned", [{}, {"add_generation_prompt": False}])
+async def test_an_answer_goes_on_where_the_last_turn_ends(
+    tmp_path: Path, turned: dict[str, object]
+) -> None:
+    begun = {"role": "assistant", "content": "Sure: "}
+    given = {"continue_final_message": True, **turned}
+    async with open_port(tmp_path, says("a")) as port:
+        create = port.client.chat.completions.create
+        await create(model=MODEL, messages=[*HELLO, begun], extra_body=given)
+        prompt = port.tokenizer.decode(prompt_of(port.job), skip_special_tokens=False)
+        assert prompt.endswith("<|im_start|>assistant\nSure: ")
+        refused: list[tuple[list[dict[str, str]], dict[str, object], str]] = [
+            (HELLO, given, "continue_final_message"),
+            ([*HELLO, begun], {**given, "add_generation_prompt": True}, "add_generation_prompt"),
+            (HELLO, {"add_generation_prompt": False}, "add_generation_prompt"),
+        ]
+        for messages, fields, param in refused:
+            with pytest.raises(openai.BadRequestError) as caught:
+                await create(model=MODEL, messages=messages, extra_body=fields)
+            assert caught.value.param == param
 
 
 async def test_fields_that_ask_for_nothing_pass(tmp_path: Path) -> None:

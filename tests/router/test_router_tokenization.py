@@ -77,6 +77,45 @@ def test_helpers_of_chat_templates_are_those_of_transformers(folder: Path) -> No
     check_against_transformers(folder)
 
 
+def test_variables_of_a_template_keep_their_types(folder: Path) -> None:
+    given = {"depth": 7, "share": 0.5, "names": ["a", {"b": None}]}
+    tokenizer = use_template(folder, "{{ [depth, share, names, messages | length] | tojson }}")
+    chat = api.ChatPrompt(messages=CHAT.messages)
+    chat.template_variables.update(given)
+    assert json.loads(tokenizer.render_chat(chat)) == [7, 0.5, ["a", {"b": None}], len(TURNS)]
+    assert "7," in tokenizer.render_chat(chat)  # An integer stays one.
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("nan")])
+def test_a_number_that_json_has_not_is_refused(folder: Path, number: float) -> None:
+    chat = api.ChatPrompt(messages=CHAT.messages)
+    chat.template_variables["depth"] = number
+    with pytest.raises(ChatTemplateError, match="refused"):
+        load(folder).render_chat(chat)
+
+
+@pytest.mark.parametrize("content", ["Sure:", "Sure: ", "user", ""])
+def test_a_turn_to_continue_is_that_of_transformers(folder: Path, content: str) -> None:
+    from transformers import AutoTokenizer
+
+    last = api.ChatMessage(role=api.ROLE_ASSISTANT, content=content)
+    chat = api.ChatPrompt(messages=[*CHAT.messages, last], continue_last=True)
+    turns = [{"role": role, "content": content} for _, role, content in TURNS]
+    turns.append({"role": "assistant", "content": content})
+    theirs = AutoTokenizer.from_pretrained(str(folder)).apply_chat_template(
+        turns, tokenize=False, continue_final_message=True
+    )
+    assert load(folder).render_chat(chat) == theirs
+
+
+def test_a_turn_that_the_template_drops_cannot_be_continued(folder: Path) -> None:
+    tokenizer = use_template(folder, "{{ messages[0].content }}")
+    last = api.ChatMessage(role=api.ROLE_ASSISTANT, content="Sure:")
+    chat = api.ChatPrompt(messages=[*CHAT.messages, last], continue_last=True)
+    with pytest.raises(ChatTemplateError, match="refused"):
+        tokenizer.render_chat(chat)
+
+
 def test_a_file_of_its_own_comes_before_the_config(folder: Path) -> None:
     tokenizer = use_template(folder, "{{ messages[0].content }}")
     assert tokenizer.render_chat(CHAT) == "Be brief & <polite>."

@@ -56,6 +56,25 @@ def test_sampling_ranges(name: str, good: list[float], bad: list[float]) -> None
     assert [ask(value) for value in bad] == [[f"input.sampling.{name}"]] * len(bad)
 
 
+def turns(role: api.Role.ValueType, **chat: object) -> api.ChatPrompt:
+    prompt = api.ChatPrompt(messages=[api.ChatMessage(role=role)], **chat)  # type: ignore[arg-type]
+    prompt.template_variables.update({"enable_thinking": False})
+    return prompt
+
+
+def test_only_the_assistant_is_continued() -> None:
+    assert paths(request(chat=turns(api.ROLE_ASSISTANT, continue_last=True))) == []
+    asked = request(chat=turns(api.ROLE_USER, continue_last=True))
+    assert paths(asked) == ["input.chat.continue_last"]
+
+
+def test_variables_that_the_server_sets() -> None:
+    chat = turns(api.ROLE_USER)
+    chat.template_variables.update({"tools": None, "add_generation_prompt": False})
+    path = "input.chat.template_variables"
+    assert paths(request(chat=chat)) == [f"{path}.add_generation_prompt", f"{path}.tools"]
+
+
 BROKEN: list[tuple[Callable[[api.GenerateRequest], object], str]] = [
     (lambda one: one.input.Clear(), "input"),
     (lambda one: one.input.token_ids.Clear(), "input.token_ids.ids"),

@@ -1,0 +1,168 @@
+"""Requests whose prompt is a conversation: its turns, and how they become one text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, ClassVar, Final, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
+from pydantic_core import PydanticCustomError
+
+from baton.inference.v1 import inference_pb2 as api
+from router.errors import Violation
+from router.openai.schema import GenerationRequest, ModelRequest, UInt32, refusals
+
+_ROLES: Final = {
+    "system": api.ROLE_SYSTEM,
+    "developer": api.ROLE_SYSTEM,
+    "user": api.ROLE_USER,
+    "assistant": api.ROLE_ASSISTANT,
+}
+MAX_DEPTH: Final = 16
+"""Of `chat_template_kwargs`."""
+
+
+def _content(value: object) -> object:
+    """Text of a turn: a string, or the text parts of a list, a line each."""
+    if not isinstance(value, list):
+        return value
+    texts: list[str] = []
+    for part in value:
+        text = part.get("text") if isinstance(part, dict) else None
+        if not isinstance(text, str):
+            raise PydanticCustomError("content", "only parts of type 'text' are supported")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _shallow(value: JsonValue) -> JsonValue:
+    """Messages of the gRPC API nest a few times as deep as the JSON that they hold, to a bound."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [one for holder in level for one in _inside(holder)]
+    if level:
+        raise PydanticCustomError("depth", "must nest at most {most} deep", {"most": MAX_DEPTH})
+    return value
+
+
+def _inside(value: JsonValue) -> Iterable[JsonValue]:
+    match value:
+        case dict():
+            return value.values()
+        case list():
+            return value
+        case _:
+            return ()
+
+
+class ChatTurn(BaseModel):
+    """One message."""
+
+    model_config = ConfigDict(extra="allow")
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "audio": (),
+        "function_call": (),
+        "tool_calls": ([],),
+    }
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str | None, BeforeValidator(_content)] = None
+    """Only the assistant may have said nothing."""
+
+    def refused(self, path: str) -> list[Violation]:
+        """Fields that are set and cannot be honoured, and a content that was forgotten."""
+        found = refusals(self, path, self.unsupported)
+        if self.content is None and self.role != "assistant":
+            found.append(Violation(path + "content", "must be a text or a list of text parts"))
+        return found
+
+
+class TurnsRequest(ModelRequest):
+    """What makes a prompt of turns."""
+
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "chat_template": (),
+        "tools": ([],),
+    }
+
+    messages: list[ChatTurn]
+    chat_template_kwargs: Annotated[dict[str, JsonValue] | None, AfterValidator(_shallow)] = None
+    """Variables for the chat template."""
+    continue_final_message: bool | None = None
+    """The last turn has only begun: the answer goes on where it ends."""
+    add_generation_prompt: bool | None = None
+    """The opposite of that; clients that continue a turn say so, too."""
+
+    def refused(self) -> list[Violation]:
+        """Fields that are set and cannot be honoured."""
+        found = super().refused()
+        for index, turn in enumerate(self.messages):
+            found += turn.refused(f"messages[{index}].")
+        if self.add_generation_prompt not in (None, not self.continue_final_message):
+            found.append(
+                Violation("add_generation_prompt", "must be the opposite of continue_final_message")
+            )
+        return found
+
+    def chat(self) -> api.ChatPrompt:
+        """The turns in the words of the gRPC API."""
+        chat = api.ChatPrompt(
+            messages=[
+                api.ChatMessage(role=_ROLES[turn.role], content=turn.content or "")
+                for turn in self.messages
+            ],
+            continue_last=bool(self.continue_final_message),
+        )
+        if self.chat_template_kwargs:
+            chat.template_variables.update(self.chat_template_kwargs)
+        return chat
+
+
+class ChatRequest(TurnsRequest, GenerationRequest):
+    """Of /v1/chat/completions."""
+
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **GenerationRequest.unsupported,
+        **TurnsRequest.unsupported,
+        "add_special_tokens": (False,),
+        "audio": (),
+        "documents": ([],),
+        "echo": (False,),
+        "function_call": ("none",),
+        "functions": ([],),
+        "modalities": (["text"],),
+        "reasoning_effort": ("none",),
+        "tool_choice": ("none", "auto"),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+    }
+
+    max_completion_tokens: UInt32 | None = None
+    max_tokens: UInt32 | None = None
+    """The older name of the same."""
+    logprobs: bool | None = None
+    top_logprobs: UInt32 | None = None
+
+    def refused(self) -> list[Violation]:
+        """Fields that are set and cannot be honoured."""
+        found = super().refused()
+        if self.top_logprobs and not self.logprobs:
+            found.append(Violation("top_logprobs", "needs logprobs"))
+        return found
+
+
+class TokenizeRequest(TurnsRequest):
+    """Of /tokenize: a text or turns."""
+
+    prompt: str | None = None
+    messages: Annotated[list[ChatTurn], Field(default_factory=list)]
+    add_special_tokens: bool | None = None
+    """Where it is left out: for a text and not for turns, as generating has it."""
+    return_token_strs: bool | None = None
+
+    def refused(self) -> list[Violation]:
+        """Fields that are set and cannot be honoured."""
+        found = super().refused()
+        if self.prompt is not None and self.messages:
+            found.append(Violation("prompt", "must not stand beside messages"))
+        return found
