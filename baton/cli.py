@@ -81,6 +81,10 @@ def explain(error: Exception) -> tuple[str, int] | None:
             )
         case OSError(errno=errno.EADDRINUSE | errno.EADDRNOTAVAIL):
             return f"cannot listen: {error.strerror}", FAILED
+        case OSError(filename=str(name), strerror=str(why)):
+            return f"{name}: {why}", FAILED
+        case UnicodeDecodeError():
+            return "what came in is no text in UTF-8", WRONG_USE
         case _:
             return None
 

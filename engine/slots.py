@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from engine.types import PageIds, StopRules, TokenIds
 
 NO_TOKEN = -1
+FEW_STOP_IDS = 4
+"""Columns that are always there."""
 
 
 class SlotState(enum.IntEnum):
@@ -60,8 +62,9 @@ class SlotTable:
         """Lower is older: admission order of the request, kept through preemption."""
         self.page_count = np.zeros(max_slots, np.int32)
         self.page_table = np.zeros((max_slots, max_pages_per_sequence), np.int32)
-        self.stop_ids = np.full((max_slots, 4), NO_TOKEN, np.int32)
+        self.stop_ids = np.full((max_slots, FEW_STOP_IDS), NO_TOKEN, np.int32)
         """Ids that end the sequence, end of sequence included, padded."""
+        self._stop_counts = np.zeros(max_slots, np.int32)
         self.outputs = np.zeros((max_slots, 256), np.int32)
         self._free = list(range(max_slots - 1, -1, -1))
 
@@ -94,11 +97,14 @@ class SlotTable:
         return slot
 
     def set_stop_ids(self, slot: int, ids: list[int]) -> None:
-        """Which ids end the sequence in `slot`."""
-        if len(ids) > self.stop_ids.shape[1]:
-            wider = np.full((self.max_slots, len(ids)), NO_TOKEN, np.int32)
-            wider[:, : self.stop_ids.shape[1]] = self.stop_ids
-            self.stop_ids = wider
+        """Which ids end the sequence in `slot`. There are as many columns as some sequence needs:
+        every step looks at all of them."""
+        self._stop_counts[slot] = len(ids)
+        width, was = max(FEW_STOP_IDS, int(self._stop_counts.max())), self.stop_ids.shape[1]
+        if width != was:
+            fitted = np.full((self.max_slots, width), NO_TOKEN, np.int32)
+            fitted[:, :was] = self.stop_ids[:, :width]
+            self.stop_ids = fitted
         self.stop_ids[slot] = NO_TOKEN
         self.stop_ids[slot, : len(ids)] = ids
 
@@ -109,6 +115,7 @@ class SlotTable:
         self.state[slot] = SlotState.EMPTY
         self.generation[slot] += 1
         self.page_count[slot] = 0
+        self._stop_counts[slot] = 0
         self._free.append(slot)
 
     def pages(self, slot: int) -> PageIds:

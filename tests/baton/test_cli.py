@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import socket
@@ -148,6 +149,12 @@ def test_errors_become_a_line_and_a_code() -> None:
     elsewhere = BatonError("Method not found!", code=grpc.StatusCode.UNIMPLEMENTED)
     assert "no router's port for clients" in explain(elsewhere)[0]
     assert explain(ZeroDivisionError()) is None
+    closed = PermissionError(errno.EACCES, "Permission denied", "/closed")
+    assert explain(closed) == ("/closed: Permission denied", 1)
+    assert explain(BrokenPipeError(errno.EPIPE, "Broken pipe")) is None, "click knows it"
+    with pytest.raises(UnicodeDecodeError) as caught:
+        b"\xff".decode()
+    assert explain(caught.value) == ("what came in is no text in UTF-8", 2)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,18 @@ def test_it_is_made_once(made: list[str], tmp_path: Path) -> None:
     assert made == ["download", "convert"]
     assert demo.resolve("demo") == str(first)
     assert demo.resolve("/some/folder") == "/some/folder"
+
+
+def test_an_environment_without_pip_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def not_there(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setenv("BATON_CACHE", str(tmp_path))
+    monkeypatch.setattr("importlib.metadata.version", not_there)
+    with pytest.raises(demo.DemoModelError, match="ensurepip"):
+        demo.ensure()
 
 
 def test_two_at_once_make_it_once(made: list[str]) -> None:

@@ -401,6 +401,23 @@ def test_resumed_choices_that_differ_are_cached_under_their_own_tokens():
     bench.check_baseline()
 
 
+def test_many_stop_ids_cost_later_steps_nothing():
+    """Every step compares its tokens with all columns of stop ids, whoever asked for them."""
+    bench = Bench()
+    prompt, stop = prompt_of(bench.random, 9), range(1000, 1400)
+    wide = bench.submit(prompt, 8, stop=stop)
+    bench.turn()
+    beside = bench.submit(prompt_of(bench.random, 9), 30)
+    bench.run()
+    assert bench.scheduler.slots.stop_ids.shape[1] == len(stop) + 1
+    again = bench.submit(prompt, 8)
+    bench.run()
+    assert bench.scheduler.slots.stop_ids.shape[1] == 4
+    assert bench.outputs[again, 0] == bench.outputs[wide, 0]
+    bench.check_output(beside)
+    bench.check_baseline()
+
+
 def test_prefill_holds_its_pages_until_release():
     bench = Bench()
     prompt = prompt_of(bench.random, 18)
