@@ -43,7 +43,9 @@ NOTHING = np.zeros(0, np.int32)
 class Stepper:
     """An executor, and plans for it."""
 
-    def __init__(self, model_path: str, most_tokens: int, backend: str, graphs: bool) -> None:
+    def __init__(
+        self, model_path: str, most_tokens: int, step_tokens: int, backend: str, graphs: bool
+    ) -> None:
         device = torch.device("cuda")
         loaded = load_model(model_path, dtype=torch.bfloat16, device=device, load_format="dummy")
         shape = loaded.config
@@ -60,7 +62,7 @@ class Stepper:
             )
         attention = choose_backend(backend, self._pool, shape.windows)
         assert isinstance(attention, PagedAttention), f"{backend} reads no pages"
-        limits = Limits(SLOTS, 2048, 16384)
+        limits = Limits(SLOTS, step_tokens, 16384)
         torch.cuda.synchronize()
         self.executor = CudaExecutor(loaded.model, self._pool, attention, self._sampler, limits)
         if graphs:
@@ -141,9 +143,12 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Times every step that is asked for."""
     arguments = parse()
-    most_tokens = max(arguments.rows) * arguments.context + max(arguments.behind) + 1024
+    most_tokens = (
+        max(arguments.rows) * arguments.context + max(arguments.behind) + max(arguments.pieces)
+    )
     graphs = not arguments.no_graphs
-    stepper = Stepper(arguments.model, most_tokens, arguments.attention, graphs)
+    step_tokens = max(2048, SLOTS + max(arguments.pieces))
+    stepper = Stepper(arguments.model, most_tokens, step_tokens, arguments.attention, graphs)
     found = []
     for rows in arguments.rows:
         for piece in arguments.pieces:
