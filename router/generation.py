@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -77,11 +77,12 @@ class Generations:
             RouterError: why it was refused or could not be finished.
         """
         with RequestSpan(call, request, self._events) as span:
-            with span.step(SpanName.ADMIT):
-                model, tokenizer = await self._admit(request)
-            with span.step(SpanName.TOKENIZE):
-                prompt_ids = await self._tokenize(request.input, tokenizer, "input")
-                job = self._job(request.input, call, span, model, prompt_ids)
+            async with _until(self._deadline_ns(call), int):
+                with span.step(SpanName.ADMIT):
+                    model, tokenizer = await self._admit(request)
+                with span.step(SpanName.TOKENIZE):
+                    prompt_ids = await self._tokenize(request.input, tokenizer, "input")
+                    job = self._job(request.input, call, span, model, prompt_ids)
             if not request.input.stop.HasField("max_tokens"):
                 self._shorten(job)
             span.describe_job(job)
@@ -171,8 +172,6 @@ class Generations:
         model: ServedModel,
         prompt_ids: PromptIds,
     ) -> Job:
-        longest_s = self._limits.max_request_duration_s
-        duration_s = longest_s if call.time_left_s is None else min(call.time_left_s, longest_s)
         return Job(
             id=call.id,
             model=model,
@@ -185,7 +184,7 @@ class Generations:
             ),
             choices=generation.choices or 1,
             arrived_ns=call.arrived_ns,
-            deadline_ns=call.arrived_ns + int(duration_s * 1e9),
+            deadline_ns=self._deadline_ns(call),
             context=span.context,
             priority=generation.priority,
             prompt_logprobs=generation.output.prompt_logprobs,
@@ -193,6 +192,12 @@ class Generations:
             cache_salt=call.tenant.encode(),
             workers=call.record.workers,
         )
+
+    def _deadline_ns(self, call: Call) -> int:
+        """The caller's, but not beyond the longest duration allowed."""
+        longest_s = self._limits.max_request_duration_s
+        duration_s = longest_s if call.time_left_s is None else min(call.time_left_s, longest_s)
+        return call.arrived_ns + int(duration_s * 1e9)
 
     def _shorten(self, job: Job) -> None:
         """Output that nobody asked for is no reason to refuse what a pool has no room for."""
@@ -235,15 +240,12 @@ class _Generation:
 
     async def _run(self) -> None:
         """Runs the job to its end, and closes the outbox whatever happens."""
-        left_s = (self._job.deadline_ns - time.time_ns()) / 1e9
         try:
-            async with asyncio.timeout(left_s) as deadline:
+            async with _until(self._job.deadline_ns, lambda: self._outbox.tokens_put):
                 await self._dispatcher.run(self._job, self._hear)
             if not self._finished:
                 raise RuntimeError("the dispatcher returned before JobFinished")
         except Exception as error:
-            if isinstance(error, TimeoutError) and deadline.expired():
-                error = errors.deadline_exceeded(self._outbox.tokens_put)
             self._outbox.close(error)
         except asyncio.CancelledError:
             # The reader left; or, if it did not, one leaked out of the dispatcher.
@@ -305,6 +307,22 @@ class _Generation:
         self._outbox.put(
             Finished(self._last.choice, self._last.reason, self._last.stop_text, usage, timings)
         )
+
+
+@asynccontextmanager
+async def _until(deadline_ns: int, tokens_sent: Callable[[], int]) -> AsyncIterator[None]:
+    """Around what must be over by the deadline, Unix nanoseconds.
+
+    Raises:
+        RouterError: DEADLINE_EXCEEDED, with the tokens that were sent until then.
+    """
+    try:
+        async with asyncio.timeout((deadline_ns - time.time_ns()) / 1e9) as timer:
+            yield
+    except TimeoutError:
+        if timer.expired():
+            raise errors.deadline_exceeded(tokens_sent()) from None
+        raise
 
 
 def _choice_output(

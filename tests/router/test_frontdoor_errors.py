@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import threading
 import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -30,7 +31,11 @@ from google.rpc import error_details_pb2
 
 from baton.inference.v1 import inference_pb2 as api
 from router import errors
+from router.calls import Call
+from router.errors import RouterError
+from router.frontdoor import InferenceService
 from router.jobs import Job, JobEvent, JobFinished, JobStarted, JobTokens
+from router.tokenization import Tokenizers
 from router.validation import Limits
 
 Code = grpc.StatusCode
@@ -247,6 +252,24 @@ async def test_the_servers_longest_duration(dispatcher: ScriptedDispatcher) -> N
         found = await refused(door, ids_input())
     assert (found.code, found.info.reason) == (Code.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED")
     assert found.info.metadata["tokens_sent"] == "1"
+
+
+async def test_the_deadline_holds_while_the_prompt_waits_to_be_tokenized(
+    dispatcher: ScriptedDispatcher,
+) -> None:
+    tokenizers, busy = Tokenizers(threads=1), threading.Event()
+    await tokenizers.warm([dispatcher.served[0].path])
+    tokenizers._pool.submit(busy.wait)
+    service = InferenceService(dispatcher, tokenizers, Limits(max_request_duration_s=0.1))
+    long = api.GenerateRequest(input=api.GenerationInput(text="fox " * 2000))
+    try:
+        with pytest.raises(RouterError) as caught:
+            async with asyncio.timeout(20):
+                await service.generate(long, Call())
+    finally:
+        busy.set()
+        tokenizers.close()
+    assert caught.value.reason == "DEADLINE_EXCEEDED"
 
 
 async def test_the_callers_deadline(dispatcher: ScriptedDispatcher) -> None:

@@ -165,7 +165,7 @@ async def test_how_it_ended(
         (Path(dispatcher.served[0].path) / "tokenizer.json").unlink()
     try:
         messages = 2 if case == "left" else None
-        await serve(dispatcher, messages, time_left_s=0.001 if case == "late" else None)
+        await serve(dispatcher, messages, time_left_s=1.0 if case == "late" else None)
     except (errors.RouterError, ValueError):
         assert case != "left"
     found = spans(tracing, exporter)
