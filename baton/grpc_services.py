@@ -21,12 +21,25 @@ async def add_health_and_reflection(
     Health starts as SERVING for the process ("") and as NOT_SERVING for each service: set it with
     the servicer that is returned.
     """
-    servicer = health.aio.HealthServicer()
+    servicer = _Health()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     for name in service_names:
         await servicer.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
     _add_reflection(server, (*service_names, health.SERVICE_NAME))
     return servicer
+
+
+class _Health(health.aio.HealthServicer):  # type: ignore[misc]  # it comes untyped
+    """The library leaves `List` out, and a call of it would be an error in the log."""
+
+    async def List(  # noqa: N802
+        self, request: health_pb2.HealthListRequest, context: object
+    ) -> health_pb2.HealthListResponse:
+        """Every service and its status."""
+        response = health_pb2.HealthListResponse()
+        for name, status in self._server_status.items():
+            response.statuses[name].status = status
+        return response
 
 
 def _add_reflection(server: grpc.aio.Server, service_names: tuple[str, ...]) -> None:

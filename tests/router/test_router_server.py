@@ -61,6 +61,11 @@ async def test_health_follows_the_workers() -> None:
     async with served() as (server, worker), grpc.aio.insecure_channel(server.address) as channel:
         assert await health_of(channel, "") == serving
         await until_serving(channel)
+        listed = await health_pb2_grpc.HealthStub(channel).List(health_pb2.HealthListRequest())
+        assert {name: one.status for name, one in listed.statuses.items()} == {
+            "": serving,
+            SERVICE_NAME: serving,
+        }
         await worker.stop()
         await until_serving(channel, is_true=False)
         assert await health_of(channel, "") == serving
