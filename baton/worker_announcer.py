@@ -1,7 +1,7 @@
 """A worker tells routers that it exists, for as long as it lives; before that, that it loads.
 
-Each router is told every second until it holds a stream, and every few seconds after that. A router
-that is not there, or went away, is told on: it may come back, and start order is free.
+Each router is told every second until it holds a stream, and every few seconds after that. One that
+is not there, or went away, goes on being told: it may come back, and processes start in any order.
 """
 
 from __future__ import annotations

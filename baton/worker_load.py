@@ -31,8 +31,8 @@ def prefill_credit(load: EngineLoad, room: PrefillRoom) -> int:
     """Prompt tokens that the worker would take on beyond those queued.
 
     The least of three: what is left of two steps, of a quarter of the pool for prompts that have no
-    grant, and of the pages that are free or can be evicted. Negative where prompts overran it, for
-    a prompt of any length is begun where there is credit at all.
+    grant, and of the pages that are free or can be evicted. Negative where prompts overran it: a
+    prompt of any length may be begun while there is any credit.
     """
     pool_tokens = load.total_pages * room.page
     free_tokens = (load.free_pages + load.evictable_pages) * room.page

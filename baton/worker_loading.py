@@ -18,8 +18,8 @@ Progress = Callable[[str, int, int], None]
 
 
 def terminal(log_format: str) -> Console | None:
-    """Where somebody sits and watches the worker start. Rich alone would take a pipe for one where
-    FORCE_COLOR is set."""
+    """The terminal, if somebody watches the worker start at one. Rich by itself would take a pipe
+    for a terminal where FORCE_COLOR is set."""
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -51,8 +51,9 @@ def loading_progress(console: Console | None) -> Iterator[Progress]:
 
 @contextmanager
 def _logs_following_stderr() -> Iterator[Callable[[], None]]:
-    """While rich draws, it stands in for standard error, and prints above what it draws. Log
-    handlers hold the real one: calling what is given moves them, and they are moved back."""
+    """While rich draws, it replaces standard error, and prints lines above what it draws. Log
+    handlers hold the real one: calling what is yielded moves them over, and the exit moves them
+    back."""
     before = sys.stderr
     handlers = [
         handler

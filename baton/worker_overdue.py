@@ -1,8 +1,8 @@
 """Transfers that ought to be over: what metrics say of them, and which peers are avoided for them.
 
 A quarantine ends within milliseconds where the other side lives and is reached, and so does a send
-once its prompt is computed or given up. What takes longer than `OVERDUE_S` says that one of the two
-hangs or that the path between them does, whatever else still looks well.
+once its prompt is computed or given up. Where one takes longer than `OVERDUE_S`, one of the two
+workers hangs, or the path between them, even if everything else looks well.
 """
 
 from __future__ import annotations

@@ -46,10 +46,11 @@ logger = logging.getLogger(__name__)
 SWITCH_INTERVAL_S: Final = 1e-4
 """Cuts the event loop's wake-up from 5 ms to 0.3 ms beside a busy step loop."""
 DECODE_MIXED_PREFILL_TOKENS: Final = 192
-"""A decode worker computes so many prompt tokens in a step that decodes: nearly free there."""
+"""A decode worker computes at most this many prompt tokens in a step that also decodes: they are
+nearly free there."""
 DECODE_STEP_TOKENS: Final = 512
-"""A decode worker computes so many tokens of a prompt in a step where nothing decodes: what is
-delivered meanwhile waits for the step to end."""
+"""A decode worker computes at most this much of a prompt in a step where nothing decodes: a
+request that is delivered meanwhile waits for the step to end."""
 FULL_STEP_TOKENS: Final = 1024
 """Where prompts are computed for others: an H200 computes 44,900 tokens a second in steps of so
 many, 45,500 in longer ones, and the first of two prompts is done in half the time."""

@@ -10,7 +10,7 @@ path is broken while both live, a quarantine would last for as long as it stays 
    (`quiesced`) to all its routers, which pass the answer on to the decode worker. Until then it
    says nothing, and is asked again.
 
-Words that come twice or too late change nothing.
+Messages that come twice or too late change nothing.
 """
 
 from __future__ import annotations

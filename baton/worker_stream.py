@@ -129,8 +129,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             outbox.finish()
 
     async def report_forever(self) -> None:
-        """Sends load reports, expires attempts and looks after peers. None of these keeps the
-        others from their turn: a worker that is heard of no more could never be let go."""
+        """Sends load reports, expires attempts and looks after peers. One that raises does not keep
+        the others from their turn."""
         prefill, decode, peers = self._services.prefill, self._services.decode, self._services.peers
         duties = (self.report, prefill.expire, decode.expire, peers.tick)
         failing: set[Callable[[], None]] = set()

@@ -8,9 +8,9 @@ can serve, this one cannot.
 3. STUCK, where this watch itself gets no turn (the event loop hangs, or something holds the GIL):
    the interpreter's own timer, which needs no thread of Python's, dumps the stacks and exits.
 
-A process that was stopped from outside (SIGSTOP) and woken is neither: nothing in it has had a
-turn, so the time is counted from its waking. Only the timer of 3 cannot tell, and ends a process
-that slept for longer than it waits.
+A process that was stopped from outside (SIGSTOP) and woken again is in neither state: nothing in it
+could run, so the time is counted from its waking. Only the timer of 3 cannot tell the difference,
+and ends a process that slept for longer than it waits.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ An attempt that this worker runs whole goes 1 -> 4 -> 5. So does one that it tak
 prefix cache holds all but a short rest of the prompt. The engine decides that, and the router is
 told instead of a grant. From then on no Abort ends the attempt: it needs nobody else.
 
-Whether an attempt in 2 became READY or QUARANTINED is decided by the transfer thread alone:
-whatever ends it asks there (`abort_receive`). The answer that it was READY already lets the attempt
-go on where the router's Abort asked; where anything else did, its pages are free to go.
+Whether an attempt in 2 became READY or QUARANTINED is decided by the transfer thread alone: who
+wants to end it asks there (`abort_receive`). If the answer is that it was READY already, an attempt
+that the router's Abort asked about goes on, and one that anything else ended frees its pages.
 
 Invariants: the transfer thread expects a transfer before anyone is told of it; a granted attempt's
 pages are released once, after `ReceiveFreed` or where it was READY; the router hears of an
@@ -84,7 +84,8 @@ from telemetry.metrics import WorkerMetrics
 logger = logging.getLogger(__name__)
 
 GRANT_TIMEOUT_S: Final = 120.0
-"""A grant is used up in this time or expires: the prefill worker's queue and a long prompt fit."""
+"""A grant is used up within this time or expires: long enough for the prefill worker's queue and a
+long prompt."""
 HURRIED_S: Final = 0.1
 """The same, where a failpoint wants to see one expire."""
 
@@ -142,8 +143,7 @@ class DecodeService(AttemptsService[DecodeAttempt]):
         ]
 
     def crowding_peers(self) -> list[str]:
-        """Peers whose share is filled by pages in quarantine: they would hold up all that is
-        granted to them."""
+        """Peers whose whole share is pages in quarantine: further grants to them would wait."""
         pages: defaultdict[str, int] = defaultdict(int)
         for attempt in self._attempts:
             if attempt.state is DecodeState.QUARANTINED:

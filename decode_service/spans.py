@@ -17,7 +17,7 @@ from telemetry.tracing import link_from, write_span
 
 
 def write_grant(attempt: DecodeAttempt, error: str = "") -> None:
-    """Pages were granted after a wait, or the wait ended otherwise."""
+    """Pages were granted after a wait, or the wait ended without a grant."""
     end_ns = attempt.granted_ns or time.time_ns()
     attributes: dict[str, AttributeValue] = {
         Attr.KV_WAITED_MS: milliseconds(attempt.received_ns, end_ns)
@@ -63,7 +63,7 @@ def write_receive_failed(attempt: DecodeAttempt, error: str) -> None:
 
 
 def write_prompt(attempt: DecodeAttempt, error: str = "") -> None:
-    """The prompt of an attempt is computed here, or will not be."""
+    """The prompt of an attempt was computed here, or was given up."""
     tokens = kv_tokens(attempt.request) - attempt.cached_tokens if attempt.computed_ns else 0
     write_prompt_spans(
         attempt.traceparent,

@@ -12,9 +12,9 @@ come first, oldest first, and no new request is admitted while one waits; then r
 begun on another worker, whose client has seen tokens already; then new ones as the policy says. A
 request that does not fit may be passed by smaller ones a bounded number of times.
 
-A prompt to be computed here is admitted when the next step may begin it, not before: pages that
-wait for their turn hold nothing, and a prompt that waits for its pages may yet find more of them
-in the prefix cache.
+A prompt to be computed here is admitted when the next step may begin it, not before: pages handed
+out earlier would lie empty, and a prompt that waits may yet find more of its pages in the prefix
+cache.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class BlockManager:
 
     @property
     def damaged(self) -> int:
-        """Pages that were written while they were free, where somebody watches for that."""
+        """Pages that were written while they were free, if they are watched for that."""
         return self._watch.damaged
 
     def subscribe(self, listener: Callable[[CacheEvent], None]) -> None:
@@ -265,7 +265,7 @@ class BlockManager:
                 listener(event)
 
     def inspect(self) -> None:
-        """Gives who watches the pages time to look at the free ones."""
+        """Gives the watch time to look at the free pages."""
         self._watch.idle(self._is_free)
 
     # -- integrity ----------------------------------------------------------------------------

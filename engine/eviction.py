@@ -10,8 +10,9 @@ from typing import Protocol
 class EvictionPolicy(Protocol):
     """Orders the pages that only the cache holds.
 
-    A page is found by way of all before it in its sequence, so it must not go before those behind
-    it: they would be in the way and never found again. Pages of one sequence come tail first.
+    A page is found by way of all before it in its sequence, so it must not be evicted before those
+    behind it: they would take up room and never be found again. Pages of one sequence come tail
+    first.
     """
 
     def used(self, page: int) -> None:
@@ -113,7 +114,7 @@ class LfuEviction(_ScoredEviction):
 
 class CostEviction(_ScoredEviction):
     """Cheapest to compute again, per use, first, above a floor that rises with every eviction, so
-    that old riches age (GreedyDual-Size-Frequency, Cherkasova 1998).
+    that pages that were valuable once grow old (GreedyDual-Size-Frequency, Cherkasova 1998).
 
     A page costs itself and attention over all before it. Whoever loses a page loses those behind
     it, so it is worth at least as much as the one behind it that was released with it.

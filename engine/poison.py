@@ -3,7 +3,8 @@
 A page is filled when it becomes FREE, on the step loop's thread and at once. It is FREE only when
 the last step that may write it has settled, and a granted page only when its transfer is over, so
 nothing may write it until it is allocated again: a page that has lost its pattern by then was
-written by somebody who held it no more. Who reads a free page gets numbers that no model makes.
+written by somebody who no longer held it. Whoever reads a free page gets numbers that no model
+makes.
 
 The pattern is large and finite in every dtype of a pool: a NaN in a masked position would poison
 the attention of requests that have done nothing wrong.

@@ -67,7 +67,7 @@ class ShortestFirst(SchedulingPolicy):
 class FairByTenant(SchedulingPolicy):
     """The tenant with the fewest requests in slots goes first, of equals the one whose last turn
     was longest ago, then by arrival. The second is for workers where little is ever in slots, such
-    as those that hand prompts off: by the first alone a flood would be served as it came."""
+    as those that hand prompts off: by the first alone a flood of one tenant would go first."""
 
     def __init__(self) -> None:
         self._turns = 0

@@ -1,8 +1,8 @@
 """A profile of the next steps, on request, and the loop's verbs as ranges in it.
 
-Life of a profile: ASKED -> RECORDING from the turn that launches a step, for so many steps or until
-nothing has run for a while -> WRITTEN as a Chrome trace, by a thread of its own: writing takes
-seconds, and the step loop has requests to serve.
+Life of a profile: ASKED -> RECORDING from the next launch on, for the number of steps asked for or
+until nothing has run for a while -> WRITTEN as a Chrome trace, by a thread of its own: writing
+takes seconds, and the step loop has requests to serve.
 
 Outside a profile the verbs are NVTX ranges on a GPU, which Nsight Systems shows, and nothing on a
 CPU.

@@ -3,10 +3,10 @@
 - Out of memory: its sequences are preempted, to be computed again from what the host knows of
   them, and steps carry half as many tokens; every step that succeeds gives one token back. A
   request that only prefills is given up instead: its pages may be on their way already.
-- Anything else, and memory that lacks again and again: the requests that needed it are given up,
+- Anything else, and memory that runs out again and again: the requests in the step are given up,
   and their router tries them elsewhere.
-- The device itself is lost where it says so (an error of an accelerator sticks to its context), or
-  where step after step failed: then nothing that runs here can succeed, and the owner is told.
+- The device itself is lost where it says so (an accelerator's error sticks to its context), or
+  where step after step failed: nothing that runs here can succeed any more, and the owner is told.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from engine.step import StepPlan
 from engine.types import FailureReason, Mode
 
 MAX_SHRINKS: Final = 3
-"""Steps in a row that may lack memory; the batch is an eighth then, and not what is at fault."""
+"""Steps in a row that may lack memory: the batch is an eighth by then, and not at fault."""
 MAX_FAILED_STEPS: Final = 8
-"""Steps in a row; as many different causes in different requests are no chance."""
+"""Steps in a row: so many failures in different requests are no coincidence."""
 
 
 def is_lost(scheduler: Scheduler, error: Exception) -> bool:
@@ -37,7 +37,7 @@ def recover(scheduler: Scheduler, plan: StepPlan, error: Exception) -> None:
     """Takes back what was planned with the oldest step in flight, which failed."""
     scheduler.blocks.settle(plan.number)
     touched = _touched(scheduler, plan)
-    # One that was in flight behind a failed step, for nobody any more, says nothing new.
+    # A step in flight behind a failed one, whose requests are gone by now, says nothing new.
     scheduler.failed_steps += bool(touched)
     lacks_memory = isinstance(error, torch.OutOfMemoryError)
     if lacks_memory and scheduler.failed_steps <= MAX_SHRINKS:

@@ -121,8 +121,8 @@ class Scheduler:
             self._accept_delivered(sequence, record)
 
     def publish_delivered(self) -> None:
-        """Keys the pages of prompts that were delivered. Not when they are: the next step, which
-        the sequence is to join, would be launched later by what 8,000 tokens' keys take."""
+        """Keys the pages of prompts that were delivered. Not at the delivery itself: hashing 8,000
+        tokens would delay the launch of the next step, which the sequence is to join."""
         delivered, self._delivered = self._delivered, []
         for sequence, slot, generation in delivered:
             if self.slots.generation[slot] == generation:
@@ -324,7 +324,7 @@ class Scheduler:
         self.preempted.append(sequence)
 
     def step_succeeded(self) -> None:
-        """The device ran a step: what a failed one had taken comes back little by little."""
+        """The device ran a step: the budget that a failed one had cut grows back bit by bit."""
         self.failed_steps = 0
         self.step_tokens = min(self.step_tokens + 1, self.config.max_step_tokens)
 

@@ -1,7 +1,7 @@
 """What a step did: tokens are read, ends are found, computed pages are keyed and told of.
 
 A row counts only if its slot still has the generation it was planned with: a sequence that ended
-or was cancelled meanwhile left one more row in flight, whose token is nobody's.
+or was cancelled meanwhile left one more row in flight, whose token is dropped.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def settle_step(
         scheduler: that planned it.
         plan: the step.
         result: what it left.
-        hand_out: called when the chunks' events wait: KV that is to be sent need not wait for the
-            rest.
+        hand_out: called as soon as the chunks' events are queued, so that KV that is to be sent
+            does not wait for the rest of the work.
     """
     now_ns = time.time_ns()
     scheduler.step_succeeded()
@@ -126,8 +126,8 @@ def _tell_tokens(
 
 
 def _youngest_first(plan: StepPlan, rows: Rows) -> Rows:
-    """A sequence that has just joined has waited longest for its token, and whoever passes a step's
-    tokens on takes some milliseconds for all of them. The others keep their order."""
+    """A sequence that has just joined has waited longest for a token, and passing all tokens of a
+    step on takes some milliseconds. The others keep their order."""
     return rows[np.argsort(plan.sample_indices[rows], kind="stable")]
 
 

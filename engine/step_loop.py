@@ -32,7 +32,7 @@ Command = Callable[[Scheduler], None]
 OnStep = Callable[[float, int], None]
 """Hears of a settled step, on the loop's thread: its seconds, and how many sequences it decoded."""
 OnLost = Callable[[], None]
-"""Hears, on the loop's thread, that the device runs nothing any more."""
+"""Called on the loop's thread when the device will run no further step."""
 IDLE_TURN_S = 0.25
 """How long an idle turn waits for a command: progress is shown at least this often."""
 LONG_STEP_S = 1.0
@@ -208,11 +208,11 @@ class StepLoop:
 
 
 def _unanswered() -> None:
-    """For who can do nothing about it."""
+    """For callers that can do nothing about it."""
 
 
 def _unobserved(_seconds: float, _decoded_sequences: int) -> None:
-    """For who needs no figures."""
+    """For callers that need no figures."""
 
 
 def hand_out(events: list[tuple[Sink, Event]]) -> None:

@@ -1,10 +1,10 @@
 """Dead peers whose last bytes may still be on their way into this process's pages.
 
-A process that has ended posts nothing more, but what it had posted need not have landed: over TCP
-it lies in sockets of the kernel, some MiB of it, until the progress thread of this process takes it
-and writes it where it belongs. Seen with NIXL 1.5.1 where this process had been stopped under a
-push: up to 48 pages of 90 KiB were written within 13 ms after the writer was proven dead. So its
-pages stay nobody's for far longer than that.
+A process that has ended posts nothing more, but what it had posted may not have landed yet: over
+TCP up to some MiB of it lie in the kernel's sockets until the progress thread of this process reads
+them and writes them where they belong. Seen with NIXL 1.5.1 where this process had been stopped
+under a push: up to 48 pages of 90 KiB were written within 13 ms after the writer was proven dead.
+So the pages that it was granted stay out of use for far longer than that.
 
 1. `begin`: the process is proven gone.
 2. `over`: this process has been awake for `AFTERMATH_S` since. Time in which it stood still (a

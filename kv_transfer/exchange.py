@@ -1,9 +1,9 @@
 """The hand-off of one process without its thread: peers, sender and receiver over a transport.
 
 One turn: look for notifications, then work: one push, what was found, timers, ends of pushes.
-Commands belong between the two. A chunk follows its grant, and a grant its `expect`: whatever a
-look has found, its `expect` was queued before. Everything here is single-threaded; `TransferThread`
-runs it, and tests drive it turn by turn.
+Commands run between the two. A chunk follows its grant, and a grant follows its `expect`, so the
+`expect` of whatever a look has found was queued before that look. Everything here is
+single-threaded; `TransferThread` runs it, and tests drive it turn by turn.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Exchange:
 
     def quiesced(self, prefill_agent: str, message: Quiesced) -> None:
         """See `TransferThread.quiesced`."""
-        # What has landed is told of by the direct path, which this word may have overtaken.
+        # The direct path tells of what has landed, and this message may have overtaken it.
         self._read_all_of(prefill_agent)
         self.receiver.on_quiesced(prefill_agent, message)
 

@@ -152,7 +152,7 @@ class Peers:
         failpoints.hit("transfer.path", agent_name.rpartition("-")[0], error=_path_cut)
 
     def notify(self, agent_name: str, message: Message) -> None:
-        """Sends if it can: whatever is sent this way is asked for again where it gets lost."""
+        """Sends if it can: whatever is sent this way is asked for again if it gets lost."""
         if not self.is_open(agent_name):
             return
         try:

@@ -64,7 +64,7 @@ class PoolMemory:
 
     def check_plain(self) -> None:
         """Raises TransportError where the pool is GPU memory that other processes cannot map. It
-        can be registered all the same, and moves hundreds of times slower, without a word
+        can be registered all the same, and moves hundreds of times slower without any warning
         (github.com/ai-dynamo/nixl/issues/1754)."""
         if not self.pages.is_cuda:
             return

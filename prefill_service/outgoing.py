@@ -3,7 +3,7 @@
 Chunks come on the step thread, so that no other thread stands between a chunk and its push. The
 grant comes on the event loop, before, between or after them. Life:
 
-1. OPEN: what came first waits here for the other.
+1. OPEN: the chunks wait here for the grant, or the grant for the first chunk.
 2. BEGUN: both are known; the transfer thread is told of every chunk at once.
 3. CLOSED: the transfer thread is told nothing more.
 

@@ -8,12 +8,13 @@ The states of an attempt:
 3. SENDING: the first token of every choice is with the router; the KV is on its way, or waits for
    its grant, for a bounded time.
 4. DELIVERED: all of it is over there. PrefillDone; the pages go back.
-5. QUIESCING: ended in any other way: by the router, its stream, the decode side, a failure, the
-   deadline, or because every choice ended with its first token, or no hand-off was wanted.
+5. QUIESCING: ended in any other way: by the router, the end of its stream, the decode side, a
+   failure or the deadline, or because every choice ended with its first token or no hand-off was
+   wanted.
 6. QUIESCED: nothing of it can leave this worker any more; the pages go back.
 
-An attempt that was never granted skips from any state to QUIESCED. A grant that comes for one that
-is over leaves a tombstone at the transfer thread, which the decode side can learn of.
+An attempt that was never granted goes from any state straight to QUIESCED. A grant that comes for
+one that is over leaves a tombstone at the transfer thread, which answers the decode side's Quiesce.
 
 Invariants: the engine's pages are released once, after `Sent`, after `SendQuiesced`, or where no
 grant was ever known; the router hears of an attempt's end once, and nothing after it.
@@ -179,8 +180,8 @@ class PrefillService(AttemptsService[PrefillAttempt]):
     def _on_step(self, events: Sequence[Event]) -> None:
         """The sink, on the step thread.
 
-        The event loop hears of a chunk before whatever follows it, up to `Sent`; but it is woken
-        only when the transfer thread has been told, which it would keep from the interpreter.
+        The event loop gets a chunk's event before whatever follows it, up to `Sent`, but is woken
+        only after the transfer thread was told: awake, it would compete for the interpreter.
         """
         self._inbox.put(partial(self._take_events, events))
         try:

@@ -13,7 +13,7 @@ from telemetry.tracing import end_span
 
 
 def write_compute(attempt: PrefillAttempt, error: str = "") -> None:
-    """The prompt is computed, or will not be."""
+    """The prompt has been computed, or was given up."""
     write_prompt_spans(
         attempt.traceparent,
         attempt.received_ns,

@@ -1,4 +1,4 @@
-"""The access log: one line for each request, whatever became of it, and never what it said.
+"""The access log: one line for each request, whatever became of it, and none of its content.
 
 The edge that took the request opens a record, whoever knows something notes it there, and the edge
 writes it when the call is over. Times are seconds; an HTTP request with several prompts adds up.

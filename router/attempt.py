@@ -5,14 +5,15 @@ Life of an attempt that is handed off:
 1. PREFILLING: submitted to both workers under one random id. The decode worker's grant goes on to
    the prefill worker; the first token comes from there.
 2. DELIVERED: the decode worker has the KV, or has taken the prompt over and computes it by itself;
-   then the prefill worker is let go. What becomes of that matters no more.
+   then the prefill worker is let go, and what becomes of its leg no longer matters.
 3. ENDED: every leg still open is cancelled, what it was charged is released, its span is closed.
 
 When the prefill leg fails before delivery, the attempt is ABORTING: only the decode worker knows
 whether the KV made it, so it is asked to abort. It answers that it did, and the attempt is over; or
 that the KV is there, and the attempt is DELIVERED. No other attempt starts before the answer or the
 decode worker's death: else two could run at once. Where the prompt's log probabilities are wanted
-and have not come, nobody else can tell them, nothing was sent yet, and the attempt is over at once.
+and have not come, only the lost leg could have told them; the client has been sent nothing yet, so
+the attempt is over at once.
 
 An attempt at a share that was begun before is a *resume*: what was generated goes along, is
 computed behind the prompt and never sampled again. Nothing else about it differs.
@@ -191,7 +192,7 @@ class Attempt:
     def _taken_over(self, leg: Leg) -> None:
         """The decode worker holds most of the prompt, and computes the rest by itself.
 
-        While ABORTING its answer to that is still to come; it will be that it goes on.
+        While ABORTING, its answer to the Abort is still to come, and will be that it goes on.
         """
         leg.is_local(LocalReason.CACHED)
         if self.prefill is not None:
@@ -200,10 +201,10 @@ class Attempt:
             self.phase = Phase.DELIVERED
 
     def _contradicts(self, tokens: JobTokens) -> bool:
-        """Whether these go on from another first token than the client has.
+        """Whether these tokens continue from a first token other than the one the client has.
 
-        The prefill worker may have drawn it before the word came that it was not needed. The same
-        noise draws the same token, unless rounding decides.
+        The prefill worker may have drawn that one before it heard that it was not needed. The same
+        noise draws the same token, unless rounding decides between two.
         """
         if not self._first_ids or tokens.first_index != self._first_indexes[tokens.choice]:
             return False
@@ -217,7 +218,7 @@ class Attempt:
         self.run.add(merge.first_tokens(first, self.share.choices, self._first_indexes))
 
     def _prompt_computed(self, leg: Leg) -> None:
-        """Told by the first token that comes of it; a resume that runs whole has no other sign."""
+        """Noticed at the first token that comes: a resume that runs whole gives no other sign."""
         if not self._is_computed:
             self._is_computed = True
             leg.worker.ledger.prefilled(self.id)

@@ -1,4 +1,4 @@
-"""When things happened to an attempt, by whoever saw them, and where its time went by that."""
+"""When things happened to an attempt, as reported by whoever saw them, and where its time went."""
 
 from __future__ import annotations
 

@@ -4,15 +4,16 @@ Life of a job:
 
 1. Admitted: refused at once where no worker could run it, or the queue is full.
 2. Waiting (`router.waiting`) until a route has room: credit at a prefill worker, slots and pages at
-   a decode worker. Whatever may make room (a load report, a worker, an end) pumps.
+   a decode worker. Anything that may make room (a load report, a new worker, the end of an
+   attempt) triggers `_pump`.
 3. Running: its shares (`router.share`), one attempt at a time each. An attempt that failed is
-   followed by another, before the first token was sent and after it: what was sent goes along, and
-   the stream goes on behind it.
+   followed by another, before the first token was sent and after it: the tokens already sent travel
+   with it, and the stream continues behind them.
 4. Over: finished, failed, or left by its reader; its attempts are ended at every worker involved.
 
 How often an attempt is followed by another: `max_retries` times after a refusal or an error, and
-until `max_workers_lost` workers were lost that had the job in hand. It may be what kills them, so
-it is not passed on any further.
+until `max_workers_lost` workers were lost while they had the job in hand. The job may be what kills
+them, so it is not passed on any further.
 
 Everything runs on the event loop, and every handler is synchronous: no state changes between two of
 its lines.
@@ -127,7 +128,7 @@ class JobDispatcher:
             self._leave(run)
 
     def end_choice(self, job: Job, choice: int) -> None:
-        """The choice needs no more tokens. Told in the middle of a handler: done after it."""
+        """The choice needs no more tokens. Called from within a handler, and done after it."""
         asyncio.get_running_loop().call_soon(self._end_choice, job, choice)
 
     def _end_choice(self, job: Job, choice: int) -> None:
@@ -190,7 +191,7 @@ class JobDispatcher:
                 self._pump_soon()
 
     def lost(self, link: WorkerLink, loss: Loss, _was: LinkState) -> None:
-        """A worker left: its attempts end, and so does the wait of jobs only it could run."""
+        """A worker left: its attempts end, and so do the waits of jobs that only it could run."""
         if not link.left_in_order(loss):
             self._events.worker_lost(link.role, loss.name.lower())
         if link in self._workers:

@@ -47,12 +47,12 @@ class Fault:
 
     @property
     def final(self) -> bool:
-        """Another worker would only repeat it."""
+        """Any other worker would fail in the same way."""
         return self.reason in _FINAL
 
     @property
     def of_hand_off(self) -> bool:
-        """It came up between two workers: either may be its cause, or the path."""
+        """It arose between two workers: either of them may be the cause, or their path."""
         return self.reason in _OF_HAND_OFF
 
 

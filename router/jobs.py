@@ -1,15 +1,15 @@
 """What the front doors hand to the dispatcher, and what they hear back.
 
-A *job* is one request after validation and tokenizing. A front door makes it, awaits
-`Dispatcher.run(job, tell)`, and is told meanwhile:
+A *job* is one request after validation and tokenization. A front door creates it and awaits
+`Dispatcher.run(job, tell)`; while that runs, `tell` is called with:
 
 1. `JobStarted`, once, when the first token is known;
 2. `JobTokens`, per choice without gap or duplicate, and `ChoiceEnded`, once per choice after its
    last token, unless the front door ended that choice itself (`Dispatcher.end_choice`);
 3. `JobFinished`, once every choice has ended, and then `run` returns.
 
-Anything else is a `RouterError`, raised out of `run`. Cancelling it at any point cancels the work.
-Failover happens behind it: a resumed job goes on at the next index.
+If the job cannot be finished, `run` raises a `RouterError`. Cancelling `run` at any point cancels
+the work. Failover is invisible here: a resumed job goes on at the next index.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ Life of a link:
 
 1. CONNECTING: the stream is opened and attach sent.
 2. ATTACHED: the worker answered with the identity and epoch that it had announced, and its step
-   loop gave a sign of life. One that hung is not taken back because its other threads still talk.
+   loop gave a sign of life: a worker that hung is not taken back merely because its other threads
+   still answer.
 3. LOST, once and for good: the stream ended, the progress counter stood still for too long, or the
    router let go of it. The owner is told at once, and nothing is sent any more.
 
@@ -39,7 +40,7 @@ MAX_QUEUED_MESSAGES: Final = 4096
 WATCH_INTERVAL_S: Final = 0.1
 """How late a frozen worker may be noticed."""
 SLEPT_S: Final = 1.0
-"""A look that comes so much too late says that this router was stopped, or its machine."""
+"""A look that comes this much too late means that this process, or its machine, was stopped."""
 WOKEN_S: Final = 2.0
 """What broke meanwhile shows within this time."""
 SLOW: Final = "slow"
@@ -175,8 +176,8 @@ class WorkerLink:
         self._look_due_s = math.inf
         self._woke_s = -math.inf
         self.was_slept_through = False
-        """It was lost as this router woke up again, which says nothing of the worker: it may have
-        hung up on a router that did not answer."""
+        """It was lost just as this router woke from standing still, which says nothing about the
+        worker: it may have hung up because the router did not answer."""
         self.send(worker_pb2.WorkRequest(attach=worker_pb2.Attach(router_id=router_id)))
 
     def __repr__(self) -> str:
@@ -273,8 +274,8 @@ class WorkerLink:
             return  # the stream is over; its reader learns why
 
     async def _watch(self) -> None:
-        """Looks often: the time granted shrinks, too, as when a long step ends early. While this
-        router itself stood still, nothing of what the worker said was read."""
+        """Looks often, since the time granted can also shrink, as when a long step ends early. Time
+        in which this router itself stood still does not count: it read nothing meanwhile."""
         while (left_s := self._alive_until_s - self._clock()) > 0:
             wait_s = min(left_s, WATCH_INTERVAL_S)
             self._look_due_s = self._clock() + wait_s

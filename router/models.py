@@ -1,8 +1,8 @@
 """The models that attached workers serve. A name is a pool: jobs that ask for it run there only.
 
-Life of a name: a worker says that it loads it -> its first worker attaches -> it can be run, once
-workers for every part of a job are there -> its last worker leaves: for `REMEMBERED_S` it is a
-model without workers, which clients wait for, and after that one that nobody serves.
+Life of a name: a worker says that it is loading it -> its first worker attaches -> it can be run,
+once workers for every part of a job are there -> its last worker leaves: for `REMEMBERED_S` it is a
+model without workers, which clients are told to wait for, and after that one that nobody serves.
 
 Workers of one name may hold different weights while a fleet is upgraded, or by mistake. A job is
 bound to one revision from its prompt's first token id to its last retry; new jobs get the revision

@@ -2,8 +2,8 @@
 
 1. `ChoiceOutput` turns the tokens of one choice into `Delta`s: text, stop texts, log probabilities.
 2. `Outbox` holds what the client has not taken yet: one token a message while the client keeps up,
-   merged only while it does not, refused over a bound.
-3. `Messages` gives what is taken out its form in the gRPC API.
+   merged while it does not, and an error once too much waits.
+3. `Messages` turns what is taken out into messages of the gRPC API.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ Entry = TypeVar("Entry", bound=Waiting)
 class DrainMeter:
     """Tokens per second that leave the queue while something waits in it.
 
-    Idle time says nothing about how fast a backlog drains, nor does work that never had to wait:
-    neither is counted. Tokens and seconds of backlog both decay with `DRAIN_WINDOW_S`.
+    Neither idle time nor work that never had to wait says how fast a backlog drains, so neither is
+    counted. Tokens and seconds of backlog both decay with `DRAIN_WINDOW_S`.
     """
 
     def __init__(self) -> None:
@@ -119,8 +119,8 @@ class _Lane(Generic[Entry]):
 
 
 class AdmissionQueue(Generic[Entry]):
-    """A lane for each model, bounded by entries and by prompt tokens: a model that is swamped is
-    full for its own requests only. A lane stays when it is empty, for what it has measured.
+    """A lane for each model, bounded by entries and by prompt tokens: a model that is swamped
+    refuses its own requests only. An empty lane is kept for the drain rate that it has measured.
     """
 
     def __init__(self, max_entries: int, max_tokens: int) -> None:

@@ -5,8 +5,8 @@ it may exchange pages with -> lost, and its peers are told. Announcing again cha
 the stream lives, and a registry that is lost drops nobody: the stream is the lease.
 
 Invariant: at most one link per start of a worker, and no two attached links of one `worker_id`.
-Two starts of one name may live at once, a mistake or one that drains beside its successor: neither
-costs the other its stream, and the later one bears its epoch in its name here.
+Two starts of one name may live at once, by mistake or while one drains beside its successor.
+Neither costs the other its stream, and the later one is listed with its epoch behind its name.
 """
 
 from __future__ import annotations
@@ -225,8 +225,9 @@ async def process_is_gone(address: str, loss: Loss) -> bool:
       this one connection would still listen.
     - The address is this host's own, so that both facts come from its kernel and no proxy between.
 
-    A dying process loses its connections before the socket that it listens on. Who still listens is
-    therefore asked for a word: a server has one at once, and what a dead one left is reset.
+    A dying process loses its connections before its listening socket. Whoever still listens is
+    therefore connected to and read from: a living server speaks first, and a connection that a dead
+    one had accepted is reset.
     """
     host, _, port = address.rpartition(":")
     host = host.strip("[]")

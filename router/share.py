@@ -2,10 +2,10 @@
 
 Life: WAITING in the queue -> an attempt -> done, or, where the attempt failed, WAITING again.
 
-A job begins as one share of all its choices, since they have one prompt in common. Once tokens were
-sent they have that no more: after a failure each choice that goes on becomes a share of its own, a
-prompt with what was generated behind it. To a worker that is a request of one choice, and what the
-choices still have in common its prefix cache finds.
+A job begins as one share of all its choices, since they have the prompt in common. Once tokens were
+sent the choices differ: after a failure each one that goes on becomes a share of its own, whose
+prompt is followed by what was generated. To a worker that is a request of one choice, and what the
+choices still have in common is found by its prefix cache.
 
 Invariant: an open choice belongs to exactly one share.
 """
@@ -62,8 +62,8 @@ class Share:
         self.earlier: JobTimings = former.earlier if former else JobTimings()
         """Where the time of earlier attempts went."""
         self.demand = self._demand()
-        """The job as workers have to make room for it: what was generated counts as prompt, for
-        it is computed again behind that."""
+        """The job as workers have to make room for it: generated tokens count as prompt, since they
+        are computed again behind it."""
 
     @property
     def lane(self) -> str:

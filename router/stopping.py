@@ -1,7 +1,7 @@
 """When a choice has ended, told from its tokens alone.
 
-Workers judge ends, by the same rules (`engine.stopping`), and say so behind the last token. A
-worker that died between the two said the token only, and what follows it must not be generated.
+Workers decide ends by the same rules (`engine.stopping`) and report them after the last token. A
+worker that died between the two reported the token only, and nothing may be generated after it.
 """
 
 from __future__ import annotations

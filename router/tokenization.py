@@ -5,8 +5,8 @@ the same Rust library, but importing it takes seconds and pulls torch in whereve
 installed, and a router holds no torch. The template gets the variables and helpers that chat
 templates are written against, in a sandbox: it comes with a checkpoint, from anywhere.
 
-A model folder is read once, ahead of the first request for it where it is warmed. Encoding releases
-the GIL and runs on a small pool, so that a prompt of a megabyte holds up nobody else's tokens.
+A model folder is read once, before the first request for it if it was warmed. Encoding releases the
+GIL and runs on a small pool, so that a prompt of a megabyte does not hold up anybody else's tokens.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Tokenizers:
         return await asyncio.shield(load)
 
     async def warm(self, folders: Iterable[str]) -> None:
-        """Reads what was not read yet. What cannot be read is the affair of who asks for it."""
+        """Reads folders that were not read yet. Errors are left to the requests that need them."""
         await asyncio.gather(*map(self.get, folders), return_exceptions=True)
 
     async def encode(

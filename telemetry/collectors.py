@@ -1,4 +1,4 @@
-"""What is read when Prometheus asks, and not written when it happens."""
+"""Collectors of metrics that are read when Prometheus asks, not counted when something happens."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class ExportCounts(NamedTuple):
 
 
 class QueueingProcessor(BatchSpanProcessor):
-    """The SDK's batching, with a count of everything, and silence where it is full."""
+    """The SDK's batching, with a count of everything, and no complaint where the queue is full."""
 
     def __init__(
         self, exporter: SpanExporter, max_queued_spans: int, schedule_delay_ms: int

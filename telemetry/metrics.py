@@ -1,8 +1,8 @@
 """Metrics: who counts what; `telemetry.metric_table` declares them.
 
-Each process has one registry, a `RouterMetrics` or a `WorkerMetrics`. What happens is counted when
-it happens, by the methods here; what is so is read when Prometheus asks, from a snapshot: nothing
-is written in the step loop that nobody reads.
+Each process has one registry, a `RouterMetrics` or a `WorkerMetrics`. Events are counted when
+they happen, by the methods here; states are read from a snapshot when Prometheus asks, so that the
+step loop writes nothing that nobody reads.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Products on a CPU, with weights in the order that oneDNN reads them fastest.
 
-A plain weight is put in order at each product, or read as it is: both cost more than a small batch
-has to compute. So float32 weights on a CPU are packed once, after they are loaded: beside plain
+A plain weight is reordered at each product, or read as it is: both cost more than the arithmetic of
+a small batch. So float32 weights on a CPU are packed once, after they are loaded: beside plain
 products, SmolLM2's take a third to a half of the time at 2 to 32 rows on two cores, and nine tenths
 at 512.
 
-oneDNN keeps half a megabyte for every number of rows that it has met, so rows are padded, and a few
-numbers stand for all.
+oneDNN keeps half a megabyte for every number of rows that it has met, so rows are padded to one of
+a few numbers.
 
 A packed weight is opaque: it keeps its shape and says `is_mkldnn`, and nothing but `product` reads
 it.
