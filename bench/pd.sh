@@ -44,14 +44,17 @@ until grep -q "Baton is ready" "$out/up.log"; do
 done
 echo "ready after $((SECONDS - began)) s"
 
+mapfile -t admins < <(sed -nE 's/^ *([^ ]+) .*worker serves.* admin=([^ ]+).*/\1=\2/p' "$out/up.log")
+admins=(router=127.0.0.1:"$admin" "${admins[@]}")
+
 bench() { # bench OPTION...: one result, into row.json
   rm -f "$out/row.json"
-  local before; before=$("$python" -m bench.pd_table --router-cpu 127.0.0.1:"$admin")
+  local before; before=$("$python" -m bench.pd_table --admin "${admins[@]}")
   timeout "${ROW_S:-400}" "$python" -m baton bench --url 127.0.0.1:"$port" --json \
     --admin 127.0.0.1:"$admin" --vocabulary "${VOCABULARY:-49000}" ${SEED:+--seed "$SEED"} "$@" \
     >"$out/row.json" 2>"$out/row.err" || { echo "row failed or is not valid: $*"; tail "$out/row.err"; }
   [ -s "$out/row.json" ] || { tail -30 "$out/up.log"; return 1; }
-  "$python" -m bench.pd_table --router-cpu 127.0.0.1:"$admin" --before "${before:-0}" \
+  "$python" -m bench.pd_table --admin "${admins[@]}" --before "$before" \
     --add "$out/row.json" "$out/rows.jsonl"
 }
 

@@ -1,17 +1,19 @@
 """What `bench/pd.sh` measured, as tables: latencies of each run, then the hand-off.
 
-python -m bench.pd_table ROWS.jsonl ...            prints the tables of one or more files
-python -m bench.pd_table --router-cpu HOST:PORT    prints the CPU seconds of the router so far
-python -m bench.pd_table --router-cpu HOST:PORT --before SECONDS --add ROW.json ROWS.jsonl
-                                                   appends a result of `baton bench --json`, with
-                                                   the cluster that it was measured on
+python -m bench.pd_table ROWS.jsonl ...               prints the tables of one or more files
+python -m bench.pd_table --admin NAME=HOST:PORT ...   prints what these processes, the router first,
+                                                      have counted so far
+python -m bench.pd_table --admin NAME=HOST:PORT ... --before COUNTED --add ROW.json ROWS.jsonl
+                                                      appends a result of `baton bench --json`,
+                                                      and the cluster that it was measured on
 
 `xPyD` counts workers (B: `--role both`). Times in ms. `kept`: share of the requests that kept the
 service levels. `queue`: TTFT of one server with one queue on the same arrivals, simulated.
 `router`: its CPU time over that of the runs, of one core; warm-ups count, so it is a little too
-high, and near 100 % the router is what was measured. The hand-off is of the last 48 requests of a
-row, median and largest: `exposed` from the end of the last chunk's compute to the last push seen
-done, `wire` from the first push to the end of the last.
+high, and near 100 % the router is what was measured. `late`: which event loops woke up more than
+25 ms late, and how often of ten times a second. The hand-off is of the last 48 requests of a row,
+median and largest: `exposed` from the end of the last chunk's compute to the last push seen done,
+`wire` from the first push to the end of the last.
 """
 
 from __future__ import annotations
@@ -20,10 +22,14 @@ import argparse
 import json
 import os
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+Counted = dict[str, dict[str, float]]
+CPU = "process_cpu_seconds_total"
+LAG = "baton_event_loop_lag_seconds"
+LATE = "0.025"
 SHOWN = ("BATON_PAGE_SIZE_TOKENS", "BATON_TRANSPORT", "BATON_LOCAL_PREFILL", "UCX_TLS")
 """Variables that a row is told apart by, beside every other BATON_* that is set."""
 USUAL = {"BATON_LOAD_FORMAT": "dummy", "BATON_MAX_SEQUENCES": "128"}
@@ -53,16 +59,32 @@ def cluster() -> dict[str, Any]:
     return {**counts, "settings": set_here}
 
 
-def router_cpu_s(admin: str) -> float:
-    """CPU time of the router's process since it started."""
-    with urllib.request.urlopen(f"http://{admin}/metrics", timeout=10) as page:
+def counted(admins: Sequence[str]) -> Counted:
+    """By process, since it started: its CPU time, and how often its event loop woke up late."""
+    found = {}
+    for admin in admins:
+        name, _, address = admin.partition("=")
+        page = metrics(address)
+        in_time = page[f'{LAG}_bucket{{le="{LATE}"}}']
+        found[name] = {"cpu_s": page[CPU], "late": page[f"{LAG}_count"] - in_time}
+    return found
+
+
+def metrics(address: str) -> dict[str, float]:
+    """What an admin port shows, by name and labels as they are written."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as page:
         lines = page.read().decode().splitlines()
-    return float(next(line for line in lines if line.startswith("process_cpu_sec")).split()[1])
+    values = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, value in values}
 
 
-def add(row: Path, rows: Path, cpu_s: float) -> None:
-    """Appends one result, for which the router took so long."""
-    found = {**json.loads(row.read_text()), "cluster": cluster(), "router_cpu_s": round(cpu_s, 2)}
+def add(row: Path, rows: Path, before: Counted, now: Counted) -> None:
+    """Appends one result, and what was counted meanwhile."""
+    grown = {
+        name: {key: round(value - before[name][key], 2) for key, value in process.items()}
+        for name, process in now.items()
+    }
+    found = {**json.loads(row.read_text()), "cluster": cluster(), "processes": grown}
     with rows.open("a") as file:
         file.write(json.dumps(found) + "\n")
 
@@ -84,16 +106,19 @@ def named(row: dict[str, Any]) -> str:
 
 def latencies(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
     """A line a run, p50 / p99."""
-    yield ["", *(title for title, _ in LATENCIES), "whole", "kept", "tok/s", "router", "client"]
+    yield ["", *(title for title, _ in LATENCIES), "whole", "kept", "tok/s", "router", "late",
+           "client"]  # fmt: skip
     for row in rows:
-        busy = row["router_cpu_s"] / sum(run["wall_s"] for run in row["runs"])
+        processes = row["processes"]
+        busy = processes["router"]["cpu_s"] / sum(run["wall_s"] for run in row["runs"])
+        late = ", ".join(f"{name} {p['late']:.0f}" for name, p in processes.items() if p["late"])
         for run in row["runs"]:
             cells = [_pair(run[key], "p50", "p99") for _, key in LATENCIES]
             kept = run["attainment"]
             yield [
                 named(row), *cells, f"{run['ok']}/{run['requests']}",
                 "" if kept is None else f"{kept:.1%}", f"{run['output_token_rate']:.0f}",
-                f"{busy:.0%}",
+                f"{busy:.0%}", late,
                 "late" if run["client"]["complaints"] else "in time",
             ]  # fmt: skip
 
@@ -126,16 +151,17 @@ def main() -> None:
     """Adds, or prints."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("files", type=Path, nargs="*")
-    parser.add_argument("--router-cpu", metavar="HOST:PORT")
-    parser.add_argument("--before", type=float, default=0.0)
-    parser.add_argument("--add", type=Path)
+    parser.add_argument("--admin", metavar="NAME=HOST:PORT", nargs="+")
+    parser.add_argument("--before", type=json.loads)
+    parser.add_argument("--add", type=Path, nargs=2, metavar=("ROW", "ROWS"))
     arguments = parser.parse_args()
-    if arguments.router_cpu:
-        cpu_s = router_cpu_s(arguments.router_cpu) - arguments.before
+    if arguments.admin:
+        now = counted(arguments.admin)
         if arguments.add:
-            add(arguments.add, arguments.files[0], cpu_s)
+            row, rows_file = arguments.add
+            add(row, rows_file, arguments.before, now)
         else:
-            print(cpu_s)
+            print(json.dumps(now))
         return
     rows = [json.loads(line) for file in arguments.files for line in file.open()]
     print(table(list(latencies(rows))))

@@ -18,8 +18,9 @@ from engine.kv_pool import KvPool
 LONG_PIECE = 192
 LONG_PIECE_SPLITS = 2
 """What a step with decode rows computes of prompts at most, and in how many parts it reads the
-keys. The library would make more of them, and leave less room for decode rows: in a probe on an
-H200 steps behind 7,800 tokens took 6 % longer so. Of shorter pieces it knows best."""
+keys. The library would make more of them, and leave less room for decode rows: beside 8 of 8,000
+tokens a step behind 7,800 takes an H200 10.8 ms, and took 11.2 so. Of shorter pieces it knows
+best."""
 
 
 class DecodeKernel(Protocol):
