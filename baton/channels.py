@@ -14,11 +14,29 @@ import grpc.aio
 
 TLS_SCHEME: Final = "grpcs://"
 
+_SCHEMES: Final = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "vsock:", "xds:")
+
 ChannelOptions = Sequence[tuple[str, int | str]]
 
 
+def check_address(address: str) -> str:
+    """The address, if it is one. What gRPC would make of another is told by nobody: it takes port
+    443 where none is given, and of a number that is too large what is left of it.
+
+    Raises:
+        ValueError: it is neither HOST:PORT nor a target with a scheme of gRPC's.
+    """
+    host_port = address.removeprefix(TLS_SCHEME)
+    host, _, port = host_port.rpartition(":")
+    is_port = port.isdecimal() and 0 < int(port) < 1 << 16
+    if not host_port.startswith(_SCHEMES) and not (host and is_port and "/" not in host):
+        raise ValueError(f"an address is HOST:PORT or {TLS_SCHEME}HOST:PORT, not {address!r}")
+    return address
+
+
 def open_channel(address: str, options: ChannelOptions = ()) -> grpc.Channel:
-    """A channel that connects when it is first used."""
+    """A channel that connects when it is first used. Raises ValueError as `check_address`."""
+    check_address(address)
     if (host_port := address.removeprefix(TLS_SCHEME)) != address:
         return grpc.secure_channel(host_port, grpc.ssl_channel_credentials(), options=options)
     return grpc.insecure_channel(address, options=options)
@@ -26,6 +44,7 @@ def open_channel(address: str, options: ChannelOptions = ()) -> grpc.Channel:
 
 def open_aio_channel(address: str, options: ChannelOptions = ()) -> grpc.aio.Channel:
     """The same for the running event loop."""
+    check_address(address)
     if (host_port := address.removeprefix(TLS_SCHEME)) != address:
         return grpc.aio.secure_channel(host_port, grpc.ssl_channel_credentials(), options=options)
     return grpc.aio.insecure_channel(address, options=options)

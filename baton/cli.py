@@ -81,6 +81,8 @@ def explain(error: Exception) -> tuple[str, int] | None:
             )
         case OSError(errno=errno.EADDRINUSE | errno.EADDRNOTAVAIL):
             return f"cannot listen: {error.strerror}", FAILED
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT | errno.EIO, filename=None):
+            return f"the output cannot be written: {error.strerror}", FAILED
         case OSError(filename=str(name), strerror=str(why)):
             return f"{name}: {why}", FAILED
         case UnicodeDecodeError():

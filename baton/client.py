@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Self, TypedDict, Unpack
+from typing import Final, Self, TypedDict, Unpack
 
 import grpc
 import grpc.aio
@@ -39,6 +39,8 @@ from baton.requests import generation_request, tokenize_request
 from baton.settings import ROUTER_ADDRESS
 
 Metadata = tuple[tuple[str, str], ...]
+LONGEST_S: Final = 1e9
+"""A bound beyond it is none: gRPC takes what its clock cannot hold for the past."""
 
 
 class _CallOptions(TypedDict):
@@ -171,18 +173,29 @@ class AsyncGenerationStream(_Stream):
         self.close()
 
 
+def check_token(token: str) -> str:
+    """The token, if a header can hold it. Raises ValueError."""
+    if not (token.isascii() and token.isprintable()):
+        raise ValueError("a token is of printable ASCII characters")
+    return token
+
+
 class _Caller:
     """What both clients send with every call."""
 
     def __init__(self, token: str, timeout_s: float | None) -> None:
-        self._token = token
+        self._token = check_token(token)
         self._timeout_s = timeout_s
 
     def _of_call(self, timeout_s: float | None) -> _CallOptions:
         """The time bound, the trace to join, and who calls."""
         carrier = {"authorization": f"Bearer {self._token}"} if self._token else {}
         _inject(carrier)
-        return {"timeout": timeout_s, "metadata": tuple(carrier.items())}
+        is_bounded = timeout_s is not None and timeout_s < LONGEST_S
+        return {
+            "timeout": timeout_s if is_bounded else None,
+            "metadata": tuple(carrier.items()),
+        }
 
     def _of_generation(self, timeout_s: float | None) -> _CallOptions:
         """As `_of_call`; without a bound of its own, the one that the client was made with."""
@@ -209,6 +222,9 @@ class Client(_Caller):
                 sent again by the channel: `baton.grpc_options.client_options` says when.
             timeout_s: bounds every generation whose call names no bound of its own. None: the
                 server's limit.
+
+        Raises:
+            ValueError: the address or the token is none.
         """
         super().__init__(token, timeout_s)
         self._channel = open_channel(address, client_options(retries=retries))

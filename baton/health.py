@@ -41,7 +41,7 @@ def read_address(file: Path) -> str:
     """The address that a worker wrote down (`address_file`); "" while there is none."""
     try:
         return file.read_text(encoding="utf-8").strip()
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return ""
 
 
@@ -52,13 +52,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--service", default="", help="full name; default: the process as such")
     parser.add_argument("--timeout", type=float, default=DEFAULT_TIMEOUT_S, help="seconds")
     given = parser.parse_args(argv)
-    status = check_at(given.address, given.service, given.timeout)
+    try:
+        status = check_at(given.address, given.service, given.timeout)
+    except ValueError as error:
+        parser.error(str(error))
     print(status)
     return 0 if status == SERVING else 1
 
 
 def check_at(address: str, service: str, timeout_s: float) -> str:
-    """As `check`, of an address or of the one that stands in a file named `@FILE`."""
+    """As `check`, of an address or of the one that stands in a file named `@FILE`. Raises
+    ValueError where that is none."""
     if address.startswith("@"):
         address = read_address(Path(address[1:]))
     return check(address, service, timeout_s) if address else "NO_ADDRESS"

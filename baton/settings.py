@@ -66,17 +66,30 @@ def _host_and_port(value: str) -> str:
     return value
 
 
+def _own_or_other(value: str) -> str:
+    """As above, or nothing of it; `:0` is what is left where a file puts no host before it."""
+    return value if value in ("", ":0") else _host_and_port(value)
+
+
 Address = Annotated[str, AfterValidator(_host_and_port)]
 Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_split)]
 
 _ADMIN_PORT: Final = {Role.PREFILL: 9091, Role.DECODE: 9092, Role.BOTH: 9093}
 
 
+MOST_TOKENS: Final = 1 << 24
+"""Of whatever is counted in tokens: far more than any context, and fit for every message."""
+
+
 class WorkerSettings(BaseSettings):
     """One worker process: engine, KV pool, transfer agent and the services of its role."""
 
     model_config = SettingsConfigDict(
-        env_prefix="BATON_", frozen=True, extra="forbid", use_attribute_docstrings=True
+        env_prefix="BATON_",
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
     )
 
     role: Role = Role.BOTH
@@ -102,14 +115,14 @@ class WorkerSettings(BaseSettings):
     attention: Literal["auto", "fa3", "fa2", "sdpa"] = "auto"
     """FlashAttention-3 or -2, or torch's own. `auto`: the best that runs here, and the log says
     why. FlashAttention-2 wants pages of 256 tokens."""
-    threads: int = Field(default=0, ge=0)
+    threads: int = Field(default=0, ge=0, le=1024)
     """CPU threads of torch. 0: every core; share them out when workers share a machine."""
 
     listen: Address = "127.0.0.1:0"
     """Where routers reach the worker. Port 0 is fine: the worker announces the real one."""
-    advertise: Annotated[str, AfterValidator(lambda value: value and _host_and_port(value))] = ""
-    """Address announced to routers. Empty: `listen`; set it behind NAT or when listening on all.
-    Port 0 stands for the real one."""
+    advertise: Annotated[str, AfterValidator(_own_or_other)] = ""
+    """Address announced to routers. Empty or `:0`: `listen`; set it behind NAT or when listening on
+    all. Port 0 stands for the real one."""
     address_file: str = ""
     """File that gets the worker's address once it serves: for `baton health @FILE` and scripts."""
     routers: Addresses = (ROUTER_INTERNAL_ADDRESS,)
@@ -130,13 +143,13 @@ class WorkerSettings(BaseSettings):
     """Pages of the KV pool; overrides `kv_memory_gib`. 0: as many as fit in that."""
     max_sequences: int = Field(default=64, ge=1)
     """Sequences decoded in one step: more is more throughput and a slower token for each."""
-    max_step_tokens: int = Field(default=0, ge=0)
+    max_step_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)
     """New tokens computed in one step, and so the chunk. 0: 512 on a CPU and on a decode worker,
     2,048 elsewhere."""
-    mixed_prefill_tokens: int = Field(default=0, ge=0)
+    mixed_prefill_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)
     """Prompt tokens computed in a step that decodes, too: fewer make the others' tokens wait less,
     more compute the prompt sooner. 0: 192 on a decode worker, elsewhere as `max_step_tokens`."""
-    max_context_tokens: int = Field(default=0, ge=0)
+    max_context_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)
     """Longest prompt and output together. 0: the model's own limit."""
     page_watermark: float = Field(default=0.9, gt=0, le=1)
     """Share of the KV pool in use above which fewer requests are admitted, so that fewer have to
@@ -178,7 +191,7 @@ class WorkerSettings(BaseSettings):
     """Debugging: free KV pages carry a pattern, and writes to them are found and counted."""
     failpoints: Annotated[str, AfterValidator(check_failpoints)] = ""
     """Where this process fails on purpose, for tests alone: NAME=ACTION[:ARG][~KEY][@NTH],..."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
     """Seed of `dummy` weights. Sampling seeds belong to requests."""
 
     @model_validator(mode="after")

@@ -133,8 +133,12 @@ class Engine:
 def _resolve(config: EngineConfig) -> EngineConfig:
     """Fills in what the configuration leaves to the device."""
     device = config.device
+    has_gpu = torch.cuda.is_available()
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = "cuda" if has_gpu else "cpu"
+    if torch.device(device).type == "cuda" and not has_gpu:
+        why = "finds no GPU here" if torch.version.cuda else "is a build without CUDA"
+        raise EngineError(f"the device cannot be {device}: the PyTorch that is installed {why}")
     on_cpu = device == "cpu"
     step_tokens = config.max_step_tokens or (512 if on_cpu else 2048)
     if step_tokens < max(config.page_size, config.max_sequences + config.page_size):

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from baton.settings import ROUTER_ADDRESS, ROUTER_INTERNAL_ADDRESS, Address
+from baton.settings import MOST_TOKENS, ROUTER_ADDRESS, ROUTER_INTERNAL_ADDRESS, Address
 from telemetry.failpoints import check as check_failpoints
 
 
@@ -16,7 +16,11 @@ class RouterSettings(BaseSettings):
     """One router process: front doors, queue, dispatcher and registry."""
 
     model_config = SettingsConfigDict(
-        env_prefix="BATON_", frozen=True, extra="forbid", use_attribute_docstrings=True
+        env_prefix="BATON_",
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
     )
 
     name: str = Field(default_factory=lambda: f"router-{socket.gethostname()}", min_length=1)
@@ -37,7 +41,7 @@ class RouterSettings(BaseSettings):
     local_prefill: Literal["never", "cached", "auto"] = "cached"
     """When a decode worker computes a prompt by itself. `cached`: it holds the larger part already,
     or no prefill worker is left. `auto`: also when it would be sooner than the queue at prefill."""
-    local_prefill_tokens: int = Field(default=192, ge=0)
+    local_prefill_tokens: int = Field(default=192, ge=0, le=MOST_TOKENS)
     """Longest rest of a prompt that a decode worker computes where it holds the larger part."""
     max_queued_requests: int = Field(default=1024, ge=1)
     """Requests of one model waiting in the router; one more is refused at once."""
@@ -58,11 +62,11 @@ class RouterSettings(BaseSettings):
 
     max_request_duration_s: float = Field(default=600, gt=0)
     """Deadline of requests whose client set none, and the longest allowed, seconds."""
-    default_max_tokens: int = Field(default=1024, ge=1)
+    default_max_tokens: int = Field(default=1024, ge=1, le=MOST_TOKENS)
     """`max_tokens` of requests that set none, where the context leaves as many."""
-    max_output_tokens: int = Field(default=32_768, ge=1)
+    max_output_tokens: int = Field(default=32_768, ge=1, le=MOST_TOKENS)
     """Largest `max_tokens` accepted, where the context leaves as many."""
-    max_choices: int = Field(default=16, ge=1)
+    max_choices: int = Field(default=16, ge=1, le=1024)
     """Largest number of choices of a request."""
     tokenizer_threads: int = Field(default=2, ge=1)
     """Threads that tokenize prompts: long ones must not hold up the event loop."""

@@ -9,7 +9,7 @@ import urllib.request
 from typing import Final, NamedTuple
 
 from baton.bench.endpoints import Target
-from baton.bench.errors import BenchError
+from baton.bench.errors import BenchError, WrongUseError
 from baton.client import Client
 
 _TIMEOUT_S: Final = 10.0
@@ -29,6 +29,7 @@ def served(target: Target, model: str, api_key: str = "") -> Served:
     Raises:
         BenchError: there is no such model, several and none is named, or nobody answers.
         BatonError: a router does not answer.
+        WrongUseError: no header can hold the key.
     """
     found = _grpc(target, api_key) if target.protocol == "grpc" else _openai(target, api_key)
     chosen = [one for one in found if one.model == model or not model]
@@ -43,7 +44,11 @@ def served(target: Target, model: str, api_key: str = "") -> Served:
 
 
 def _grpc(target: Target, api_key: str) -> list[Served]:
-    with Client(target.address, token=api_key) as client:
+    try:
+        client = Client(target.address, token=api_key)
+    except ValueError as error:
+        raise WrongUseError(str(error)) from None
+    with client:
         models = client.models(timeout_s=_TIMEOUT_S)
     return [Served(model.name, model.max_context_tokens) for model in models]
 

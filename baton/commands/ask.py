@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
-from baton.client import Client
+from baton.channels import check_address
+from baton.client import Client, check_token
 from baton.commands.output import print_json, stderr, stdout
 from baton.commands.trace import AdminOption, show_trace
 from baton.generation import Generation, Message, Options
 from baton.settings import ROUTER_ADDRESS
+
+
+def _checked(check: Callable[[str], str]) -> Callable[[str], str]:
+    """An option's callback: what `check` refuses is wrong use."""
+
+    def callback(value: str) -> str:
+        try:
+            return check(value)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+
+    return callback
+
 
 RouterOption = Annotated[
     str,
@@ -22,6 +37,7 @@ RouterOption = Annotated[
         "--router",
         envvar="BATON_ROUTER",
         metavar="HOST:PORT",
+        callback=_checked(check_address),
         help="Router to ask; grpcs://HOST:PORT where a proxy with TLS stands before it.",
     ),
 ]
@@ -29,7 +45,10 @@ RouterOption = Annotated[
 TokenOption = Annotated[
     str,
     typer.Option(
-        "--token", envvar="BATON_TOKEN", help="Token to show, where the router asks for one."
+        "--token",
+        envvar="BATON_TOKEN",
+        callback=_checked(check_token),
+        help="Token to show, where the router asks for one.",
     ),
 ]
 
@@ -47,7 +66,9 @@ def generate(
     top_p: Annotated[float | None, typer.Option(help="Sample from this share, in (0, 1].")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Makes sampling repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends generation.")] = None,
-    timeout_s: Annotated[float | None, typer.Option(help="Give up after this long.")] = None,
+    timeout_s: Annotated[
+        float | None, typer.Option(min=0.001, help="Give up after this long.")
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object at the end instead of text.")
     ] = False,

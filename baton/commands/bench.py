@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from baton.bench.errors import BenchError
+from baton.client import LONGEST_S
 from baton.commands.output import print_json, stderr, stdout
 from baton.commands.settings_options import takes_options
-from baton.settings import ROUTER_ADDRESS
+from baton.settings import MOST_TOKENS, ROUTER_ADDRESS
 
 if TYPE_CHECKING:
     from baton.bench.benchmark import Options, Result
@@ -68,8 +69,12 @@ class Given:
             help="Leave out what is due later. Default: nothing; of each run of a search, 60.",
         ),
     ] = None
-    prompt_tokens: Annotated[int, _load(min=1, help="Length of every prompt.")] = 1024
-    output_tokens: Annotated[int, _load(min=1, help="Length of every answer.")] = 128
+    prompt_tokens: Annotated[int, _load(min=1, max=MOST_TOKENS, help="Length of every prompt.")] = (
+        1024
+    )
+    output_tokens: Annotated[int, _load(min=1, max=MOST_TOKENS, help="Length of every answer.")] = (
+        128
+    )
     trace: Annotated[
         str,
         _load(
@@ -96,7 +101,9 @@ class Given:
             "prompts in prefix caches.",
         ),
     ] = None
-    vocabulary: Annotated[int, _load(min=16, help="Token ids are drawn below it.")] = 32_000
+    vocabulary: Annotated[int, _load(min=16, max=1 << 31, help="Token ids are drawn below it.")] = (
+        32_000
+    )
     force_length: Annotated[
         bool, _load("--force-length/--natural-length", help="Go on past the end of sequence.")
     ] = True
@@ -129,7 +136,7 @@ class Given:
         _client(min=1, help="Sender processes. Default: a quarter of the cores, at most 8."),
     ] = None
     warm_ups: Annotated[int, _client(min=0, help="Requests of each sender before a run.")] = 4
-    timeout_s: Annotated[float, _client(min=0.1, help="Of one request.")] = 120.0
+    timeout_s: Annotated[float, _client(min=0.1, max=LONGEST_S, help="Of one request.")] = 120.0
     max_lag_ms: Annotated[
         float, _client(help="A client later than this at p99 makes the result invalid.")
     ] = 5.0

@@ -20,7 +20,7 @@ def health(
     service: Annotated[
         str, typer.Option(help="Full name of a gRPC service. Default: the process as such.")
     ] = "",
-    timeout: Annotated[float, typer.Option(help="Seconds.")] = 2.0,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds.")] = 2.0,
 ) -> None:
     """Ask a router or a worker whether it serves; exit code 0 means that it does.
 
@@ -30,7 +30,10 @@ def health(
     """
     from baton.health import SERVING, check_at
 
-    status = check_at(address, service, timeout)
+    try:
+        status = check_at(address, service, timeout)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     stdout.print(status)
     if status != SERVING:
         raise typer.Exit(1)

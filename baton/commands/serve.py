@@ -100,10 +100,10 @@ def up_command(
     http_port: Annotated[int | None, Port] = None,
     admin_port: Annotated[int | None, Port] = None,
     kv_memory_gib: Annotated[
-        float | None, typer.Option(help="Memory of each worker's KV pool, GiB.")
+        float | None, typer.Option(min=0, help="Memory of each worker's KV pool, GiB.")
     ] = None,
     drain_s: Annotated[
-        float, typer.Option(help="Seconds that running requests get after Ctrl-C.")
+        float, typer.Option(min=0, help="Seconds that running requests get after Ctrl-C.")
     ] = 30.0,
 ) -> None:
     """Run a router and its workers on this machine.

@@ -14,6 +14,8 @@ import pytest
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
+from baton.channels import check_address
+from baton.client import Client
 from baton.inference.v1 import inference_pb2 as pb
 from baton.inference.v1 import inference_pb2_grpc as pb_grpc
 
@@ -89,3 +91,21 @@ def test_tls_with_a_trusted_certificate(port: int, certificate: Path) -> None:
 def test_neither_without_trust_nor_in_clear(port: int) -> None:
     assert asks(f"grpcs://localhost:{port}") == ["UNAVAILABLE", "unreachable"]
     assert asks(f"localhost:{port}") == ["UNAVAILABLE", "unreachable"]
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["host:1", "host:65535", "[::1]:50051", "grpcs://host:443", "unix:/run/s", "dns:///host:1"],
+)
+def test_what_is_an_address(address: str) -> None:
+    assert check_address(address) == address
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["", "host", "host:", ":1", "host:0", "host:65536", "host:x", "grpcs://host", "http://host:1"],
+)
+def test_what_is_none(address: str) -> None:
+    """gRPC would go to port 443, or to another one than was named."""
+    with pytest.raises(ValueError, match="HOST:PORT"):
+        Client(address)

@@ -143,14 +143,16 @@ def test_models_of_nobody_as_json_fails_too() -> None:
 
 
 def test_errors_become_a_line_and_a_code() -> None:
-    full = OverloadedError("the queue is full", reason="QUEUE_FULL", retry_after_s=1.25)
-    assert explain(full) == ("QUEUE_FULL: the queue is full (again in 1.2 s)", 3)
+    busy = OverloadedError("the queue is full", reason="QUEUE_FULL", retry_after_s=1.25)
+    assert explain(busy) == ("QUEUE_FULL: the queue is full (again in 1.2 s)", 3)
     assert explain(InvalidRequestError("bad")) == ("bad", 2)
     elsewhere = BatonError("Method not found!", code=grpc.StatusCode.UNIMPLEMENTED)
     assert "no router's port for clients" in explain(elsewhere)[0]
     assert explain(ZeroDivisionError()) is None
     closed = PermissionError(errno.EACCES, "Permission denied", "/closed")
     assert explain(closed) == ("/closed: Permission denied", 1)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    assert explain(full) == ("the output cannot be written: No space left on device", 1)
     assert explain(BrokenPipeError(errno.EPIPE, "Broken pipe")) is None, "click knows it"
     with pytest.raises(UnicodeDecodeError) as caught:
         b"\xff".decode()
@@ -221,6 +223,29 @@ def test_a_system_message_has_no_place_in_raw_text() -> None:
 )
 def test_what_a_request_cannot_say_is_wrong_use(arguments: tuple[str, ...], complaint: str) -> None:
     result = run("generate", *arguments, "--router", NOBODY)
+    assert result.exit_code == 2
+    assert complaint in plain(result.output)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("generate", "Hi", "--router", "localhost"), "HOST:PORT"),
+        (("models", "--router", "127.0.0.1:99999"), "HOST:PORT"),
+        (("health", "localhost"), "HOST:PORT"),
+        (("generate", "Hi", "--token", "\u00fc"), "ASCII"),
+        (("generate", "Hi", "--timeout-s", "nan"), "--timeout-s"),
+        (("up", "--drain-s", "nan"), "--drain-s"),
+        (("up", "--kv-memory-gib", "-1"), "--kv-memory-gib"),
+        (("bench", "--output-tokens", "99999999999"), "--output-tokens"),
+        (("bench", "--timeout-s", "inf"), "--timeout-s"),
+        (("bench", "--url", NOBODY, "--api-key", "\u00fc"), "ASCII"),
+    ],
+)
+def test_values_that_no_one_can_mean_are_wrong_use(
+    arguments: tuple[str, ...], complaint: str
+) -> None:
+    result = run(*arguments)
     assert result.exit_code == 2
     assert complaint in plain(result.output)
 

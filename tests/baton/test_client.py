@@ -419,6 +419,22 @@ async def test_the_clients_bound_holds_where_a_call_names_none(
     assert [left < 51 for left in router.left_s] == [True, True, False] * 2
 
 
+@pytest.mark.parametrize("timeout_s", [1e12, math.inf])
+def test_a_bound_that_no_clock_can_hold_is_none(
+    served: tuple[ScriptedRouter, str], timeout_s: float
+) -> None:
+    """gRPC takes such a deadline for one that has passed."""
+    with Client(served[1], timeout_s=timeout_s) as client:
+        assert client.generate("x").choices
+        assert client.models(timeout_s=timeout_s)
+
+
+def test_a_token_that_no_header_can_hold() -> None:
+    for token in ("\u00fc", "two\nlines"):
+        with pytest.raises(ValueError, match="ASCII"):
+            Client("127.0.0.1:1", token=token)
+
+
 def test_nobody_there() -> None:
     with Client("127.0.0.1:1") as client, pytest.raises(UnreachableError) as caught:
         client.models()

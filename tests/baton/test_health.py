@@ -44,6 +44,16 @@ def test_the_status_of_a_service(address: str, service: str, status: str) -> Non
 def test_nobody_there(tmp_path: Path) -> None:
     assert check("127.0.0.1:1", timeout_s=1) in ("UNAVAILABLE", "DEADLINE_EXCEEDED")
     assert main([f"@{tmp_path / 'none'}"]) == 1
+    (tmp_path / "binary").write_bytes(b"\xff\x00")
+    assert main([f"@{tmp_path / 'binary'}"]) == 1
+
+
+@pytest.mark.parametrize("address", ["localhost", "http://localhost:8000"])
+def test_what_is_no_address_is_wrong_use(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([address])
+    assert ended.value.code == 2
+    assert "HOST:PORT" in capsys.readouterr().err
 
 
 def test_the_address_may_stand_in_a_file(address: str, tmp_path: Path) -> None:
@@ -74,5 +84,6 @@ def test_what_others_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reachable("[::]:7", "10.0.0.1") == "10.0.0.1:7"
     assert reachable("127.0.0.1:7", "10.0.0.1") == "127.0.0.1:7"
     assert advertised("0.0.0.0:7", "") == "box:7"
+    assert advertised("0.0.0.0:7", ":0") == "box:7"
     assert advertised("0.0.0.0:7", "nat:9") == "nat:9"
     assert advertised("10.0.0.1:7", "nat:0") == "nat:7"

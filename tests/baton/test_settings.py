@@ -1,5 +1,6 @@
 """Flags beat the environment, the environment beats the file, the file beats the defaults."""
 
+import math
 import tomllib
 from pathlib import Path
 from typing import get_args
@@ -76,6 +77,9 @@ def test_settings_are_frozen() -> None:
         ({"routers": ["nowhere"]}, "HOST:PORT"),
         ({"listen": "host:70000"}, "`listen`: must be HOST:PORT"),
         ({"advertise": "10.0.0.5"}, "`advertise`: must be HOST:PORT"),
+        ({"drain_s": math.inf}, "`drain_s`: Input should be a finite number"),
+        ({"threads": 99_999}, "`threads`"),
+        ({"max_step_tokens": 10**11}, "`max_step_tokens`"),
         ({"max_step_tokens": 16, "page_size_tokens": 32}, "at least page_size_tokens"),
         ({"role": "cook", "seed": -1}, "`seed`"),
     ],

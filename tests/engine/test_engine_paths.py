@@ -238,6 +238,12 @@ def test_a_pool_that_cannot_be_is_refused_in_words(model_path):
         build(model_path, max_step_tokens=8)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_told_in_words(model_path):
+    with pytest.raises(EngineError, match="cannot be cuda: the PyTorch that is installed"):
+        build(model_path, device="cuda")
+
+
 def test_flash_attention_2_over_a_stand_in_for_its_library(model_path, reference, monkeypatch):
     """Chunks, decode rows and a prefix from the cache, pages of 256 tokens."""
     monkeypatch.setattr(
