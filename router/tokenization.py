@@ -112,30 +112,33 @@ class Tokenizer:
         return self.encode(self.render_chat(chat), add_special_tokens)
 
     def render_chat(self, chat: api.ChatPrompt) -> str:
-        """Text of a conversation up to where the assistant speaks.
+        """Text of a conversation up to where the assistant speaks, or goes on speaking.
 
         Raises:
             ChatTemplateError: there is no template, or it does not take these turns.
         """
         if self._template is None:
             raise ChatTemplateError("the model has no chat template")
+        end = secrets.token_hex(16) if chat.continue_last else ""
+        try:
+            text = self._template.render(**_variables(chat) | self._set_here(chat, end))
+            return text[: text.rindex(end)] if end else text
+        except Exception as error:  # A template is a program: it may raise anything.
+            raise ChatTemplateError("the chat template refused the turns") from error
+
+    def _set_here(self, chat: api.ChatPrompt, end: str) -> dict[str, object]:
+        """Variables of the template that are not the caller's. `end` goes behind the last content,
+        so that what the template writes after it can be cut off."""
         turns = [{"role": _ROLES[turn.role], "content": turn.content} for turn in chat.messages]
-        end = ""
-        if chat.continue_last:  # What the template writes behind the content is cut off.
-            end = secrets.token_hex(16)
+        if end:
             turns[-1]["content"] += end
-        set_here = {
+        return {
             "messages": turns,
             "tools": None,
             "documents": None,
             "add_generation_prompt": not end,
             **self.special_tokens,
         }
-        try:
-            text = self._template.render(**_variables(chat) | set_here)
-            return text[: text.rindex(end)] if end else text
-        except Exception as error:  # A template is a program: it may raise anything.
-            raise ChatTemplateError("the chat template refused the turns") from error
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ids; special tokens have none, or their names; half characters are U+FFFD."""
