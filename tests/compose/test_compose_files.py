@@ -130,6 +130,16 @@ def test_every_alert_has_its_line_in_the_docs() -> None:
     assert told == [(rule["alert"], rule["labels"]["severity"]) for rule in alerts]
 
 
+def test_every_variable_stands_in_env_with_its_default() -> None:
+    text = (COMPOSE / "docker-compose.yml").read_text()
+    defaults = dict(re.findall(r"\$\{([A-Z_]+):-([^}]*)\}", text))
+    assert set(defaults) == set(re.findall(r"\$\{([A-Z_]+)", text))
+    told = dict(
+        re.findall(r"^(?:# )?([A-Z_]+)=(.*)$", (COMPOSE / ".env").read_text(), re.MULTILINE)
+    )
+    assert told == defaults | {"COMPOSE_PROFILES": "gpu,observability"}
+
+
 def test_what_is_set_for_our_processes_are_settings_that_fit(
     found: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
