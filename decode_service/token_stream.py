@@ -36,7 +36,10 @@ class TokenStream:
             if attempt is None:
                 continue
             try:
-                _count(attempt, choice, tokens, row)
+                failpoints.hit("decode.tokens", len(attempt.request.prompt_ids))
+                if attempt.is_whole and not attempt.computed_ns:
+                    _first_tokens(attempt, tokens, row)
+                attempt.count(choice, tokens.at_ns)
             except Exception:
                 logger.exception("a token broke its handler")
                 broken.append(attempt)
@@ -57,13 +60,6 @@ class TokenStream:
             spans.write_generate(attempt)
             if attempt.second_token_gap_ms is not None:
                 self._metrics.second_token(attempt.second_token_gap_ms / 1e3)
-
-
-def _count(attempt: DecodeAttempt, choice: int, tokens: NewTokens, row: int) -> None:
-    failpoints.hit("decode.tokens", len(attempt.request.prompt_ids))
-    if attempt.is_whole and not attempt.computed_ns:
-        _first_tokens(attempt, tokens, row)
-    attempt.count(choice, tokens.at_ns)
 
 
 def _first_tokens(attempt: DecodeAttempt, tokens: NewTokens, row: int) -> None:
