@@ -79,12 +79,18 @@ def request_of(submit: worker_pb2.Submit) -> Request:
     """What the engine is to do for a Submit; the attempt's id becomes the request's.
 
     Raises:
-        MalformedMessage: an empty prompt, no choice, an unknown mode, ids that are not.
+        MalformedMessage: an empty prompt, no choice, an unknown mode, ids that are not, output that
+            does not fit the choices or leaves nothing to generate.
     """
     mode = _MODES.get(submit.mode)
     prompt_ids = unpack_ids(submit.prompt_ids)
+    generated = tuple(unpack_ids(tokens.token_ids) for tokens in submit.generated)
     if mode is None or not prompt_ids.size or submit.choices < 1 or not submit.attempt_id:
         raise MalformedMessage("submit")
+    if generated and len(generated) != submit.choices:
+        raise MalformedMessage("generated")
+    if any(len(tokens) >= submit.stopping.max_tokens for tokens in generated):
+        raise MalformedMessage("generated")
     return Request(
         id=submit.attempt_id,
         prompt_ids=prompt_ids,
@@ -98,7 +104,7 @@ def request_of(submit: worker_pb2.Submit) -> Request:
         mode=mode,
         choices=submit.choices,
         first_choice=submit.first_choice,
-        generated=tuple(unpack_ids(tokens.token_ids) for tokens in submit.generated),
+        generated=generated,
         priority=submit.priority,
         tenant=submit.tenant,
         cache_salt=submit.cache_salt,

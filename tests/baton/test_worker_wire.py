@@ -39,6 +39,9 @@ def test_ids_that_are_none_are_refused(packed: bytes) -> None:
         unpack_ids(packed)
 
 
+GENERATED = [worker_pb2.GeneratedTokens(token_ids=pack_ids([8, 9]))]
+
+
 def submit(**changes: object) -> worker_pb2.Submit:
     fields = {
         "attempt_id": b"a" * 16,
@@ -52,7 +55,7 @@ def submit(**changes: object) -> worker_pb2.Submit:
 def test_a_request_is_what_the_submit_says() -> None:
     request = request_of(
         submit(
-            generated=[worker_pb2.GeneratedTokens(token_ids=pack_ids([8, 9]))],
+            generated=GENERATED,
             sampling=worker_pb2.Sampling(
                 temperature=0.5, top_p=0.9, seed=2**64 - 1, logit_bias={3: -1.0}, top_logprobs=0
             ),
@@ -77,7 +80,16 @@ def test_a_request_is_what_the_submit_says() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"attempt_id": b""}, {"mode": 0}, {"prompt_ids": b""}, {"prompt_ids": b"x"}, {"choices": 0}],
+    [
+        {"attempt_id": b""},
+        {"mode": 0},
+        {"prompt_ids": b""},
+        {"prompt_ids": b"x"},
+        {"choices": 0},
+        {"choices": 3, "generated": GENERATED},
+        {"generated": GENERATED * 2},
+        {"generated": GENERATED, "stopping": worker_pb2.Stopping(max_tokens=2)},
+    ],
     ids=str,
 )
 def test_what_no_router_sends_is_refused(change: dict[str, object]) -> None:
