@@ -79,7 +79,8 @@ class InferenceService:
 
     async def tokenize(self, request: api.TokenizeRequest, call: Call) -> api.TokenizeResponse:
         """Tokenize."""
-        return await self._generations.tokenize(request)
+        async with self._generations.deadline(call):
+            return await self._generations.tokenize(request)
 
     async def list_models(
         self, request: api.ListModelsRequest, call: Call

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -77,7 +77,7 @@ class Generations:
             RouterError: why it was refused or could not be finished.
         """
         with RequestSpan(call, request, self._events) as span:
-            async with _until(self._deadline_ns(call), int):
+            async with self.deadline(call):
                 with span.step(SpanName.ADMIT):
                     model, tokenizer = await self._admit(request)
                 with span.step(SpanName.TOKENIZE):
@@ -91,6 +91,14 @@ class Generations:
                 while (output := await outbox.take()) is not None:
                     span.observe(output)
                     yield output
+
+    def deadline(self, call: Call) -> AbstractAsyncContextManager[None]:
+        """Around what a call waits for while nothing of it runs yet.
+
+        Raises:
+            RouterError: DEADLINE_EXCEEDED.
+        """
+        return _until(self._deadline_ns(call), int)
 
     async def tokenize(self, request: api.TokenizeRequest) -> api.TokenizeResponse:
         """Token ids of a text or of chat turns, and their texts where these are asked for.

@@ -61,7 +61,8 @@ class Completions:
             tokenizer = await self._tokenizers.get(model.path)
         echoes: list[Echo | None] = [None] * len(request.prompt)
         if request.echo:
-            echoes = [await self._echo(request, prompt, tokenizer) for prompt in request.prompt]
+            async with self._generations.deadline(call):
+                echoes = [await self._echo(request, one, tokenizer) for one in request.prompt]
         requests = [
             _generation(request, prompt, echo, client_tag)
             for prompt, echo in zip(request.prompt, echoes, strict=True)

@@ -46,14 +46,14 @@ class Tokens:
         prompt: JSON = {} if asked.prompt is None else {"text": asked.prompt}
         if asked.messages:
             prompt = {"chat": asked.chat()}
-        response = await self._generations.tokenize(
-            api.TokenizeRequest(
-                model=asked.model,
-                add_special_tokens=asked.add_special_tokens,
-                token_texts=bool(asked.return_token_strs),
-                **prompt,
-            )
+        request = api.TokenizeRequest(
+            model=asked.model,
+            add_special_tokens=asked.add_special_tokens,
+            token_texts=bool(asked.return_token_strs),
+            **prompt,
         )
+        async with self._generations.deadline(call):
+            response = await self._generations.tokenize(request)
         model = self._dispatcher.model(asked.model)
         return Said(
             {
@@ -67,4 +67,6 @@ class Tokens:
     async def detokenize(self, body: bytes, call: Call, client_tag: str) -> Said:
         """The text of ids."""
         asked = parse(DetokenizeRequest, body)
-        return Said({"prompt": await self._generations.detokenize(asked.model, asked.tokens)})
+        async with self._generations.deadline(call):
+            text = await self._generations.detokenize(asked.model, asked.tokens)
+        return Said({"prompt": text})

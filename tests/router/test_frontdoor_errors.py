@@ -7,8 +7,9 @@ import logging
 import random
 import threading
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -254,18 +255,24 @@ async def test_the_servers_longest_duration(dispatcher: ScriptedDispatcher) -> N
     assert found.info.metadata["tokens_sent"] == "1"
 
 
+@pytest.mark.parametrize("method", ["generate", "tokenize"])
 async def test_the_deadline_holds_while_the_prompt_waits_to_be_tokenized(
-    dispatcher: ScriptedDispatcher,
+    dispatcher: ScriptedDispatcher, method: str
 ) -> None:
     tokenizers, busy = Tokenizers(threads=1), threading.Event()
     await tokenizers.warm([dispatcher.served[0].path])
     tokenizers._pool.submit(busy.wait)
     service = InferenceService(dispatcher, tokenizers, Limits(max_request_duration_s=0.1))
-    long = api.GenerateRequest(input=api.GenerationInput(text="fox " * 2000))
+    text = "fox " * 2000
+    if method == "generate":
+        request = api.GenerateRequest(input=api.GenerationInput(text=text))
+        work: Coroutine[Any, Any, object] = service.generate(request, Call())
+    else:
+        work = service.tokenize(api.TokenizeRequest(text=text), Call())
     try:
         with pytest.raises(RouterError) as caught:
             async with asyncio.timeout(20):
-                await service.generate(long, Call())
+                await work
     finally:
         busy.set()
         tokenizers.close()
