@@ -25,11 +25,11 @@ class TokenStream:
         self._attempts = attempts
         self._metrics = metrics
 
-    def new_tokens(self, tokens: NewTokens) -> list[DecodeAttempt]:
+    def new_tokens(self, tokens: NewTokens) -> set[DecodeAttempt]:
         """The tokens of a step: counted, and on to the routers that want them. Returns attempts of
         which a token was lost, to a bug: they cannot go on, and the others do."""
         wanted: dict[Outbox, list[int]] = defaultdict(list)
-        broken = []
+        broken: set[DecodeAttempt] = set()
         rows = zip(tokens.request_ids, tokens.choices.tolist(), strict=True)
         for row, (attempt_id, choice) in enumerate(rows):
             attempt = self._attempts.get(attempt_id)
@@ -42,7 +42,7 @@ class TokenStream:
                 attempt.count(choice, tokens.at_ns)
             except Exception:
                 logger.exception("a token broke its handler")
-                broken.append(attempt)
+                broken.add(attempt)
                 continue
             if not attempt.silent:
                 wanted[attempt.stream].append(row)

@@ -80,6 +80,25 @@ async def test_it_ends_its_own_attempt_at_once_and_leaves_the_others_alone(failp
         assert failed_reasons(pair) == {struck_id: reason}
 
 
+async def test_one_that_lost_tokens_of_several_choices_in_a_step_is_ended_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended: list[object] = []
+    monkeypatch.setattr(
+        "decode_service.spans.write_generate", lambda attempt, error: ended.append(attempt)
+    )
+    async with a_pair() as pair:
+        attempt = Attempted(SHORT, choices=2)
+        pair.submit(attempt)
+        failpoints.arm("decode.tokens=raise")
+        await pair.forward_grant(attempt)
+        failed = await pair.from_d.heard("failed", attempt.id)
+        assert failed.reason == worker_pb2.FAILURE_REASON_INTERNAL
+        pair.p.prefill.cancel(attempt.id, pair.from_p.outbox)
+        await pair.quiet()
+    assert len(ended) == 1
+
+
 async def test_an_attempt_that_cannot_even_be_ended_keeps_no_other_from_its_events(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
