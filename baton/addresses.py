@@ -1,4 +1,4 @@
-"""Addresses to listen at: whether they are free, and what those who connect call them."""
+"""HOST:PORT: whether it is one, whether it is free, and what those who connect call it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,13 @@ _ALL_INTERFACES: Final = ("0.0.0.0", "::")
 
 class CannotListenError(Exception):
     """An address cannot be bound; the message names it and the option that set it."""
+
+
+def port_of(address: str) -> int | None:
+    """The port of `HOST:PORT` or `[V6]:PORT`; None where the address is neither."""
+    host, _, port = address.rpartition(":")
+    is_one = host and "/" not in host and port.isdecimal() and int(port) < 1 << 16
+    return int(port) if is_one else None
 
 
 def check_free(**addresses: str) -> None:

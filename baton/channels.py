@@ -12,6 +12,8 @@ from typing import Final
 import grpc
 import grpc.aio
 
+from baton.addresses import port_of
+
 TLS_SCHEME: Final = "grpcs://"
 
 _SCHEMES: Final = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "vsock:", "xds:")
@@ -27,9 +29,7 @@ def check_address(address: str) -> str:
         ValueError: it is neither HOST:PORT nor a target with a scheme of gRPC's.
     """
     host_port = address.removeprefix(TLS_SCHEME)
-    host, _, port = host_port.rpartition(":")
-    is_port = port.isdecimal() and 0 < int(port) < 1 << 16
-    if not host_port.startswith(_SCHEMES) and not (host and is_port and "/" not in host):
+    if not host_port.startswith(_SCHEMES) and not port_of(host_port):
         raise ValueError(f"an address is HOST:PORT or {TLS_SCHEME}HOST:PORT, not {address!r}")
     return address
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Generic, Literal, Named
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, SettingsConfigDict
 
+from baton.addresses import port_of
 from telemetry.failpoints import check as check_failpoints
 
 if TYPE_CHECKING:
@@ -60,8 +61,7 @@ def _split(value: object) -> object:
 
 def _host_and_port(value: str) -> str:
     """`HOST:PORT`, `[V6]:PORT`; port 0 lets the system choose."""
-    host, separator, port = value.rpartition(":")
-    if not (host and separator and port.isdecimal() and int(port) < 1 << 16):
+    if port_of(value) is None:
         raise ValueError("must be HOST:PORT")
     return value
 

@@ -76,6 +76,7 @@ def test_settings_are_frozen() -> None:
         ({"device": "tpu"}, "`device`"),
         ({"routers": ["nowhere"]}, "HOST:PORT"),
         ({"listen": "host:70000"}, "`listen`: must be HOST:PORT"),
+        ({"listen": "http://host:80"}, "`listen`: must be HOST:PORT"),
         ({"advertise": "10.0.0.5"}, "`advertise`: must be HOST:PORT"),
         ({"drain_s": math.inf}, "`drain_s`: Input should be a finite number"),
         ({"threads": 99_999}, "`threads`"),
