@@ -20,6 +20,8 @@ _ROLES: Final = {
 }
 MAX_DEPTH: Final = 16
 """Of `chat_template_kwargs`."""
+MAX_INTEGER: Final = 1 << 53
+"""Of the same: the gRPC API has its numbers as doubles, which leave out integers beyond this."""
 
 
 def _content(value: object) -> object:
@@ -35,11 +37,13 @@ def _content(value: object) -> object:
     return "\n".join(texts)
 
 
-def _shallow(value: JsonValue) -> JsonValue:
+def _fit(value: JsonValue) -> JsonValue:
     """Messages of the gRPC API nest a few times as deep as the JSON that they hold, to a bound."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [one for holder in level for one in _inside(holder)]
+        if any(isinstance(one, int) and abs(one) > MAX_INTEGER for one in level):
+            raise PydanticCustomError("integer", "must hold no integer beyond 2^53")
     if level:
         raise PydanticCustomError("depth", "must nest at most {most} deep", {"most": MAX_DEPTH})
     return value
@@ -86,7 +90,7 @@ class TurnsRequest(ModelRequest):
     }
 
     messages: list[ChatTurn]
-    chat_template_kwargs: Annotated[dict[str, JsonValue] | None, AfterValidator(_shallow)] = None
+    chat_template_kwargs: Annotated[dict[str, JsonValue] | None, AfterValidator(_fit)] = None
     """Variables for the chat template."""
     continue_final_message: bool | None = None
     """The last turn has only begun: the answer goes on where it ends."""

@@ -11,7 +11,7 @@ from openai_kit import answers, open_port, prompt_of, says
 
 from baton.inference.v1 import inference_pb2 as api
 from baton.worker.v1 import worker_pb2
-from router.openai.turns import MAX_DEPTH
+from router.openai.turns import MAX_DEPTH, MAX_INTEGER
 
 MODEL = "tiny"
 TEXT = "The quick brown fox 🎉"
@@ -181,6 +181,19 @@ async def test_variables_nest_to_a_bound(tmp_path: Path, depth: int) -> None:
         create = port.client.chat.completions.create
         given = {"chat_template_kwargs": nested}
         if depth == MAX_DEPTH:
+            await create(model=MODEL, messages=HELLO, extra_body=given)
+            return
+        with pytest.raises(openai.BadRequestError) as caught:
+            await create(model=MODEL, messages=HELLO, extra_body=given)
+        assert caught.value.param == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize("number", [MAX_INTEGER, -MAX_INTEGER - 1, 10**400])
+async def test_an_integer_that_would_be_changed_is_refused(tmp_path: Path, number: int) -> None:
+    async with open_port(tmp_path, says("a")) as port:
+        create = port.client.chat.completions.create
+        given = {"chat_template_kwargs": {"a": [number]}}
+        if number == MAX_INTEGER:
             await create(model=MODEL, messages=HELLO, extra_body=given)
             return
         with pytest.raises(openai.BadRequestError) as caught:
