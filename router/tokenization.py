@@ -121,24 +121,11 @@ class Tokenizer:
             raise ChatTemplateError("the model has no chat template")
         end = secrets.token_hex(16) if chat.continue_last else ""
         try:
-            text = self._template.render(**_variables(chat) | self._set_here(chat, end))
+            given = self.special_tokens | _variables(chat) | _set_here(chat, end)
+            text = self._template.render(**given)
             return text[: text.rindex(end)] if end else text
         except Exception as error:  # A template is a program: it may raise anything.
             raise ChatTemplateError("the chat template refused the turns") from error
-
-    def _set_here(self, chat: api.ChatPrompt, end: str) -> dict[str, object]:
-        """Variables of the template that are not the caller's. `end` goes behind the last content,
-        so that what the template writes after it can be cut off."""
-        turns = [{"role": _ROLES[turn.role], "content": turn.content} for turn in chat.messages]
-        if end:
-            turns[-1]["content"] += end
-        return {
-            "messages": turns,
-            "tools": None,
-            "documents": None,
-            "add_generation_prompt": not end,
-            **self.special_tokens,
-        }
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ids; special tokens have none, or their names; half characters are U+FFFD."""
@@ -225,6 +212,20 @@ def _variables(chat: api.ChatPrompt) -> dict[str, Any]:
         Exception: a number is infinite or none.
     """
     return {name: _plain(value) for name, value in MessageToDict(chat.template_variables).items()}
+
+
+def _set_here(chat: api.ChatPrompt, end: str) -> dict[str, Any]:
+    """Variables of the template that are never the caller's. `end` goes behind the last content, so
+    that what the template writes after it can be cut off."""
+    turns = [{"role": _ROLES[turn.role], "content": turn.content} for turn in chat.messages]
+    if end:
+        turns[-1]["content"] += end
+    return {
+        "messages": turns,
+        "tools": None,
+        "documents": None,
+        "add_generation_prompt": not end,
+    }
 
 
 def _plain(value: Any) -> Any:

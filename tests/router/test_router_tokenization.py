@@ -86,6 +86,19 @@ def test_variables_of_a_template_keep_their_types(folder: Path) -> None:
     assert "7," in tokenizer.render_chat(chat)  # An integer stays one.
 
 
+def test_a_variable_comes_before_a_special_token_of_its_name(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = use_template(folder, "{{ bos_token }}{{ eos_token }}")
+    chat = api.ChatPrompt(messages=CHAT.messages)
+    chat.template_variables["eos_token"] = "<end>"
+    turns = [{"role": role, "content": content} for _, role, content in TURNS]
+    theirs = AutoTokenizer.from_pretrained(str(folder)).apply_chat_template(
+        turns, tokenize=False, eos_token="<end>"
+    )
+    assert tokenizer.render_chat(chat) == theirs
+
+
 @pytest.mark.parametrize("number", [float("inf"), float("nan")])
 def test_a_number_that_json_has_not_is_refused(folder: Path, number: float) -> None:
     chat = api.ChatPrompt(messages=CHAT.messages)
