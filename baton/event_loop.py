@@ -1,5 +1,5 @@
-"""The event loop of a process: which one it is, what it shares the interpreter with, and how the
-process is told to end.
+"""The event loop of a process: which one it is, what it needs of the system, and how the process is
+told to end.
 
 Life of a process that serves: the first SIGTERM or SIGINT -> it drains, for a bounded time, which a
 second one cuts short -> it stops.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import signal
 import sys
 from collections.abc import Callable, Coroutine
@@ -19,9 +20,14 @@ SWITCH_INTERVAL_S: Final = 1e-4
 the interpreter: 0.3 ms in all, and 5 ms with Python's own interval."""
 
 
-def share_interpreter() -> None:
-    """Called by a process that serves, before it has threads."""
+def prepare_to_serve() -> None:
+    """Called by a process that serves, before it has threads: its event loop gets the interpreter
+    soon, and it may have as many connections as the system lets it. What a shell allows by default,
+    1,024 open files, is less than a router's clients may need."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -24,7 +24,7 @@ from typing import Final
 
 import torch
 
-from baton.event_loop import EndSignals, loop_factory, share_interpreter
+from baton.event_loop import EndSignals, loop_factory, prepare_to_serve
 from baton.gpu_slots import NoSlotError, claimed_for
 from baton.settings import Role, WorkerSettings
 from baton.worker.v1 import worker_pb2
@@ -60,7 +60,7 @@ _SERVICES: Final = {
 
 def main(settings: WorkerSettings) -> int:
     """Runs a worker process; returns its exit code."""
-    share_interpreter()
+    prepare_to_serve()
     service = _SERVICES[settings.role]
     setup_logging(service, settings.name, settings.log_level, settings.log_format)
     failpoints.arm(settings.failpoints)

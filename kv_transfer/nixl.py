@@ -166,7 +166,8 @@ class NixlTransport:
         ]
 
     def close(self, agent_name: str) -> None:
-        """See `KvTransport`. What NIXL holds of the peer stays until its pushes have ended."""
+        """See `KvTransport`. What NIXL holds of the peer stays until its pushes have ended, and a
+        socket (two where all goes over TCP, NIXL 1.5.1) for as long as this process lives."""
         peer = self._peers.get(agent_name)
         if peer is None:
             return

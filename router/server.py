@@ -22,7 +22,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2
 
-from baton.event_loop import EndSignals, loop_factory, share_interpreter
+from baton.event_loop import EndSignals, loop_factory, prepare_to_serve
 from baton.grpc_options import server_options
 from baton.grpc_services import add_health_and_reflection
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
@@ -207,7 +207,7 @@ async def serve(settings: RouterSettings) -> int:
 
 def main(settings: RouterSettings) -> int:
     """Runs a router process; returns its exit code."""
-    share_interpreter()
+    prepare_to_serve()
     setup_logging(Service.ROUTER, settings.name, settings.log_level, settings.log_format)
     failpoints.arm(settings.failpoints)
     try:

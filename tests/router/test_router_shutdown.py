@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -110,12 +111,18 @@ def request() -> api.StreamGenerateRequest:
     return api.StreamGenerateRequest(input=prompt)
 
 
+def _as_a_shell_starts_it() -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, most - 1), most))
+
+
 @asynccontextmanager
 async def a_router_process(drain_s: float, grace_s: float = 0.0) -> AsyncIterator[Running]:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", CODE, str(drain_s), str(grace_s)),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
+        preexec_fn=_as_a_shell_starts_it,
     )
     worker = ScriptedWorker("b0", BOTH)
     await worker.start()
@@ -153,6 +160,12 @@ async def test_one_that_is_idle_does_not_wait() -> None:
     async with a_router_process(drain_s=10 * WAIT_S) as router:
         router.signal()
         assert await router.exit_code() == 0
+
+
+async def test_it_may_have_as_many_connections_as_the_system_lets_it() -> None:
+    async with a_router_process(drain_s=WAIT_S) as router:
+        soft, hard = resource.prlimit(router.process.pid, resource.RLIMIT_NOFILE)
+        assert soft == hard
 
 
 async def test_an_exception_that_nobody_awaits_is_logged_and_not_quoted() -> None:
