@@ -184,26 +184,37 @@ class PrefillService(AttemptsService[PrefillAttempt]):
         only after the transfer thread was told: awake, it would compete for the interpreter.
         """
         self._inbox.put(partial(self._take_events, events))
-        try:
-            self._tell_chunks(events)
-        finally:
-            self._inbox.wake()
+        self._tell_chunks(events)
+        self._inbox.wake()
 
     def _tell_chunks(self, events: Sequence[Event]) -> None:
+        """A chunk that cannot be told ends its own attempt, on the event loop, and no other's."""
         ends = {event.request_id: event for event in events if isinstance(event, Prefilled)}
         for event in events:
             if not isinstance(event, ChunkComputed):
                 continue
-            outgoing = self._outgoing.get(event.request_id)
-            if outgoing is None:
-                continue
-            failpoints.hit("prefill.chunk")
-            prefilled = ends.get(event.request_id)
-            if prefilled is None or event.end_token < outgoing.num_tokens:
-                outgoing.chunk(event.pages, event.end_token, None)
-            elif not all(prefilled.ends):
-                payload = encode_first_tokens(prefilled.records, prefilled.at_ns)
-                outgoing.chunk(event.pages, event.end_token, payload)
+            try:
+                self._tell_chunk(event, ends.get(event.request_id))
+            except Exception:
+                logger.exception("a chunk could not be told")
+                self._inbox.put(partial(self._chunk_lost, event.request_id))
+
+    def _tell_chunk(self, event: ChunkComputed, prefilled: Prefilled | None) -> None:
+        outgoing = self._outgoing.get(event.request_id)
+        if outgoing is None:
+            return
+        failpoints.hit("prefill.chunk", outgoing.num_tokens)
+        if prefilled is None or event.end_token < outgoing.num_tokens:
+            outgoing.chunk(event.pages, event.end_token, None)
+        elif not all(prefilled.ends):
+            payload = encode_first_tokens(prefilled.records, prefilled.at_ns)
+            outgoing.chunk(event.pages, event.end_token, payload)
+
+    def _chunk_lost(self, attempt_id: bytes) -> None:
+        """What its step said of the attempt was told before; one that is over needs no chunk."""
+        attempt = self._attempts.get(attempt_id)
+        if attempt is not None and attempt.state is not PrefillState.QUIESCING:
+            self._give_up(attempt)
 
     def _take_events(self, events: Sequence[Event]) -> None:
         for event in events:

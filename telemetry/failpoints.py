@@ -34,7 +34,8 @@ POINTS: Final[Mapping[str, str]] = {
     # Prefill worker, on the event loop unless said otherwise.
     "prefill.submitted": "an attempt came; key: tokens of its prompt",
     "prefill.granted": "its grant came, and nothing is done with it yet",
-    "prefill.chunk": "a chunk's step has settled, its push is not asked for yet (step thread)",
+    "prefill.chunk": "a chunk's step has settled, its push is not asked for yet (step thread); "
+    "key: tokens of the prompt",
     "prefill.first_token": "the first tokens are known and not yet told; key: tokens of the prompt",
     "prefill.grant_wait": "how long computed KV waits for its grant; `raise`: a tenth of a second",
     "prefill.sent": "every push is done, the router not told yet",

@@ -47,6 +47,7 @@ def failed_reasons(pair: Pair) -> dict[bytes, int]:
         "decode.delivered=raise@1",
         f"decode.tokens=raise~{SHORT}@3",
         "decode.ended=raise@1",
+        f"prefill.chunk=raise~{SHORT}",
         f"prefill.first_token=raise~{SHORT}",
         "prefill.sent=raise@1",
     ],

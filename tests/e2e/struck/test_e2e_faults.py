@@ -66,9 +66,10 @@ def test_a_hung_transfer_thread_ends_its_worker_and_no_stream(cluster, names, fa
 
 
 def test_a_hand_off_that_never_comes_ends_with_its_request(cluster):
-    """The prefill worker loses a chunk and says nothing: the grant lasts as long as the request."""
-    for name in PREFILLS:
-        cluster.arm(name, "prefill.chunk=raise")
+    """The decode worker loses what it is notified of, and the prefill worker is done: the grant
+    lasts as long as the request."""
+    for name in DECODES:
+        cluster.arm(name, "transfer.chunk_landed=raise")
     with cluster.client() as client:
         reading = read(client, prompt_of(200, seed=32), timeout_s=5)
         reading.until(1)
