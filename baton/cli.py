@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Annotated, Any, Final
 
 import typer
@@ -91,20 +92,31 @@ def explain(error: Exception) -> tuple[str, int] | None:
             return None
 
 
-class _Commands(TyperGroup):
+@contextmanager
+def _explained() -> Iterator[None]:
     """Turns the errors that users can do something about into one line and an exit code."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    except Exception as error:
+        if (known := explain(error)) is None:
+            raise
+        message, code = known
+        stderr.print(f"[bold red]error[/] {escape(message)}")
+        raise typer.Exit(code) from None
+
+
+class _Commands(TyperGroup):
+    """Every command, and what comes before one: `--version` and `--help` are output as well."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        with _explained():
+            return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with _explained():
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            raise typer.Exit(INTERRUPTED) from None
-        except Exception as error:
-            if (known := explain(error)) is None:
-                raise
-            message, code = known
-            stderr.print(f"[bold red]error[/] {escape(message)}")
-            raise typer.Exit(code) from None
 
 
 app = typer.Typer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import socket
 import subprocess
@@ -200,6 +201,24 @@ def test_a_port_that_is_taken_behind_others_that_were_free_is_one_line_too() -> 
     assert done.returncode == 1
     assert "cannot listen" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", ["--version", "--help", "model path"])
+def test_output_that_cannot_be_written_is_a_failure_without_a_traceback(arguments: str) -> None:
+    """A full disk is told of; whoever closes a pipe wants no more, and is told nothing."""
+    command = [sys.executable, "-m", "baton", *arguments.split()]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open("/dev/full", "w") as full, open(writer, "w") as closed:
+        on_full, on_closed = (
+            subprocess.run(
+                command, stdout=file, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+            )
+            for file in (full, closed)
+        )
+    told = "error the output cannot be written: No space left on device"
+    assert (on_full.returncode, plain(on_full.stderr)) == (1, told)
+    assert (on_closed.returncode, on_closed.stderr) == (1, "")
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
