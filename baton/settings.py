@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import socket
 import tomllib
 from enum import StrEnum
@@ -71,7 +72,25 @@ def _own_or_other(value: str) -> str:
     return value if value in ("", ":0") else _host_and_port(value)
 
 
+_RECEIVER: Final = re.compile(r"(https?://)?([^\s/@]+)/?")
+"""Its scheme and its address."""
+
+
+def _receiver(value: str) -> str:
+    """Where spans go, or nothing; with TLS there is a usual port. Whether somebody answers there
+    shows later."""
+    scheme, address = found.groups() if (found := _RECEIVER.fullmatch(value)) else ("", "")
+    has_usual_port = scheme == "https://" and ":" not in address
+    if value and not has_usual_port and not port_of(address):
+        raise ValueError(
+            "must be http://HOST:PORT, https://HOST:PORT or HOST:PORT, with no path: "
+            "spans go over gRPC"
+        )
+    return value
+
+
 Address = Annotated[str, AfterValidator(_host_and_port)]
+OtlpEndpoint = Annotated[str, AfterValidator(_receiver)]
 Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_split)]
 
 _ADMIN_PORT: Final = {Role.PREFILL: 9091, Role.DECODE: 9092, Role.BOTH: 9093}
@@ -169,7 +188,7 @@ class WorkerSettings(BaseSettings):
     """How KV pages move. `nccl` cannot see a dead peer and is for experiments; `null` moves
     nothing, for benchmarks of decoding."""
 
-    otlp_endpoint: str = ""
+    otlp_endpoint: OtlpEndpoint = ""
     """OTLP/gRPC address for spans, such as http://127.0.0.1:4317. Empty: no spans."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe line that is logged."""

@@ -8,7 +8,13 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from baton.settings import MOST_TOKENS, ROUTER_ADDRESS, ROUTER_INTERNAL_ADDRESS, Address
+from baton.settings import (
+    MOST_TOKENS,
+    ROUTER_ADDRESS,
+    ROUTER_INTERNAL_ADDRESS,
+    Address,
+    OtlpEndpoint,
+)
 from telemetry.failpoints import check as check_failpoints
 
 
@@ -71,7 +77,7 @@ class RouterSettings(BaseSettings):
     tokenizer_threads: int = Field(default=2, ge=1)
     """Threads that tokenize prompts: long ones must not hold up the event loop."""
 
-    otlp_endpoint: str = ""
+    otlp_endpoint: OtlpEndpoint = ""
     """OTLP/gRPC address for spans, such as http://127.0.0.1:4317. Empty: no spans."""
     trace_store: bool = False
     """Keep the latest traces in memory; the internal port then takes spans over OTLP."""

@@ -35,9 +35,13 @@ class QueueingProcessor(BatchSpanProcessor):
     """The SDK's batching, with a count of everything, and no complaint where the queue is full."""
 
     def __init__(
-        self, exporter: SpanExporter, max_queued_spans: int, schedule_delay_ms: int
+        self,
+        exporter: SpanExporter,
+        max_queued_spans: int,
+        schedule_delay_ms: int,
+        receiver: str = "",
     ) -> None:
-        self._counting = _CountingExporter(exporter)
+        self._counting = _CountingExporter(exporter, receiver)
         self._max_queued_spans = max_queued_spans
         self._lock = threading.Lock()
         self._accepted = 0
@@ -76,10 +80,14 @@ class QueueingProcessor(BatchSpanProcessor):
 
 
 class _CountingExporter(SpanExporter):
-    """Counts what its exporter did, and says once when it begins to fail and when it is back."""
+    """Counts what its exporter did, and says once when it begins to fail and when it is back.
 
-    def __init__(self, exporter: SpanExporter) -> None:
+    `receiver` is where it sends, for those lines.
+    """
+
+    def __init__(self, exporter: SpanExporter, receiver: str) -> None:
         self._exporter = exporter
+        self._where = {"receiver": receiver} if receiver else {}
         self._over = threading.Lock()
         self._failing = False
         self.taken = 0
@@ -114,9 +122,11 @@ class _CountingExporter(SpanExporter):
             return
         self._failing = failing
         if failing:
-            logger.warning("spans are not taken by their receiver: they are dropped")
+            logger.warning(
+                "spans are not taken by their receiver: they are dropped", extra=self._where
+            )
         else:
-            logger.info("spans are taken by their receiver again")
+            logger.info("spans are taken by their receiver again", extra=self._where)
 
 
 def otlp_exporter(endpoint: str, timeout_s: float) -> SpanExporter:

@@ -99,6 +99,7 @@ def setup_tracing(
         exporter or otlp_exporter(otlp_endpoint, export_timeout_s),
         max_queued_spans,
         schedule_delay_ms,
+        otlp_endpoint,
     )
     provider = TracerProvider(
         sampler=sampling.ParentBased(sampling.TraceIdRatioBased(sample_ratio)),

@@ -91,6 +91,39 @@ def test_wrong_values_are_named(flags: dict[str, object], complaint: str) -> Non
 
 
 @pytest.mark.parametrize(
+    ("endpoint", "is_sound"),
+    [
+        ("", True),
+        ("collector:4317", True),
+        ("http://127.0.0.1:4317", True),
+        ("http://[::1]:4317/", True),
+        ("https://spans.example.com", True),
+        ("nonsense", False),
+        ("http://collector", False),
+        ("http://collector:0", False),
+        ("collector:70000", False),
+        ("grpc://collector:4317", False),
+        ("://collector:4317", False),
+        ("http://collector:4318/v1/traces", False),
+        ("http://user:word@collector:4317", False),
+        (" collector:4317", False),
+    ],
+)
+@pytest.mark.parametrize(
+    ("kind", "table"), [(WorkerSettings, "worker"), (RouterSettings, "router")]
+)
+def test_where_spans_go_is_an_address(
+    kind: type[WorkerSettings | RouterSettings], table: str, endpoint: str, is_sound: bool
+) -> None:
+    flags = {"otlp_endpoint": endpoint}
+    if is_sound:
+        assert resolve(kind, table, flags).settings.otlp_endpoint == endpoint
+    else:
+        with pytest.raises(SettingsError, match="`otlp_endpoint`: must be http://HOST:PORT"):
+            resolve(kind, table, flags)
+
+
+@pytest.mark.parametrize(
     ("content", "complaint"),
     [
         ("[worker]\nvigour = 1\n", "no setting `vigour`$"),

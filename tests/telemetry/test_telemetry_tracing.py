@@ -257,6 +257,19 @@ def test_a_receiver_that_is_down_costs_spans_and_one_line(
         assert "kv.send" in receiver.spans
 
 
+def test_a_receiver_whose_host_does_not_exist_stops_nothing_and_is_named_once(
+    setup: Setup, caplog: pytest.LogCaptureFixture
+) -> None:
+    nobody = "http://no-such-host.invalid:4317"
+    tracing = setup(nobody, schedule_delay_ms=10, export_timeout_s=0.5)
+    for _ in range(2):
+        write_span("kv.grant", CALLER, 1, 2)
+        tracing.flush()
+    assert tracing.counts == (0, 0, 2, 0)
+    (said,) = caplog.records
+    assert (said.levelname, said.__dict__["receiver"]) == ("WARNING", nobody)
+
+
 def test_shutting_down_waits_for_a_slow_receiver_no_longer_than_told(setup: Setup) -> None:
     with otlp_receiver() as (receiver, address):
         receiver.free.clear()
