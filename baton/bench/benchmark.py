@@ -6,6 +6,7 @@ import itertools
 import platform
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, NamedTuple
@@ -106,12 +107,23 @@ class Result:
 
     @property
     def complaints(self) -> tuple[str, ...]:
-        """Why the figures are not valid."""
+        """Why the figures are the client's and not the server's."""
         return tuple(
             f"run {number}: {complaint}"
             for number, run in enumerate(self.runs, 1)
             for complaint in run.summary.client.complaints
         )
+
+    @property
+    def unserved(self) -> str:
+        """What became of the requests where not a single one was served; else empty."""
+        if any(run.summary.ok for run in self.runs):
+            return ""
+        became: Counter[str] = Counter()
+        for run in self.runs:
+            became.update(run.summary.statuses)
+        words = " · ".join(f"{count:,} x {word}" for word, count in became.most_common())
+        return f"none of {became.total():,} requests was served: {words}"
 
     @property
     def shown(self) -> tuple[Run, ...]:
@@ -231,9 +243,10 @@ def as_json(result: Result) -> dict[str, Any]:
     """The result without the single requests."""
     options = result.options
     workload = options.workload
+    complaints = [*filter(None, [result.unserved]), *result.complaints]
     return {
-        "valid": not result.complaints,
-        "complaints": list(result.complaints),
+        "valid": not complaints,
+        "complaints": complaints,
         "began_unix_s": round(result.began_unix_s, 3),
         "host": platform.node(),
         "targets": [f"{target.protocol}: {target.address}" for target in options.targets],

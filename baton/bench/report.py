@@ -60,7 +60,8 @@ def _page(result: Result, pictures: Sequence[str]) -> str:
     began = datetime.fromtimestamp(result.began_unix_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
     addresses = ", ".join(target.address for target in result.options.targets)
     body = [
-        _warning(result.complaints),
+        _warning("nothing was served", [*filter(None, [result.unserved])]),
+        _warning("the client was the bottleneck", result.complaints),
         _cards(result),
         pictures[0],
         *_tables(result),
@@ -85,9 +86,9 @@ def _tables(result: Result) -> Iterator[str]:
         yield _words(range_table(result))
 
 
-def _warning(complaints: Sequence[str]) -> str:
+def _warning(why: str, complaints: Sequence[str]) -> str:
     items = "".join(f"<li>{escape(complaint)}</li>" for complaint in complaints)
-    title = "<b>Not valid: the client was the bottleneck.</b>"
+    title = f"<b>Not valid: {why}.</b>"
     return f'<div class="warning">{title}<ul>{items}</ul></div>' if complaints else ""
 
 

@@ -89,8 +89,12 @@ def render(result: Result) -> RenderableType:
             parts.append(_grid(facts(run.summary, result.options.slo)))
         if len(result.runs) > 1:
             parts.append(_table(range_table(result)))
+    if result.unserved:
+        parts.append(_warning("NOT VALID: nothing was served", result.unserved))
     if result.complaints:
-        parts.append(_warning(result.complaints))
+        remedy = "More sender processes (--senders) or a quieter machine help."
+        title = "NOT VALID: the client was the bottleneck"
+        parts.append(_warning(title, *result.complaints, remedy))
     return Group(*parts)
 
 
@@ -119,7 +123,5 @@ def _grid(said: tuple[tuple[str, str], ...]) -> Table:
     return grid
 
 
-def _warning(complaints: tuple[str, ...]) -> Panel:
-    text = "\n".join((*complaints, "More sender processes (--senders) or a quieter machine help."))
-    title = "NOT VALID: the client was the bottleneck"
-    return Panel(text, title=title, border_style="bold red", expand=False)
+def _warning(title: str, *lines: str) -> Panel:
+    return Panel("\n".join(lines), title=title, border_style="bold red", expand=False)

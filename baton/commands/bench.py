@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 
 from baton.bench.errors import BenchError
 from baton.client import LONGEST_S
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from baton.bench.workload import Workload
 
 NOT_VALID = 1
-"""Exit code where the client was the bottleneck."""
+"""Exit code where nothing was served, or the client was the bottleneck."""
 PROBE_S = 60.0
 """Requests of a run of a search are due within this time, unless told otherwise."""
 _load, _slo, _client = (
@@ -259,7 +260,9 @@ def _hand_out(result: Result, table: object, report: Path | None, as_json: bool)
         page = write_report(result, report)
         (report / "result.json").write_text(json.dumps(found, indent=2), encoding="utf-8")
         stderr.print(f"report: {page}")
-    if result.complaints:
-        for complaint in result.complaints:
-            stderr.print(f"[bold red]not valid[/]: the client was the bottleneck: {complaint}")
+    if result.unserved:
+        stderr.print(f"[bold red]not valid[/]: {escape(result.unserved)}")
+    for complaint in result.complaints:
+        stderr.print(f"[bold red]not valid[/]: the client was the bottleneck: {complaint}")
+    if result.unserved or result.complaints:
         raise typer.Exit(NOT_VALID)

@@ -136,6 +136,28 @@ def test_a_client_that_cannot_keep_up_says_so(tmp_path: Path) -> None:
     assert "Not valid" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.parametrize("as_json", [False, True])
+def test_where_nothing_was_served_it_says_so(tmp_path: Path, as_json: bool) -> None:
+    with KnownServer() as server:
+        found = bench(
+            *("--url", server.address, "--num", "3", "--rate", "50", "--senders", "1"),
+            *("--output-tokens", str(REFUSED), "--warm-ups", "0", "--repeats", "2"),
+            *("--max-lag-ms", str(ANY_LAG_MS), "--report", str(tmp_path)),
+            *(("--json",) if as_json else ()),
+        )
+    said = "none of 6 requests was served: 6 x QUEUE_FULL"
+    assert found.exit_code == 1, found.output
+    assert found.stderr.count(f"not valid: {said}") == 1
+    if as_json:
+        result = json.loads(found.stdout)
+        assert result["valid"] is False
+        assert result["complaints"][0] == said
+    else:
+        assert "NOT VALID: nothing was served" in found.stdout
+        assert said in found.stdout
+    assert said in (tmp_path / "report.html").read_text()
+
+
 def test_the_report_has_everything_in_one_file(tmp_path: Path) -> None:
     with KnownServer(service_s=0.002, gap_s=0.002) as server:
         found = bench(
