@@ -45,6 +45,5 @@ class SchedulerConfig:
             and longest <= self.max_context_tokens
             and slots <= self.max_sequences
             and -(-grown // self.page_size) + 2 * (slots - 1) <= total_pages
-            and len(request.generated) in (0, request.choices)
             and not (request.generated and slots > 1 and request.mode is not Mode.WHOLE)
         )
