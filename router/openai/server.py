@@ -133,7 +133,10 @@ class _Pages:
         the chat template of the model that `?model=` names."""
         self._admit(request)
         model = self._dispatcher.model(request.query_params.get("model", ""))
-        tokenizer = await self._tokenizers.get(model.path)
+        try:
+            tokenizer = await self._tokenizers.get(model.path)
+        except Exception as error:
+            raise errors.describe(error) from None
         if tokenizer is None:
             raise errors.invalid_fields([Violation("model", "has no tokenizer")])
         return _json({**tokenizer.special_tokens, "chat_template": tokenizer.template_source})

@@ -94,6 +94,14 @@ async def test_only_those_with_a_token_are_answered(tmp_path: Path, path: str) -
             await port.client.get(info, cast_to=object)
 
 
+async def test_a_tokenizer_that_cannot_be_read_is_an_error_of_the_api(tmp_path: Path) -> None:
+    async with open_port(tmp_path, answers(lambda *_: [70])) as port:
+        (tmp_path / "tokenizer.json").write_text("{")
+        with pytest.raises(openai.InternalServerError) as caught:
+            await port.client.get(f"http://{port.server.address}/tokenizer_info", cast_to=object)
+        assert caught.value.code == "internal"
+
+
 async def test_a_model_without_a_tokenizer_has_no_text(tmp_path: Path) -> None:
     async with open_port(tmp_path, answers(lambda *_: [70])) as port:
         (tmp_path / "tokenizer.json").unlink()
