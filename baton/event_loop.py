@@ -18,6 +18,8 @@ from typing import Any, Final
 SWITCH_INTERVAL_S: Final = 1e-4
 """A loop that wakes up beside a busy thread (a step loop, spans that are encoded) waits so long for
 the interpreter: 0.3 ms in all, and 5 ms with Python's own interval."""
+MAX_OPEN_FILES: Final = 1 << 20
+"""Some containers allow a thousand times as many, and some libraries count to the limit."""
 
 
 def prepare_to_serve() -> None:
@@ -25,9 +27,10 @@ def prepare_to_serve() -> None:
     soon, and it may have as many connections as the system lets it. What a shell allows by default,
     1,024 open files, is less than a router's clients may need."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -54,7 +54,7 @@ bench() { # bench OPTION...: one result, into row.json
     --admin 127.0.0.1:"$admin" --vocabulary "${VOCABULARY:-49000}" ${SEED:+--seed "$SEED"} "$@" \
     >"$out/row.json" 2>"$out/row.err" || { echo "row failed or is not valid: $*"; tail "$out/row.err"; }
   [ -s "$out/row.json" ] || { tail -30 "$out/up.log"; return 1; }
-  "$python" -m bench.pd_table --admin "${admins[@]}" --before "$before" \
+  "$python" -m bench.pd_table --admin "${admins[@]}" --before "${before:-null}" \
     --add "$out/row.json" "$out/rows.jsonl"
 }
 

@@ -78,10 +78,13 @@ def metrics(address: str) -> dict[str, float]:
     return {name: float(value) for name, value in values}
 
 
-def add(row: Path, rows: Path, before: Counted, now: Counted) -> None:
-    """Appends one result, and what was counted meanwhile."""
+def add(row: Path, rows: Path, before: Counted | None, now: Counted) -> None:
+    """Appends one result, and what was counted meanwhile; without `before`, since the start."""
     grown = {
-        name: {key: round(value - before[name][key], 2) for key, value in process.items()}
+        name: {
+            key: round(value - (before[name][key] if before else 0), 2)
+            for key, value in process.items()
+        }
         for name, process in now.items()
     }
     found = {**json.loads(row.read_text()), "cluster": cluster(), "processes": grown}

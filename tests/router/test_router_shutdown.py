@@ -17,6 +17,7 @@ from frontdoor_kit import refusal
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scripted_worker import BOTH, WAIT_S, ScriptedWorker
 
+from baton.event_loop import MAX_OPEN_FILES
 from baton.grpc_options import channel_options
 from baton.inference.v1 import inference_pb2 as api
 from baton.inference.v1 import inference_pb2_grpc as api_grpc
@@ -165,7 +166,7 @@ async def test_one_that_is_idle_does_not_wait() -> None:
 async def test_it_may_have_as_many_connections_as_the_system_lets_it() -> None:
     async with a_router_process(drain_s=WAIT_S) as router:
         soft, hard = resource.prlimit(router.process.pid, resource.RLIMIT_NOFILE)
-        assert soft == hard
+        assert soft == min(hard, MAX_OPEN_FILES)
 
 
 async def test_an_exception_that_nobody_awaits_is_logged_and_not_quoted() -> None:
