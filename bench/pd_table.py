@@ -1,8 +1,8 @@
 """What `bench/pd.sh` measured, as tables: latencies of each run, then the hand-off.
 
 python -m bench.pd_table ROWS.jsonl ...               prints the tables of one or more files
-python -m bench.pd_table --admin NAME=HOST:PORT ...   prints what these processes, the router first,
-                                                      have counted so far
+python -m bench.pd_table --admin NAME=HOST:PORT ...   prints what these processes have counted so
+                                                      far; one is called `router`
 python -m bench.pd_table --admin NAME=HOST:PORT ... --before COUNTED --add ROW.json ROWS.jsonl
                                                       appends a result of `baton bench --json`,
                                                       and the cluster that it was measured on
