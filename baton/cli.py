@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import inspect
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Annotated, Any, Final
 
 import typer
@@ -82,7 +84,7 @@ def explain(error: Exception) -> tuple[str, int] | None:
             )
         case OSError(errno=errno.EADDRINUSE | errno.EADDRNOTAVAIL):
             return f"cannot listen: {error.strerror}", FAILED
-        case OSError(errno=errno.ENOSPC | errno.EDQUOT | errno.EIO, filename=None):
+        case OSError() if _is_of_output(error):
             return f"the output cannot be written: {error.strerror}", FAILED
         case OSError(filename=str(name), strerror=str(why)):
             return f"{name}: {why}", FAILED
@@ -90,6 +92,17 @@ def explain(error: Exception) -> tuple[str, int] | None:
             return "what came in is no text in UTF-8", WRONG_USE
         case _:
             return None
+
+
+def _is_of_output(error: Exception) -> bool:
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+    return isinstance(error, OSError) and error.filename is None and error.errno in full
+
+
+def _drop_output() -> None:
+    """What waits in the buffer is not tried again at exit, which would end in a traceback."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager
@@ -103,6 +116,8 @@ def _explained() -> Iterator[None]:
         if (known := explain(error)) is None:
             raise
         message, code = known
+        if _is_of_output(error):
+            _drop_output()
         stderr.print(f"[bold red]error[/] {escape(message)}")
         raise typer.Exit(code) from None
 

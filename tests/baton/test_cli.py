@@ -207,15 +207,18 @@ def test_a_port_that_is_taken_behind_others_that_were_free_is_one_line_too() -> 
 def test_output_that_cannot_be_written_is_a_failure_without_a_traceback(arguments: str) -> None:
     """A full disk is told of; whoever closes a pipe wants no more, and is told nothing."""
     command = [sys.executable, "-m", "baton", *arguments.split()]
+    # With its buffer, as a shell starts it: what is in there is written at exit, too.
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     reader, writer = os.pipe()
     os.close(reader)
     with open("/dev/full", "w") as full, open(writer, "w") as closed:
         on_full, on_closed = (
             subprocess.run(
-                command, stdout=file, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+                command, stdout=file, stderr=subprocess.PIPE, text=True, env=env, timeout=60,
+                check=False,
             )
             for file in (full, closed)
-        )
+        )  # fmt: skip
     told = "error the output cannot be written: No space left on device"
     assert (on_full.returncode, plain(on_full.stderr)) == (1, told)
     assert (on_closed.returncode, on_closed.stderr) == (1, "")
