@@ -86,8 +86,6 @@ logger = logging.getLogger(__name__)
 GRANT_TIMEOUT_S: Final = 120.0
 """A grant is used up within this time or expires: long enough for the prefill worker's queue and a
 long prompt."""
-HURRIED_S: Final = 0.1
-"""The same, where a failpoint wants to see one expire."""
 
 
 class DecodeService(AttemptsService[DecodeAttempt]):
@@ -269,11 +267,8 @@ class DecodeService(AttemptsService[DecodeAttempt]):
     def _grant_lasts_s(self, attempt: DecodeAttempt) -> float:
         """Until it expires; no longer than the attempt."""
         left_s = attempt.expires_s - self._attempts.clock()
-        try:
-            failpoints.hit("decode.grant_timeout")
-        except failpoints.FailpointError:
-            return HURRIED_S
-        return min(self._grant_timeout_s, max(0.0, left_s))
+        usual_s = min(self._grant_timeout_s, max(0.0, left_s))
+        return failpoints.wait_s("decode.grant_timeout", usual_s)
 
     def _take_over(self, attempt: DecodeAttempt, event: TakenOver) -> None:
         """The prompt is computed here after all."""

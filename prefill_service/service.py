@@ -64,8 +64,6 @@ logger = logging.getLogger(__name__)
 
 GRANT_WAIT_S: Final = 30.0
 """Computed KV waits so long for its grant."""
-HURRIED_S: Final = 0.1
-"""The same, where a failpoint wants to see the wait end."""
 
 
 class PrefillService(AttemptsService[PrefillAttempt]):
@@ -253,17 +251,11 @@ class PrefillService(AttemptsService[PrefillAttempt]):
         if all(event.ends) or not attempt.peer:
             self._end_early(attempt)
         elif self._outgoing[attempt.id].destination is None:
-            granted_by_s = self._attempts.clock() + self._grant_waits_s()
+            wait_s = failpoints.wait_s("prefill.grant_wait", self._grant_wait_s)
+            granted_by_s = self._attempts.clock() + wait_s
             attempt.expires_s = min(attempt.deadline_s, granted_by_s)
         else:
             attempt.sending_s = self._attempts.clock()
-
-    def _grant_waits_s(self) -> float:
-        try:
-            failpoints.hit("prefill.grant_wait")
-        except failpoints.FailpointError:
-            return HURRIED_S
-        return self._grant_wait_s
 
     def _tell_ends(self, attempt: PrefillAttempt, event: Prefilled) -> None:
         for choice, reason in enumerate(event.ends):

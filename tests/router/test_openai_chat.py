@@ -177,27 +177,23 @@ async def test_variables_nest_to_a_bound(tmp_path: Path, depth: int) -> None:
     nested: dict[str, object] = {}
     for _ in range(depth - 1):
         nested = {"a": nested}
-    async with open_port(tmp_path, says("a")) as port:
-        create = port.client.chat.completions.create
-        given = {"chat_template_kwargs": nested}
-        if depth == MAX_DEPTH:
-            await create(model=MODEL, messages=HELLO, extra_body=given)
-            return
-        with pytest.raises(openai.BadRequestError) as caught:
-            await create(model=MODEL, messages=HELLO, extra_body=given)
-        assert caught.value.param == "chat_template_kwargs"
+    await check_variables(tmp_path, nested, are_taken=depth == MAX_DEPTH)
 
 
 @pytest.mark.parametrize("number", [MAX_INTEGER, -MAX_INTEGER - 1, 10**400])
 async def test_an_integer_that_would_be_changed_is_refused(tmp_path: Path, number: int) -> None:
+    await check_variables(tmp_path, {"a": [number]}, are_taken=number == MAX_INTEGER)
+
+
+async def check_variables(tmp_path: Path, given: dict[str, object], *, are_taken: bool) -> None:
     async with open_port(tmp_path, says("a")) as port:
         create = port.client.chat.completions.create
-        given = {"chat_template_kwargs": {"a": [number]}}
-        if number == MAX_INTEGER:
-            await create(model=MODEL, messages=HELLO, extra_body=given)
+        body = {"chat_template_kwargs": given}
+        if are_taken:
+            await create(model=MODEL, messages=HELLO, extra_body=body)
             return
         with pytest.raises(openai.BadRequestError) as caught:
-            await create(model=MODEL, messages=HELLO, extra_body=given)
+            await create(model=MODEL, messages=HELLO, extra_body=body)
         assert caught.value.param == "chat_template_kwargs"
 
 

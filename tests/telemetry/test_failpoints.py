@@ -57,6 +57,12 @@ def test_the_nth_hit_fires_once() -> None:
     assert failpoints.counts()["decode.before_grant"] == (4, 1)
 
 
+def test_a_wait_is_cut_short_where_it_is_asked_for_and_nowhere_else() -> None:
+    failpoints.arm("decode.grant_timeout=raise@2")
+    waits_s = [failpoints.wait_s("decode.grant_timeout", 30.0) for _ in range(3)]
+    assert waits_s == [30.0, 0.1, 30.0]
+
+
 def test_without_a_number_every_hit_fires_and_the_place_chooses_the_error() -> None:
     failpoints.arm("transfer.before_push=raise")
     for _ in range(2):
@@ -176,13 +182,16 @@ async def test_live_failpoints_are_armed_over_the_admin_port() -> None:
         await opened.stop()
 
 
+PASSING = ("failpoints.hit", "failpoints.wait_s")
+
+
 def test_the_table_is_the_failpoints_in_the_code() -> None:
     """Each is passed somewhere, and nothing is passed that the table does not know."""
     passed: Counter[str] = Counter()
     for room in ("baton", "router", "prefill_service", "decode_service", "engine", "kv_transfer"):
         for path in (ROOT / room).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Call) and ast.unparse(node.func) == "failpoints.hit":
+                if isinstance(node, ast.Call) and ast.unparse(node.func) in PASSING:
                     for part in ast.walk(node.args[0]):
                         if isinstance(part, ast.Constant):
                             passed[str(part.value)] += 1
