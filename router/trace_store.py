@@ -5,7 +5,8 @@ its earliest; filled in any order; forgotten when `max_traces` others were heard
 a trace already forgotten begins it anew.
 
 Meant for `baton trace` and for looking at one machine. It keeps what it is sent, up to its bounds,
-and nothing over a restart.
+and nothing over a restart. Its event loop is the one of the router's streams, which must not wait:
+what the list shows is noted as spans arrive, and the page of one trace is made in a thread.
 """
 
 from __future__ import annotations
@@ -53,12 +54,44 @@ class _Stored(NamedTuple):
 
 @dataclass(slots=True)
 class _Trace:
-    """Spans by id; a span that is sent again replaces itself."""
+    """Spans by id, and what the list shows of them. A span that is sent again replaces itself."""
 
     spans: dict[bytes, _Stored] = field(default_factory=dict)
-    bytes: int = 0
+    num_bytes: int = 0
     dropped_spans: int = 0
     """Arrived when the trace was at a bound."""
+    start_ns: int = 0
+    end_ns: int = 0
+    services: set[str] = field(default_factory=set)
+    failed: bool = False
+    first_name: str = ""
+    """Of the span that started first."""
+    request_name: str = ""
+    """Of the first span of a generation that came."""
+
+    def keep(self, span: Span, stored: _Stored) -> None:
+        """Adds a span, or another copy of it."""
+        start_ns, end_ns = span.start_time_unix_nano, span.end_time_unix_nano
+        if not self.spans or start_ns < self.start_ns:
+            self.start_ns, self.first_name = start_ns, span.name
+        self.end_ns = max(self.end_ns, end_ns)
+        if not self.request_name and span.name.startswith(Attr.TEXT_COMPLETION):
+            self.request_name = span.name
+        self.services.add(stored.service)
+        self.failed = self.failed or span.status.code == Status.STATUS_CODE_ERROR
+        self.spans[span.span_id] = stored
+
+    def summary(self, trace_id: bytes) -> dict[str, Any]:
+        """Its entry in the list."""
+        return {
+            "trace_id": trace_id.hex(),
+            "name": self.request_name or self.first_name,
+            "start_ns": self.start_ns,
+            "duration_ms": (self.end_ns - self.start_ns) / 1e6,
+            "spans": len(self.spans),
+            "services": sorted(self.services),
+            "failed": self.failed,
+        }
 
 
 class TraceStore:
@@ -91,18 +124,17 @@ class TraceStore:
             for scope in resource.scope_spans:
                 for span in scope.spans:
                     if len(span.trace_id) == TRACE_ID_BYTES:
-                        stored = _Stored(span.SerializeToString(), service, instance)
-                        self._keep(span.trace_id, span.span_id, stored)
+                        self._keep(span, _Stored(span.SerializeToString(), service, instance))
 
     def summaries(self) -> list[dict[str, Any]]:
         """What there is, the latest start first."""
-        found = [_summary(trace_id, trace) for trace_id, trace in self._traces.items()]
+        found = [trace.summary(trace_id) for trace_id, trace in self._traces.items()]
         return sorted(found, key=lambda summary: -int(summary["start_ns"]))
 
     def trace(self, trace_id: str) -> dict[str, Any] | None:
         """One trace as JSON, its spans by start; None where it is not, or no longer, here.
 
-        Its form is that of `baton.traces.Trace`.
+        Its form is that of `baton.traces.Trace`. May be called on any thread: it parses every span.
         """
         try:
             trace = self._traces.get(bytes.fromhex(trace_id))
@@ -110,25 +142,25 @@ class TraceStore:
             return None
         if trace is None:
             return None
-        spans = [_as_json(stored) for stored in trace.spans.values()]
+        spans = [_as_json(stored) for stored in list(trace.spans.values())]
         return {
             "trace_id": trace_id.lower(),
             "spans": sorted(spans, key=lambda span: int(span["start_ns"])),
             "dropped_spans": trace.dropped_spans,
         }
 
-    def _keep(self, trace_id: bytes, span_id: bytes, stored: _Stored) -> None:
-        trace = self._traces.pop(trace_id) if trace_id in self._traces else _Trace()
-        self._traces[trace_id] = trace
+    def _keep(self, span: Span, stored: _Stored) -> None:
+        trace = self._traces.pop(span.trace_id, None) or _Trace()
+        self._traces[span.trace_id] = trace
         while len(self._traces) > self._max_traces:
             del self._traces[next(iter(self._traces))]
-        known = trace.spans.get(span_id)
-        grown = trace.bytes + len(stored.data) - (len(known.data) if known else 0)
+        known = trace.spans.get(span.span_id)
+        grown = trace.num_bytes + len(stored.data) - (len(known.data) if known else 0)
         if grown > self._max_bytes or (known is None and len(trace.spans) >= self._max_spans):
             trace.dropped_spans += 1
             return
-        trace.spans[span_id] = stored
-        trace.bytes = grown
+        trace.keep(span, stored)
+        trace.num_bytes = grown
 
 
 class TraceReceiver(otlp_grpc.TraceServiceServicer):
@@ -157,34 +189,13 @@ def trace_routes(store: TraceStore) -> Sequence[Route]:
     async def traces(request: Request) -> Response:
         return JSONResponse({"traces": store.summaries()})
 
-    async def trace(request: Request) -> Response:
+    def trace(request: Request) -> Response:  # no coroutine: Starlette runs it in a thread
         found = store.trace(request.path_params["trace_id"])
         if found is None:
             return JSONResponse({"error": "no such trace here, or no longer"}, status_code=404)
         return JSONResponse(found)
 
     return (Route("/traces", traces), Route("/traces/{trace_id}", trace))
-
-
-def _summary(trace_id: bytes, trace: _Trace) -> dict[str, Any]:
-    spans = [stored.span for stored in trace.spans.values()]
-    start_ns = min((span.start_time_unix_nano for span in spans), default=0)
-    end_ns = max((span.end_time_unix_nano for span in spans), default=0)
-    requests = (span.name for span in spans if span.name.startswith(Attr.TEXT_COMPLETION))
-    return {
-        "trace_id": trace_id.hex(),
-        "name": next(requests, _root_name(spans)),
-        "start_ns": start_ns,
-        "duration_ms": (end_ns - start_ns) / 1e6,
-        "spans": len(spans),
-        "services": sorted({stored.service for stored in trace.spans.values()}),
-        "failed": any(span.status.code == Status.STATUS_CODE_ERROR for span in spans),
-    }
-
-
-def _root_name(spans: Iterable[Span]) -> str:
-    first = min(spans, key=lambda span: span.start_time_unix_nano, default=None)
-    return first.name if first is not None else ""
 
 
 def _as_json(stored: _Stored) -> dict[str, Any]:

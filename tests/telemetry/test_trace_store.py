@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc.aio
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
-from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from prometheus_client import CollectorRegistry
 
+from router import trace_store
 from router.trace_store import TraceStore, add_trace_receiver, trace_routes
 from telemetry.admin import AdminServer
 from telemetry.names import Attr, Service, SpanName
@@ -30,9 +34,11 @@ from telemetry.tracing import (
 )
 
 
-def request(*spans: Span) -> otlp.ExportTraceServiceRequest:
+def request(*spans: Span, service: str = "") -> otlp.ExportTraceServiceRequest:
     made = otlp.ExportTraceServiceRequest()
-    made.resource_spans.add().scope_spans.add().spans.extend(spans)
+    resource = made.resource_spans.add()
+    resource.resource.attributes.add(key=Attr.SERVICE_NAME).value.string_value = service
+    resource.scope_spans.add().spans.extend(spans)
     return made
 
 
@@ -134,38 +140,87 @@ def test_a_trace_has_no_more_spans_or_bytes_than_allowed() -> None:
     assert (len(found["spans"]), found["dropped_spans"]) == (2, 1)
 
 
+def test_what_the_list_shows_is_that_of_all_spans_whatever_their_order() -> None:
+    store = TraceStore()
+    failed = span(1, 3, "kv.send", 20_000_000)
+    failed.status.code = Status.STATUS_CODE_ERROR
+    store.add(request(span(1, 2, "child", 30_000_000), service="baton-decode"))
+    (summary,) = store.summaries()
+    assert (summary["name"], summary["duration_ms"], summary["failed"]) == ("child", 1.0, False)
+    store.add(request(span(1, 1, "root", 10_000_000), failed, service="baton-prefill"))
+    store.add(request(span(1, 2, "child", 30_000_000), service="baton-decode"))
+    (summary,) = store.summaries()
+    assert summary == {
+        "trace_id": trace_id(1),
+        "name": "root",
+        "start_ns": 10_000_000,
+        "duration_ms": 21.0,
+        "spans": 3,
+        "services": ["baton-decode", "baton-prefill"],
+        "failed": True,
+    }
+
+
 def test_a_span_without_a_trace_is_ignored() -> None:
     store = TraceStore()
     store.add(request(Span(name="lost")))
     assert len(store) == 0
 
 
-async def test_the_pages() -> None:
-    store = TraceStore()
+@asynccontextmanager
+async def open_pages(store: TraceStore) -> AsyncIterator[Callable[[str], Awaitable[Any]]]:
+    """What fetches a page of the store: the status and what it says."""
     admin = AdminServer("127.0.0.1:0", CollectorRegistry(), routes=trace_routes(store))
     await admin.start()
 
-    async def get(path: str) -> tuple[int, object]:
-        def fetch() -> tuple[int, object]:
-            try:
-                with urllib.request.urlopen(f"http://{admin.address}{path}") as response:
-                    return response.status, json.load(response)
-            except urllib.error.HTTPError as error:
-                with error:
-                    return error.code, json.load(error)
+    def fetch(path: str) -> tuple[int, Any]:
+        try:
+            with urllib.request.urlopen(f"http://{admin.address}{path}") as response:
+                return response.status, json.load(response)
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, json.load(error)
 
-        return await asyncio.to_thread(fetch)
+    async def get(path: str) -> tuple[int, Any]:
+        return await asyncio.to_thread(fetch, path)
 
-    assert await get("/traces") == (200, {"traces": []})
-    store.add(request(span(1, start_ns=5_000_000)))
-    store.add(request(span(2, 1, "router.admit", 6_000_000)))
-    store.add(request(span(2, 2, "text_completion m", 6_000_001)))
-    _, page = await get("/traces")
-    first, second = page["traces"]  # type: ignore[index]
-    assert (first["trace_id"], first["name"]) == (trace_id(2), "text_completion m")
-    assert (first["spans"], first["failed"]) == (2, False)
-    assert second["duration_ms"] == 1.0
-    assert (await get(f"/traces/{trace_id(1)}"))[0] == 200
-    for unknown in (trace_id(9), "nonsense"):
-        assert (await get(f"/traces/{unknown}"))[0] == 404
+    yield get
     await admin.stop()
+
+
+async def test_the_pages() -> None:
+    store = TraceStore()
+    async with open_pages(store) as get:
+        assert await get("/traces") == (200, {"traces": []})
+        store.add(request(span(1, start_ns=5_000_000)))
+        store.add(request(span(2, 1, "router.admit", 6_000_000)))
+        store.add(request(span(2, 2, "text_completion m", 6_000_001)))
+        _, page = await get("/traces")
+        first, second = page["traces"]
+        assert (first["trace_id"], first["name"]) == (trace_id(2), "text_completion m")
+        assert (first["spans"], first["failed"]) == (2, False)
+        assert second["duration_ms"] == 1.0
+        assert (await get(f"/traces/{trace_id(1)}"))[0] == 200
+        for unknown in (trace_id(9), "nonsense"):
+            assert (await get(f"/traces/{unknown}"))[0] == 404
+
+
+async def test_no_page_parses_spans_on_the_loop_of_the_streams(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    parsed_by: list[threading.Thread] = []
+    parse: Callable[[object], Span] = vars(trace_store._Stored)["span"].fget
+
+    def noted(stored: object) -> Span:
+        parsed_by.append(threading.current_thread())
+        return parse(stored)
+
+    monkeypatch.setattr(trace_store._Stored, "span", property(noted))
+    store = TraceStore()
+    store.add(request(*(span(1, number) for number in range(1, 4))))
+    async with open_pages(store) as get:
+        assert len((await get("/traces"))[1]["traces"]) == 1
+        assert parsed_by == []
+        assert len((await get(f"/traces/{trace_id(1)}"))[1]["spans"]) == 3
+    assert len(parsed_by) == 3
+    assert threading.current_thread() not in parsed_by
