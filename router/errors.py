@@ -87,11 +87,18 @@ def context_length_exceeded(
     prompt_tokens: int, max_tokens: int, limit_tokens: int, limit_of: str = "the context"
 ) -> RouterError:
     """Prompt and `max_tokens` together do not fit the context, or the largest pool."""
-    message = (
-        f"{prompt_tokens} prompt tokens and max_tokens {max_tokens} exceed the {limit_tokens} "
-        f"tokens of {limit_of}"
-    )
-    at_fault = "input" if prompt_tokens >= limit_tokens else "input.stop.max_tokens"
+    if prompt_tokens >= limit_tokens:  # whatever max_tokens is, where the client set it at all
+        at_fault = "input"
+        message = (
+            f"{prompt_tokens} prompt tokens leave none of the {limit_tokens} tokens of {limit_of} "
+            "for output, which is at least 1"
+        )
+    else:
+        at_fault = "input.stop.max_tokens"
+        message = (
+            f"{prompt_tokens} prompt tokens and max_tokens {max_tokens} exceed the {limit_tokens} "
+            f"tokens of {limit_of}"
+        )
     return RouterError(
         grpc.StatusCode.INVALID_ARGUMENT,
         "CONTEXT_LENGTH_EXCEEDED",

@@ -183,6 +183,33 @@ async def test_context_length_has_the_apis_own_code(tmp_path: Path) -> None:
         assert caught.value.code == "context_length_exceeded"
 
 
+NO_OUTPUT_ASKED: list[dict[str, Any]] = [{"echo": True, "max_tokens": 0}, {"max_tokens": None}]
+
+
+@pytest.mark.parametrize("asked", NO_OUTPUT_ASKED)
+async def test_a_prompt_that_leaves_one_token_of_the_context_is_run(
+    tmp_path: Path, asked: dict[str, Any]
+) -> None:
+    async with open_port(tmp_path, says("a")) as port:
+        got = await port.client.completions.create(model=MODEL, prompt=[7] * 255, **asked)
+    assert got.choices
+
+
+@pytest.mark.parametrize("asked", [*NO_OUTPUT_ASKED, {"max_tokens": 9}])
+@pytest.mark.parametrize("prompt_tokens", [256, 300])
+async def test_a_prompt_that_leaves_none_is_told_so(
+    tmp_path: Path, prompt_tokens: int, asked: dict[str, Any]
+) -> None:
+    """And nothing of a max_tokens that the client may not even have sent."""
+    async with open_port(tmp_path, says("a")) as port:
+        create = port.client.completions.create
+        with pytest.raises(openai.BadRequestError) as caught:
+            await create(model=MODEL, prompt=[7] * prompt_tokens, **asked)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
+    assert f"{prompt_tokens} prompt tokens leave none of the 256" in caught.value.message
+    assert "max_tokens" not in caught.value.message
+
+
 async def test_what_is_no_request(tmp_path: Path) -> None:
     cases = [
         ("POST", "/v1/completions", b"{SECRET", 400, "malformed_request"),
