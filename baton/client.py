@@ -8,13 +8,14 @@
         print(stream.result.usage)
 
 `AsyncClient` is the same with `await` and `async for`. A stream is open until it is read to its
-end, closed, or its `with` block is left; closing it cancels the generation on the servers. Where
-OpenTelemetry is installed, calls carry the caller's current trace context. Every failure is a
-`baton.errors.BatonError`.
+end, closed, or its `with` block is left; closing it cancels the generation on the servers, as does
+dropping it, or cancelling the task that reads it. Where OpenTelemetry is installed, calls carry the
+caller's current trace context. Every failure is a `baton.errors.BatonError`.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, Self, TypedDict, Unpack
@@ -159,17 +160,26 @@ class AsyncGenerationStream(_Stream):
         return self
 
     async def __anext__(self) -> Delta:
-        with self._typed_errors():
-            async for event in self._events:
-                if (delta := self._gathering.add(event)) is not None:
-                    return delta
-            self._result = self._gathering.result()
+        try:
+            with self._typed_errors():
+                async for event in self._events:
+                    if (delta := self._gathering.add(event)) is not None:
+                        return delta
+                self._result = self._gathering.result()
+        except asyncio.CancelledError:
+            self.close()  # gRPC does not where its reader was about to begin
+            raise
         raise StopAsyncIteration
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        """Nobody can read it any more. gRPC's call and its iterator hold each other, and so would
+        live until some garbage collection."""
         self.close()
 
 

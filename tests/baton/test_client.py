@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import subprocess
 import sys
@@ -19,9 +20,10 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 from typer.testing import CliRunner
+from waiting import until
 
 from baton.cli import app
-from baton.client import AsyncClient, Client
+from baton.client import AsyncClient, AsyncGenerationStream, Client
 from baton.errors import (
     BatonError,
     BrokenOffError,
@@ -33,6 +35,7 @@ from baton.errors import (
     UnreachableError,
 )
 from baton.generation import FinishReason
+from baton.grpc_options import server_options
 from baton.inference.v1 import inference_pb2 as pb
 from baton.inference.v1 import inference_pb2_grpc as pb_grpc
 
@@ -88,12 +91,14 @@ class ScriptedRouter(pb_grpc.InferenceServiceServicer):
         self.left_s: list[float] = []
         """Until each call's deadline, as it came."""
         self.cancelled = threading.Event()
+        """Of the latest stream: it is over, by whoever's hand."""
 
     def StreamGenerate(  # noqa: N802
         self, request: pb.StreamGenerateRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.StreamGenerateResponse]:
-        self._note(request.input, context)
+        self.cancelled = threading.Event()
         context.add_callback(self.cancelled.set)
+        self._note(request.input, context)
         return self.script(request.input, context)
 
     def Generate(  # noqa: N802
@@ -129,7 +134,7 @@ class ScriptedRouter(pb_grpc.InferenceServiceServicer):
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[ScriptedRouter, str]]:
     router = ScriptedRouter()
-    server = grpc.server(futures.ThreadPoolExecutor(4))
+    server = grpc.server(futures.ThreadPoolExecutor(4), options=server_options())
     pb_grpc.add_InferenceServiceServicer_to_server(router, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
@@ -143,7 +148,6 @@ def router(served: tuple[ScriptedRouter, str]) -> ScriptedRouter:
     router.script = paris
     router.inputs.clear()
     router.left_s.clear()
-    router.cancelled.clear()
     return router
 
 
@@ -270,26 +274,79 @@ def test_closing_a_stream_cancels_on_the_server(client: Client, router: Scripted
         list(stream)
 
 
+@pytest.fixture
+def stuck(router: ScriptedRouter) -> Iterator[None]:
+    """Streams say a little and then nothing for longer than any test here waits."""
+    over = threading.Event()
+
+    def script(
+        request: pb.GenerationInput, context: grpc.ServicerContext
+    ) -> Iterator[pb.StreamGenerateResponse]:
+        yield started()
+        yield delta("a", [1], 0)
+        over.wait(120)
+
+    router.script = script
+    yield
+    over.set()
+
+
+async def has_ended(router: ScriptedRouter) -> bool:
+    """Whether the stream that was begun ends on the server, too."""
+    await until(lambda: router.inputs)
+    return await asyncio.to_thread(router.cancelled.wait, 30)
+
+
+async def read_all(stream: AsyncGenerationStream) -> None:
+    async for _ in stream:
+        pass
+
+
+@pytest.mark.usefixtures("stuck")
 async def test_cancelling_the_task_cancels_on_the_server(
     async_client: AsyncClient, router: ScriptedRouter
 ) -> None:
-    silent = threading.Event()
-
-    def stuck(request: pb.GenerationInput, context: grpc.ServicerContext):
-        yield started()
-        yield delta("a", [1], 0)
-        silent.wait(30)
-
-    router.script = stuck
     stream = async_client.stream("x")
     await anext(stream)
-    task = asyncio.create_task(anext(stream))  # type: ignore[arg-type]
+    task = asyncio.create_task(read_all(stream))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert await asyncio.to_thread(router.cancelled.wait, 30)
-    silent.set()
+    assert await has_ended(router)
+
+
+@pytest.mark.usefixtures("stuck")
+async def test_so_does_cancelling_a_task_that_is_about_to_read(
+    async_client: AsyncClient, router: ScriptedRouter
+) -> None:
+    """The request has left, and the reader, who waited for that, has not run since: gRPC ends the
+    reader there and not the call."""
+    stream = async_client.stream("x")
+    has_left: asyncio.Task[None] = stream._cancel.__self__._preparation  # type: ignore[attr-defined]
+    has_left.add_done_callback(lambda _: task.cancel())
+    task = asyncio.create_task(read_all(stream))
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not has_left.cancelled()
+    assert await has_ended(router)
+
+
+@pytest.mark.usefixtures("stuck")
+@pytest.mark.parametrize("reads", [0, 1])
+async def test_a_stream_that_is_dropped_is_cancelled_on_the_server(
+    async_client: AsyncClient, router: ScriptedRouter, reads: int
+) -> None:
+    gc.disable()
+    try:
+        stream = async_client.stream("x")
+        for _ in range(reads):
+            await anext(stream)
+        await until(lambda: router.inputs)
+        del stream
+        assert await has_ended(router)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(
@@ -464,7 +521,7 @@ class Refuse:
         if name.split('.')[0] in {'torch', 'opentelemetry', 'transformers', 'numpy', 'engine'}:
             raise ImportError(name)
 sys.meta_path.insert(0, Refuse())
-from baton.client import AsyncClient, Client
+from baton.client import AsyncClient, AsyncGenerationStream, Client
 with Client('127.0.0.1:1') as client:
     try:
         client.generate('x')
