@@ -158,16 +158,34 @@ class Exchange:
         """A dead peer's aftermath is over."""
         # What the peer delivered before it died counts: it is read before pages are freed.
         self._read_all_of(agent_name)
+        self.peers.fell_silent(agent_name)
         self.receiver.peer_dead(agent_name)
 
     def _read_all_of(self, agent_name: str) -> None:
         """Reads what one peer has sent so far, ahead of the others."""
         self._later += self._transport.poll_notifications()
-        theirs = [one for one in (*self._found, *self._later) if one.from_agent == agent_name]
-        self._found = [one for one in self._found if one.from_agent != agent_name]
-        self._later = [one for one in self._later if one.from_agent != agent_name]
-        for notification in theirs:
-            self._guard(self._dispatch, notification)
+        self._found = self._read_ahead(agent_name, self._found)
+        self._later = self._read_ahead(agent_name, self._later)
+
+    def _read_ahead(self, agent_name: str, waiting: list[Notification]) -> list[Notification]:
+        """Reads that peer's among these; returns the others, and those that stay in their turn."""
+        left: list[Notification] = []
+        for notification in waiting:
+            if notification.from_agent != agent_name or self._may_await_expect(notification):
+                left.append(notification)
+            else:
+                self._guard(self._dispatch, notification)
+        return left
+
+    def _may_await_expect(self, notification: Notification) -> bool:
+        """Whether it is of a transfer that is unknown so far: its `expect` may still be queued."""
+        try:
+            message = decode(notification.payload)
+        except MalformedNotification:
+            return False
+        if not isinstance(message, Chunk | Quiesced):
+            return False
+        return self.receiver.state(message.transfer_id) is None
 
     def _dispatch(self, notification: Notification) -> None:
         peer = notification.from_agent

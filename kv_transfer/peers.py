@@ -87,6 +87,7 @@ class Peers:
         self._clock = clock
         self._peers: dict[str, _Peer] = {}
         self._dead: BoundedMemory[str, bool] = BoundedMemory(MAX_DEAD_PEERS, DEAD_PEER_AGE_S, clock)
+        """And whether nothing of them is under way any more."""
         self.on_open: Callable[[str], None] = lambda agent_name: None
         """Set by the owner: told the name of a peer to which sends may start."""
         self.on_lost: Callable[[str], None] = lambda agent_name: None
@@ -100,6 +101,10 @@ class Peers:
     def is_dead(self, agent_name: str) -> bool:
         """Whether this peer's process was proven gone."""
         return agent_name in self._dead
+
+    def is_silent(self, agent_name: str) -> bool:
+        """Whether it is dead, and nothing that it had posted can land any more."""
+        return bool(self._dead.get(agent_name))
 
     def is_replaced_by(self, endpoint: Endpoint) -> bool:
         """Whether another peer is known under the name of this one."""
@@ -183,8 +188,12 @@ class Peers:
 
     def bury(self, agent_name: str) -> None:
         """A peer's process is proven gone."""
-        self._dead.add(agent_name, True)
+        self._dead.add(agent_name, self.is_silent(agent_name))
         self.close(agent_name)
+
+    def fell_silent(self, agent_name: str) -> None:
+        """Nothing that a dead peer had posted can land any more."""
+        self._dead.add(agent_name, True)
 
     def close(self, agent_name: str) -> None:
         """Forgets a peer."""

@@ -63,8 +63,7 @@ class ReceiveState(enum.IntEnum):
 class _Receive:
     spec: ReceiveSpec
     fenced: bool
-    """Nothing more can land: the peer quiesced by itself, or was dead before the grant was made, or
-    is dead and its aftermath over."""
+    """Nothing more can land: the peer quiesced by itself, or is dead and its aftermath over."""
     granted_ns: int
     expires_s: float
     ask_again_s: float = FIRST_ASK_AGAIN_S
@@ -132,7 +131,7 @@ class Receiver:
             return
         self._receives[spec.transfer_id] = _Receive(
             spec,
-            fenced=self._peers.is_dead(spec.peer),
+            fenced=self._peers.is_silent(spec.peer),
             granted_ns=time.time_ns(),
             expires_s=self._clock() + spec.timeout_s,
         )

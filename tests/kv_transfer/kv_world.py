@@ -119,6 +119,14 @@ class World:
     def grant(
         self, num_tokens: int, held_pages: int = 0, timeout_s: float = 60.0, merged: bool = False
     ) -> Transfer:
+        transfer = self.grant_to_expect(num_tokens, held_pages, timeout_s, merged)
+        transfer.expect()
+        return transfer
+
+    def grant_to_expect(
+        self, num_tokens: int, held_pages: int = 0, timeout_s: float = 60.0, merged: bool = False
+    ) -> Transfer:
+        """One whose `expect` is still in the decode side's queue, though it was told already."""
         return Transfer(self, num_tokens, held_pages, timeout_s, merged)
 
     def close(self) -> None:
@@ -127,7 +135,7 @@ class World:
 
 
 class Transfer:
-    """A grant with its bytes: the source pages are filled, the decode side expects them."""
+    """A grant with its bytes: the source pages are filled."""
 
     def __init__(
         self, world: World, num_tokens: int, held_pages: int, timeout_s: float, merged: bool
@@ -143,8 +151,12 @@ class Transfer:
         self.content = content
         self.num_tokens = num_tokens
         self.held_pages = held_pages
-        world.decode.receiver.expect(
-            ReceiveSpec(self.id, world.prefill.name, num_pages, held_pages, num_tokens, timeout_s)
+        self._timeout_s = timeout_s
+
+    def expect(self) -> None:
+        peer, num_pages = self.world.prefill.name, len(self.target)
+        self.world.decode.receiver.expect(
+            ReceiveSpec(self.id, peer, num_pages, self.held_pages, self.num_tokens, self._timeout_s)
         )
 
     @staticmethod

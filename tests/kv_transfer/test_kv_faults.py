@@ -150,6 +150,24 @@ def test_what_a_dead_peer_had_posted_lands_in_nobodys_pages(loopback: World) -> 
     assert world.decode.of(ReceiveFreed) == [ReceiveFreed(transfer.id)]
 
 
+def test_nor_where_the_death_is_seen_before_the_grant_that_it_wrote_to(loopback: World) -> None:
+    """The grant was told while the transfer thread was busy: its `expect` comes after the proof."""
+    world = loopback
+    hold(world)
+    transfer = world.grant_to_expect(48)
+    transfer.begin()
+    transfer.compute(32)
+    world.turn()
+    world.decode.exchange.part(world.prefill.name, proven_dead=True)
+    transfer.expect()
+    world.decode.receiver.abort(transfer.id)
+    world.decode.exchange.turn()
+    assert not world.decode.of(ReceiveFreed), "the write may still land"
+    world.prefill.loopback.land(world.prefill.loopback.held_pushes[0])
+    world.die(world.prefill, at=world.decode)
+    assert world.decode.of(ReceiveFreed) == [ReceiveFreed(transfer.id)]
+
+
 def test_a_peer_that_dies_under_a_push(loopback: World) -> None:
     world = loopback
     hold(world)

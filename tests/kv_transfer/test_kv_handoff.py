@@ -287,11 +287,8 @@ def test_a_peer_that_left_still_answers(world: World) -> None:
     world.until(lambda: bool(world.decode.of(ReceiveFreed)))
 
 
-def test_delivery_before_death_counts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What came is there to be read, and the exchange has not looked yet."""
-    transfer = world.grant(48)
-    transfer.begin()
-    transfer.finish()
+def have_come(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prefill side's words have come, all of them, and are there to be polled."""
     came: list[Notification] = []
 
     def has_come() -> bool:
@@ -302,13 +299,44 @@ def test_delivery_before_death_counts(world: World, monkeypatch: pytest.MonkeyPa
         chunks = [one for one in came if isinstance(decode(one.payload), Chunk)]
         return bool(world.prefill.of(Sent) and chunks)
 
+    def poll() -> list[Notification]:
+        polled = list(came)
+        came.clear()
+        return polled
+
     wait_until(has_come)
-    monkeypatch.setattr(world.decode.transport, "poll_notifications", lambda: came)
-    monkeypatch.setattr(world.decode.exchange, "look", lambda: None)
-    world.die(world.prefill, at=world.decode)
-    assert world.decode.of(Delivered)
+    monkeypatch.setattr(world.decode.transport, "poll_notifications", poll)
+
+
+def test_delivery_before_death_counts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the exchange has not looked yet."""
+    transfer = world.grant(48)
+    transfer.begin()
+    transfer.finish()
+    have_come(world, monkeypatch)
+    world.decode.exchange.part(world.prefill.name, proven_dead=True)
     world.decode.receiver.abort(transfer.id)
+    assert world.decode.of(Delivered)
     assert world.decode.of(ReceiveAborted)[-1].already_ready
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_so_does_delivery_whose_grant_is_queued_behind_the_proof(
+    world: World, monkeypatch: pytest.MonkeyPatch, looks: bool
+) -> None:
+    """The grant was told, and written to, while the decode side's thread was busy."""
+    transfer = world.grant_to_expect(48)
+    transfer.begin()
+    transfer.finish()
+    have_come(world, monkeypatch)
+    if looks:
+        world.decode.exchange.look()
+    world.decode.exchange.part(world.prefill.name, proven_dead=True)
+    transfer.expect()
+    world.decode.exchange.work()
+    world.decode.exchange.turn()
+    assert [event.transfer_id for event in world.decode.of(Delivered)] == [transfer.id]
+    assert world.decode.counters.stale_notifications == 0
 
 
 def test_a_grant_to_a_peer_that_is_dead_already(world: World) -> None:
