@@ -32,7 +32,7 @@ async def add_health_and_reflection(
 class _Health(health.aio.HealthServicer):  # type: ignore[misc]  # it comes untyped
     """The library leaves `List` out, and a call of it would be an error in the log."""
 
-    async def List(  # noqa: N802
+    async def List(  # noqa: N802 - gRPC's name
         self, request: health_pb2.HealthListRequest, context: object
     ) -> health_pb2.HealthListResponse:
         """Every service and its status."""

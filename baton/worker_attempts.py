@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final, Generic, Self, TypeVar
+from typing import Any, Final, Generic, Self, TypeVar
 
 from baton.worker.v1 import worker_pb2
 from baton.worker_outbox import Outbox
@@ -75,10 +75,10 @@ class Attempt:
         """Names it everywhere, in the engine as well."""
         return self.request.id
 
-    def tell(self, **message: object) -> None:
+    def tell(self, **message: Any) -> None:
         """Sends the router a message: `tell(delivered=Delivered(...))`."""
         if not self.silent:
-            self.stream.send(worker_pb2.WorkResponse(**message))  # type: ignore[arg-type]
+            self.stream.send(worker_pb2.WorkResponse(**message))
 
     def fail(self, reason: worker_pb2.FailureReason.ValueType | FailureReason) -> None:
         """Tells the router that the attempt failed, as the last it hears of it."""

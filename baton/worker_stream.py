@@ -96,7 +96,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """Routers attached."""
         return len(self._outboxes)
 
-    async def Work(  # type: ignore[override]  # noqa: N802  # grpc.aio takes this form, too.
+    async def Work(  # type: ignore[override]  # noqa: N802 - gRPC's name, in a form it takes
         self, request_iterator: AsyncIterator[worker_pb2.WorkRequest], context: Context
     ) -> None:
         """Serves one router for as long as it stays."""

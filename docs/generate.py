@@ -16,7 +16,7 @@ DOCS = Path(__file__).resolve().parent
 # What lies beside this file, and the packages of this checkout.
 sys.path[:0] = [str(DOCS), str(DOCS.parent)]
 
-from reference import commands, protos, settings, shapes  # noqa: E402
+from reference import commands, protos, settings, shapes  # noqa: E402 - found by the line above
 
 
 def pages() -> dict[str, str]:

@@ -70,7 +70,7 @@ class PoolMemory:
             return
         if torch.cuda.get_allocator_backend() != "native" or in_expandable_segment(
             self.base_address,
-            torch.cuda.memory_snapshot(),  # type: ignore[no-untyped-call]
+            torch.cuda.memory_snapshot(),  # type: ignore[no-untyped-call]  # torch's
         ):
             raise TransportError("bad_pool", _NOT_PLAIN)
 

@@ -177,7 +177,7 @@ class RegistryServicer(worker_pb2_grpc.RegistryServiceServicer):
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
 
-    async def Announce(  # noqa: N802
+    async def Announce(  # noqa: N802 - gRPC's name
         self,
         request: worker_pb2.AnnounceRequest,
         context: grpc.aio.ServicerContext[worker_pb2.AnnounceRequest, worker_pb2.AnnounceResponse],

@@ -169,7 +169,7 @@ class TraceReceiver(otlp_grpc.TraceServiceServicer):
     def __init__(self, store: TraceStore) -> None:
         self._store = store
 
-    async def Export(  # noqa: N802
+    async def Export(  # noqa: N802 - gRPC's name
         self, request: otlp.ExportTraceServiceRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> otlp.ExportTraceServiceResponse:
         """Takes everything: what the bounds drop is no business of the sender's."""
@@ -180,7 +180,7 @@ class TraceReceiver(otlp_grpc.TraceServiceServicer):
 def add_trace_receiver(server: grpc.aio.Server, store: TraceStore) -> None:
     """Mounts the receiver; before the server starts."""
     add = otlp_grpc.add_TraceServiceServicer_to_server
-    add(TraceReceiver(store), server)  # type: ignore[no-untyped-call]
+    add(TraceReceiver(store), server)  # type: ignore[no-untyped-call]  # it comes untyped
 
 
 def trace_routes(store: TraceStore) -> Sequence[Route]:

@@ -226,10 +226,10 @@ class Cluster:
         """Every worker's pages are free or evictable again, nothing granted or quarantined."""
         for name, baseline in self.baselines.items():
             wait_until(
-                lambda: self.available_pages(name) == baseline,  # noqa: B023
+                lambda: self.available_pages(name) == baseline,
                 BASELINE_S,
                 poll_s=0.05,
-                tell=lambda: f"{name} leaks: {self.load(name)}\n{self.tail()}",  # noqa: B023
+                tell=lambda: f"{name} leaks: {self.load(name)}\n{self.tail()}",
             )
 
     def logged(self) -> str:

@@ -23,7 +23,7 @@ class OtlpReceiver(otlp_grpc.TraceServiceServicer):
         self.free = threading.Event()
         self.free.set()
 
-    def Export(  # noqa: N802
+    def Export(
         self, request: otlp.ExportTraceServiceRequest, context: grpc.ServicerContext
     ) -> otlp.ExportTraceServiceResponse:
         self.free.wait(30)
@@ -85,6 +85,6 @@ def attributes(of: Span | Resource) -> dict[str, object]:
 
 
 def plain(value: object) -> object:
-    kind = value.WhichOneof("value")  # type: ignore[attr-defined]
+    kind = value.WhichOneof("value")
     found = getattr(value, kind)
     return [plain(item) for item in found.values] if kind == "array_value" else found

@@ -155,7 +155,7 @@ class Node:
         pool = SimpleNamespace(
             tensor=self.executor.pool, page_bytes=8 * PAGE_TOKENS, num_pages=num_pages
         )
-        self.engine = Engine(self.model, pool, StepLoop(self.scheduler, self.executor))  # type: ignore[arg-type]
+        self.engine = Engine(self.model, pool, StepLoop(self.scheduler, self.executor))
         self.inbox = PausableInbox()
         self.transfer = TransferThread(self._make_transport, self.epoch, self._on_transfer)
         self.identity = worker_pb2.WorkerIdentity(

@@ -105,7 +105,7 @@ def _with_options(
     defaults: Mapping[str, object],
 ) -> Callable[..., None]:
     """The command as typer is to see it: with these keyword arguments and this help."""
-    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # what typer reads
         [
             inspect.Parameter(
                 name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=annotation

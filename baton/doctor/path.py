@@ -20,7 +20,7 @@ SLOW_GIGABYTES_PER_S: Final = 0.2
 def check_path() -> Iterator[Finding]:
     """Measures the transport between two agents on this host."""
     try:
-        import torch  # noqa: F401  # what follows needs it
+        import torch  # noqa: F401 - what follows needs it
 
         from kv_transfer.types import TransportError
     except ImportError:

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from baton.cli import app
 from reference import GENERATED, table
@@ -25,8 +26,10 @@ INTRODUCTION = f"""\
 
 def page() -> str:
     """The whole page."""
-    commands: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    return "\n".join([INTRODUCTION, *(_section(name, made) for name, made in commands.items())])
+    group = typer.main.get_command(app)
+    assert isinstance(group, TyperGroup)
+    made = group.commands.items()
+    return "\n".join([INTRODUCTION, *(_section(name, command) for name, command in made)])
 
 
 def _section(name: str, command: Any) -> str:

@@ -63,12 +63,12 @@ class KnownServer(pb_grpc.InferenceServiceServicer):
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         await self._server.start()
 
-    async def ListModels(self, request, context):  # noqa: N802
+    async def ListModels(self, request, context):
         self._note(context)
         model = pb.Model(name=MODEL, max_context_tokens=CONTEXT_TOKENS)
         return pb.ListModelsResponse(models=[model])
 
-    async def StreamGenerate(self, request, context) -> AsyncIterator[pb.StreamGenerateResponse]:  # noqa: N802
+    async def StreamGenerate(self, request, context) -> AsyncIterator[pb.StreamGenerateResponse]:
         wanted = request.input.stop.max_tokens
         self.prompts.append(tuple(request.input.token_ids.ids))
         self._note(context)

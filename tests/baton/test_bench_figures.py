@@ -24,7 +24,7 @@ def outcome(number: int, sent_s: float, arrivals_s: list[float], **changes: obje
         "tokens": len(arrivals_s),
         "status": OK,
     }
-    return Outcome(**{**values, **changes})  # type: ignore[arg-type]
+    return Outcome(**{**values, **changes})
 
 
 def summary_of(outcomes: list[Outcome], slo: Slo | None = None, **changes: object) -> Summary:

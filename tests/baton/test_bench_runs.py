@@ -33,7 +33,7 @@ TIMEOUT_S = 3.0
 
 def options(server: KnownServer, workload: Workload, **changes: object) -> Options:
     target = Target("grpc", server.address)
-    return Options((target,), workload, max_lag_ms=ANY_LAG_MS, **changes)  # type: ignore[arg-type]
+    return Options((target,), workload, max_lag_ms=ANY_LAG_MS, **changes)
 
 
 def bench(*arguments: str) -> Result:

@@ -149,7 +149,7 @@ def test_one_after_another() -> None:
 )
 def test_workloads_that_cannot_be(options: dict[str, object], complaint: str) -> None:
     with pytest.raises(BenchError, match=complaint):
-        Workload(**options)  # type: ignore[arg-type]
+        Workload(**options)
 
 
 def test_prompts_are_new_for_every_request_and_run() -> None:

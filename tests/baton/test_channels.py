@@ -44,7 +44,7 @@ except UnreachableError:
 class OneModel(pb_grpc.InferenceServiceServicer):
     """A router in as much as these tests need one."""
 
-    def ListModels(  # noqa: N802
+    def ListModels(
         self, request: pb.ListModelsRequest, context: grpc.ServicerContext
     ) -> pb.ListModelsResponse:
         return pb.ListModelsResponse(models=[pb.Model(name="tiny")])

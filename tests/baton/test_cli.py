@@ -323,7 +323,7 @@ def test_plans_that_cannot_be(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(up._PortPicker, "pick", refuse_port_1)
     with pytest.raises(up.UpError, match=complaint):
-        up.plan(up.UpOptions(model="/m", **counts))  # type: ignore[arg-type]
+        up.plan(up.UpOptions(model="/m", **counts))
 
 
 def refuse_port_1(self: object, wanted: int | None, usual: int) -> str:

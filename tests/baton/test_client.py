@@ -93,7 +93,7 @@ class ScriptedRouter(pb_grpc.InferenceServiceServicer):
         self.cancelled = threading.Event()
         """Of the latest stream: it is over, by whoever's hand."""
 
-    def StreamGenerate(  # noqa: N802
+    def StreamGenerate(
         self, request: pb.StreamGenerateRequest, context: grpc.ServicerContext
     ) -> Iterator[pb.StreamGenerateResponse]:
         self.cancelled = threading.Event()
@@ -101,7 +101,7 @@ class ScriptedRouter(pb_grpc.InferenceServiceServicer):
         self._note(request.input, context)
         return self.script(request.input, context)
 
-    def Generate(  # noqa: N802
+    def Generate(
         self, request: pb.GenerateRequest, context: grpc.ServicerContext
     ) -> pb.GenerateResponse:
         self._note(request.input, context)
@@ -115,12 +115,12 @@ class ScriptedRouter(pb_grpc.InferenceServiceServicer):
         ]
         return pb.GenerateResponse(started=started().started, choices=choices)
 
-    def ListModels(  # noqa: N802
+    def ListModels(
         self, request: pb.ListModelsRequest, context: grpc.ServicerContext
     ) -> pb.ListModelsResponse:
         return pb.ListModelsResponse(models=[pb.Model(name="tiny", max_context_tokens=64)])
 
-    def Tokenize(  # noqa: N802
+    def Tokenize(
         self, request: pb.TokenizeRequest, context: grpc.ServicerContext
     ) -> pb.TokenizeResponse:
         return pb.TokenizeResponse(token_ids=range(len(request.text)))
@@ -255,7 +255,7 @@ def test_the_prompt_has_exactly_one_form(client: Client) -> None:
     with pytest.raises(ValueError, match="role"):
         client.generate(messages=[{"role": "robot", "content": "x"}])
     with pytest.raises(ValueError, match="a role and a content"):
-        client.generate(messages=[{"role": "user"}])  # type: ignore[typeddict-item]
+        client.generate(messages=[{"role": "user"}])
 
 
 def test_closing_a_stream_cancels_on_the_server(client: Client, router: ScriptedRouter) -> None:
@@ -323,7 +323,7 @@ async def test_so_does_cancelling_a_task_that_is_about_to_read(
     """The request has left, and the reader, who waited for that, has not run since: gRPC ends the
     reader there and not the call."""
     stream = async_client.stream("x")
-    has_left: asyncio.Task[None] = stream._cancel.__self__._preparation  # type: ignore[attr-defined]
+    has_left: asyncio.Task[None] = stream._cancel.__self__._preparation
     has_left.add_done_callback(lambda _: task.cancel())
     task = asyncio.create_task(read_all(stream))
     with pytest.raises(asyncio.CancelledError):

@@ -67,7 +67,7 @@ def test_defaults_follow_the_role() -> None:
 def test_settings_are_frozen() -> None:
     settings = resolve(WorkerSettings, "worker", {}).settings
     with pytest.raises(ValidationError):
-        settings.seed = 1  # type: ignore[misc]
+        settings.seed = 1
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ class Log:
 
 
 def spec(name: str, code: str, **options: object) -> ProcessSpec:
-    return ProcessSpec(name, [sys.executable, "-c", code], **options)  # type: ignore[arg-type]
+    return ProcessSpec(name, [sys.executable, "-c", code], **options)
 
 
 async def test_lines_come_with_their_names_and_ranks_stop_in_order() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import socket
 import threading
@@ -120,7 +121,7 @@ def test_workers_that_do_not_answer_or_are_gone_are_shown(pages: Pages) -> None:
         ("decode-0", "unreachable"),
         ("decode-1", "gone"),
     ]
-    console = Console(width=WIDTH, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=WIDTH, record=True, file=io.StringIO())
     console.print(draw(found, pages.address))
     shown = console.export_text()
     assert f"metrics at {nobody} do not answer from here" in " ".join(shown.split())
@@ -132,7 +133,7 @@ def test_transfers_that_do_not_end_are_pointed_at(pages: Pages) -> None:
     up.labels("decode-0", "decode").set(1)
     Gauge(Metric.QUARANTINES_OVERDUE, "", registry=pages.registry).set(3)
     pages.discovery = f'[{{"targets": ["{pages.address}"], "labels": {{"worker": "decode-0"}}}}]'
-    console = Console(width=WIDTH, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=WIDTH, record=True, file=io.StringIO())
     console.print(draw(view(scrape(pages.address)), pages.address))
     assert "decode-0: 3 quarantines overdue" in console.export_text()
 
@@ -152,7 +153,7 @@ def test_a_router_that_goes_away_is_waited_for(pages: Pages) -> None:
     gone = [next(looks) for _ in range(3)]
     assert 0 < gone[0].silent_s < gone[1].silent_s < gone[2].silent_s
     assert gone[2].inflight == 7, "what was known last"
-    console = Console(width=WIDTH, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=WIDTH, record=True, file=io.StringIO())
     console.print(draw(gone[2], pages.address))
     said = f"the router has not answered for {gone[2].silent_s:.0f} s"
     assert said in " ".join(console.export_text().split())

@@ -22,7 +22,7 @@ class RegistryRecorder(worker_pb2_grpc.RegistryServiceServicer):
         self.loading = 0
         self.attached = False
 
-    async def Announce(  # noqa: N802
+    async def Announce(
         self, request: worker_pb2.AnnounceRequest, context: Any
     ) -> worker_pb2.AnnounceResponse:
         self.heard.put_nowait(request.worker)

@@ -166,7 +166,7 @@ class RegistryRecorder(worker_pb2_grpc.RegistryServiceServicer):
     def __init__(self) -> None:
         self.heard: asyncio.Queue[worker_pb2.WorkerIdentity] = asyncio.Queue()
 
-    async def Announce(  # noqa: N802
+    async def Announce(
         self, request: worker_pb2.AnnounceRequest, context: Any
     ) -> worker_pb2.AnnounceResponse:
         if request.worker.address:  # before that it only says what it is loading

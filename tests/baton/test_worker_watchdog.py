@@ -36,7 +36,7 @@ class Loop:
         return hung
 
     def step(self, **load: float) -> None:
-        self.load = EngineLoad(progress=self.load.progress + 1, **load)  # type: ignore[arg-type]
+        self.load = EngineLoad(progress=self.load.progress + 1, **load)
 
 
 def test_a_counter_that_stands_still_is_a_hung_step() -> None:

@@ -49,7 +49,7 @@ def submit(**changes: object) -> worker_pb2.Submit:
         "prompt_ids": pack_ids([5, 6, 7]),
         "choices": 1,
     }
-    return worker_pb2.Submit(**{**fields, **changes})  # type: ignore[arg-type]
+    return worker_pb2.Submit(**{**fields, **changes})
 
 
 def test_a_request_is_what_the_submit_says() -> None:

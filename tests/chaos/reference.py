@@ -117,7 +117,7 @@ class _Margins:
         loop = engine._loop
         self._scheduler, self._executor = loop._scheduler, loop._executor
         loop._executor = self
-        sampler: Any = self._executor._sampler  # type: ignore[attr-defined]
+        sampler: Any = self._executor._sampler
         sampler._record_margins = True
         self._sample = sampler.sample
         sampler.sample = self._take

@@ -19,7 +19,7 @@ from router.settings import RouterSettings
 from telemetry.metric_table import DECLARED
 from telemetry.names import SpanName
 
-COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+COMMANDS = typer.main.get_command(app).commands
 FLAGS = {
     name: {flag for one in command.params for flag in (*one.opts, *one.secondary_opts)}
     for name, command in COMMANDS.items()

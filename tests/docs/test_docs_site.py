@@ -107,7 +107,7 @@ DIAGRAMS = [
 @pytest.mark.parametrize("source", DIAGRAMS)
 def test_a_diagram_shows_all_its_words_within_its_frame(source: str) -> None:
     drawn = sequence.fence(source)
-    width = float(re.search(r'viewBox="0 0 (\d+)', drawn)[1])  # type: ignore[index]
+    width = float(re.search(r'viewBox="0 0 (\d+)', drawn)[1])
     said = re.findall(r'text-anchor="(\w+)">((?:<tspan.*?</tspan>)+)', drawn)
     assert len(said) > 5
     for anchor, spans in said:

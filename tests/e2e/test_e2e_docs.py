@@ -91,7 +91,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     try:
         said = wait_for(log, "Ctrl-C", process)
         grpc, http, admin = (
-            re.search(pattern, said)[1]  # type: ignore[index]
+            re.search(pattern, said)[1]
             for pattern in (r"gRPC +(\S+)", r"OpenAI +http://(\S+)/v1", r"metrics +http://(\S+)/")
         )
         yield Served(model, folder, log, grpc, http, admin)

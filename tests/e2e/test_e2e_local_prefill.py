@@ -251,10 +251,9 @@ def test_decode_workers_alone_score_prompts(alone, reference):
 def test_a_crowd_that_preempts_prompts_and_streams(alone, reference):
     """Twelve need three times the pages there are."""
     prompts = [prompt_of(60 + 7 * i, seed=30 + i) for i in range(12)]
-    options = {**GREEDY, "max_tokens": 120}
+    options = {**GREEDY, "max_tokens": 120, "timeout_s": 120}
     with alone.client() as client, ThreadPoolExecutor(12) as pool:
-        ask = lambda prompt: client.generate(token_ids=prompt, timeout_s=120, **options)  # noqa: E731
-        results = list(pool.map(ask, prompts))
+        results = list(pool.map(lambda ids: client.generate(token_ids=ids, **options), prompts))
     for prompt, result in zip(prompts, results, strict=True):
         assert list(result.token_ids) == reference(prompt, 120)
     assert scrape(alone, "decode-0").of(Metric.PREEMPTIONS + "_total") > 0
@@ -269,9 +268,9 @@ def test_a_busy_prefill_worker_is_helped(tiny, tmp_path, reference):
     with running(tiny, tmp_path, **options) as cluster, cluster.client() as client:
         client.generate(token_ids=prompt_of(500, seed=40), **GREEDY)  # rates are known from here on
         prompts = [prompt_of(400 + 10 * i, seed=41 + i) for i in range(24)]
+        asked = {**GREEDY, "timeout_s": 60}
         with ThreadPoolExecutor(24) as pool:
-            ask = lambda prompt: client.generate(token_ids=prompt, timeout_s=60, **GREEDY)  # noqa: E731
-            results = list(pool.map(ask, prompts))
+            results = list(pool.map(lambda ids: client.generate(token_ids=ids, **asked), prompts))
         for prompt, result in zip(prompts, results, strict=True):
             assert list(result.token_ids) == reference(prompt)
         helped = local_prefills(cluster)["faster"]

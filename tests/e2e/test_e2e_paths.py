@@ -62,7 +62,7 @@ def wait_for_paths(cluster) -> None:
     paths = [("decode-0", "prefill-0"), ("decode-0", "prefill-1")]
     for source, peer in [*paths, *(path[::-1] for path in paths)]:
         cluster.wait_measured(source, peer)
-        wait_until(lambda: cluster.metric("baton_kv_peer_healthy", source, peer=peer))  # noqa: B023
+        wait_until(lambda: cluster.metric("baton_kv_peer_healthy", source, peer=peer))
 
 
 def quarantined(cluster) -> float:

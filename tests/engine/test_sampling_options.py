@@ -48,7 +48,7 @@ def test_random_requests_choose_the_references_tokens(seed: int) -> None:
 
 def choose(logits: list[float], params: SamplingParams, **stop: object) -> int:
     """One token of a sequence with no past."""
-    rules = StopRules(100, **stop)  # type: ignore[arg-type]
+    rules = StopRules(100, **stop)
     sampler = Sampler(1, len(logits), "cpu", [0])
     sampler.assign(0, params, rules, 0, NONE, NONE)
     plan = sampler.plan(np.zeros(1, np.int32), np.zeros(1, np.int64))
@@ -109,7 +109,7 @@ def test_penalties_count_output_and_repetition_the_prompt_too() -> None:
     prompt, output = np.array([0], np.int32), np.array([1, 1, 1], np.int32)
     kinds = ("repetition_penalty", 2.0), ("frequency_penalty", 0.4), ("presence_penalty", 0.6)
     for slot, (kind, strength) in enumerate(kinds):
-        params = SamplingParams(temperature=0, **{kind: strength})  # type: ignore[arg-type]
+        params = SamplingParams(temperature=0, **{kind: strength})
         sampler.assign(slot, params, FOREVER, 0, prompt, output)
     draws = [
         sampler.sample(logits, sampler.plan(slots, np.full(3, index))).tokens.tolist()

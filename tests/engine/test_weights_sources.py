@@ -109,7 +109,7 @@ class Hub:
         self, model_id: str, allow_patterns: list[str], ignore_patterns: list[str]
     ) -> str:
         if model_id != "org/tiny":
-            raise huggingface_hub.errors.RepositoryNotFoundError("no", response=None)  # type: ignore
+            raise huggingface_hub.errors.RepositoryNotFoundError("no", response=None)
         names = [str(p.relative_to(self.source)) for p in self.source.rglob("*") if p.is_file()]
         target = self.cache / "snapshot"
         shutil.rmtree(target, ignore_errors=True)

@@ -188,7 +188,7 @@ def _serve(pipe: Connection, kind: str, *arguments: Any) -> None:
             pipe.send((what, value))
 
     worker = LocalWorker(kind, *arguments)
-    worker.events.add = lambda event: send("event", event)  # type: ignore[method-assign]
+    worker.events.add = lambda event: send("event", event)
     send("answer", worker.endpoint)
     while True:
         name, call_arguments = pipe.recv()

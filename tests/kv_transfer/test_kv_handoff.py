@@ -71,9 +71,7 @@ def test_full_pages_leave_while_the_rest_is_computed(world: World) -> None:
     for end_token in (40, 80):
         transfer.compute(end_token)
         full = end_token // PAGE_TOKENS
-        world.until(
-            lambda: bool((transfer.received()[:full] == transfer.content[:full]).all())  # noqa: B023
-        )
+        world.until(lambda: bool((transfer.received()[:full] == transfer.content[:full]).all()))
         world.settle()
         assert not transfer.received()[full:].any(), "a page left before it was final"
         world.until(lambda: world.decode.receiver.state(transfer.id) is ReceiveState.FILLING)

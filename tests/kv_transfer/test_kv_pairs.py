@@ -83,15 +83,15 @@ def test_pairs_form_and_dissolve_while_another_runs() -> None:
         guest = Node()
         meet(guest, hub)
         into = guest.push(hub, THEIRS, mark)
-        until(lambda: into in guest.ended, steady, guest)  # noqa: B023
+        until(lambda: into in guest.ended, steady, guest)
         assert (hub.pool[torch.from_numpy(THEIRS).long()] == mark).all()
         out = hub.push(guest, THEIRS, mark + 1)
-        until(lambda: out in hub.ended, steady, guest)  # noqa: B023
+        until(lambda: out in hub.ended, steady, guest)
         assert (guest.pool[torch.from_numpy(THEIRS).long()] == mark + 1).all()
         assert guest.ended[into] is hub.ended[out] is PushState.DONE
         assert b"%d" % mark in hub.told
         assert b"%d" % (mark + 1) in guest.told
-        until(lambda: steady.rounds > began + 2, steady, guest)  # noqa: B023
+        until(lambda: steady.rounds > began + 2, steady, guest)
         if mark == 253:
             unended = guest.push(hub, THEIRS, mark)
             guest.transport.close(hub.name)

@@ -146,7 +146,7 @@ def test_a_grant_is_known_before_its_chunk_is_read() -> None:
         go_on.wait(WAIT_S)
         add(event)
 
-    decode.events.add = block  # type: ignore[method-assign]
+    decode.events.add = block
     decode.thread.abort_send(b"0" * 16)
     assert is_blocked.wait(WAIT_S)
     for _ in range(500):
@@ -238,5 +238,5 @@ def test_a_wait_for_a_command_ends_however_short_it_is(monkeypatch: pytest.Monke
     for number in range(3_000):
         worker.thread.abort_send(number.to_bytes(16, "big"))
         turns = worker.thread.turns
-        wait_until(lambda: worker.thread.turns > turns + 1, poll_s=0)  # noqa: B023
+        wait_until(lambda: worker.thread.turns > turns + 1, poll_s=0)
     worker.close()

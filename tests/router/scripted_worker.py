@@ -54,7 +54,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.identity = worker_pb2.WorkerIdentity(
             worker_id=worker_id,
             epoch=epoch,
-            role=role,  # type: ignore[arg-type]
+            role=role,
             model=worker_pb2.ModelInfo(
                 name=model,
                 path=f"/{model}",
@@ -90,7 +90,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
     async def stop(self) -> None:
         await self._server.stop(None)
 
-    async def Work(  # noqa: N802
+    async def Work(
         self, request_iterator: AsyncIterator[worker_pb2.WorkRequest], context: Any
     ) -> AsyncIterator[worker_pb2.WorkResponse]:
         await anext(request_iterator)
@@ -190,7 +190,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         )
 
     def failed(self, attempt_id: bytes, reason: int) -> None:
-        self.say(failed=worker_pb2.Failed(attempt_id=attempt_id, reason=reason))  # type: ignore[arg-type]
+        self.say(failed=worker_pb2.Failed(attempt_id=attempt_id, reason=reason))
 
     def aborted(self, attempt_id: bytes, *, already_ready: bool) -> None:
         self.say(aborted=worker_pb2.Aborted(attempt_id=attempt_id, already_ready=already_ready))

@@ -305,7 +305,7 @@ async def test_a_poison_request_loses_two_workers_and_no_more(
         victim.delivered(attempt)
         if started:
             victim.tokens(attempt, lost, 10 + lost)
-            await until(lambda: len(tokens_of(reader.events)) == lost + 1)  # noqa: B023
+            await until(lambda: len(tokens_of(reader.events)) == lost + 1)
         else:
             await cluster.caught_up(victim)
         decoders.remove(victim)
@@ -332,7 +332,7 @@ async def test_workers_lost_while_the_router_stood_still_are_not_held_against_a_
         victim.delivered(attempt)
         await cluster.caught_up(victim)
         decoders.remove(victim)
-        time.sleep(SLEPT_S + 0.5)  # noqa: ASYNC251 the loop is the router's
+        time.sleep(SLEPT_S + 0.5)  # noqa: ASYNC251 - the loop is the router's
         await victim.stop()
     attempt = (await decoders[0].heard("submit")).attempt_id
     prefill.prefill_done(attempt)

@@ -64,7 +64,7 @@ def finish(decode: ScriptedWorker, attempt: bytes) -> None:
     decode.finished(attempt, 2)
 
 
-def link_of(cluster: Cluster, worker_id: str):  # type: ignore[no-untyped-def]
+def link_of(cluster: Cluster, worker_id: str):
     return next(link for link in cluster.registry.members if link.worker_id == worker_id)
 
 
@@ -183,7 +183,7 @@ async def test_taken_over(cluster: Cluster, counted: Counted) -> None:
     finish(decode, attempt)
     events = await reader.end()
     assert tokens_of(events) == [10, 11]
-    assert events[0].cached_prompt_tokens == 16  # type: ignore[union-attr]
+    assert events[0].cached_prompt_tokens == 16
     assert counted.reasons == ["cached"]
 
 

@@ -213,7 +213,7 @@ async def test_log_probabilities(dispatcher: ScriptedDispatcher) -> None:
 
 def with_stop(**stop: object) -> api.GenerationInput:
     prompt = ids_input()
-    prompt.stop.CopyFrom(api.StopOptions(**stop))  # type: ignore[arg-type]
+    prompt.stop.CopyFrom(api.StopOptions(**stop))
     return prompt
 
 

@@ -36,7 +36,7 @@ async def test_special_tokens(dispatcher: ScriptedDispatcher) -> None:
     async with open_door(dispatcher) as door:
 
         async def ids(**fields: object) -> list[int]:
-            response = await door.stub.Tokenize(api.TokenizeRequest(**fields))  # type: ignore[arg-type]
+            response = await door.stub.Tokenize(api.TokenizeRequest(**fields))
             return list(response.token_ids)
 
         bare = await ids(text=TEXT, add_special_tokens=False)
@@ -45,7 +45,7 @@ async def test_special_tokens(dispatcher: ScriptedDispatcher) -> None:
         assert turns == await ids(chat=CHAT, add_special_tokens=False)
         assert await ids(chat=CHAT, add_special_tokens=True) == [0, *turns]
         for prompt in ({"text": TEXT}, {"chat": CHAT}):
-            request = api.GenerateRequest(input=api.GenerationInput(**prompt))  # type: ignore[arg-type]
+            request = api.GenerateRequest(input=api.GenerationInput(**prompt))
             await door.stub.Generate(request)
             assert dispatcher.jobs[-1].prompt_ids.tolist() == await ids(**prompt)
         async with AsyncClient(door.address) as client:

@@ -89,7 +89,7 @@ async def test_a_worker_that_froze_is_noticed_and_the_client_told() -> None:
 class _Silent(health_pb2_grpc.HealthServicer):
     """A server that allows what gRPC does by itself, and says nothing."""
 
-    async def Check(self, request, context):  # noqa: N802
+    async def Check(self, request, context):
         await asyncio.sleep(10 * WAIT_S)
 
 

@@ -21,7 +21,7 @@ def room(**fields: float) -> Room:
         "free_pages": 1000,
         "total_pages": 1000,
     }
-    return Room(**(defaults | fields))  # type: ignore[arg-type]
+    return Room(**(defaults | fields))
 
 
 def prefill(queued: int = 0, rate: float = 40_000.0) -> Room:

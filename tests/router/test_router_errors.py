@@ -80,7 +80,7 @@ def test_every_row(
     expected = {details.ErrorInfo, details.RequestInfo, detail} - {None}
     assert {kind for kind in vars(details).values() if _is_detail(kind, status)} == expected
     if detail is details.RetryInfo:
-        assert unpacked(status, details.RetryInfo).retry_delay.ToMilliseconds() == 1500  # type: ignore[union-attr]
+        assert unpacked(status, details.RetryInfo).retry_delay.ToMilliseconds() == 1500
     numbers = {word for word in _words(error.message) if word.isdigit()}
     assert numbers <= set(_words(" ".join(info.metadata.values()))), "a value is not in metadata"
 
@@ -117,7 +117,7 @@ def raise_ours() -> None:
 def test_text_of_foreign_exceptions_goes_nowhere(
     raise_it: Callable[[], None], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(Exception) as caught, caplog.at_level(logging.DEBUG):  # noqa: PT011
+    with pytest.raises(Exception) as caught, caplog.at_level(logging.DEBUG):  # noqa: PT011 - ours or not
         raise_it()
     described = errors.describe(caught.value, "ab" * 16)
     assert described.reason == reason

@@ -172,7 +172,7 @@ async def test_a_worker_that_is_lost_counts_and_one_that_drained_does_not(counte
         await until(lambda: cluster.link(decode).draining)
         for worker, left in ((decode, 1), (prefill, 0)):
             await worker.stop()
-            await until(lambda: len(cluster.registry.members) == left)  # noqa: B023
+            await until(lambda: len(cluster.registry.members) == left)
         assert sum(counted.of(LOST, role="decode", cause=cause) for cause in LOSS_CAUSES) == 0
         assert sum(counted.of(LOST, role="prefill", cause=cause) for cause in LOSS_CAUSES) == 1
     finally:

@@ -150,7 +150,7 @@ async def test_a_router_that_stood_still_blames_nobody(worker: ScriptedWorker) -
     """Stopped and woken, or on a machine that was: its clock ran on, and nothing was read."""
     async with linked(worker.identity, stale_after_s=2.0) as (_, owner):
         await owner.was_attached.wait()
-        time.sleep(2.5)  # noqa: ASYNC251
+        time.sleep(2.5)  # noqa: ASYNC251 - the loop is to stand still
         loads = owner.loads
         await until(lambda: owner.losses or owner.loads > loads + 5)
         assert owner.losses == []

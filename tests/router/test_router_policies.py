@@ -17,7 +17,7 @@ A, B = b"a", b"b"
 
 def load(**fields: float) -> worker_pb2.Load:
     defaults = {"total_pages": 100, "free_pages": 100, "max_sequences": 8}
-    return worker_pb2.Load(**(defaults | {"prefill_credit_tokens": 100} | fields))  # type: ignore[arg-type]
+    return worker_pb2.Load(**(defaults | {"prefill_credit_tokens": 100} | fields))
 
 
 def test_a_burst_is_counted_before_the_next_report() -> None:

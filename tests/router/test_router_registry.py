@@ -70,7 +70,7 @@ async def test_announcing_opens_one_stream(cluster: Cluster) -> None:
 async def test_incomplete_announcements_are_refused(cluster: Cluster, field: str) -> None:
     identity = ScriptedWorker("p0", PREFILL).identity
     identity.address = "127.0.0.1:9"
-    identity.ClearField(field)  # type: ignore[arg-type]
+    identity.ClearField(field)
     async with registry_stub(cluster) as stub:
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await stub.Announce(worker_pb2.AnnounceRequest(worker=identity))
@@ -84,7 +84,7 @@ async def test_pairs_that_may_exchange_pages_meet(cluster: Cluster) -> None:
     both = await cluster.add("b0", BOTH)
     foreign = await cluster.add("d1", DECODE, fingerprint="other")
     for worker, peers in ((both, 3), (decode, 3), (prefill, 2), (other_prefill, 2)):
-        await until(lambda: len(meets(worker)) >= peers)  # noqa: B023
+        await until(lambda: len(meets(worker)) >= peers)
     assert meets(prefill) == meets(other_prefill) == {decode.agent_name, both.agent_name}
     assert meets(decode) == {prefill.agent_name, other_prefill.agent_name, both.agent_name}
     assert meets(foreign) == set()
@@ -111,7 +111,7 @@ async def test_a_warning_is_for_those_who_said_nothing(
     await until(lambda: cluster.link(decode).draining)
     for left, worker in ((2, decode), (1, prefill)):
         await worker.stop()
-        await until(lambda: len(cluster.registry.members) == left)  # noqa: B023
+        await until(lambda: len(cluster.registry.members) == left)
     await cluster.registry.close()
     ends = {r.worker: (r.levelname, r.message) for r in caplog.records if "cause" in vars(r)}
     assert ends == {

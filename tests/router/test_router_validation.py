@@ -50,14 +50,14 @@ def paths(message: api.GenerateRequest) -> list[str]:
 )
 def test_sampling_ranges(name: str, good: list[float], bad: list[float]) -> None:
     def ask(value: float) -> list[str]:
-        return paths(request(sampling=api.SamplingOptions(**{name: value})))  # type: ignore[arg-type]
+        return paths(request(sampling=api.SamplingOptions(**{name: value})))
 
     assert [ask(value) for value in good] == [[]] * len(good)
     assert [ask(value) for value in bad] == [[f"input.sampling.{name}"]] * len(bad)
 
 
 def turns(role: api.Role.ValueType, **chat: object) -> api.ChatPrompt:
-    prompt = api.ChatPrompt(messages=[api.ChatMessage(role=role)], **chat)  # type: ignore[arg-type]
+    prompt = api.ChatPrompt(messages=[api.ChatMessage(role=role)], **chat)
     prompt.template_variables.update({"enable_thinking": False})
     return prompt
 
@@ -82,7 +82,7 @@ BROKEN: list[tuple[Callable[[api.GenerateRequest], object], str]] = [
     (lambda one: setattr(one.input, "text", ""), "input.text"),
     (lambda one: one.input.chat.SetInParent(), "input.chat.messages"),
     (lambda one: one.input.chat.messages.add(), "input.chat.messages[0].role"),
-    (lambda one: one.input.chat.messages.add(role=9), "input.chat.messages[0].role"),  # type: ignore[arg-type]
+    (lambda one: one.input.chat.messages.add(role=9), "input.chat.messages[0].role"),
     (lambda one: setattr(one.input, "choices", 0), "input.choices"),
     (lambda one: setattr(one.input, "choices", 5), "input.choices"),
     (lambda one: setattr(one.input, "priority", -101), "input.priority"),

@@ -184,23 +184,23 @@ class Nvml:
     def __init__(self) -> None:
         self.lost = False
 
-    def nvmlInit(self) -> None:  # noqa: N802
+    def nvmlInit(self) -> None:
         pass
 
-    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:  # noqa: N802
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
         if uuid != "GPU-1":
             raise self.NVMLError("no such device")
         return uuid
 
-    def nvmlDeviceGetMemoryInfo(self, handle: str) -> Any:  # noqa: N802
+    def nvmlDeviceGetMemoryInfo(self, handle: str) -> Any:
         if self.lost:
             raise self.NVMLError("GPU is lost")
         return SimpleNamespace(used=3 << 30, total=80 << 30)
 
-    def nvmlDeviceGetUtilizationRates(self, handle: str) -> Any:  # noqa: N802
+    def nvmlDeviceGetUtilizationRates(self, handle: str) -> Any:
         return SimpleNamespace(gpu=75)
 
-    def nvmlDeviceGetPowerUsage(self, handle: str) -> int:  # noqa: N802
+    def nvmlDeviceGetPowerUsage(self, handle: str) -> int:
         return 412_500
 
 
@@ -312,7 +312,7 @@ async def test_a_loop_that_is_held_up_is_noticed() -> None:
 
     async with EventLoopLag(observe, interval_s=0.01):
         await asyncio.sleep(0)
-        time.sleep(0.15)  # noqa: ASYNC251  # What is to be noticed.
+        time.sleep(0.15)  # noqa: ASYNC251 - what is to be noticed
         await asyncio.wait_for(late.wait(), 5)
     count: Any = len(seen)
     await asyncio.sleep(0.03)

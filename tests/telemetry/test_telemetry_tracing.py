@@ -40,7 +40,7 @@ def setup() -> Iterator[Setup]:
     made: list[Tracing] = []
 
     def make(*args: object, **options: object) -> Tracing:
-        tracing = setup_tracing(Service.PREFILL, "prefill-0", *args, **options)  # type: ignore[arg-type]
+        tracing = setup_tracing(Service.PREFILL, "prefill-0", *args, **options)
         assert tracing is not None
         made.append(tracing)
         return tracing
@@ -164,7 +164,7 @@ def test_parents_may_be_a_span_a_context_or_a_traceparent(
     for number, form in enumerate((parent, context_of(parent), traceparent_of(parent))):
         write_span(f"child-{number}", form, 1, 2)
     spans = finished(memory)
-    ids = {spans[f"child-{number}"].parent.span_id for number in range(3)}  # type: ignore[union-attr]
+    ids = {spans[f"child-{number}"].parent.span_id for number in range(3)}
     assert ids == {parent.get_span_context().span_id}
 
 

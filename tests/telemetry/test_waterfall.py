@@ -104,7 +104,7 @@ def test_a_retry_stands_beside_what_failed() -> None:
     assert "✗ worker_lost" in legs[0]
     assert "✗ worker_lost" in legs[1]
     assert "✗" not in legs[2] + legs[3]
-    begins = [re.search("[█▐━]", leg).start() for leg in legs]  # type: ignore[union-attr]
+    begins = [re.search("[█▐━]", leg).start() for leg in legs]
     assert begins[0] == begins[1] < begins[2] == begins[3]
     assert any("attempt 2 · least work" in line for line in lines)
 
@@ -113,7 +113,7 @@ def test_a_terminal_that_knows_ascii_only() -> None:
     file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     Console(file=file, width=100).print(draw(retried()))
     file.flush()
-    shown = file.buffer.getvalue().decode("ascii")  # type: ignore[attr-defined]
+    shown = file.buffer.getvalue().decode("ascii")
     assert "x worker_lost" in shown
     assert "prompt tokens (16 cached) > 24 tokens" in shown
 

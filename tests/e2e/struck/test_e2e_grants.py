@@ -114,7 +114,7 @@ def stop_under_a_write(cluster: Cluster, client: Client) -> tuple[list[int], Rea
         cluster.arm("router", "router.received=sleep:0.8~failed@1")
         prompt = prompt_of(600, seed=seed)
         reading = read(client, prompt, **OPTIONS)
-        wait_until(lambda: stopped(cluster) or reading.generation or reading.error)  # noqa: B023
+        wait_until(lambda: stopped(cluster) or reading.generation or reading.error)
         for name in set(PREFILLS) - set(stopped(cluster)):
             cluster.arm(name, "")
         if stopped(cluster):
