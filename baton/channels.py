@@ -6,8 +6,8 @@ affair: those that come with it, or the file that GRPC_DEFAULT_SSL_ROOTS_FILE_PA
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
 
 import grpc
 import grpc.aio
@@ -19,6 +19,7 @@ TLS_SCHEME: Final = "grpcs://"
 _SCHEMES: Final = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "vsock:", "xds:")
 
 ChannelOptions = Sequence[tuple[str, int | str]]
+C = TypeVar("C")
 
 
 def check_address(address: str) -> str:
@@ -36,15 +37,21 @@ def check_address(address: str) -> str:
 
 def open_channel(address: str, options: ChannelOptions = ()) -> grpc.Channel:
     """A channel that connects when it is first used. Raises ValueError as `check_address`."""
-    check_address(address)
-    if (host_port := address.removeprefix(TLS_SCHEME)) != address:
-        return grpc.secure_channel(host_port, grpc.ssl_channel_credentials(), options=options)
-    return grpc.insecure_channel(address, options=options)
+    return _open(address, options, grpc.insecure_channel, grpc.secure_channel)
 
 
 def open_aio_channel(address: str, options: ChannelOptions = ()) -> grpc.aio.Channel:
     """The same for the running event loop."""
+    return _open(address, options, grpc.aio.insecure_channel, grpc.aio.secure_channel)
+
+
+def _open(
+    address: str,
+    options: ChannelOptions,
+    in_clear: Callable[[str, ChannelOptions], C],
+    over_tls: Callable[[str, grpc.ChannelCredentials, ChannelOptions], C],
+) -> C:
     check_address(address)
     if (host_port := address.removeprefix(TLS_SCHEME)) != address:
-        return grpc.aio.secure_channel(host_port, grpc.ssl_channel_credentials(), options=options)
-    return grpc.aio.insecure_channel(address, options=options)
+        return over_tls(host_port, grpc.ssl_channel_credentials(), options)
+    return in_clear(address, options)
