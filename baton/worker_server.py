@@ -105,8 +105,8 @@ class Worker:
         load = self.engine.load()
         prefill, decode = self.services.prefill, self.services.decode
         room = PrefillRoom(
-            queued=prefill.queued_tokens + decode.queued_tokens,
-            ungranted=prefill.ungranted_tokens,
+            queued=prefill.figures.queued_tokens + decode.figures.queued_tokens,
+            ungranted=prefill.figures.ungranted_tokens,
             step=self.engine.max_step_tokens,
             page=self.engine.model.page_size_tokens,
         )

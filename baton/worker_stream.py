@@ -57,16 +57,18 @@ class Services:
     @property
     def active(self) -> int:
         """Attempts that somebody waits for."""
-        return self.prefill.active + self.decode.active
+        return self.prefill.figures.active + self.decode.figures.active
 
     def overdue(self) -> Overdue:
         """Transfers that do not end."""
-        return overdue(self.decode.quarantines(), self.prefill.unended_sends())
+        prefill, decode = self.prefill.figures, self.decode.figures
+        return overdue(decode.quarantines(), prefill.unended_sends())
 
     def peers_to_avoid(self) -> dict[str, str]:
         """Why, by agent name, apart from what the paths to them say."""
+        prefill, decode = self.prefill.figures, self.decode.figures
         return peers_to_avoid(
-            self.decode.quarantines(), self.prefill.unended_sends(), self.decode.crowding_peers()
+            decode.quarantines(), prefill.unended_sends(), decode.crowding_peers()
         )
 
     def fail_all(self, reason: worker_pb2.FailureReason.ValueType) -> None:

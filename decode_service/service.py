@@ -32,7 +32,6 @@ import logging
 import math
 import secrets
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
@@ -40,7 +39,6 @@ from typing import Final
 from baton.worker.v1 import worker_pb2
 from baton.worker_attempts import AttemptsService
 from baton.worker_outbox import Hop, Outbox
-from baton.worker_overdue import Unended
 from baton.worker_spans import CANCELLED, EXPIRED, KV_TRANSFER
 from baton.worker_wire import (
     MalformedMessage,
@@ -53,6 +51,7 @@ from baton.worker_wire import (
 )
 from decode_service import spans
 from decode_service.attempt import DecodeAttempt, DecodeState
+from decode_service.figures import DecodeFigures
 from decode_service.messages import granted_message
 from decode_service.peer_pages import PeerPages
 from decode_service.ports import DecodeEngine, ReceivingThread
@@ -117,45 +116,9 @@ class DecodeService(AttemptsService[DecodeAttempt]):
         self._token_stream = TokenStream(self._attempts, metrics)
         self._by_transfer: dict[bytes, DecodeAttempt] = {}
         self._page_size_tokens = page_size_tokens
-        self._max_pages_per_peer = max_pages_per_peer
         self._peer_pages = PeerPages(max_pages_per_peer)
+        self.figures = DecodeFigures(self._attempts, max_pages_per_peer)
         self._sink: Sink = self._on_step
-
-    @property
-    def active(self) -> int:
-        """Attempts under way, quarantined ones left out: nobody waits for those."""
-        return sum(attempt.state is not DecodeState.QUARANTINED for attempt in self._attempts)
-
-    @property
-    def quarantined(self) -> int:
-        """Attempts whose pages a write may still land in."""
-        return len(self._attempts) - self.active
-
-    def quarantines(self) -> list[Unended]:
-        """Every attempt in quarantine."""
-        now_s = self._attempts.clock()
-        return [
-            Unended(attempt.peer, now_s - attempt.quarantined_s)
-            for attempt in self._attempts
-            if attempt.state is DecodeState.QUARANTINED
-        ]
-
-    def crowding_peers(self) -> list[str]:
-        """Peers whose whole share is pages in quarantine: further grants to them would wait."""
-        pages: defaultdict[str, int] = defaultdict(int)
-        for attempt in self._attempts:
-            if attempt.state is DecodeState.QUARANTINED:
-                pages[attempt.peer] += attempt.num_pages
-        return [peer for peer, held in pages.items() if held >= self._max_pages_per_peer]
-
-    @property
-    def queued_tokens(self) -> int:
-        """Tokens to compute of prompts that are computed here and not in the batch yet."""
-        return sum(
-            kv_tokens(attempt.request) - attempt.cached_tokens
-            for attempt in self._attempts
-            if attempt.is_whole and attempt.state is DecodeState.WAITING
-        )
 
     # What the router says.
 

@@ -31,7 +31,6 @@ from typing import Final
 from baton.worker.v1 import worker_pb2
 from baton.worker_attempts import AttemptsService
 from baton.worker_outbox import LoopInbox, Outbox
-from baton.worker_overdue import Unended
 from baton.worker_spans import KV_TRANSFER
 from baton.worker_wire import (
     encode_first_tokens,
@@ -54,6 +53,7 @@ from kv_transfer.events import SendFailed, SendQuiesced, SendStats, Sent, Transf
 from kv_transfer.specs import TRANSFER_ID_BYTES
 from prefill_service import spans
 from prefill_service.attempt import PrefillAttempt, PrefillState
+from prefill_service.figures import PrefillFigures
 from prefill_service.messages import done_message, finished_message, first_token_message
 from prefill_service.outgoing import Destination, Outgoing
 from prefill_service.ports import PrefillEngine, SendingThread
@@ -91,42 +91,9 @@ class PrefillService(AttemptsService[PrefillAttempt]):
         self._grant_wait_s = grant_wait_s
         self._outgoing: dict[bytes, Outgoing] = {}
         """By attempt; also read by the step thread."""
+        self.figures = PrefillFigures(self._attempts, self._outgoing)
         self._by_transfer: dict[bytes, PrefillAttempt] = {}
         self._sink: Sink = self._on_step
-
-    @property
-    def active(self) -> int:
-        """Attempts under way, quiescing ones included."""
-        return len(self._attempts)
-
-    @property
-    def queued_tokens(self) -> int:
-        """Prompt tokens taken on and not computed yet."""
-        return sum(
-            kv_tokens(attempt.request) - attempt.computed_tokens
-            for attempt in self._attempts
-            if attempt.state in (PrefillState.RECEIVED, PrefillState.COMPUTING)
-        )
-
-    @property
-    def ungranted_tokens(self) -> int:
-        """Tokens of prompts taken on whose destination is not known yet."""
-        return sum(
-            kv_tokens(attempt.request)
-            for attempt in self._attempts
-            if attempt.peer
-            and (outgoing := self._outgoing.get(attempt.id)) is not None
-            and outgoing.destination is None
-        )
-
-    def unended_sends(self) -> list[Unended]:
-        """Every attempt that waits for nothing but the end of its send."""
-        now_s = self._attempts.clock()
-        return [
-            Unended(attempt.peer, now_s - attempt.sending_s)
-            for attempt in self._attempts
-            if attempt.sending_s is not None
-        ]
 
     # What the router says.
 

@@ -220,9 +220,9 @@ class Node:
         """Nothing is under way, and every page is back."""
         load, counters = self.engine.load(), self.transfer.counters
         return (
-            not self.prefill.active
-            and not self.decode.active
-            and not self.decode.quarantined
+            not self.prefill.figures.active
+            and not self.decode.figures.active
+            and not self.decode.figures.quarantined
             and not self.prefill._outgoing
             and not self.prefill._by_transfer
             and not self.decode._by_transfer

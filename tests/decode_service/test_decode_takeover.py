@@ -113,8 +113,8 @@ async def test_ends_while_it_is_computed_and_while_it_runs(steps: int, end: str)
                 decode.expire()
             case "fail_all":
                 decode.fail_all(worker_pb2.FAILURE_REASON_DRAINING)
-        assert not decode.active
-        assert not decode.quarantined
+        assert not decode.figures.active
+        assert not decode.figures.quarantined
         pair.d.executor.let_go()
         await pair.quiet()
 
