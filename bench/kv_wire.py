@@ -9,7 +9,8 @@ scattered, in runs of `run-pages` adjacent ones (1: none adjacent on purpose):
     nixl, bare      the library's own calls: a prepared list, one transfer, polled without a pause
     nixl            our transport, polled every 50 us, as a worker does
     nccl            our transport, polled likewise: pages gathered, sent, scattered
-    nccl M [E [S]]  the same with S (3) staging buffers of M MiB, the first and last piece of E MiB
+    nccl M [E [S [G]]]  the same with S (3) staging buffers of M MiB, the first and last piece of E
+                    MiB, over G (2) communicators
     nccl, bare      one contiguous tensor of that size through send and recv
     nccl, bare M    the same tensor in pieces of M MiB
 
@@ -28,7 +29,6 @@ import multiprocessing
 import os
 import queue
 import statistics
-import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from multiprocessing.connection import Connection
@@ -40,6 +40,7 @@ import numpy as np
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from baton.event_loop import prepare_to_serve
 from kv_transfer.factory import make_transport
 from kv_transfer.lanes import RECEIVER, SENDER, USUAL, LaneOptions, form_group
 from kv_transfer.nccl import NcclTransport
@@ -51,8 +52,8 @@ UNCOUNTED = 2
 WAIT_S = 60.0
 WAYS = ("nixl, bare", "nixl", "nccl", "nccl, bare")
 EXPLAINED = (
-    "nccl 64", "nccl 64 16", "nccl 128", "nccl", "nccl 256 32", "nccl, bare 64", "nccl, bare 128",
-    "nccl, bare",
+    "nccl 128 64 3 1", "nccl 64 32 4", "nccl 128 64", "nccl", "nccl 128 32 4", "nccl, bare 64",
+    "nccl, bare 128", "nccl, bare",
 )  # fmt: skip
 """What tells launches and staging apart: `--ways explain-nccl`."""
 Pipe = Connection
@@ -91,8 +92,9 @@ class Side:
             return make_transport(name, agent_name, self.pool, page_bytes, len(self.pool))
         memory = PoolMemory.of(self.pool, page_bytes, len(self.pool))
         piece_mib, *others = map(int, options)
-        end_mib, slots = [*others, *(piece_mib, USUAL.slots)[len(others) :]]
-        lanes = LaneOptions(piece_bytes=piece_mib << 20, end_bytes=end_mib << 20, slots=slots)
+        usual = piece_mib, USUAL.slots, USUAL.groups
+        end_mib, slots, groups = [*others, *usual[len(others) :]]
+        lanes = LaneOptions(piece_mib << 20, end_mib << 20, slots, groups)
         return NcclTransport(agent_name, memory, lanes)
 
     def address(self) -> dict[str, Any]:
@@ -235,7 +237,7 @@ def serve(side: Side, pipe: Pipe) -> None:
 
 def prepared(rank: int, pipe: Pipe, settings: Mapping[str, Any]) -> tuple[Side, dict[str, Any]]:
     """This process's side, on its own GPU, and the address of the other one; they have met."""
-    sys.setswitchinterval(1e-4)  # as workers do
+    prepare_to_serve()  # as workers do
     if settings["device"] == "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get(
             "CUDA_VISIBLE_DEVICES", f"{SENDER},{RECEIVER}"

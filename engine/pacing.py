@@ -10,8 +10,9 @@ before it. One that is done before that was shorter, nobody knows by how much, a
 through: what was known is forgotten, and nothing waited for until two steps have been timed anew.
 Otherwise a few slow steps would make all that follow as slow, since each would seem to take as long
 as it was waited for. The lead is what the host took to get a step launched, twice, and a little
-more. A step with prompts is not predicted, and none is waited for: what follows it is launched at
-once.
+more. A step with prompts is not predicted that well, and none is waited for: what follows it is
+launched at once. Where nothing does, `look_s` says how often to look whether it is done, and
+whether a prompt has come that can be launched behind it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,10 @@ SLACK_S = 3e-4
 """For a late wake-up: the event loop may hold the interpreter meanwhile."""
 LOOK_S = 5e-3
 """How often who waits looks whether the step is done already."""
+SELDOM_S = 1e-3
+OFTEN_S = 1e-4
+"""How often who has nothing to launch behind a step with prompts looks whether it is done: a client
+waits for the end of most."""
 FORGET = 0.95
 """Each turn lets go of this much of the longest launch seen."""
 
@@ -68,6 +73,13 @@ class LaunchPacer:
         """The step is done, and took so long on the device."""
         if is_decode(plan):
             self._recent_s = (self._recent_s[1], step_s)
+
+
+def look_s(ran_s: float, expected_s: float) -> float:
+    """How long to leave a step with prompts alone that has run for `ran_s` of about `expected_s`:
+    seldom looked at while it is not done, often from three quarters on, by a long one's measure."""
+    often_s = max(OFTEN_S, expected_s / 500)
+    return min(max(0.75 * expected_s - ran_s, often_s), max(SELDOM_S, often_s))
 
 
 def is_decode(plan: StepPlan) -> bool:

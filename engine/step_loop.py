@@ -1,8 +1,9 @@
 """The step loop: `pace -> receive -> admit -> plan -> launch -> settle(previous)`, for ever.
 
 One step is always in flight while the host settles the one before it, and the next is launched
-shortly before that one ends (`engine.pacing`). The loop is the only one to touch the scheduler;
-others talk to it through `post`, and read `load`.
+shortly before that one ends (`engine.pacing`). Where there is none yet, who comes while a prompt is
+computed is launched behind it, not once it is settled. The loop is the only one to touch the
+scheduler; others talk to it through `post`, and read `load`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterator
 
 from engine.admission import admit
 from engine.executor import Executor, Launched
-from engine.pacing import LOOK_S, LaunchPacer
+from engine.pacing import LOOK_S, LaunchPacer, is_decode, look_s
 from engine.planning import plan_step
 from engine.profiling import StepProfiler
 from engine.recovery import is_lost, recover
@@ -106,9 +107,11 @@ class StepLoop:
                 launched = self._launch(plan) if plan is not None else None
             self._scheduler.publish_delivered()
             with verb("settle"):
-                if previous is not None:
+                if previous is not None and (launched or not self._interrupted(*previous)):
                     self._settle(*previous)
-            previous = (plan, launched) if plan is not None and launched is not None else None
+                    previous = None
+            if plan is not None and launched is not None:
+                previous = plan, launched
             idle = previous is None
             if idle:
                 self._scheduler.blocks.inspect()
@@ -126,13 +129,28 @@ class StepLoop:
                 self._pacer.overslept()
                 return
 
-    def _receive(self, wait_s: float) -> None:
+    def _interrupted(self, in_flight: StepPlan, launched: Launched) -> bool:
+        """Nothing can be launched behind the step in flight: waits until it is done, or until a
+        command is received, which may have brought what can."""
+        while not is_decode(in_flight) and (expected_s := self._rates.usual_s(in_flight)):
+            if launched.done():
+                break
+            ran_s = time.monotonic() - self._rates.began(in_flight)
+            if self._receive(look_s(ran_s, expected_s)):
+                return True
+        return False
+
+    def _receive(self, wait_s: float) -> bool:
+        """Runs the commands that are there or come until then; whether one was."""
+        received = False
         for command in self._pending(wait_s):
+            received = True
             try:
                 command(self._scheduler)
             except Exception:
                 log.exception("a command failed")
         self._flush()
+        return received
 
     def _pending(self, wait_s: float) -> Iterator[Command]:
         try:
@@ -287,6 +305,11 @@ class _Rates:
     def _landed(self, plan: StepPlan) -> None:
         del self._began[plan.number]
         self._prompts.pop(plan.number, None)
+
+    def usual_s(self, plan: StepPlan) -> float:
+        """How long a step's prompts usually take; 0: nobody knows."""
+        rate = self.prefill.tokens_per_s
+        return (plan.num_tokens - plan.num_decodes) / rate if rate else 0.0
 
     def expected_s(self) -> float:
         """How long the steps in flight may take, if that is longer than usual."""

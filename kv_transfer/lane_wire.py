@@ -44,7 +44,6 @@ class LaneWire:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(None)
         self._socket = connection
-        self._file = connection.makefile("rb")
         self._landed = b""
 
     @classmethod
@@ -76,6 +75,10 @@ class LaneWire:
         header = _PUSH.pack(push.handle, len(push.target), len(push.payload))
         self._socket.sendall(header + push.target.astype("<i4").tobytes() + push.payload)
 
+    def has_push(self) -> bool:
+        """Receiver: `next_push` would not wait; the other end may be closed instead."""
+        return self._has(select.POLLIN)
+
     def next_push(self) -> Push:
         """Receiver: waits for the next push. Raises EOFError: the other end is closed."""
         handle, num_pages, payload_bytes = _PUSH.unpack(self._read(_PUSH.size))
@@ -105,12 +108,7 @@ class LaneWire:
 
     def is_over(self) -> bool:
         """Receiver: the sender tells of no further push, whatever is still to be read."""
-        watch = select.poll()
-        try:
-            watch.register(self._socket, select.POLLRDHUP)
-        except (OSError, ValueError):
-            return True
-        return bool(watch.poll(0))
+        return self._has(select.POLLRDHUP)
 
     def stop_reading(self) -> None:
         """Who waits for a push meets the end; the sender does not yet."""
@@ -129,8 +127,20 @@ class LaneWire:
         with contextlib.suppress(OSError):
             self._socket.shutdown(how)
 
+    def _has(self, what: int) -> bool:
+        """Whether `select.poll` would tell of it now. True of a socket that is closed here."""
+        watch = select.poll()
+        try:
+            watch.register(self._socket, what)
+        except (OSError, ValueError):
+            return True
+        return bool(watch.poll(0))
+
     def _read(self, count: int) -> bytes:
-        read = self._file.read(count)
+        try:
+            read = self._socket.recv(count, socket.MSG_WAITALL) if count else b""
+        except OSError as error:  # Closed here, or reset there.
+            raise EOFError from error
         if len(read) < count:
             raise EOFError
         return read

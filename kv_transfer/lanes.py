@@ -1,16 +1,17 @@
 """One direction between two processes over a collective library: pages gathered, sent, scattered.
 
-A lane is a communicator of two ranks, the sender rank 0, a socket (`kv_transfer.lane_wire`) and a
+A lane is communicators of two ranks, the sender rank 0, a socket (`kv_transfer.lane_wire`) and a
 thread at either end. Both sides of a pair have a lane of their own towards the other: on a shared
-one, two sends that meet would each wait for the other's end.
+one, two sends that meet would each wait for the other's end. Pieces of a push take the
+communicators in turn: while one begins or ends a piece, another has the wire.
 
 Life of a lane: FORMING until both ends have found each other -> OPEN: pushes go through in the
 order given, cut into pieces, `slots` staging buffers deep -> FAILED, by `close` or by trouble; what
 was in progress then has no known end -> at the sender OVER, once the receiver's end is closed,
 which it is when it writes no page any more.
 
-Invariants: both ends cut a push alike; a staging buffer is used again only when the device is done
-with what it held.
+Invariants: both ends cut a push alike, and use communicators in the same order; a staging buffer is
+used again only when the device is done with what it held.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -24,18 +25,17 @@ import socket
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import cycle
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
-from torch import Tensor, distributed
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch import distributed
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
+from kv_transfer.lane_staging import Piece, Slot, cut, words
 from kv_transfer.lane_wire import KEY_BYTES, LaneWire, Push
 from kv_transfer.pool import PoolMemory
 from kv_transfer.types import PageIds
@@ -55,79 +55,17 @@ class LaneOptions:
     """How a lane moves pages. The same at both ends."""
 
     piece_bytes: int = 128 << 20
-    """Of a staging buffer."""
-    end_bytes: int = 64 << 20
+    """Of a staging buffer: half of that is sent sooner than a thread queues the next."""
+    end_bytes: int = 32 << 20
     """Of the first and the last piece of a push: the wire waits while the one is gathered, and
     whoever waits for the push while the other is scattered."""
     slots: int = 3
-    """Staging buffers of a lane: one is gathered into, one sent from, one still to be let go."""
+    """Staging buffers of a lane: two on the wire, one gathered into or scattered from."""
+    groups: int = 2
+    """Communicators."""
 
 
 USUAL: Final = LaneOptions()
-
-
-def cut(num_pages: int, most: int, ends: int) -> Iterator[slice]:
-    """The pieces of a push: `most` pages each, the first and the last `ends` at most."""
-    start = 0
-    while start < num_pages:
-        size = ends if start == 0 else min(most, num_pages - start - ends)
-        stop = min(num_pages, start + max(size, ends))
-        yield slice(start, stop)
-        start = stop
-
-
-class _Queue:
-    """Work on a device in the order given. On a CPU it is done at once."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def __call__(self) -> AbstractContextManager[object]:
-        """What is done inside is queued here."""
-        return contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
-
-    def uses(self, tensor: Tensor) -> None:
-        """What is queued so far reads memory of another queue: it must not be used again before."""
-        if self.stream is not None:
-            tensor.record_stream(self.stream)
-
-    def end(self) -> torch.cuda.Event | None:
-        """Of what is queued so far; None: it is over."""
-        if self.stream is None:
-            return None
-        done = torch.cuda.Event(blocking=True)  # Who waits for a frozen peer does not spin.
-        done.record(self.stream)
-        return done
-
-
-class _Slot(NamedTuple):
-    """A staging buffer and the queue of all its work, where a new use waits for the one before."""
-
-    buffer: Tensor
-    """[bytes] uint8"""
-    queue: _Queue
-
-    @classmethod
-    def of(cls, num_bytes: int, device: torch.device) -> _Slot:
-        """A new one."""
-        return cls(torch.empty(num_bytes, dtype=torch.uint8, device=device), _Queue(device))
-
-    def pages(self, count: int, page_bytes: int) -> Tensor:
-        """[count, page_bytes] as `_words`."""
-        return _words(self.buffer[: count * page_bytes].view(count, page_bytes))
-
-
-class _Piece(NamedTuple):
-    """Some pages of a push on their way through a slot."""
-
-    ids: Tensor
-    """[n] int64, pages of the pool."""
-    staged: Tensor
-    """[n, page_bytes] as `_words`."""
-    queue: _Queue
-    """The slot's."""
-    ends: Push | None
-    """The push, if it ends with this piece."""
 
 
 class Lane(ABC):
@@ -137,8 +75,10 @@ class Lane(ABC):
         self.failed = False
         """Set before the communicator is torn down: what ends then has not arrived."""
         self._pool = pool
+        self._words = words(pool.pages)
         self._options = options
-        self._group: Any = None
+        self._groups: list[Any] = []
+        """Held here alone: some close their connections when the last reference goes."""
         self._wire: LaneWire | None = None
         self._thread = threading.Thread(target=self._run, name=f"kv-{name}", daemon=True)
         self._thread.start()
@@ -149,7 +89,7 @@ class Lane(ABC):
 
     def _run(self) -> None:
         try:
-            self._wire, self._group = self._form()
+            self._wire, self._groups = self._form()
             if not self.failed:
                 self._serve(self._wire)
         except Exception as error:
@@ -164,37 +104,38 @@ class Lane(ABC):
         device, page_bytes = self._pool.pages.device, self._pool.page_bytes
         most = max(1, self._options.piece_bytes // page_bytes)
         ends = max(1, min(self._options.end_bytes // page_bytes, most))
-        slots = [_Slot.of(most * page_bytes, device) for _ in range(self._options.slots)]
-        turns, uploads = cycle(slots), _Queue(device)
+        slots = [Slot(most, page_bytes, device) for _ in range(self._options.slots)]
+        turns, groups = cycle(slots), cycle(range(self._options.groups))
         while (wanted := self._next(wire)) is not None:
             pages, push = wanted
-            with uploads():
-                ids = torch.from_numpy(pages).long().to(device)
             for part in cut(len(pages), most, ends):
-                slot = next(turns)
-                staged = slot.pages(part.stop - part.start, page_bytes)
-                is_last = part.stop == len(pages)
-                self._move(_Piece(ids[part], staged, slot.queue, push if is_last else None))
-                slot.queue.uses(ids)
+                is_first, is_last = part.start == 0, part.stop == len(pages)
+                through = next(turns), next(groups)
+                self._move(Piece(pages[part], *through, is_first, push if is_last else None))
             self._moved()
+
+    def _form_groups(self, store: Store, rank: int) -> list[Any]:
+        device = self._pool.pages.device
+        names = map(str, range(self._options.groups))
+        return [form_group(PrefixStore(name, store), rank, device) for name in names]
 
     def _tear_down(self) -> None:
         self.failed = True
-        group, self._group = self._group, None
-        if group is not None:
+        groups, self._groups = self._groups, []
+        for group in groups:
             with contextlib.suppress(Exception):
                 group.abort()
 
     @abstractmethod
-    def _form(self) -> tuple[LaneWire, Any]:
-        """Meets the other end: the wire, and the communicator of the two."""
+    def _form(self) -> tuple[LaneWire, list[Any]]:
+        """Meets the other end: the wire, and the communicators of the two."""
 
     @abstractmethod
     def _next(self, wire: LaneWire) -> tuple[PageIds, Push] | None:
         """Waits for the next push, and its pages at this end; None: the lane is closed."""
 
     @abstractmethod
-    def _move(self, piece: _Piece) -> None:
+    def _move(self, piece: Piece) -> None:
         """Queues, or does, what a piece takes."""
 
     @abstractmethod
@@ -247,12 +188,12 @@ class SendLane(Lane):
         if self._wire is not None:
             self._wire.close()
 
-    def _form(self) -> tuple[LaneWire, Any]:
+    def _form(self) -> tuple[LaneWire, list[Any]]:
         key = secrets.token_bytes(KEY_BYTES)
         self._store.set(_WIRE, f"{self._server.getsockname()[1]}:{key.hex()}")
         with self._server:
             wire = LaneWire.accept(self._server, key, FORM_S.total_seconds())
-        return wire, form_group(self._store, SENDER, self._pool.pages.device)
+        return wire, self._form_groups(self._store, SENDER)
 
     def _next(self, wire: LaneWire) -> tuple[PageIds, Push] | None:
         wanted = self._pushes.get()
@@ -260,10 +201,11 @@ class SendLane(Lane):
             wire.tell_push(wanted[1])
         return wanted
 
-    def _move(self, piece: _Piece) -> None:
-        with piece.queue():
-            torch.index_select(_words(self._pool.pages), 0, piece.ids, out=piece.staged)
-            self._group.send([piece.staged.view(-1)], RECEIVER, 0).wait()
+    def _move(self, piece: Piece) -> None:
+        with piece.slot.queue():
+            piece.slot.name(piece.pages)
+            torch.index_select(self._words, 0, piece.ids, out=piece.staged)
+            self._groups[piece.group].send([piece.staged.view(-1)], RECEIVER, 0).wait()
 
     def _moved(self) -> None:
         """That it has landed is for the other end to say."""
@@ -278,25 +220,19 @@ class ReceiveLane(Lane):
 
     def __init__(self, name: str, pool: PoolMemory, address: str, options: LaneOptions) -> None:
         self._address = address
-        self._due: deque[tuple[_Piece, torch.cuda.Event | None]] = deque()
+        self._due: deque[tuple[Piece, torch.cuda.Event | None]] = deque()
         """Pieces to be scattered, and when they are here."""
         self._landing: deque[tuple[Push | None, torch.cuda.Event | None]] = deque()
         """Pieces that are scattered: the push that ends with it, and when it is in the pool."""
+        self._landed: deque[bytes] = deque()
+        """Payloads of pushes that are there, not told to the process yet."""
         super().__init__(name, pool, options)
 
     def landed(self) -> list[bytes]:
-        """Payloads of pushes whose last byte is in the pool, since the last call. The sender is
-        told."""
-        ended = []
-        while self._landing and _is_done(self._landing[0][1]):
-            push, _ = self._landing.popleft()
-            if push is not None and self._wire is not None:
-                ended.append(push.payload)
-                with contextlib.suppress(OSError):  # The sender is gone; so is who would listen.
-                    self._wire.tell_landed(push.handle)
+        """Payloads of pushes whose last byte is in the pool, since the last call."""
         if self._due and self._wire is not None and self._wire.is_over():
             self._tear_down()  # Nobody sends what is due: its thread would wait for ever.
-        return ended
+        return [self._landed.popleft() for _ in range(len(self._landed))]
 
     def close(self) -> None:
         """See `Lane`."""
@@ -304,27 +240,33 @@ class ReceiveLane(Lane):
         if self._wire is not None:
             self._wire.stop_reading()
 
-    def _form(self) -> tuple[LaneWire, Any]:
+    def _form(self) -> tuple[LaneWire, list[Any]]:
         host, _, port = self._address.rpartition(":")
         store = TCPStore(host, int(port), is_master=False, timeout=FORM_S)
         wire_port, _, key = store.get(_WIRE).decode().partition(":")
         form_s = FORM_S.total_seconds()
         wire = LaneWire.connect(host, int(wire_port), bytes.fromhex(key), form_s)
-        return wire, form_group(store, RECEIVER, self._pool.pages.device)
+        return wire, self._form_groups(store, RECEIVER)
 
     def _next(self, wire: LaneWire) -> tuple[PageIds, Push] | None:
         try:
+            if not wire.has_push():
+                self._tell_landed(waits=True)
             push = wire.next_push()
         except EOFError:
             return None
         return push.target, push
 
-    def _move(self, piece: _Piece) -> None:
+    def _move(self, piece: Piece) -> None:
         if len(self._due) == self._options.slots:
             self._scatter()
-        with piece.queue():
-            self._group.recv([piece.staged.view(-1)], SENDER, 0).wait()
-        self._due.append((piece, piece.queue.end()))
+        with piece.slot.queue():
+            self._groups[piece.group].recv([piece.staged.view(-1)], SENDER, 0).wait()
+            # Who waits for a frozen peer does not spin; behind the first piece others are on the
+            # wire.
+            received = piece.slot.queue.end(blocking=piece.is_first)
+            piece.slot.name(piece.pages)
+        self._due.append((piece, received))
 
     def _moved(self) -> None:
         while self._due:
@@ -336,26 +278,26 @@ class ReceiveLane(Lane):
             received.synchronize()
         if self.failed:
             raise EOFError("torn down")
-        with piece.queue():
-            _words(self._pool.pages).index_copy_(0, piece.ids, piece.staged)
-        self._landing.append((piece.ends, piece.queue.end()))
+        with piece.slot.queue():
+            self._words.index_copy_(0, piece.ids, piece.staged)
+        self._landing.append((piece.ends, piece.slot.queue.end()))
         self._due.popleft()
+        self._tell_landed(waits=False)
 
-    def _leave(self, wire: LaneWire) -> None:
-        for _, done in list(self._landing):
+    def _tell_landed(self, waits: bool) -> None:
+        """Tells of pushes that are in the pool; of all that are scattered, if it waits for them."""
+        while self._landing and (waits or _is_done(self._landing[0][1])):
+            push, done = self._landing.popleft()
             if done is not None:
                 done.synchronize()
+            if push is not None and self._wire is not None:
+                self._landed.append(push.payload)
+                with contextlib.suppress(OSError):  # The sender is gone; so is who would listen.
+                    self._wire.tell_landed(push.handle)
+
+    def _leave(self, wire: LaneWire) -> None:
+        self._tell_landed(waits=True)
         wire.close()
-
-
-def _words(pages: Tensor) -> Tensor:
-    """Bytes as the longest words that divide a page: gathering works word by word."""
-    fits = next(t for t in (torch.int64, torch.int32, torch.uint8) if not _splits(pages, t))
-    return pages.view(fits)
-
-
-def _splits(pages: Tensor, word: torch.dtype) -> bool:
-    return pages.shape[-1] % word.itemsize != 0 or pages.data_ptr() % word.itemsize != 0
 
 
 def _is_done(event: torch.cuda.Event | None) -> bool:

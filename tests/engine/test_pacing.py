@@ -11,7 +11,7 @@ from engine_fakes import VOCAB, HashExecutor
 
 from engine.blocks import BlockManager
 from engine.bounds import SchedulerConfig
-from engine.pacing import SLACK_S, LaunchPacer
+from engine.pacing import OFTEN_S, SELDOM_S, SLACK_S, LaunchPacer, look_s
 from engine.sampling import Sampler
 from engine.scheduler import Scheduler
 from engine.step import StepPlan, StepResult
@@ -125,8 +125,8 @@ def running_loop() -> tuple[StepLoop, TimedExecutor]:
     return loop, executor
 
 
-def submit(loop: StepLoop, number: int, output: int = 60) -> None:
-    ids, greedy = np.arange(3, 8, dtype=np.int32), SamplingParams(temperature=0.0)
+def submit(loop: StepLoop, number: int, output: int = 60, prompt: int = 5) -> None:
+    ids, greedy = np.arange(prompt, dtype=np.int32) % VOCAB, SamplingParams(temperature=0.0)
     stop = StopRules(output, ignore_eos=True)
     request = Request(number.to_bytes(16, "big"), ids, greedy, stop)
     loop.post(lambda scheduler: scheduler.submit(request, lambda _: None))
@@ -190,3 +190,28 @@ def steps_waited() -> list[int]:
         found.append(joined - running)
     loop.stop()
     return found
+
+
+def test_a_prompt_that_comes_while_another_is_computed_begins_when_that_one_ends() -> None:
+    """Planned once the one before it is settled, it would begin later than that; so it does where
+    the machine was late to take it up, which it is not every time."""
+    assert any(gap_s() < 1e-9 for _ in range(TRIES))
+
+
+def gap_s() -> float:
+    """Seconds that the device idles between two prompts; the second comes during the first."""
+    loop, executor = running_loop()
+    for number, later_s in enumerate((2 * STEP_S, STEP_S / 3, 0)):  # The first tells the rate.
+        submit(loop, number, output=1, prompt=100)
+        while len(executor.plans) == number:
+            time.sleep(0.001)
+        time.sleep(later_s)
+    loop.stop()
+    return executor.began[2] - executor.began[1] - STEP_S
+
+
+def test_a_step_with_prompts_is_looked_at_often_towards_its_end() -> None:
+    assert look_s(0.0, 0.020) == SELDOM_S
+    assert look_s(0.0146, 0.020) == pytest.approx(0.0004)
+    assert look_s(0.016, 0.020) == look_s(0.050, 0.020) == OFTEN_S
+    assert look_s(9.0, 10.0) == pytest.approx(0.02), "of ten seconds"
