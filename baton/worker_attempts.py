@@ -143,7 +143,8 @@ class Attempts(Generic[A]):
 
 class AttemptsService(ABC, Generic[A]):
     """A service's attempts, and the four things from outside that end one: the router's word, the
-    end of its stream, its deadline, and the end of the process; and a bug."""
+    end of its stream, its deadline, and the end of the process; and a bug. An attempt that cannot
+    be ended keeps no other from its end."""
 
     def __init__(self, clock: Clock) -> None:
         self._attempts: Attempts[A] = Attempts(clock)
@@ -160,28 +161,32 @@ class AttemptsService(ABC, Generic[A]):
         """A router is gone, and all its attempts with it."""
         for attempt in self._attempts:
             if attempt.stream is stream:
-                self.cancel(attempt.id, stream)
+                with self._ending_if_broken(attempt):
+                    self.cancel(attempt.id, stream)
 
     def expire(self) -> None:
         """Fails attempts whose time is up."""
         for attempt in self._attempts.expired():
-            attempt.fail(worker_pb2.FAILURE_REASON_EXPIRED)
-            self._end_early(attempt, EXPIRED)
+            attempt.expires_s = math.inf  # told once, whatever comes of it
+            with self._ending_if_broken(attempt):
+                attempt.fail(worker_pb2.FAILURE_REASON_EXPIRED)
+                self._end_early(attempt, EXPIRED)
 
     def fail_all(self, reason: worker_pb2.FailureReason.ValueType) -> None:
         """Ends every attempt: the process ends."""
         for attempt in self._attempts:
-            attempt.fail(reason)
-            self._end_early(attempt, CANCELLED)
+            with self._ending_if_broken(attempt):
+                attempt.fail(reason)
+                self._end_early(attempt, CANCELLED)
 
     @contextmanager
     def _ending_if_broken(self, attempt: A) -> Iterator[None]:
-        """An event of an attempt is taken in here. One that breaks its handler ends its attempt,
-        which would wait for ever otherwise, and leaves the events behind it to theirs."""
+        """An event of an attempt is taken in here, or its end. One that breaks its handler ends its
+        attempt, which would wait for ever otherwise, and leaves what is behind it to its turn."""
         try:
             yield
         except Exception:
-            logger.exception("an event broke its handler")
+            logger.exception("an event of an attempt broke its handler")
             self._give_up(attempt)
 
     def _give_up(self, attempt: A) -> None:

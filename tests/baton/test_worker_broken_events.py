@@ -120,3 +120,37 @@ async def test_an_attempt_that_cannot_even_be_ended_keeps_no_other_from_its_even
         for attempt in (broken, sound):
             pair.d.decode.cancel(attempt.id, pair.from_d.outbox)
         await pair.quiet()
+
+
+@pytest.mark.parametrize("end", ["stream", "deadline", "process"])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_nor_from_its_end(monkeypatch: pytest.MonkeyPatch, role: str, end: str) -> None:
+    """A stream that ends, a deadline, a process that stops: the attempts behind it end as well."""
+    async with a_pair() as pair:
+        attempts = broken, sound = Attempted(SHORT), Attempted(LONGER)
+        for attempt in attempts:
+            pair.submit(attempt)
+        for attempt in attempts:
+            await pair.from_p.heard("first_token", attempt.id)
+            await pair.from_d.heard("granted", attempt.id)
+        node, ear = (pair.p, pair.from_p) if role == "prefill" else (pair.d, pair.from_d)
+        service, cancel = getattr(node, role), node.engine.cancel
+
+        def breaks(attempt_id: bytes) -> None:
+            assert attempt_id != broken.id, "a bug"
+            cancel(attempt_id)
+
+        monkeypatch.setattr(node.engine, "cancel", breaks)
+        match end:
+            case "stream":
+                service.end_stream(ear.outbox)
+            case "deadline":
+                for attempt in service._attempts:
+                    attempt.expires_s = 0.0
+                service.expire()
+            case "process":
+                service.fail_all(worker_pb2.FAILURE_REASON_DRAINING)
+        goes_on = {one.id for one in service._attempts if one.state}  # 0 is given up
+        assert sound.id not in goes_on
+        monkeypatch.undo()
+        node.engine.cancel(broken.id)
