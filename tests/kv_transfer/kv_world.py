@@ -153,11 +153,15 @@ class Transfer:
         self.held_pages = held_pages
         self._timeout_s = timeout_s
 
-    def expect(self) -> None:
+    @property
+    def receive_spec(self) -> ReceiveSpec:
         peer, num_pages = self.world.prefill.name, len(self.target)
-        self.world.decode.receiver.expect(
-            ReceiveSpec(self.id, peer, num_pages, self.held_pages, self.num_tokens, self._timeout_s)
+        return ReceiveSpec(
+            self.id, peer, num_pages, self.held_pages, self.num_tokens, self._timeout_s
         )
+
+    def expect(self) -> None:
+        self.world.decode.receiver.expect(self.receive_spec)
 
     @staticmethod
     def _pages(rng: np.random.Generator, num_pages: int, merged: bool) -> np.ndarray:

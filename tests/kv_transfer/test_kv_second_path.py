@@ -9,7 +9,6 @@ import pytest
 from kv_world import DECODE_EPOCH, Transfer, World
 
 from kv_transfer.events import (
-    Delivered,
     PeerFailed,
     QuiesceAnswered,
     QuiesceUnanswered,
@@ -167,25 +166,3 @@ def test_an_answer_that_overtakes_what_has_landed(loopback: World) -> None:
     world.turn(3)
     assert world.decode.counters.stale_notifications == 0
     assert np.array_equal(transfer.received()[:2], transfer.content[:2])
-
-
-@pytest.mark.parametrize("looks", [False, True])
-def test_an_answer_does_not_let_the_next_grants_chunks_overtake_it(
-    loopback: World, looks: bool
-) -> None:
-    """The decode side's thread was busy while the answer was queued, and then a grant, which was
-    told, and written to."""
-    world, given_up = loopback, loopback.grant(48)
-    world.decode.receiver.abort(given_up.id)
-    transfer = world.grant_to_expect(48)
-    transfer.begin()
-    transfer.finish()
-    world.prefill.exchange.turn()
-    if looks:
-        world.decode.exchange.look()
-    world.decode.exchange.quiesced(world.prefill.name, Quiesced(given_up.id, DECODE_EPOCH))
-    transfer.expect()
-    world.decode.exchange.work()
-    world.turn()
-    assert [event.transfer_id for event in world.decode.of(Delivered)] == [transfer.id]
-    assert world.decode.counters.stale_notifications == 0
