@@ -150,12 +150,8 @@ class NixlTransport:
             if state is PushState.IN_PROGRESS:
                 continue
             del self._pushes[handle]
-            peer.pushes -= 1
-            if state is PushState.DONE:
-                self._agent.releaseXferReq(handle)
-            if peer.is_closing and not peer.pushes:
-                self._forget(peer)
             ended.append((handle, state))
+            self._let_go(handle, state, peer)
         return ended
 
     def poll_notifications(self) -> list[Notification]:
@@ -243,6 +239,17 @@ class NixlTransport:
         if status == self._nixl.NIXL_SUCCESS:
             return PushState.DONE
         return PushState.IN_PROGRESS if status == self._nixl.NIXL_IN_PROG else PushState.ERROR
+
+    def _let_go(self, handle: int, state: PushState, peer: _Peer) -> None:
+        """A push has ended, which is told whatever becomes of what it held."""
+        peer.pushes -= 1
+        try:
+            if state is PushState.DONE:
+                self._agent.releaseXferReq(handle)
+            if peer.is_closing and not peer.pushes:
+                self._forget(peer)
+        except Exception as error:
+            logger.warning("a push that ended was not released: %s", type(error).__name__)
 
     def _open_peer(self, agent_name: str) -> _Peer:
         peer = self._peers.get(agent_name)

@@ -337,6 +337,30 @@ def test_so_does_delivery_whose_grant_is_queued_behind_the_proof(
     assert world.decode.counters.stale_notifications == 0
 
 
+def test_the_end_of_a_push_is_told_though_it_cannot_be_released() -> None:
+    """Else its pages would be pinned for ever."""
+
+    class Agent:
+        def __init__(self, agent: object) -> None:
+            self._agent = agent
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._agent, name)
+
+        def releaseXferReq(self, handle: int) -> None:
+            raise RuntimeError
+
+    with a_world("nixl") as world:
+        transport = world.prefill.transport
+        agent, transport._agent = transport._agent, Agent(transport._agent)
+        transfer = world.grant(48)
+        transfer.begin()
+        transfer.finish()
+        delivered(world)
+        assert not world.prefill.exchange.pushes_in_progress
+        transport._agent = agent
+
+
 def test_a_grant_to_a_peer_that_is_dead_already(world: World) -> None:
     world.die(world.prefill, at=world.decode)
     world.die(world.decode, at=world.prefill)
