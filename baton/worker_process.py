@@ -145,6 +145,7 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
         max_step_tokens=_step_tokens(settings),
         decodes=settings.role is not Role.PREFILL,
         mixed_prefill_tokens=_mixed_prefill_tokens(settings),
+        mixed_step_s=settings.mixed_step_ms / 1e3,
         full_step_tokens=0 if settings.role is Role.BOTH else FULL_STEP_TOKENS,
         max_context_tokens=settings.max_context_tokens,
         page_watermark=settings.page_watermark,

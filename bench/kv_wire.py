@@ -113,7 +113,8 @@ class Side:
         for way in self.ours.keys() & set(ways):
             self.ours[way].poll_pushes()
             self.ours[way].poll_notifications()
-        self.bare.get_new_notifs()
+        if "nixl, bare" in ways:
+            self.bare.get_new_notifs()
 
 
 def _bare_agent(name: str, pool: torch.Tensor) -> Any:

@@ -39,9 +39,13 @@ class EngineConfig:
     max_sequences: int = 64
     """Slots of the batch."""
     max_step_tokens: int = 0
-    """New tokens in a step: the chunk budget; 0: 512 on CPU, 2048 elsewhere."""
+    """New tokens in a step: the chunk budget; 0: 512 on CPU, elsewhere 2048 where sequences are
+    decoded and 4096 where not."""
     mixed_prefill_tokens: int = 0
     """Prefill tokens in a step that also decodes; 0: as `max_step_tokens`."""
+    mixed_step_s: float = 0.0
+    """How long a step may take that decodes and computes prompts; 0: no matter. See
+    `engine.mixed_pace`."""
     full_step_tokens: int = 0
     """Prompt tokens that keep the device busy: a prompt that would make a step longer than that
     waits for the next one, as long as it is not the step's first; 0: as `max_step_tokens`."""

@@ -140,7 +140,7 @@ def _resolve(config: EngineConfig) -> EngineConfig:
         why = "finds no GPU here" if torch.version.cuda else "is a build without CUDA"
         raise EngineError(f"the device cannot be {device}: the PyTorch that is installed {why}")
     on_cpu = device == "cpu"
-    step_tokens = config.max_step_tokens or (512 if on_cpu else 2048)
+    step_tokens = config.max_step_tokens or _usual_step_tokens(on_cpu, config.decodes)
     if step_tokens < max(config.page_size, config.max_sequences + config.page_size):
         raise EngineError(
             f"max_step_tokens {step_tokens} must be at least max_sequences {config.max_sequences}"
@@ -161,6 +161,13 @@ def _resolve(config: EngineConfig) -> EngineConfig:
         mixed_prefill_tokens=mixed_tokens,
         full_step_tokens=config.full_step_tokens or step_tokens,
     )
+
+
+def _usual_step_tokens(on_cpu: bool, decodes: bool) -> int:
+    """Longer steps are a few percent faster; where something decodes, it waits for them."""
+    if on_cpu:
+        return 512
+    return 2048 if decodes else 4096
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -300,6 +307,7 @@ def _scheduler(config: EngineConfig, info: ModelInfo, pool: KvPool, sampler: Sam
         max_sequences=config.max_sequences,
         max_step_tokens=config.max_step_tokens,
         mixed_prefill_tokens=config.mixed_prefill_tokens,
+        mixed_step_s=config.mixed_step_s,
         full_step_tokens=config.full_step_tokens,
         max_context_tokens=info.max_context_tokens,
         page_size=config.page_size,

@@ -116,7 +116,7 @@ def _cut_chunks(scheduler: Scheduler, rows: Slots) -> tuple[list[ChunkPlan], lis
     config = scheduler.config
     budget = scheduler.step_tokens
     if rows.size:
-        budget = min(budget - rows.size, config.mixed_prefill_tokens)
+        budget = min(budget - rows.size, scheduler.mixed_tokens)
     chunks: list[ChunkPlan] = []
     scores: list[ScorePlan] = []
     first_token, first_sample = int(rows.size), int(rows.size)

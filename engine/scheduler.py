@@ -78,6 +78,8 @@ class Scheduler:
         self.preemptions = 0
         self.step_tokens = config.max_step_tokens
         """Most new tokens in a step now: fewer after one that lacked memory."""
+        self.mixed_tokens = config.mixed_prefill_tokens
+        """Most prompt tokens in a step that decodes, too, now: set by `engine.mixed_pace`."""
         self.failed_steps = 0
         """In a row; set by `engine.recovery`."""
         self.cached_tokens = 0

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 
 from engine.admission import admit
 from engine.executor import Executor, Launched
+from engine.mixed_pace import MixedPace
 from engine.pacing import LOOK_S, LaunchPacer, is_decode, look_s
 from engine.planning import plan_step
 from engine.profiling import StepProfiler
@@ -68,6 +69,8 @@ class StepLoop:
         self._thread = threading.Thread(target=self._run, name="baton-step-loop", daemon=True)
         self._rates = _Rates()
         self._pacer = LaunchPacer()
+        config = scheduler.config
+        self._pieces = MixedPace(config.mixed_prefill_tokens, config.mixed_step_s, config.page_size)
         self._progress = 0
 
     def start(self, on_step: OnStep | None = None, on_lost: OnLost | None = None) -> None:
@@ -180,6 +183,8 @@ class StepLoop:
         else:
             self._rates.settled(plan)
             self._pacer.settled(plan, self._rates.step_s)
+            self._pieces.settled(plan, self._rates.step_s)
+            self._scheduler.mixed_tokens = self._pieces.tokens
             settle_step(self._scheduler, plan, result, self._hand_over)
             self._on_step(self._rates.step_s, plan.num_decodes)
         self._flush()

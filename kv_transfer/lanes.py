@@ -56,7 +56,7 @@ class LaneOptions:
 
     piece_bytes: int = 128 << 20
     """Of a staging buffer: half of that is sent sooner than a thread queues the next."""
-    end_bytes: int = 32 << 20
+    end_bytes: int = 64 << 20
     """Of the first and the last piece of a push: the wire waits while the one is gathered, and
     whoever waits for the push while the other is scattered."""
     slots: int = 3
@@ -285,7 +285,8 @@ class ReceiveLane(Lane):
         self._tell_landed(waits=False)
 
     def _tell_landed(self, waits: bool) -> None:
-        """Tells of pushes that are in the pool; of all that are scattered, if it waits for them."""
+        """Tells of pushes that are in the pool; of all that are scattered, if it waits for them.
+        This process is told before the sender is, which lets go of the pages."""
         while self._landing and (waits or _is_done(self._landing[0][1])):
             push, done = self._landing.popleft()
             if done is not None:
@@ -296,7 +297,9 @@ class ReceiveLane(Lane):
                     self._wire.tell_landed(push.handle)
 
     def _leave(self, wire: LaneWire) -> None:
-        self._tell_landed(waits=True)
+        for _, done in self._landing:
+            if done is not None:
+                done.synchronize()
         wire.close()
 
 

@@ -65,7 +65,6 @@ class NcclTransport:
         self._endpoint = replace(self._control.endpoint, transport=self.name)
         self._peers: dict[str, _Peer] = {}
         self._ended: list[tuple[int, PushState]] = []
-        self._inbox: deque[Notification] = deque()
         self._from_strangers: deque[Notification] = deque(maxlen=MOST_EARLY)
         """What peers say that met us before we met them."""
         self._next_handle = 1
@@ -112,14 +111,31 @@ class NcclTransport:
 
     def poll_pushes(self) -> list[tuple[int, PushState]]:
         """See `KvTransport`."""
-        self._look()
+        for peer in self._peers.values():
+            if peer.out is not None:
+                landed = peer.pushes.intersection(peer.out.landed())
+                peer.pushes -= landed
+                self._ended += [(handle, PushState.DONE) for handle in sorted(landed)]
+                if peer.out.is_over:
+                    self._give_up(peer)
         ended, self._ended = self._ended, []
         return ended
 
     def poll_notifications(self) -> list[Notification]:
         """See `KvTransport`."""
-        self._look()
-        return [self._inbox.popleft() for _ in range(len(self._inbox))]
+        told = []
+        # Lanes first: a sender that was told what landed may speak of that, or form another lane.
+        for name, known in self._peers.items():
+            if known.into is not None:
+                told += [Notification(name, payload) for payload in known.into.landed()]
+        for notification in self._control.poll_notifications():
+            if not notification.payload.startswith(_FORM):
+                told.append(notification)
+            elif (peer := self._peers.get(notification.from_agent)) is not None:
+                self._lane_from(peer, notification.payload)
+            else:
+                self._from_strangers.append(notification)
+        return told
 
     def close(self, agent_name: str) -> None:
         """See `KvTransport`. Pushes in progress end in ERROR: how much landed is unknown."""
@@ -135,25 +151,6 @@ class NcclTransport:
         for agent_name in list(self._peers):
             self.close(agent_name)
         self._control.shutdown()
-
-    def _look(self) -> None:
-        for notification in self._control.poll_notifications():
-            if not notification.payload.startswith(_FORM):
-                self._inbox.append(notification)
-            elif (peer := self._peers.get(notification.from_agent)) is not None:
-                self._lane_from(peer, notification.payload)
-            else:
-                self._from_strangers.append(notification)
-        for peer in self._peers.values():
-            if peer.into is not None:
-                agent = peer.endpoint.agent_name
-                self._inbox += [Notification(agent, told) for told in peer.into.landed()]
-            if peer.out is not None:
-                landed = peer.pushes.intersection(peer.out.landed())
-                peer.pushes -= landed
-                self._ended += [(handle, PushState.DONE) for handle in sorted(landed)]
-                if peer.out.is_over:
-                    self._give_up(peer)
 
     def _lane_to(self, peer: _Peer) -> SendLane:
         if peer.out is None:

@@ -17,16 +17,16 @@ from bisect import bisect_left
 from typing import NamedTuple
 
 from engine.executor import Limits
+from engine.mixed_pace import GRAIN_TOKENS, LEAST_TOKENS
 from engine.step import StepPlan
 
 SMALL = (1, 2, 4)
 SPACING = 8
 MIXED_SPACING = 32
 """Rows are few beside the prompt's tokens."""
-PIECES = (64, 128, 192)
+PIECES = tuple(range(LEAST_TOKENS, 192 + 1, GRAIN_TOKENS))
 """Prompt tokens beside decode rows. The last is what a decode worker computes of prompts in one
-step; fewer are the end of a prompt."""
-PROMPT_TOKENS = PIECES[-1]
+step; fewer are the end of a prompt, or what the pace of the rows leaves."""
 PROMPT_SPACING = 64
 """Of prompts alone, in tokens."""
 LONGEST_GRAPH = 2048

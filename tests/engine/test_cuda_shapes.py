@@ -12,7 +12,6 @@ from engine.cuda.shapes import (
     LONGEST_GRAPH,
     PIECES,
     PROMPT_ROWS,
-    PROMPT_TOKENS,
     Shape,
     Shapes,
     bucket_of,
@@ -104,7 +103,7 @@ def test_prompts_alone_have_graphs_up_to_the_longest_chunk(longest):
 
 
 def test_attention_knows_the_longest_piece():
-    assert LONG_PIECE == PROMPT_TOKENS
+    assert PIECES[-1] == LONG_PIECE
 
 
 def test_where_nothing_decodes_only_prompts_have_graphs():
@@ -117,7 +116,7 @@ def test_where_nothing_decodes_only_prompts_have_graphs():
 
 def test_long_many_and_scored_prompts_have_none():
     shapes = shapes_of(8, 8192)
-    assert shapes.of(step(2, (0, PROMPT_TOKENS + 1))) is None
+    assert shapes.of(step(2, (0, PIECES[-1] + 1))) is None
     assert shapes.of(step(0, (0, LONGEST_GRAPH + 1))) is None
     for decodes in (0, 2):
         assert shapes.of(step(decodes, *[(0, 5)] * (PROMPT_ROWS + 1))) is None
@@ -134,19 +133,19 @@ def packed(plan: StepPlan | None, shape: Shape) -> PackedStep:
 
 def test_decode_rows_come_first_and_prompts_behind_their_padding():
     plan = step(2, (4, 9), (0, 3), last=False)
-    found = packed(plan, shape := Shape(8, PROMPT_ROWS + 1, PROMPT_TOKENS))
+    found = packed(plan, shape := Shape(8, PROMPT_ROWS + 1, PIECES[-1]))
     assert found.header.tolist() == [2, 2, plan.page_table.shape[1]]
     assert found.slots.tolist() == [20, 21] + [NOBODY] * 6
     assert found.contexts.tolist() == [11, 12] + [1] * 6 + [9, 3] + [1] * (PROMPT_ROWS - 1)
     assert found.prompts is not None
     ids, positions, stores = found.prompts.tokens.tolist()
-    assert ids == [*range(502, 510), *[0] * (PROMPT_TOKENS - 8)]
+    assert ids == [*range(502, 510), *[0] * (PIECES[-1] - 8)]
     assert positions[:8] == [4, 5, 6, 7, 8, 0, 1, 2]
     pages = plan.page_table
     assert stores[:5] == [pages[2, p // 4] * 4 + p % 4 for p in range(4, 9)]
     assert stores[5:8] == [pages[3, 0] * 4 + p for p in range(3)]
     assert {*positions[8:], *stores[8:]} == {0}, "position 0 of the scratch page"
-    assert found.prompts.starts.tolist() == [0, 5] + [8] * (PROMPT_ROWS - 1) + [PROMPT_TOKENS]
+    assert found.prompts.starts.tolist() == [0, 5] + [8] * (PROMPT_ROWS - 1) + [PIECES[-1]]
     assert found.prompts.ends.tolist() == [
         *range(8), 12, *[15] * (PROMPT_ROWS - 1), shape.tokens - 1,
     ]  # fmt: skip
@@ -156,10 +155,10 @@ def test_decode_rows_come_first_and_prompts_behind_their_padding():
 
 
 def test_a_piece_that_fills_its_shape_leaves_no_token_to_padding():
-    found = packed(step(0, (0, PROMPT_TOKENS)), Shape(1, PROMPT_ROWS + 1, PROMPT_TOKENS))
+    found = packed(step(0, (0, PIECES[-1])), Shape(1, PROMPT_ROWS + 1, PIECES[-1]))
     assert found.header.tolist()[:2] == [0, 1]
     assert found.prompts is not None
-    assert found.prompts.starts.tolist() == [0] + [PROMPT_TOKENS] * (PROMPT_ROWS + 1)
+    assert found.prompts.starts.tolist() == [0] + [PIECES[-1]] * (PROMPT_ROWS + 1)
     assert found.sampled.tolist() == [1]
 
 

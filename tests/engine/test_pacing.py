@@ -3,32 +3,13 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
 
-import numpy as np
 import pytest
-from engine_fakes import VOCAB, HashExecutor
+from timed_device import STEP_S, TimedExecutor, plan, running_loop, submit
 
-from engine.blocks import BlockManager
-from engine.bounds import SchedulerConfig
 from engine.pacing import OFTEN_S, SELDOM_S, SLACK_S, LaunchPacer, look_s
-from engine.sampling import Sampler
-from engine.scheduler import Scheduler
-from engine.step import StepPlan, StepResult
-from engine.step_loop import StepLoop
-from engine.types import Request, SamplingParams, StopRules
 
-STEP_S = 0.03
 TRIES = 5
-NONE = np.zeros(0, np.int32)
-
-
-def plan(tokens: int, decodes: int) -> StepPlan:
-    rows = np.zeros(tokens, np.int32)
-    return StepPlan(
-        0, rows, rows, rows, rows, rows, decodes, NONE, NONE, NONE, NONE, NONE, None,
-        NONE, NONE, NONE, NONE,
-    )  # fmt: skip
 
 
 class Clock:
@@ -83,53 +64,6 @@ def test_one_slow_launch_is_remembered_for_a_while(clock: Clock) -> None:
         pacer.woke()
         pacer.launched()
     assert pacer.wait_s(plan(4, 4), clock.now) > before + 0.007
-
-
-class TimedExecutor(HashExecutor):
-    """Works through its steps one behind the other, each of which takes `step_s`."""
-
-    def __init__(self, *arguments: int) -> None:
-        super().__init__(*arguments)
-        self.plans: list[StepPlan] = []
-        self.began: list[float] = []
-        self.step_s = STEP_S
-        self._free_at = 0.0
-        self._device = ThreadPoolExecutor(1)
-
-    def launch(self, step: StepPlan) -> Future[StepResult]:
-        begin = max(time.monotonic(), self._free_at)
-        self._free_at = begin + self.step_s
-        self.began.append(begin)
-        self.plans.append(step)
-        future: Future[StepResult] = Future()
-        self._device.submit(self._work, step, future, self._free_at)
-        return future
-
-    def shutdown(self) -> None:
-        self._device.shutdown()
-
-    def _work(self, step: StepPlan, future: Future[StepResult], end: float) -> None:
-        time.sleep(max(0.0, end - time.monotonic()))
-        self._complete(step, future)
-
-
-def running_loop() -> tuple[StepLoop, TimedExecutor]:
-    config = SchedulerConfig(
-        max_sequences=64, max_step_tokens=128, mixed_prefill_tokens=128, max_context_tokens=512,
-        page_size=16, eos_token_ids=frozenset(),
-    )  # fmt: skip
-    sampler = Sampler(64, VOCAB, "cpu", [])
-    executor = TimedExecutor(400, 16, 64)
-    loop = StepLoop(Scheduler(config, BlockManager(400), sampler), executor)
-    loop.start()
-    return loop, executor
-
-
-def submit(loop: StepLoop, number: int, output: int = 60, prompt: int = 5) -> None:
-    ids, greedy = np.arange(prompt, dtype=np.int32) % VOCAB, SamplingParams(temperature=0.0)
-    stop = StopRules(output, ignore_eos=True)
-    request = Request(number.to_bytes(16, "big"), ids, greedy, stop)
-    loop.post(lambda scheduler: scheduler.submit(request, lambda _: None))
 
 
 def began_after(executor: TimedExecutor, arrived: float) -> int | None:
