@@ -19,10 +19,11 @@ def port_of(address: str) -> int | None:
     return int(port) if is_one else None
 
 
-def check_free(**addresses: str) -> None:
+def check_free(*, reuse_port: bool = False, **addresses: str) -> None:
     """Finds out before anything is loaded, which may take minutes, what binding would find later.
 
     Args:
+        reuse_port: others may listen there, if they share the port, too.
         addresses: HOST:PORT by setting; port 0 is always free.
 
     Raises:
@@ -33,9 +34,12 @@ def check_free(**addresses: str) -> None:
         host = host.strip("[]")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            socket.create_server((host, int(port)), family=family).close()
+            with socket.socket(family) as probe:  # which never listens: clients might come
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(reuse_port))
+                probe.bind((host, int(port)))
         except OSError as error:
-            why = str(error.strerror).partition(" (while")[0].lower()  # the address comes before
+            why = str(error.strerror).lower()
             option = setting.replace("_", "-")
             raise CannotListenError(f"cannot listen on {address} (--{option}): {why}") from None
 

@@ -73,9 +73,10 @@ def client_options(*, retries: bool) -> ClientOptions:
 
     With `retries`, `SERVICE_CONFIG` holds: a call that ends with UNAVAILABLE or RESOURCE_EXHAUSTED
     before its first message is sent again, four times in all, after the wait that the router names
-    (`grpc-retry-pushback-ms`) or else after 0.2 s, doubling to 2 s. An outage is not multiplied:
-    with half of ten recent calls failed, none is retried. gRPC keeps the request until then, up to
-    a limit that would leave long prompts out.
+    (`grpc-retry-pushback-ms`) or else after 0.2 s, doubling to 2 s. So is one that ends with
+    CANCELLED and was not cancelled here: a server that stops says so of calls that it has received
+    and not begun. An outage is not multiplied: with half of ten recent calls failed, none is
+    retried. gRPC keeps the request until then, up to a limit that would leave long prompts out.
     """
     options = channel_options(CLIENT_PING_TIMEOUT_MS)
     if not retries:
@@ -87,10 +88,11 @@ def client_options(*, retries: bool) -> ClientOptions:
     ]
 
 
-def server_options() -> Options:
-    """Options of `grpc.aio.server`; a port is never shared with another process by accident."""
+def server_options(*, reuse_port: bool = False) -> Options:
+    """Options of `grpc.aio.server`; a port is shared with another process only where both ask for
+    it with `reuse_port`, never by accident."""
     return [
         *_options(),
         ("grpc.http2.max_ping_strikes", 0),
-        ("grpc.so_reuseport", 0),
+        ("grpc.so_reuseport", int(reuse_port)),
     ]

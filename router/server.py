@@ -2,11 +2,13 @@
 
 Life of the process:
 
-1. The servers start: gRPC and HTTP for clients, the internal gRPC one for workers.
+1. The servers start: gRPC and HTTP for clients, the internal gRPC one for workers. A router that
+   shares its ports for clients with others takes its part only when it can run some model.
 2. Serving: health says so for the process at once, and for the API while some model can be run.
 3. SIGTERM or SIGINT. Draining: health says NOT_SERVING; for `drain_grace_s` seconds, in which load
    balancers learn of it, all goes on; then new requests are refused, and those under way get
-   `drain_s` seconds. A second signal ends the wait.
+   `drain_s` seconds. A second signal ends the wait. Shared ports are left to the other routers at
+   once: clients connect to one of them for their next requests.
 4. Stopping: what is left ends with DRAINING; the streams to the workers close.
 
 The exit code is 0 where nothing had to be cut short.
@@ -68,7 +70,7 @@ class RouterServer:
         self.dispatcher = JobDispatcher(settings, self.metrics)
         self.registry = Registry(settings, self.dispatcher)
         self.address = ""
-        """Where clients reach it; set by `start`, as below."""
+        """Where clients reach it; "" before it listens there."""
         self.internal_address = ""
         self.http_address = ""
         self._tokenizers = Tokenizers(settings.tokenizer_threads)
@@ -81,16 +83,22 @@ class RouterServer:
             self.metrics,
             [metrics_route(self.metrics.registry)],
             self._gate,
+            reuse_port=settings.reuse_port,
         )
-        self._public = grpc.aio.server(interceptors=[ServerSpans()], options=server_options())
+        self._public = grpc.aio.server(
+            interceptors=[ServerSpans()], options=server_options(reuse_port=settings.reuse_port)
+        )
         self._internal = grpc.aio.server(options=server_options())
         self._health: health.aio.HealthServicer
         self._members_task: asyncio.Task[None] | None = None
+        self._leaving: asyncio.Task[None] | None = None
+        self._can_run = False
+        """Some model; and clients can ask for it."""
         self._traces = TraceStore(settings.max_stored_traces) if settings.trace_store else None
         self.admin = AdminServer(
             settings.admin,
             self.metrics.registry,
-            lambda: bool(self.dispatcher.models()),
+            lambda: self._can_run,
             (
                 discovery_route(lambda: self.registry.members),
                 *(trace_routes(self._traces) if self._traces is not None else ()),
@@ -119,14 +127,19 @@ class RouterServer:
         if self._traces is not None:
             add_trace_receiver(self._internal, self._traces)
         self.internal_address = _bind(self._internal, self.settings.internal_listen)
-        self.address = _bind(self._public, self.settings.listen)
+        if not self.settings.reuse_port:
+            await self._open_doors()
         await self._internal.start()
-        await self._public.start()
-        await self._http.start()
-        self.http_address = self._http.address
         await self.admin.start()
         self._lag.start()
         self._members_task = asyncio.create_task(self._follow_members())
+
+    async def _open_doors(self) -> None:
+        """Clients are served from here on."""
+        self.address = _bind(self._public, self.settings.listen)
+        await self._public.start()
+        await self._http.start()
+        self.http_address = self._http.address
         logger.info(
             "router serves",
             extra={
@@ -136,11 +149,26 @@ class RouterServer:
             },
         )
 
+    async def serve_until(self, end: asyncio.Event) -> None:
+        """Returns when the event is set.
+
+        Raises:
+            RuntimeError, OSError: when it was time to, a shared address could not be bound.
+        """
+        assert self._members_task is not None
+        ended = asyncio.create_task(end.wait())
+        await asyncio.wait({ended, self._members_task}, return_when=asyncio.FIRST_COMPLETED)
+        ended.cancel()
+        if self._members_task.done():
+            self._members_task.result()
+
     async def drain(self) -> None:
         """Says so, then refuses new work; returns when none is left."""
         self.metrics.draining()
         await self._health.enter_graceful_shutdown()
         self._http.drain()
+        if self.settings.reuse_port:
+            self._leave_doors()
         await asyncio.sleep(self.settings.drain_grace_s)
         self.dispatcher.drain()
         await self.dispatcher.idle()
@@ -163,6 +191,14 @@ class RouterServer:
         self._tokenizers.close()
         return clean
 
+    def _leave_doors(self) -> None:
+        """Listens no more and tells clients to connect anew, while their requests go on."""
+        if self._members_task is not None:
+            self._members_task.cancel()  # or it would open them yet
+        grace_s = self.settings.drain_grace_s + self.settings.drain_s
+        self._http.leave_port(grace_s)
+        self._leaving = asyncio.create_task(self._public.stop(grace_s))
+
     def _load(self) -> RouterLoad:
         dispatcher = self.dispatcher
         return RouterLoad(
@@ -183,8 +219,11 @@ class RouterServer:
         while True:
             changed.clear()
             await self._tokenizers.warm(model.path for model in self.dispatcher.attached_models())
-            status = _SERVING if self.dispatcher.models() else _NOT_SERVING
-            await self._health.set(SERVICE_NAME, status)
+            can_run = bool(self.dispatcher.models())
+            await self._health.set(SERVICE_NAME, _SERVING if can_run else _NOT_SERVING)
+            if can_run and not self.address:
+                await self._open_doors()
+            self._can_run = can_run
             await changed.wait()
 
 
@@ -195,11 +234,11 @@ async def serve(settings: RouterSettings) -> int:
     server = RouterServer(settings)
     try:
         await server.start()
+        garbage.set_apart()
+        await server.serve_until(signals.first)
     except (RuntimeError, OSError):
         await server.stop()  # the ports that it has bound already
         raise
-    garbage.set_apart()
-    await signals.first.wait()
     logger.info("draining", extra={"jobs": server.dispatcher.active_jobs})
     await signals.bound(server.drain(), settings.drain_grace_s + settings.drain_s)
     return 0 if await server.stop() else 1

@@ -37,6 +37,9 @@ class RouterSettings(BaseSettings):
     """Where workers announce themselves. Whoever reaches it can join: keep it off public nets."""
     http_listen: Address = "127.0.0.1:8000"
     """Where clients reach the OpenAI-compatible HTTP API."""
+    reuse_port: bool = False
+    """Share `listen` and `http_listen` with other routers of this host that do so, too: each new
+    connection goes to one of them (`SO_REUSEPORT`). It listens there once it can run a model."""
     admin: Address = "127.0.0.1:9090"
     """Where metrics, health and traces are served."""
     auth_tokens_file: str = ""

@@ -1,13 +1,14 @@
 """An HTTP server in the process's own event loop, whose signals it leaves to the process.
 
-Life: bound and serving after `start`; after `stop` the port is free, and requests under way have
-had a second to end.
+Life: bound and serving after `start`; after `leave_port` requests under way go on; after `stop` the
+port is free, and they have had a second to end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
@@ -31,11 +32,15 @@ class EmbeddedHttpServer:
         listen: HOST:PORT or [V6]:PORT; port 0 takes a free one.
         application: what is served.
         name: of its task.
+        reuse_port: share the port with other processes that do so.
     """
 
-    def __init__(self, listen: str, application: ASGIApp, name: str) -> None:
+    def __init__(
+        self, listen: str, application: ASGIApp, name: str, *, reuse_port: bool = False
+    ) -> None:
         self._host, _, self._port = listen.rpartition(":")
         self._name = name
+        self._reuse_port = reuse_port
         self.address = ""
         """HOST:PORT, set by `start`."""
         self._server = _SignalsLeftAlone(
@@ -60,13 +65,20 @@ class EmbeddedHttpServer:
         """
         host = self._host.strip("[]")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        bound = socket.create_server((host, int(self._port)), family=family)
+        where = (host, int(self._port))
+        bound = socket.create_server(where, family=family, reuse_port=self._reuse_port)
         self.address = f"{self._host}:{bound.getsockname()[1]}"
         self._task = asyncio.create_task(self._server.serve([bound]), name=self._name)
         while not self._server.started and not self._task.done():
             await asyncio.sleep(_POLL_S)
         if self._task.done():
             await self._task
+
+    def leave_port(self, grace_s: float) -> None:
+        """Listens no more and closes idle connections; the others close when the request under way
+        has ended, which may take `grace_s` seconds."""
+        self._server.config.timeout_graceful_shutdown = math.ceil(grace_s)
+        self._server.should_exit = True
 
     async def stop(self) -> None:
         """Ends it."""

@@ -45,11 +45,9 @@ def router(resolved: Resolved[RouterSettings]) -> None:
 
     end_with_parent()
     settings = resolved.settings
+    check_free(internal_listen=settings.internal_listen, admin=settings.admin)
     check_free(
-        listen=settings.listen,
-        internal_listen=settings.internal_listen,
-        http_listen=settings.http_listen,
-        admin=settings.admin,
+        reuse_port=settings.reuse_port, listen=settings.listen, http_listen=settings.http_listen
     )
     raise typer.Exit(main(settings))
 

@@ -60,6 +60,7 @@ class OpenAiServer(EmbeddedHttpServer):
         events: hears of requests.
         routes: beside those of the API.
         gate: who may use the API; /health and `routes` are open to all.
+        reuse_port: share the port with other routers.
     """
 
     def __init__(
@@ -71,6 +72,8 @@ class OpenAiServer(EmbeddedHttpServer):
         events: RouterEvents = NO_EVENTS,
         routes: Sequence[BaseRoute] = (),
         gate: Gate = OPEN,
+        *,
+        reuse_port: bool = False,
     ) -> None:
         self._pages = _Pages(dispatcher, tokenizers, gate)
         generations = Generations(dispatcher, tokenizers, limits, events)
@@ -92,7 +95,7 @@ class OpenAiServer(EmbeddedHttpServer):
             routes=[*api, *routes],
             exception_handlers={HTTPException: _not_served, errors.RouterError: _refused},
         )
-        super().__init__(listen, application, "openai-server")
+        super().__init__(listen, application, "openai-server", reuse_port=reuse_port)
 
     def drain(self) -> None:
         """From now on /health sends clients elsewhere; requests are refused by the dispatcher."""

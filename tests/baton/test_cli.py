@@ -9,6 +9,7 @@ import re
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import grpc
@@ -182,6 +183,16 @@ def test_a_taken_port_is_one_line_and_found_at_once(process: str, option: str) -
     assert result.exit_code == 1
     said = f"error cannot listen on {address} ({option}): address already in use"
     assert plain(result.output) == said
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [(True, True), (True, False), (False, True), (False, False)]
+)
+def test_a_port_is_shared_only_where_both_say_so(theirs: bool, ours: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0), reuse_port=theirs) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with nullcontext() if theirs and ours else pytest.raises(CannotListenError, match="in use"):
+            check_free(reuse_port=ours, listen=address)
 
 
 @pytest.mark.parametrize("address", ["203.0.113.1:0", "no.such.host.invalid:0"])

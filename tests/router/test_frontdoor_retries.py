@@ -137,4 +137,5 @@ def test_the_service_config_names_this_service_and_known_codes() -> None:
     assert {grpc.StatusCode[name] for name in retryable} == {
         grpc.StatusCode.UNAVAILABLE,
         grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.CANCELLED,
     }
