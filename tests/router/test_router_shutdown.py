@@ -112,18 +112,19 @@ def request() -> api.StreamGenerateRequest:
     return api.StreamGenerateRequest(input=prompt)
 
 
-def _as_a_shell_starts_it() -> None:
+def _as_a_shell_starts_it(*command: str) -> list[str]:
+    """The command, by a shell. Python would fork to run code of ours first, and gRPC, of which the
+    tests before may have left threads, aborts some of its forks."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, most - 1), most))
+    return ["sh", "-c", f'ulimit -S -n {min(1024, most - 1)} && exec "$@"', "sh", *command]
 
 
 @asynccontextmanager
 async def a_router_process(drain_s: float, grace_s: float = 0.0) -> AsyncIterator[Running]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", CODE, str(drain_s), str(grace_s)),
+        *_as_a_shell_starts_it(sys.executable, "-c", CODE, str(drain_s), str(grace_s)),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        preexec_fn=_as_a_shell_starts_it,
     )
     worker = ScriptedWorker("b0", BOTH)
     await worker.start()
