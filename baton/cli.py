@@ -28,6 +28,7 @@ from baton.errors import (
     UnavailableError,
     UnreachableError,
 )
+from baton.ports import PortTakenError
 from baton.settings import SettingsError
 from baton.top.scrape import TopError
 from baton.traces import TraceError
@@ -69,7 +70,14 @@ def explain(error: Exception) -> tuple[str, int] | None:
             return f"{error.reason or error.code.name}: {error.message}", FAILED
         case SettingsError() | WrongUseError():
             return str(error), WRONG_USE
-        case UpError() | DemoModelError() | TraceError() | TopError() | BenchError():
+        case (
+            UpError()
+            | PortTakenError()
+            | DemoModelError()
+            | TraceError()
+            | TopError()
+            | BenchError()
+        ):
             return str(error), FAILED
         case CannotListenError():
             return str(error), FAILED

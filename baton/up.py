@@ -1,12 +1,14 @@
-"""A router and its workers as processes of this machine: `baton up` and `baton demo`.
+"""Routers and their workers as processes of this machine: `baton up` and `baton demo`.
 
 1. `plan` turns what was asked for into ports, devices, threads and command lines; it starts
    nothing.
 2. `running` starts the processes and yields at once.
-3. `wait_until_ready` returns when every worker says that it serves, and the router that each is
+3. `wait_until_ready` returns when every worker says that it serves, and every router that each is
    attached and that it can run a model; a process that dies before that is an error, one that
-   dies later is restarted.
-4. Leaving `running` drains: the router first, for its requests need the workers.
+   dies later is restarted, but for a router that is the only one.
+4. Leaving `running` drains: the routers first, for their requests need the workers.
+
+Several routers share the addresses for clients. All processes send their spans to the first one.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ import asyncio
 import contextlib
 import json
 import os
-import random
 import socket
 import sys
 import urllib.request
@@ -24,22 +25,16 @@ from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
 from baton.gpu_slots import visible_gpus
+from baton.ports import PortPicker
 from baton.settings import Role
 from baton.supervisor import ProcessSpec, Supervisor, Write
 
-HOST: Final = "127.0.0.1"
 GRPC_PORT: Final = 50051
 HTTP_PORT: Final = 8000
 INTERNAL_PORT: Final = 50050
 ADMIN_PORT: Final = 9090
-"""The router's; workers follow."""
-PORTS_TRIED: Final = 100
-ANY_PORT: Final = range(20_000, 32_768)
-"""Where a port comes from that may be any: below those that the kernel hands out, which anybody
-could be given before the process that is to listen there has started, or while it starts again."""
+"""The first router's; other routers follow, then workers."""
 POLL_S: Final = 0.1
-INFERENCE_SERVICE: Final = "baton.inference.v1.InferenceService"
-"""Healthy while the router can run a model: workers enough for that are attached."""
 
 Device = Literal["auto", "cpu", "cuda"]
 _Flags = Mapping[str, str | float | None]
@@ -58,9 +53,10 @@ class UpOptions:
     prefill: int = 1
     decode: int = 1
     both: int = 0
+    routers: int = 1
     device: Device = "auto"
     trace: bool = True
-    """Whether every process sends its spans to the router's trace store."""
+    """Whether every process sends its spans to the first router's trace store."""
     grpc_port: int | None = None
     http_port: int | None = None
     admin_port: int | None = None
@@ -75,8 +71,10 @@ class Plan:
 
     specs: tuple[ProcessSpec, ...]
     router_address: str
+    """For clients, of every router; as `http_address`."""
     http_address: str
-    admin_address: str
+    router_admin_addresses: tuple[tuple[str, str], ...]
+    """Name and admin address of each router; the first has the traces."""
     worker_addresses: tuple[tuple[str, str], ...]
     """Name and address of each worker."""
     worker_admin_addresses: tuple[tuple[str, str], ...]
@@ -86,24 +84,40 @@ class Plan:
     """Of its ports, which nobody listens at before a worker has loaded its model; they hold for as
     long as the plan is kept."""
 
+    @property
+    def admin_address(self) -> str:
+        """The first router's."""
+        return self.router_admin_addresses[0][1]
+
 
 def plan(options: UpOptions) -> Plan:
     """Decides everything before anything is started.
 
     Raises:
         UpError: it cannot be run on this machine.
+        PortTakenError: somebody else has a port that was asked for.
     """
     roles = _roles(options)
     gpus = [] if options.device == "cpu" else visible_gpus()
     if options.device == "cuda" and not gpus:
         raise UpError("there is no GPU here (--device cpu runs without one)")
-    with _PortPicker() as ports:
-        at = _RouterAddresses(
+    with PortPicker() as ports:
+        at = _ClientAddresses(
             grpc=ports.pick(options.grpc_port, GRPC_PORT),
             http=ports.pick(options.http_port, HTTP_PORT),
-            internal=ports.pick(_like(options.grpc_port), INTERNAL_PORT),
-            admin=ports.pick(options.admin_port, ADMIN_PORT),
         )
+        names = (
+            [f"router-{i}" for i in range(options.routers)] if options.routers > 1 else ["router"]
+        )
+        admin_ports = [options.admin_port, *[_like(options.admin_port)] * (options.routers - 1)]
+        routers = [
+            _Router(
+                name=name,
+                internal=ports.pick(_like(options.grpc_port), INTERNAL_PORT),
+                admin=ports.pick(admin_port, ADMIN_PORT),
+            )
+            for name, admin_port in zip(names, admin_ports, strict=True)
+        ]
         workers = [
             _Worker(
                 name=name,
@@ -117,12 +131,12 @@ def plan(options: UpOptions) -> Plan:
     threads = max(1, (os.cpu_count() or 1) // len(workers))
     return Plan(
         specs=(
-            _router_spec(options, at),
-            *(_worker_spec(options, at, worker, threads) for worker in workers),
+            *(_router_spec(options, at, router, routers) for router in routers),
+            *(_worker_spec(options, routers, worker, threads) for worker in workers),
         ),
         router_address=at.grpc,
         http_address=at.http,
-        admin_address=at.admin,
+        router_admin_addresses=tuple((router.name, router.admin) for router in routers),
         worker_addresses=tuple((worker.name, worker.address) for worker in workers),
         worker_admin_addresses=tuple((worker.name, worker.admin) for worker in workers),
         drain_s=options.drain_s,
@@ -130,11 +144,17 @@ def plan(options: UpOptions) -> Plan:
     )
 
 
-class _RouterAddresses(NamedTuple):
-    """Where the router is reached."""
+class _ClientAddresses(NamedTuple):
+    """Where clients reach the routers."""
 
     grpc: str
     http: str
+
+
+class _Router(NamedTuple):
+    """One router to be."""
+
+    name: str
     internal: str
     admin: str
 
@@ -150,28 +170,33 @@ class _Worker(NamedTuple):
     """As `CUDA_VISIBLE_DEVICES` names it; "" for none."""
 
 
-def _router_spec(options: UpOptions, at: _RouterAddresses) -> ProcessSpec:
+def _router_spec(
+    options: UpOptions, at: _ClientAddresses, router: _Router, routers: Sequence[_Router]
+) -> ProcessSpec:
     flags: _Flags = {
-        "--name": "router",
+        "--name": router.name,
         "--listen": at.grpc,
-        "--internal-listen": at.internal,
+        "--internal-listen": router.internal,
         "--http-listen": at.http,
-        "--admin": at.admin,
+        "--admin": router.admin,
         "--drain-grace-s": 0,  # nobody balances load in front of it
         "--drain-s": options.drain_s,
-        "--otlp-endpoint": _spans_to(options, at),
+        "--otlp-endpoint": _spans_to(options, routers),
     }
-    switches = ["--trace-store"] if options.trace else []
+    is_only = len(routers) == 1
+    switches = [] if is_only else ["--reuse-port"]
+    if options.trace and router is routers[0]:
+        switches.append("--trace-store")
     return ProcessSpec(
-        name="router",
+        name=router.name,
         argv=[*_baton("router", flags), *switches],
         environment=_quiet(),
-        essential=True,
+        essential=is_only,
     )
 
 
 def _worker_spec(
-    options: UpOptions, at: _RouterAddresses, worker: _Worker, threads: int
+    options: UpOptions, routers: Sequence[_Router], worker: _Worker, threads: int
 ) -> ProcessSpec:
     flags: _Flags = {
         "--name": worker.name,
@@ -180,11 +205,11 @@ def _worker_spec(
         "--device": "cuda" if worker.gpu else "cpu",
         "--threads": threads,
         "--listen": worker.address,
-        "--routers": at.internal,
+        "--routers": ",".join(router.internal for router in routers),
         "--admin": worker.admin,
         "--drain-s": options.drain_s,
         "--kv-memory-gib": options.kv_memory_gib,
-        "--otlp-endpoint": _spans_to(options, at),
+        "--otlp-endpoint": _spans_to(options, routers),
     }
     device = {"CUDA_VISIBLE_DEVICES": worker.gpu} if worker.gpu else {}
     return ProcessSpec(
@@ -201,8 +226,8 @@ def _baton(command: str, flags: _Flags) -> list[str]:
     return [sys.executable, "-m", "baton", command, *(word for pair in given for word in pair)]
 
 
-def _spans_to(options: UpOptions, at: _RouterAddresses) -> str | None:
-    return f"http://{at.internal}" if options.trace else None
+def _spans_to(options: UpOptions, routers: Sequence[_Router]) -> str | None:
+    return f"http://{routers[0].internal}" if options.trace else None
 
 
 def _quiet() -> dict[str, str]:
@@ -229,49 +254,6 @@ def _like(port: int | None) -> int | None:
     return 0 if port == 0 else None
 
 
-class _PortPicker:
-    """Picks free ports, all held until the last is picked so that none is picked twice, and claims
-    them towards others that pick meanwhile or later."""
-
-    def __init__(self) -> None:
-        self._held: list[socket.socket] = []
-        self.claims: list[socket.socket] = []
-
-    def __enter__(self) -> _PortPicker:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for held in self._held:
-            held.close()
-
-    def pick(self, wanted: int | None, usual: int) -> str:
-        """The wanted port, any for 0, or from the usual one upwards the first that is free."""
-        match wanted:
-            case None:
-                ports: Sequence[int] = range(usual, usual + PORTS_TRIED)
-            case 0:
-                ports = [*random.SystemRandom().sample(ANY_PORT, PORTS_TRIED), 0]
-            case _:
-                ports = [wanted]
-        for port in ports:
-            holder = socket.socket()
-            claim = socket.socket(socket.AF_UNIX)
-            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                holder.bind((HOST, port))
-                holder.listen(1)  # two sockets that do not listen may share a port
-                port = holder.getsockname()[1]
-                claim.bind(f"\0baton-up-port-{port}")
-            except OSError:
-                holder.close()
-                claim.close()
-                continue
-            self._held.append(holder)
-            self.claims.append(claim)
-            return f"{HOST}:{port}"
-        raise UpError(f"port {ports[0]} is taken")
-
-
 @contextlib.asynccontextmanager
 async def running(what: Plan, write: Write) -> AsyncIterator[Supervisor]:
     """Runs the plan's processes for as long as the context is open, then drains them."""
@@ -286,7 +268,7 @@ async def running(what: Plan, write: Write) -> AsyncIterator[Supervisor]:
 async def wait_until_ready(
     what: Plan, supervisor: Supervisor, waiting_for: Callable[[str], None] = lambda names: None
 ) -> None:
-    """Returns when every worker serves, is attached to the router, and that can run a model.
+    """Returns when every worker serves and is attached to every router, and these can run a model.
 
     Args:
         what: what is running.
@@ -320,34 +302,39 @@ async def _ready(what: Plan, waiting_for: Callable[[str], None]) -> None:
             if not serves
         }
         await asyncio.sleep(POLL_S)
-    waiting_for("router")
     workers = {name for name, _ in what.worker_addresses}
-    while not (
-        await _serves(what.router_address, INFERENCE_SERVICE)
-        and workers <= await asyncio.to_thread(_attached, what.admin_address)
-    ):
-        await asyncio.sleep(POLL_S)
+    for name, admin in what.router_admin_addresses:
+        waiting_for(name)
+        while not await asyncio.to_thread(_can_run_with, workers, admin):
+            await asyncio.sleep(POLL_S)
 
 
-def _attached(admin_address: str) -> set[str]:
-    """Names of the workers whose streams the router holds. Some can run a model without the others,
-    which are to be there all the same."""
+def _can_run_with(workers: set[str], router_admin: str) -> bool:
+    """Whether a router runs models, and holds a stream to each of the workers. Some can run a model
+    without the others, which are to be there all the same."""
     try:
-        with urllib.request.urlopen(f"http://{admin_address}/discovery", timeout=1.0) as answer:
-            return {target["labels"]["worker"] for target in json.load(answer)}
+        _get(f"http://{router_admin}/health/ready")
+        attached = json.loads(_get(f"http://{router_admin}/discovery"))
     except (OSError, ValueError):
-        return set()
+        return False
+    return workers <= {target["labels"]["worker"] for target in attached}
 
 
-async def _serves(address: str, service: str = "") -> bool:
-    """Whether the process at the address calls the service, or itself, healthy."""
+def _get(url: str) -> bytes:
+    """Raises OSError where the answer is not a good one."""
+    with urllib.request.urlopen(url, timeout=1.0) as answer:
+        return bytes(answer.read())
+
+
+async def _serves(address: str) -> bool:
+    """Whether the process at the address calls itself healthy."""
     import grpc.aio
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     async with grpc.aio.insecure_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         try:
-            answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=1.0)
+            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=1.0)
         except grpc.RpcError:
             return False
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

@@ -98,7 +98,7 @@ class Cluster:
         self.baselines = {name: self.available_pages(name) for name in self.workers}
 
     def wait_ready(self) -> None:
-        """Until every worker serves and the router can run a model."""
+        """Until every worker serves and the routers can run a model."""
 
         async def ready() -> None:
             await asyncio.wait_for(up._ready(self.plan, lambda _: None), READY_S)
@@ -109,6 +109,11 @@ class Cluster:
             raise AssertionError(f"not ready:\n{self.tail()}") from None
 
     @property
+    def routers(self) -> list[str]:
+        """Their names."""
+        return [name for name, _ in self.plan.router_admin_addresses]
+
+    @property
     def workers(self) -> dict[str, str]:
         """Addresses by name."""
         return dict(self.plan.worker_addresses)
@@ -116,11 +121,12 @@ class Cluster:
     @property
     def admin_addresses(self) -> dict[str, str]:
         """Of every process, by name."""
-        return {"router": self.plan.admin_address, **dict(self.plan.worker_admin_addresses)}
+        return dict(self.plan.router_admin_addresses + self.plan.worker_admin_addresses)
 
-    def metric(self, name: str, process: str = "router", **labels: str) -> float:
-        """A figure that a process exports, summed over the labels that are not given; 0 where it
-        exports none."""
+    def metric(self, name: str, process: str = "", **labels: str) -> float:
+        """A figure that a process exports, the first router unless told otherwise, summed over the
+        labels that are not given; 0 where it exports none."""
+        process = process or self.routers[0]
         text = urllib.request.urlopen(
             f"http://{self.admin_addresses[process]}/metrics", timeout=10
         ).read()
@@ -181,9 +187,9 @@ class Cluster:
             self.processes[name].wait(30)
 
     def stop(self) -> dict[str, int]:
-        """Drains everything: the router first, then the workers at once. Exit codes by name."""
-        router = {"router"} & self.processes.keys()
-        for names in (router, self.processes.keys() - router):
+        """Drains everything: the routers first, then the workers at once. Exit codes by name."""
+        routers = set(self.routers) & self.processes.keys()
+        for names in (routers, self.processes.keys() - routers):
             self._drain([self.processes[name] for name in names])
         return {name: process.returncode for name, process in self.processes.items()}
 
@@ -252,6 +258,7 @@ def make_cluster(
     prefill: int = 1,
     decode: int = 1,
     both: int = 0,
+    routers: int = 1,
     trace: bool = False,
     otlp_endpoint: str = "",
     device: str = "cpu",
@@ -267,6 +274,7 @@ def make_cluster(
         prefill=prefill,
         decode=decode,
         both=both,
+        routers=routers,
         device=device,
         trace=trace,
         grpc_port=0,

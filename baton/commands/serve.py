@@ -85,6 +85,9 @@ def up_command(
     prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(min=0, help="Decode workers.")] = 1,
     both: Annotated[int, typer.Option(min=0, help="Workers that do both by themselves.")] = 0,
+    routers: Annotated[
+        int, typer.Option(min=1, help="Routers, which share the addresses for clients.")
+    ] = 1,
     model: Annotated[
         str, typer.Option(help="Folder of the model; `demo` fetches a small one.")
     ] = demo_model.DEMO,
@@ -92,7 +95,8 @@ def up_command(
         up.Device, typer.Option(help="`auto`: one GPU a worker where there are any.")
     ] = "auto",
     trace: Annotated[
-        bool, typer.Option(help="Keep the latest traces in the router: `baton trace` draws them.")
+        bool,
+        typer.Option(help="Keep the latest traces in the first router: `baton trace` draws them."),
     ] = True,
     port: Annotated[int | None, Port] = None,
     http_port: Annotated[int | None, Port] = None,
@@ -106,9 +110,9 @@ def up_command(
 ) -> None:
     """Run a router and its workers on this machine.
 
-    Every worker is a process of its own; one log shows them all. A worker that dies is started
-    again. Ctrl-C drains, a second Ctrl-C stops at once. Settings that have no option here come
-    from BATON_* or baton.toml, as for each process alone.
+    Each is a process of its own; one log shows them all. A worker that dies is started again, and
+    so is one of several routers. Ctrl-C drains, a second Ctrl-C stops at once. Settings that have
+    no option here come from BATON_* or baton.toml, as for each process alone.
 
     Example: [cyan]baton up --prefill 2 --decode 2 --model ./Llama-3.1-8B-Instruct[/]
     """
@@ -118,6 +122,7 @@ def up_command(
         prefill=prefill,
         decode=decode,
         both=both,
+        routers=routers,
         device=device,
         trace=trace,
         grpc_port=port,
@@ -163,18 +168,21 @@ def _say_how_to_talk(plan: up.Plan, took_s: float, traced: bool) -> None:
     ask = "baton generate"
     if not plan.router_address.endswith(f":{up.GRPC_PORT}"):
         ask += f" --router {plan.router_address}"
-    usual = plan.admin_address == ROUTER_ADMIN_ADDRESS
-    admin = "" if usual else f" --admin {plan.admin_address}"
-    workers = ", ".join(name for name, _ in plan.worker_addresses)
+    admins = [address for _, address in plan.router_admin_addresses]
+    to_watch = "" if admins == [ROUTER_ADMIN_ADDRESS] else f" --admin {','.join(admins)}"
+    to_trace = (
+        "" if plan.admin_address == ROUTER_ADMIN_ADDRESS else f" --admin {plan.admin_address}"
+    )
+    names = ", ".join(spec.name for spec in plan.specs)
     lines = (
-        f"[bold green]Baton is ready[/] after {took_s:.1f} s: router, {escape(workers)}",
+        f"[bold green]Baton is ready[/] after {took_s:.1f} s: {escape(names)}",
         "",
         f'  ask      [cyan]{ask} "What is the capital of France?"[/]',
         f"  gRPC     {plan.router_address}",
         f"  OpenAI   http://{plan.http_address}/v1",
-        f"  metrics  http://{plan.admin_address}/metrics",
-        f"  watch    [cyan]baton top{admin}[/]",
-        *([f"  trace    [cyan]baton trace{admin}[/]"] if traced else []),
+        *(f"  metrics  http://{address}/metrics" for address in admins),
+        f"  watch    [cyan]baton top{to_watch}[/]",
+        *([f"  trace    [cyan]baton trace{to_trace}[/]"] if traced else []),
         "  stop     Ctrl-C",
     )
     stdout.print("\n" + "\n".join(lines) + "\n")

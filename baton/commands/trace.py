@@ -19,7 +19,8 @@ AdminOption = Annotated[
         "--admin",
         envvar="BATON_ROUTER_ADMIN",
         metavar="HOST:PORT",
-        help=f"The router's admin address. Default: {ROUTER_ADMIN_ADDRESS}.",
+        help=f"The router's admin address. Default: {ROUTER_ADMIN_ADDRESS}. Of several, all with "
+        "commas between; the first has the traces.",
     ),
 ]
 
@@ -44,4 +45,5 @@ def show_trace(trace_id: str | None, admin: str | None) -> None:
     Raises:
         TraceError: nobody has it.
     """
-    stdout.print(draw(fetch(admin or ROUTER_ADMIN_ADDRESS, trace_id)))
+    first, _, _ = (admin or ROUTER_ADMIN_ADDRESS).partition(",")
+    stdout.print(draw(fetch(first, trace_id)))

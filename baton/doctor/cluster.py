@@ -88,6 +88,10 @@ def _workers(seen: Scrape) -> Iterator[Finding]:
         elif damaged := seen.samples[worker.name].total(f"{Metric.KV_DAMAGED_PAGES}_total"):
             advice = "somebody writes KV pages that are not theirs: report it with all logs"
             yield error(worker.name, f"{damaged:.0f} free pages were written", advice)
+        elif (attached := seen.routers_of(worker.name)) not in (None, seen.routers):
+            found = f"routers that it is attached to: {attached}, that were asked: {seen.routers}"
+            advice = "start it with all of them in --routers, and name all with --admin A,B"
+            yield warning(worker.name, found, advice)
 
 
 def _paths(seen: Scrape, source: str) -> Iterator[Path]:

@@ -1,4 +1,4 @@
-"""The metrics of a router and of its workers, read over HTTP at one moment."""
+"""The metrics of routers and of their workers, read over HTTP at one moment."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ NOTHING: Final = Samples(0.0, {})
 
 
 class Known(NamedTuple):
-    """A worker that the router knows."""
+    """A worker that a router knows."""
 
     name: str
     role: str
@@ -75,26 +75,35 @@ class Known(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """A router and its workers at one moment."""
+    """Routers and their workers at one moment."""
 
     at_s: float
     router: Samples
+    """Of several, the sums."""
     workers: Sequence[Known] = ()
     samples: Mapping[str, Samples] = field(default_factory=dict)
     """By worker; those that did not answer are missing."""
+    routers: int = 1
+    """That were asked."""
+
+    def routers_of(self, worker: str) -> int | None:
+        """How many a worker is attached to; None where it does not say."""
+        found = self.samples.get(worker, NOTHING)
+        return int(found.total(Metric.WORK_STREAMS)) if found.has(Metric.WORK_STREAMS) else None
 
 
 def scrape(admin: str) -> Scrape:
     """Reads the router, then all workers that it knows, at once.
 
     Args:
-        admin: HOST:PORT of the router's admin port.
+        admin: HOST:PORT of the router's admin port; of several, with commas between.
 
     Raises:
-        TopError: there is no router.
+        TopError: one of them is no router.
     """
-    router = _parse(_get(f"http://{admin}/metrics"))
-    known = _known(router, _targets(admin))
+    admins = admin.split(",")
+    router = _together([_parse(_get(f"http://{one}/metrics")) for one in admins])
+    known = _known(router, {name: at for one in admins for name, at in _targets(one).items()})
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         answers = pool.map(_samples, (worker.admin for worker in known))
         samples = {
@@ -102,7 +111,18 @@ def scrape(admin: str) -> Scrape:
             for worker, answer in zip(known, answers, strict=True)
             if answer is not None
         }
-    return Scrape(time.monotonic(), router, known, samples)
+    return Scrape(time.monotonic(), router, known, samples, len(admins))
+
+
+def _together(routers: Sequence[Samples]) -> Samples:
+    """The sums of what several counted: what is read of a router are counts."""
+    values: dict[str, dict[Labels, float]] = {}
+    for samples in routers:
+        for name, counted in samples.values.items():
+            sums = values.setdefault(name, {})
+            for labels, value in counted.items():
+                sums[labels] = sums.get(labels, 0.0) + value
+    return Samples(routers[-1].at_s, values)
 
 
 def _targets(admin: str) -> dict[str, str]:

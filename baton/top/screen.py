@@ -143,6 +143,9 @@ def _notes(view: View) -> list[Text]:
     for state, (glyph, colour) in _PAGE_LOOKS.items():
         legend.append(f"{glyph} ", colour).append(f"{state}  ", "dim")
     notes = [legend.append("· step and exposed in ms, p50", "dim")]
+    if view.most_routers > view.routers:
+        text = f"requests and latencies are of {view.routers} of {view.most_routers} routers: "
+        notes.append(Text(f"{text}name all with --admin, and commas between", "yellow"))
     for worker in view.workers:
         if worker.state == "unreachable":
             where = worker.admin or "an address that it has not announced"

@@ -88,6 +88,10 @@ class View:
     rejections: int
     latencies: dict[str, Quantiles]
     workers: list[WorkerView]
+    routers: int = 1
+    """Whose requests these are."""
+    most_routers: int = 1
+    """That a worker is attached to: the others' requests are not seen."""
     silent_s: float = 0.0
     """How long the router has not answered: all else is of before that."""
 
@@ -130,6 +134,8 @@ def view(now: Scrape, earlier: Scrape | None = None, rates: Scrape | None = None
         rejections=int(router.total(f"{Metric.REJECTIONS}_total")),
         latencies=latencies,
         workers=workers,
+        routers=now.routers,
+        most_routers=max((now.routers_of(name) or 0 for name in now.samples), default=0),
     )
 
 

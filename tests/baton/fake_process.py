@@ -8,16 +8,13 @@ from concurrent import futures
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from baton.up import INFERENCE_SERVICE
-
 
 def main(address: str) -> None:
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     server = grpc.server(futures.ThreadPoolExecutor(2))
     healthy = health.HealthServicer()
-    for name in ("", INFERENCE_SERVICE):
-        healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
+    healthy.set("", health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     server.add_insecure_port(address)
     server.start()

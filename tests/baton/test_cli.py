@@ -20,6 +20,7 @@ from baton import up
 from baton.addresses import CannotListenError, check_free
 from baton.cli import app, explain
 from baton.errors import BatonError, InvalidRequestError, OverloadedError
+from baton.ports import ANY_PORT, PortPicker, PortTakenError
 from baton.settings import WorkerSettings
 
 NOBODY = "127.0.0.1:1"
@@ -296,8 +297,9 @@ def test_a_plan_gives_each_process_its_own_ports(monkeypatch: pytest.MonkeyPatch
     ports = re.findall(r"127\.0\.0\.1:(\d+)", json.dumps([list(s.argv) for s in plan.specs[1:]]))
     own = [port for port in ports if ports.count(port) == 1]
     assert len(own) == 6
-    assert all(int(port) in up.ANY_PORT for port in ports), "the kernel may give it to others"
+    assert all(int(port) in ANY_PORT for port in ports), "the kernel may give it to others"
     assert plan.specs[0].essential
+    assert "--reuse-port" not in plan.specs[0].argv
     assert plan.specs[0].stop_rank < plan.specs[1].stop_rank
 
 
@@ -309,7 +311,7 @@ def test_two_plans_share_no_port_though_nobody_listens_yet() -> None:
         for plan in (first, second)
     ]
     assert not addresses[0] & addresses[1]
-    with pytest.raises(up.UpError, match="taken"):
+    with pytest.raises(PortTakenError, match="taken"):
         up.plan(up.UpOptions(model="/m", admin_port=int(first.admin_address.rpartition(":")[2])))
 
 
@@ -332,12 +334,12 @@ def test_plans_that_cannot_be(
     monkeypatch: pytest.MonkeyPatch, counts: dict[str, object], complaint: str
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr(up._PortPicker, "pick", refuse_port_1)
-    with pytest.raises(up.UpError, match=complaint):
+    monkeypatch.setattr(PortPicker, "pick", refuse_port_1)
+    with pytest.raises((up.UpError, PortTakenError), match=complaint):
         up.plan(up.UpOptions(model="/m", **counts))
 
 
 def refuse_port_1(self: object, wanted: int | None, usual: int) -> str:
     if wanted == 1:
-        raise up.UpError("port 1 is taken")
+        raise PortTakenError("port 1 is taken")
     return "127.0.0.1:1234"

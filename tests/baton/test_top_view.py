@@ -7,6 +7,7 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
@@ -107,6 +108,28 @@ def test_rates_and_percentiles_are_of_what_happened_between(pages: Pages) -> Non
     anew = view(scrape(pages.address), before)
     assert anew.request_rate is None
     assert anew.latencies["TTFT"].count == 150
+
+
+def test_what_several_routers_counted_is_added_up() -> None:
+    workers = ("decode-0", "decode-1")
+    with closing(Pages()) as one, closing(Pages()) as other:
+        for pages, name in zip((one, other), workers, strict=True):
+            Gauge(Metric.INFLIGHT, "", registry=pages.registry).set(3)
+            first = Histogram(
+                Metric.TIME_TO_FIRST_TOKEN, "", buckets=BOUNDS, registry=pages.registry
+            )
+            first.observe(0.015)
+            up = Gauge(Metric.WORKER_UP, "", ("worker", "role"), registry=pages.registry)
+            for known in workers:
+                up.labels(known, "decode").set(known == name)
+        one.discovery = f'[{{"targets": ["{one.address}"], "labels": {{"worker": "decode-0"}}}}]'
+        found = view(scrape(f"{one.address},{other.address}"))
+        assert found.inflight == 6
+        assert found.latencies["TTFT"].count == 2
+        assert [worker.state for worker in found.workers] == ["up", "unreachable"]
+        assert found.routers == 2
+    with pytest.raises(TopError, match="does not answer"):
+        scrape("127.0.0.1:1,127.0.0.1:1")
 
 
 def test_workers_that_do_not_answer_or_are_gone_are_shown(pages: Pages) -> None:

@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -19,61 +20,78 @@ from baton.supervisor import ProcessSpec
 FAKE = str(Path(__file__).with_name("fake_process.py"))
 
 
-class Discovery(BaseHTTPRequestHandler):
-    """The router's page of attached workers: one more of them every time it is asked."""
+class Pages(HTTPServer):
+    """A router's admin port: it says that it is well from the second time on that it is asked, and
+    then lists one more attached worker every time."""
 
-    workers: tuple[str, ...] = ("prefill-0", "decode-0")
-    asked = 0
+    workers = ("prefill-0", "decode-0")
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Page)
+        self.asked = {"/health/ready": 0, "/discovery": 0}
+        self.address = f"127.0.0.1:{self.server_port}"
+
+
+class _Page(BaseHTTPRequestHandler):
+    server: Pages
 
     def do_GET(self) -> None:
-        attached = self.workers[: Discovery.asked]
-        Discovery.asked += 1
-        self.send_response(200)
+        before = self.server.asked[self.path]
+        self.server.asked[self.path] += 1
+        self.send_response(200 if before or self.path == "/discovery" else 503)
         self.end_headers()
-        targets = [{"targets": [], "labels": {"worker": name}} for name in attached]
+        targets = [{"targets": [], "labels": {"worker": name}} for name in Pages.workers[:before]]
         self.wfile.write(json.dumps(targets).encode())
 
     def log_message(self, *_: object) -> None:
         pass
 
 
-@pytest.fixture
-def discovery() -> Iterator[str]:
-    """Address of the page."""
-    Discovery.asked = 0
-    server = HTTPServer(("127.0.0.1", 0), Discovery)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield f"127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+@pytest.fixture(params=[1, 2], ids="{} routers".format)
+def routers(request: pytest.FixtureRequest) -> Iterator[list[Pages]]:
+    """The admin ports of so many."""
+    with ExitStack() as stack:
+        pages = [stack.enter_context(Pages()) for _ in range(request.param)]
+        for server in pages:
+            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+            stack.callback(server.shutdown)
+        yield pages
 
 
 @pytest.fixture
-def plan(monkeypatch: pytest.MonkeyPatch, discovery: str) -> up.Plan:
+def plan(monkeypatch: pytest.MonkeyPatch, routers: list[Pages]) -> up.Plan:
     """A real plan whose processes are fakes."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    plan = up.plan(up.UpOptions(model="/m", grpc_port=0, http_port=0, admin_port=0, drain_s=10))
-    addresses = {"router": plan.router_address, **dict(plan.worker_addresses)}
+    options = up.UpOptions("/m", routers=len(routers), grpc_port=0, http_port=0, admin_port=0)
+    plan = up.plan(replace(options, drain_s=10))
+    addresses = dict(plan.worker_addresses)
     specs = tuple(
-        replace(spec, argv=[sys.executable, FAKE, addresses[spec.name]]) for spec in plan.specs
+        replace(spec, argv=[sys.executable, FAKE, addresses.get(spec.name, "127.0.0.1:0")])
+        for spec in plan.specs
     )
-    return replace(plan, specs=specs, admin_address=discovery)
+    names = (name for name, _ in plan.router_admin_addresses)
+    admins = tuple(zip(names, (pages.address for pages in routers), strict=True))
+    return replace(plan, specs=specs, router_admin_addresses=admins)
 
 
-async def test_up_waits_for_all_and_drains_the_router_first(plan: up.Plan) -> None:
+async def test_up_waits_for_all_and_drains_the_routers_first(
+    plan: up.Plan, routers: list[Pages]
+) -> None:
     lines: list[tuple[str, str]] = []
     waited_for: list[str] = []
     async with up.running(plan, lambda *line: lines.append(line)) as supervisor:
         await up.wait_until_ready(plan, supervisor, waited_for.append)
         assert supervisor.settled
-        assert Discovery.asked >= 3, "ready before every worker was attached"
+        for pages in routers:
+            assert pages.asked == {"/health/ready": 4, "/discovery": 3}, "ready before it was"
         # They say so once they serve, and a pipe lies between.
         await until(lambda: said(lines, "serving") == set(supervisor.pids()))
+    names = [name for name, _ in plan.router_admin_addresses]
     assert waited_for[0] == "prefill-0, decode-0"
-    assert waited_for[-1] == "router"
+    assert waited_for[-len(names) :] == names
     drained = [name for name, line in lines if line == "drained"]
-    assert drained[0] == "router"
-    assert sorted(drained) == ["decode-0", "prefill-0", "router"]
+    assert sorted(drained[: len(names)]) == names
+    assert sorted(drained[len(names) :]) == ["decode-0", "prefill-0"]
 
 
 def said(lines: list[tuple[str, str]], what: str) -> set[str]:
@@ -83,7 +101,7 @@ def said(lines: list[tuple[str, str]], what: str) -> set[str]:
 
 async def test_a_worker_that_cannot_start_is_an_error_at_once(plan: up.Plan) -> None:
     broken = ProcessSpec("decode-0", [sys.executable, "-c", "raise SystemExit('no such model')"])
-    plan = replace(plan, specs=(*plan.specs[:2], broken))
+    plan = replace(plan, specs=(*plan.specs[:-1], broken))
     lines: list[tuple[str, str]] = []
     with pytest.raises(up.UpError, match="decode-0 exited with status 1"):
         async with up.running(plan, lambda *line: lines.append(line)) as supervisor:
@@ -92,15 +110,49 @@ async def test_a_worker_that_cannot_start_is_an_error_at_once(plan: up.Plan) -> 
     assert supervisor.pids() == {}
 
 
-def test_no_two_processes_get_the_same_port(monkeypatch: pytest.MonkeyPatch) -> None:
+FLAGS = ("--listen", "--http-listen", "--internal-listen", "--admin")
+
+
+def flags_of(spec: ProcessSpec) -> dict[str, str]:
+    """The flags of its command line that have a value."""
+    return dict(zip(spec.argv, spec.argv[1:], strict=False))
+
+
+@pytest.mark.parametrize("routers", [1, 3])
+def test_no_two_processes_get_the_same_port_unless_they_are_to_share_it(
+    monkeypatch: pytest.MonkeyPatch, routers: int
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    plan = up.plan(up.UpOptions(model="/m", prefill=2, decode=2))
-    flags = ("--listen", "--internal-listen", "--http-listen", "--admin")
-    taken = [
-        value
-        for spec in plan.specs
-        for flag, value in zip(spec.argv, spec.argv[1:], strict=False)
-        if flag in flags
+    plan = up.plan(up.UpOptions(model="/m", prefill=2, decode=2, routers=routers))
+    doors = {plan.router_address, plan.http_address}
+    own = [
+        flags[name]
+        for flags in map(flags_of, plan.specs)
+        for name in FLAGS
+        if name in flags and flags[name] not in doors
     ]
-    assert len(taken) == 4 + 2 * 4
-    assert len(set(taken)) == len(taken)
+    assert len(own) == 2 * routers + 2 * 4
+    assert len({*own, *doors}) == len(own) + 2
+
+
+def test_several_routers_share_clients_workers_and_one_store_of_traces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    plan = up.plan(up.UpOptions("/m", routers=2, grpc_port=0, http_port=0, admin_port=0))
+    routers, workers = plan.specs[:2], plan.specs[2:]
+    assert [spec.name for spec in routers] == ["router-0", "router-1"]
+    for spec in routers:
+        flags = flags_of(spec)
+        assert (flags["--listen"], flags["--http-listen"]) == (
+            plan.router_address, plan.http_address
+        )  # fmt: skip
+        assert (flags["--name"], flags["--admin"]) in plan.router_admin_addresses
+        assert "--reuse-port" in spec.argv
+        assert not spec.essential
+    internal = [flags_of(spec)["--internal-listen"] for spec in routers]
+    for spec in workers:
+        assert flags_of(spec)["--routers"] == ",".join(internal)
+    assert {flags_of(spec)["--otlp-endpoint"] for spec in plan.specs} == {f"http://{internal[0]}"}
+    assert ["--trace-store" in spec.argv for spec in plan.specs] == [True, False, False, False]
+    assert plan.admin_address == plan.router_admin_addresses[0][1]

@@ -1,4 +1,4 @@
-"""`baton up` as people run it: a worker that ends itself for a step that hangs is started again."""
+"""`baton up` as people run it, with two routers: processes that end are started again."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import urllib.request
 
+import psutil
 import pytest
 from tiny_models import write_tiny_model
 from waiting import wait_until
@@ -21,9 +22,10 @@ from baton.worker_watchdog import EXIT_HUNG
 WAIT_S = 100.0
 
 
-@pytest.fixture
-def running(tmp_path):
+@pytest.fixture(scope="module")
+def running(tmp_path_factory):
     """The process and its log."""
+    tmp_path = tmp_path_factory.mktemp("up")
     ports = [word for name in ("--port", "--http-port", "--admin-port") for word in (name, "0")]
     settings = {"FAILPOINTS": "live", "STEP_TIMEOUT_S": "4", "NUM_PAGES": "200"}
     environment = {**os.environ, **{f"BATON_{name}": value for name, value in settings.items()}}
@@ -31,7 +33,19 @@ def running(tmp_path):
     log = tmp_path / "log"
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "baton", "up", "--model", str(model), "--device", "cpu", *ports],
+            [
+                sys.executable,
+                "-m",
+                "baton",
+                "up",
+                "--routers",
+                "2",
+                "--model",
+                str(model),
+                "--device",
+                "cpu",
+                *ports,
+            ],
             env=environment,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -58,6 +72,24 @@ def answers(client) -> bool:
         return len(client.generate(token_ids=[5, 6, 7], **options).token_ids) == 4
     except BatonError:
         return False
+
+
+@pytest.mark.timeout(300)
+def test_a_router_that_dies_is_started_again_and_meanwhile_the_other_serves(running):
+    process, log = running
+    until(lambda: "Ctrl-C" in log.read_text(), log)
+    commands = {child.pid: child.cmdline() for child in psutil.Process(process.pid).children()}
+    (router,) = (pid for pid, command in commands.items() if "router-0" in command)
+    os.kill(router, signal.SIGKILL)
+    with Client(said(log, r"gRPC +(\S+)"), retries=False) as client:
+        until(lambda: "router-0 │ was ended by SIGKILL; starts again" in log.read_text(), log)
+        assert answers(client)
+    until(lambda: serves_again(log), log)
+
+
+def serves_again(log) -> bool:
+    """The first router is there for a second time."""
+    return len(re.findall(r"router-0 │ .* router serves", log.read_text())) == 2
 
 
 @pytest.mark.timeout(300)
