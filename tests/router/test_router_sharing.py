@@ -64,8 +64,15 @@ class Caller:
     """One gRPC connection."""
 
     def __init__(self, address: str) -> None:
-        self.channel = grpc.aio.insecure_channel(address, options=client_options(retries=True))
-        self.stub = api_grpc.InferenceServiceStub(self.channel)
+        self._channel = grpc.aio.insecure_channel(address, options=client_options(retries=True))
+        self.stub = api_grpc.InferenceServiceStub(self._channel)
+
+    @classmethod
+    async def connect(cls, address: str) -> Caller:
+        return cls(address)  # with its first call
+
+    async def close(self) -> None:
+        await self._channel.close()
 
     async def router(self) -> str:
         """Who answers."""
@@ -108,20 +115,18 @@ class Browser:
         async with asyncio.timeout(WAIT_S):
             assert await self._reader.read() == b""
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self._writer.close()
 
 
-async def one_of_each(stack: AsyncExitStack, doors: dict[str, Any], kind: type) -> dict[str, Any]:
+async def one_of_each(
+    stack: AsyncExitStack, kind: type[Caller] | type[Browser], address: str
+) -> dict[str, Any]:
     """A connection to each of the two, by the router's name."""
     found: dict[str, Any] = {}
     for _ in range(MOST_CONNECTIONS):
-        if kind is Caller:
-            made: Any = Caller(doors["listen"])
-            stack.push_async_callback(made.channel.close)
-        else:
-            made = await Browser.connect(doors["http_listen"])
-            stack.callback(made.close)
+        made = await kind.connect(address)
+        stack.push_async_callback(made.close)
         found.setdefault(await made.router(), made)
         if len(found) == 2:
             return found
@@ -162,9 +167,9 @@ async def test_nobody_is_sent_to_a_router_that_can_run_nothing(doors: dict[str, 
             for _ in range(8):
                 browser = await Browser.connect(doors["http_listen"])
                 assert await browser.router() == "one"
-                browser.close()
+                await browser.close()
         assert not idle.address
-        assert await asyncio.wait_for(idle.drain(), WAIT_S) is None
+        await asyncio.wait_for(idle.drain(), WAIT_S)
 
 
 async def test_a_drain_leaves_new_connections_to_the_other_and_breaks_no_request(
@@ -175,9 +180,9 @@ async def test_a_drain_leaves_new_connections_to_the_other_and_breaks_no_request
         sharing("two", doors) as (two, _),
         AsyncExitStack() as stack,
     ):
-        callers = await one_of_each(stack, doors, Caller)
-        idle = (await one_of_each(stack, doors, Browser))["one"]
-        busy = (await one_of_each(stack, doors, Browser))["one"]
+        callers = await one_of_each(stack, Caller, doors["listen"])
+        idle = (await one_of_each(stack, Browser, doors["http_listen"]))["one"]
+        busy = (await one_of_each(stack, Browser, doors["http_listen"]))["one"]
         call, attempt = await begin(callers["one"], worker, "one")
         busy.ask("POST", "/v1/completions", {"model": "one", "prompt": [1, 2], "max_tokens": 2})
         asked = (await worker.heard("submit")).attempt_id
@@ -187,7 +192,7 @@ async def test_a_drain_leaves_new_connections_to_the_other_and_breaks_no_request
             assert await caller.router() == "two"
         for _ in range(8):
             browser = await Browser.connect(doors["http_listen"])
-            stack.callback(browser.close)
+            stack.push_async_callback(browser.close)
             assert await browser.router() == "two"
         assert not draining.done()
         worker.tokens(attempt, 1, 11)
