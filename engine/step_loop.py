@@ -219,7 +219,7 @@ class StepLoop:
             damaged_pages=blocks.damaged,
             step_ms=self._rates.step_s * 1e3,
             prefill_tokens_per_s=self._rates.prefill.tokens_per_s,
-            mixed_prefill_tokens=scheduler.config.mixed_prefill_tokens,
+            mixed_prefill_tokens=scheduler.mixed_tokens,
             mixed_prefill_tokens_per_s=self._rates.mixed_prefill.tokens_per_s,
             long_step_ms=1e3 * long_step_s if long_step_s > LONG_STEP_S else 0.0,
             steps=scheduler.next_step,

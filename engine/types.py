@@ -263,7 +263,7 @@ class EngineLoad:
     prefill_tokens_per_s: float = 0.0
     """Moving rate of computing prompt tokens; 0 while unknown."""
     mixed_prefill_tokens: int = 0
-    """Most prompt tokens in a step that decodes, too."""
+    """Most prompt tokens of the next step that decodes, too: see `engine.mixed_pace`."""
     mixed_prefill_tokens_per_s: float = 0.0
     """Moving rate of computing prompt tokens in such steps; 0 while unknown."""
     steps: int = 0

@@ -97,6 +97,7 @@ def test_the_step_loop_keeps_the_pace() -> None:
     submit(loop, 1, output=1, prompt=1600)
     wait_until(lambda: loop.load.tokens_sampled > 30)
     loop.stop()
+    assert loop.load.mixed_prefill_tokens < 128, "routers know"
     pieces = [step.num_tokens - step.num_decodes for step in executor.plans if step.num_decodes]
     found = [piece for piece in pieces if piece]
     assert found[0] == 128

@@ -1083,7 +1083,9 @@ class Load(_message.Message):
     prefill_tokens_per_s: _builtins.float
     """Measured rate of computing prompts, tokens per second; 0 while unknown."""
     mixed_prefill_tokens: _builtins.int
-    """Most prompt tokens in a step that decodes, too."""
+    """Most prompt tokens of the next step that decodes, too: fewer where such
+    steps would take too long.
+    """
     mixed_prefill_tokens_per_s: _builtins.float
     """Measured rate of computing prompts in steps that decode, too, tokens per
     second; 0 while unknown.
