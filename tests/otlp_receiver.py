@@ -14,6 +14,8 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otl
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, Span
 
+from baton.grpc_options import server_options
+
 
 class OtlpReceiver(otlp_grpc.TraceServiceServicer):
     """Keeps all it is sent; while `free` is not set, it answers nothing."""
@@ -67,7 +69,7 @@ class OtlpReceiver(otlp_grpc.TraceServiceServicer):
 def otlp_receiver(address: str = "127.0.0.1:0") -> Iterator[tuple[OtlpReceiver, str]]:
     """A receiver and its address."""
     receiver = OtlpReceiver()
-    server = grpc.server(futures.ThreadPoolExecutor(2))
+    server = grpc.server(futures.ThreadPoolExecutor(2), options=server_options())
     otlp_grpc.add_TraceServiceServicer_to_server(receiver, server)
     port = server.add_insecure_port(address)
     server.start()

@@ -16,6 +16,7 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from baton.channels import check_address
 from baton.client import Client
+from baton.grpc_options import server_options
 from baton.inference.v1 import inference_pb2 as pb
 from baton.inference.v1 import inference_pb2_grpc as pb_grpc
 
@@ -63,7 +64,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def port(certificate: Path) -> Iterator[int]:
-    server = grpc.server(futures.ThreadPoolExecutor(2))
+    server = grpc.server(futures.ThreadPoolExecutor(2), options=server_options())
     pb_grpc.add_InferenceServiceServicer_to_server(OneModel(), server)
     healthy = health.HealthServicer()
     healthy.set("", HealthCheckResponse.SERVING)

@@ -16,12 +16,13 @@ from typer.testing import CliRunner
 
 from baton.addresses import advertised, reachable
 from baton.cli import app
+from baton.grpc_options import server_options
 from baton.health import check, main
 
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    server = grpc.server(ThreadPoolExecutor(2))
+    server = grpc.server(ThreadPoolExecutor(2), options=server_options())
     servicer = health.HealthServicer()
     servicer.set("ready", HealthCheckResponse.SERVING)
     servicer.set("busy", HealthCheckResponse.NOT_SERVING)
