@@ -93,17 +93,24 @@ class Fleet:
         used = self._pipes[:1] if plan.in_turn else self._pipes[: len(plan.requests)]
         for number, pipe in enumerate(used):
             requests = plan.requests[number :: len(used)]
-            self._send(pipe, self._order(plan, requests))
+            self._send(pipe, self._order(plan, requests, len(used)))
         self._await_ready(used, plan)
         start = Start(time.perf_counter() + START_DELAY_S)
         for pipe in used:
             self._send(pipe, start)
         return self._await_reports(used, plan, told)
 
-    def _order(self, plan: Plan, requests: Any) -> Order:
+    def _order(self, plan: Plan, requests: Any, senders: int) -> Order:
         at = self._sending
         return Order(
-            at.targets, at.asked, requests, plan.seed, at.vocabulary, plan.in_turn, at.warm_ups
+            at.targets,
+            at.asked,
+            requests,
+            plan.seed,
+            at.vocabulary,
+            plan.in_turn,
+            senders,
+            at.warm_ups,
         )
 
     def _await_ready(self, pipes: list[Connection], plan: Plan) -> None:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import gc
 import itertools
+import math
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -33,7 +34,7 @@ class Order(NamedTuple):
     """What a sender is to send."""
 
     targets: tuple[Target, ...]
-    """In turn, by a request's number."""
+    """In turn, as `target_of` says."""
     asked: Asked
     requests: tuple[Planned, ...]
     seed: int
@@ -41,6 +42,8 @@ class Order(NamedTuple):
     """Token ids are drawn below it."""
     in_turn: bool
     """As in `Plan`."""
+    senders: int
+    """Among which the plan is dealt out, request by request."""
     warm_ups: int
     """Requests to each target first, with the lengths of the first to come."""
 
@@ -120,6 +123,17 @@ def _no_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
+def target_of(number: int, senders: int, targets: int) -> int:
+    """Which target gets a request. They take turns, and every sender uses each of them.
+
+    Where both counts have a factor in common, a sender would meet the same targets for ever: its
+    own turn comes round in step with theirs. So the turns move on by one each time that would
+    begin again.
+    """
+    rounds = number // math.lcm(senders, targets)
+    return (number + rounds % math.gcd(senders, targets)) % targets
+
+
 class _Load:
     """One order, being carried out."""
 
@@ -131,7 +145,8 @@ class _Load:
         self._begun = 0
 
     def _at(self, request: Planned) -> Endpoint:
-        return self._endpoints[request.number % len(self._endpoints)]
+        order = self._order
+        return self._endpoints[target_of(request.number, order.senders, len(order.targets))]
 
     def _write(self, request: Planned) -> bytes:
         ids = prompt_ids(request, self._order.seed, self._order.vocabulary)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 
@@ -40,6 +41,8 @@ class KnownServer(pb_grpc.InferenceServiceServicer):
         self._free_s = 0.0
         self.prompts: list[tuple[int, ...]] = []
         self.authorizations: set[str | None] = set()
+        self.connections: Counter[str] = Counter()
+        """Requests, by the connection that they came on."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
 
@@ -71,6 +74,7 @@ class KnownServer(pb_grpc.InferenceServiceServicer):
     async def StreamGenerate(self, request, context) -> AsyncIterator[pb.StreamGenerateResponse]:
         wanted = request.input.stop.max_tokens
         self.prompts.append(tuple(request.input.token_ids.ids))
+        self.connections[context.peer()] += 1
         self._note(context)
         if wanted == REFUSED:
             await context.abort_with_status(rpc_status.to_status(_full()))

@@ -6,6 +6,7 @@ import base64
 import json
 import re
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -81,13 +82,15 @@ def late_ms(run: Run) -> float:
     return ours.max - simulated.max if ours and simulated else 0.0
 
 
-def test_every_request_is_sent_as_planned_and_by_every_sender() -> None:
+def test_every_request_is_sent_as_planned_by_every_sender_and_over_every_url() -> None:
     workload = Workload(num=60, prompt_tokens=7, output_tokens=3)
     for _ in range(TRIES):
         with KnownServer(gap_s=0.02) as server:
             given = {"rate": 100.0, "seed": 5, "senders": 2, "warm_ups": 0, "api_key": "sk-1"}
-            found = measure(options(server, workload, **given))
+            targets = (Target("grpc", server.address),) * 2
+            found = measure(replace(options(server, workload, **given), targets=targets))
             prompts = server.prompts
+        assert list(server.connections.values()) == [15] * 4
         assert server.authorizations == {"Bearer sk-1"}
         (run,) = found.runs
         if (gap_ms := run.summary.second_gap_ms) and gap_ms.p50 >= 19:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from baton.bench.errors import BenchError
+from baton.bench.sender import target_of
 from baton.bench.trace_files import BLOCK_TOKENS, BUILT_IN, TraceRow, read_trace
 from baton.bench.workload import (
     FIRST_ID,
@@ -177,3 +178,12 @@ def test_equal_blocks_are_equal_prefixes() -> None:
     assert one[:20] != three[:20]
     assert one[:20] != prompt_ids(requests[0], 10, 30_000).tolist()[:20]
     assert shared_prefix_tokens(requests) == 2 * BLOCK_TOKENS
+
+
+@pytest.mark.parametrize("senders", range(1, 9))
+@pytest.mark.parametrize("targets", range(1, 9))
+def test_every_sender_uses_every_target_and_targets_take_turns(senders: int, targets: int) -> None:
+    turns = [target_of(number, senders, targets) for number in range(senders * targets)]
+    pairs = {(number % senders, target) for number, target in enumerate(turns)}
+    assert len(pairs) == senders * targets
+    assert turns[:targets] == list(range(targets))
