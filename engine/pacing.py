@@ -77,8 +77,9 @@ class LaunchPacer:
 
 def look_s(ran_s: float, expected_s: float) -> float:
     """How long to leave a step with prompts alone that has run for `ran_s` of about `expected_s`:
-    seldom looked at while it is not done, often from three quarters on, by a long one's measure."""
-    often_s = max(OFTEN_S, expected_s / 500)
+    seldom looked at while it is not done, often from three quarters on, by a long one's measure,
+    which one that is overdue is, too."""
+    often_s = max(OFTEN_S, max(expected_s, ran_s) / 500)
     return min(max(0.75 * expected_s - ran_s, often_s), max(SELDOM_S, often_s))
 
 

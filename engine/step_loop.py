@@ -113,12 +113,15 @@ class StepLoop:
                 if previous is not None and (launched or not self._interrupted(*previous)):
                     self._settle(*previous)
                     previous = None
+            # A command that came in the middle of a step is no sign that the step will ever end.
+            self._progress += previous is None
             if plan is not None and launched is not None:
                 previous = plan, launched
             idle = previous is None
             if idle:
                 self._scheduler.blocks.inspect()
             if self.profiler.is_over():
+                self._progress += 1
                 self._publish_load(PROFILE_END_S)
                 self.profiler.end()
             self._publish_load()
@@ -165,6 +168,7 @@ class StepLoop:
 
     def _launch(self, plan: StepPlan) -> Launched:
         self._rates.launched(plan)
+        self._progress += 1
         self._publish_load()
         self.profiler.launching()
         launched = self._executor.launch(plan)
@@ -202,7 +206,6 @@ class StepLoop:
         hand_out(self._scheduler.take_events())
 
     def _publish_load(self, profile_s: float = 0.0) -> None:
-        self._progress += 1
         long_step_s = profile_s + self._rates.expected_s()
         scheduler, blocks = self._scheduler, self._scheduler.blocks
         self.load = EngineLoad(

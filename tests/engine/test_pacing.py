@@ -6,6 +6,7 @@ import time
 
 import pytest
 from timed_device import STEP_S, TimedExecutor, plan, running_loop, submit
+from waiting import wait_until
 
 from engine.pacing import OFTEN_S, SELDOM_S, SLACK_S, LaunchPacer, look_s
 
@@ -144,8 +145,30 @@ def gap_s() -> float:
     return executor.began[2] - executor.began[1] - STEP_S
 
 
+def test_commands_in_the_middle_of_a_step_are_no_progress() -> None:
+    """A device that hangs is found by a counter that stands still, whoever talks to the loop."""
+    loop, executor = running_loop()
+    submit(loop, 0, output=1, prompt=100)  # It tells the rate.
+    wait_until(lambda: loop.load.tokens_sampled == 1)
+    executor.step_s = 1.0
+    submit(loop, 1, output=1, prompt=100)
+    wait_until(lambda: len(executor.plans) == 2)
+    taken: list[int] = []
+    launched = loop.load.progress
+    for _ in range(30):
+        loop.post(lambda scheduler: taken.append(scheduler.next_step))
+        time.sleep(0.005)
+    wait_until(lambda: len(taken) == 30)
+    moved, sampled = loop.load.progress - launched, loop.load.tokens_sampled
+    wait_until(lambda: loop.load.tokens_sampled == 2 and loop.load.progress > launched + moved)
+    loop.stop()
+    assert sampled == 1, "all of that in one step"
+    assert moved <= 1, "the end of the turn that launched it"
+
+
 def test_a_step_with_prompts_is_looked_at_often_towards_its_end() -> None:
     assert look_s(0.0, 0.020) == SELDOM_S
     assert look_s(0.0146, 0.020) == pytest.approx(0.0004)
     assert look_s(0.016, 0.020) == look_s(0.050, 0.020) == OFTEN_S
     assert look_s(9.0, 10.0) == pytest.approx(0.02), "of ten seconds"
+    assert look_s(5.0, 0.020) == pytest.approx(0.01), "overdue"
