@@ -20,8 +20,9 @@ from engine.step import StepPlan
 GRAIN_TOKENS: Final = 32
 """Pieces are a multiple of that: a GPU's graphs are made for those."""
 LEAST_TOKENS: Final = 64
-"""A prompt is computed in pieces of so many even where that takes longer than allowed. Shorter
-ones, which end prompts, say little about what a token costs."""
+"""A prompt is computed in pieces of so many even where that takes longer than allowed. Somewhat
+shorter ones, of short prompts or long pages, count as that: a GPU's graph pads them to it. Those
+shorter than half of it say little about what a token costs."""
 WEIGHT: Final = 0.5
 """Of the last step among all that were seen."""
 
@@ -42,6 +43,7 @@ class MixedPace:
         self._least = min(most_tokens, max(LEAST_TOKENS, page_size))
         self._step_s = step_s
         self._alone_s = 0.0
+        """0 while no step has only decoded: all of a step is charged to its piece."""
         self._token_s = 0.0
 
     def settled(self, plan: StepPlan, step_s: float) -> None:
@@ -51,8 +53,9 @@ class MixedPace:
             return
         if piece == 0:
             self._alone_s = _moved(self._alone_s, step_s)
-        elif piece >= self._least and self._alone_s:
-            self._token_s = _moved(self._token_s, max(0.0, step_s - self._alone_s) / piece)
+        elif 2 * piece > self._least:
+            longer_s = max(0.0, step_s - self._alone_s)
+            self._token_s = _moved(self._token_s, longer_s / max(piece, self._least))
             self.tokens = self._fitting()
 
     def _fitting(self) -> int:

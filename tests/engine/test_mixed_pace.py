@@ -74,6 +74,28 @@ def test_a_piece_is_never_shorter_than_a_page() -> None:
     assert pace.tokens == 128
 
 
+@pytest.mark.parametrize("piece", [40, 60])
+def test_they_get_longer_again_where_none_fills_the_least(piece: int) -> None:
+    """Of pages of 40 tokens, or of prompts that are short."""
+    pace = MixedPace(192, 7.5e-3)
+    steps_s(pace, Gpu(token_s=40e-6), 10)
+    assert pace.tokens == LEAST_TOKENS
+    for _ in range(6):
+        pace.settled(plan(4 + piece, 4), ALONE_S + LEAST_TOKENS * 5e-6)
+    assert pace.tokens > LEAST_TOKENS
+
+
+def test_the_pace_is_kept_where_no_step_decodes_alone() -> None:
+    pace, gpu = MixedPace(192, 7.5e-3), Gpu(behind_s=0)
+    for _ in range(30):
+        piece = pace.tokens
+        pace.settled(plan(4 + piece, 4), took_s := gpu.step_s(piece))
+    assert took_s < 7.5e-3
+    assert piece > LEAST_TOKENS
+    steps_s(pace, gpu, 10)
+    assert pace.tokens >= piece, "once one has, it is known what a token costs"
+
+
 def test_nothing_is_learnt_from_prompts_alone_or_from_their_short_ends() -> None:
     pace = MixedPace(192, 7.5e-3)
     pace.settled(plan(4, 4), ALONE_S)
