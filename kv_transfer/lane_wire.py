@@ -137,10 +137,15 @@ class LaneWire:
         return bool(watch.poll(0))
 
     def _read(self, count: int) -> bytes:
+        """So many bytes. A signal, such as the one that wakes a stopped process, may end a wait
+        when some of them are there."""
+        read = b""
         try:
-            read = self._socket.recv(count, socket.MSG_WAITALL) if count else b""
+            while len(read) < count:
+                more = self._socket.recv(count - len(read), socket.MSG_WAITALL)
+                if not more:
+                    raise EOFError
+                read += more
         except OSError as error:  # Closed here, or reset there.
             raise EOFError from error
-        if len(read) < count:
-            raise EOFError
         return read

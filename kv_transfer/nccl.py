@@ -123,12 +123,14 @@ class NcclTransport:
 
     def poll_notifications(self) -> list[Notification]:
         """See `KvTransport`."""
+        # A sender that was told what landed may speak of that, or form another lane: whatever it
+        # said so far is behind what the lanes show only now.
+        said = self._control.poll_notifications()
         told = []
-        # Lanes first: a sender that was told what landed may speak of that, or form another lane.
         for name, known in self._peers.items():
             if known.into is not None:
                 told += [Notification(name, payload) for payload in known.into.landed()]
-        for notification in self._control.poll_notifications():
+        for notification in said:
             if not notification.payload.startswith(_FORM):
                 told.append(notification)
             elif (peer := self._peers.get(notification.from_agent)) is not None:

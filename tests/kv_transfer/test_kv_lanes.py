@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import signal
+import socket
+import struct
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from kv_world import NUM_PAGES, PAGE_BYTES, PAGE_TOKENS, World, a_world
-from waiting import wait_until
+from waiting import WAIT_S, wait_until
 
 from kv_transfer.events import Delivered, Sent
 from kv_transfer.factory import TRANSPORTS
+from kv_transfer.lane_wire import LaneWire
 from kv_transfer.lanes import Lane, LaneOptions, ReceiveLane, SendLane
 from kv_transfer.nccl import NcclTransport
 from kv_transfer.pool import PoolMemory
-from kv_transfer.types import PushState
+from kv_transfer.types import Notification, PushState
 
 
 @pytest.mark.parametrize(
@@ -113,6 +119,48 @@ def test_pushes_end_where_a_lane_fails_and_the_next_one_forms_another(
     assert torch.equal(a._pool.pages[FIRST], b._pool.pages[SECOND])
     for transport in (a, b):
         transport.shutdown()
+
+
+def test_what_a_sender_says_behind_a_push_is_shown_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though both come while the receiver is looking."""
+    a, b = meet()
+    a.push("b", FIRST, SECOND, b"first")
+    assert ends(a, b) == ([PushState.DONE], [b"first"])
+
+    def late() -> list[Notification]:
+        monkeypatch.undo()
+        a.push("b", FIRST, SECOND, b"pushed")
+        assert wait_until(a.poll_pushes)[0][1] is PushState.DONE
+        a.notify("b", b"said")
+        return wait_until(b._control.poll_notifications)
+
+    monkeypatch.setattr(b._control, "poll_notifications", late)
+    assert [told.payload for told in b.poll_notifications()] == [b"pushed", b"said"]
+    for transport in (a, b):
+        transport.shutdown()
+
+
+def test_a_push_is_read_whole_whatever_signal_comes_in_the_middle() -> None:
+    """Such as the one that wakes a stopped process."""
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        sender = socket.create_connection(server.getsockname())
+        wire = LaneWire(server.accept()[0])
+        reader = pool.submit(threading.get_ident).result()
+        heard = pool.submit(wire.next_push)
+        told = struct.pack("<QII", 7, 2, 3) + np.array([5, 6], "<i4").tobytes() + b"end"
+        before = signal.signal(signal.SIGUSR1, lambda *_: None)
+        for part in (told[:5], told[5:18]):
+            sender.sendall(part)
+            time.sleep(0.1)
+            signal.pthread_kill(reader, signal.SIGUSR1)
+        sender.sendall(told[18:])
+        push = heard.result(timeout=WAIT_S)
+        signal.signal(signal.SIGUSR1, before)
+        sender.close()
+        wire.close()
+    assert (push.handle, push.target.tolist(), push.payload) == (7, [5, 6], b"end")
 
 
 def test_a_receiver_that_is_closed_ends_what_is_on_its_way() -> None:
