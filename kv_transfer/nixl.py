@@ -24,6 +24,7 @@ import importlib
 import logging
 import os
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -243,11 +244,15 @@ class NixlTransport:
     def _let_go(self, handle: int, state: PushState, peer: _Peer) -> None:
         """A push has ended, which is told whatever becomes of what it held."""
         peer.pushes -= 1
+        if state is PushState.DONE:
+            self._release(self._agent.releaseXferReq, handle)
+        if peer.is_closing and not peer.pushes:
+            self._release(self._forget, peer)
+
+    @staticmethod
+    def _release(what: Callable[[Any], object], held: object) -> None:
         try:
-            if state is PushState.DONE:
-                self._agent.releaseXferReq(handle)
-            if peer.is_closing and not peer.pushes:
-                self._forget(peer)
+            what(held)
         except Exception as error:
             logger.warning("a push that ended was not released: %s", type(error).__name__)
 

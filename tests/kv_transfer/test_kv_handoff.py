@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 
+import numpy as np
 import pytest
 from kv_world import DECODE_EPOCH, KINDS, NUM_PAGES, PAGE_TOKENS, World, a_world
 from waiting import wait_until
@@ -358,6 +359,12 @@ def test_the_end_of_a_push_is_told_though_it_cannot_be_released() -> None:
         transfer.finish()
         delivered(world)
         assert not world.prefill.exchange.pushes_in_progress
+
+        # Nor does it keep a peer from being forgotten.
+        transport.push(world.decode.name, *[np.ones(1, np.int32)] * 2, b"")
+        transport.close(world.decode.name)
+        wait_until(transport.poll_pushes)
+        assert world.decode.name not in transport._peers
         transport._agent = agent
 
 
