@@ -20,6 +20,8 @@ import numpy as np
 from kv_transfer.types import PageIds
 
 KEY_BYTES: Final = 16
+KEY_S: Final = 2.0
+"""Who connects has to show the key within this time: the end that knows it may be next in line."""
 _PUSH: Final = struct.Struct("<QII")
 """Handle, pages, bytes of the payload."""
 _HANDLE: Final = struct.Struct("<Q")
@@ -57,7 +59,7 @@ class LaneWire:
         while True:
             server.settimeout(max(1e-3, until_s - time.monotonic()))
             connection, _ = server.accept()
-            connection.settimeout(max(1e-3, until_s - time.monotonic()))
+            connection.settimeout(KEY_S)
             with contextlib.suppress(OSError):
                 if hmac.compare_digest(connection.recv(KEY_BYTES, socket.MSG_WAITALL), key):
                     return cls(connection)

@@ -16,9 +16,10 @@ import torch
 from kv_world import NUM_PAGES, PAGE_BYTES, PAGE_TOKENS, World, a_world
 from waiting import WAIT_S, wait_until
 
+from kv_transfer import lane_wire
 from kv_transfer.events import Delivered, Sent
 from kv_transfer.factory import TRANSPORTS
-from kv_transfer.lane_wire import LaneWire
+from kv_transfer.lane_wire import KEY_BYTES, LaneWire
 from kv_transfer.lanes import Lane, LaneOptions, ReceiveLane, SendLane
 from kv_transfer.nccl import NcclTransport
 from kv_transfer.pool import PoolMemory
@@ -140,6 +141,21 @@ def test_what_a_sender_says_behind_a_push_is_shown_behind_it(
     assert [told.payload for told in b.poll_notifications()] == [b"pushed", b"said"]
     for transport in (a, b):
         transport.shutdown()
+
+
+def test_a_stranger_that_says_nothing_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane_wire, "KEY_S", 0.05)
+    key = bytes(KEY_BYTES)
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        host, port = server.getsockname()
+        stranger = socket.create_connection((host, port))
+        accepted = pool.submit(LaneWire.accept, server, key, WAIT_S)
+        ours = LaneWire.connect(host, port, key, WAIT_S)
+        theirs = accepted.result(timeout=WAIT_S / 2)
+        theirs.tell_landed(7)
+        assert wait_until(ours.landed) == [7]
+        for one in (stranger, ours, theirs):
+            one.close()
 
 
 def test_a_push_is_read_whole_whatever_signal_comes_in_the_middle() -> None:
