@@ -175,9 +175,6 @@ class WorkerSettings(BaseSettings):
     take."""
     max_context_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)
     """Longest prompt and output together. 0: the model's own limit."""
-    page_watermark: float = Field(default=0.9, gt=0, le=1)
-    """Share of the KV pool in use above which fewer requests are admitted, so that fewer have to
-    be computed again when it runs out. 1: never fewer."""
     scheduling: Literal["fcfs", "priority", "shortest", "fair"] = "fcfs"
     """Which waiting request is admitted first: the one that came first, that of higher priority,
     with the shorter prompt (both with age counted in), or of the tenant with fewer running."""

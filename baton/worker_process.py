@@ -148,7 +148,6 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
         mixed_step_s=settings.mixed_step_ms / 1e3,
         full_step_tokens=0 if settings.role is Role.BOTH else FULL_STEP_TOKENS,
         max_context_tokens=settings.max_context_tokens,
-        page_watermark=settings.page_watermark,
         scheduling=settings.scheduling,
         prefix_cache=settings.prefix_cache,
         eviction=settings.eviction,

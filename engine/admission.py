@@ -115,7 +115,7 @@ def _try_admit(scheduler: Scheduler, job: Job) -> bool:
     if num_sequences > 1 and request.generated:
         _admit_resumed(scheduler, job)
         return True
-    job.spare_pages = scheduler.blocks.allocate(spare)
+    job.spare_pages = scheduler.blocks.allocate_apart(spare)
     if request.mode is Mode.RECEIVE and not _take_over(scheduler, job, len(tokens), cached):
         _reserve(scheduler, job, tokens)
     else:

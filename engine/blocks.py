@@ -25,6 +25,9 @@ from engine.eviction import EvictionPolicy, LruEviction
 from engine.types import PageIds
 
 SCRATCH_PAGE = 0
+AHEAD, AHEAD_SHARE = 8, 16
+"""For a run of pages at most so many times as many are evicted beyond what is needed, and at most
+one part in so many of the pool."""
 
 
 class OutOfPagesError(Exception):
@@ -137,32 +140,75 @@ class BlockManager:
     # -- allocation ---------------------------------------------------------------------------
 
     def allocate(self, count: int) -> PageIds:
-        """Takes `count` pages with reference count 1, ascending runs where there are any.
+        """Takes `count` pages with reference count 1, for a prompt: as one ascending run if that
+        takes evicting no more than some pages ahead of time, else as few runs.
+
+        Pages that lie side by side here and at the other end of a hand-off are sent as one. In a
+        pool that is full of cached pages, as it is after a while, there is no choice among as many
+        as are evicted: the page or two by which sequences grow would break up all runs in time.
 
         Raises:
             OutOfPagesError: fewer are available.
         """
-        if count > self.available:
-            raise OutOfPagesError(f"{count} pages wanted, {self.available} available")
+        self._check_available(count)
+        most_free = count + min(AHEAD * count, self.total // AHEAD_SHARE)
+        while (run := self._fitting_run(count)) is None and self._free < most_free:
+            if not len(self._evictable):
+                break
+            for _ in range(min(-(-count // 4), most_free - self._free, len(self._evictable))):
+                self._evict()
+        return self._take(run if run is not None else self._out_of_runs(count, longest=True))
+
+    def allocate_apart(self, count: int) -> PageIds:
+        """Takes `count` pages with reference count 1 that may lie anywhere: they fill the gaps.
+
+        Raises:
+            OutOfPagesError: fewer are available.
+        """
+        self._check_available(count)
         while self._free < count:
             self._evict()
-        pages = self._pick(count)
+        return self._take(self._out_of_runs(count, longest=False))
+
+    def _check_available(self, count: int) -> None:
+        if count > self.available:
+            raise OutOfPagesError(f"{count} pages wanted, {self.available} available")
+
+    def _take(self, pages: PageIds) -> PageIds:
         self._watch.allocated(pages)
         self._is_free[pages] = False
         self._refcount[pages] = 1
-        self._free -= count
+        self._free -= len(pages)
         return pages
 
-    def _pick(self, count: int) -> PageIds:
-        """The first ascending run of `count` free pages, else the lowest free pages."""
-        free = np.flatnonzero(self._is_free).astype(np.int32)
-        if count > 1 and count < free.size:
-            # free[i + count - 1] - free[i] == count - 1 iff the pages in between are all free.
-            starts = np.flatnonzero(free[count - 1 :] - free[: free.size - count + 1] == count - 1)
-            if starts.size:
-                first = int(starts[0])
-                return free[first : first + count]
-        return free[:count]
+    def _free_runs(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """[runs] starts and [runs] lengths; the scratch page, page 0, is never free."""
+        edges = np.flatnonzero(self._is_free[1:] != self._is_free[:-1]) + 1
+        if self._is_free[-1]:
+            edges = np.append(edges, self.num_pages)
+        return edges[::2], edges[1::2] - edges[::2]
+
+    def _fitting_run(self, count: int) -> PageIds | None:
+        """The beginning of the shortest run of free pages that has so many."""
+        starts, lengths = self._free_runs()
+        fitting = np.flatnonzero(lengths >= count)
+        if not fitting.size:
+            return None
+        start = starts[fitting[lengths[fitting].argmin()]]
+        return np.arange(start, start + count, dtype=np.int32)
+
+    def _out_of_runs(self, count: int, longest: bool) -> PageIds:
+        """So many free pages, from the longest runs or from the shortest, ascending."""
+        starts, lengths = self._free_runs()
+        order = np.argsort(-lengths if longest else lengths, kind="stable")
+        before = lengths[order].cumsum() - lengths[order]
+        used = order[before < count]
+        taken = np.minimum(lengths[used], count - before[: used.size])
+        by_place = starts[used].argsort()
+        firsts, taken = starts[used][by_place], taken[by_place]
+        offsets = np.arange(count) - np.repeat(taken.cumsum() - taken, taken)
+        pages: PageIds = (np.repeat(firsts, taken) + offsets).astype(np.int32)
+        return pages
 
     def _evict(self) -> None:
         page = self._evictable.pop()

@@ -72,7 +72,7 @@ def decode_rows(scheduler: Scheduler) -> Slots:
         rows = np.setdiff1d(rows, np.setdiff1d(short, served))
         rows = rows[slots.state[rows] == SlotState.RUNNING]
         short = np.intersect1d(served, rows)
-    slots.page_table[short, slots.page_count[short]] = blocks.allocate(short.size)
+    slots.page_table[short, slots.page_count[short]] = blocks.allocate_apart(short.size)
     slots.page_count[short] += 1
     return rows
 

@@ -41,15 +41,17 @@ class Blocks(RuleBasedStateMachine):
         """Pages that a launched step may still write."""
         return {page for page, step in self.writer.items() if step > self.settled}
 
-    @rule(count=st.integers(0, 8))
-    def allocate(self, count):
+    @rule(count=st.integers(0, 8), apart=st.booleans())
+    def allocate(self, count, apart):
+        allocate = self.blocks.allocate_apart if apart else self.blocks.allocate
         available = self.blocks.available
         if count > available:
             with pytest.raises(OutOfPagesError):
-                self.blocks.allocate(count)
+                allocate(count)
             assert self.blocks.available == available
             return
-        pages = self.blocks.allocate(count).tolist()
+        pages = allocate(count).tolist()
+        assert self.blocks.available == available - count
         assert len(set(pages)) == count
         assert 0 not in pages, "the scratch page was given out"
         assert not set(pages) & self.held(), "a held page was given out"
@@ -133,12 +135,64 @@ def test_keys_depend_on_everything_before_and_on_the_tenant():
     assert not set(page_keys(tokens, 16, b"tenant")) & set(keys)
 
 
-def test_a_run_of_free_pages_is_preferred():
+FREED = np.array([2, 4, 6, 7, 9, 10, 11, 12, 13], np.int32)
+
+
+@pytest.mark.parametrize(
+    ("count", "found"),
+    [
+        (0, []),
+        (1, [2]),
+        (2, [6, 7]),
+        (3, [9, 10, 11]),
+        (7, [6, 7, 9, 10, 11, 12, 13]),
+        (8, [2, 6, 7, 9, 10, 11, 12, 13]),
+    ],
+)
+def test_the_shortest_run_that_holds_them_or_as_few_runs_as_there_are(count, found):
     blocks = BlockManager(20)
-    pages = blocks.allocate(19)
-    blocks.release(np.array([2, 4, 9, 10, 11, 12], np.int32))
-    assert blocks.allocate(3).tolist() == [9, 10, 11]
-    assert pages.size == 19
+    blocks.allocate(19)
+    blocks.release(FREED)
+    assert blocks.allocate(count).tolist() == found
+
+
+def test_pages_that_may_lie_anywhere_fill_the_gaps():
+    blocks = BlockManager(20)
+    blocks.allocate(19)
+    blocks.release(FREED)
+    assert blocks.allocate_apart(3).tolist() == [2, 4, 6]
+    assert blocks.allocate_apart(3).tolist() == [7, 9, 10]
+
+
+PROMPT, GROWN, LIVE = 32, 6, 8
+
+
+def crowd(blocks: BlockManager, requests: int) -> list[int]:
+    """Runs in the pages of each of some prompts, in a pool that has become full of cached ones.
+    Sequences grow page by page, in turn, and stay in the cache."""
+    live: list[np.ndarray] = []
+    runs = []
+    for number in range(requests):
+        pages = blocks.allocate(PROMPT)
+        runs.append(1 + int((np.diff(pages) != 1).sum()))
+        live.append(pages)
+        if len(live) < LIVE:
+            continue
+        for _ in range(GROWN):
+            for i, grown in enumerate(blocks.allocate_apart(LIVE).reshape(-1, 1)):
+                live[i] = np.concatenate([live[i], grown])
+        for i in range(LIVE):
+            blocks.publish(live[i], [b"%d %d %d" % (number, i, k) for k in range(live[i].size)])
+            blocks.release(live[i])
+        live.clear()
+    return runs
+
+
+def test_prompts_get_runs_of_pages_after_thousands_of_others_in_a_full_pool():
+    blocks = BlockManager(2048)
+    runs = crowd(blocks, 4000)
+    assert np.mean(runs[-1000:]) < 2
+    assert blocks.free <= blocks.total // 16 + PROMPT, "more of the cache was let go than is said"
 
 
 def test_a_cached_prefix_loses_its_end_first():

@@ -22,7 +22,7 @@ class Cache:
     def run(self, keys: Keys) -> int:
         """A sequence comes and goes. Returns how many of its pages were cached."""
         found = self.blocks.acquire(keys)
-        fresh = self.blocks.allocate(len(keys) - len(found))
+        fresh = self.blocks.allocate_apart(len(keys) - len(found))
         pages = np.concatenate([found, fresh])
         self.blocks.publish(fresh, keys[len(found) :], len(found))
         self.blocks.release(pages)
@@ -31,7 +31,7 @@ class Cache:
 
     def need(self, count: int) -> None:
         """Somebody else needs so many pages for a moment: what is evicted is gone."""
-        self.blocks.release(self.blocks.allocate(count))
+        self.blocks.release(self.blocks.allocate_apart(count))
 
     def cached(self, keys: Keys) -> int:
         """Leading pages in the cache."""
