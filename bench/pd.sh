@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A router and PREFILL, DECODE and BOTH workers (1, 1, 0), each on a GPU of its own as far as there
-# are GPUs, under `baton bench` through the gRPC door. ROWS is a list separated by commas:
+# ROUTERS routers (1) and PREFILL, DECODE and BOTH workers (1, 1, 0), each on a GPU of its own as far
+# as there are GPUs, under `baton bench` through the gRPC door. ROWS is a list separated by commas:
 #
 #   RATE NUM PROMPT OUTPUT    requests a second (0: one by one), requests, tokens of each
 #   azure RATE SECONDS        lengths of Azure's conversation trace, judged by SLO_TTFT_MS (400) and
@@ -8,8 +8,8 @@
 #   waterfall PROMPT OUTPUT   one request, drawn: waterfall.txt
 #
 # $OUT gets rows.jsonl, which grows from run to run, up.log of the last one (every process), and the
-# table of all rows so far, which is printed last. Every wait is bounded: the default rows take about three minutes after a cold start, with REPEATS=3 about
-# eight; no row begins later than LAST_ROW_S. MODEL, DEVICE, GPUS, KV_GIB, PORT, ADMIN and BATON_*
+# table of all rows so far, which is printed last. Every wait is bounded: the default rows take about
+# three minutes after a cold start, with REPEATS=3 about eight; no row begins later than LAST_ROW_S. MODEL, DEVICE, GPUS, KV_GIB, PORT, ADMIN and BATON_*
 # may be set from outside. Seeds are fresh unless SEED is set; then each row has one of its own, for
 # prompts of one seed begin alike and would be found cached. The client needs numpy and nothing else
 # beside Baton. On a CPU, to try it: DEVICE=cpu MODEL=bench/shapes/tiny KV_GIB=1 VOCABULARY=4000.
@@ -19,7 +19,7 @@ out=${OUT:-/tmp/pd}; mkdir -p "$out"
 python=${PYTHON:-python3}
 port=${PORT:-50051} admin=${ADMIN:-9090} device=${DEVICE:-cuda}
 rows=${ROWS:-0 20 1024 64,0 12 8000 64,24 300 1024 256,3 300 8000 200}
-export PREFILL=${PREFILL:-1} DECODE=${DECODE:-1} BOTH=${BOTH:-0}
+export ROUTERS=${ROUTERS:-1} PREFILL=${PREFILL:-1} DECODE=${DECODE:-1} BOTH=${BOTH:-0}
 export PYTHONUNBUFFERED=1 GRPC_VERBOSITY=error
 export BATON_LOAD_FORMAT=${BATON_LOAD_FORMAT:-dummy} BATON_MAX_SEQUENCES=${BATON_MAX_SEQUENCES:-128}
 [ -z "${GPUS:-}" ] || export CUDA_VISIBLE_DEVICES=$GPUS
@@ -27,7 +27,7 @@ export BATON_LOAD_FORMAT=${BATON_LOAD_FORMAT:-dummy} BATON_MAX_SEQUENCES=${BATON
 began=$SECONDS
 rm -f "$out/waterfall.txt"
 "$python" -m baton up --model "${MODEL:-bench/shapes/llama-8b}" --device "$device" \
-  --prefill "$PREFILL" --decode "$DECODE" --both "$BOTH" --kv-memory-gib "${KV_GIB:-40}" \
+  --routers "$ROUTERS" --prefill "$PREFILL" --decode "$DECODE" --both "$BOTH" --kv-memory-gib "${KV_GIB:-40}" \
   --port "$port" --http-port 0 --admin-port "$admin" --drain-s 5 >"$out/up.log" 2>&1 &
 up=$!
 stop() {
@@ -46,7 +46,8 @@ done
 echo "ready after $((SECONDS - began)) s"
 
 mapfile -t admins < <(sed -nE 's/^ *([^ ]+) .*worker serves.* admin=([^ ]+).*/\1=\2/p' "$out/up.log")
-admins=(router=127.0.0.1:"$admin" "${admins[@]}")
+mapfile -t routers < <(sed -nE 's|^ *metrics +http://([^/]+)/metrics.*|\1|p' "$out/up.log")
+for i in "${!routers[@]}"; do admins+=("router-$i=${routers[i]}"); done
 
 bench() { # bench OPTION...: one result, into row.json
   rm -f "$out/row.json"

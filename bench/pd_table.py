@@ -2,18 +2,19 @@
 
 python -m bench.pd_table ROWS.jsonl ...               prints the tables of one or more files
 python -m bench.pd_table --admin NAME=HOST:PORT ...   prints what these processes have counted so
-                                                      far; one is called `router`
+                                                      far; routers are called `router-...`
 python -m bench.pd_table --admin NAME=HOST:PORT ... --before COUNTED --add ROW.json ROWS.jsonl
                                                       appends a result of `baton bench --json`,
                                                       and the cluster that it was measured on
 
-`xPyD` counts workers (B: `--role both`). Times in ms. `kept`: share of the requests that kept the
-service levels. `queue`: TTFT of one server with one queue on the same arrivals, simulated.
-`router`: its CPU time over that of the runs, of one core; warm-ups count, so it is a little too
-high, and near 100 % the router is what was measured. `late`: which event loops woke up more than
-25 ms late, and how often of ten times a second. The hand-off is of the last 48 requests of a row,
-median and largest: `exposed` from the end of the last chunk's compute to the last push seen done,
-`wire` from the first push to the end of the last.
+`xPyD` counts workers (B: `--role both`), xR routers if there is more than one. Times in ms. `kept`:
+share of the requests that kept the service levels. `queue`: TTFT of one server with one queue on
+the same arrivals, simulated. `router`: the CPU time of the busiest one over that of the runs, of
+one core; warm-ups count, so it is a little too high, and near 100 % the router is what was
+measured. `late`: which event loops woke up more than 25 ms late, and how often of ten times a
+second. The hand-off is of the last 48 requests of a row, median and largest: `exposed` from the end
+of the last chunk's compute to the last push seen done, `wire` from the first push to the end of the
+last.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ Counted = dict[str, dict[str, float]]
 CPU = "process_cpu_seconds_total"
 LAG = "baton_event_loop_lag_seconds"
 LATE = "0.025"
+COUNTED = {"routers": "R", "prefill": "P", "decode": "D", "both": "B"}
+"""Variables that count processes, and the letter of each."""
 SHOWN = ("BATON_PAGE_SIZE_TOKENS", "BATON_TRANSPORT", "BATON_LOCAL_PREFILL", "UCX_TLS")
 """Variables that a row is told apart by, beside every other BATON_* that is set."""
 USUAL = {"BATON_LOAD_FORMAT": "dummy", "BATON_MAX_SEQUENCES": "128"}
@@ -50,7 +53,7 @@ HANDOFF = (
 
 def cluster() -> dict[str, Any]:
     """What is running, from the environment that `pd.sh` was started in."""
-    counts = {name: int(os.environ.get(name.upper(), 0)) for name in ("prefill", "decode", "both")}
+    counts = {name: int(os.environ.get(name.upper(), 0)) for name in COUNTED}
     set_here = {
         name: value
         for name, value in sorted(os.environ.items())
@@ -95,16 +98,16 @@ def add(row: Path, rows: Path, before: Counted | None, now: Counted) -> None:
 def named(row: dict[str, Any]) -> str:
     """The cluster and the load of a row."""
     counts, load = row["cluster"], row["workload"]
-    workers = "".join(
+    processes = "".join(
         f"{counts[name]}{letter}"
-        for name, letter in (("prefill", "P"), ("decode", "D"), ("both", "B"))
-        if counts[name]
+        for name, letter in COUNTED.items()
+        if counts.get(name, 0) > (name == "routers")
     )
     lengths = f"{load['prompt_tokens']}+{load['output_tokens']}"
     lengths = lengths if load["prompt_tokens"] else "azure"
     rate = f"@{load['rate']:g}" if load["rate"] else "idle"
     settings = (f"{k.removeprefix('BATON_')}={v}" for k, v in counts["settings"].items())
-    return " ".join([workers, lengths, rate, *settings])
+    return " ".join([processes, lengths, rate, *settings])
 
 
 def latencies(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
@@ -113,7 +116,8 @@ def latencies(rows: list[dict[str, Any]]) -> Iterator[list[str]]:
            "client"]  # fmt: skip
     for row in rows:
         processes = row["processes"]
-        busy = processes["router"]["cpu_s"] / sum(run["wall_s"] for run in row["runs"])
+        wall_s = sum(run["wall_s"] for run in row["runs"])
+        busy = max(p["cpu_s"] for name, p in processes.items() if "router" in name) / wall_s
         late = ", ".join(f"{name} {p['late']:.0f}" for name, p in processes.items() if p["late"])
         for run in row["runs"]:
             cells = [_pair(run[key], "p50", "p99") for _, key in LATENCIES]
