@@ -149,9 +149,8 @@ def test_a_stranger_that_says_nothing_keeps_nobody_out(monkeypatch: pytest.Monke
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
         host, port = server.getsockname()
         stranger = socket.create_connection((host, port))
-        accepted = pool.submit(LaneWire.accept, server, key, WAIT_S)
         ours = LaneWire.connect(host, port, key, WAIT_S)
-        theirs = accepted.result(timeout=WAIT_S / 2)
+        theirs = pool.submit(LaneWire.accept, server, key, WAIT_S).result(timeout=WAIT_S / 2)
         theirs.tell_landed(7)
         assert wait_until(ours.landed) == [7]
         for one in (stranger, ours, theirs):
