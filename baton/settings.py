@@ -145,7 +145,8 @@ class WorkerSettings(BaseSettings):
     address_file: str = ""
     """File that gets the worker's address once it serves: for `baton health @FILE` and scripts."""
     routers: Addresses = (ROUTER_INTERNAL_ADDRESS,)
-    """Routers' internal addresses to announce to, until they answer: start order is free."""
+    """Routers' internal addresses to announce to, until they answer: start order is free. A name
+    stands for all of its addresses, and is looked up again every five seconds."""
     admin: Address = Field(
         default_factory=lambda data: f"127.0.0.1:{_ADMIN_PORT[data.get('role', Role.BOTH)]}"
     )

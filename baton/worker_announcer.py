@@ -1,7 +1,12 @@
 """A worker tells routers that it exists, for as long as it lives; before that, that it loads.
 
-Each router is told every second until it holds a stream, and every few seconds after that. One that
-is not there, or went away, goes on being told: it may come back, and processes start in any order.
+Life of a router's address: listed -> its router is told every second until it holds a stream, and
+every few seconds after that -> let go, once its name stands for others and it is not reached
+either. One that is not there, or went away, goes on being told while it is listed: it may come
+back, and processes start in any order.
+
+A router that is reached by two addresses is told twice and attaches once: it knows the worker by
+name and epoch, and opens the stream.
 """
 
 from __future__ import annotations
@@ -9,13 +14,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Final
 
 import grpc
 
 from baton.grpc_options import channel_options
+from baton.router_addresses import RouterAddresses
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -23,16 +29,19 @@ logger = logging.getLogger(__name__)
 UNATTACHED_INTERVAL_S: Final = 1.0
 ATTACHED_INTERVAL_S: Final = 3.0
 TIMEOUT_S: Final = 2.0
+_OPTIONS: Final = [*channel_options(), ("grpc.enable_http_proxy", 0)]
+"""What exempts a name from a proxy (`no_proxy`) does not exempt the addresses that it stands for.
+"""
 
 
 @contextmanager
 def announced_as_loading(
-    addresses: Sequence[str], worker: worker_pb2.WorkerIdentity
+    routers: RouterAddresses, worker: worker_pb2.WorkerIdentity
 ) -> Iterator[None]:
     """Tells routers, from a thread of its own, that a worker's model is being loaded."""
     over = threading.Event()
     thread = threading.Thread(
-        target=_say_loading, args=(addresses, worker, over), name="loading", daemon=True
+        target=_say_loading, args=(routers, worker, over), name="loading", daemon=True
     )
     thread.start()
     try:
@@ -43,38 +52,67 @@ def announced_as_loading(
 
 
 def _say_loading(
-    addresses: Sequence[str], worker: worker_pb2.WorkerIdentity, over: threading.Event
+    routers: RouterAddresses, worker: worker_pb2.WorkerIdentity, over: threading.Event
 ) -> None:
     request = worker_pb2.AnnounceRequest(worker=worker, loading=True)
+    channels: dict[str, grpc.Channel] = {}
     with ExitStack() as stack:
-        channels = [
-            stack.enter_context(grpc.insecure_channel(address, options=channel_options()))
-            for address in addresses
-        ]
         while True:
-            for channel in channels:
+            for address in routers.listed():
+                if over.is_set():
+                    return
+                if address not in channels:
+                    channel = grpc.insecure_channel(address, options=_OPTIONS)
+                    channels[address] = stack.enter_context(channel)
                 with suppress(grpc.RpcError):  # It is not there, or not yet.
-                    registry = worker_pb2_grpc.RegistryServiceStub(channel)
+                    registry = worker_pb2_grpc.RegistryServiceStub(channels[address])
                     registry.Announce(request, timeout=UNATTACHED_INTERVAL_S)
             if over.wait(UNATTACHED_INTERVAL_S):
                 return
 
 
-async def announce_forever(address: str, worker: worker_pb2.WorkerIdentity) -> None:
-    """Announces a worker to the router at `address` until cancelled."""
+async def announce_forever(routers: RouterAddresses, worker: worker_pb2.WorkerIdentity) -> None:
+    """Announces a worker to all routers, those to come included, until cancelled."""
+    telling: dict[str, asyncio.Task[None]] = {}
+    try:
+        while True:
+            telling = {address: task for address, task in telling.items() if not task.done()}
+            for address in routers.listed():
+                if address not in telling:
+                    telling[address] = asyncio.create_task(_tell(address, worker, routers))
+            await asyncio.sleep(UNATTACHED_INTERVAL_S)
+    finally:
+        for task in telling.values():
+            task.cancel()
+
+
+async def _tell(address: str, worker: worker_pb2.WorkerIdentity, routers: RouterAddresses) -> None:
+    """Announces a worker to the router at an address until that is to be let go."""
     was_attached: bool | None = None
     request = worker_pb2.AnnounceRequest(worker=worker)
-    async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
+    async with grpc.aio.insecure_channel(address, options=_OPTIONS) as channel:
         registry = worker_pb2_grpc.RegistryServiceStub(channel)
         while True:
             try:
                 attached = (await registry.Announce(request, timeout=TIMEOUT_S)).attached
             except grpc.aio.AioRpcError as error:
+                if _is_lost(error) and address not in routers.listed():
+                    logger.info("router gone, and so is its address", extra={"router": address})
+                    return
                 attached = False
                 if was_attached is not False:
-                    details = {"router": address, "status": error.code().name}
-                    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                        details["cause"] = "not a router's internal port"
-                    logger.warning("router not reached, trying on", extra=details)
+                    _warn_not_reached(address, error)
             was_attached = attached
             await asyncio.sleep(ATTACHED_INTERVAL_S if attached else UNATTACHED_INTERVAL_S)
+
+
+def _is_lost(error: grpc.aio.AioRpcError) -> bool:
+    """Whether there is no connection to a router, and not merely no answer in time."""
+    return error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def _warn_not_reached(address: str, error: grpc.aio.AioRpcError) -> None:
+    details = {"router": address, "status": error.code().name}
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        details["cause"] = "not a router's internal port"
+    logger.warning("router not reached, trying on", extra=details)

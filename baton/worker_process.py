@@ -26,6 +26,7 @@ import torch
 
 from baton.event_loop import EndSignals, loop_factory, prepare_to_serve
 from baton.gpu_slots import NoSlotError, claimed_for
+from baton.router_addresses import RouterAddresses
 from baton.settings import Role, WorkerSettings
 from baton.worker.v1 import worker_pb2
 from baton.worker_announcer import announced_as_loading
@@ -65,21 +66,24 @@ def main(settings: WorkerSettings) -> int:
     setup_logging(service, settings.name, settings.log_level, settings.log_format)
     failpoints.arm(settings.failpoints)
     try:
-        with claimed_for(settings.device, settings.gpu_slots_dir, settings.name) as gpu:
+        with (
+            claimed_for(settings.device, settings.gpu_slots_dir, settings.name) as gpu,
+            RouterAddresses(settings.routers) as routers,
+        ):
             if gpu:
                 logger.info("GPU claimed", extra={"gpu": gpu})
-            return _run(settings, service)
+            return _run(settings, service, routers)
     except NoSlotError as error:
         logger.error("the worker cannot start: %s", error)
         return 1
 
 
-def _run(settings: WorkerSettings, service: str) -> int:
+def _run(settings: WorkerSettings, service: str, routers: RouterAddresses) -> int:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     try:
         with (
-            announced_as_loading(settings.routers, _identity_while_loading(settings)),
+            announced_as_loading(routers, _identity_while_loading(settings)),
             loading_progress(terminal(settings.log_format)) as progress,
         ):
             engine = Engine.build(engine_config(settings), progress)
@@ -88,12 +92,14 @@ def _run(settings: WorkerSettings, service: str) -> int:
         return 1
     tracing = setup_tracing(service, settings.name, settings.otlp_endpoint)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        return runner.run(_serve(settings, engine, tracing))
+        return runner.run(_serve(settings, engine, tracing, routers))
 
 
-async def _serve(settings: WorkerSettings, engine: Engine, tracing: Tracing | None) -> int:
+async def _serve(
+    settings: WorkerSettings, engine: Engine, tracing: Tracing | None, routers: RouterAddresses
+) -> int:
     log_loop_errors(asyncio.get_running_loop())
-    worker = Worker(settings, engine)
+    worker = Worker(settings, engine, routers)
     if tracing is not None:
         worker.metrics.watch_spans(lambda: tracing.counts)
     signals = EndSignals()  # before anybody can see that the worker serves, and end it

@@ -23,6 +23,7 @@ from grpc_health.v1 import health, health_pb2
 from baton.addresses import advertised, reachable
 from baton.grpc_options import server_options
 from baton.grpc_services import add_health_and_reflection
+from baton.router_addresses import RouterAddresses
 from baton.settings import Role, WorkerSettings
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from baton.worker_announcer import announce_forever
@@ -67,7 +68,7 @@ ROLES: Final = {
 class Worker:
     """A worker around an engine that is built and not started. Belongs to the running loop."""
 
-    def __init__(self, settings: WorkerSettings, engine: Engine) -> None:
+    def __init__(self, settings: WorkerSettings, engine: Engine, routers: RouterAddresses) -> None:
         self.settings = settings
         self.engine = engine
         self.epoch = secrets.randbits(64) or 1
@@ -93,7 +94,8 @@ class Worker:
         self._server = grpc.aio.server(options=server_options())
         self._health: health.aio.HealthServicer
         self._lag = EventLoopLag(self.metrics.loop_lagged)
-        self._announcers: list[asyncio.Task[None]] = []
+        self._routers = routers
+        self._announcer: asyncio.Task[None] | None = None
         self._reporter: asyncio.Task[None] | None = None
         self._watchdog = Watchdog(
             engine.load, lambda: self.transfer.turns, self._stop_serving, settings.step_timeout_s
@@ -136,10 +138,7 @@ class Worker:
         self._reporter = asyncio.create_task(self.servicer.report_forever())
         self._watching = asyncio.create_task(self._watchdog.watch())
         await self._health.set(SERVICE_NAME, health_pb2.HealthCheckResponse.SERVING)
-        self._announcers = [
-            asyncio.create_task(announce_forever(router, self.identity))
-            for router in self.settings.routers
-        ]
+        self._announcer = asyncio.create_task(announce_forever(self._routers, self.identity))
         await asyncio.to_thread(self._write_address, bound)
         details = {"address": self.identity.address, "admin": self.admin.address}
         logger.info("worker serves", extra=details | {"transport": endpoint.transport})
@@ -256,5 +255,5 @@ class Worker:
         await self._health.enter_graceful_shutdown()
 
     def _stop_announcing(self) -> None:
-        for announcer in self._announcers:
-            announcer.cancel()
+        if self._announcer is not None:
+            self._announcer.cancel()

@@ -1,12 +1,14 @@
-"""What every test can use: `--slow`, reasons for skipping, the demo model."""
+"""What every test can use: `--slow`, reasons for skipping, the demo model, names of hosts."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from stand_in_names import Names, lookup
 
 from baton import demo_model as demo
 
@@ -50,3 +52,11 @@ def demo_model() -> Path:
         if os.environ.get("CI"):
             raise
         pytest.skip(f"the demo model cannot be had here: {error}")
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> Names:
+    """Of hosts, with the addresses that they stand for in this process; the test changes them."""
+    table: Names = {}
+    monkeypatch.setattr(socket, "getaddrinfo", lookup(lambda: table, socket.getaddrinfo))
+    return table

@@ -22,6 +22,7 @@ from tiny_models import write_tiny_model
 from worker_kit import DECODE, PREFILL, WHOLE, until
 
 from baton.grpc_options import server_options
+from baton.router_addresses import RouterAddresses
 from baton.settings import Role, WorkerSettings
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from baton.worker_process import engine_config
@@ -62,7 +63,7 @@ def settings(tiny: Path, role: Role, **changes: Any) -> WorkerSettings:
 @asynccontextmanager
 async def running(given: WorkerSettings) -> AsyncIterator[Worker]:
     engine = await asyncio.to_thread(Engine.build, engine_config(given))
-    worker = Worker(given, engine)
+    worker = Worker(given, engine, RouterAddresses(given.routers))
     await worker.start()
     try:
         yield worker

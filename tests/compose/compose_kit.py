@@ -2,11 +2,13 @@
 
 What runs is what `docker-compose config` prints: command, environment, health check and grace
 period, word for word. Stood in for is only what the container itself gives: its network namespace
-by a loopback address of its own, its mounts by folders, its host name by BATON_NAME.
+by a loopback address of its own, the network's name server by a file of routers' addresses, its
+mounts by folders, its host name by BATON_NAME.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -27,6 +29,7 @@ from baton.generation import Generation
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 COMPOSE = ROOT / "compose"
+TESTS = ROOT / "tests"
 HEALTHY_S = 200.0
 GPUS = 4
 MAX_TOKENS = 150
@@ -171,7 +174,12 @@ class Host:
         """Whether the router was healthy before there was any worker."""
         self.network = f"127.{20 + os.getpid() % 200}.{os.getpid() // 200 % 250}"
         self.router_ip = f"{self.network}.1"
+        self._names = folder / "names.json"
+        self._name_routers([])
+        path = [TESTS / "compose" / "name_server", TESTS, os.environ.get("PYTHONPATH", "")]
         self.environment = {
+            "PYTHONPATH": os.pathsep.join(str(folder) for folder in path if str(folder)),
+            "STAND_IN_NAMES": str(self._names),
             "CUDA_VISIBLE_DEVICES": ",".join(str(gpu) for gpu in range(gpus)),
             "OMP_NUM_THREADS": "1",
             "GRPC_VERBOSITY": "error",
@@ -192,7 +200,7 @@ class Host:
             **words,
             "0.0.0.0": "0.0.0.0" if on_host_network else ip,
             "127.0.0.1:": f"{ip}:",
-            "router:50050": f"{self.router_ip}:50050",
+            "http://router:50050": f"http://{self.router_ip}:50050",  # for spans, gRPC looks it up
             "/run/baton/slots": str(self.folder / "slots"),
             "/models": str(self.folder / "models"),
             "/tmp": str(own),
@@ -202,8 +210,25 @@ class Host:
             name, spec, stands_for, self.folder / "logs", {**self.environment, **cache}
         )
         self.containers.append(made)
+        if service == "router":
+            self._name_routers([*self.router_ips, ip])
         made.start()
         return made
+
+    def forget(self, router: Container) -> None:
+        """Its name does not stand for this router any more, as when the container has ended."""
+        self._name_routers([ip for ip in self.router_ips if ip != router.words["0.0.0.0"]])
+
+    @property
+    def router_ips(self) -> list[str]:
+        """Those that the name `router` stands for."""
+        ips: list[str] = json.loads(self._names.read_text())["router"]
+        return ips
+
+    def _name_routers(self, ips: list[str]) -> None:
+        written = self._names.with_suffix(".new")
+        written.write_text(json.dumps({"router": ips}))
+        written.replace(self._names)
 
     def down(self) -> None:
         for container in self.containers:

@@ -51,6 +51,18 @@ def test_only_what_both_versions_of_compose_take() -> None:
     assert "container_name" not in text  # would forbid --scale
 
 
+def test_routers_that_are_scaled_can_have_a_port_each() -> None:
+    """What `--scale router=2` needs on the host."""
+    text = (COMPOSE / "docker-compose.yml").read_text()
+    ports = {"GRPC": 50051, "HTTP": 8000, "INTERNAL": 50050, "ADMIN": 9090}
+    given = {f"BATON_{name}_PORTS": f"{port + 100}-{port + 101}" for name, port in ports.items()}
+    assert set(given) == set(re.findall(r"\w+_PORTS", text))
+    published = services(**given)["router"]["ports"]
+    assert sorted(published) == sorted(
+        f"127.0.0.1:{port + 100}-{port + 101}:{port}/tcp" for port in ports.values()
+    )
+
+
 def test_workers_share_what_cuda_ipc_and_the_proof_of_death_need(found: Any) -> None:
     assert found["pause"]["ipc"] == "shareable"
     for name in (name for names in WORKERS.values() for name in names):
@@ -104,6 +116,7 @@ def test_hadolint() -> None:
 
 
 def test_promtool() -> None:
+    run_tool("promtool", "check", "config", "--syntax-only", "prometheus/prometheus.yml")
     run_tool("promtool", "check", "rules", *(f"prometheus/{name}" for name in RULES))
     run_tool("promtool", "test", "rules", "prometheus/rules_test.yml")
 

@@ -28,8 +28,10 @@ def claims(host: Host) -> dict[str, str]:
     }
 
 
-def attached(host: Host) -> set[str]:
-    with urllib.request.urlopen(f"http://{host.router_ip}:9090/discovery", timeout=5) as answer:
+def attached(host: Host, router_ip: str = "") -> set[str]:
+    """Workers, to the first router unless told otherwise."""
+    url = f"http://{router_ip or host.router_ip}:9090/discovery"
+    with urllib.request.urlopen(url, timeout=5) as answer:
         return {target["labels"]["worker"] for target in json.load(answer)}
 
 
@@ -129,6 +131,25 @@ def test_the_other_profiles_workers_serve_and_drain(host: Host) -> None:
         assert result.usage.output_tokens == 5
     with ThreadPoolExecutor(4) as pool:
         assert [code for code, _ in pool.map(Container.stop, workers)] == [0] * 4
+
+
+def test_the_router_is_scaled_to_two_and_back(host: Host) -> None:
+    """Workers find the second one behind the name of the first, use it, and let it go."""
+    workers = [one for one in host.containers if one.name in ("prefill-2", "decode-3")]
+    second = host.up("router")
+    second.wait_healthy()
+    ip = second.words["0.0.0.0"]
+    wait_until(lambda: attached(host, ip) == {"prefill-2", "decode-3"})
+    with Client(f"{ip}:50051") as client:
+        result = client.generate("Hello", max_tokens=5, ignore_eos=True)
+    assert result.usage.output_tokens == 5
+    assert attached(host) == {"prefill-2", "decode-3"}
+    host.forget(second)
+    assert second.stop()[0] == 0
+    for worker in workers:
+        worker.wait_logged(f"router gone, and so is its address  router={ip}:50050")
+    assert ask(host, "And on", 5).usage.output_tokens == 5
+    assert f"its address  router={host.router_ip}:" not in "".join(one.log for one in workers)
 
 
 def test_everything_stops_within_its_grace(host: Host) -> None:
