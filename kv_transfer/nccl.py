@@ -157,8 +157,13 @@ class NcclTransport:
     def _lane_to(self, peer: _Peer) -> SendLane:
         if peer.out is None:
             name = peer.endpoint.agent_name
-            peer.out = SendLane(f"to-{name}", self._pool, self._lanes)
-            self._control.notify(name, _FORM + peer.out.address.encode())
+            lane = SendLane(f"to-{name}", self._pool, self._lanes)
+            try:
+                self._control.notify(name, _FORM + lane.address.encode())
+            except TransportError:
+                lane.close()  # Nobody will come to it.
+                raise
+            peer.out = lane
         return peer.out
 
     def _give_up(self, peer: _Peer) -> None:

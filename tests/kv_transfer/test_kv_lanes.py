@@ -23,7 +23,7 @@ from kv_transfer.lane_wire import KEY_BYTES, LaneWire
 from kv_transfer.lanes import Lane, LaneOptions, ReceiveLane, SendLane
 from kv_transfer.nccl import NcclTransport
 from kv_transfer.pool import PoolMemory
-from kv_transfer.types import Notification, PushState
+from kv_transfer.types import Notification, PushState, TransportError
 
 
 @pytest.mark.parametrize(
@@ -118,6 +118,24 @@ def test_pushes_end_where_a_lane_fails_and_the_next_one_forms_another(
     a.push("b", FIRST, SECOND, b"after")
     assert ends(a, b) == ([PushState.DONE], [b"after"])
     assert torch.equal(a._pool.pages[FIRST], b._pool.pages[SECOND])
+    for transport in (a, b):
+        transport.shutdown()
+
+
+def test_a_lane_that_the_receiver_was_not_told_of_takes_no_push(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    a, b = meet()
+
+    def cut(*_: object) -> None:
+        raise TransportError("disconnected", "")
+
+    monkeypatch.setattr(a._control, "notify", cut)
+    with pytest.raises(TransportError):
+        a.push("b", FIRST, SECOND, b"cut")
+    monkeypatch.undo()
+    a.push("b", FIRST, SECOND, b"whole")
+    assert ends(a, b) == ([PushState.DONE], [b"whole"])
     for transport in (a, b):
         transport.shutdown()
 
