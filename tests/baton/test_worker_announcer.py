@@ -37,8 +37,20 @@ class RegistryRecorder(worker_pb2_grpc.RegistryServiceServicer):
         return worker_pb2.AnnounceResponse(attached=self.attached)
 
 
+@pytest.fixture(autouse=True)
+async def _none_is_left() -> AsyncIterator[None]:
+    """Servers end with their test, however that ends: one that is left hangs those to come."""
+    yield
+    while _served:
+        await _served.pop().stop(None)
+
+
+_served: list[grpc.aio.Server] = []
+
+
 async def _serve(recorder: RegistryRecorder, address: str) -> tuple[grpc.aio.Server, str]:
     server = grpc.aio.server(options=server_options())
+    _served.append(server)
     worker_pb2_grpc.add_RegistryServiceServicer_to_server(recorder, server)
     port = server.add_insecure_port(address)
     await server.start()
@@ -154,18 +166,16 @@ async def test_says_that_it_loads_and_falls_silent(monkeypatch: pytest.MonkeyPat
 @pytest.mark.usefixtures("_often")
 async def test_every_router_of_a_name_is_told_and_so_are_those_to_come(names: Names) -> None:
     one, other, third = (RegistryRecorder() for _ in range(3))
-    server, address = await _serve(one, "127.0.0.1:0")
+    _, address = await _serve(one, "127.0.0.1:0")
     port = address.rpartition(":")[2]
-    others, _ = await _serve(other, f"127.0.0.2:{port}")
+    await _serve(other, f"127.0.0.2:{port}")
     names["routers.test"] = ["127.0.0.1", "127.0.0.2"]
     async with _announcing(f"routers.test:{port}"):
         await _hears_again(one, other)
         host = _v6_or_another()
         names["routers.test"] = ["127.0.0.1", "127.0.0.2", host]
-        thirds, _ = await _serve(third, f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        await _serve(third, f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
         await _hears_again(one, other, third)
-    for stopped in (server, others, thirds):
-        await stopped.stop(None)
 
 
 @pytest.mark.usefixtures("_often")
@@ -177,7 +187,7 @@ async def test_a_router_is_let_go_when_its_name_and_its_connection_are_gone(
 
     caplog.set_level(logging.INFO, "baton")
     stays, leaves = RegistryRecorder(), RegistryRecorder()
-    server, address = await _serve(stays, "127.0.0.1:0")
+    _, address = await _serve(stays, "127.0.0.1:0")
     port = address.rpartition(":")[2]
     leaving, left = await _serve(leaves, f"127.0.0.2:{port}")
     names["routers.test"] = ["127.0.0.1", "127.0.0.2"]
@@ -189,7 +199,7 @@ async def test_a_router_is_let_go_when_its_name_and_its_connection_are_gone(
         await leaving.stop(None)
         await until(gone)
         assert gone() == [left]
-        leaving, _ = await _serve(leaves, left)  # somebody's, who is no router of this worker's
+        await _serve(leaves, left)  # somebody's, who is no router of this worker's
         while not leaves.heard.empty():
             leaves.heard.get_nowait()
         for _ in range(5):
@@ -197,8 +207,6 @@ async def test_a_router_is_let_go_when_its_name_and_its_connection_are_gone(
         assert leaves.heard.empty()
         names["routers.test"] = ["127.0.0.1", "127.0.0.2"]
         await _hears_again(stays, leaves)
-    await server.stop(None)
-    await leaving.stop(None)
 
 
 @pytest.mark.usefixtures("_often")
@@ -218,7 +226,7 @@ async def test_a_router_that_is_late_is_not_gone(
     monkeypatch.setattr(worker_announcer, "TIMEOUT_S", 0.2)
     caplog.set_level(logging.INFO, "baton")
     late = Late()
-    server, address = await _serve(late, "127.0.0.1:0")
+    _, address = await _serve(late, "127.0.0.1:0")
     names["routers.test"] = ["127.0.0.1"]
     async with _announcing(f"routers.test:{address.rpartition(':')[2]}"):
         await _hears_again(late)
@@ -226,15 +234,14 @@ async def test_a_router_that_is_late_is_not_gone(
         await until(lambda: _found(caplog)[-1].startswith("127.0.0.2"))
         await _hears_again(late)
     assert not any(record.message.startswith("router gone") for record in caplog.records)
-    await server.stop(None)
 
 
 @pytest.mark.usefixtures("_often")
 async def test_every_router_of_a_name_hears_that_the_worker_loads(names: Names) -> None:
     one, other = RegistryRecorder(), RegistryRecorder()
-    server, address = await _serve(one, "127.0.0.1:0")
+    _, address = await _serve(one, "127.0.0.1:0")
     port = address.rpartition(":")[2]
-    others, _ = await _serve(other, f"127.0.0.2:{port}")
+    await _serve(other, f"127.0.0.2:{port}")
     names["routers.test"] = ["127.0.0.1", "127.0.0.2"]
     with RouterAddresses([f"routers.test:{port}"]) as routers:
         loading = announced_as_loading(routers, WORKER)
@@ -243,5 +250,3 @@ async def test_every_router_of_a_name_hears_that_the_worker_loads(names: Names) 
         await asyncio.to_thread(loading.__exit__, None, None, None)
     assert one.loading
     assert other.loading
-    await server.stop(None)
-    await others.stop(None)
