@@ -11,8 +11,9 @@ through: what was known is forgotten, and nothing waited for until two steps hav
 Otherwise a few slow steps would make all that follow as slow, since each would seem to take as long
 as it was waited for. The lead is what the host took to get a step launched, twice, and a little
 more. A step with prompts is not predicted that well, and none is waited for: what follows it is
-launched at once. Where nothing does, `look_s` says how often to look whether it is done, and
-whether a prompt has come that can be launched behind it.
+launched at once. Where nothing does, `look_s` says how often to look whether it is done; prompts
+that come meanwhile are launched behind it when it is `NEARLY` done, all that have come until then
+in one step.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ SLACK_S = 3e-4
 """For a late wake-up: the event loop may hold the interpreter meanwhile."""
 LOOK_S = 5e-3
 """How often who waits looks whether the step is done already."""
+NEARLY = 0.75
+"""Share of what a step with prompts is expected to take, which is not known any better."""
 SELDOM_S = 1e-3
 OFTEN_S = 1e-4
 """How often who has nothing to launch behind a step with prompts looks whether it is done: a client
@@ -77,10 +80,10 @@ class LaunchPacer:
 
 def look_s(ran_s: float, expected_s: float) -> float:
     """How long to leave a step with prompts alone that has run for `ran_s` of about `expected_s`:
-    seldom looked at while it is not done, often from three quarters on, by a long one's measure,
-    which one that is overdue is, too."""
+    seldom at first, often when it is nearly done, by a long one's measure, which one that is
+    overdue is, too."""
     often_s = max(OFTEN_S, max(expected_s, ran_s) / 500)
-    return min(max(0.75 * expected_s - ran_s, often_s), max(SELDOM_S, often_s))
+    return min(max(NEARLY * expected_s - ran_s, often_s), max(SELDOM_S, often_s))
 
 
 def is_decode(plan: StepPlan) -> bool:

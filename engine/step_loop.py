@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from engine.admission import admit
 from engine.executor import Executor, Launched
 from engine.mixed_pace import MixedPace
-from engine.pacing import LOOK_S, LaunchPacer, is_decode, look_s
+from engine.pacing import LOOK_S, NEARLY, LaunchPacer, is_decode, look_s
 from engine.planning import plan_step
 from engine.profiling import StepProfiler
 from engine.recovery import is_lost, recover
@@ -136,14 +136,16 @@ class StepLoop:
                 return
 
     def _interrupted(self, in_flight: StepPlan, launched: Launched) -> bool:
-        """Nothing can be launched behind the step in flight: waits until it is done, or until a
-        command is received, which may have brought what can."""
+        """Nothing can be launched behind the step in flight: waits until it is done, or until it
+        nearly is and commands were received, which may have brought what can."""
+        received = False
         while not is_decode(in_flight) and (expected_s := self._rates.usual_s(in_flight)):
             if launched.done():
                 break
             ran_s = time.monotonic() - self._rates.began(in_flight)
-            if self._receive(look_s(ran_s, expected_s)):
+            if received and ran_s >= NEARLY * expected_s:
                 return True
+            received |= self._receive(look_s(ran_s, expected_s))
         return False
 
     def _receive(self, wait_s: float) -> bool:

@@ -149,6 +149,25 @@ def gap_s() -> float:
     return executor.began[2] - executor.began[1] - STEP_S
 
 
+def test_prompts_that_come_while_another_is_computed_share_the_step_behind_it() -> None:
+    """Launched as soon as it has come, the first of them would have a step for itself."""
+    assert any(together() for _ in range(TRIES))
+
+
+def together() -> bool:
+    loop, executor = running_loop()
+    submit(loop, 0, output=1, prompt=100)  # It tells the rate.
+    wait_until(lambda: loop.load.tokens_sampled == 1)
+    submit(loop, 1, output=1, prompt=100)
+    wait_until(lambda: len(executor.plans) == 2)
+    for number in (2, 3):
+        time.sleep(STEP_S / 6)
+        submit(loop, number, output=1, prompt=16)
+    wait_until(lambda: loop.load.tokens_sampled == 4)
+    loop.stop()
+    return [step.num_tokens for step in executor.plans] == [100, 100, 32]
+
+
 class Hanging(TimedExecutor):
     """Its second step ends when the test says."""
 

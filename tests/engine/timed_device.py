@@ -75,7 +75,8 @@ def running_loop(
 
 
 def submit(loop: StepLoop, number: int, output: int = 60, prompt: int = 5) -> None:
-    ids, greedy = np.arange(prompt, dtype=np.int32) % VOCAB, SamplingParams(temperature=0.0)
+    ids = (np.arange(prompt, dtype=np.int32) + 7 * number) % VOCAB  # Nobody finds theirs cached.
     stop = StopRules(output, ignore_eos=True)
+    greedy = SamplingParams(temperature=0.0)
     request = Request(number.to_bytes(16, "big"), ids, greedy, stop)
     loop.post(lambda scheduler: scheduler.submit(request, lambda _: None))
