@@ -36,7 +36,7 @@ from kv_transfer.types import (
     TransportError,
 )
 
-_FORM: Final = b"BTL3"
+_FORM: Final = b"BTL4"
 """Begins the notification of a sender that has formed a lane; where to meet it follows."""
 MOST_EARLY: Final = 4096
 
