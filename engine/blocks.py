@@ -152,10 +152,11 @@ class BlockManager:
         """
         self._check_available(count)
         most_free = count + min(AHEAD * count, self.total // AHEAD_SHARE)
-        while (run := self._fitting_run(count)) is None and self._free < most_free:
-            if not len(self._evictable):
+        while (run := self._fitting_run(count)) is None:
+            evicted = min(-(-count // 4), most_free - self._free, self.evictable)
+            if evicted <= 0:
                 break
-            for _ in range(min(-(-count // 4), most_free - self._free, len(self._evictable))):
+            for _ in range(evicted):
                 self._evict()
         return self._take(run if run is not None else self._out_of_runs(count, longest=True))
 

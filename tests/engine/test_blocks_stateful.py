@@ -164,37 +164,6 @@ def test_pages_that_may_lie_anywhere_fill_the_gaps():
     assert blocks.allocate_apart(3).tolist() == [7, 9, 10]
 
 
-PROMPT, GROWN, LIVE = 32, 6, 8
-
-
-def crowd(blocks: BlockManager, requests: int) -> list[int]:
-    """Runs in the pages of each of some prompts, in a pool that has become full of cached ones.
-    Sequences grow page by page, in turn, and stay in the cache."""
-    live: list[np.ndarray] = []
-    runs = []
-    for number in range(requests):
-        pages = blocks.allocate(PROMPT)
-        runs.append(1 + int((np.diff(pages) != 1).sum()))
-        live.append(pages)
-        if len(live) < LIVE:
-            continue
-        for _ in range(GROWN):
-            for i, grown in enumerate(blocks.allocate_apart(LIVE).reshape(-1, 1)):
-                live[i] = np.concatenate([live[i], grown])
-        for i in range(LIVE):
-            blocks.publish(live[i], [b"%d %d %d" % (number, i, k) for k in range(live[i].size)])
-            blocks.release(live[i])
-        live.clear()
-    return runs
-
-
-def test_prompts_get_runs_of_pages_after_thousands_of_others_in_a_full_pool():
-    blocks = BlockManager(2048)
-    runs = crowd(blocks, 4000)
-    assert np.mean(runs[-1000:]) < 2
-    assert blocks.free <= blocks.total // 16 + PROMPT, "more of the cache was let go than is said"
-
-
 def test_a_cached_prefix_loses_its_end_first():
     blocks = BlockManager(9)
     tokens = np.arange(64, dtype=np.int32)
