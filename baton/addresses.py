@@ -19,6 +19,11 @@ def port_of(address: str) -> int | None:
     return int(port) if is_one else None
 
 
+def host_of(address: str) -> str:
+    """The host of `HOST:PORT` or `[V6]:PORT`, without the brackets."""
+    return address.rpartition(":")[0].strip("[]")
+
+
 def check_free(*, reuse_port: bool = False, **addresses: str) -> None:
     """Finds out before anything is loaded, which may take minutes, what binding would find later.
 
@@ -30,8 +35,7 @@ def check_free(*, reuse_port: bool = False, **addresses: str) -> None:
         CannotListenError: one cannot be bound.
     """
     for setting, address in addresses.items():
-        host, _, port = address.rpartition(":")
-        host = host.strip("[]")
+        host, port = host_of(address), address.rpartition(":")[2]
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             with socket.socket(family) as probe:  # which never listens: clients might come
@@ -51,8 +55,8 @@ def reachable(bound: str, host: str = "") -> str:
         bound: HOST:PORT with its real port.
         host: stands for all interfaces; "": this machine's name does.
     """
-    own, _, port = bound.rpartition(":")
-    is_any = own.strip("[]") in _ALL_INTERFACES
+    port = bound.rpartition(":")[2]
+    is_any = host_of(bound) in _ALL_INTERFACES
     return f"{host or socket.gethostname()}:{port}" if is_any else bound
 
 

@@ -19,6 +19,8 @@ import threading
 from collections.abc import Sequence
 from typing import Final, Self
 
+from baton.addresses import host_of
+
 logger = logging.getLogger(__name__)
 
 LOOKUP_INTERVAL_S: Final = 5.0
@@ -40,7 +42,7 @@ class RouterAddresses:
         """
         self._over = threading.Event()
         self._said: dict[str, _Name | None] = {
-            router: _Name(router, self._over) if _is_name(_host(router)) else None
+            router: _Name(router, self._over) if _is_name(host_of(router)) else None
             for router in routers
         }
 
@@ -100,14 +102,10 @@ def _addresses_of(router: str) -> list[str]:
     has. Raises OSError or UnicodeError where there are none."""
     port = router.rpartition(":")[2]
     known = socket.getaddrinfo(
-        _host(router), port, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG
+        host_of(router), port, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG
     )
     hosts = sorted({str(address[0]) for *_, address in known})
     return [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts]
-
-
-def _host(router: str) -> str:
-    return router.rpartition(":")[0].strip("[]")
 
 
 def _is_name(host: str) -> bool:
