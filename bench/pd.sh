@@ -9,10 +9,11 @@
 #
 # $OUT gets rows.jsonl, which grows from run to run, up.log of the last one (every process), and the
 # table of all rows so far, which is printed last. Every wait is bounded: the default rows take about
-# three minutes after a cold start, with REPEATS=3 about eight; no row begins later than LAST_ROW_S. MODEL, DEVICE, GPUS, KV_GIB, PORT, ADMIN and BATON_*
-# may be set from outside. Seeds are fresh unless SEED is set; then each row has one of its own, for
-# prompts of one seed begin alike and would be found cached. The client needs numpy and nothing else
-# beside Baton. On a CPU, to try it: DEVICE=cpu MODEL=bench/shapes/tiny KV_GIB=1 VOCABULARY=4000.
+# three minutes after a cold start, with REPEATS=3 about eight; no row begins later than LAST_ROW_S.
+# MODEL, DEVICE, GPUS, KV_GIB, PORT, ADMIN and BATON_* may be set from outside. Seeds are fresh unless
+# SEED is set; then each row has one of its own, for prompts of one seed begin alike and would be
+# found cached. The client needs numpy and nothing else beside Baton. On a CPU, to try it:
+# DEVICE=cpu MODEL=bench/shapes/tiny KV_GIB=1 VOCABULARY=4000.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${OUT:-/tmp/pd}; mkdir -p "$out"
@@ -27,8 +28,8 @@ export BATON_LOAD_FORMAT=${BATON_LOAD_FORMAT:-dummy} BATON_MAX_SEQUENCES=${BATON
 began=$SECONDS
 rm -f "$out/waterfall.txt"
 "$python" -m baton up --model "${MODEL:-bench/shapes/llama-8b}" --device "$device" \
-  --routers "$ROUTERS" --prefill "$PREFILL" --decode "$DECODE" --both "$BOTH" --kv-memory-gib "${KV_GIB:-40}" \
-  --port "$port" --http-port 0 --admin-port "$admin" --drain-s 5 >"$out/up.log" 2>&1 &
+  --routers "$ROUTERS" --prefill "$PREFILL" --decode "$DECODE" --both "$BOTH" \
+  --kv-memory-gib "${KV_GIB:-40}" --port "$port" --http-port 0 --admin-port "$admin" --drain-s 5 >"$out/up.log" 2>&1 &
 up=$!
 stop() {
   kill -TERM $up 2>/dev/null
@@ -54,7 +55,8 @@ bench() { # bench OPTION...: one result, into row.json
   local before; before=$("$python" -m bench.pd_table --admin "${admins[@]}")
   timeout "${ROW_S:-400}" "$python" -m baton bench --url 127.0.0.1:"$port" --json \
     --admin 127.0.0.1:"$admin" --vocabulary "${VOCABULARY:-49000}" \
-    ${SEED:+--seed "$((SEED + 1000 * row_number))"} "$@" >"$out/row.json" 2>"$out/row.err" || { echo "row failed or is not valid: $*"; tail "$out/row.err"; }
+    ${SEED:+--seed "$((SEED + 1000 * row_number))"} "$@" >"$out/row.json" 2>"$out/row.err" ||
+    { echo "row failed or is not valid: $*"; tail "$out/row.err"; }
   [ -s "$out/row.json" ] || { tail -30 "$out/up.log"; return 1; }
   "$python" -m bench.pd_table --admin "${admins[@]}" --before "${before:-null}" \
     --add "$out/row.json" "$out/rows.jsonl"

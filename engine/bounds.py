@@ -29,7 +29,8 @@ class SchedulerConfig:
     """Prompt tokens beyond which no further prompt is added to a step: it would delay those before
     it, and the device computes no more tokens a second."""
     mixed_step_s: float = 0.0
-    """How long such a step may take: pieces of prompts get shorter for it; 0: no matter."""
+    """How long a step may take that decodes and computes prompts, whose pieces get shorter for it;
+    0: no matter."""
     max_passed_over: int = 16
     """How often smaller requests may be admitted before one that does not fit yet."""
     prefix_cache: bool = True
