@@ -9,8 +9,8 @@ scattered, in runs of `run-pages` adjacent ones (1: none adjacent on purpose):
     nixl, bare      the library's own calls: a prepared list, one transfer, polled without a pause
     nixl            our transport, polled every 50 us, as a worker does
     nccl            our transport, polled likewise: pages gathered, sent, scattered
-    nccl M [E [S [G]]]  the same with S (3) staging buffers of M MiB, the first and last piece of E
-                    MiB, over G (2) communicators
+    nccl M [F [L [S [G [A]]]]]  the same in pieces of M MiB, the first of F, the last of L, over S
+                    staging buffers and G communicators, A pieces queued before the thread wakes up
     nccl, bare      one contiguous tensor of that size through send and recv
     nccl, bare M    the same tensor in pieces of M MiB
 
@@ -31,6 +31,7 @@ import queue
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -42,7 +43,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from baton.event_loop import prepare_to_serve
 from kv_transfer.factory import make_transport
-from kv_transfer.lanes import RECEIVER, SENDER, USUAL, LaneOptions, form_group
+from kv_transfer.lane_staging import USUAL, WAITING, LaneOptions
+from kv_transfer.lanes import RECEIVER, SENDER, form_group
 from kv_transfer.nccl import NcclTransport
 from kv_transfer.pool import PoolMemory
 from kv_transfer.types import KvTransport, PageIds, PushState
@@ -52,8 +54,8 @@ UNCOUNTED = 2
 WAIT_S = 60.0
 WAYS = ("nixl, bare", "nixl", "nccl", "nccl, bare")
 EXPLAINED = (
-    "nccl 128 64 3 1", "nccl 64 32 4", "nccl 128 64", "nccl", "nccl 128 32 4", "nccl, bare 64",
-    "nccl, bare 128", "nccl, bare",
+    "nccl 128 64 32 3 1", "nccl 64 64 32 6", "nccl 96 64 32 4", "nccl 128 64 32 3 2 0", "nccl",
+    "nccl, bare 64", "nccl, bare 128", "nccl, bare",
 )  # fmt: skip
 """What tells launches and staging apart: `--ways explain-nccl`."""
 Pipe = Connection
@@ -91,11 +93,13 @@ class Side:
         if not options:
             return make_transport(name, agent_name, self.pool, page_bytes, len(self.pool))
         memory = PoolMemory.of(self.pool, page_bytes, len(self.pool))
-        piece_mib, *others = map(int, options)
-        usual = piece_mib, USUAL.slots, USUAL.groups
-        end_mib, slots, groups = [*others, *usual[len(others) :]]
-        lanes = LaneOptions(piece_mib << 20, end_mib << 20, slots, groups)
-        return NcclTransport(agent_name, memory, lanes)
+        names = [field.name for field in fields(LaneOptions)]
+        given = {
+            option: int(value) << 20 if option.endswith("bytes") else int(value)
+            for option, value in zip(names, options, strict=False)
+        }
+        usual = USUAL if self.pool.is_cuda else WAITING
+        return NcclTransport(agent_name, memory, replace(usual, **given))
 
     def address(self) -> dict[str, Any]:
         """What the other side has to know."""

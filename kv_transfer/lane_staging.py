@@ -1,6 +1,7 @@
 """Where pages wait on their way through a lane: the pieces of a push, and staging buffers.
 
 A piece is gathered from the pool into a slot's buffer and sent, or received there and scattered.
+Slots and communicators are taken in turn.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -9,23 +10,51 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kv_transfer.lane_wire import Push
+from kv_transfer.pool import PoolMemory
 from kv_transfer.types import PageIds
 
 
-def cut(num_pages: int, most: int, ends: int) -> Iterator[slice]:
-    """The pieces of a push: `most` pages each, the first and the last `ends` at most."""
+@dataclass(frozen=True, slots=True)
+class LaneOptions:
+    """How a lane moves pages. The same at both ends, but for `at_once`."""
+
+    piece_bytes: int = 128 << 20
+    """Of a staging buffer: half of that is sent sooner than a thread queues the next."""
+    first_bytes: int = 64 << 20
+    """Of a push's first piece: the wire waits while it is gathered."""
+    last_bytes: int = 32 << 20
+    """Pieces shrink down to this towards a push's end: whoever waits for the push waits while the
+    last one is scattered."""
+    slots: int = 3
+    """Staging buffers of a lane: two on the wire, one gathered into or scattered from."""
+    groups: int = 2
+    """Communicators."""
+    at_once: int = 3
+    """Pieces queued by who puts a push, while the sender's thread wakes up."""
+
+
+USUAL: Final = LaneOptions()
+WAITING: Final = LaneOptions(at_once=0)
+"""Where a send waits for the other end, as Gloo's does."""
+
+
+def cut(num_pages: int, most: int, first: int, last: int) -> Iterator[slice]:
+    """The pieces of a push: `first` pages, then `most`, then two thirds of what is left, but
+    `last` if that is fewer."""
     start = 0
     while start < num_pages:
-        size = ends if start == 0 else min(most, num_pages - start - ends)
-        stop = min(num_pages, start + max(size, ends))
-        yield slice(start, stop)
-        start = stop
+        left = num_pages - start
+        size = first if start == 0 else min(most, max(last, left * 2 // 3))
+        yield slice(start, start + min(size, left))
+        start += size
 
 
 class Queue:
@@ -71,6 +100,10 @@ class Slot:
         self.ids[:count].copy_(self._host_ids[:count], non_blocking=True)
         self._copied = self.queue.end(blocking=True)
 
+    def is_free(self) -> bool:
+        """The device is done with all that was queued here."""
+        return self.queue.stream is None or self.queue.stream.query()
+
 
 class Piece(NamedTuple):
     """Some pages of a push on their way through a slot."""
@@ -94,6 +127,34 @@ class Piece(NamedTuple):
     def ids(self) -> Tensor:
         """[n] int64, the slot's."""
         return self.slot.ids[: len(self.pages)]
+
+
+class Staging:
+    """The slots of a lane, and whose turn it is. For one thread at a time."""
+
+    def __init__(self, pool: PoolMemory, options: LaneOptions) -> None:
+        self._most, self._first, self._last = (
+            max(1, min(size, options.piece_bytes) // pool.page_bytes)
+            for size in (options.piece_bytes, options.first_bytes, options.last_bytes)
+        )
+        device = pool.pages.device
+        self._slots = [Slot(self._most, pool.page_bytes, device) for _ in range(options.slots)]
+        self._turns = cycle(self._slots)
+        self._groups = cycle(range(options.groups))
+        self._unused = max(options.slots, options.groups)
+
+    def pieces(self, pages: PageIds, push: Push) -> Iterator[Piece]:
+        """Of a push, `pages` at this end; each takes its turn when it is asked for."""
+        for part in cut(len(pages), self._most, self._first, self._last):
+            is_first, is_last = part.start == 0, part.stop == len(pages)
+            self._unused = max(0, self._unused - 1)
+            through = next(self._turns), next(self._groups)
+            yield Piece(pages[part], *through, is_first, push if is_last else None)
+
+    def is_free(self) -> bool:
+        """Queueing a piece waits for nothing: every slot and communicator was used before, which
+        connected it, and the device is done with all of it."""
+        return not self._unused and all(slot.is_free() for slot in self._slots)
 
 
 def words(pages: Tensor) -> Tensor:

@@ -22,6 +22,8 @@ from kv_transfer.types import PageIds
 KEY_BYTES: Final = 16
 KEY_S: Final = 2.0
 """Who connects has to show the key within this time: the end that knows it may be next in line."""
+AT_ONCE_BYTES: Final = 8 << 10
+"""Well below what a socket's buffers hold."""
 _PUSH: Final = struct.Struct("<QII")
 """Handle, pages, bytes of the payload."""
 _HANDLE: Final = struct.Struct("<Q")
@@ -36,6 +38,16 @@ class Push(NamedTuple):
     """Pages of the receiver's pool, in the order in which they come."""
     payload: bytes
     """What to show when all of them are there."""
+
+    @property
+    def is_short(self) -> bool:
+        """A socket whose other end has read all before it takes it without waiting."""
+        return 4 * len(self.target) + len(self.payload) <= AT_ONCE_BYTES
+
+    def packed(self) -> bytes:
+        """As it is told."""
+        header = _PUSH.pack(self.handle, len(self.target), len(self.payload))
+        return header + self.target.astype("<i4").tobytes() + self.payload
 
 
 class LaneWire:
@@ -74,8 +86,7 @@ class LaneWire:
 
     def tell_push(self, push: Push) -> None:
         """Sender. May wait for the receiver's end to read."""
-        header = _PUSH.pack(push.handle, len(push.target), len(push.payload))
-        self._socket.sendall(header + push.target.astype("<i4").tobytes() + push.payload)
+        self._socket.sendall(push.packed())
 
     def has_push(self) -> bool:
         """Receiver: `next_push` would not wait; the other end may be closed instead."""

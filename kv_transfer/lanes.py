@@ -25,17 +25,17 @@ import socket
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterator
 from datetime import timedelta
-from itertools import cycle
-from typing import Any, Final
+from itertools import islice
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import distributed
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
-from kv_transfer.lane_staging import Piece, Slot, cut, words
+from kv_transfer.lane_staging import LaneOptions, Piece, Staging, words
 from kv_transfer.lane_wire import KEY_BYTES, LaneWire, Push
 from kv_transfer.pool import PoolMemory
 from kv_transfer.types import PageIds
@@ -50,24 +50,6 @@ _WIRE: Final = "wire"
 """Under this key of the rendezvous: where the sender accepts, and the key to show there."""
 
 
-@dataclass(frozen=True, slots=True)
-class LaneOptions:
-    """How a lane moves pages. The same at both ends."""
-
-    piece_bytes: int = 128 << 20
-    """Of a staging buffer: half of that is sent sooner than a thread queues the next."""
-    end_bytes: int = 64 << 20
-    """Of the first and the last piece of a push: the wire waits while the one is gathered, and
-    whoever waits for the push while the other is scattered."""
-    slots: int = 3
-    """Staging buffers of a lane: two on the wire, one gathered into or scattered from."""
-    groups: int = 2
-    """Communicators."""
-
-
-USUAL: Final = LaneOptions()
-
-
 class Lane(ABC):
     """One end. Every method may be called from any thread and returns at once."""
 
@@ -80,6 +62,8 @@ class Lane(ABC):
         self._groups: list[Any] = []
         """Held here alone: some close their connections when the last reference goes."""
         self._wire: LaneWire | None = None
+        self._staging: Staging | None = None
+        """From the time when pushes go through."""
         self._thread = threading.Thread(target=self._run, name=f"kv-{name}", daemon=True)
         self._thread.start()
 
@@ -91,28 +75,18 @@ class Lane(ABC):
         try:
             self._wire, self._groups = self._form()
             if not self.failed:
-                self._serve(self._wire)
+                self._staging = Staging(self._pool, self._options)
+                self._serve(self._wire, self._staging)
         except Exception as error:
-            if not self.failed:
-                logger.warning("a lane failed: %s", type(error).__name__)
+            self._fail(error)
         self._tear_down()
         if self._wire is not None:
             self._leave(self._wire)
 
-    def _serve(self, wire: LaneWire) -> None:
-        """Moves pushes until the lane is closed."""
-        device, page_bytes = self._pool.pages.device, self._pool.page_bytes
-        most = max(1, self._options.piece_bytes // page_bytes)
-        ends = max(1, min(self._options.end_bytes // page_bytes, most))
-        slots = [Slot(most, page_bytes, device) for _ in range(self._options.slots)]
-        turns, groups = cycle(slots), cycle(range(self._options.groups))
-        while (wanted := self._next(wire)) is not None:
-            pages, push = wanted
-            for part in cut(len(pages), most, ends):
-                is_first, is_last = part.start == 0, part.stop == len(pages)
-                through = next(turns), next(groups)
-                self._move(Piece(pages[part], *through, is_first, push if is_last else None))
-            self._moved()
+    def _fail(self, error: Exception) -> None:
+        if not self.failed:
+            logger.warning("a lane failed: %s", type(error).__name__)
+        self._tear_down()
 
     def _form_groups(self, store: Store, rank: int) -> list[Any]:
         device = self._pool.pages.device
@@ -131,20 +105,25 @@ class Lane(ABC):
         """Meets the other end: the wire, and the communicators of the two."""
 
     @abstractmethod
-    def _next(self, wire: LaneWire) -> tuple[PageIds, Push] | None:
-        """Waits for the next push, and its pages at this end; None: the lane is closed."""
+    def _serve(self, wire: LaneWire, staging: Staging) -> None:
+        """Moves pushes until the lane is closed."""
 
     @abstractmethod
     def _move(self, piece: Piece) -> None:
         """Queues, or does, what a piece takes."""
 
     @abstractmethod
-    def _moved(self) -> None:
-        """That was a push's last piece."""
-
-    @abstractmethod
     def _leave(self, wire: LaneWire) -> None:
         """The lane is closed at this end: lets the other know."""
+
+
+class _Put(NamedTuple):
+    """A push in the hands of a sender's thread."""
+
+    source: PageIds
+    push: Push
+    begun: Iterator[Piece] | None
+    """What is left of its pieces, where the receiver was told already."""
 
 
 class SendLane(Lane):
@@ -154,7 +133,11 @@ class SendLane(Lane):
         host = _own_address()
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=FORM_S)
         self._server = socket.create_server((host, 0))
-        self._pushes: queue.SimpleQueue[tuple[PageIds, Push] | None] = queue.SimpleQueue()
+        self._pushes: queue.SimpleQueue[_Put | None] = queue.SimpleQueue()
+        self._num_put = self._num_queued = 0
+        """Pushes, by who puts them and by the thread: equal while it has nothing to do."""
+        self._queueing = threading.Lock()
+        """Held by the one of them that queues pieces."""
         self._left = False
         self.address = f"{host}:{self._store.port}"
         """Where the other end finds this one."""
@@ -167,8 +150,23 @@ class SendLane(Lane):
         return self.failed and (self._left or never_met)
 
     def put(self, source: PageIds, push: Push) -> None:
-        """The next push; its pages `source` go to its `target`."""
-        self._pushes.put((source, push))
+        """The next push; its pages `source` go to its `target`. Where nothing is before it, the
+        first pieces are queued here: a thread takes as long to wake up as 64 MiB to be sent."""
+        wire, staging = self._wire, self._staging
+        is_next = self._num_put == self._num_queued and push.is_short
+        self._num_put += 1
+        if wire is None or staging is None or not (is_next and staging.is_free()):
+            self._pushes.put(_Put(source, push, None))
+            return
+        with self._queueing:
+            pieces = staging.pieces(source, push)
+            self._pushes.put(_Put(source, push, pieces))  # The thread may wake up meanwhile.
+            try:
+                wire.tell_push(push)
+                for piece in islice(pieces, self._options.at_once):
+                    self._move(piece)
+            except Exception as error:
+                self._fail(error)
 
     def landed(self) -> list[int]:
         """Handles of pushes that are where they belong, since the last call."""
@@ -195,20 +193,24 @@ class SendLane(Lane):
             wire = LaneWire.accept(self._server, key, FORM_S.total_seconds())
         return wire, self._form_groups(self._store, SENDER)
 
-    def _next(self, wire: LaneWire) -> tuple[PageIds, Push] | None:
-        wanted = self._pushes.get()
-        if wanted is not None:
-            wire.tell_push(wanted[1])
-        return wanted
+    def _serve(self, wire: LaneWire, staging: Staging) -> None:
+        while (put := self._pushes.get()) is not None:
+            pieces = put.begun
+            if pieces is None:
+                wire.tell_push(put.push)
+                pieces = staging.pieces(put.source, put.push)
+            with self._queueing:
+                if self.failed:
+                    return
+                for piece in pieces:
+                    self._move(piece)
+            self._num_queued += 1
 
     def _move(self, piece: Piece) -> None:
         with piece.slot.queue():
             piece.slot.name(piece.pages)
             torch.index_select(self._words, 0, piece.ids, out=piece.staged)
             self._groups[piece.group].send([piece.staged.view(-1)], RECEIVER, 0).wait()
-
-    def _moved(self) -> None:
-        """That it has landed is for the other end to say."""
 
     def _leave(self, wire: LaneWire) -> None:
         wire.stop_telling()
@@ -248,14 +250,21 @@ class ReceiveLane(Lane):
         wire = LaneWire.connect(host, int(wire_port), bytes.fromhex(key), form_s)
         return wire, self._form_groups(store, RECEIVER)
 
-    def _next(self, wire: LaneWire) -> tuple[PageIds, Push] | None:
+    def _serve(self, wire: LaneWire, staging: Staging) -> None:
+        while (push := self._next(wire)) is not None:
+            for piece in staging.pieces(push.target, push):
+                self._move(piece)
+            while self._due:
+                self._scatter()
+
+    def _next(self, wire: LaneWire) -> Push | None:
+        """Waits for the next push; None: the lane is closed."""
         try:
             if not wire.has_push():
                 self._tell_landed(waits=True)
-            push = wire.next_push()
+            return wire.next_push()
         except EOFError:
             return None
-        return push.target, push
 
     def _move(self, piece: Piece) -> None:
         if len(self._due) == self._options.slots:
@@ -267,10 +276,6 @@ class ReceiveLane(Lane):
             received = piece.slot.queue.end(blocking=piece.is_first)
             piece.slot.name(piece.pages)
         self._due.append((piece, received))
-
-    def _moved(self) -> None:
-        while self._due:
-            self._scatter()
 
     def _scatter(self) -> None:
         piece, received = self._due[0]

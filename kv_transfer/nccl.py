@@ -23,8 +23,9 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from kv_transfer.lane_staging import USUAL, WAITING, LaneOptions
 from kv_transfer.lane_wire import Push
-from kv_transfer.lanes import USUAL, LaneOptions, ReceiveLane, SendLane
+from kv_transfer.lanes import ReceiveLane, SendLane
 from kv_transfer.nixl import NixlTransport
 from kv_transfer.pool import PoolMemory, check_payload, check_same_kind
 from kv_transfer.types import (
@@ -56,11 +57,11 @@ class NcclTransport:
     name = "nccl"
     can_revoke = False
 
-    def __init__(self, agent_name: str, pool: PoolMemory, lanes: LaneOptions = USUAL) -> None:
+    def __init__(self, agent_name: str, pool: PoolMemory, lanes: LaneOptions | None = None) -> None:
         # A receive that nobody sends to must not take the process down: `close` ends it.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         self._pool = pool
-        self._lanes = lanes
+        self._lanes = lanes or (USUAL if pool.memory == "VRAM" else WAITING)
         self._control = NixlTransport(agent_name, pool)
         self._endpoint = replace(self._control.endpoint, transport=self.name)
         self._peers: dict[str, _Peer] = {}

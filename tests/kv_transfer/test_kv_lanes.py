@@ -19,8 +19,9 @@ from waiting import WAIT_S, wait_until
 from kv_transfer import lane_wire
 from kv_transfer.events import Delivered, Sent
 from kv_transfer.factory import TRANSPORTS
+from kv_transfer.lane_staging import LaneOptions, Piece
 from kv_transfer.lane_wire import KEY_BYTES, LaneWire
-from kv_transfer.lanes import Lane, LaneOptions, ReceiveLane, SendLane
+from kv_transfer.lanes import Lane, ReceiveLane, SendLane
 from kv_transfer.nccl import NcclTransport
 from kv_transfer.pool import PoolMemory
 from kv_transfer.types import Notification, PushState, TransportError
@@ -57,10 +58,11 @@ def send(world: World, num_pages: int) -> None:
     assert written == num_pages, "pages were written that nobody granted"
 
 
-def meet() -> tuple[NcclTransport, NcclTransport]:
+def meet(at_once: int = 0) -> tuple[NcclTransport, NcclTransport]:
     pools = [torch.zeros(32, PAGE_BYTES, dtype=torch.uint8) for _ in "ab"]
     pools[0].random_(1, 255)
-    lanes = LaneOptions(piece_bytes=2 * PAGE_BYTES, end_bytes=PAGE_BYTES, slots=2)
+    sizes = {"piece_bytes": 2 * PAGE_BYTES, "first_bytes": PAGE_BYTES, "last_bytes": PAGE_BYTES}
+    lanes = LaneOptions(**sizes, slots=2, at_once=at_once)
     a, b = (
         NcclTransport(name, PoolMemory.of(pool, PAGE_BYTES, 32), lanes)
         for name, pool in zip("ab", pools, strict=True)
@@ -87,18 +89,50 @@ def ends(a: NcclTransport, b: NcclTransport) -> tuple[list[PushState], list[byte
 FIRST, SECOND = (np.arange(start, start + 12, dtype=np.int32) for start in (0, 16))
 
 
-@pytest.mark.parametrize("end", [SendLane, ReceiveLane])
-def test_pushes_end_where_a_lane_fails_and_the_next_one_forms_another(
-    monkeypatch: pytest.MonkeyPatch, end: type[Lane]
+def test_who_puts_a_push_queues_its_first_pieces_once_the_lane_was_used(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    a, b = meet()
+    a, b = meet(at_once=3)
+    move, movers = SendLane._move, []
+
+    def watched(self: SendLane, piece: Piece) -> None:
+        movers.append(threading.current_thread() is threading.main_thread())
+        move(self, piece)
+
+    monkeypatch.setattr(SendLane, "_move", watched)
+    a.push("b", FIRST, SECOND, b"one")
+    assert ends(a, b) == ([PushState.DONE], [b"one"])
+    assert not any(movers), "a first use waits for the other end to connect"
+    movers.clear()
+    for pages in (FIRST, SECOND):  # The second of them waits its turn.
+        a.push("b", pages, pages, b"%d" % pages[0])
+    states, shown = ends(a, b)
+    while len(states) < 2:
+        more, also = ends(a, b)
+        states, shown = states + more, shown + also
+    assert shown == [b"0", b"16"]
+    assert movers == [True] * 3 + [False] * (len(movers) - 3)
+    for pages in (FIRST, SECOND):
+        assert torch.equal(a._pool.pages[pages], b._pool.pages[pages])
+    for transport in (a, b):
+        transport.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("end", "at_once", "broken_at"),
+    [(SendLane, 0, 4), (SendLane, 3, 2), (SendLane, 3, 4), (ReceiveLane, 0, 4)],
+)
+def test_pushes_end_where_a_lane_fails_and_the_next_one_forms_another(
+    monkeypatch: pytest.MonkeyPatch, end: type[Lane], at_once: int, broken_at: int
+) -> None:
+    a, b = meet(at_once)
     a.push("b", FIRST, SECOND, b"before")
     assert ends(a, b) == ([PushState.DONE], [b"before"])
     move, moved = end._move, []
 
     def broken(self: Lane, piece: object) -> None:
         moved.append(piece)
-        if len(moved) == 4:
+        if len(moved) == broken_at:
             raise RuntimeError
         move(self, piece)
 
