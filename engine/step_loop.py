@@ -225,7 +225,7 @@ class StepLoop:
             step_ms=self._rates.step_s * 1e3,
             prefill_tokens_per_s=self._rates.prefill.tokens_per_s,
             mixed_prefill_tokens=scheduler.mixed_tokens,
-            mixed_prefill_tokens_per_s=self._rates.mixed_prefill.tokens_per_s,
+            mixed_prefill_tokens_per_s=self._pieces.tokens_per_s,
             long_step_ms=1e3 * long_step_s if long_step_s > LONG_STEP_S else 0.0,
             steps=scheduler.next_step,
             preemptions=scheduler.preemptions,
@@ -275,8 +275,6 @@ class _Rates:
     def __init__(self) -> None:
         self.step_s = 0.0
         self.prefill = _MovingRate()
-        self.mixed_prefill = _MovingRate()
-        """Of steps that decode, too."""
         self.prompt_tokens = 0
         self.tokens_sampled = 0
         self._began: dict[int, float] = {}
@@ -305,8 +303,6 @@ class _Rates:
         self.tokens_sampled += len(plan.sample_slots)
         if prompt >= TELLING_TOKENS:
             self.prefill.add(prompt, self.step_s)
-            if plan.num_decodes:
-                self.mixed_prefill.add(prompt, self.step_s)
 
     def failed(self, plan: StepPlan) -> None:
         """The step did not run: it says nothing about rates."""

@@ -265,7 +265,7 @@ class EngineLoad:
     mixed_prefill_tokens: int = 0
     """Most prompt tokens of the next step that decodes, too: see `engine.mixed_pace`."""
     mixed_prefill_tokens_per_s: float = 0.0
-    """Moving rate of computing prompt tokens in such steps; 0 while unknown."""
+    """Rate at which a prompt would be computed in such steps; 0 while unknown."""
     steps: int = 0
     preemptions: int = 0
     prompt_tokens_computed: int = 0

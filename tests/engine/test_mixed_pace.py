@@ -9,7 +9,7 @@ import pytest
 from timed_device import TimedExecutor, plan, running_loop, submit
 from waiting import wait_until
 
-from engine.mixed_pace import GRAIN_TOKENS, LEAST_TOKENS, MixedPace
+from engine.mixed_pace import FORGET_STEPS, GRAIN_TOKENS, LEAST_TOKENS, MixedPace
 from engine.step import StepPlan, StepResult
 
 ALONE_S = 6e-3
@@ -104,6 +104,49 @@ def test_nothing_is_learnt_from_prompts_alone_or_from_their_short_ends() -> None
     assert pace.tokens == 192
 
 
+def test_what_a_prompt_would_take_is_learnt_from_whole_ones() -> None:
+    """Not from the last steps, which take longest: a prompt is sent where it is sooner done."""
+    pace, gpu = MixedPace(192, 8.5e-3), Gpu(behind_s=2e-9)
+    for _ in range(4):
+        gpu.behind, took_s = 0, 0.0
+        pace.settled(plan(4, 4), ALONE_S)
+        while gpu.behind < 8000:
+            took_s += steps_s(pace, gpu, 1)[0]
+    whole = gpu.behind / took_s
+    last = pace.tokens / gpu.step_s(pace.tokens)
+    assert last < 0.75 * whole
+    assert pace.tokens_per_s == pytest.approx(whole, rel=0.15)
+
+
+def test_a_batch_that_grew_meanwhile_is_not_charged_to_the_prompt() -> None:
+    def alone_s(decodes: int) -> float:
+        return 5e-3 + 0.25e-3 * decodes
+
+    pace = MixedPace(192, 8.5e-3)
+    assert pace.tokens_per_s == 0
+    for decodes in (2, 3, 4, 3, 2):
+        pace.settled(plan(decodes, decodes), alone_s(decodes))
+    for decodes in range(2, 9):
+        piece = pace.tokens
+        pace.settled(plan(decodes + piece, decodes), alone_s(decodes) + piece * 10e-6)
+    assert pace.tokens == 128, "what fits into the room that 8 sequences leave"
+    assert pace.tokens_per_s == pytest.approx(128 / (alone_s(8) + 128 * 10e-6), rel=0.02)
+    pace.settled(plan(2, 2), alone_s(2))
+    assert pace.tokens_per_s == pytest.approx(192 / (alone_s(2) + 192 * 10e-6), rel=0.02)
+
+
+def test_an_estimate_that_keeps_prompts_away_is_forgotten_and_the_next_one_counts_at_once() -> None:
+    pace, slow = MixedPace(192, 7.5e-3), Gpu(token_s=80e-6, behind_s=0)
+    steps_s(pace, slow, 10)
+    assert pace.tokens_per_s < 64 / ALONE_S
+    for _ in range(4 * FORGET_STEPS):
+        pace.settled(plan(4, 4), ALONE_S)
+    assert pace.tokens_per_s > 150 / ALONE_S
+    assert pace.tokens == 192
+    steps_s(pace, slow, 4)
+    assert pace.tokens_per_s < 64 / ALONE_S, "no prompt more than one is lost to hope"
+
+
 class PiecesTakeTime(TimedExecutor):
     """Every token of a piece makes a step longer by 0.5 ms."""
 
@@ -120,6 +163,7 @@ def test_the_step_loop_keeps_the_pace() -> None:
     wait_until(lambda: loop.load.tokens_sampled > 30)
     loop.stop()
     assert loop.load.mixed_prefill_tokens < 128, "routers know"
+    assert 0 < loop.load.mixed_prefill_tokens_per_s < 64 / 0.02
     pieces = [step.num_tokens - step.num_decodes for step in executor.plans if step.num_decodes]
     found = [piece for piece in pieces if piece]
     assert found[0] == 128

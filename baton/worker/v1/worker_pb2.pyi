@@ -1087,8 +1087,9 @@ class Load(_message.Message):
     steps would take too long.
     """
     mixed_prefill_tokens_per_s: _builtins.float
-    """Measured rate of computing prompts in steps that decode, too, tokens per
-    second; 0 while unknown.
+    """Rate at which a prompt would be computed in steps that decode, too, beside
+    the sequences that do now, tokens per second, by what such steps took; 0
+    while unknown.
     """
     @_builtins.property
     def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerHealth]:
