@@ -1,3 +1,23 @@
 """Baton: disaggregated LLM serving. The public face: stubs, clients, settings, command line."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from baton.llm import LLM as LLM
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """`LLM` is looked up when somebody asks for it: it brings PyTorch along, which clients and
+    routers go without."""
+    if name != "LLM":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        from baton.llm import LLM
+    except ModuleNotFoundError as error:
+        error.add_note("LLM needs what servers need: pip install 'baton-llm[worker,router]'")
+        raise
+    return LLM

@@ -15,29 +15,17 @@ caller's current trace context. Every failure is a `baton.errors.BatonError`.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Final, Self, TypedDict, Unpack
 
-import grpc
-import grpc.aio
-
 from baton.channels import open_aio_channel, open_channel
-from baton.errors import BatonError, from_rpc_error
-from baton.generation import (
-    Delta,
-    Gathering,
-    Generation,
-    Message,
-    Model,
-    Options,
-)
+from baton.generation import Gathering, Generation, Message, Model, Options
 from baton.grpc_options import client_options
 from baton.inference.v1 import inference_pb2 as pb
 from baton.inference.v1 import inference_pb2_grpc as pb_grpc
 from baton.requests import generation_request, tokenize_request
 from baton.settings import ROUTER_ADDRESS
+from baton.streams import AsyncGenerationStream, GenerationStream, typed_errors
 
 Metadata = tuple[tuple[str, str], ...]
 LONGEST_S: Final = 1e9
@@ -64,123 +52,6 @@ def _find_inject() -> Callable[[dict[str, str]], None]:
 
 
 _inject = _find_inject()
-
-
-@contextmanager
-def _typed_errors() -> Iterator[None]:
-    """What a call raises comes out as a `BatonError`."""
-    try:
-        yield
-    except grpc.RpcError as error:
-        raise from_rpc_error(error) from None
-
-
-class _Stream:
-    """What a stream knows of its generation."""
-
-    def __init__(self, cancel: Callable[[], object], choices: int) -> None:
-        self._cancel = cancel
-        self._gathering = Gathering(choices)
-        self._result: Generation | None = None
-
-    @property
-    def trace_id(self) -> str:
-        """Of the request's spans; "" before the first delta."""
-        return self._gathering.trace_id
-
-    @property
-    def result(self) -> Generation:
-        """The whole generation, once the stream was read to its end.
-
-        Raises:
-            RuntimeError: it was not.
-        """
-        if self._result is None:
-            raise RuntimeError("the stream was not read to its end")
-        return self._result
-
-    def close(self) -> None:
-        """Cancels the generation if it still runs."""
-        self._cancel()
-
-    @contextmanager
-    def _typed_errors(self) -> Iterator[None]:
-        """Whatever breaks the stream comes out as a `BatonError` and ends the call."""
-        try:
-            with _typed_errors():
-                yield
-        except BatonError:
-            self.close()
-            raise
-
-
-class GenerationStream(_Stream):
-    """A running generation: iterate for its deltas, then read `result`."""
-
-    def __init__(
-        self,
-        events: Iterator[pb.StreamGenerateResponse],
-        cancel: Callable[[], object],
-        choices: int,
-    ) -> None:
-        super().__init__(cancel, choices)
-        self._events = events
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Delta:
-        with self._typed_errors():
-            for event in self._events:
-                if (delta := self._gathering.add(event)) is not None:
-                    return delta
-            self._result = self._gathering.result()
-        raise StopIteration
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class AsyncGenerationStream(_Stream):
-    """A running generation: iterate for its deltas, then read `result`."""
-
-    def __init__(
-        self,
-        events: AsyncIterator[pb.StreamGenerateResponse],
-        cancel: Callable[[], object],
-        choices: int,
-    ) -> None:
-        super().__init__(cancel, choices)
-        self._events = events
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> Delta:
-        try:
-            with self._typed_errors():
-                async for event in self._events:
-                    if (delta := self._gathering.add(event)) is not None:
-                        return delta
-                self._result = self._gathering.result()
-        except asyncio.CancelledError:
-            self.close()  # gRPC does not where its reader was about to begin
-            raise
-        raise StopAsyncIteration
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        """Nobody can read it any more. gRPC's call and its iterator hold each other, and so would
-        live until some garbage collection."""
-        self.close()
 
 
 def check_token(token: str) -> str:
@@ -263,7 +134,7 @@ class Client(_Caller):
             ValueError: not exactly one form of prompt was given.
         """
         request = generation_request(pb.GenerateRequest, prompt, messages, token_ids, options)
-        with _typed_errors():
+        with typed_errors():
             response = self._stub.Generate(request, **self._of_generation(timeout_s))
         return Gathering(options.get("choices", 1)).add_whole(response)
 
@@ -283,7 +154,7 @@ class Client(_Caller):
 
     def models(self, *, timeout_s: float | None = 10.0) -> tuple[Model, ...]:
         """The models served now."""
-        with _typed_errors():
+        with typed_errors():
             response = self._stub.ListModels(pb.ListModelsRequest(), **self._of_call(timeout_s))
         return _models(response)
 
@@ -301,7 +172,7 @@ class Client(_Caller):
         Without `add_special_tokens` they are those that generating would run.
         """
         request = tokenize_request(text, messages, model, add_special_tokens)
-        with _typed_errors():
+        with typed_errors():
             response = self._stub.Tokenize(request, **self._of_call(timeout_s))
         return tuple(response.token_ids)
 
@@ -343,7 +214,7 @@ class AsyncClient(_Caller):
     ) -> Generation:
         """Generates and returns the whole result. Arguments and errors as `Client.generate`."""
         request = generation_request(pb.GenerateRequest, prompt, messages, token_ids, options)
-        with _typed_errors():
+        with typed_errors():
             response = await self._stub.Generate(request, **self._of_generation(timeout_s))
         return Gathering(options.get("choices", 1)).add_whole(response)
 
@@ -363,7 +234,7 @@ class AsyncClient(_Caller):
 
     async def models(self, *, timeout_s: float | None = 10.0) -> tuple[Model, ...]:
         """The models served now."""
-        with _typed_errors():
+        with typed_errors():
             response = await self._stub.ListModels(
                 pb.ListModelsRequest(), **self._of_call(timeout_s)
             )
@@ -380,7 +251,7 @@ class AsyncClient(_Caller):
     ) -> tuple[int, ...]:
         """The token ids of a text or of chat turns. Arguments as `Client.tokenize`."""
         request = tokenize_request(text, messages, model, add_special_tokens)
-        with _typed_errors():
+        with typed_errors():
             response = await self._stub.Tokenize(request, **self._of_call(timeout_s))
         return tuple(response.token_ids)
 

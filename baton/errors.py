@@ -131,6 +131,16 @@ def from_rpc_error(failed: grpc.RpcError) -> BatonError:
         message = "the time set for the call has passed"  # gRPC says it in several odd ways
     if status is None and code is grpc.StatusCode.UNAVAILABLE:
         return UnreachableError(message, code=code, reason="UNREACHABLE")
+    return _typed(code, message, status)
+
+
+def from_status(status: status_pb2.Status) -> BatonError:
+    """The typed form of a status that no call brought: the servers' code runs in this process."""
+    code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
+    return _typed(code, status.message, status)
+
+
+def _typed(code: grpc.StatusCode, message: str, status: status_pb2.Status | None) -> BatonError:
     info, retry, bad, request = (
         error_details_pb2.ErrorInfo(),
         error_details_pb2.RetryInfo(),

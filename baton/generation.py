@@ -180,8 +180,8 @@ def generation_input(
         request.chat.CopyFrom(chat_prompt(messages))
         request.chat.template_variables.update(options.get("template_variables", {}))
         request.chat.continue_last = options.get("continue_last", False)
-    else:
-        request.token_ids.ids.extend(token_ids or ())
+    elif token_ids is not None:
+        request.token_ids.ids.extend(token_ids)
         request.token_ids.SetInParent()
     _set(request, options, ("choices", "priority"))
     _set(request.sampling, options, _SAMPLING)

@@ -30,9 +30,9 @@ from baton.router_addresses import RouterAddresses
 from baton.settings import Role, WorkerSettings
 from baton.worker.v1 import worker_pb2
 from baton.worker_announcer import announced_as_loading
+from baton.worker_engine import engine_config
 from baton.worker_loading import loading_progress, terminal
 from baton.worker_server import ROLES, Worker
-from engine.config import EngineConfig
 from engine.engine import Engine, EngineError
 from engine.model import ModelError
 from kv_transfer.types import TransportError
@@ -43,15 +43,6 @@ from telemetry.tracing import Tracing, setup_tracing
 
 logger = logging.getLogger(__name__)
 
-DECODE_MIXED_PREFILL_TOKENS: Final = 192
-"""A decode worker computes at most this many prompt tokens in a step that also decodes: they are
-nearly free there."""
-DECODE_STEP_TOKENS: Final = 512
-"""A decode worker computes at most this much of a prompt in a step where nothing decodes: a
-request that is delivered meanwhile waits for the step to end."""
-FULL_STEP_TOKENS: Final = 1024
-"""Where prompts are computed for others: an H200 computes 44,900 tokens a second in steps of so
-many, 45,500 in longer ones, and the first of two prompts is done in half the time."""
 _SERVICES: Final = {
     Role.PREFILL: Service.PREFILL,
     Role.DECODE: Service.DECODE,
@@ -131,45 +122,3 @@ def _identity_while_loading(settings: WorkerSettings) -> worker_pb2.WorkerIdenti
         role=ROLES[settings.role],
         model=worker_pb2.ModelInfo(name=name),
     )
-
-
-def engine_config(settings: WorkerSettings) -> EngineConfig:
-    """What the settings say to the engine."""
-    return EngineConfig(
-        model=settings.model,
-        name=settings.served_name,
-        load_format=settings.load_format,
-        dtype=settings.dtype,
-        device=settings.device,
-        attention=settings.attention,
-        seed=settings.seed,
-        page_size=settings.page_size_tokens,
-        num_pages=settings.num_pages,
-        kv_memory_bytes=int(settings.kv_memory_gib * (1 << 30)),
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-        max_sequences=settings.max_sequences,
-        max_step_tokens=_step_tokens(settings),
-        decodes=settings.role is not Role.PREFILL,
-        mixed_prefill_tokens=_mixed_prefill_tokens(settings),
-        mixed_step_s=settings.mixed_step_ms / 1e3,
-        full_step_tokens=0 if settings.role is Role.BOTH else FULL_STEP_TOKENS,
-        max_context_tokens=settings.max_context_tokens,
-        scheduling=settings.scheduling,
-        prefix_cache=settings.prefix_cache,
-        eviction=settings.eviction,
-        poison_freed_pages=settings.poison_freed_pages,
-    )
-
-
-def _step_tokens(settings: WorkerSettings) -> int:
-    """Most new tokens in a step; 0 leaves it to the engine."""
-    if settings.max_step_tokens or settings.role is not Role.DECODE:
-        return settings.max_step_tokens
-    return max(DECODE_STEP_TOKENS, settings.max_sequences + settings.page_size_tokens)
-
-
-def _mixed_prefill_tokens(settings: WorkerSettings) -> int:
-    """Most prompt tokens beside decode; 0 leaves it to the engine."""
-    if settings.mixed_prefill_tokens or settings.role is not Role.DECODE:
-        return settings.mixed_prefill_tokens
-    return max(DECODE_MIXED_PREFILL_TOKENS, settings.page_size_tokens)

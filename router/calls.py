@@ -56,6 +56,8 @@ class Call:
     tenant: str = ""
     """Whom the caller's token stands for; "" where nobody is asked for one."""
     record: AccessRecord = field(default_factory=AccessRecord)
+    whole: bool = False
+    """The caller wants the answer whole: its tokens need not be read one by one."""
 
     @property
     def passed_s(self) -> float:

@@ -86,8 +86,9 @@ class Generations:
             if not request.input.stop.HasField("max_tokens"):
                 self._shorten(job)
             span.describe_job(job)
-            generation = _Generation(self._dispatcher, job, request.input, tokenizer, self._limits)
-            async with generation.running() as outbox:
+            outbox = Outbox(self._limits.max_unread_tokens, whole=call.whole)
+            generation = _Generation(self._dispatcher, job, request.input, tokenizer, outbox)
+            async with generation.running():
                 while (output := await outbox.take()) is not None:
                     span.observe(output)
                     yield output
@@ -224,11 +225,11 @@ class _Generation:
         job: Job,
         generation: api.GenerationInput,
         tokenizer: Tokenizer | None,
-        limits: Limits,
+        outbox: Outbox,
     ) -> None:
         self._dispatcher = dispatcher
         self._job = job
-        self._outbox = Outbox(limits.max_unread_tokens)
+        self._outbox = outbox
         self._choices = [
             _choice_output(index, job, generation, tokenizer) for index in range(job.choices)
         ]
@@ -237,11 +238,11 @@ class _Generation:
         self._finished = False
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[Outbox]:
+    async def running(self) -> AsyncIterator[None]:
         """Runs the job while its outputs are taken out of the outbox."""
         work = asyncio.create_task(self._run())
         try:
-            yield self._outbox
+            yield
         finally:
             work.cancel()
             await asyncio.wait([work])

@@ -154,8 +154,11 @@ class Outbox:
     `max_tokens` tokens wait; nothing is taken after an error.
     """
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, *, whole: bool = False) -> None:
+        """Empty; `whole` where the reader has no use for tokens before their choice has ended: they
+        do not wake it, which is half of what a token costs."""
         self._max_tokens = max_tokens
+        self._whole = whole
         self._waiting: deque[Output] = deque()
         self._open_deltas: dict[int, Delta] = {}
         self._tokens_waiting = 0
@@ -178,6 +181,8 @@ class Outbox:
         """
         if isinstance(output, Delta):
             self._put_delta(output)
+            if self._whole:
+                return
         else:
             self._waiting.append(output)
         self._wake()

@@ -114,6 +114,17 @@ def test_a_command_that_needs_more_says_which_extra() -> None:
     assert "pip install 'baton-llm[router]'" in " ".join(said.split())
 
 
+def test_a_model_in_ones_own_process_needs_what_servers_need() -> None:
+    assert "baton.llm" in run_with(("worker", "router"), "from baton import LLM; print(LLM)")
+    hint = """
+try:
+    from baton import LLM
+except ModuleNotFoundError as error:
+    print(error, error.__notes__)
+"""
+    assert "pip install 'baton-llm[worker,router]'" in run_with(("router",), hint)
+
+
 def test_the_router_extra_is_what_a_router_imports() -> None:
     brings = needs("router")
     assert {"tokenizers", "jinja2", "opentelemetry-sdk"} <= brings

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from baton.commands.config import to_toml
 from baton.settings import Role, SettingsError, WorkerSettings, resolve
-from baton.worker_process import engine_config
+from baton.worker_engine import engine_config
 from router.settings import RouterSettings
 
 

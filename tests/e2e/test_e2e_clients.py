@@ -1,6 +1,9 @@
-"""Clients that are not ours through real processes: OpenAI's over HTTP, one in Node over gRPC."""
+"""Through real processes: clients that are not ours, OpenAI's over HTTP and one in Node over gRPC;
+and what our own says, beside a model without servers."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import openai
 import pytest
@@ -8,21 +11,33 @@ from cluster import make_cluster
 from node_kit import run_scenario
 from tiny_models import write_tiny_model
 
+from baton import LLM
+
 TEXT = "Prefill runs the first leg, decode runs the second."
 CHAT = [{"role": "user", "content": "Zwölf Boxkämpfer jagen Viktor 🥖"}]
 MAX_TOKENS = 24
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("openai")
-    cluster = make_cluster(write_tiny_model(folder / "model"), folder / "logs")
+def tiny(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("openai") / "model")
+
+
+@pytest.fixture(scope="module")
+def cluster(tiny):
+    cluster = make_cluster(tiny, tiny.parent / "logs")
     try:
         cluster.start_all()
         yield cluster
     finally:
         codes = cluster.stop()
     assert set(codes.values()) == {0}, cluster.tail()
+
+
+@pytest.fixture(scope="module")
+def offline(tiny):
+    with LLM(tiny, device="cpu", num_pages=100) as llm:
+        yield llm
 
 
 @pytest.fixture
@@ -51,6 +66,42 @@ def test_both_apis_say_the_same(cluster, client, model):
     stream = client.chat.completions.create(messages=CHAT, stream=True, **options)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == turn.text
     cluster.check_baseline()
+
+
+SAME = [
+    {"prompt": TEXT, "temperature": 0.0, "logprobs": True, "top_logprobs": 2},
+    {"messages": CHAT, "seed": 3, "choices": 2, "prompt_logprobs": True},
+    {"prompt": TEXT, "seed": 4, "top_k": 20, "min_p": 0.01, "stop": ["e", "\0"], "min_tokens": 3},
+    {"token_ids": range(10, 60), "temperature": 0.0, "ignore_eos": True, "omit_text": True},
+    {
+        "messages": CHAT,
+        "temperature": 0.7,
+        "seed": 5,
+        "repetition_penalty": 1.2,
+        "logit_bias": {9: 4},
+    },
+]
+
+
+@pytest.mark.parametrize("request_", SAME, ids=lambda asked: "-".join(list(asked)[:2]))
+def test_a_model_in_this_process_says_what_servers_say(cluster, offline, request_):
+    with cluster.client() as grpc:
+        served = grpc.generate(max_tokens=MAX_TOKENS, **request_)
+    here = offline.generate(max_tokens=MAX_TOKENS, **request_)
+    assert here.usage == replace(served.usage, cached_prompt_tokens=here.usage.cached_prompt_tokens)
+    assert (here.model, here.model_revision) == (served.model, served.model_revision)
+    for ours, theirs in zip(here.choices, served.choices, strict=True):
+        assert replace(ours, logprobs=()) == replace(theirs, logprobs=())
+        check_alike(ours.logprobs, theirs.logprobs)
+    check_alike(here.prompt_logprobs, served.prompt_logprobs)
+    cluster.check_baseline()
+
+
+def check_alike(ours, theirs) -> None:
+    """The same tokens; recomputed log probabilities differ by rounding."""
+    for one, other in zip(ours, theirs, strict=True):
+        assert [token for token, _ in one.top] == [token for token, _ in other.top]
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
 
 
 def test_batch_with_choices_equals_its_parts(cluster, client, model):
