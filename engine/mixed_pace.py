@@ -9,7 +9,7 @@ lengthens it by one size. That of whole prompts says what a new one would take, 
 first piece begins.
 
 Routers send a prompt here where that is faster, so an estimate that is too slow would have nothing
-to learn from: while no prompt comes it is forgotten, towards pieces that cost nothing.
+to learn from. While little was seen it hopes for the best, and what was seen is forgotten.
 
 The idea of a chunk as long as the time between tokens allows: Agrawal et al., Taming
 Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve, OSDI 2024, where the length is
@@ -18,6 +18,7 @@ found before a server starts.
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from engine.step import StepPlan
@@ -35,10 +36,13 @@ RETURN_SHARE: Final = 0.1
 USUAL_TOKENS: Final = 16_384
 """So many prompt tokens tell what one usually costs: a long prompt's last ones cost twice as much
 as its first."""
-USUAL_STEPS: Final = 500
+DECODE_STEPS: Final = 500
 """So many decode steps tell how long they are."""
-FORGET_STEPS: Final = 10_000
-"""After so many decode steps without a prompt, a minute or so, two thirds are forgotten."""
+DOUBT_TOKENS: Final = 512
+"""An estimate from fewer tells little."""
+FORGET_STEPS: Final = 3000
+"""After so many decode steps without a prompt, some 20 s, two thirds of what was seen is gone.
+Four times as long, and it is worth no more than those in doubt."""
 
 
 class MixedPace:
@@ -56,21 +60,22 @@ class MixedPace:
         self._most = most_tokens
         self._least = min(most_tokens, max(LEAST_TOKENS, page_size))
         self._step_s = step_s
-        self._decoding = _Line(USUAL_STEPS)
+        self._decoding = _Line()
         self._alone_s = 0.0
         """A step of those who decode now; 0 while none has only decoded: all of a step is charged
         to its piece then."""
         self._token_s = 0.0
-        self._usual_token_s = _Line(USUAL_TOKENS)
+        self._usual = _Usual()
 
     @property
     def tokens_per_s(self) -> float:
-        """How fast a prompt would be computed beside those who decode now; 0 while unknown."""
-        if not self._usual_token_s.weight:
+        """How fast a prompt would be computed beside those who decode now, and keep their pace; 0
+        while unknown."""
+        token_s = self._usual.hoped
+        if not token_s:
             return 0.0
-        token_s = self._usual_token_s.mean
-        piece = self._fitting(token_s)
-        return piece / (self._alone_s + piece * token_s)
+        piece = min(self._fitting(token_s), self._room_s / token_s)
+        return max(1.0, piece / (self._alone_s + piece * token_s))
 
     def settled(self, plan: StepPlan, step_s: float) -> None:
         """A step is done, and took so long on the device."""
@@ -79,8 +84,8 @@ class MixedPace:
             return
         if piece == 0:
             self._decoding.add(decodes, step_s)
-            self._usual_token_s.forget(1 / FORGET_STEPS)
-            self._token_s += RETURN_SHARE * (self._usual_token_s.mean - self._token_s)
+            self._usual.forget(1 / FORGET_STEPS)
+            self._token_s += RETURN_SHARE * (self._usual.hoped - self._token_s)
         self._alone_s = self._decoding.at(decodes)
         if 2 * piece > self._least:
             self._learn(max(piece, self._least), step_s)
@@ -90,44 +95,62 @@ class MixedPace:
         token_s = max(0.0, step_s - self._alone_s) / piece
         self._token_s += (LAST_SHARE if self._token_s else 1) * (token_s - self._token_s)
         if self._alone_s:
-            self._usual_token_s.add(0, token_s, piece)
+            self._usual.add(token_s, piece)
+
+    @property
+    def _room_s(self) -> float:
+        """Of a step for its piece."""
+        return self._step_s - self._alone_s if self._step_s else math.inf
 
     def _fitting(self, token_s: float) -> int:
-        if not self._step_s or not token_s:
+        fits = min(self._most, self._room_s / token_s) if token_s else self._most
+        if fits == self._most:
             return self._most
-        fits = min(self._most, (self._step_s - self._alone_s) / token_s)
         return max(self._least, int(fits) // GRAIN_TOKENS * GRAIN_TOKENS)
 
 
-class _Line:
-    """A straight line through points, of which those count that came of late: least squares over
-    weights that fall off, and a level line through one x. 0 before the first."""
+class _Usual:
+    """What a token costs over whole prompts, seconds; 0 while unknown."""
 
-    def __init__(self, most_weight: float) -> None:
-        self._most_weight = most_weight
-        self.weight = 0.0
-        self.mean = 0.0
-        """Of y."""
-        self._mean_x = 0.0
+    def __init__(self) -> None:
+        self._mean_s = 0.0
+        self._seen_tokens = 0.0
+
+    @property
+    def hoped(self) -> float:
+        """As if DOUBT_TOKENS more had been seen that cost nothing."""
+        return self._mean_s * self._seen_tokens / (self._seen_tokens + DOUBT_TOKENS)
+
+    def add(self, token_s: float, tokens: int) -> None:
+        """So many cost that much each."""
+        self._seen_tokens = min(USUAL_TOKENS, self._seen_tokens + tokens)
+        self._mean_s += tokens / max(tokens, self._seen_tokens) * (token_s - self._mean_s)
+
+    def forget(self, share: float) -> None:
+        """So much of what was seen."""
+        self._seen_tokens *= 1 - share
+
+
+class _Line:
+    """A straight line through points, of which those of late count: least squares with weights that
+    fall off."""
+
+    def __init__(self) -> None:
+        self._weight = self._x = self._y = 0.0
         self._variance = self._covariance = 0.0
 
-    def add(self, x: float, y: float, weight: float = 1) -> None:
-        """A point that counts so much beside `most_weight` of all before it."""
-        self.weight = min(self._most_weight, self.weight + weight)
-        share = min(1.0, weight / self.weight)
-        off_x, off_y = x - self._mean_x, y - self.mean
-        self._mean_x += share * off_x
-        self.mean += share * off_y
+    def add(self, x: float, y: float) -> None:
+        """A point."""
+        self._weight = min(DECODE_STEPS, self._weight + 1)
+        share = 1 / self._weight
+        off_x, off_y = x - self._x, y - self._y
+        self._x += share * off_x
+        self._y += share * off_y
         self._variance = (1 - share) * (self._variance + share * off_x * off_x)
         self._covariance = (1 - share) * (self._covariance + share * off_x * off_y)
 
     def at(self, x: float) -> float:
-        """Its y."""
+        """Its y; 0 before the first point."""
         # Sequences come by ones: a spread far below that is what is left of another time.
-        slope = self._covariance / (self._variance + 0.05)
-        return self.mean + slope * (x - self._mean_x)
-
-    def forget(self, share: float) -> None:
-        """So much of it all, the height included."""
-        self.weight *= 1 - share
-        self.mean *= 1 - share
+        slope = self._covariance / (self._variance + 0.01)
+        return self._y + slope * (x - self._x)
