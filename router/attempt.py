@@ -93,9 +93,9 @@ class Attempt:
         return self.prefill is not None and self.prefill.open
 
     def start(self, now_s: float) -> None:
-        """Submits to the decode worker and the prefill worker together."""
+        """Submits to both workers together, first to the one whose token the client waits for."""
         self._clocks.dispatched_ns = time.time_ns()
-        for leg in reversed(self.legs):
+        for leg in self.legs:
             leg.submit(now_s)
 
     def receive(self, worker: WorkerLink, message: worker_pb2.WorkResponse) -> None:

@@ -90,8 +90,11 @@ class Generations:
             generation = _Generation(self._dispatcher, job, request.input, tokenizer, outbox)
             async with generation.running():
                 while (output := await outbox.take()) is not None:
-                    span.observe(output)
-                    yield output
+                    left_s = call.passed_s
+                    try:
+                        yield output
+                    finally:  # a reader that leaves has been given it, too
+                        span.observe(output, left_s)
 
     def deadline(self, call: Call) -> AbstractAsyncContextManager[None]:
         """Around what a call waits for while nothing of it runs yet.

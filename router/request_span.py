@@ -128,11 +128,12 @@ class RequestSpan:
             }
         )
 
-    def observe(self, output: Output) -> None:
-        """Takes note of what is on its way to the client."""
+    def observe(self, output: Output, left_s: float) -> None:
+        """Takes note of what left for the client, so long after the request's arrival. Said when it
+        is on its way: a first token does not wait for its figures."""
         match output:
             case Delta():
-                self._observe_tokens(output)
+                self._observe_tokens(output, left_s)
             case Started():
                 cached = output.cached_prompt_tokens
                 self._span.set_attribute(Attr.CACHED_INPUT_TOKENS, cached)
@@ -140,10 +141,9 @@ class RequestSpan:
             case Finished():
                 self._observe_end(output)
 
-    def _observe_tokens(self, delta: Delta) -> None:
+    def _observe_tokens(self, delta: Delta, now_s: float) -> None:
         if not delta.token_ids:  # Text that was held back.
             return
-        now_s = self._call.passed_s
         if self._first_token_s is None:
             self._first_token_s = now_s
             self._span.set_attribute(Attr.RESPONSE_FIRST_TOKEN_S, now_s)

@@ -62,17 +62,19 @@ class WaitingShares:
             raise errors.deadline_unreachable(wait_s, left_s, self._retry_after_s(share))
 
     def begin(self, share: Share, *, bounded: bool) -> None:
-        """Queues a share; its job has failed when this returns if nobody could run it.
+        """Queues a share. The queue is `bounded` for one that was just found fit to be run; the job
+        of another has failed when this returns if nobody could run it.
 
         Raises:
-            RouterError: QUEUE_FULL, where the queue is `bounded` for it.
+            RouterError: QUEUE_FULL.
         """
         depth, tokens = self.queue.ahead(share.lane)
         ahead = {Attr.QUEUE_DEPTH: depth, Attr.QUEUE_TOKENS: tokens}
         self.queue.push(share, now_s(), bounded=bounded)
         share.queue_span = start_span(SpanName.QUEUE, share.run.job.context, ahead)
         share.set_timer(self._settings.queue_timeout_s, self._timed_out)
-        self._check(share)
+        if not bounded:
+            self._check(share)
 
     def check(self) -> None:
         """Looks, after a worker was lost, who of those that wait could still be run."""
