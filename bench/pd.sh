@@ -26,7 +26,7 @@ export BATON_LOAD_FORMAT=${BATON_LOAD_FORMAT:-dummy} BATON_MAX_SEQUENCES=${BATON
 [ -z "${GPUS:-}" ] || export CUDA_VISIBLE_DEVICES=$GPUS
 
 began=$SECONDS
-rm -f "$out/waterfall.txt"
+rm -f "$out/waterfall.txt" "$out/up.log"
 "$python" -m baton up --model "${MODEL:-bench/shapes/llama-8b}" --device "$device" \
   --routers "$ROUTERS" --prefill "$PREFILL" --decode "$DECODE" --both "$BOTH" \
   --kv-memory-gib "${KV_GIB:-40}" --port "$port" --http-port 0 --admin-port "$admin" --drain-s 5 >"$out/up.log" 2>&1 &
@@ -38,7 +38,7 @@ stop() {
 }
 trap stop EXIT
 
-until grep -q "Baton is ready" "$out/up.log"; do
+until grep -q "Baton is ready" "$out/up.log" 2>/dev/null; do
   if ! kill -0 $up 2>/dev/null || [ $((SECONDS - began)) -gt "${READY_S:-110}" ]; then
     echo "not ready after $((SECONDS - began)) s"; tail -60 "$out/up.log"; exit 1
   fi
