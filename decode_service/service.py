@@ -268,17 +268,18 @@ class DecodeService(AttemptsService[DecodeAttempt]):
             return
         failpoints.hit("decode.delivered")
         attempt.state, attempt.ready_ns = DecodeState.READY, event.delivered_ns
-        self._give_share_back(attempt)
-        spans.write_receive(attempt, event, self._page_bytes)
         try:
             first = decode_first_tokens(event.payload, attempt.request.choices)
         except MalformedMessage:
+            spans.write_receive(attempt, event, self._page_bytes)
             self._answer_wanted_abort(attempt, already_ready=True)
             attempt.fail(worker_pb2.FAILURE_REASON_KV_TRANSFER)
             self._end_early(attempt, KV_TRANSFER)
             return
         attempt.first_token_ns = first.sampled_ns
-        self._engine.deliver(attempt.id, first.records)
+        self._engine.deliver(attempt.id, first.records)  # before all else: a step is about to leave
+        self._give_share_back(attempt)
+        spans.write_receive(attempt, event, self._page_bytes)
         delivered = worker_pb2.Delivered(
             attempt_id=attempt.id, delivered_unix_ns=event.delivered_ns
         )

@@ -166,6 +166,8 @@ class BlockManager:
         Raises:
             OutOfPagesError: fewer are available.
         """
+        if not count:  # As for most prompts: it takes no look at the pool.
+            return np.empty(0, np.int32)
         self._check_available(count)
         while self._free < count:
             self._evict()

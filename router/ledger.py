@@ -69,6 +69,8 @@ class Ledger:
         self._load = worker_pb2.Load()
         self._entries: dict[bytes, _Entry] = {}
         self._returned = Charge()
+        self._room: Room | None = None
+        """The estimate, until something changes: who looks for a route asks ten times."""
 
     @property
     def load(self) -> worker_pb2.Load:
@@ -82,7 +84,7 @@ class Ledger:
 
     def report(self, load: worker_pb2.Load, now_s: float) -> None:
         """Takes a report that came at `now_s` (any steady clock)."""
-        self._load = load
+        self._load, self._room = load, None
         self._returned = Charge()
         for entry in self._entries.values():
             entry.known = entry.known or now_s - entry.at_s >= REPORT_LAG_S
@@ -90,6 +92,7 @@ class Ledger:
     def charge(self, attempt_id: bytes, charge: Charge, now_s: float) -> None:
         """Counts an attempt submitted now."""
         self._entries[attempt_id] = _Entry(charge, now_s)
+        self._room = None
 
     def prefilled(self, attempt_id: bytes) -> None:
         """The attempt's prompt is computed: its credit is free again."""
@@ -97,17 +100,22 @@ class Ledger:
             return
         self._give_back(entry, Charge(prefill_tokens=entry.charge.prefill_tokens))
         entry.charge = entry.charge._replace(prefill_tokens=0)
+        self._room = None
 
     def release(self, attempt_id: bytes) -> None:
         """The attempt is over here. Releasing twice does nothing."""
         if (entry := self._entries.pop(attempt_id, None)) is not None:
             self._give_back(entry, entry.charge)
+            self._room = None
 
     def room(self) -> Room:
-        """The estimate.
+        """The estimate."""
+        if self._room is None:
+            self._room = self._estimate()
+        return self._room
 
-        A slot that was granted is not running yet, so open charges are a lower bound of those.
-        """
+    def _estimate(self) -> Room:
+        """A slot that was granted is not running yet: open charges are a lower bound of those."""
         load, returned = self._load, self._returned
         fresh = _sum([entry.charge for entry in self._entries.values() if not entry.known])
         queued = max(0, load.queued_prefill_tokens + fresh.prefill_tokens - returned.prefill_tokens)
