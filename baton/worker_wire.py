@@ -30,6 +30,8 @@ from kv_transfer.types import SCRATCH_PAGE, Endpoint
 
 MAX_PAYLOAD_BYTES: Final = 3584
 """Most bytes of first-token records that ride in the last notification of a transfer."""
+LARGEST_ID: Final = (1 << 31) - 1
+"""Ids are int32 to the engine."""
 _PACKED_ID: Final = np.dtype("<u4")
 _PACKED_LOGPROB: Final = np.dtype("<f4")
 
@@ -63,7 +65,7 @@ def unpack_ids(packed: bytes) -> TokenIds | PageIds:
     if len(packed) % _PACKED_ID.itemsize:
         raise MalformedMessage("ids")
     ids = np.frombuffer(packed, _PACKED_ID)
-    if ids.size and int(ids.max()) > np.iinfo(np.int32).max:
+    if ids.size and int(ids.max()) > LARGEST_ID:
         raise MalformedMessage("ids")
     return ids.astype(np.int32)
 

@@ -40,6 +40,8 @@ class Models:
         self._local = local
         self._left_s: dict[str, float] = {}
         """When the last worker of a name left."""
+        self._served: dict[str, ServedModel] = {}
+        """What `_of` said of names, until a worker joins or leaves: every request asks."""
         self._loading: dict[str, tuple[str, float]] = {}
         """By worker: the name that it loads, and when it last said so."""
 
@@ -89,6 +91,7 @@ class Models:
     def joined(self, worker: WorkerLink) -> None:
         """A worker was attached."""
         model = worker.identity.model
+        self._served.clear()
         self._loading.pop(worker.identity.worker_id, None)
         self._left_s.pop(model.name, None)
         revisions = {other.identity.model.revision for other in self._named(model.name)}
@@ -99,6 +102,7 @@ class Models:
     def left(self, worker: WorkerLink, now_s: float) -> None:
         """A worker was lost."""
         name = worker.identity.model.name
+        self._served.clear()
         if not self._named(name):
             self._left_s[name] = now_s
 
@@ -110,7 +114,13 @@ class Models:
         return [worker for worker in self._workers if worker.identity.model.name == name]
 
     def _of(self, name: str) -> ServedModel:
-        """What new jobs of that name get; of workers alike in weights, the first one's word."""
+        """What new jobs of that name get."""
+        if name not in self._served:
+            self._served[name] = self._choose(name)
+        return self._served[name]
+
+    def _choose(self, name: str) -> ServedModel:
+        """The model that can be run; of workers alike in weights, the first one's word."""
         models = [ServedModel.of(worker.identity.model) for worker in self._named(name)]
         workers = Counter(model.revision for model in models)
         return max(models, key=lambda model: (self._can_run(model), workers[model.revision]))
