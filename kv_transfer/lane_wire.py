@@ -23,7 +23,7 @@ KEY_BYTES: Final = 16
 KEY_S: Final = 2.0
 """Who connects has to show the key within this time: the end that knows it may be next in line."""
 AT_ONCE_BYTES: Final = 8 << 10
-"""Well below what a socket's buffers hold."""
+"""Linux says that a socket has room where a third of its buffer is free: 15 KiB or more."""
 _PUSH: Final = struct.Struct("<QII")
 """Handle, pages, bytes of the payload."""
 _HANDLE: Final = struct.Struct("<Q")
@@ -38,11 +38,6 @@ class Push(NamedTuple):
     """Pages of the receiver's pool, in the order in which they come."""
     payload: bytes
     """What to show when all of them are there."""
-
-    @property
-    def is_short(self) -> bool:
-        """A socket whose other end has read all before it takes it without waiting."""
-        return 4 * len(self.target) + len(self.payload) <= AT_ONCE_BYTES
 
     def packed(self) -> bytes:
         """As it is told."""
@@ -87,6 +82,11 @@ class LaneWire:
     def tell_push(self, push: Push) -> None:
         """Sender. May wait for the receiver's end to read."""
         self._socket.sendall(push.packed())
+
+    def takes(self, push: Push) -> bool:
+        """Sender: `tell_push` would not wait; it may fail instead."""
+        told_bytes = _PUSH.size + 4 * len(push.target) + len(push.payload)
+        return told_bytes <= AT_ONCE_BYTES and self._has(select.POLLOUT)
 
     def has_push(self) -> bool:
         """Receiver: `next_push` would not wait; the other end may be closed instead."""

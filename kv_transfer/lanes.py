@@ -153,9 +153,9 @@ class SendLane(Lane):
         """The next push; its pages `source` go to its `target`. Where nothing is before it, the
         first pieces are queued here: a thread takes as long to wake up as 64 MiB to be sent."""
         wire, staging = self._wire, self._staging
-        is_next = self._num_put == self._num_queued and push.is_short
+        is_next = self._num_put == self._num_queued
         self._num_put += 1
-        if wire is None or staging is None or not (is_next and staging.is_free()):
+        if not (is_next and wire and staging and wire.takes(push) and staging.is_free()):
             self._pushes.put(_Put(source, push, None))
             return
         with self._queueing:

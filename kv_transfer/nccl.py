@@ -37,8 +37,9 @@ from kv_transfer.types import (
     TransportError,
 )
 
-_FORM: Final = b"BTL4"
-"""Begins the notification of a sender that has formed a lane; where to meet it follows."""
+_FORM: Final = b"BTL5"
+"""Begins the notification of a sender that has formed a lane; where to meet it follows. Another one
+for each way to cut a push: both ends have the same."""
 MOST_EARLY: Final = 4096
 
 
@@ -100,6 +101,8 @@ class NcclTransport:
             raise TransportError("disconnected", "the peer is not open")
         _check_pages(source, self._pool.num_pages)
         _check_pages(target, peer.endpoint.num_pages)
+        if len(source) != len(target):  # Each end would cut its own.
+            raise TransportError("bad_pages", f"{len(source)} pages to {len(target)}")
         handle = self._next_handle
         self._lane_to(peer).put(source, Push(handle, target, payload))
         self._next_handle += 1

@@ -19,8 +19,8 @@ from waiting import WAIT_S, wait_until
 from kv_transfer import lane_wire
 from kv_transfer.events import Delivered, Sent
 from kv_transfer.factory import TRANSPORTS
-from kv_transfer.lane_staging import LaneOptions, Piece
-from kv_transfer.lane_wire import KEY_BYTES, LaneWire
+from kv_transfer.lane_staging import LaneOptions, Piece, Staging, cut
+from kv_transfer.lane_wire import AT_ONCE_BYTES, KEY_BYTES, LaneWire, Push
 from kv_transfer.lanes import Lane, ReceiveLane, SendLane
 from kv_transfer.nccl import NcclTransport
 from kv_transfer.pool import PoolMemory
@@ -56,6 +56,33 @@ def send(world: World, num_pages: int) -> None:
     transfer.assert_delivered()
     written = world.decode.pool.any(dim=1).sum()
     assert written == num_pages, "pages were written that nobody granted"
+
+
+def test_pieces_are_a_push_in_order_and_none_is_longer_than_a_buffer() -> None:
+    for seed in range(500):
+        rng = np.random.default_rng(seed)
+        most, num_pages = int(rng.integers(1, 40)), int(rng.integers(1, 400))
+        first, last = (int(size) for size in rng.integers(1, most + 1, 2))
+        parts = list(cut(num_pages, most, first, last))
+        covered = [page for part in parts for page in range(part.start, part.stop)]
+        assert covered == [*range(num_pages)], seed
+        sizes = [part.stop - part.start for part in parts]
+        assert sizes[0] == min(first, num_pages), seed
+        assert max(sizes) <= most, seed
+        assert min(sizes[1:-1], default=last) >= last, seed
+        assert sizes[1:] == sorted(sizes[1:], reverse=True), seed
+
+
+@pytest.mark.parametrize("piece_bytes", [1, PAGE_BYTES - 1, PAGE_BYTES, 5 * PAGE_BYTES + 1])
+def test_what_a_buffer_holds_bounds_all_pieces(piece_bytes: int) -> None:
+    pool = PoolMemory.of(torch.zeros(32, PAGE_BYTES, dtype=torch.uint8), PAGE_BYTES, 32)
+    options = LaneOptions(piece_bytes, first_bytes=3 * PAGE_BYTES, last_bytes=9 * PAGE_BYTES)
+    staging = Staging(pool, options)
+    for _ in range(3):
+        pieces = list(staging.pieces(FIRST, Push(1, SECOND, b"")))
+        assert np.concatenate([piece.pages for piece in pieces]).tolist() == FIRST.tolist()
+        assert all(len(piece.staged) == len(piece.ids) == len(piece.pages) for piece in pieces)
+        assert [piece.ends is not None for piece in pieces] == [False] * (len(pieces) - 1) + [True]
 
 
 def meet(at_once: int = 0) -> tuple[NcclTransport, NcclTransport]:
@@ -114,6 +141,41 @@ def test_who_puts_a_push_queues_its_first_pieces_once_the_lane_was_used(
     assert movers == [True] * 3 + [False] * (len(movers) - 3)
     for pages in (FIRST, SECOND):
         assert torch.equal(a._pool.pages[pages], b._pool.pages[pages])
+    for transport in (a, b):
+        transport.shutdown()
+
+
+@pytest.mark.parametrize("at_once", [0, 1, 3])
+def test_pushes_arrive_in_order_whoever_queues_them(at_once: int) -> None:
+    """Behind each other, and each when nothing is before it."""
+    a, b = meet(at_once)
+    rng = np.random.default_rng(at_once)
+    wanted, payloads, states, shown = b._pool.pages.clone(), [], [], []
+    for number in range(40):
+        count = int(rng.integers(1, 31))
+        source, target = (rng.permutation(32)[:count].astype(np.int32) for _ in "ab")
+        wanted[target] = a._pool.pages[source]
+        payloads.append(bytes(number))
+        a.push("b", source, target, payloads[-1])
+        if rng.random() < 0.5:
+            more, also = ends(a, b)
+            states, shown = states + more, shown + also
+    while len(states) < 40:
+        more, also = ends(a, b)
+        states, shown = states + more, shown + also
+    assert states == [PushState.DONE] * 40
+    assert shown == payloads
+    assert torch.equal(b._pool.pages, wanted)
+    for transport in (a, b):
+        transport.shutdown()
+
+
+def test_a_push_of_another_number_of_pages_is_refused() -> None:
+    a, b = meet()
+    with pytest.raises(TransportError, match="12 pages to 11"):
+        a.push("b", FIRST, SECOND[1:], b"")
+    a.push("b", FIRST, SECOND, b"whole")
+    assert ends(a, b) == ([PushState.DONE], [b"whole"])
     for transport in (a, b):
         transport.shutdown()
 
@@ -193,6 +255,30 @@ def test_what_a_sender_says_behind_a_push_is_shown_behind_it(
     assert [told.payload for told in b.poll_notifications()] == [b"pushed", b"said"]
     for transport in (a, b):
         transport.shutdown()
+
+
+def wires() -> tuple[LaneWire, LaneWire]:
+    """The sender's end and the receiver's."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        receiver = socket.create_connection(server.getsockname())
+        return LaneWire(server.accept()[0]), LaneWire(receiver)
+
+
+@pytest.mark.parametrize("told_bytes", [300, AT_ONCE_BYTES])
+def test_a_wire_takes_no_push_that_it_would_wait_with(told_bytes: int) -> None:
+    sender, receiver = wires()
+    sender._socket.settimeout(0)  # A wait is an error.
+    push, count = Push(7, np.empty(0, np.int32), bytes(told_bytes - 16)), 0
+    assert not sender.takes(Push(7, FIRST, bytes(AT_ONCE_BYTES)))
+    while sender.takes(push):
+        sender.tell_push(push)
+        count += 1
+    assert count * told_bytes >= AT_ONCE_BYTES
+    heard = [receiver.next_push().handle for _ in range(count)]
+    assert heard == [7] * count
+    assert sender.takes(push)
+    for wire in (sender, receiver):
+        wire.close()
 
 
 def test_a_stranger_that_says_nothing_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
