@@ -38,6 +38,9 @@ USUAL_TOKENS: Final = 16_384
 as its first."""
 DECODE_STEPS: Final = 500
 """So many decode steps tell how long they are."""
+HELD_UP: Final = 3.0
+"""A step that took so many times as long as expected was held up by something else, and counts as
+so long: one of 0.3 s would tell of itself for half a minute."""
 DOUBT_TOKENS: Final = 512
 """An estimate from fewer tells little."""
 FORGET_STEPS: Final = 3000
@@ -82,11 +85,14 @@ class MixedPace:
         piece, decodes = plan.num_tokens - plan.num_decodes, plan.num_decodes
         if not decodes:
             return
+        self._alone_s = self._decoding.at(decodes)
+        if self._token_s if piece else self._alone_s:
+            step_s = min(step_s, HELD_UP * (self._alone_s + piece * self._token_s))
         if piece == 0:
             self._decoding.add(decodes, step_s)
+            self._alone_s = self._decoding.at(decodes)
             self._usual.forget(1 / FORGET_STEPS)
             self._token_s += RETURN_SHARE * (self._usual.hoped - self._token_s)
-        self._alone_s = self._decoding.at(decodes)
         if 2 * piece > self._least:
             self._learn(max(piece, self._least), step_s)
         self.tokens = min(self._fitting(self._token_s), self.tokens + GRAIN_TOKENS)
@@ -103,6 +109,8 @@ class MixedPace:
         return self._step_s - self._alone_s if self._step_s else math.inf
 
     def _fitting(self, token_s: float) -> int:
+        if self._room_s <= 0:
+            return self._least
         fits = min(self._most, self._room_s / token_s) if token_s else self._most
         if fits == self._most:
             return self._most
@@ -133,7 +141,7 @@ class _Usual:
 
 class _Line:
     """A straight line through points, of which those of late count: least squares with weights that
-    fall off."""
+    fall off. It neither falls nor goes below 0: more sequences take no less time, and none none."""
 
     def __init__(self) -> None:
         self._weight = self._x = self._y = 0.0
@@ -150,7 +158,9 @@ class _Line:
         self._covariance = (1 - share) * (self._covariance + share * off_x * off_y)
 
     def at(self, x: float) -> float:
-        """Its y; 0 before the first point."""
+        """Its y, where x > 0; 0 before the first point."""
+        if not self._x:
+            return 0.0
         # Sequences come by ones: a spread far below that is what is left of another time.
         slope = self._covariance / (self._variance + 0.01)
-        return self._y + slope * (x - self._x)
+        return self._y + min(max(0.0, slope), self._y / self._x) * (x - self._x)

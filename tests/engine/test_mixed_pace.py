@@ -150,6 +150,50 @@ def test_an_estimate_that_keeps_prompts_away_is_forgotten_and_the_next_one_count
     assert pace.tokens_per_s < 64 / ALONE_S, "no prompt more than one is lost to hope"
 
 
+def test_where_decoding_alone_takes_too_long_pieces_are_the_shortest_whatever_a_token_costs() -> (
+    None
+):
+    pace = MixedPace(192, 7.5e-3)
+    pace.settled(plan(4, 4), 8e-3)
+    assert pace.tokens == LEAST_TOKENS, "nobody knows what a token costs"
+    pace.settled(plan(4 + 64, 4), 8e-3)
+    assert pace.tokens == LEAST_TOKENS, "nothing, it seems"
+
+
+@pytest.mark.parametrize("held_up", [0, 128])
+def test_a_step_that_was_held_up_says_little(held_up: int) -> None:
+    """By a process that was stopped, or a garbage collection."""
+    pace, gpu = MixedPace(192, 7.5e-3), Gpu(behind_s=0)
+
+    def go_on() -> None:
+        for _ in range(20):
+            steps_s(pace, gpu, 1)
+            for _ in range(9):
+                pace.settled(plan(4, 4), ALONE_S)
+
+    for _ in range(10):
+        go_on()
+    tokens_per_s = pace.tokens_per_s
+    pace.settled(plan(4 + held_up, 4), 5.0)
+    go_on()
+    assert pace.tokens >= 96
+    assert pace.tokens_per_s == pytest.approx(tokens_per_s, rel=0.3)
+
+
+@pytest.mark.parametrize("slope_s", [-1e-3, 1e-3])
+def test_a_step_of_few_is_never_taken_to_last_less_than_none_nor_longer_than_one_of_many(
+    slope_s: float,
+) -> None:
+    """By what steps of 60 sequences vary."""
+    pace = MixedPace(192, 7.5e-3)
+    for decodes in (60, 61, 62) * 20:
+        pace.settled(plan(decodes, decodes), 6e-3 + slope_s * (decodes - 61))
+    for decodes in (60, 30, 5, 1):
+        pace.settled(plan(decodes + 128, decodes), 6.5e-3)
+        assert pace.tokens_per_s >= 128 / 6.5e-3
+        assert 0 < pace._alone_s <= 6.01e-3
+
+
 class PiecesTakeTime(TimedExecutor):
     """Every token of a piece makes a step longer by 0.5 ms."""
 
