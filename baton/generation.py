@@ -175,7 +175,7 @@ def generation_input(
         raise ValueError("only messages have template variables and a last turn to continue")
     request = pb.GenerationInput(model=options.get("model", ""))
     if prompt is not None:
-        request.text = prompt
+        request.text = _one_text(prompt)
     elif messages is not None:
         request.chat.CopyFrom(chat_prompt(messages))
         request.chat.template_variables.update(options.get("template_variables", {}))
@@ -192,6 +192,12 @@ def generation_input(
     request.stop.sequences.extend([stop] if isinstance(stop, str) else stop)
     request.stop.token_ids.extend(options.get("stop_token_ids", ()))
     return request
+
+
+def _one_text(prompt: object) -> str:
+    if not isinstance(prompt, str):
+        raise TypeError(f"the prompt is one text, and not of type {type(prompt).__name__}")
+    return prompt
 
 
 _CHAT = ("template_variables", "continue_last")

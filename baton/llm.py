@@ -10,8 +10,9 @@ It is a worker's engine behind a router's front door: requests, defaults, bounds
 errors are those of `baton.client.Client`, and settings those of `baton worker`. Any thread may call
 any method; what runs at the same time shares one batch.
 
-Life: the model is loaded -> it generates -> `close`, the end of the `with` block or of the process:
-what runs is cancelled, the threads end, and the memory is free once nobody names the LLM.
+Life: the model is loaded -> it generates -> `close`, the end of the `with` block or of the main
+thread: what runs is cancelled, the threads end, and the memory is free once nobody names the LLM.
+It belongs to the process that made it: a fork cannot use it, and ends nothing of it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Final, Self, TypeVar, Unpack, overload
 
 import torch
@@ -84,7 +86,8 @@ class LLM:
             stack.callback(self._loop.stop)
             self._service = self._loop.run(_open(self.engine, self.settings, stack))
             stack.callback(self._loop.close)
-            self._close = weakref.finalize(self, stack.pop_all().close)
+            self._end = partial(_end, stack.pop_all(), os.getpid())
+        self._dropped = weakref.finalize(self, _dropped, self._end)
         _OPEN.add(self)
 
     @overload
@@ -141,7 +144,8 @@ class LLM:
             return self._run(self._generate(request, ends_s))
         if messages is not None or token_ids is not None:
             raise ValueError("give exactly one of prompt, messages and token_ids")
-        requests = [_request(*_form(one), options) for one in prompt]
+        prompts: Sequence[Any] = [prompt] if isinstance(prompt, Mapping) else prompt
+        requests = [_request(*_form(one), options) for one in prompts]
         with _bar(len(requests)) as done:
             return self._run(self._generate_all(requests, ends_s, done))
 
@@ -184,7 +188,8 @@ class LLM:
 
     def close(self) -> None:
         """Cancels what runs and ends the engine. Once is enough."""
-        self._close()
+        if self._dropped.detach() is not None:
+            self._end()
 
     def __enter__(self) -> Self:
         return self
@@ -230,6 +235,21 @@ class LLM:
         call = Call()
         with typed_errors(call):
             return await self._service.tokenize(request, call)
+
+
+def _end(held: ExitStack, process: int) -> None:
+    """A fork has no thread of these, and what they hold is not its own."""
+    if os.getpid() == process:
+        held.close()
+
+
+def _dropped(end: Callable[[], None]) -> None:
+    """Nobody names an LLM any more. A garbage collection finds that out on any thread, which may be
+    one that would wait for itself here, or for a lock that it holds."""
+    if threading.current_thread().name.startswith("baton-"):
+        threading.Thread(target=end, name="baton-ending", daemon=True).start()
+    else:
+        end()
 
 
 _OPEN: Final[weakref.WeakSet[LLM]] = weakref.WeakSet()
@@ -288,10 +308,10 @@ def _form(prompt: Any) -> tuple[str | None, Sequence[Message] | None, Sequence[i
     """One of several prompts, in the place where `generate` has its form."""
     if isinstance(prompt, str):
         return prompt, None, None
-    if not hasattr(prompt, "__getitem__"):
+    if isinstance(prompt, bytes | Mapping) or not hasattr(prompt, "__getitem__"):
         raise TypeError(
             f"a prompt is a text, token ids or chat turns, and not of type {type(prompt).__name__};"
-            " the ids of one prompt are its token_ids"
+            " of one prompt, ids are its token_ids and turns its messages"
         )
     is_chat = len(prompt) > 0 and isinstance(prompt[0], Mapping)
     return (None, prompt, None) if is_chat else (None, None, prompt)

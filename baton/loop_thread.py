@@ -1,12 +1,13 @@
 """An event loop on a thread of its own, for callers that have none.
 
 Life: made, and it runs -> `close`: what runs on it is cancelled and waited for, nothing new is
-taken -> `stop`: the thread ends. Any thread may call; only `stop` must come last.
+taken -> `stop`: the thread ends. Any other thread may call; only `stop` must come last.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
@@ -24,6 +25,7 @@ class LoopThread:
         self._loop = (loop_factory() or asyncio.new_event_loop)()
         self._lock = threading.Lock()
         self._closed = False
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -31,8 +33,11 @@ class LoopThread:
         """Starts a coroutine. Cancelling the future cancels it.
 
         Raises:
-            RuntimeError: the loop is closed.
+            RuntimeError: the loop is closed, or this process is a fork of the one that has it.
         """
+        if os.getpid() != self._process:  # The lock may have been held when it was forked.
+            coroutine.close()
+            raise RuntimeError("forked: it runs in the process that made it, and in no other")
         with self._lock:
             if not self._closed:
                 return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -51,14 +56,12 @@ class LoopThread:
         """Cancels what runs, and returns when it has ended."""
         with self._lock:
             self._closed = True
-        if threading.current_thread() is not self._thread:  # a garbage collection may be anywhere
-            asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
+        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
 
     def stop(self) -> None:
         """Ends the thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        self._thread.join()
 
     def _run(self) -> None:
         self._loop.run_forever()

@@ -46,6 +46,8 @@ PROFILE_END_S = 10.0
 """Announced for the end of a profile: its events are gathered on the loop's thread."""
 TELLING_TOKENS = 64
 """Steps with fewer prompt tokens say nothing about the rate of computing prompts."""
+STOP_S = 60.0
+"""How long the end waits for the step in flight."""
 UNKNOWN_STEP_S = 30.0
 """Announced for steps with prompts while no rate is known: the first one warms everything up."""
 
@@ -81,11 +83,15 @@ class StepLoop:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the loop after the step in flight; requests still inside are dropped."""
+        """Ends the loop after the step in flight; requests still inside are dropped. One that hangs
+        is left to itself after STOP_S."""
         self._stopping = True
         self.post(lambda _: None)
-        self._thread.join()
-        self._executor.shutdown()
+        self._thread.join(STOP_S)
+        if self._thread.is_alive():
+            log.error("the step in flight has not ended within %d s: it is left behind", STOP_S)
+        else:
+            self._executor.shutdown()
 
     def post(self, command: Command) -> None:
         """Runs `command` on the loop's thread before the next plan."""

@@ -144,7 +144,7 @@ class Tokenizers:
     """Tokenizers by model folder, and the threads that run them. Belongs to the event loop."""
 
     def __init__(self, threads: int = 2) -> None:
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tokenize")
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="baton-tokenize")
         self._loads: dict[str, asyncio.Future[Tokenizer | None]] = {}
 
     async def get(self, folder: str) -> Tokenizer | None:

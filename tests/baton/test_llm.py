@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -229,6 +231,9 @@ def test_every_broken_rule_is_named(llm) -> None:
         ([["x"]], {"messages": CHAT}, ValueError, "exactly one of"),
         (["x"], {"max_token": 3}, TypeError, "max_token"),
         ([[1, 2, 3]], {}, TypeError, "token_ids"),
+        ([CHAT], {}, TypeError, "turns its messages"),
+        ([CHAT[0]], {}, TypeError, "turns its messages"),
+        ([[b"x"]], {}, TypeError, "bytes"),
         ([""], {}, InvalidRequestError, "input.text"),
         ([], {"messages": []}, InvalidRequestError, "messages"),
         ([], {"token_ids": [9999]}, InvalidRequestError, "vocabulary"),
@@ -240,6 +245,11 @@ def test_every_broken_rule_is_named(llm) -> None:
 def test_bad_input(llm, arguments, options, kind, words) -> None:
     with pytest.raises(kind, match=words):
         llm.generate(*arguments, **options)
+
+
+def test_a_stream_is_of_one_prompt(llm) -> None:
+    with pytest.raises(TypeError, match="one text, and not of type list"):
+        llm.stream([TEXTS[0]])
 
 
 def test_the_first_bad_prompt_of_many_ends_the_others(llm, slow) -> None:
@@ -347,6 +357,50 @@ def test_closing_ends_what_runs_and_gives_the_memory_back(tiny, slow) -> None:
     llm = stream = calling = use = None
     gc.collect()
     assert pages() is None
+
+
+def test_a_fork_cannot_use_it_and_ends_nothing_of_it(llm) -> None:
+    """Nor waits for its threads, which it has not."""
+    forks = multiprocessing.get_context("fork")
+    said = forks.SimpleQueue()
+
+    def use() -> None:
+        with pytest.raises(RuntimeError, match="forked") as caught:
+            llm.generate("x")
+        said.put(str(caught.value))
+
+    child = forks.Process(target=use)
+    child.start()
+    child.join(30)
+    is_stuck = child.is_alive()
+    child.kill()
+    assert not is_stuck
+    assert child.exitcode == 0
+    assert "process that made it" in said.get()
+    assert llm.generate("x", max_tokens=2, ignore_eos=True).usage.output_tokens == 2
+
+
+@pytest.mark.parametrize("thread", ["step", "device", "loop"])
+def test_one_that_its_own_threads_find_dropped_is_closed(tiny, thread) -> None:
+    """By a garbage collection, which may be on any."""
+    before = set(threading.enumerate())
+    dropped = LLM(tiny, **SETTINGS)
+    dropped.generate("x", max_tokens=1)
+    circle = [dropped]
+    circle.append(circle)
+    steps, calls = dropped.engine._loop, dropped._loop._loop
+    collect = {
+        "step": partial(steps.post, lambda _: gc.collect()),
+        "device": partial(steps._executor._stream.submit, gc.collect),
+        "loop": partial(calls.call_soon_threadsafe, gc.collect),
+    }[thread]
+    gc.disable()
+    try:
+        steps = calls = dropped = circle = None
+        collect()
+        wait_until(lambda: set(threading.enumerate()) <= before)
+    finally:
+        gc.enable()
 
 
 def test_one_that_is_dropped_is_closed(tiny) -> None:

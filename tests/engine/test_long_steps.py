@@ -90,3 +90,18 @@ def test_what_follows_a_long_step_does_not_hide_it(loop: StepLoop, device: Devic
     stays(lambda: 2_000 <= loop.load.long_step_ms < 1e3 * UNKNOWN_STEP_S)
     device.finish()
     wait_until(lambda: loop.load.long_step_ms == 0)
+
+
+def test_the_end_waits_for_a_step_that_hangs_no_longer_than_so_long(
+    loop: StepLoop,
+    device: Device,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("engine.step_loop.STOP_S", 0.05)
+    monkeypatch.setattr(device, "shutdown", lambda: pytest.fail("it would wait, too"))
+    submit(loop, CHUNK)
+    wait_until(lambda: device.in_flight == 2)
+    loop.stop()
+    assert "left behind" in caplog.text
+    monkeypatch.undo()  # Once it goes on after all, it ends.
