@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
 if TYPE_CHECKING:
-    from opentelemetry.sdk.resources import Resource
-
-    from telemetry.spans import RecordedSpan
+    from opentelemetry.sdk.trace import ReadableSpan
 
 logger = logging.getLogger(__name__)
 
@@ -39,12 +37,11 @@ class QueueingProcessor(BatchSpanProcessor):
     def __init__(
         self,
         exporter: SpanExporter,
-        resource: Resource,
         max_queued_spans: int,
         schedule_delay_ms: int,
         receiver: str = "",
     ) -> None:
-        self._counting = _CountingExporter(exporter, resource, receiver)
+        self._counting = _CountingExporter(exporter, receiver)
         self._max_queued_spans = max_queued_spans
         self._lock = threading.Lock()
         self._accepted = 0
@@ -65,15 +62,17 @@ class QueueingProcessor(BatchSpanProcessor):
             waiting = self._accepted - exported - failed
             return ExportCounts(exported, self._dropped, failed, waiting)
 
-    def on_end(self, span: RecordedSpan) -> None:  # type: ignore[override]  # the exporter's, too
-        """Queues a span, or drops it."""
+    def on_end(self, span: ReadableSpan) -> None:
+        """Queues a span that is recorded, or drops it."""
+        if span.context is None or not span.context.trace_flags.sampled:
+            return
         with self._lock:
             # Spans handed to the exporter are out of the queue, even if it holds them long.
             if self._accepted - self._counting.taken >= self._max_queued_spans:
                 self._dropped += 1
                 return
             self._accepted += 1
-        super().on_end(span)  # type: ignore[arg-type]
+        super().on_end(span)
 
     def give_up(self) -> None:
         """Ends the exporter, whatever it is doing."""
@@ -81,15 +80,13 @@ class QueueingProcessor(BatchSpanProcessor):
 
 
 class _CountingExporter(SpanExporter):
-    """Gives its exporter the SDK's spans for ours, counts what it did with them, and says once when
-    it begins to fail and when it is back.
+    """Counts what its exporter did, and says once when it begins to fail and when it is back.
 
     `receiver` is where it sends, for those lines.
     """
 
-    def __init__(self, exporter: SpanExporter, resource: Resource, receiver: str) -> None:
+    def __init__(self, exporter: SpanExporter, receiver: str) -> None:
         self._exporter = exporter
-        self._resource = resource
         self._where = {"receiver": receiver} if receiver else {}
         self._over = threading.Lock()
         self._failing = False
@@ -97,7 +94,7 @@ class _CountingExporter(SpanExporter):
         self.exported = 0
         self.failed = 0
 
-    def export(self, spans: Sequence[RecordedSpan]) -> SpanExportResult:  # type: ignore[override]
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         self.taken += len(spans)
         result = self._try(spans)
         if result is SpanExportResult.SUCCESS:
@@ -114,9 +111,9 @@ class _CountingExporter(SpanExporter):
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
         return self._exporter.force_flush(timeout_millis)
 
-    def _try(self, spans: Sequence[RecordedSpan]) -> SpanExportResult:
+    def _try(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         try:
-            return self._exporter.export([span.readable(self._resource) for span in spans])
+            return self._exporter.export(spans)
         except Exception:
             return SpanExportResult.FAILURE
 

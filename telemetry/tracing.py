@@ -4,9 +4,8 @@ Life of a process's tracing:
 
 1. Before `setup_tracing`, and in a process that exports nothing, every call here is a cheap no-op
    that still passes the caller's trace context on.
-2. `setup_tracing`: spans (`telemetry.spans`) that ended wait in a bounded queue; one background
-   thread makes them the SDK's and sends them. One that finds the queue full is dropped and counted:
-   nothing that serves ever waits.
+2. `setup_tracing`: spans that ended wait in a bounded queue; one background thread sends them.
+   A span that finds the queue full is dropped and counted: nothing that serves ever waits.
 3. `Tracing.shutdown` sends what waits, for a bounded time, and returns to 1.
 
 Invariant: the text of an exception is never recorded. Spans hold no events, and a failed span says
@@ -17,34 +16,36 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Final
 
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import SpanLimits, TracerProvider, sampling
 from opentelemetry.sdk.trace.export import SpanExporter
-from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
-from opentelemetry.trace import Link, NonRecordingSpan, Span, SpanContext, SpanKind, TraceFlags
+from opentelemetry.trace import Link, Span, SpanContext, SpanKind, TraceFlags
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import AttributeValue
 
 from telemetry.export import ExportCounts, QueueingProcessor, otlp_exporter
-from telemetry.names import SCHEMA_URL, Attr
-from telemetry.spans import Attributes, Recorder
+from telemetry.names import SCHEMA_URL, SCOPE, Attr
 
+Attributes = Mapping[str, AttributeValue]
 Parent = Context | Span | str | None
 """Of a span: a context that holds one, one itself, a W3C traceparent, or None for a root."""
 
 SHUTDOWN_TIMEOUT_S: Final = 3.0
+_LIMITS: Final = SpanLimits(max_events=0, max_links=8, max_attributes=48, max_attribute_length=256)
 _propagator: Final = TraceContextTextMapPropagator()
 
 
 class Tracing:
     """A process's tracing, from `setup_tracing` to `shutdown`."""
 
-    def __init__(self, recorder: Recorder, processor: QueueingProcessor) -> None:
-        self._recorder = recorder
+    def __init__(self, provider: TracerProvider, processor: QueueingProcessor) -> None:
+        self._provider = provider
         self._processor = processor
 
     @property
@@ -54,13 +55,13 @@ class Tracing:
 
     def flush(self) -> None:
         """Sends what waits; blocks until the exporter took it or gave it up."""
-        self._processor.force_flush()
+        self._provider.force_flush()
 
     def shutdown(self, timeout_s: float = SHUTDOWN_TIMEOUT_S) -> None:
         """Sends what waits and ends the exporter; blocks no longer than the timeout. What could
         not be sent by then is lost."""
-        _switch.leave(self._recorder)
-        flusher = threading.Thread(target=self._processor.shutdown, name="spans-last", daemon=True)
+        _switch.leave(self._provider)
+        flusher = threading.Thread(target=self._provider.shutdown, name="spans-last", daemon=True)
         flusher.start()
         flusher.join(timeout_s)
         self._processor.give_up()
@@ -96,14 +97,19 @@ def setup_tracing(
         return None
     processor = QueueingProcessor(
         exporter or otlp_exporter(otlp_endpoint, export_timeout_s),
-        _resource(service_name, instance_id),
         max_queued_spans,
         schedule_delay_ms,
         otlp_endpoint,
     )
-    recorder = Recorder(TraceIdRatioBased(sample_ratio), processor.on_end)
-    _switch.enter(recorder)
-    return Tracing(recorder, processor)
+    provider = TracerProvider(
+        sampler=sampling.ParentBased(sampling.TraceIdRatioBased(sample_ratio)),
+        resource=_resource(service_name, instance_id),
+        shutdown_on_exit=False,
+        span_limits=_LIMITS,
+    )
+    provider.add_span_processor(processor)
+    _switch.enter(provider)
+    return Tracing(provider, processor)
 
 
 def start_span(
@@ -116,7 +122,16 @@ def start_span(
     links: Sequence[Link] = (),
 ) -> Span:
     """Starts a span whose id is needed before its end; end it with `end_span`."""
-    return _switch.start(name, _span_context(parent), kind, attributes, links, start_ns)
+    return _switch.tracer.start_span(
+        name,
+        context_of(parent),
+        kind,
+        attributes,
+        links,
+        start_ns,
+        record_exception=False,
+        set_status_on_exception=False,
+    )
 
 
 def end_span(
@@ -208,8 +223,6 @@ def link_from(parent: Parent, span_id: bytes) -> tuple[Link, ...]:
 
 
 def _span_context(parent: Parent) -> SpanContext:
-    if isinstance(parent, Span):
-        return parent.get_span_context()
     return trace.get_current_span(context_of(parent)).get_span_context()
 
 
@@ -221,8 +234,7 @@ def _resource(service_name: str, instance_id: str) -> Resource:
 
 
 class _SwitchedTracer(trace.Tracer):
-    """Starts spans at whichever recorder is set up now, below the current one where none is named,
-    and never records an exception's text."""
+    """Starts spans at whichever provider is set up now, and never records an exception's text."""
 
     def start_span(
         self,
@@ -235,8 +247,9 @@ class _SwitchedTracer(trace.Tracer):
         record_exception: bool = False,
         set_status_on_exception: bool = False,
     ) -> Span:
-        parent = trace.get_current_span(context).get_span_context()
-        return _switch.start(name, parent, kind, attributes, links or (), start_time)
+        return _switch.tracer.start_span(
+            name, context, kind, attributes, links, start_time, False, False
+        )
 
     @contextmanager
     def start_as_current_span(  # type: ignore[override]  # Theirs serves coroutines, too.
@@ -269,41 +282,31 @@ class _Switch(trace.TracerProvider):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._recorder: Recorder | None = None
+        self._off: trace.Tracer = trace.NoOpTracer()
+        self._provider: TracerProvider | None = None
+        self.tracer: trace.Tracer = self._off
 
     @property
     def active(self) -> bool:
         """Whether spans go anywhere."""
-        return self._recorder is not None
+        return self._provider is not None
 
-    def start(
-        self,
-        name: str,
-        parent: SpanContext,
-        kind: SpanKind,
-        attributes: Attributes | None,
-        links: Sequence[Link],
-        start_ns: int | None,
-    ) -> Span:
-        """A span; while nothing is recorded, one that only passes its parent's context on."""
-        if (recorder := self._recorder) is None:
-            return NonRecordingSpan(parent)
-        return recorder.start(name, parent, kind, attributes, links, start_ns)
-
-    def enter(self, recorder: Recorder) -> None:
-        """From now on spans are recorded."""
+    def enter(self, provider: TracerProvider) -> None:
+        """From now on spans go to `provider`."""
         with self._lock:
-            if self._recorder is not None:
+            if self._provider is not None:
                 raise RuntimeError("tracing is set up already")
             if trace.get_tracer_provider() is not self:
                 trace.set_tracer_provider(self)
-            self._recorder = recorder
+            self._provider = provider
+            self.tracer = provider.get_tracer(SCOPE, schema_url=SCHEMA_URL)
 
-    def leave(self, recorder: Recorder) -> None:
+    def leave(self, provider: TracerProvider) -> None:
         """From now on spans go nowhere, unless somebody else's turn has come."""
         with self._lock:
-            if self._recorder is recorder:
-                self._recorder = None
+            if self._provider is provider:
+                self._provider = None
+                self.tracer = self._off
 
     def get_tracer(self, *args: object, **kwargs: object) -> trace.Tracer:
         """All code of a process shares one scope."""
@@ -313,7 +316,6 @@ class _Switch(trace.TracerProvider):
 _switch: Final = _Switch()
 
 __all__ = [
-    "Attributes",
     "Parent",
     "Span",
     "SpanKind",

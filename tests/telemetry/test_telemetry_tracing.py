@@ -15,7 +15,6 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from otlp_receiver import attributes, otlp_receiver
 
 from telemetry.names import SCHEMA_URL, SCOPE, Attr, Service, SpanName, undeclared
-from telemetry.spans import MAX_ATTRIBUTE_CHARS
 from telemetry.tracing import (
     SpanKind,
     Tracing,
@@ -175,40 +174,6 @@ def test_the_callers_decision_not_to_record_stands(
     write_span("router.queue", CALLER[:-1] + "0", 1, 2)
     assert finished(memory) == {}
     assert memory[1].counts == (0, 0, 0, 0)
-
-
-def test_a_trace_that_is_not_sampled_is_passed_on_and_not_recorded(setup: Setup) -> None:
-    exporter = InMemorySpanExporter()
-    tracing = setup(exporter=exporter, sample_ratio=0.0)
-    root = start_span("prefill", None)
-    write_span("kv.grant", traceparent_of(root), 1, 2)
-    end_span(root)
-    end_span(start_span("router.queue", CALLER))
-    tracing.flush()
-    assert traceparent_of(root).endswith("-00")
-    assert [span.name for span in exporter.get_finished_spans()] == ["router.queue"]
-
-
-def test_a_span_that_ended_does_not_change_and_ends_once(
-    memory: tuple[InMemorySpanExporter, Tracing],
-) -> None:
-    span = start_span("prefill", CALLER, {Attr.WORKER_ID: "p0"})
-    span.set_attribute(Attr.WORK_MODE, "x" * 1_000)
-    end_span(span, error="peer_lost")
-    assert not span.is_recording()
-    span.update_name("decode")
-    span.set_attribute(Attr.WORKER_ID, "p1")
-    span.set_status(trace.StatusCode.OK)
-    end_span(span)
-    (found,) = finished(memory).values()
-    assert found.name == "prefill"
-    assert dict(found.attributes or {}) == {
-        Attr.WORKER_ID: "p0",
-        Attr.WORK_MODE: "x" * MAX_ATTRIBUTE_CHARS,
-        Attr.ERROR_TYPE: "peer_lost",
-    }
-    assert found.status.description == "peer_lost"
-    assert memory[1].counts == (1, 0, 0, 0)
 
 
 def test_setting_up_twice_is_an_error_and_again_after_a_shutdown_is_not(setup: Setup) -> None:
