@@ -102,7 +102,10 @@ class Slot:
 
     def is_free(self) -> bool:
         """The device is done with all that was queued here."""
-        return self.queue.stream is None or self.queue.stream.query()
+        try:
+            return self.queue.stream is None or self.queue.stream.query()
+        except RuntimeError:  # Of the device: who queues the next piece here meets it, too.
+            return False
 
 
 class Piece(NamedTuple):
