@@ -9,7 +9,7 @@ lengthens it by one size. That of whole prompts says what a new one would take, 
 first piece begins.
 
 Routers send a prompt here where that is faster, so an estimate that is too slow would have nothing
-to learn from. While little was seen it hopes for the best, and what was seen is forgotten.
+to learn from. What was seen is forgotten, then, and from little nothing is concluded.
 
 The idea of a chunk as long as the time between tokens allows: Agrawal et al., Taming
 Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve, OSDI 2024, where the length is
@@ -75,7 +75,7 @@ class MixedPace:
         """How fast a prompt would be computed beside those who decode now, and keep their pace; 0
         while unknown."""
         token_s = self._usual.hoped
-        if not token_s:
+        if not token_s or self._usual.is_in_doubt:
             return 0.0
         piece = min(self._fitting(token_s), self._room_s / token_s)
         return max(1.0, piece / (self._alone_s + piece * token_s))
@@ -123,6 +123,11 @@ class _Usual:
     def __init__(self) -> None:
         self._mean_s = 0.0
         self._seen_tokens = 0.0
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Too little was seen, or too long ago."""
+        return self._seen_tokens < DOUBT_TOKENS
 
     @property
     def hoped(self) -> float:
