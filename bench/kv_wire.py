@@ -43,7 +43,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from baton.event_loop import prepare_to_serve
 from kv_transfer.factory import make_transport
-from kv_transfer.lane_staging import USUAL, WAITING, LaneOptions
+from kv_transfer.lane_staging import LaneOptions
 from kv_transfer.lanes import RECEIVER, SENDER, form_group
 from kv_transfer.nccl import NcclTransport
 from kv_transfer.pool import PoolMemory
@@ -98,8 +98,7 @@ class Side:
             option: int(value) << 20 if option.endswith("bytes") else int(value)
             for option, value in zip(names, options, strict=False)
         }
-        usual = USUAL if self.pool.is_cuda else WAITING
-        return NcclTransport(agent_name, memory, replace(usual, **given))
+        return NcclTransport(agent_name, memory, replace(LaneOptions.usual(memory), **given))
 
     def address(self) -> dict[str, Any]:
         """What the other side has to know."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,10 +40,11 @@ class LaneOptions:
     at_once: int = 3
     """Pieces queued by who puts a push, while the sender's thread wakes up."""
 
-
-USUAL: Final = LaneOptions()
-WAITING: Final = LaneOptions(at_once=0)
-"""Where a send waits for the other end, as Gloo's does."""
+    @classmethod
+    def usual(cls, pool: PoolMemory) -> LaneOptions:
+        """For pages of this kind of memory: Gloo's sends wait for the other end, and so are the
+        thread's alone."""
+        return cls() if pool.memory == "VRAM" else cls(at_once=0)
 
 
 def cut(num_pages: int, most: int, first: int, last: int) -> Iterator[slice]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kv_transfer.pool import PoolMemory, check_payload, check_same_kind
+from kv_transfer.pool import PoolMemory, check_pages, check_payload, check_same_kind
 from kv_transfer.types import (
     MAX_NOTIFICATION_BYTES,
     Endpoint,
@@ -86,8 +86,7 @@ class LoopbackTransport:
         """See `KvTransport`."""
         check_payload(payload, MAX_NOTIFICATION_BYTES)
         peer = self._peer(agent_name)
-        self._check_pages(source, self._pool)
-        self._check_pages(target, peer._pool)
+        check_pages(source, self._pool.num_pages, target, peer._pool.num_pages)
         handle = self._next_handle
         self._next_handle += 1
         lands_s = time.monotonic() + self.delay_s
@@ -149,8 +148,3 @@ class LoopbackTransport:
         if peer is None:
             raise TransportError("disconnected", "the peer is not open")
         return peer
-
-    @staticmethod
-    def _check_pages(pages: PageIds, pool: PoolMemory) -> None:
-        if not len(pages) or pages.min() < 0 or pages.max() >= pool.num_pages:
-            raise TransportError("bad_pages", "page ids outside of the pool")

@@ -23,11 +23,11 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from kv_transfer.lane_staging import USUAL, WAITING, LaneOptions
+from kv_transfer.lane_staging import LaneOptions
 from kv_transfer.lane_wire import Push
 from kv_transfer.lanes import ReceiveLane, SendLane
 from kv_transfer.nixl import NixlTransport
-from kv_transfer.pool import PoolMemory, check_payload, check_same_kind
+from kv_transfer.pool import PoolMemory, check_pages, check_payload, check_same_kind
 from kv_transfer.types import (
     MAX_NOTIFICATION_BYTES,
     Endpoint,
@@ -62,7 +62,7 @@ class NcclTransport:
         # A receive that nobody sends to must not take the process down: `close` ends it.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         self._pool = pool
-        self._lanes = lanes or (USUAL if pool.memory == "VRAM" else WAITING)
+        self._lanes = lanes or LaneOptions.usual(pool)
         self._control = NixlTransport(agent_name, pool)
         self._endpoint = replace(self._control.endpoint, transport=self.name)
         self._peers: dict[str, _Peer] = {}
@@ -99,10 +99,7 @@ class NcclTransport:
         peer = self._peers.get(agent_name)
         if peer is None:
             raise TransportError("disconnected", "the peer is not open")
-        _check_pages(source, self._pool.num_pages)
-        _check_pages(target, peer.endpoint.num_pages)
-        if len(source) != len(target):  # Each end would cut its own.
-            raise TransportError("bad_pages", f"{len(source)} pages to {len(target)}")
+        check_pages(source, self._pool.num_pages, target, peer.endpoint.num_pages)
         handle = self._next_handle
         self._lane_to(peer).put(source, Push(handle, target, payload))
         self._next_handle += 1
@@ -183,8 +180,3 @@ class NcclTransport:
             peer.into.close()
         name, address = f"from-{peer.endpoint.agent_name}", message[len(_FORM) :].decode()
         peer.into = ReceiveLane(name, self._pool, address, self._lanes)
-
-
-def _check_pages(pages: PageIds, num_pages: int) -> None:
-    if not len(pages) or pages.min() < 0 or pages.max() >= num_pages:
-        raise TransportError("bad_pages", "page ids outside of the pool")

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from kv_transfer.processes import own_process
-from kv_transfer.types import Endpoint, TransportError
+from kv_transfer.types import Endpoint, PageIds, TransportError
 
 _NOT_PLAIN: Final = (
     "no other process can map GPU memory of torch's expandable segments or of cudaMallocAsync, and "
@@ -109,6 +109,16 @@ def check_same_kind(own: Endpoint, peer: Endpoint) -> None:
         raise TransportError("transport_mismatch", f"{own.transport} and {peer.transport}")
     if own.page_bytes != peer.page_bytes:
         raise TransportError("page_size_mismatch", f"{own.page_bytes} and {peer.page_bytes}")
+
+
+def check_pages(source: PageIds, own_pages: int, target: PageIds, peer_pages: int) -> None:
+    """Raises TransportError where a push names pages that its two pools have not, or none, or does
+    not name one for the other."""
+    for pages, num_pages in ((source, own_pages), (target, peer_pages)):
+        if not len(pages) or pages.min() < 0 or pages.max() >= num_pages:
+            raise TransportError("bad_pages", "page ids outside of the pool")
+    if len(source) != len(target):
+        raise TransportError("bad_pages", f"{len(source)} pages to {len(target)}")
 
 
 def check_payload(payload: bytes, limit: int) -> None:

@@ -21,7 +21,7 @@ import pytest
 import torch
 from engine_kit import check_baseline
 from rich.console import Console
-from tiny_models import write_tiny_model
+from tiny_models import generate_reference, write_tiny_model
 from waiting import wait_until
 
 import baton.engine_dispatcher
@@ -69,24 +69,6 @@ def llm(module_llm: LLM) -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="module")
-def reference(tiny: Path):
-    """Greedy output by transformers, up to and with end of sequence."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
-
-    def generate(prompt: list[int], max_tokens: int) -> list[int]:
-        ids = torch.tensor([prompt])
-        mask = torch.ones_like(ids)
-        out = model.generate(
-            ids, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False, pad_token_id=0
-        )
-        return out[0, len(prompt) :].tolist()
-
-    return generate
-
-
-@pytest.fixture(scope="module")
 def tokenizer(tiny: Path):
     from transformers import AutoTokenizer
 
@@ -115,10 +97,10 @@ def test_the_package_stays_light_until_somebody_asks_for_it() -> None:
 # What it says.
 
 
-def test_greedy_output_equals_transformers(llm, reference, tokenizer) -> None:
+def test_greedy_output_equals_transformers(llm, tiny, tokenizer) -> None:
     turns = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
     prompts = [*(tokenizer(text)["input_ids"] for text in TEXTS), turns, IDS]
-    wanted = [reference(prompt, 20) for prompt in prompts]
+    wanted = [generate_reference(tiny)(tuple(prompt), 20) for prompt in prompts]
     options = {"max_tokens": 20, "temperature": 0.0}
     many = llm.generate([*TEXTS, CHAT, np.array(IDS, np.int32)], **options)
     alone = [llm.generate(text, **options) for text in TEXTS]
@@ -177,7 +159,7 @@ def test_tokens_are_counted_as_generating_counts_them(llm, tokenizer) -> None:
 # Many.
 
 
-def test_many_more_prompts_than_the_pool_holds(llm, reference) -> None:
+def test_many_more_prompts_than_the_pool_holds(llm, tiny) -> None:
     rng = np.random.default_rng(1)
     prompts = [rng.integers(5, 384, length).tolist() for length in rng.integers(8, 120, 40)]
     steps = llm.engine.load().steps
@@ -185,7 +167,7 @@ def test_many_more_prompts_than_the_pool_holds(llm, reference) -> None:
     assert [len(one.token_ids) for one in found] == [16] * 40
     assert llm.engine.load().steps - steps < 40 * 16, "nothing shared a step"
     for prompt, generation in list(zip(prompts, found, strict=True))[::8]:
-        want = reference(prompt, 16)
+        want = generate_reference(tiny)(tuple(prompt), 16)
         assert list(generation.token_ids[: len(want)]) == want
 
 

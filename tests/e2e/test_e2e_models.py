@@ -10,8 +10,7 @@ import openai
 import pytest
 from cluster import add_model, make_cluster
 from streams import bring_back, prompt_of, read
-from test_e2e_tokens import generate_reference
-from tiny_models import write_tiny_model
+from tiny_models import generate_reference, write_tiny_model
 from waiting import wait_until
 from worker_kit import DECODE, PREFILL, Attempted
 

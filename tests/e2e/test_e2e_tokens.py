@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from cluster import Cluster, make_cluster, spawn
 from streams import prompt_of
-from tiny_models import write_tiny_model
+from tiny_models import generate_reference, write_tiny_model
 
 from baton.client import Client
 from baton.generation import FinishReason
@@ -27,25 +25,6 @@ CHATS = ["What is the capital of France?", "Name three colours.", "Grüße auf D
 LENGTHS = (1, 15, 16, 17, 300)
 CROWDS = 10
 """One after the other, until each worker has had a part: a slow client may not make a crowd."""
-
-
-@cache
-def generate_reference(path: Path):
-    """Greedy output by transformers up to and with end of sequence."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-
-    @cache
-    def generate(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
-        ids = torch.tensor([prompt])
-        mask = torch.ones_like(ids)
-        out = model.generate(
-            ids, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False, pad_token_id=0
-        )
-        return out[0, len(prompt) :].tolist()
-
-    return generate
 
 
 def prompts(path: Path) -> list[list[int]]:
