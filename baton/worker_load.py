@@ -69,5 +69,7 @@ def load_message(
         prefill_tokens_per_s=load.prefill_tokens_per_s,
         mixed_prefill_tokens=load.mixed_prefill_tokens,
         mixed_prefill_tokens_per_s=load.mixed_prefill_tokens_per_s,
+        late_prefill_tokens=load.late_prefill_tokens,
+        late_prefill_tokens_per_s=load.late_prefill_tokens_per_s,
         peers=peers,
     )

@@ -242,7 +242,13 @@ def _backend(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> Attenti
 
 
 def _limits(config: EngineConfig, max_context_tokens: int) -> Limits:
-    return Limits(config.max_sequences, config.max_step_tokens, max_context_tokens, config.decodes)
+    return Limits(
+        config.max_sequences,
+        config.max_step_tokens,
+        max_context_tokens,
+        config.decodes,
+        hurries=config.mixed_late_share > 0,
+    )
 
 
 def _build_executor(
@@ -308,6 +314,7 @@ def _scheduler(config: EngineConfig, info: ModelInfo, pool: KvPool, sampler: Sam
         max_step_tokens=config.max_step_tokens,
         mixed_prefill_tokens=config.mixed_prefill_tokens,
         mixed_step_s=config.mixed_step_s,
+        mixed_late_share=config.mixed_late_share,
         full_step_tokens=config.full_step_tokens,
         max_context_tokens=info.max_context_tokens,
         page_size=config.page_size,

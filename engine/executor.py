@@ -34,6 +34,8 @@ class Limits(NamedTuple):
     max_context_tokens: int
     decodes: bool = True
     """Whether there are steps that decode."""
+    hurries: bool = False
+    """Whether those may be filled up with urgent prompts."""
 
 
 class Launched(Protocol):

@@ -68,6 +68,8 @@ class MixedPace:
         """A step of those who decode now; 0 while none has only decoded: all of a step is charged
         to its piece then."""
         self._token_s = 0.0
+        self._long_token_s = 0.0
+        """In steps with more than `most_tokens`, for which others' tokens come late."""
         self._usual = _Usual()
 
     @property
@@ -86,6 +88,9 @@ class MixedPace:
         if not decodes:
             return
         self._alone_s = self._decoding.at(decodes)
+        if piece > self._most:
+            self._learn_long(piece, step_s)
+            return
         if self._token_s if piece else self._alone_s:
             step_s = min(step_s, HELD_UP * (self._alone_s + piece * self._token_s))
         if piece == 0:
@@ -102,6 +107,20 @@ class MixedPace:
         self._token_s += (LAST_SHARE if self._token_s else 1) * (token_s - self._token_s)
         if self._alone_s:
             self._usual.add(token_s, piece)
+
+    def long_tokens_per_s(self, piece: int) -> float:
+        """How fast prompts are computed beside those who decode now in steps with so many tokens of
+        them, more than the pace allows; 0 while unknown."""
+        step_s = self._alone_s + piece * self._long_token_s
+        return piece / step_s if self._long_token_s else 0.0
+
+    def _learn_long(self, piece: int, step_s: float) -> None:
+        token_s = max(0.0, step_s - self._alone_s) / piece
+        if self._long_token_s:
+            token_s = min(token_s, HELD_UP * self._long_token_s)
+        self._long_token_s += (LAST_SHARE if self._long_token_s else 1) * (
+            token_s - self._long_token_s
+        )
 
     @property
     def _room_s(self) -> float:

@@ -8,6 +8,7 @@ have reached `max_tokens` is known ahead and not planned.
 Decode rows come first, one token each; the rest of the token budget goes to prompts in order of
 admission, in page-aligned chunks. Several prompts share a step up to `full_step_tokens`: beyond
 them a step takes longer in proportion, and all of its prompts would be done when the last one is.
+Beside decode rows that is not so: who may hurry fills the step (`engine.late_budget`).
 """
 
 from __future__ import annotations
@@ -114,9 +115,12 @@ def _preemptible(scheduler: Scheduler) -> list[Sequence]:
 
 def _cut_chunks(scheduler: Scheduler, rows: Slots) -> tuple[list[ChunkPlan], list[ScorePlan]]:
     config = scheduler.config
-    budget = scheduler.step_tokens
-    if rows.size:
-        budget = min(budget - rows.size, scheduler.mixed_tokens)
+    budget = scheduler.step_tokens - rows.size
+    full_step_tokens = config.full_step_tokens
+    if rows.size and scheduler.is_hurried(rows.size):
+        full_step_tokens = budget
+    elif rows.size:
+        budget = min(budget, scheduler.mixed_tokens)
     chunks: list[ChunkPlan] = []
     scores: list[ScorePlan] = []
     first_token, first_sample = int(rows.size), int(rows.size)
@@ -133,8 +137,11 @@ def _cut_chunks(scheduler: Scheduler, rows: Slots) -> tuple[list[ChunkPlan], lis
             scores.append(score)
         first_token += end - task.cursor
         first_sample += len(_first_draws(task)) if last else 0
-        full = config.full_step_tokens - (first_token - rows.size)
+        full = full_step_tokens - (first_token - rows.size)
         budget = min(budget - (end - task.cursor), full)
+    if rows.size:
+        is_long = first_token - rows.size > config.mixed_prefill_tokens
+        scheduler.late.planned(rows.size, is_long=is_long)
     return chunks, scores
 
 

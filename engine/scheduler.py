@@ -25,6 +25,7 @@ import numpy as np
 
 from engine.blocks import BlockManager
 from engine.bounds import SchedulerConfig
+from engine.late_budget import LateBudget
 from engine.policies import Fcfs, SchedulingPolicy
 from engine.prefix import page_keys
 from engine.sampling import Sampler
@@ -80,6 +81,7 @@ class Scheduler:
         """Most new tokens in a step now: fewer after one that lacked memory."""
         self.mixed_tokens = config.mixed_prefill_tokens
         """Most prompt tokens in a step that decodes, too, now: set by `engine.mixed_pace`."""
+        self.late = LateBudget(config.mixed_late_share)
         self.failed_steps = 0
         """In a row; set by `engine.recovery`."""
         self.cached_tokens = 0
@@ -369,6 +371,13 @@ class Scheduler:
             if job.request.mode is not Mode.RECEIVE
         )
         return waiting + sum(task.remaining for task in self.prefills)
+
+    def is_hurried(self, decodes: int) -> bool:
+        """Whether the next step, which decodes so many, may be a long one: somebody is urgent."""
+        if not self.config.mixed_late_share or not self.late.steps(decodes):
+            return False
+        prompts = [task.leader.job for task in self.prefills] + self.waiting
+        return any(job.request.urgent for job in prompts)
 
     def check_invariants(self) -> None:
         """Raises AssertionError where pages, slots and requests disagree."""

@@ -216,11 +216,14 @@ class StepLoop:
     def _publish_load(self, profile_s: float = 0.0) -> None:
         long_step_s = profile_s + self._rates.expected_s()
         scheduler, blocks = self._scheduler, self._scheduler.blocks
+        decodes = scheduler.slots.num_used
+        piece = scheduler.step_tokens - decodes
+        late_tokens = scheduler.late.steps(decodes) * piece if decodes else 0
         self.load = EngineLoad(
             progress=self._progress,
             queued_prefill_tokens=scheduler.queued_prefill_tokens(),
             waiting_requests=len(scheduler.waiting) + len(scheduler.preempted),
-            running_sequences=scheduler.slots.num_used,
+            running_sequences=decodes,
             max_sequences=scheduler.config.max_sequences,
             total_pages=blocks.total,
             free_pages=blocks.free,
@@ -232,6 +235,8 @@ class StepLoop:
             prefill_tokens_per_s=self._rates.prefill.tokens_per_s,
             mixed_prefill_tokens=scheduler.mixed_tokens,
             mixed_prefill_tokens_per_s=self._pieces.tokens_per_s,
+            late_prefill_tokens=late_tokens,
+            late_prefill_tokens_per_s=self._pieces.long_tokens_per_s(piece),
             long_step_ms=1e3 * long_step_s if long_step_s > LONG_STEP_S else 0.0,
             steps=scheduler.next_step,
             preemptions=scheduler.preemptions,

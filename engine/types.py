@@ -98,6 +98,8 @@ class Request:
     local_prefill_tokens: int = 0
     """RECEIVE: where the prefix cache holds the larger part of the prompt and at most so many
     tokens are left, they are computed here, and no delivery is waited for."""
+    urgent: bool = False
+    """The prompt is computed in long steps, as far as `engine.late_budget` allows."""
 
 
 class TokenRecord(NamedTuple):
@@ -266,6 +268,10 @@ class EngineLoad:
     """Most prompt tokens of the next step that decodes, too: see `engine.mixed_pace`."""
     mixed_prefill_tokens_per_s: float = 0.0
     """Rate at which a prompt would be computed in such steps; 0 while unknown."""
+    late_prefill_tokens: int = 0
+    """Prompt tokens that `engine.late_budget` allows to be computed in long steps now."""
+    late_prefill_tokens_per_s: float = 0.0
+    """Rate at which they would; 0 while unknown."""
     steps: int = 0
     preemptions: int = 0
     prompt_tokens_computed: int = 0

@@ -240,7 +240,9 @@ class JobDispatcher:
                 heads = self._queue.heads()
 
     def _try_dispatch(self, share: Share) -> bool:
-        route = routing.choose(share.demand, self._workers, self._policy, share.failed, self._local)
+        route = routing.choose(
+            share.demand, self._workers, self._policy, share.failed, self._local, share.run.age_s
+        )
         if route is None:
             return False
         self._events.waited(self._waiting.take(share))

@@ -38,7 +38,8 @@ class JobRun:
     def __init__(self, job: Job, tell: Callable[[JobEvent], None]) -> None:
         self.job = job
         # Counted on a steady clock from here on: the other one may jump.
-        self._ends_s = time.monotonic() + (job.deadline_ns - job.arrived_ns) / 1e9
+        self._began_s = time.monotonic()
+        self._ends_s = self._began_s + (job.deadline_ns - job.arrived_ns) / 1e9
         self.choices = [ChoiceMerger(choice) for choice in range(job.choices)]
         self.started = False
         self.over = False
@@ -52,6 +53,11 @@ class JobRun:
         """What is known before the start; nothing waits after it."""
         self._cached_prompt_tokens = 0
         self._prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+
+    @property
+    def age_s(self) -> float:
+        """Since it came."""
+        return time.monotonic() - self._began_s
 
     @property
     def left_s(self) -> float:

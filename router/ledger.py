@@ -7,12 +7,17 @@ in the last one. So the router keeps a *charge* per attempt and worker:
 2. known: a report that came later contains it, and it is not counted twice;
 3. released when its prefill or the attempt is over: what a report contained is given back.
 
+Prompts are computed in the order in which they came, as far as this router knows: what a report
+says is computed of those it knows is taken to be of the oldest, which is its *head*.
+
 Invariant: the ledger holds one charge for each part of an attempt that is open at the worker, and
 none else; without open attempts and after a report, the estimate is that report.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -35,6 +40,8 @@ class _Entry:
     charge: Charge
     at_s: float
     known: bool = False
+    computed_tokens: int = 0
+    """Of its prompt, by the last report."""
 
 
 class Room(NamedTuple):
@@ -48,6 +55,10 @@ class Room(NamedTuple):
     """Most prompt tokens in a step that decodes, too."""
     mixed_prefill_tokens_per_s: float
     """In such steps; 0 while unknown."""
+    late_prefill_tokens: int
+    """Prompt tokens that it may compute in long steps now, for which others' tokens come late."""
+    late_prefill_tokens_per_s: float
+    """In such steps; 0 while unknown."""
     step_ms: float
     """A recent step."""
     running_sequences: int
@@ -55,22 +66,38 @@ class Room(NamedTuple):
     free_pages: int
     """Evictable ones included."""
     total_pages: int
+    head_tokens: int = 0
+    """Of the prompt that it computes now, the whole of it."""
+    head_computed_tokens: int = 0
+    """Of those not counted as queued any more."""
+    head_s: float = 0.0
+    """For how long it has computed that."""
 
     @property
     def free_sequences(self) -> int:
         """Slots that nobody holds or was promised."""
         return self.max_sequences - self.running_sequences
 
+    def wait_s(self, tokens_per_s: float) -> float:
+        """Until everything queued is computed at that rate: a prompt is as far as the time since
+        its begin says, even where the last report knew less of it."""
+        head_tokens = min(self.head_tokens, self.head_s * tokens_per_s)
+        since_report = max(0.0, head_tokens - self.head_computed_tokens)
+        return max(0.0, self.queued_prefill_tokens - since_report) / tokens_per_s
+
 
 class Ledger:
     """Charges against one worker."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._load = worker_pb2.Load()
         self._entries: dict[bytes, _Entry] = {}
         self._returned = Charge()
         self._room: Room | None = None
         """The estimate, until something changes: who looks for a route asks ten times."""
+        self._head: bytes | None = None
+        self._head_since_s = 0.0
 
     @property
     def load(self) -> worker_pb2.Load:
@@ -83,40 +110,58 @@ class Ledger:
         return len(self._entries)
 
     def report(self, load: worker_pb2.Load, now_s: float) -> None:
-        """Takes a report that came at `now_s` (any steady clock)."""
+        """Takes a report that came at `now_s`, by the ledger's clock."""
         self._load, self._room = load, None
         self._returned = Charge()
+        known = []
         for entry in self._entries.values():
             entry.known = entry.known or now_s - entry.at_s >= REPORT_LAG_S
+            if entry.known:
+                known.append(entry)
+        computed = sum(one.charge.prefill_tokens for one in known) - load.queued_prefill_tokens
+        for entry in known:
+            entry.computed_tokens = max(0, min(computed, entry.charge.prefill_tokens))
+            computed -= entry.computed_tokens
 
     def charge(self, attempt_id: bytes, charge: Charge, now_s: float) -> None:
         """Counts an attempt submitted now."""
         self._entries[attempt_id] = _Entry(charge, now_s)
-        self._room = None
+        self._changed()
 
     def prefilled(self, attempt_id: bytes) -> None:
         """The attempt's prompt is computed: its credit is free again."""
         if (entry := self._entries.get(attempt_id)) is None:
             return
         self._give_back(entry, Charge(prefill_tokens=entry.charge.prefill_tokens))
-        entry.charge = entry.charge._replace(prefill_tokens=0)
-        self._room = None
+        entry.charge, entry.computed_tokens = entry.charge._replace(prefill_tokens=0), 0
+        self._changed()
 
     def release(self, attempt_id: bytes) -> None:
         """The attempt is over here. Releasing twice does nothing."""
         if (entry := self._entries.pop(attempt_id, None)) is not None:
             self._give_back(entry, entry.charge)
-            self._room = None
+            self._changed()
 
     def room(self) -> Room:
         """The estimate."""
         if self._room is None:
             self._room = self._estimate()
-        return self._room
+        if self._head is None:
+            return self._room
+        return self._room._replace(head_s=self._clock() - self._head_since_s)
+
+    def _changed(self) -> None:
+        """The entries did: another one may be the head."""
+        self._room = None
+        prompts = (name for name, one in self._entries.items() if one.charge.prefill_tokens)
+        head = next(prompts, None)
+        if head != self._head:
+            self._head, self._head_since_s = head, self._clock()
 
     def _estimate(self) -> Room:
         """A slot that was granted is not running yet: open charges are a lower bound of those."""
         load, returned = self._load, self._returned
+        head = self._entries[self._head] if self._head is not None else None
         fresh = _sum([entry.charge for entry in self._entries.values() if not entry.known])
         queued = max(0, load.queued_prefill_tokens + fresh.prefill_tokens - returned.prefill_tokens)
         capacity_tokens = load.queued_prefill_tokens + load.prefill_credit_tokens
@@ -129,16 +174,22 @@ class Ledger:
             prefill_tokens_per_s=load.prefill_tokens_per_s,
             mixed_prefill_tokens=load.mixed_prefill_tokens,
             mixed_prefill_tokens_per_s=load.mixed_prefill_tokens_per_s,
+            late_prefill_tokens=load.late_prefill_tokens,
+            late_prefill_tokens_per_s=load.late_prefill_tokens_per_s,
             step_ms=load.step_ms,
             running_sequences=max(running, promised),
             max_sequences=load.max_sequences,
             free_pages=min(load.total_pages, usable_pages),
             total_pages=load.total_pages,
+            head_tokens=head.charge.prefill_tokens if head else 0,
+            head_computed_tokens=head.computed_tokens if head else 0,
         )
 
     def _give_back(self, entry: _Entry, charge: Charge) -> None:
+        """What the report contained of it; a charge is all or nothing of the prompt."""
         if entry.known:
-            self._returned = _sum([self._returned, charge])
+            left = max(0, charge.prefill_tokens - entry.computed_tokens)
+            self._returned = _sum([self._returned, charge._replace(prefill_tokens=left)])
 
 
 def _sum(charges: list[Charge]) -> Charge:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from baton.worker.v1 import worker_pb2
 from router import merge
+from router.local_prefill import LocalReason
 from router.routing import decode_charge, prefill_charge
 from telemetry.names import Attr, SpanName
 from telemetry.tracing import SpanKind, end_span, start_span, traceparent_of
@@ -19,7 +20,6 @@ from telemetry.tracing import SpanKind, end_span, start_span, traceparent_of
 if TYPE_CHECKING:
     from router.ledger import Charge
     from router.link import WorkerLink
-    from router.local_prefill import LocalReason
     from router.share import Share
 
 
@@ -44,6 +44,7 @@ class Leg:
         self._attempt_id = attempt_id
         self._peer = peer
         self._local_tokens = local_tokens
+        self._local_reason: LocalReason | None = None
         prefills = mode == worker_pb2.WORK_MODE_PREFILL
         self._span = start_span(
             SpanName.PREFILL if prefills else SpanName.DECODE,
@@ -64,6 +65,7 @@ class Leg:
 
     def is_local(self, reason: LocalReason) -> None:
         """This decode worker computes the prompt by itself."""
+        self._local_reason = reason
         self._span.set_attribute(Attr.ROUTE_LOCAL_REASON, reason)
 
     def cancel(self, fault: str = "") -> None:
@@ -116,6 +118,7 @@ class Leg:
             prompt_logprobs=scores_wanted and self.mode != worker_pb2.WORK_MODE_DECODE,
             tenant=job.tenant,
             local_prefill_tokens=self._local_tokens,
+            urgent=self._local_reason is LocalReason.URGENT,
         )
 
 

@@ -161,12 +161,12 @@ class WorkerLink:
         self.worker_id = identity.worker_id
         """Its stable name; set by the registry where another of that name is attached."""
         self.state = LinkState.CONNECTING
-        self.ledger = Ledger()
+        self._clock = asyncio.get_running_loop().time
+        self.ledger = Ledger(self._clock)
         self._owner = owner
         self._stale_after_s = stale_after_s
         self._outbox = Outbox()
         self._lost = asyncio.Event()
-        self._clock = asyncio.get_running_loop().time
         self.progress = known_progress
         """The step loop's counter, as last reported."""
         self._answered = False

@@ -1,6 +1,6 @@
 """When a decode worker computes a prompt by itself, without a prefill worker.
 
-Three reasons, and who finds them:
+Four reasons, and who finds them:
 
 - NO_PREFILL_WORKER: none is left that has not failed the job. The router sees it.
 - CACHED: the decode worker holds all but a short rest of the prompt. Only that worker knows what it
@@ -9,13 +9,15 @@ Three reasons, and who finds them:
   attempt that it does not take over pays nothing for the question.
 - FASTER: the prefill workers' queue is long enough that the decode worker is sooner done, by
   `break_even_tokens`.
+- URGENT: it would wait long either way, and the decode worker may let others' tokens come late for
+  it (`engine.late_budget`): it computes it in long steps.
 """
 
 from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
 
 NO_LIMIT: Final = (1 << 32) - 1
 """More tokens than any prompt has; fits the message's uint32."""
+URGENT_FACTOR: Final = 2.8
+"""A prompt is urgent whose first token would come after so many times what it takes by itself. At
+three of five prefill workers' time in use that is one in fifteen, and those of the worst bursts:
+whoever is hurried sooner leaves no budget for them."""
 
 
 class LocalReason(enum.StrEnum):
@@ -31,6 +37,7 @@ class LocalReason(enum.StrEnum):
     NO_PREFILL_WORKER = "no_prefill_worker"
     CACHED = "cached"
     FASTER = "faster"
+    URGENT = "urgent"
 
 
 class LocalPrefill(NamedTuple):
@@ -39,7 +46,7 @@ class LocalPrefill(NamedTuple):
     allowed: bool = True
     """Off: a prompt is computed by a prefill worker or not at all."""
     weighs_queues: bool = False
-    """FASTER counts, too."""
+    """FASTER and URGENT count, too."""
     rest_tokens: int = 192
     """Longest rest of a prompt of which the decode worker holds the larger part."""
 
@@ -85,12 +92,47 @@ def local_tokens_per_s(decode: Room, prefill_tokens_per_s: float) -> float:
     return chunk_tokens / (decode.step_ms / 1e3 + chunk_tokens / prefill_tokens_per_s)
 
 
+def is_urgent(
+    prefills: Sequence[Room], decodes: Sequence[Room], tokens: int, waited_s: float
+) -> bool:
+    """Whether a prompt of so many tokens, which waited for so long already, would wait long yet,
+    wherever it is computed at the usual pace. Never where a prefill worker's rate is unknown.
+
+    Args:
+        prefills: not empty.
+        decodes: those that could compute it by themselves.
+        tokens: of the prompt.
+        waited_s: in the router.
+    """
+    rate = min(room.prefill_tokens_per_s for room in prefills)
+    if not rate:
+        return False
+    rates = [(room, room.prefill_tokens_per_s) for room in prefills]
+    rates += [(room, local_tokens_per_s(room, rate)) for room in decodes]
+    soonest_s = min(_done_s(*at, tokens) for at in rates)
+    return waited_s + soonest_s > URGENT_FACTOR * tokens / rate
+
+
+def can_hurry(prefills: Iterable[Room], decode: Room, tokens: int) -> bool:
+    """Whether the decode worker may compute the prompt, and all before it, in long steps, and is
+    sooner done so than any prefill worker."""
+    if decode.queued_prefill_tokens + tokens > decode.late_prefill_tokens:
+        return False
+    rates = [(room, room.prefill_tokens_per_s) for room in prefills]
+    rate = decode.late_prefill_tokens_per_s or max(rate for _, rate in rates)
+    return _done_s(decode, rate, tokens) < min(_done_s(*at, tokens) for at in rates)
+
+
+def _done_s(room: Room, tokens_per_s: float, tokens: int) -> float:
+    return room.wait_s(tokens_per_s) + tokens / tokens_per_s
+
+
 def _level(prefill: Room, decode: Room) -> int:
     rate = prefill.prefill_tokens_per_s
     if not rate:
         return 0
     local_rate = local_tokens_per_s(decode, rate)
-    sooner_s = prefill.queued_prefill_tokens / rate - decode.queued_prefill_tokens / local_rate
+    sooner_s = prefill.wait_s(rate) - decode.wait_s(local_rate)
     if sooner_s <= 0:
         return 0
     slower_s = 1 / local_rate - 1 / rate

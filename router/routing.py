@@ -12,8 +12,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from baton.worker.v1 import worker_pb2
-from router.ledger import Charge
-from router.local_prefill import LocalPrefill, LocalReason, break_even_tokens
+from router.ledger import Charge, Room
+from router.local_prefill import (
+    LocalPrefill,
+    LocalReason,
+    break_even_tokens,
+    can_hurry,
+    is_urgent,
+)
 from router.registry import PREFILLS, can_hand_off
 
 if TYPE_CHECKING:
@@ -105,18 +111,19 @@ def choose(
     policy: Policy,
     failed: Failed,
     local: LocalPrefill,
+    waited_s: float = 0.0,
 ) -> Route | None:
     """The policy's choice among the workers that have room now; None where there is none.
 
     A prefill worker or a pair that failed this job before is taken, like a pair that complains of
     more than a slow path, only where no other could run the job, not even later, and no decode
     worker by itself: an attempt there fails at once, and there are not many. A pair whose path is
-    slow is taken where no other has room.
+    slow is taken where no other has room. The job has waited here for `waited_s`.
     """
     fit = _fit(job, workers, failed)
     avoid = failed.workers
     if local.allowed:
-        route = _local_route(job, workers, policy, avoid, local, list(fit))
+        route = _local_route(job, workers, policy, avoid, local, list(fit), waited_s)
         if route is not None:
             return route
         if not fit and _decoders(job, workers, _could_hold):
@@ -134,24 +141,33 @@ def _local_route(
     avoid: Collection[WorkerLink],
     local: LocalPrefill,
     prefills: Sequence[WorkerLink],
+    waited_s: float,
 ) -> Route | None:
     """A decode worker that runs the job whole, where there is a reason for that."""
-    reason = LocalReason.FASTER if prefills else LocalReason.NO_PREFILL_WORKER
     if prefills and not local.weighs_queues:
         return None
     candidates: Sequence[WorkerLink] = _decoders(job, workers, _has_both)
+    reason = LocalReason.NO_PREFILL_WORKER
     if prefills:
         rooms = [worker.room() for worker in prefills]
-        candidates = [
-            worker
-            for worker in candidates
-            if job.prompt_tokens <= break_even_tokens(rooms, worker.room())
-        ]
+        reason, candidates = _sooner_alone(job.prompt_tokens, rooms, candidates, waited_s)
     if not candidates:
         return None
     candidates = _preferred(candidates, avoid)
     worker = candidates[policy.decode(candidates)]
     return Route(worker, worker, reason)
+
+
+def _sooner_alone(
+    tokens: int, prefills: Sequence[Room], decoders: Sequence[WorkerLink], waited_s: float
+) -> tuple[LocalReason, Sequence[WorkerLink]]:
+    """Those by which a prompt is sooner computed than by any prefill worker, and how."""
+    if is_urgent(prefills, [worker.room() for worker in decoders], tokens, waited_s):
+        hurrying = [one for one in decoders if can_hurry(prefills, one.room(), tokens)]
+        if hurrying:
+            return LocalReason.URGENT, hurrying
+    sooner = [one for one in decoders if tokens <= break_even_tokens(prefills, one.room())]
+    return LocalReason.FASTER, sooner
 
 
 def _rest_tokens(job: Job, route: Route, local: LocalPrefill) -> int:

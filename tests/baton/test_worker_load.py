@@ -30,11 +30,16 @@ def test_no_credit_beyond_the_pages_there_are() -> None:
 
 
 def test_the_report_carries_the_engines_snapshot() -> None:
-    load = EngineLoad(progress=7, running_sequences=3, long_step_ms=5000.0, quarantined_pages=2)
+    load = EngineLoad(
+        progress=7, running_sequences=3, long_step_ms=5000.0, quarantined_pages=2,
+        late_prefill_tokens=4000, late_prefill_tokens_per_s=30_000.0,
+    )  # fmt: skip
     message = load_message(load, room(queued=5), draining=True)
     assert message.progress == 7
     assert message.running_sequences == 3
     assert message.long_step_ms == 5000.0
     assert message.quarantined_pages == 2
+    assert message.late_prefill_tokens == 4000
+    assert message.late_prefill_tokens_per_s == 30_000.0
     assert message.queued_prefill_tokens == 5
     assert message.draining

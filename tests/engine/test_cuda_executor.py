@@ -47,7 +47,7 @@ class Device:
         for slot in range(SLOTS):
             self.sampler.assign(slot, wanted, StopRules(99), 0, NOTHING, NOTHING)
         backend = choose_backend("fa3", self.pool, model.windows)
-        limits = Limits(SLOTS, 1024, 2048)
+        limits = Limits(SLOTS, 1024, 2048, hurries=True)
         torch.cuda.synchronize()
         self.executor = CudaExecutor(loaded.model, self.pool, backend, self.sampler, limits)
         if graphs:
@@ -100,7 +100,7 @@ def test_a_graph_equals_its_kernels_bit_for_bit(loaded, rows):
     assert_same(*results, slice(None))
 
 
-PIECES = [(1,), (16,), (192,), (100, 92), (5, 1, 17, 60)]
+PIECES = [(1,), (16,), (192,), (100, 92), (5, 1, 17, 60), (700,), (600, 400)]
 
 
 PROMPTS = [(250,), (1000,), (1024,), (300, 500), (7, 90, 1, 64, 8, 33, 120, 5)]

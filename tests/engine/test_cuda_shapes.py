@@ -66,8 +66,10 @@ def step(decodes: int, *prompts: tuple[int, int], last: bool = True, scored: boo
     )  # fmt: skip
 
 
-def shapes_of(max_sequences: int, max_step_tokens: int = 2048, decodes: bool = True) -> Shapes:
-    return Shapes(Limits(max_sequences, max_step_tokens, 4096, decodes))
+def shapes_of(
+    max_sequences: int, max_step_tokens: int = 2048, decodes: bool = True, hurries: bool = False
+) -> Shapes:
+    return Shapes(Limits(max_sequences, max_step_tokens, 4096, decodes, hurries))
 
 
 @pytest.mark.parametrize("most", [1, 3, 8, 40, 128])
@@ -100,6 +102,24 @@ def test_prompts_alone_have_graphs_up_to_the_longest_chunk(longest):
         assert shape.decodes == 0
         assert shape.tokens == shape.prompt_tokens, "a row more costs the products a whole tile"
         assert tokens <= shape.tokens < tokens + 64
+
+
+@pytest.mark.parametrize("longest", [300, 2048, 8192])
+def test_who_may_hurry_has_graphs_for_whole_steps(longest):
+    shapes = shapes_of(40, longest, hurries=True)
+    for decodes in (1, 9, 40):
+        for tokens in (193, 256, 257, 1000, 2000, min(longest, 2048) - decodes):
+            shape = shapes.of(step(decodes, (0, tokens)))
+            if tokens > longest:
+                continue
+            assert shape in shapes.all
+            assert tokens <= shape.prompt_tokens < tokens + 256
+    assert shapes.of(step(2, (0, 2049))) is None
+    assert not any(
+        shape in shapes_of(40, longest).all
+        for shape in shapes.all
+        if shape.decodes and shape.prompt_tokens > 192
+    )
 
 
 def test_attention_knows_the_longest_piece():

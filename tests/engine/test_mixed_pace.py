@@ -201,6 +201,20 @@ def test_a_step_of_few_is_never_taken_to_last_less_than_none_nor_longer_than_one
         assert 0 < pace._alone_s <= 6.01e-3
 
 
+def test_steps_of_urgent_prompts_tell_of_themselves_alone() -> None:
+    pace, gpu = MixedPace(192, 7.5e-3), Gpu(behind_s=0)
+    steps_s(pace, gpu, 12)
+    before = pace.tokens, pace.tokens_per_s
+    assert pace.long_tokens_per_s(2000) == 0, "nobody knows"
+    for _ in range(6):
+        pace.settled(plan(4 + 2000, 4), ALONE_S + 2000 * 24e-6)
+    assert (pace.tokens, pace.tokens_per_s) == before
+    assert pace.long_tokens_per_s(2000) == pytest.approx(2000 / (ALONE_S + 0.048))
+    assert pace.long_tokens_per_s(1000) == pytest.approx(1000 / (ALONE_S + 0.024))
+    pace.settled(plan(4 + 2000, 4), 5.0)
+    assert pace.long_tokens_per_s(2000) > 2000 / 0.12, "one that was held up says little"
+
+
 class PiecesTakeTime(TimedExecutor):
     """Every token of a piece makes a step longer by 0.5 ms."""
 

@@ -54,6 +54,7 @@ class Bench:
             prefix_cache=options.pop("prefix_cache", True),
             page_watermark=options.pop("watermark", 0.9),
             full_step_tokens=options.pop("full", step_tokens),
+            mixed_late_share=options.pop("late_share", 0.0),
         )
         eviction = EVICTION_POLICIES[options.pop("eviction", "lru")]()
         self.blocks = BlockManager(num_pages, eviction)

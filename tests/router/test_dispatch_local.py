@@ -278,17 +278,16 @@ async def test_log_probabilities_of_the_prompt_leave_nothing_to_take_over(cluste
 
 
 async def busy(cluster: Cluster) -> tuple[ScriptedWorker, ScriptedWorker]:
-    """A prefill worker with 4,000 tokens before it, 0.1 s; 20,000 a second at decode. They report
-    no more by themselves: what the router counts on top stays on top."""
+    """A prefill worker with 4,000 tokens before it, 100 s; 20 a second at decode, so slow that none
+    is computed in this test. They report no more by themselves: what the router counts on top stays
+    on top."""
     prefill, decode = await cluster.pair()
     prefill.reports_by_itself = decode.reports_by_itself = False
-    prefill.report(
-        queued_prefill_tokens=4000, prefill_tokens_per_s=40_000, prefill_credit_tokens=-4
-    )
+    prefill.report(queued_prefill_tokens=4000, prefill_tokens_per_s=40, prefill_credit_tokens=-4)
     decode.report(
         running_sequences=2,
         mixed_prefill_tokens=192,
-        mixed_prefill_tokens_per_s=20_000,
+        mixed_prefill_tokens_per_s=20,
         prefill_credit_tokens=400,
     )
     await until(lambda: link_of(cluster, "p0").room().queued_prefill_tokens == 4000)
@@ -305,6 +304,20 @@ async def test_a_decode_worker_helps_out(auto: Cluster, counted: Counted) -> Non
     finish(decode, submit.attempt_id)
     assert tokens_of(await reader.end()) == [10, 11]
     assert counted.reasons == ["faster"]
+
+
+async def test_an_urgent_prompt_is_hurried(auto: Cluster, counted: Counted) -> None:
+    """Its 100 tokens would take 2.5 s by themselves, and wait at least 13 s wherever they go."""
+    _, decode = await busy(auto)
+    decode.report(queued_prefill_tokens=300, late_prefill_tokens=450, late_prefill_tokens_per_s=30)
+    await until(lambda: link_of(auto, "d0").room().late_prefill_tokens == 450)
+    readers = [auto.read(job(prompt_tokens=100)) for _ in range(2)]
+    await until(lambda: decode.count("submit") == 2)
+    urgent = [(await decode.heard("submit")).urgent for _ in readers]
+    assert urgent == [True, False], "450 are allowed"
+    assert counted.reasons == ["urgent", "faster"]
+    for reader in readers:
+        await reader.leave()
 
 
 async def test_it_takes_on_no_more_than_it_gets_done(auto: Cluster) -> None:

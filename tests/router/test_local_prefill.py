@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from router.ledger import Room
-from router.local_prefill import NO_LIMIT, break_even_tokens, local_tokens_per_s
+from router.local_prefill import (
+    NO_LIMIT,
+    URGENT_FACTOR,
+    break_even_tokens,
+    can_hurry,
+    is_urgent,
+    local_tokens_per_s,
+)
 
 
 def room(**fields: float) -> Room:
@@ -15,6 +22,8 @@ def room(**fields: float) -> Room:
         "prefill_tokens_per_s": 0.0,
         "mixed_prefill_tokens": 192,
         "mixed_prefill_tokens_per_s": 0.0,
+        "late_prefill_tokens": 0,
+        "late_prefill_tokens_per_s": 0.0,
         "step_ms": 8.0,
         "running_sequences": 16,
         "max_sequences": 64,
@@ -82,3 +91,41 @@ def test_the_local_rate() -> None:
     assert local_tokens_per_s(room(running_sequences=0), 40_000) == 40_000
     measured = room(running_sequences=0, prefill_tokens_per_s=30_000)
     assert local_tokens_per_s(measured, 40_000) == 30_000
+
+
+def test_what_was_computed_since_the_last_report_counts() -> None:
+    """The head, 2,000 tokens of which 500 are known to be computed, is 30 ms old: 1,200 are."""
+    late = room(
+        queued_prefill_tokens=3500, prefill_tokens_per_s=40_000.0,
+        head_tokens=2000, head_computed_tokens=500, head_s=0.03,
+    )  # fmt: skip
+    assert late.wait_s(40_000) == pytest.approx((3500 - 700) / 40_000)
+    assert late._replace(head_s=9.0).wait_s(40_000) == pytest.approx(2000 / 40_000), "all of it"
+    assert late._replace(head_s=0.01).wait_s(40_000) == pytest.approx(3500 / 40_000)
+    decode = room(mixed_prefill_tokens_per_s=20_000)
+    assert break_even_tokens([late], decode) == pytest.approx(2800, abs=1)
+
+
+def test_urgent_is_who_would_wait_long_wherever_it_is_computed() -> None:
+    """8,000 tokens take 0.2 s."""
+    decode = room(mixed_prefill_tokens_per_s=10_000)
+    most_queued = int((URGENT_FACTOR - 1) * 8000)
+    assert not is_urgent([prefill(most_queued - 100)], [decode], 8000, 0.0)
+    assert is_urgent([prefill(most_queued + 100)], [decode], 8000, 0.0)
+    assert is_urgent([prefill(most_queued - 100)], [decode], 8000, 0.01), "it waited, too"
+    faster = room(mixed_prefill_tokens_per_s=20_000)
+    assert not is_urgent([prefill(most_queued + 100)], [faster], 8000, 0.0)
+    assert not is_urgent([prefill(most_queued + 100), prefill()], [decode], 8000, 0.0)
+    assert is_urgent([prefill(most_queued + 100)], [], 8000, 0.0)
+    assert not is_urgent([prefill(most_queued + 100), prefill(rate=0)], [decode], 8000, 9.0)
+
+
+def test_who_may_hurry_has_a_budget_for_all_that_is_queued_and_is_sooner_done() -> None:
+    decode = room(queued_prefill_tokens=1000, late_prefill_tokens=9000)
+    assert can_hurry([prefill(16_000)], decode, 8000)
+    assert not can_hurry([prefill(16_000)], decode, 8001)
+    assert not can_hurry([prefill(1000)], decode, 8000), "level at best, while no rate is known"
+    slow = decode._replace(late_prefill_tokens_per_s=30_000)
+    assert can_hurry([prefill(4100)], slow, 8000)
+    assert not can_hurry([prefill(3900)], slow, 8000)
+    assert not can_hurry([prefill(16_000), prefill()], slow, 8000)

@@ -79,6 +79,37 @@ def test_every_release_restores_the_estimate(known: bool) -> None:
         assert ledger.open_charges == 0
 
 
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_the_head_is_the_oldest_prompt_and_what_a_report_says_is_computed_is_of_it() -> None:
+    clock = Clock()
+    ledger = Ledger(clock)
+    ledger.report(load(), 0.0)
+    assert ledger.room().head_tokens == 0
+    for name, clock.now_s in ((A, 1.0), (B, 2.0)):
+        ledger.charge(name, Charge(60), clock.now_s)
+    clock.now_s = 3.0
+    assert ledger.room()[-3:] == (60, 0, 2.0)
+    ledger.report(load(queued_prefill_tokens=80), 3.0)
+    assert ledger.room()[-3:] == (60, 40, 2.0)
+    assert ledger.room().queued_prefill_tokens == 80
+    clock.now_s = 4.0
+    ledger.prefilled(A)
+    assert ledger.room().queued_prefill_tokens == 60, "what the report had of it is given back"
+    assert ledger.room()[-3:] == (60, 0, 0.0), "the next one is begun now"
+    clock.now_s = 5.0
+    ledger.release(A)
+    assert ledger.room()[-3:] == (60, 0, 1.0)
+    ledger.release(B)
+    assert ledger.room()[-4:] == (100, 0, 0, 0.0)
+    assert ledger.room().queued_prefill_tokens == 0
+
+
 @dataclass
 class Worker:
     worker_id: str
@@ -95,6 +126,8 @@ class Worker:
             prefill_tokens_per_s=self.prefill_tokens_per_s,
             mixed_prefill_tokens=0,
             mixed_prefill_tokens_per_s=0.0,
+            late_prefill_tokens=0,
+            late_prefill_tokens_per_s=0.0,
             step_ms=0.0,
             running_sequences=self.running_sequences,
             max_sequences=self.max_sequences,

@@ -583,6 +583,7 @@ class Submit(_message.Message):
     FIRST_CHOICE_FIELD_NUMBER: _builtins.int
     LOCAL_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     TIME_LEFT_MS_FIELD_NUMBER: _builtins.int
+    URGENT_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.bytes
     """Names the attempt everywhere; random, 16 bytes."""
     mode: Global___WorkMode.ValueType
@@ -623,6 +624,10 @@ class Submit(_message.Message):
     """How long the request may take from its receipt on, milliseconds; unset for
     no limit.
     """
+    urgent: _builtins.bool
+    """WHOLE: others' tokens may come late for this prompt, as far as
+    late_prefill_tokens of the last report said.
+    """
     @_builtins.property
     def generated(self) -> _containers.RepeatedCompositeFieldContainer[Global___GeneratedTokens]:
         """Tokens already sent to the client, per choice: forced, never sampled again."""
@@ -655,10 +660,11 @@ class Submit(_message.Message):
         first_choice: _builtins.int = ...,
         local_prefill_tokens: _builtins.int = ...,
         time_left_ms: _builtins.int | None = ...,
+        urgent: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms", "sampling", b"sampling", "stopping", b"stopping", "time_left_ms", b"time_left_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms", "attempt_id", b"attempt_id", "cache_salt", b"cache_salt", "choices", b"choices", "deadline_unix_ns", b"deadline_unix_ns", "first_choice", b"first_choice", "generated", b"generated", "local_prefill_tokens", b"local_prefill_tokens", "mode", b"mode", "peer_agent_name", b"peer_agent_name", "priority", b"priority", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stopping", b"stopping", "tenant", b"tenant", "time_left_ms", b"time_left_ms", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms", "attempt_id", b"attempt_id", "cache_salt", b"cache_salt", "choices", b"choices", "deadline_unix_ns", b"deadline_unix_ns", "first_choice", b"first_choice", "generated", b"generated", "local_prefill_tokens", b"local_prefill_tokens", "mode", b"mode", "peer_agent_name", b"peer_agent_name", "priority", b"priority", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stopping", b"stopping", "tenant", b"tenant", "time_left_ms", b"time_left_ms", "traceparent", b"traceparent", "urgent", b"urgent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__time_left_ms: _TypeAlias = _typing.Literal["time_left_ms"]  # noqa: Y015
     _WhichOneofArgType__time_left_ms: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms"]  # noqa: Y015
@@ -1050,6 +1056,8 @@ class Load(_message.Message):
     MIXED_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     MIXED_PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     PEERS_FIELD_NUMBER: _builtins.int
+    LATE_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    LATE_PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     progress: _builtins.int
     """Counts steps and idle turns of the step loop; one that stands still for
     3 s means a frozen worker.
@@ -1091,6 +1099,12 @@ class Load(_message.Message):
     the sequences that do now, tokens per second, by what such steps took; 0
     while unknown.
     """
+    late_prefill_tokens: _builtins.int
+    """Prompt tokens, those queued included, that the worker would compute now in
+    steps so long that others' tokens come late; 0 where none may.
+    """
+    late_prefill_tokens_per_s: _builtins.float
+    """Rate at which it would in such steps, tokens per second; 0 while unknown."""
     @_builtins.property
     def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerHealth]:
         """The workers that this one was introduced to."""
@@ -1116,10 +1130,12 @@ class Load(_message.Message):
         mixed_prefill_tokens: _builtins.int = ...,
         mixed_prefill_tokens_per_s: _builtins.float = ...,
         peers: _abc.Iterable[Global___PeerHealth] | None = ...,
+        late_prefill_tokens: _builtins.int = ...,
+        late_prefill_tokens_per_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "evictable_pages", b"evictable_pages", "free_pages", b"free_pages", "granted_pages", b"granted_pages", "long_step_ms", b"long_step_ms", "max_sequences", b"max_sequences", "mixed_prefill_tokens", b"mixed_prefill_tokens", "mixed_prefill_tokens_per_s", b"mixed_prefill_tokens_per_s", "peers", b"peers", "prefill_credit_tokens", b"prefill_credit_tokens", "prefill_tokens_per_s", b"prefill_tokens_per_s", "progress", b"progress", "quarantined_pages", b"quarantined_pages", "queued_prefill_tokens", b"queued_prefill_tokens", "running_sequences", b"running_sequences", "step_ms", b"step_ms", "total_pages", b"total_pages", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "evictable_pages", b"evictable_pages", "free_pages", b"free_pages", "granted_pages", b"granted_pages", "late_prefill_tokens", b"late_prefill_tokens", "late_prefill_tokens_per_s", b"late_prefill_tokens_per_s", "long_step_ms", b"long_step_ms", "max_sequences", b"max_sequences", "mixed_prefill_tokens", b"mixed_prefill_tokens", "mixed_prefill_tokens_per_s", b"mixed_prefill_tokens_per_s", "peers", b"peers", "prefill_credit_tokens", b"prefill_credit_tokens", "prefill_tokens_per_s", b"prefill_tokens_per_s", "progress", b"progress", "quarantined_pages", b"quarantined_pages", "queued_prefill_tokens", b"queued_prefill_tokens", "running_sequences", b"running_sequences", "step_ms", b"step_ms", "total_pages", b"total_pages", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

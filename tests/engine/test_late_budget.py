@@ -1,0 +1,92 @@
+"""A share of the tokens may come late, for urgent prompts, and no more."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from test_planning import planned
+from test_scheduler_property import Bench, prompt_of
+
+from engine.late_budget import WINDOW_TOKENS, LateBudget
+from engine.settling import settle_step
+
+SHARE = 0.001
+"""Of WINDOW_TOKENS 30 late ones: ten steps of three sequences."""
+MIXED, STEP = 8, 64
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_among_any_tokens_no_more_than_the_share_come_late(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    budget = LateBudget(share := 0.005)
+    tokens, late = [], []
+    for _ in range(20_000):
+        decodes = int(rng.integers(1, 60))
+        is_long = bool(budget.steps(decodes)) and rng.random() < 0.2
+        budget.planned(decodes, is_long=is_long)
+        tokens.append(decodes)
+        late.append(decodes * is_long)
+    tokens_sum, late_sum = np.cumsum(tokens), np.cumsum(late)
+    assert late_sum[-1] > 0.9 * share * tokens_sum[-1], "the share is of use"
+    for begin in range(0, 20_000, 371):
+        seen = tokens_sum[begin:] - tokens_sum[begin]
+        came_late = late_sum[begin:] - late_sum[begin]
+        assert (came_late <= share * (seen + WINDOW_TOKENS) + 60).all()
+
+
+def test_without_a_share_none_do() -> None:
+    budget = LateBudget(0.0)
+    budget.planned(1, is_long=False)
+    assert budget.steps(1) == 0
+
+
+def pieces(bench: Bench) -> list[int]:
+    """Prompt tokens beside decode rows, step by step, to the end."""
+    found = []
+    while (plan := planned(bench)) is not None:
+        if plan.num_decodes and plan.num_tokens > plan.num_decodes:
+            found.append(plan.num_tokens - plan.num_decodes)
+        settle_step(bench.scheduler, plan, bench.device.launch(plan).result())
+    return found
+
+
+def decoding(**options) -> Bench:
+    """Three sequences that decode, for 200 steps."""
+    bench = Bench(
+        num_pages=400, slots=16, step_tokens=STEP, mixed=MIXED, prefix_cache=False, **options
+    )
+    for seed in range(3):
+        bench.submit(prompt_of(random.Random(seed), 4), 200)
+    for _ in range(4):
+        bench.turn()
+    return bench
+
+
+def test_urgent_prompts_and_those_before_them_fill_steps() -> None:
+    bench = decoding(late_share=SHARE, full=32)
+    bench.submit(prompt_of(random.Random(7), 40), 1)
+    bench.submit(prompt_of(random.Random(8), 60), 1, urgent=True)
+    found = pieces(bench)
+    assert found == [60, 40], (
+        "whole pages of what three rows leave; no prompt waits for a full step"
+    )
+
+
+def test_the_others_are_computed_in_short_pieces() -> None:
+    bench = decoding(late_share=SHARE)
+    bench.submit(prompt_of(random.Random(8), 60), 1)
+    assert max(pieces(bench)) == MIXED
+
+
+def test_without_a_budget_nobody_hurries() -> None:
+    bench = decoding()
+    bench.submit(prompt_of(random.Random(8), 60), 1, urgent=True)
+    assert max(pieces(bench)) == MIXED
+
+
+def test_when_it_is_spent_they_go_on_in_short_pieces() -> None:
+    bench = decoding(late_share=SHARE / 10)  # one long step of three sequences
+    bench.submit(prompt_of(random.Random(8), 100), 1, urgent=True)
+    assert pieces(bench)[:2] == [60, MIXED]
