@@ -1,7 +1,7 @@
 """KV pages between two processes, a GPU each: the transports beside the libraries under them.
 
 python -m bench.kv_wire [--page-mib 2 4 8 16] [--run-pages 1] [--total-mib 1024] [--ways ...]
-                        [--repeats 8] [--device cuda] [--json FILE]
+                        [--repeats 8] [--device cuda] [--json FILE] [--stamps]
 
 `total-mib` of pages in one push, GB/s as the sender sees it from posting to the end. Pages are
 scattered, in runs of `run-pages` adjacent ones (1: none adjacent on purpose):
@@ -9,10 +9,13 @@ scattered, in runs of `run-pages` adjacent ones (1: none adjacent on purpose):
     nixl, bare      the library's own calls: a prepared list, one transfer, polled without a pause
     nixl            our transport, polled every 50 us, as a worker does
     nccl            our transport, polled likewise: pages gathered, sent, scattered
-    nccl M [F [L [S [G [A]]]]]  the same in pieces of M MiB, the first of F, the last of L, over S
-                    staging buffers and G communicators, A pieces queued before the thread wakes up
+    nccl M [F [L [S [G [A [W]]]]]]  the same in pieces of M MiB, the first of F, the last of L, over
+                    S staging buffers and G communicators, A pieces queued before the thread wakes
+                    up, the receiver looking for the next push without a pause for W us
     nccl, bare      one contiguous tensor of that size through send and recv
     nccl, bare M    the same tensor in pieces of M MiB
+
+`--stamps` adds where the time of NCCL's pushes goes (`bench/kv_stamps.py`).
 
 The ways take turns in every repeat; the first two repeats do not count. One layer's K or V of 16
 tokens of an 8B GQA model is 0.03125 MiB: a page of that size stands for a cache of one tensor a
@@ -32,6 +35,7 @@ import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -42,9 +46,10 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from baton.event_loop import prepare_to_serve
+from bench import kv_stamps
 from kv_transfer.factory import make_transport
+from kv_transfer.lane_groups import RECEIVER, SENDER, form_group
 from kv_transfer.lane_staging import LaneOptions
-from kv_transfer.lanes import RECEIVER, SENDER, form_group
 from kv_transfer.nccl import NcclTransport
 from kv_transfer.pool import PoolMemory
 from kv_transfer.types import KvTransport, PageIds, PushState
@@ -52,6 +57,8 @@ from kv_transfer.types import KvTransport, PageIds, PushState
 POLL_S = 5e-5
 UNCOUNTED = 2
 WAIT_S = 60.0
+STAMPS = "stamps"
+"""Asks the receiving side for its own."""
 WAYS = ("nixl, bare", "nixl", "nccl", "nccl, bare")
 EXPLAINED = (
     "nccl 128 64 32 3 1", "nccl 64 64 32 6", "nccl 96 64 32 4", "nccl 128 64 32 3 2 0", "nccl",
@@ -74,6 +81,7 @@ class Side:
         ways: Sequence[str],
     ) -> None:
         self.rank = rank
+        self.stamps: kv_stamps.Stamps = []
         self.num_pages = 2 * total // page_bytes
         self.pool = torch.zeros(self.num_pages, page_bytes, dtype=torch.uint8, device=device)
         if rank == SENDER:
@@ -85,7 +93,7 @@ class Side:
         }
         self.bare = _bare_agent(f"bare-{rank}-{store.port}", self.pool)
         self.flat = torch.zeros(total, dtype=torch.uint8, device=device)
-        self.group = form_group(store, rank, self.pool.device)
+        self.group = form_group(store, rank, self.pool.device, timedelta(seconds=WAIT_S))
 
     def _transport(self, way: str, agent_name: str) -> KvTransport:
         page_bytes = self.pool.shape[1]
@@ -152,10 +160,17 @@ def send(
     ways = {way: _way(way, side, other, pipe, source, target) for way in settings["ways"]}
     total = count * side.pool.shape[1]
     times: dict[str, list[float]] = {name: [] for name in ways}
+    spans: dict[str, list[kv_stamps.Span]] = {name: [] for name in ways}
     for _ in range(settings["repeats"]):
         for name, way in ways.items():
             pipe.send(name)
+            began_s = time.perf_counter()
             times[name].append(way())
+            spans[name].append((began_s, time.perf_counter()))
+    if settings["stamps"]:
+        pipe.send(STAMPS)
+        counted = {name: of_way[UNCOUNTED:] for name, of_way in spans.items()}
+        print(kv_stamps.table(counted, [*side.stamps, *pipe.recv()]), flush=True)
     return {name: total / statistics.median(t[UNCOUNTED:]) / 1e9 for name, t in times.items()}
 
 
@@ -227,7 +242,9 @@ def serve(side: Side, pipe: Pipe) -> None:
             side.poll([way])
             continue
         said = pipe.recv()
-        if isinstance(said, str):
+        if said == STAMPS:
+            pipe.send(side.stamps)
+        elif isinstance(said, str):
             way = said
         elif piece := said:
             for part in side.flat.split(piece):
@@ -255,6 +272,8 @@ def prepared(rank: int, pipe: Pipe, settings: Mapping[str, Any]) -> tuple[Side, 
     side = Side(
         rank, settings["page"], settings["total"], settings["device"], store, settings["ways"]
     )
+    if settings.get("stamps"):
+        side.stamps = kv_stamps.take()
     pipe.send(side.address())
     other = pipe.recv()
     side.meet(other)
@@ -318,6 +337,7 @@ def measure(page_bytes: int, run_pages: int, arguments: argparse.Namespace) -> d
     settings = {
         "page": page_bytes, "run": run_pages, "total": arguments.total_mib << 20,
         "repeats": arguments.repeats, "device": arguments.device, "ways": arguments.ways,
+        "stamps": arguments.stamps,
     }  # fmt: skip
     timeout_s = WAIT_S + 2 * arguments.repeats * len(arguments.ways)
     found: dict[str, float] = in_two_processes(run, settings, timeout_s)
@@ -334,6 +354,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--stamps", action="store_true", help="where a push's time goes, too")
     arguments = parser.parse_args()
     if arguments.ways == ["explain-nccl"]:
         arguments.ways = list(EXPLAINED)

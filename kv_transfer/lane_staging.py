@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import cycle
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,15 +21,19 @@ from kv_transfer.lane_wire import Push
 from kv_transfer.pool import PoolMemory
 from kv_transfer.types import PageIds
 
+ROOMS: Final = 32
+"""Sizes of pieces that a slot remembers."""
+
 
 @dataclass(frozen=True, slots=True)
 class LaneOptions:
-    """How a lane moves pages. The same at both ends, but for `at_once`."""
+    """How a lane moves pages. The same at both ends, but for `at_once` and `watch_us`."""
 
     piece_bytes: int = 128 << 20
     """Of a staging buffer: half of that is sent sooner than a thread queues the next."""
     first_bytes: int = 64 << 20
-    """Of a push's first piece: the wire waits while it is gathered."""
+    """Of a push's first piece: the wire waits while it is gathered. No piece is more than twice as
+    long as the one before."""
     last_bytes: int = 32 << 20
     """Pieces shrink down to this towards a push's end: whoever waits for the push waits while the
     last one is scattered."""
@@ -38,7 +42,10 @@ class LaneOptions:
     groups: int = 2
     """Communicators."""
     at_once: int = 3
-    """Pieces queued by who puts a push, while the sender's thread wakes up."""
+    """Pieces queued by who puts a push, while the sender's thread wakes up; at most `slots`."""
+    watch_us: int = 0
+    """For so long after a push the receiver's thread looks for the next one without a pause, and
+    takes a core: one that sleeps has to wake up before the wire begins."""
 
     @classmethod
     def usual(cls, pool: PoolMemory) -> LaneOptions:
@@ -48,12 +55,13 @@ class LaneOptions:
 
 
 def cut(num_pages: int, most: int, first: int, last: int) -> Iterator[slice]:
-    """The pieces of a push: `first` pages, then `most`, then two thirds of what is left, but
-    `last` if that is fewer."""
-    start = 0
+    """The pieces of a push: `first` pages, then twice as many each time up to `most`, then two
+    thirds of what is left, but `last` if that is fewer."""
+    start, size = 0, first
     while start < num_pages:
         left = num_pages - start
-        size = first if start == 0 else min(most, max(last, left * 2 // 3))
+        if start:
+            size = min(2 * size, most, max(last, left * 2 // 3))
         yield slice(start, start + min(size, left))
         start += size
 
@@ -62,11 +70,15 @@ class Queue:
     """Work on a device in the order given. On a CPU it is done at once."""
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.stream: torch.cuda.Stream | None = None
+        self._inside: AbstractContextManager[object] = contextlib.nullcontext()
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)
+            self._inside = torch.cuda.stream(self.stream)
 
     def __call__(self) -> AbstractContextManager[object]:
-        """What is done inside is queued here."""
-        return contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+        """What is done inside is queued here. For one thread at a time."""
+        return self._inside
 
     def end(self, *, blocking: bool = False) -> torch.cuda.Event | None:
         """Of what is queued so far; None: it is over. Who waits for it spins, some 50 us the
@@ -78,35 +90,50 @@ class Queue:
         return done
 
 
+class Room(NamedTuple):
+    """The beginning of a slot."""
+
+    staged: Tensor
+    """[n, page_bytes] as `words`: a piece's pages."""
+    flat: Tensor
+    """The same in one dimension."""
+    ids: Tensor
+    """[n] int64, where in the pool they belong."""
+    host_ids: Tensor
+    """[n] int64, what is copied there."""
+
+
 class Slot:
     """A staging buffer and the queue of all its work, where a new use waits for the one before."""
 
     def __init__(self, num_pages: int, page_bytes: int, device: torch.device) -> None:
-        self.pages = words(torch.empty(num_pages, page_bytes, dtype=torch.uint8, device=device))
-        """[pages, page_bytes] as `words`."""
-        self.ids = torch.empty(num_pages, dtype=torch.int64, device=device)
-        """[pages], where in the pool they belong."""
         self.queue = Queue(device)
+        self._pages = words(torch.empty(num_pages, page_bytes, dtype=torch.uint8, device=device))
+        self._ids = torch.empty(num_pages, dtype=torch.int64, device=device)
         is_gpu = device.type == "cuda"
         self._host_ids = torch.empty(num_pages, dtype=torch.int64, pin_memory=is_gpu)
         self._copied: torch.cuda.Event | None = None
         """When the device has read those."""
+        self._rooms: dict[int, Room] = {}
+        """By pages. Views take microseconds each, and pushes repeat the sizes of their pieces."""
 
-    def name(self, pages: PageIds) -> None:
-        """Queues the copy of `ids`."""
+    def room(self, count: int) -> Room:
+        """For so many pages."""
+        if (room := self._rooms.get(count)) is None:
+            if len(self._rooms) == ROOMS:
+                self._rooms.clear()
+            staged = self._pages[:count]
+            room = Room(staged, staged.view(-1), self._ids[:count], self._host_ids[:count])
+            self._rooms[count] = room
+        return room
+
+    def name(self, piece: Piece) -> None:
+        """Queues the copy of the piece's `ids`."""
         if self._copied is not None:
             self._copied.synchronize()
-        count = len(pages)
-        self._host_ids.numpy()[:count] = pages
-        self.ids[:count].copy_(self._host_ids[:count], non_blocking=True)
+        piece.room.host_ids.numpy()[:] = piece.pages
+        piece.room.ids.copy_(piece.room.host_ids, non_blocking=True)
         self._copied = self.queue.end(blocking=True)
-
-    def is_free(self) -> bool:
-        """The device is done with all that was queued here."""
-        try:
-            return self.queue.stream is None or self.queue.stream.query()
-        except RuntimeError:  # Of the device: who queues the next piece here meets it, too.
-            return False
 
 
 class Piece(NamedTuple):
@@ -121,16 +148,8 @@ class Piece(NamedTuple):
     """Of its push."""
     ends: Push | None
     """The push, if it ends with this piece."""
-
-    @property
-    def staged(self) -> Tensor:
-        """[n, page_bytes] as `words`, the slot's."""
-        return self.slot.pages[: len(self.pages)]
-
-    @property
-    def ids(self) -> Tensor:
-        """[n] int64, the slot's."""
-        return self.slot.ids[: len(self.pages)]
+    room: Room
+    """For n pages, the slot's."""
 
 
 class Staging:
@@ -150,15 +169,15 @@ class Staging:
     def pieces(self, pages: PageIds, push: Push) -> Iterator[Piece]:
         """Of a push, `pages` at this end; each takes its turn when it is asked for."""
         for part in cut(len(pages), self._most, self._first, self._last):
-            is_first, is_last = part.start == 0, part.stop == len(pages)
             self._unused = max(0, self._unused - 1)
-            through = next(self._turns), next(self._groups)
-            yield Piece(pages[part], *through, is_first, push if is_last else None)
+            slot, group = next(self._turns), next(self._groups)
+            is_first, ends = part.start == 0, push if part.stop == len(pages) else None
+            yield Piece(pages[part], slot, group, is_first, ends, slot.room(part.stop - part.start))
 
-    def is_free(self) -> bool:
-        """Queueing a piece waits for nothing: every slot and communicator was used before, which
-        connected it, and the device is done with all of it."""
-        return not self._unused and all(slot.is_free() for slot in self._slots)
+    @property
+    def is_used(self) -> bool:
+        """Every slot and communicator was: what a first use makes the device load is there."""
+        return not self._unused
 
 
 def words(pages: Tensor) -> Tensor:

@@ -23,9 +23,10 @@ KEY_BYTES: Final = 16
 KEY_S: Final = 2.0
 """Who connects has to show the key within this time: the end that knows it may be next in line."""
 AT_ONCE_BYTES: Final = 8 << 10
-"""Linux says that a socket has room where a third of its buffer is free: 15 KiB or more."""
+"""So much fits into the buffer of a socket that is empty: Linux gives it twice that or more."""
 _PUSH: Final = struct.Struct("<QII")
 """Handle, pages, bytes of the payload."""
+_ID: Final = np.dtype("<i4")
 _HANDLE: Final = struct.Struct("<Q")
 
 
@@ -39,10 +40,15 @@ class Push(NamedTuple):
     payload: bytes
     """What to show when all of them are there."""
 
+    @property
+    def fits_at_once(self) -> bool:
+        """Telling of it does not wait, where the other end has read what it was told before."""
+        return _PUSH.size + _ID.itemsize * len(self.target) + len(self.payload) <= AT_ONCE_BYTES
+
     def packed(self) -> bytes:
         """As it is told."""
         header = _PUSH.pack(self.handle, len(self.target), len(self.payload))
-        return header + self.target.astype("<i4").tobytes() + self.payload
+        return header + self.target.astype(_ID, copy=False).tobytes() + self.payload
 
 
 class LaneWire:
@@ -54,6 +60,8 @@ class LaneWire:
         connection.settimeout(None)
         self._socket = connection
         self._landed = b""
+        self._heard = b""
+        """Read, and not looked at yet."""
 
     @classmethod
     def accept(cls, server: socket.socket, key: bytes, timeout_s: float) -> Self:
@@ -83,19 +91,20 @@ class LaneWire:
         """Sender. May wait for the receiver's end to read."""
         self._socket.sendall(push.packed())
 
-    def takes(self, push: Push) -> bool:
-        """Sender: `tell_push` would not wait; it may fail instead."""
-        told_bytes = _PUSH.size + 4 * len(push.target) + len(push.payload)
-        return told_bytes <= AT_ONCE_BYTES and self._has(select.POLLOUT)
-
     def has_push(self) -> bool:
         """Receiver: `next_push` would not wait; the other end may be closed instead."""
-        return self._has(select.POLLIN)
+        return bool(self._heard) or self._has(select.POLLIN)
+
+    def watch(self, for_s: float) -> None:
+        """Receiver: until `has_push`, but no longer than that; without a pause."""
+        until_s = time.monotonic() + for_s
+        while not self.has_push() and time.monotonic() < until_s:
+            pass
 
     def next_push(self) -> Push:
         """Receiver: waits for the next push. Raises EOFError: the other end is closed."""
         handle, num_pages, payload_bytes = _PUSH.unpack(self._read(_PUSH.size))
-        target = np.frombuffer(self._read(4 * num_pages), "<i4").copy()
+        target = np.frombuffer(self._read(_ID.itemsize * num_pages), _ID)
         return Push(handle, target, self._read(payload_bytes))
 
     def tell_landed(self, handle: int) -> None:
@@ -150,15 +159,14 @@ class LaneWire:
         return bool(watch.poll(0))
 
     def _read(self, count: int) -> bytes:
-        """So many bytes. A signal, such as the one that wakes a stopped process, may end a wait
-        when some of them are there."""
-        read = b""
+        """So many bytes, and whatever else is there by then: each look takes its time."""
         try:
-            while len(read) < count:
-                more = self._socket.recv(count - len(read), socket.MSG_WAITALL)
+            while len(self._heard) < count:
+                more = self._socket.recv(1 << 16)
                 if not more:
                     raise EOFError
-                read += more
+                self._heard += more
         except OSError as error:  # Closed here, or reset there.
             raise EOFError from error
+        read, self._heard = self._heard[:count], self._heard[count:]
         return read

@@ -5,10 +5,10 @@ thread at either end. Both sides of a pair have a lane of their own towards the 
 one, two sends that meet would each wait for the other's end. Pieces of a push take the
 communicators in turn: while one begins or ends a piece, another has the wire.
 
-Life of a lane: FORMING until both ends have found each other -> OPEN: pushes go through in the
-order given, cut into pieces, `slots` staging buffers deep -> FAILED, by `close` or by trouble; what
-was in progress then has no known end -> at the sender OVER, once the receiver's end is closed,
-which it is when it writes no page any more.
+Life of a lane: FORMING until both ends have found each other and are connected, for bounded time
+-> OPEN: pushes go through in the order given, cut into pieces, `slots` staging buffers deep ->
+FAILED, by `close` or by trouble; what was in progress then has no known end -> at the sender OVER,
+once the receiver's end is closed, which it is when it writes no page any more.
 
 Invariants: both ends cut a push alike, and use communicators in the same order; a staging buffer is
 used again only when the device is done with what it held.
@@ -31,10 +31,10 @@ from itertools import islice
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import distributed
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
+from kv_transfer.lane_groups import RECEIVER, SENDER, abort_groups, form_groups, receive, send
 from kv_transfer.lane_staging import LaneOptions, Piece, Staging, words
 from kv_transfer.lane_wire import KEY_BYTES, LaneWire, Push
 from kv_transfer.pool import PoolMemory
@@ -44,7 +44,8 @@ logger = logging.getLogger(__name__)
 
 FORM_S: Final = timedelta(seconds=20)
 """Within this time both ends must have found each other."""
-SENDER, RECEIVER = 0, 1
+CONNECT_S: Final = timedelta(seconds=60)
+"""And within this time be connected, which takes NCCL seconds where its code is not loaded yet."""
 
 _WIRE: Final = "wire"
 """Under this key of the rendezvous: where the sender accepts, and the key to show there."""
@@ -52,6 +53,8 @@ _WIRE: Final = "wire"
 
 class Lane(ABC):
     """One end. Every method may be called from any thread and returns at once."""
+
+    rank: int
 
     def __init__(self, name: str, pool: PoolMemory, options: LaneOptions) -> None:
         self.failed = False
@@ -62,6 +65,7 @@ class Lane(ABC):
         self._groups: list[Any] = []
         """Held here alone: some close their connections when the last reference goes."""
         self._wire: LaneWire | None = None
+        """From the time when both ends have found each other."""
         self._staging: Staging | None = None
         """From the time when pushes go through."""
         self._thread = threading.Thread(target=self._run, name=f"kv-{name}", daemon=True)
@@ -73,8 +77,8 @@ class Lane(ABC):
 
     def _run(self) -> None:
         try:
-            self._wire, self._groups = self._form()
-            if not self.failed:
+            self._form()
+            if not self.failed and self._wire is not None:
                 self._staging = Staging(self._pool, self._options)
                 self._serve(self._wire, self._staging)
         except Exception as error:
@@ -83,26 +87,27 @@ class Lane(ABC):
         if self._wire is not None:
             self._leave(self._wire)
 
+    def _form(self) -> None:
+        device = self._pool.pages.device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        self._wire, store = self._meet()
+        if not self.failed:
+            self._groups = form_groups(store, self.rank, device, self._options.groups, CONNECT_S)
+
     def _fail(self, error: Exception) -> None:
         if not self.failed:
             logger.warning("a lane failed: %s", type(error).__name__)
         self._tear_down()
 
-    def _form_groups(self, store: Store, rank: int) -> list[Any]:
-        device = self._pool.pages.device
-        names = map(str, range(self._options.groups))
-        return [form_group(PrefixStore(name, store), rank, device) for name in names]
-
     def _tear_down(self) -> None:
         self.failed = True
         groups, self._groups = self._groups, []
-        for group in groups:
-            with contextlib.suppress(Exception):
-                group.abort()
+        abort_groups(groups)
 
     @abstractmethod
-    def _form(self) -> tuple[LaneWire, list[Any]]:
-        """Meets the other end: the wire, and the communicators of the two."""
+    def _meet(self) -> tuple[LaneWire, Store]:
+        """Finds the other end: the wire to it, and where the two rendezvous."""
 
     @abstractmethod
     def _serve(self, wire: LaneWire, staging: Staging) -> None:
@@ -129,13 +134,17 @@ class _Put(NamedTuple):
 class SendLane(Lane):
     """The end that pages leave from."""
 
+    rank = SENDER
+
     def __init__(self, name: str, pool: PoolMemory, options: LaneOptions) -> None:
         host = _own_address()
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=FORM_S)
         self._server = socket.create_server((host, 0))
         self._pushes: queue.SimpleQueue[_Put | None] = queue.SimpleQueue()
-        self._num_put = self._num_queued = 0
-        """Pushes, by who puts them and by the thread: equal while it has nothing to do."""
+        self._num_put = self._num_queued = self._num_landed = 0
+        """Pushes, by who puts them and by the thread: equal while it has nothing to do; and those
+        that the other end told of: equal while nothing is on its way."""
+        self._at_once = min(options.at_once, options.slots)
         self._queueing = threading.Lock()
         """Held by the one of them that queues pieces."""
         self._left = False
@@ -146,37 +155,42 @@ class SendLane(Lane):
     @property
     def is_over(self) -> bool:
         """It failed, and the other end will write no page any more."""
-        never_met = self._wire is None and not self._thread.is_alive()
-        return self.failed and (self._left or never_met)
+        never_told = self._staging is None and not self._thread.is_alive()
+        return self.failed and (self._left or never_told)
 
     def put(self, source: PageIds, push: Push) -> None:
         """The next push; its pages `source` go to its `target`. Where nothing is before it, the
-        first pieces are queued here: a thread takes as long to wake up as 64 MiB to be sent."""
+        first pieces are queued here: a thread takes as long to wake up as 64 MiB to be sent. The
+        other end's wakes up meanwhile, so that is told before all; this one's is woken last."""
         wire, staging = self._wire, self._staging
-        is_next = self._num_put == self._num_queued
+        is_next = self._num_put == self._num_queued == self._num_landed and self._at_once > 0
         self._num_put += 1
-        if not (is_next and wire and staging and wire.takes(push) and staging.is_free()):
+        if not (is_next and wire and staging and staging.is_used and push.fits_at_once):
             self._pushes.put(_Put(source, push, None))
             return
         with self._queueing:
             pieces = staging.pieces(source, push)
-            self._pushes.put(_Put(source, push, pieces))  # The thread may wake up meanwhile.
             try:
                 wire.tell_push(push)
-                for piece in islice(pieces, self._options.at_once):
+                self._move(next(pieces))
+                self._pushes.put(_Put(source, push, pieces))  # Its thread wakes up meanwhile.
+                for piece in islice(pieces, self._at_once - 1):
                     self._move(piece)
             except Exception as error:
                 self._fail(error)
+                self._pushes.put(None)
 
     def landed(self) -> list[int]:
         """Handles of pushes that are where they belong, since the last call."""
         if self._wire is None or self._left:
             return []
         try:
-            return self._wire.landed()
+            landed = self._wire.landed()
         except (EOFError, OSError):
             self._left = self.failed = True
             return []
+        self._num_landed += len(landed)
+        return landed
 
     def close(self) -> None:
         """See `Lane`."""
@@ -186,12 +200,11 @@ class SendLane(Lane):
         if self._wire is not None:
             self._wire.close()
 
-    def _form(self) -> tuple[LaneWire, list[Any]]:
+    def _meet(self) -> tuple[LaneWire, Store]:
         key = secrets.token_bytes(KEY_BYTES)
         self._store.set(_WIRE, f"{self._server.getsockname()[1]}:{key.hex()}")
         with self._server:
-            wire = LaneWire.accept(self._server, key, FORM_S.total_seconds())
-        return wire, self._form_groups(self._store, SENDER)
+            return LaneWire.accept(self._server, key, FORM_S.total_seconds()), self._store
 
     def _serve(self, wire: LaneWire, staging: Staging) -> None:
         while (put := self._pushes.get()) is not None:
@@ -208,9 +221,9 @@ class SendLane(Lane):
 
     def _move(self, piece: Piece) -> None:
         with piece.slot.queue():
-            piece.slot.name(piece.pages)
-            torch.index_select(self._words, 0, piece.ids, out=piece.staged)
-            self._groups[piece.group].send([piece.staged.view(-1)], RECEIVER, 0).wait()
+            piece.slot.name(piece)
+            torch.index_select(self._words, 0, piece.room.ids, out=piece.room.staged)
+            send(self._groups[piece.group], piece.room.flat)
 
     def _leave(self, wire: LaneWire) -> None:
         wire.stop_telling()
@@ -219,6 +232,8 @@ class SendLane(Lane):
 class ReceiveLane(Lane):
     """The end that pages arrive at. A piece is scattered once it is seen to be there, not behind
     its receive on the device, where one that is torn down ends, too."""
+
+    rank = RECEIVER
 
     def __init__(self, name: str, pool: PoolMemory, address: str, options: LaneOptions) -> None:
         self._address = address
@@ -242,13 +257,12 @@ class ReceiveLane(Lane):
         if self._wire is not None:
             self._wire.stop_reading()
 
-    def _form(self) -> tuple[LaneWire, list[Any]]:
+    def _meet(self) -> tuple[LaneWire, Store]:
         host, _, port = self._address.rpartition(":")
         store = TCPStore(host, int(port), is_master=False, timeout=FORM_S)
         wire_port, _, key = store.get(_WIRE).decode().partition(":")
         form_s = FORM_S.total_seconds()
-        wire = LaneWire.connect(host, int(wire_port), bytes.fromhex(key), form_s)
-        return wire, self._form_groups(store, RECEIVER)
+        return LaneWire.connect(host, int(wire_port), bytes.fromhex(key), form_s), store
 
     def _serve(self, wire: LaneWire, staging: Staging) -> None:
         while (push := self._next(wire)) is not None:
@@ -262,6 +276,7 @@ class ReceiveLane(Lane):
         try:
             if not wire.has_push():
                 self._tell_landed(waits=True)
+                wire.watch(self._options.watch_us * 1e-6)
             return wire.next_push()
         except EOFError:
             return None
@@ -270,11 +285,11 @@ class ReceiveLane(Lane):
         if len(self._due) == self._options.slots:
             self._scatter()
         with piece.slot.queue():
-            self._groups[piece.group].recv([piece.staged.view(-1)], SENDER, 0).wait()
+            receive(self._groups[piece.group], piece.room.flat)
             # Who waits for a frozen peer does not spin; behind the first piece others are on the
             # wire.
             received = piece.slot.queue.end(blocking=piece.is_first)
-            piece.slot.name(piece.pages)
+            piece.slot.name(piece)
         self._due.append((piece, received))
 
     def _scatter(self) -> None:
@@ -284,7 +299,7 @@ class ReceiveLane(Lane):
         if self.failed:
             raise EOFError("torn down")
         with piece.slot.queue():
-            self._words.index_copy_(0, piece.ids, piece.staged)
+            self._words.index_copy_(0, piece.room.ids, piece.room.staged)
         self._landing.append((piece.ends, piece.slot.queue.end()))
         self._due.popleft()
         self._tell_landed(waits=False)
@@ -310,18 +325,6 @@ class ReceiveLane(Lane):
 
 def _is_done(event: torch.cuda.Event | None) -> bool:
     return event is None or event.query()
-
-
-def form_group(store: Store, rank: int, device: torch.device) -> Any:
-    """A communicator of two: NCCL between GPUs, Gloo between hosts' memories."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        options = distributed.ProcessGroupNCCL.Options()
-        # Gathering and scattering fill a GPU: the wire's few blocks go first.
-        options.is_high_priority_stream = True
-        options._timeout = timedelta(days=365)  # a lane waits for work, not for a deadline
-        return distributed.ProcessGroupNCCL(store, rank, 2, options)
-    return distributed.ProcessGroupGloo(store, rank, 2, timedelta(days=365))
 
 
 def _own_address() -> str:

@@ -13,7 +13,9 @@ waits on the device for ever, and holds some of its processors, until somebody t
 communicator down. Here that is done where the lane's socket breaks, and by `close`, which the
 exchange calls on proof of death, or when it gives a lost peer up. Pushes in progress then end in
 ERROR, where the peer lives once it has let go of their pages. While a peer is frozen, its lane is,
-and a push behind it. Lanes of other peers go on.
+and a push behind it. Lanes of other peers go on. Nor does forming a communicator end where the
+other end died: the lane is given up all the same, and a thread stays behind
+(`kv_transfer.lane_groups`).
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from kv_transfer.types import (
     TransportError,
 )
 
-_FORM: Final = b"BTL5"
+_FORM: Final = b"BTL6"
 """Begins the notification of a sender that has formed a lane; where to meet it follows. Another one
 for each way to cut a push: both ends have the same."""
 MOST_EARLY: Final = 4096
@@ -61,6 +63,8 @@ class NcclTransport:
     def __init__(self, agent_name: str, pool: PoolMemory, lanes: LaneOptions | None = None) -> None:
         # A receive that nobody sends to must not take the process down: `close` ends it.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        # And nobody reads a record of each send, with the Python stack that it came from.
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
         self._pool = pool
         self._lanes = lanes or LaneOptions.usual(pool)
         self._control = NixlTransport(agent_name, pool)

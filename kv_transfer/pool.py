@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 from kv_transfer.processes import own_process
@@ -115,7 +116,8 @@ def check_pages(source: PageIds, own_pages: int, target: PageIds, peer_pages: in
     """Raises TransportError where a push names pages that its two pools have not, or none, or does
     not name one for the other."""
     for pages, num_pages in ((source, own_pages), (target, peer_pages)):
-        if not len(pages) or pages.min() < 0 or pages.max() >= num_pages:
+        # One look at a push's pages, on its way: what is negative is the largest without a sign.
+        if not len(pages) or pages.view(np.uint32).max() >= num_pages:
             raise TransportError("bad_pages", "page ids outside of the pool")
     if len(source) != len(target):
         raise TransportError("bad_pages", f"{len(source)} pages to {len(target)}")

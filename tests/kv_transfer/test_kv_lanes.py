@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import socket
 import struct
@@ -69,8 +70,11 @@ def test_pieces_are_a_push_in_order_and_none_is_longer_than_a_buffer() -> None:
         sizes = [part.stop - part.start for part in parts]
         assert sizes[0] == min(first, num_pages), seed
         assert max(sizes) <= most, seed
-        assert min(sizes[1:-1], default=last) >= last, seed
-        assert sizes[1:] == sorted(sizes[1:], reverse=True), seed
+        for before, size in itertools.pairwise(sizes[:-1]):
+            assert min(last, 2 * before) <= size <= 2 * before, seed
+        largest = sizes.index(max(sizes))
+        assert sizes[:largest] == sorted(sizes[:largest]), seed
+        assert sizes[largest:] == sorted(sizes[largest:], reverse=True), seed
 
 
 @pytest.mark.parametrize("piece_bytes", [1, PAGE_BYTES - 1, PAGE_BYTES, 5 * PAGE_BYTES + 1])
@@ -81,7 +85,8 @@ def test_what_a_buffer_holds_bounds_all_pieces(piece_bytes: int) -> None:
     for _ in range(3):
         pieces = list(staging.pieces(FIRST, Push(1, SECOND, b"")))
         assert np.concatenate([piece.pages for piece in pieces]).tolist() == FIRST.tolist()
-        assert all(len(piece.staged) == len(piece.ids) == len(piece.pages) for piece in pieces)
+        for piece in pieces:
+            assert {len(part) for part in (piece.room.staged, piece.room.ids)} == {len(piece.pages)}
         assert [piece.ends is not None for piece in pieces] == [False] * (len(pieces) - 1) + [True]
 
 
@@ -89,7 +94,7 @@ def meet(at_once: int = 0) -> tuple[NcclTransport, NcclTransport]:
     pools = [torch.zeros(32, PAGE_BYTES, dtype=torch.uint8) for _ in "ab"]
     pools[0].random_(1, 255)
     sizes = {"piece_bytes": 2 * PAGE_BYTES, "first_bytes": PAGE_BYTES, "last_bytes": PAGE_BYTES}
-    lanes = LaneOptions(**sizes, slots=2, at_once=at_once)
+    lanes = LaneOptions(**sizes, slots=3, at_once=at_once)
     a, b = (
         NcclTransport(name, PoolMemory.of(pool, PAGE_BYTES, 32), lanes)
         for name, pool in zip("ab", pools, strict=True)
@@ -180,9 +185,27 @@ def test_a_push_of_another_number_of_pages_is_refused() -> None:
         transport.shutdown()
 
 
+@pytest.mark.parametrize(("owner", "fails"), [(LaneWire, "tell_push"), (SendLane, "_move")])
+def test_a_push_that_fails_in_the_hands_of_who_puts_it_ends_though_none_comes_behind_it(
+    monkeypatch: pytest.MonkeyPatch, owner: type, fails: str
+) -> None:
+    a, b = meet(at_once=3)
+    a.push("b", FIRST, SECOND, b"before")
+    assert ends(a, b) == ([PushState.DONE], [b"before"])
+
+    def broken(*_: object) -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr(owner, fails, broken)
+    a.push("b", FIRST, SECOND, b"fails")
+    assert ends(a, b) == ([PushState.ERROR], [])
+    for transport in (a, b):
+        transport.shutdown()
+
+
 @pytest.mark.parametrize(
     ("end", "at_once", "broken_at"),
-    [(SendLane, 0, 4), (SendLane, 3, 2), (SendLane, 3, 4), (ReceiveLane, 0, 4)],
+    [(SendLane, 0, 4), (SendLane, 3, 1), (SendLane, 3, 2), (SendLane, 3, 4), (ReceiveLane, 0, 4)],
 )
 def test_pushes_end_where_a_lane_fails_and_the_next_one_forms_another(
     monkeypatch: pytest.MonkeyPatch, end: type[Lane], at_once: int, broken_at: int
@@ -264,19 +287,53 @@ def wires() -> tuple[LaneWire, LaneWire]:
         return LaneWire(server.accept()[0]), LaneWire(receiver)
 
 
-@pytest.mark.parametrize("told_bytes", [300, AT_ONCE_BYTES])
-def test_a_wire_takes_no_push_that_it_would_wait_with(told_bytes: int) -> None:
+def test_telling_of_a_push_never_waits_where_it_fits_at_once_and_all_before_it_landed() -> None:
     sender, receiver = wires()
     sender._socket.settimeout(0)  # A wait is an error.
-    push, count = Push(7, np.empty(0, np.int32), bytes(told_bytes - 16)), 0
-    assert not sender.takes(Push(7, FIRST, bytes(AT_ONCE_BYTES)))
-    while sender.takes(push):
+    sender._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, AT_ONCE_BYTES)  # It doubles it.
+    push = Push(7, np.empty(0, np.int32), bytes(AT_ONCE_BYTES - 16))
+    assert push.fits_at_once
+    assert not push._replace(payload=bytes(AT_ONCE_BYTES - 15)).fits_at_once
+    assert not push._replace(target=FIRST).fits_at_once
+    for _ in range(100):
         sender.tell_push(push)
-        count += 1
-    assert count * told_bytes >= AT_ONCE_BYTES
-    heard = [receiver.next_push().handle for _ in range(count)]
-    assert heard == [7] * count
-    assert sender.takes(push)
+        assert receiver.next_push().handle == 7
+        receiver.tell_landed(7)
+        assert wait_until(sender.landed, poll_s=0) == [7]
+    for wire in (sender, receiver):
+        wire.close()
+
+
+def test_pushes_that_are_read_at_once_are_heard_one_by_one() -> None:
+    sender, receiver = wires()
+    for handle in (1, 2):
+        sender.tell_push(Push(handle, FIRST + handle, b"%d" % handle))
+    wait_until(receiver.has_push)
+    time.sleep(0.1)
+    for handle in (1, 2):
+        assert receiver.has_push()
+        push = receiver.next_push()
+        assert (push.handle, push.payload) == (handle, b"%d" % handle)
+        assert push.target.tolist() == (FIRST + handle).tolist()
+    assert not receiver.has_push()
+    sender.close()
+    wait_until(receiver.has_push)
+    with pytest.raises(EOFError):
+        receiver.next_push()
+    receiver.close()
+
+
+def test_who_watches_for_a_push_sees_it_or_the_end_of_the_time() -> None:
+    sender, receiver = wires()
+    began_s = time.monotonic()
+    receiver.watch(0.2)
+    assert time.monotonic() - began_s >= 0.2
+    assert not receiver.has_push()
+    with ThreadPoolExecutor(1) as pool:
+        watched = pool.submit(receiver.watch, WAIT_S)
+        sender.tell_push(Push(1, FIRST, b""))
+        watched.result(timeout=WAIT_S / 2)
+    assert receiver.has_push()
     for wire in (sender, receiver):
         wire.close()
 
