@@ -1,7 +1,8 @@
 """Where the time of a push through a lane goes, by the host's clock: `bench.kv_wire --stamps`.
 
 What the two ends do is stamped where they do it, in both processes; pushes follow each other, so a
-stamp belongs to the push during which it was taken. In us since the push began, medians:
+stamp belongs to the push during which it was taken (the end's own, of the one before, excepted: the
+receiver may come to them once the sender has gone on). In us since the push began, medians:
 
     told            the sender has told of the push
     heard           the receiver's thread knows of it: it has woken up
@@ -9,7 +10,7 @@ stamp belongs to the push during which it was taken. In us since the push began,
     posted          the first receive is queued: the wire can begin
     first           the first piece was there, and its scatter is queued
     last            the last one's is
-    landed          the receiver has told that all is in the pool
+    landed          all is in the pool, and the receiver begins to tell of it
     seen            the sender knows
 """
 
@@ -46,8 +47,10 @@ def take() -> Stamps:
 
 def _stamped(inner: Callable[..., Any], done: str, taken: Stamps) -> Callable[..., Any]:
     def stamped(*arguments: Any) -> Any:
+        began_s = time.perf_counter()
         result = inner(*arguments)
-        taken.append((done, time.perf_counter()))
+        # Who is told of the end may go on before this thread does.
+        taken.append((done, began_s if done == "landed" else time.perf_counter()))
         return result
 
     return stamped
@@ -79,5 +82,9 @@ def _of_push(span: Span, stamps: Stamps) -> dict[str, float]:
     if len(at) < len(_DONE):
         return {}
     first = {done: min(at[done]) for done in ("told", "heard", "sent", "posted")}
-    scattered = {"first": min(at["scattered"]), "last": max(at["scattered"])}
-    return {**first, **scattered, "landed": at["landed"][0], "seen": ended_s - began_s}
+    scattered = [at_s for at_s in at["scattered"] if at_s > first["posted"]]
+    landed = max(at["landed"])
+    if not scattered or landed < first["posted"]:
+        return {}
+    ends = {"first": scattered[0], "last": scattered[-1], "landed": landed}
+    return {**first, **ends, "seen": ended_s - began_s}
