@@ -36,6 +36,8 @@ class Outbox:
 
     def __init__(self, on_overflow: Action, max_entries: int = MAX_QUEUED_ENTRIES) -> None:
         self.closed = False
+        self.submits = 0
+        """Received from that router: load reports say so."""
         self._on_overflow = on_overflow
         self._max_entries = max_entries
         self._finished = False
@@ -64,8 +66,10 @@ class Outbox:
         """Queues a load report, in the place of one that still waits."""
         if self._load is not None:
             self._load.load.CopyFrom(load)
+            self._load.load.submits = self.submits
         elif not self.closed:
             self._load = worker_pb2.WorkResponse(load=load)
+            self._load.load.submits = self.submits
             self._put(self._load)
 
     async def get(self) -> worker_pb2.WorkResponse | None:

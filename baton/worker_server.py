@@ -106,8 +106,7 @@ class Worker:
         """How the worker stands now."""
         load = self.engine.load()
         prefill, decode = self.services.prefill, self.services.decode
-        # The engine knows what is computed of a prompt, the service what it has not heard of yet.
-        local = min(decode.figures.queued_tokens, load.queued_prefill_tokens)
+        local = max(0, decode.figures.queued_tokens - load.begun_prefill_tokens)
         room = PrefillRoom(
             queued=prefill.figures.queued_tokens + local,
             ungranted=prefill.figures.ungranted_tokens,

@@ -206,6 +206,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 logger.warning("a router sent what this version does not know")
 
     def _submit(self, submit: worker_pb2.Submit, outbox: Outbox) -> None:
+        outbox.submits += 1
         refusal = self._refusal(submit)
         if refusal is not None:
             outbox.send(failed_message(submit.attempt_id, refusal))

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import Final
 
-WINDOW_TOKENS: Final = 30_000
+WINDOW_TOKENS: Final = 50_000
 
 
 class LateBudget:

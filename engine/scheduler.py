@@ -372,6 +372,14 @@ class Scheduler:
         )
         return waiting + sum(task.remaining for task in self.prefills)
 
+    def begun_prefill_tokens(self) -> int:
+        """Launched of prompts that are begun and not through, for sequences that decode here."""
+        return sum(
+            task.cursor - task.cached_tokens
+            for task in self.prefills
+            if task.leader.job.request.mode is not Mode.PREFILL
+        )
+
     def is_hurried(self, decodes: int) -> bool:
         """Whether the next step, which decodes so many, may be a long one: somebody is urgent."""
         if not self.config.mixed_late_share or not self.late.steps(decodes):

@@ -222,6 +222,7 @@ class StepLoop:
         self.load = EngineLoad(
             progress=self._progress,
             queued_prefill_tokens=scheduler.queued_prefill_tokens(),
+            begun_prefill_tokens=scheduler.begun_prefill_tokens(),
             waiting_requests=len(scheduler.waiting) + len(scheduler.preempted),
             running_sequences=decodes,
             max_sequences=scheduler.config.max_sequences,

@@ -248,6 +248,8 @@ class EngineLoad:
     progress: int = 0
     """Turns of the step loop, idle ones included (at least one in 0.5 s)."""
     queued_prefill_tokens: int = 0
+    begun_prefill_tokens: int = 0
+    """Launched of prompts that are begun and not through, for sequences that decode here."""
     waiting_requests: int = 0
     running_sequences: int = 0
     max_sequences: int = 0

@@ -4,7 +4,8 @@ Reports come up to half a second apart, and a burst must not pile up on the work
 in the last one. So the router keeps a *charge* per attempt and worker:
 
 1. charged at dispatch: counted on top of the report, which does not know it yet;
-2. known: a report that came later contains it, and it is not counted twice;
+2. received: a report that came later contains its prompt, which is not counted twice; known, a
+   moment later: what its engine gave it, too;
 3. released when its prefill or the attempt is over: what a report contained is given back.
 
 Prompts are computed in the order in which they came, as far as this router knows: what a report
@@ -24,7 +25,8 @@ from typing import Final, NamedTuple
 from baton.worker.v1 import worker_pb2
 
 REPORT_LAG_S: Final = 0.05
-"""A report may have been written this long before it is read: younger charges are not in it."""
+"""An engine may take this long to give slots and pages: those of younger charges are not in a
+report, which has their prompts as soon as they are received."""
 
 
 class Charge(NamedTuple):
@@ -39,6 +41,9 @@ class Charge(NamedTuple):
 class _Entry:
     charge: Charge
     at_s: float
+    number: int
+    """As the worker counts submits."""
+    received: bool = False
     known: bool = False
     computed_tokens: int = 0
     """Of its prompt, by the last report."""
@@ -96,6 +101,7 @@ class Ledger:
         self._returned = Charge()
         self._room: Room | None = None
         """The estimate, until something changes: who looks for a route asks ten times."""
+        self._charges = 0
         self._head: bytes | None = None
         self._head_since_s = 0.0
 
@@ -113,19 +119,21 @@ class Ledger:
         """Takes a report that came at `now_s`, by the ledger's clock."""
         self._load, self._room = load, None
         self._returned = Charge()
-        known = []
+        received = []
         for entry in self._entries.values():
-            entry.known = entry.known or now_s - entry.at_s >= REPORT_LAG_S
-            if entry.known:
-                known.append(entry)
-        computed = sum(one.charge.prefill_tokens for one in known) - load.queued_prefill_tokens
-        for entry in known:
+            entry.received = entry.number <= load.submits
+            entry.known = entry.known or (entry.received and now_s - entry.at_s >= REPORT_LAG_S)
+            if entry.received:
+                received.append(entry)
+        computed = sum(one.charge.prefill_tokens for one in received) - load.queued_prefill_tokens
+        for entry in received:
             entry.computed_tokens = max(0, min(computed, entry.charge.prefill_tokens))
             computed -= entry.computed_tokens
 
     def charge(self, attempt_id: bytes, charge: Charge, now_s: float) -> None:
-        """Counts an attempt submitted now."""
-        self._entries[attempt_id] = _Entry(charge, now_s)
+        """Counts an attempt submitted now, once for every submit that the worker is sent."""
+        self._charges += 1
+        self._entries[attempt_id] = _Entry(charge, now_s, self._charges)
         self._changed()
 
     def prefilled(self, attempt_id: bytes) -> None:
@@ -162,7 +170,8 @@ class Ledger:
         """A slot that was granted is not running yet: open charges are a lower bound of those."""
         load, returned = self._load, self._returned
         head = self._entries[self._head] if self._head is not None else None
-        fresh = _sum([entry.charge for entry in self._entries.values() if not entry.known])
+        entries = self._entries.values()
+        fresh = _sum([_part(one.charge, not one.received, not one.known) for one in entries])
         queued = max(0, load.queued_prefill_tokens + fresh.prefill_tokens - returned.prefill_tokens)
         capacity_tokens = load.queued_prefill_tokens + load.prefill_credit_tokens
         promised = sum(entry.charge.sequences for entry in self._entries.values())
@@ -187,9 +196,14 @@ class Ledger:
 
     def _give_back(self, entry: _Entry, charge: Charge) -> None:
         """What the report contained of it; a charge is all or nothing of the prompt."""
-        if entry.known:
-            left = max(0, charge.prefill_tokens - entry.computed_tokens)
-            self._returned = _sum([self._returned, charge._replace(prefill_tokens=left)])
+        left = charge._replace(prefill_tokens=max(0, charge.prefill_tokens - entry.computed_tokens))
+        self._returned = _sum([self._returned, _part(left, entry.received, entry.known)])
+
+
+def _part(charge: Charge, prompt: bool, rest: bool) -> Charge:
+    """Its prompt, or the rest of it, or both."""
+    tokens, pages, sequences = charge
+    return Charge(tokens if prompt else 0, pages if rest else 0, sequences if rest else 0)
 
 
 def _sum(charges: list[Charge]) -> Charge:

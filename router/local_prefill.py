@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 NO_LIMIT: Final = (1 << 32) - 1
 """More tokens than any prompt has; fits the message's uint32."""
+STEPS_LOST: Final = 1.5
 URGENT_FACTOR: Final = 2.8
 """A prompt is urgent whose first token would come after so many times what it takes by itself. At
 three of five prefill workers' time in use that is one in fifteen, and those of the worst bursts:
@@ -64,7 +65,10 @@ def break_even_tokens(prefills: Iterable[Room], decode: Room) -> int:
     of some 200 beside its batch), so where its queue is the longer one it loses for short prompts
     and wins for long ones. The two are level at
 
-        n = (q_p / r_p - q_d / r_d) / (1 / r_d - 1 / r_p)
+        n = (q_p / r_p - q_d / r_d - s) / (1 / r_d - 1 / r_p)
+
+    where s is what the decode worker's steps add: a prompt joins the next one but one, as often as
+    not, and its last piece takes a whole step.
 
     The hand-off itself is not counted: the first token does not wait for it. Idle prefill
     workers make n zero, so nothing is moved off them, and what a decode worker takes on lengthens
@@ -107,9 +111,11 @@ def is_urgent(
     rate = min(room.prefill_tokens_per_s for room in prefills)
     if not rate:
         return False
-    rates = [(room, room.prefill_tokens_per_s) for room in prefills]
-    rates += [(room, local_tokens_per_s(room, rate)) for room in decodes]
-    soonest_s = min(_done_s(*at, tokens) for at in rates)
+    done_s = [_done_s(room, room.prefill_tokens_per_s, tokens) for room in prefills]
+    for room in decodes:
+        local_rate = local_tokens_per_s(room, rate)
+        done_s.append(_done_s(room, local_rate, tokens) + _steps_s(room, local_rate))
+    soonest_s = min(done_s)
     return waited_s + soonest_s > URGENT_FACTOR * tokens / rate
 
 
@@ -123,6 +129,12 @@ def can_hurry(prefills: Iterable[Room], decode: Room, tokens: int) -> bool:
     return _done_s(decode, rate, tokens) < min(_done_s(*at, tokens) for at in rates)
 
 
+def _steps_s(decode: Room, tokens_per_s: float) -> float:
+    """What is lost at a decode worker to the steps that the others are in."""
+    piece = decode.mixed_prefill_tokens if decode.running_sequences else 0
+    return STEPS_LOST * piece / tokens_per_s
+
+
 def _done_s(room: Room, tokens_per_s: float, tokens: int) -> float:
     return room.wait_s(tokens_per_s) + tokens / tokens_per_s
 
@@ -132,7 +144,7 @@ def _level(prefill: Room, decode: Room) -> int:
     if not rate:
         return 0
     local_rate = local_tokens_per_s(decode, rate)
-    sooner_s = prefill.wait_s(rate) - decode.wait_s(local_rate)
+    sooner_s = prefill.wait_s(rate) - decode.wait_s(local_rate) - _steps_s(decode, local_rate)
     if sooner_s <= 0:
         return 0
     slower_s = 1 / local_rate - 1 / rate

@@ -12,8 +12,8 @@ from test_scheduler_property import Bench, prompt_of
 from engine.late_budget import WINDOW_TOKENS, LateBudget
 from engine.settling import settle_step
 
-SHARE = 0.001
-"""Of WINDOW_TOKENS 30 late ones: ten steps of three sequences."""
+SHARE = 30 / WINDOW_TOKENS
+"""Ten late steps of three sequences."""
 MIXED, STEP = 8, 64
 
 
@@ -87,6 +87,6 @@ def test_without_a_budget_nobody_hurries() -> None:
 
 
 def test_when_it_is_spent_they_go_on_in_short_pieces() -> None:
-    bench = decoding(late_share=SHARE / 10)  # one long step of three sequences
+    bench = decoding(late_share=SHARE / 9)  # one long step of three sequences
     bench.submit(prompt_of(random.Random(8), 100), 1, urgent=True)
     assert pieces(bench)[:2] == [60, MIXED]

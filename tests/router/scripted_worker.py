@@ -72,6 +72,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.history: list[worker_pb2.WorkRequest] = []
         self.frozen = False
         self.reports_by_itself = True
+        self._submits = 0
+        """On the stream there is."""
         self._inbox: dict[str, deque[Any]] = {}
         self._arrived = asyncio.Condition()
         self._outbox: asyncio.Queue[worker_pb2.WorkResponse] = asyncio.Queue()
@@ -95,7 +97,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
     ) -> AsyncIterator[worker_pb2.WorkResponse]:
         await anext(request_iterator)
         yield worker_pb2.WorkResponse(attached=worker_pb2.Attached(worker=self.identity))
-        self._outbox = asyncio.Queue()
+        self._outbox, self._submits = asyncio.Queue(), 0
         self.report()
         tasks = [
             asyncio.create_task(self._receive(request_iterator)),
@@ -113,6 +115,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         for name, value in changes.items():
             setattr(self.load, name, value)
         self.load.progress += not self.frozen
+        self.load.submits = self._submits
         self._outbox.put_nowait(worker_pb2.WorkResponse(load=self.load))
 
     def say(self, **message: Any) -> None:
@@ -201,6 +204,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             assert kind is not None
             async with self._arrived:
                 self.history.append(request)
+                self._submits += kind == "submit"
                 self._inbox.setdefault(kind, deque()).append(getattr(request, kind))
                 self._arrived.notify_all()
 

@@ -279,14 +279,13 @@ async def test_log_probabilities_of_the_prompt_leave_nothing_to_take_over(cluste
 
 async def busy(cluster: Cluster) -> tuple[ScriptedWorker, ScriptedWorker]:
     """A prefill worker with 4,000 tokens before it, 100 s; 20 a second at decode, so slow that none
-    is computed in this test. They report no more by themselves: what the router counts on top stays
-    on top."""
+    is computed in this test, and without steps to lose. They report no more by themselves: what the
+    router counts on top stays on top."""
     prefill, decode = await cluster.pair()
     prefill.reports_by_itself = decode.reports_by_itself = False
     prefill.report(queued_prefill_tokens=4000, prefill_tokens_per_s=40, prefill_credit_tokens=-4)
     decode.report(
         running_sequences=2,
-        mixed_prefill_tokens=192,
         mixed_prefill_tokens_per_s=20,
         prefill_credit_tokens=400,
     )

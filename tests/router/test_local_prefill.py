@@ -20,7 +20,7 @@ def room(**fields: float) -> Room:
         "queued_prefill_tokens": 0,
         "prefill_credit_tokens": 4096,
         "prefill_tokens_per_s": 0.0,
-        "mixed_prefill_tokens": 192,
+        "mixed_prefill_tokens": 0,
         "mixed_prefill_tokens_per_s": 0.0,
         "late_prefill_tokens": 0,
         "late_prefill_tokens_per_s": 0.0,
@@ -64,6 +64,14 @@ def test_the_shortest_queue_is_the_rival() -> None:
     assert break_even_tokens([prefill(4000), slow_and_empty], decode) == pytest.approx(4000, abs=1)
 
 
+def test_a_decode_worker_loses_a_step_and_a_half() -> None:
+    """Of 200 tokens at 20,000 a second: 15 ms, which are 600 tokens less."""
+    decode = room(mixed_prefill_tokens_per_s=20_000, mixed_prefill_tokens=200)
+    assert break_even_tokens([prefill(4000)], decode) == pytest.approx(3400, abs=1)
+    alone = decode._replace(running_sequences=0, prefill_tokens_per_s=20_000.0)
+    assert break_even_tokens([prefill(4000)], alone) == pytest.approx(4000, abs=1)
+
+
 def test_a_queue_in_seconds_not_in_tokens() -> None:
     decode = room(mixed_prefill_tokens_per_s=5_000)
     fast, slow = prefill(4000, rate=40_000), prefill(4000, rate=10_000)
@@ -87,7 +95,8 @@ def test_a_decode_worker_as_fast_as_prefill_is_limited_by_its_queue_alone() -> N
 def test_the_local_rate() -> None:
     assert local_tokens_per_s(room(mixed_prefill_tokens_per_s=17_000), 40_000) == 17_000
     # A chunk of 192 at 40,000/s takes 4.8 ms, beside a step of 8 ms.
-    assert local_tokens_per_s(room(), 40_000) == pytest.approx(192 / 12.8e-3)
+    unknown = room(mixed_prefill_tokens=192)
+    assert local_tokens_per_s(unknown, 40_000) == pytest.approx(192 / 12.8e-3)
     assert local_tokens_per_s(room(running_sequences=0), 40_000) == 40_000
     measured = room(running_sequences=0, prefill_tokens_per_s=30_000)
     assert local_tokens_per_s(measured, 40_000) == 30_000

@@ -35,7 +35,11 @@ def test_a_report_is_not_counted_twice() -> None:
     ledger.charge(A, Charge(60, 4, 1), 1.0)
     ledger.report(
         load(
-            queued_prefill_tokens=60, prefill_credit_tokens=40, running_sequences=1, free_pages=96
+            submits=1,
+            queued_prefill_tokens=60,
+            prefill_credit_tokens=40,
+            running_sequences=1,
+            free_pages=96,
         ),
         1.0 + REPORT_LAG_S,
     )
@@ -47,14 +51,30 @@ def test_a_report_is_not_counted_twice() -> None:
 def test_a_report_that_crossed_the_submit_does_not_hide_it() -> None:
     ledger = Ledger()
     ledger.charge(A, Charge(60), 1.0)
-    ledger.report(load(), 1.0 + REPORT_LAG_S / 2)
+    ledger.report(load(), 1.0 + 2 * REPORT_LAG_S)
     assert ledger.room().prefill_credit_tokens == 40
+
+
+def test_a_report_has_prompts_that_were_received_and_slots_and_pages_a_moment_later() -> None:
+    ledger = Ledger()
+    for name in (A, B):
+        ledger.charge(name, Charge(60, 4, 1), 1.0)
+    queued = {"submits": 1, "queued_prefill_tokens": 60, "prefill_credit_tokens": 40}
+    ledger.report(load(**queued), 1.0 + REPORT_LAG_S / 2)
+    room = ledger.room()
+    assert (room.queued_prefill_tokens, room.prefill_credit_tokens) == (120, -20)
+    assert (room.running_sequences, room.free_pages) == (2, 92)
+    ledger.prefilled(A)
+    ledger.release(A)
+    room = ledger.room()
+    assert (room.queued_prefill_tokens, room.prefill_credit_tokens) == (60, 40)
+    assert (room.running_sequences, room.free_pages) == (1, 96)
 
 
 def test_a_granted_slot_that_does_not_run_yet_is_taken() -> None:
     ledger = Ledger()
     ledger.charge(A, Charge(0, 4, 3), 1.0)
-    ledger.report(load(running_sequences=0), 2.0)
+    ledger.report(load(submits=1, running_sequences=0), 2.0)
     assert ledger.room().free_sequences == 5
 
 
@@ -67,7 +87,7 @@ def test_every_release_restores_the_estimate(known: bool) -> None:
         before = ledger.room()
         ledger.charge(A, Charge(60, 4, 2), 1.0)
         if known:
-            taken = {"queued_prefill_tokens": 60, "prefill_credit_tokens": 40}
+            taken = {"submits": 1, "queued_prefill_tokens": 60, "prefill_credit_tokens": 40}
             ledger.report(load(**taken, running_sequences=2, free_pages=96), 2.0)
         if prefilled:
             ledger.prefilled(A)
@@ -95,7 +115,7 @@ def test_the_head_is_the_oldest_prompt_and_what_a_report_says_is_computed_is_of_
         ledger.charge(name, Charge(60), clock.now_s)
     clock.now_s = 3.0
     assert ledger.room()[-3:] == (60, 0, 2.0)
-    ledger.report(load(queued_prefill_tokens=80), 3.0)
+    ledger.report(load(submits=2, queued_prefill_tokens=80), 3.0)
     assert ledger.room()[-3:] == (60, 40, 2.0)
     assert ledger.room().queued_prefill_tokens == 80
     clock.now_s = 4.0

@@ -1058,6 +1058,7 @@ class Load(_message.Message):
     PEERS_FIELD_NUMBER: _builtins.int
     LATE_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     LATE_PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    SUBMITS_FIELD_NUMBER: _builtins.int
     progress: _builtins.int
     """Counts steps and idle turns of the step loop; one that stands still for
     3 s means a frozen worker.
@@ -1105,6 +1106,10 @@ class Load(_message.Message):
     """
     late_prefill_tokens_per_s: _builtins.float
     """Rate at which it would in such steps, tokens per second; 0 while unknown."""
+    submits: _builtins.int
+    """How many submits the worker has received on this stream: prompts of those
+    are counted in queued_prefill_tokens until they are computed.
+    """
     @_builtins.property
     def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerHealth]:
         """The workers that this one was introduced to."""
@@ -1132,10 +1137,11 @@ class Load(_message.Message):
         peers: _abc.Iterable[Global___PeerHealth] | None = ...,
         late_prefill_tokens: _builtins.int = ...,
         late_prefill_tokens_per_s: _builtins.float = ...,
+        submits: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "evictable_pages", b"evictable_pages", "free_pages", b"free_pages", "granted_pages", b"granted_pages", "late_prefill_tokens", b"late_prefill_tokens", "late_prefill_tokens_per_s", b"late_prefill_tokens_per_s", "long_step_ms", b"long_step_ms", "max_sequences", b"max_sequences", "mixed_prefill_tokens", b"mixed_prefill_tokens", "mixed_prefill_tokens_per_s", b"mixed_prefill_tokens_per_s", "peers", b"peers", "prefill_credit_tokens", b"prefill_credit_tokens", "prefill_tokens_per_s", b"prefill_tokens_per_s", "progress", b"progress", "quarantined_pages", b"quarantined_pages", "queued_prefill_tokens", b"queued_prefill_tokens", "running_sequences", b"running_sequences", "step_ms", b"step_ms", "total_pages", b"total_pages", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "evictable_pages", b"evictable_pages", "free_pages", b"free_pages", "granted_pages", b"granted_pages", "late_prefill_tokens", b"late_prefill_tokens", "late_prefill_tokens_per_s", b"late_prefill_tokens_per_s", "long_step_ms", b"long_step_ms", "max_sequences", b"max_sequences", "mixed_prefill_tokens", b"mixed_prefill_tokens", "mixed_prefill_tokens_per_s", b"mixed_prefill_tokens_per_s", "peers", b"peers", "prefill_credit_tokens", b"prefill_credit_tokens", "prefill_tokens_per_s", b"prefill_tokens_per_s", "progress", b"progress", "quarantined_pages", b"quarantined_pages", "queued_prefill_tokens", b"queued_prefill_tokens", "running_sequences", b"running_sequences", "step_ms", b"step_ms", "submits", b"submits", "total_pages", b"total_pages", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
