@@ -9,9 +9,8 @@ scattered, in runs of `run-pages` adjacent ones (1: none adjacent on purpose):
     nixl, bare      the library's own calls: a prepared list, one transfer, polled without a pause
     nixl            our transport, polled every 50 us, as a worker does
     nccl            our transport, polled likewise: pages gathered, sent, scattered
-    nccl M [F [L [S [G [A [W]]]]]]  the same in pieces of M MiB, the first of F, the last of L, over
-                    S staging buffers and G communicators, A pieces queued before the thread wakes
-                    up, the receiver looking for the next push without a pause for W us
+    nccl M [F [L [S [G [A]]]]]  the same in pieces of M MiB, the first of F, the last of L, over S
+                    staging buffers and G communicators, A pieces queued before the thread wakes up
     nccl, bare      one contiguous tensor of that size through send and recv
     nccl, bare M    the same tensor in pieces of M MiB
 

@@ -27,7 +27,7 @@ ROOMS: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class LaneOptions:
-    """How a lane moves pages. The same at both ends, but for `at_once` and `watch_us`."""
+    """How a lane moves pages. The same at both ends, but for `at_once`."""
 
     piece_bytes: int = 128 << 20
     """Of a staging buffer: half of that is sent sooner than a thread queues the next."""
@@ -41,11 +41,8 @@ class LaneOptions:
     """Staging buffers of a lane: two on the wire, one gathered into or scattered from."""
     groups: int = 2
     """Communicators."""
-    at_once: int = 3
+    at_once: int = 2
     """Pieces queued by who puts a push, while the sender's thread wakes up; at most `slots`."""
-    watch_us: int = 0
-    """For so long after a push the receiver's thread looks for the next one without a pause, and
-    takes a core: one that sleeps has to wake up before the wire begins."""
 
     @classmethod
     def usual(cls, pool: PoolMemory) -> LaneOptions:

@@ -95,12 +95,6 @@ class LaneWire:
         """Receiver: `next_push` would not wait; the other end may be closed instead."""
         return bool(self._heard) or self._has(select.POLLIN)
 
-    def watch(self, for_s: float) -> None:
-        """Receiver: until `has_push`, but no longer than that; without a pause."""
-        until_s = time.monotonic() + for_s
-        while not self.has_push() and time.monotonic() < until_s:
-            pass
-
     def next_push(self) -> Push:
         """Receiver: waits for the next push. Raises EOFError: the other end is closed."""
         handle, num_pages, payload_bytes = _PUSH.unpack(self._read(_PUSH.size))

@@ -276,7 +276,6 @@ class ReceiveLane(Lane):
         try:
             if not wire.has_push():
                 self._tell_landed(waits=True)
-                wire.watch(self._options.watch_us * 1e-6)
             return wire.next_push()
         except EOFError:
             return None
