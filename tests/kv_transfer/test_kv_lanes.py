@@ -323,21 +323,6 @@ def test_pushes_that_are_read_at_once_are_heard_one_by_one() -> None:
     receiver.close()
 
 
-def test_who_watches_for_a_push_sees_it_or_the_end_of_the_time() -> None:
-    sender, receiver = wires()
-    began_s = time.monotonic()
-    receiver.watch(0.2)
-    assert time.monotonic() - began_s >= 0.2
-    assert not receiver.has_push()
-    with ThreadPoolExecutor(1) as pool:
-        watched = pool.submit(receiver.watch, WAIT_S)
-        sender.tell_push(Push(1, FIRST, b""))
-        watched.result(timeout=WAIT_S / 2)
-    assert receiver.has_push()
-    for wire in (sender, receiver):
-        wire.close()
-
-
 def test_a_stranger_that_says_nothing_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lane_wire, "KEY_S", 0.05)
     key = bytes(KEY_BYTES)
