@@ -5,7 +5,8 @@ suffers. A prompt that came in a burst waits the longer for that. Bounds on the 
 are percentiles, though: a small share may come late. That share is a budget here. Every decoded
 token earns its part; a step with more of a prompt than the pace allows costs one token for each
 sequence that decodes in it, and is made only while the budget lasts, for prompts that were
-submitted as urgent.
+submitted as urgent. No two follow each other: who is delivered during one joins the step behind it,
+and would wait for both.
 
 What is not spent of WINDOW_TOKENS is kept, and no more: among any n tokens at most
 
@@ -31,13 +32,19 @@ class LateBudget:
         """
         self._share = share
         self._left = self._most = share * WINDOW_TOKENS
+        self._was_long = False
 
     def steps(self, decodes: int) -> int:
         """How many long steps in which so many sequences decode, at least one, it allows now."""
         return int(self._left / decodes)
 
+    def allows(self, decodes: int) -> bool:
+        """Whether the next step may be a long one."""
+        return not self._was_long and self.steps(decodes) > 0
+
     def planned(self, decodes: int, *, is_long: bool) -> None:
         """A step that decodes so many."""
+        self._was_long = is_long
         self._left = min(self._most, self._left + self._share * decodes)
         if is_long:
             self._left -= decodes

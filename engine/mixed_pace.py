@@ -109,10 +109,12 @@ class MixedPace:
             self._usual.add(token_s, piece)
 
     def long_tokens_per_s(self, piece: int) -> float:
-        """How fast prompts are computed beside those who decode now in steps with so many tokens of
-        them, more than the pace allows; 0 while unknown."""
-        step_s = self._alone_s + piece * self._long_token_s
-        return piece / step_s if self._long_token_s else 0.0
+        """How fast prompts are computed beside those who decode now where every other step has so
+        many tokens of them, more than the pace allows; 0 while unknown."""
+        if not self._long_token_s:
+            return 0.0
+        both_s = 2 * self._alone_s + piece * self._long_token_s + self.tokens * self._usual.hoped
+        return (piece + self.tokens) / both_s
 
     def _learn_long(self, piece: int, step_s: float) -> None:
         token_s = max(0.0, step_s - self._alone_s) / piece

@@ -382,7 +382,7 @@ class Scheduler:
 
     def is_hurried(self, decodes: int) -> bool:
         """Whether the next step, which decodes so many, may be a long one: somebody is urgent."""
-        if not self.config.mixed_late_share or not self.late.steps(decodes):
+        if not self.late.allows(decodes):
             return False
         prompts = [task.leader.job for task in self.prefills] + self.waiting
         return any(job.request.urgent for job in prompts)

@@ -24,7 +24,7 @@ def test_among_any_tokens_no_more_than_the_share_come_late(seed: int) -> None:
     tokens, late = [], []
     for _ in range(20_000):
         decodes = int(rng.integers(1, 60))
-        is_long = bool(budget.steps(decodes)) and rng.random() < 0.2
+        is_long = budget.allows(decodes) and rng.random() < 0.2
         budget.planned(decodes, is_long=is_long)
         tokens.append(decodes)
         late.append(decodes * is_long)
@@ -40,6 +40,17 @@ def test_without_a_share_none_do() -> None:
     budget = LateBudget(0.0)
     budget.planned(1, is_long=False)
     assert budget.steps(1) == 0
+    assert not budget.allows(1)
+
+
+def test_no_two_follow_each_other() -> None:
+    budget = LateBudget(0.5)
+    for _ in range(3):
+        assert budget.allows(1)
+        budget.planned(1, is_long=True)
+        assert not budget.allows(1)
+        assert budget.steps(1)
+        budget.planned(1, is_long=False)
 
 
 def pieces(bench: Bench) -> list[int]:
@@ -69,9 +80,8 @@ def test_urgent_prompts_and_those_before_them_fill_steps() -> None:
     bench.submit(prompt_of(random.Random(7), 40), 1)
     bench.submit(prompt_of(random.Random(8), 60), 1, urgent=True)
     found = pieces(bench)
-    assert found == [60, 40], (
-        "whole pages of what three rows leave; no prompt waits for a full step"
-    )
+    # Whole pages of what three rows leave, and no prompt waits for a full step.
+    assert found == [60, MIXED, 32]
 
 
 def test_the_others_are_computed_in_short_pieces() -> None:

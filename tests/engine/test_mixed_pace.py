@@ -209,8 +209,11 @@ def test_steps_of_urgent_prompts_tell_of_themselves_alone() -> None:
     for _ in range(6):
         pace.settled(plan(4 + 2000, 4), ALONE_S + 2000 * 24e-6)
     assert (pace.tokens, pace.tokens_per_s) == before
-    assert pace.long_tokens_per_s(2000) == pytest.approx(2000 / (ALONE_S + 0.048))
-    assert pace.long_tokens_per_s(1000) == pytest.approx(1000 / (ALONE_S + 0.024))
+    usual = pace.tokens  # of each step between them, 12 us a token
+    between_s = ALONE_S + usual * 12e-6
+    for tokens in (1000, 2000):
+        rate = (tokens + usual) / (ALONE_S + tokens * 24e-6 + between_s)
+        assert pace.long_tokens_per_s(tokens) == pytest.approx(rate, rel=0.02)
     pace.settled(plan(4 + 2000, 4), 5.0)
     assert pace.long_tokens_per_s(2000) > 2000 / 0.12, "one that was held up says little"
 
