@@ -1,6 +1,6 @@
 """What a worker's next load report will say: its last one, corrected by what we know better.
 
-Reports come up to half a second apart, and a burst must not pile up on the worker that looked idle
+Reports come a tenth of a second apart, and a burst must not pile up on the worker that looked idle
 in the last one. So the router keeps a *charge* per attempt and worker:
 
 1. charged at dispatch: counted on top of the report, which does not know it yet;

@@ -27,9 +27,9 @@ NO_LIMIT: Final = (1 << 32) - 1
 """More tokens than any prompt has; fits the message's uint32."""
 STEPS_LOST: Final = 1.5
 URGENT_FACTOR: Final = 2.8
-"""A prompt is urgent whose first token would come after so many times what it takes by itself. At
-three of five prefill workers' time in use that is one in fifteen, and those of the worst bursts:
-whoever is hurried sooner leaves no budget for them."""
+"""A prompt is urgent whose first token would come after so many times what it takes by itself. With
+three fifths of a prefill worker's time in use that were two in a hundred (bench/README.md), those
+of the worst bursts: whoever is hurried sooner leaves no budget for them."""
 
 
 class LocalReason(enum.StrEnum):
