@@ -23,6 +23,8 @@ MAX_TOKENS = 12
 STEP_TOKENS = 64
 GREEDY = {"max_tokens": MAX_TOKENS, "temperature": 0.0, "ignore_eos": True}
 LOCAL = Metric.LOCAL_PREFILLS + "_total"
+LONG_QUEUE = {"prefill-0": {"max_step_tokens": 2048}}
+"""A prefill worker takes on prompts for two steps."""
 COMPUTED = {"name": Metric.PREFILL_TOKENS + "_total", "source": "computed"}
 
 
@@ -263,16 +265,43 @@ def test_a_crowd_that_preempts_prompts_and_streams(alone, reference):
 # The queue at prefill is long.
 
 
-def test_a_busy_prefill_worker_is_helped(tiny, tmp_path, reference):
-    options = {"num_pages": 1500, "local_prefill": "auto"}
-    with running(tiny, tmp_path, **options) as cluster, cluster.client() as client:
-        client.generate(token_ids=prompt_of(500, seed=40), **GREEDY)  # rates are known from here on
-        prompts = [prompt_of(400 + 10 * i, seed=41 + i) for i in range(24)]
-        asked = {**GREEDY, "timeout_s": 60}
+def crowds(cluster, client, reference, reason: str) -> None:
+    """Two dozen prompts at once, until one of them is computed by the decode worker for that
+    reason: how many are depends on how fast this machine is just then."""
+    asked = {**GREEDY, "timeout_s": 60}
+    for turn in range(4):
+        prompts = [prompt_of(1000 + 10 * i, seed=100 * turn + i) for i in range(24)]
         with ThreadPoolExecutor(24) as pool:
             results = list(pool.map(lambda ids: client.generate(token_ids=ids, **asked), prompts))
         for prompt, result in zip(prompts, results, strict=True):
             assert list(result.token_ids) == reference(prompt)
-        helped = local_prefills(cluster)["faster"]
-        print(f"\n{helped:.0f} of {len(prompts)} prompts computed by the decode worker")
-        assert 0 < helped < len(prompts)
+        helped = local_prefills(cluster).get(reason, 0)
+        print(f"\n{helped:.0f} of {len(prompts)} prompts computed by the decode worker: {reason}")
+        assert helped < len(prompts)
+        if helped:
+            return
+    raise AssertionError("none was")
+
+
+def test_a_busy_prefill_worker_is_helped(tiny, tmp_path, reference):
+    options = {"num_pages": 3000, "local_prefill": "auto", "own": LONG_QUEUE}
+    with running(tiny, tmp_path, **options) as cluster, cluster.client() as client:
+        client.generate(token_ids=prompt_of(500, seed=40), **GREEDY)  # rates are known from here on
+        crowds(cluster, client, reference, "faster")
+
+
+def test_urgent_prompts_are_hurried_beside_streams(tiny, tmp_path, reference):
+    late = {"mixed_prefill_tokens": 16, "mixed_late_share": 0.05}
+    options = {"num_pages": 3000, "local_prefill": "auto", "own": LONG_QUEUE, **late}
+    with running(tiny, tmp_path, **options) as cluster, cluster.client() as client:
+        client.generate(token_ids=prompt_of(500, seed=70), **GREEDY)  # rates are known from here on
+        with ThreadPoolExecutor(4) as pool:
+            streamed = [prompt_of(9, seed=71 + i) for i in range(4)]
+            long = {**GREEDY, "max_tokens": 800, "timeout_s": 120}
+            streams = [pool.submit(client.generate, token_ids=ids, **long) for ids in streamed]
+            begun = Metric.SAMPLED_TOKENS + "_total"
+            scrape_until(cluster, "decode-0", lambda figures: figures.of(begun) > 40)
+            crowds(cluster, client, reference, "urgent")
+        for prompt, stream in zip(streamed, streams, strict=True):
+            assert list(stream.result().token_ids) == reference(prompt, 800)
+        cluster.check_baseline()
