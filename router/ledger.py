@@ -17,6 +17,7 @@ none else; without open attempts and after a report, the estimate is that report
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ from baton.worker.v1 import worker_pb2
 REPORT_LAG_S: Final = 0.05
 """An engine may take this long to give slots and pages: those of younger charges are not in a
 report, which has their prompts as soon as they are received."""
+UNCOUNTED_S: Final = 1.0
+"""A worker that so long after the first submit says that it received none is of an older version,
+which does not count them."""
 
 
 class Charge(NamedTuple):
@@ -41,8 +45,8 @@ class Charge(NamedTuple):
 class _Entry:
     charge: Charge
     at_s: float
-    number: int
-    """As the worker counts submits."""
+    number: int = 0
+    """As the worker counts submits; 0 before it is sent."""
     received: bool = False
     known: bool = False
     computed_tokens: int = 0
@@ -101,7 +105,8 @@ class Ledger:
         self._returned = Charge()
         self._room: Room | None = None
         """The estimate, until something changes: who looks for a route asks ten times."""
-        self._charges = 0
+        self._sent = 0
+        self._first_sent_s = math.inf
         self._head: bytes | None = None
         self._head_since_s = 0.0
 
@@ -120,9 +125,11 @@ class Ledger:
         self._load, self._room = load, None
         self._returned = Charge()
         received = []
+        counts = load.submits > 0 or now_s - self._first_sent_s < UNCOUNTED_S
         for entry in self._entries.values():
-            entry.received = entry.number <= load.submits
-            entry.known = entry.known or (entry.received and now_s - entry.at_s >= REPORT_LAG_S)
+            is_old = now_s - entry.at_s >= REPORT_LAG_S
+            entry.received = 0 < entry.number <= load.submits if counts else is_old
+            entry.known = entry.known or (entry.received and is_old)
             if entry.received:
                 received.append(entry)
         computed = sum(one.charge.prefill_tokens for one in received) - load.queued_prefill_tokens
@@ -131,10 +138,17 @@ class Ledger:
             computed -= entry.computed_tokens
 
     def charge(self, attempt_id: bytes, charge: Charge, now_s: float) -> None:
-        """Counts an attempt submitted now, once for every submit that the worker is sent."""
-        self._charges += 1
-        self._entries[attempt_id] = _Entry(charge, now_s, self._charges)
+        """Counts an attempt submitted now."""
+        self._entries[attempt_id] = _Entry(charge, now_s)
         self._changed()
+
+    def sent(self, attempt_id: bytes) -> None:
+        """Its submit goes to the worker, which counts it next. One that its own Cancel overtook
+        never does."""
+        self._sent += 1
+        self._first_sent_s = min(self._first_sent_s, self._clock())
+        if (entry := self._entries.get(attempt_id)) is not None:
+            entry.number = self._sent
 
     def prefilled(self, attempt_id: bytes) -> None:
         """The attempt's prompt is computed: its credit is free again."""

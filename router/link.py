@@ -269,7 +269,10 @@ class WorkerLink:
     async def _write(self, call: Call) -> None:
         try:
             while True:
-                await call.write(await self._outbox.get())
+                message = await self._outbox.get()
+                if message.HasField("submit"):
+                    self.ledger.sent(message.submit.attempt_id)
+                await call.write(message)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # the stream is over; its reader learns why
 

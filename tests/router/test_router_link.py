@@ -14,6 +14,7 @@ import pytest
 from scripted_worker import DECODE, ScriptedWorker, until
 
 from baton.worker.v1 import worker_pb2
+from router.ledger import Charge
 from router.link import LinkState, Loss, Outbox, WorkerLink
 from router.registry import process_is_gone
 
@@ -103,6 +104,21 @@ async def test_attaches_and_carries_messages_both_ways(worker: ScriptedWorker) -
         assert owner.messages[0].delivered.attempt_id == A
         assert link.room().max_sequences == 8
         assert link.agent_name == worker.agent_name
+
+
+async def test_a_submit_that_was_overtaken_shifts_no_count(worker: ScriptedWorker) -> None:
+    """The worker never hears of it: its reports know the next one all the same."""
+    async with linked(worker.identity) as (link, owner):
+        await owner.was_attached.wait()
+        for attempt in (A, B):
+            link.ledger.charge(attempt, Charge(60), time.monotonic())
+            link.send(submit(attempt))
+        link.send(cancel(A))
+        link.ledger.release(A)
+        assert (await worker.heard("submit")).attempt_id == B
+        assert link.room().queued_prefill_tokens == 60
+        worker.report()
+        await until(lambda: link.room().queued_prefill_tokens == 0)
 
 
 async def test_another_epoch_answers(worker: ScriptedWorker) -> None:

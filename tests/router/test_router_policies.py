@@ -8,7 +8,7 @@ import pytest
 
 from baton.worker.v1 import worker_pb2
 from router.errors import RouterError
-from router.ledger import REPORT_LAG_S, Charge, Ledger, Room
+from router.ledger import REPORT_LAG_S, UNCOUNTED_S, Charge, Ledger, Room
 from router.policies import LeastWork, RoundRobin
 from router.queue import MAX_RETRY_AFTER_S, AdmissionQueue
 
@@ -20,11 +20,17 @@ def load(**fields: float) -> worker_pb2.Load:
     return worker_pb2.Load(**(defaults | {"prefill_credit_tokens": 100} | fields))
 
 
+def submit(ledger: Ledger, name: bytes, charge: Charge, now_s: float) -> None:
+    """Charged, and written to the worker at once."""
+    ledger.charge(name, charge, now_s)
+    ledger.sent(name)
+
+
 def test_a_burst_is_counted_before_the_next_report() -> None:
     ledger = Ledger()
     ledger.report(load(), 0.0)
-    ledger.charge(A, Charge(60, 4, 1), 1.0)
-    ledger.charge(B, Charge(60, 4, 1), 1.0)
+    submit(ledger, A, Charge(60, 4, 1), 1.0)
+    submit(ledger, B, Charge(60, 4, 1), 1.0)
     room = ledger.room()
     assert (room.queued_prefill_tokens, room.prefill_credit_tokens) == (120, -20)
     assert (room.running_sequences, room.free_pages) == (2, 92)
@@ -32,7 +38,7 @@ def test_a_burst_is_counted_before_the_next_report() -> None:
 
 def test_a_report_is_not_counted_twice() -> None:
     ledger = Ledger()
-    ledger.charge(A, Charge(60, 4, 1), 1.0)
+    submit(ledger, A, Charge(60, 4, 1), 1.0)
     ledger.report(
         load(
             submits=1,
@@ -50,7 +56,7 @@ def test_a_report_is_not_counted_twice() -> None:
 
 def test_a_report_that_crossed_the_submit_does_not_hide_it() -> None:
     ledger = Ledger()
-    ledger.charge(A, Charge(60), 1.0)
+    submit(ledger, A, Charge(60), 1.0)
     ledger.report(load(), 1.0 + 2 * REPORT_LAG_S)
     assert ledger.room().prefill_credit_tokens == 40
 
@@ -58,7 +64,7 @@ def test_a_report_that_crossed_the_submit_does_not_hide_it() -> None:
 def test_a_report_has_prompts_that_were_received_and_slots_and_pages_a_moment_later() -> None:
     ledger = Ledger()
     for name in (A, B):
-        ledger.charge(name, Charge(60, 4, 1), 1.0)
+        submit(ledger, name, Charge(60, 4, 1), 1.0)
     queued = {"submits": 1, "queued_prefill_tokens": 60, "prefill_credit_tokens": 40}
     ledger.report(load(**queued), 1.0 + REPORT_LAG_S / 2)
     room = ledger.room()
@@ -73,7 +79,7 @@ def test_a_report_has_prompts_that_were_received_and_slots_and_pages_a_moment_la
 
 def test_a_granted_slot_that_does_not_run_yet_is_taken() -> None:
     ledger = Ledger()
-    ledger.charge(A, Charge(0, 4, 3), 1.0)
+    submit(ledger, A, Charge(0, 4, 3), 1.0)
     ledger.report(load(submits=1, running_sequences=0), 2.0)
     assert ledger.room().free_sequences == 5
 
@@ -85,7 +91,7 @@ def test_every_release_restores_the_estimate(known: bool) -> None:
         ledger = Ledger()
         ledger.report(load(), 0.0)
         before = ledger.room()
-        ledger.charge(A, Charge(60, 4, 2), 1.0)
+        submit(ledger, A, Charge(60, 4, 2), 1.0)
         if known:
             taken = {"submits": 1, "queued_prefill_tokens": 60, "prefill_credit_tokens": 40}
             ledger.report(load(**taken, running_sequences=2, free_pages=96), 2.0)
@@ -97,6 +103,16 @@ def test_every_release_restores_the_estimate(known: bool) -> None:
         ledger.release(A)
         assert ledger.room() == before
         assert ledger.open_charges == 0
+
+
+def test_a_submit_that_never_left_is_not_waited_for() -> None:
+    """Its own Cancel overtook it: the worker counts the ones behind it from where it was."""
+    ledger = Ledger()
+    ledger.charge(A, Charge(60), 1.0)
+    ledger.release(A)
+    submit(ledger, B, Charge(60), 1.0)
+    ledger.report(load(submits=1, queued_prefill_tokens=60, prefill_credit_tokens=40), 2.0)
+    assert ledger.room().queued_prefill_tokens == 60
 
 
 class Clock:
@@ -112,7 +128,7 @@ def test_the_head_is_the_oldest_prompt_and_what_a_report_says_is_computed_is_of_
     ledger.report(load(), 0.0)
     assert ledger.room().head_tokens == 0
     for name, clock.now_s in ((A, 1.0), (B, 2.0)):
-        ledger.charge(name, Charge(60), clock.now_s)
+        submit(ledger, name, Charge(60), clock.now_s)
     clock.now_s = 3.0
     assert ledger.room()[-3:] == (60, 0, 2.0)
     ledger.report(load(submits=2, queued_prefill_tokens=80), 3.0)
@@ -128,6 +144,23 @@ def test_the_head_is_the_oldest_prompt_and_what_a_report_says_is_computed_is_of_
     ledger.release(B)
     assert ledger.room()[-4:] == (100, 0, 0, 0.0)
     assert ledger.room().queued_prefill_tokens == 0
+
+
+def test_a_worker_that_does_not_count_submits_is_believed_after_a_moment() -> None:
+    """One of an older version says 0 for ever."""
+    clock = Clock()
+    ledger = Ledger(clock)
+    submit(ledger, A, Charge(60, 4, 1), 0.0)
+    uncounted = load(queued_prefill_tokens=60, running_sequences=1, free_pages=96)
+    ledger.report(uncounted, 2 * REPORT_LAG_S)
+    assert ledger.room().queued_prefill_tokens == 120, "its first submit may be under way"
+    ledger.report(uncounted, UNCOUNTED_S)
+    room = ledger.room()
+    assert (room.queued_prefill_tokens, room.running_sequences, room.free_pages) == (60, 1, 96)
+    clock.now_s = 2.0
+    submit(ledger, B, Charge(30), 2.0)
+    ledger.report(uncounted, 2.0 + REPORT_LAG_S / 2)
+    assert ledger.room().queued_prefill_tokens == 90
 
 
 @dataclass
