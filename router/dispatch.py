@@ -241,7 +241,7 @@ class JobDispatcher:
 
     def _try_dispatch(self, share: Share) -> bool:
         route = routing.choose(
-            share.demand, self._workers, self._policy, share.failed, self._local, share.run.age_s
+            share.demand, self._workers, self._policy, share.failed, self._local, share.waited_s
         )
         if route is None:
             return False

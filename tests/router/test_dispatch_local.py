@@ -10,7 +10,10 @@ from scripted_worker import BOTH, DECODE, PREFILL, Cluster, job, tokens_of, unti
 from baton.worker.v1 import worker_pb2
 from router.errors import RouterError
 from router.events import NoEvents
+from router.faults import Fault
+from router.job_run import JobRun
 from router.merge import unpack_ids
+from router.share import Share
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -317,6 +320,20 @@ async def test_an_urgent_prompt_is_hurried(auto: Cluster, counted: Counted) -> N
     assert counted.reasons == ["urgent", "faster"]
     for reader in readers:
         await reader.leave()
+
+
+async def test_a_resume_has_waited_since_its_worker_failed(cluster: Cluster) -> None:
+    """Not since its job came: a stream that ran for long would be urgent, whatever is queued."""
+    worker = await cluster.add("p0", PREFILL)
+    run = JobRun(job(), lambda _: None)
+    run._began_s -= 100
+    share, fault = Share(run, (0,)), Fault(cluster.link(worker), None)
+    share.end_attempt(fault)
+    assert share.waited_s >= 100, "its client has nothing yet"
+    run.started = True
+    share.end_attempt(fault)
+    assert share.waited_s < 100
+    assert share.split()[0].waited_s < 100
 
 
 async def test_it_takes_on_no_more_than_it_gets_done(auto: Cluster) -> None:
