@@ -191,6 +191,7 @@ def _start_prefill(
             cursor=cached,
             cached_tokens=cached,
             published_pages=held,
+            slot=leader.slot,
             generation=int(scheduler.slots.generation[leader.slot]),
         )
     )

@@ -69,8 +69,7 @@ def _touched(scheduler: Scheduler, plan: StepPlan) -> list[Sequence]:
     alive = current[plan.sample_slots] == plan.sample_generations
     slots = {*plan.sample_slots[alive].tolist(), *plan.write_slots.tolist()}
     for chunk in plan.chunks:
-        leader = chunk.task.leader
-        if leader.slot >= 0 and current[leader.slot] == chunk.task.generation:
+        if scheduler.runs(chunk.task):
             slots.update(one.slot for one in chunk.task.sequences if one.slot >= 0)
     for slot in scheduler.slots.running().tolist():
         # A stalled choice may have had its partial page copied in this step, and no row.

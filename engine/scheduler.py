@@ -233,6 +233,11 @@ class Scheduler:
         if self.prefills:
             self.prefills = [t for t in self.prefills if t.leader is not sequence]
 
+    def runs(self, task: PrefillTask) -> bool:
+        """Whether its leader is in the slot that the task is for, and was not taken out since."""
+        in_slot = task.leader.slot == task.slot
+        return in_slot and int(self.slots.generation[task.slot]) == task.generation
+
     # -- joining and ending ---------------------------------------------------------------------
 
     def join(self, job: Job) -> None:

@@ -90,8 +90,10 @@ class PrefillTask:
     """Found in the prefix cache: the cursor's first value."""
     published_pages: int
     """Leading pages that are keyed, or need no key."""
+    slot: int = 0
     generation: int = 0
-    """Of the leader's slot; another one means that the task is dead."""
+    """The leader's slot, and that one's: another of either means that the task is dead. A sequence
+    that is computed again may be in another slot, of the same generation."""
     scores: list[TokenRecord] = field(default_factory=list)
     """Log probabilities of the prompt so far, where wanted."""
 

@@ -173,9 +173,8 @@ def token_record(owner: Sequence, result: StepResult, row: int) -> TokenRecord:
 
 
 def _is_alive(scheduler: Scheduler, chunk: ChunkPlan) -> bool:
-    """Whether the sequence is still in its slot."""
-    slot = chunk.task.leader.slot
-    return slot >= 0 and scheduler.slots.generation[slot] == chunk.task.generation
+    """Whether the sequence is still in the slot that it was planned for."""
+    return scheduler.runs(chunk.task)
 
 
 def _tell_chunk(scheduler: Scheduler, chunk: ChunkPlan, result: StepResult, now_ns: int) -> None:

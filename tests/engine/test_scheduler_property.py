@@ -332,6 +332,24 @@ def test_a_step_that_lacks_memory_is_tried_again_smaller():
     bench.check_baseline()
 
 
+def test_a_chunk_in_flight_is_void_where_its_sequence_began_again_in_another_slot():
+    """Else pages that nobody has computed yet were cached as if they were that chunk's."""
+    bench = Bench(slots=6, num_pages=80, mixed=8)
+    request_id = bench.submit(prompt_of(bench.random, 32), 4)
+    bench.turn()
+    (sequence,) = bench.scheduler.jobs[request_id].sequences
+    used, (other, _) = sequence.slot, bench.previous
+    bench.scheduler.preempt(sequence)
+    bench.scheduler.slots.generation[:] = other.chunks[0].task.generation
+    bench.scheduler.slots._free.reverse()
+    admit(bench.scheduler)
+    assert sequence.slot != used
+    bench.turn()
+    assert bench.blocks.count_cached(page_keys(np.array(sequence.tokens(), np.int32), 4)) == 0
+    bench.run()
+    bench.check_output(request_id)
+
+
 def test_memory_that_lacks_however_small_the_step_fails_the_request():
     bench = Bench()
     doomed = bench.submit(prompt_of(bench.random, 9), 8)
@@ -522,6 +540,7 @@ def test_random_operations_keep_every_promise(seed, lacks_memory):
         eviction=rng.choice(sorted(EVICTION_POLICIES)),
         prefix_cache=rng.random() < 0.8,
         watermark=rng.choice([0.05, 0.5, 0.9, 1.0]),
+        **hurries(rng),
     )
     cancelled, delivered = set(), set()
     for _ in range(150):
@@ -535,6 +554,7 @@ def test_random_operations_keep_every_promise(seed, lacks_memory):
                 choices=rng.choice([1, 1, 2]),
                 stop=rng.sample(range(VOCAB), 40),
                 local_prefill_tokens=rng.choice([0, 8, 40]),
+                urgent=rng.random() < 0.3,
             )
         elif action < 0.35 and bench.requests:
             victim = rng.choice(list(bench.requests))
@@ -545,6 +565,7 @@ def test_random_operations_keep_every_promise(seed, lacks_memory):
         elif action < 0.6 and lacks_memory:
             bench.device.fail_next = torch.OutOfMemoryError()
         bench.turn()
+        assert bench.scheduler.late._left >= 0
     for _ in range(300):
         settle_transfers(bench, rng, cancelled, delivered, everything=True)
         bench.turn()
@@ -560,6 +581,12 @@ def test_random_operations_keep_every_promise(seed, lacks_memory):
             )
             for choice in range(request.choices):
                 assert bench.outputs.get((request_id, choice), []) == want[1:]
+
+
+def hurries(rng):
+    """A budget for none, a few or all of the urgent, beside short pieces."""
+    mixed, late_share = rng.choice([(8, 0.0), (8, 1e-4), (16, 0.5)])
+    return {"mixed": mixed, "late_share": late_share}
 
 
 def settle_transfers(bench, rng, cancelled, delivered, everything=False):
