@@ -70,6 +70,8 @@ class MixedPace:
         self._token_s = 0.0
         self._long_token_s = 0.0
         """In steps with more than `most_tokens`, for which others' tokens come late."""
+        self._since_long = 0
+        """Decode steps."""
         self._usual = _Usual()
 
     @property
@@ -97,6 +99,9 @@ class MixedPace:
             self._decoding.add(decodes, step_s)
             self._alone_s = self._decoding.at(decodes)
             self._usual.forget(1 / FORGET_STEPS)
+            self._since_long += 1
+            if self._since_long == FORGET_STEPS:  # Too slow, it would keep all others away.
+                self._long_token_s = 0.0
             self._token_s += RETURN_SHARE * (self._usual.hoped - self._token_s)
         if 2 * piece > self._least:
             self._learn(max(piece, self._least), step_s)
@@ -117,6 +122,7 @@ class MixedPace:
         return (piece + self.tokens) / both_s
 
     def _learn_long(self, piece: int, step_s: float) -> None:
+        self._since_long = 0
         token_s = max(0.0, step_s - self._alone_s) / piece
         if self._long_token_s:
             token_s = min(token_s, HELD_UP * self._long_token_s)

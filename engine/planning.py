@@ -117,7 +117,7 @@ def _cut_chunks(scheduler: Scheduler, rows: Slots) -> tuple[list[ChunkPlan], lis
     config = scheduler.config
     budget = scheduler.step_tokens - rows.size
     full_step_tokens = config.full_step_tokens
-    if rows.size and scheduler.is_hurried(rows.size):
+    if scheduler.is_hurried(rows.size):
         full_step_tokens = budget
     elif rows.size:
         budget = min(budget, scheduler.mixed_tokens)
@@ -140,7 +140,7 @@ def _cut_chunks(scheduler: Scheduler, rows: Slots) -> tuple[list[ChunkPlan], lis
         full = full_step_tokens - (first_token - rows.size)
         budget = min(budget - (end - task.cursor), full)
     if rows.size:
-        is_long = first_token - rows.size > config.mixed_prefill_tokens
+        is_long = first_token - rows.size > scheduler.mixed_tokens
         scheduler.late.planned(rows.size, is_long=is_long)
     return chunks, scores
 

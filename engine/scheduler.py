@@ -85,6 +85,8 @@ class Scheduler:
         self.failed_steps = 0
         """In a row; set by `engine.recovery`."""
         self.cached_tokens = 0
+        self._urgent: list[Job] = []
+        """Who may hurry, until their prompts are found to be computed."""
         self._arrivals = 0
         self._copies: dict[int, int] = {}
         """Target page -> source page, for the next step."""
@@ -107,6 +109,8 @@ class Scheduler:
         else:
             self.jobs[request.id] = job
             self.waiting.append(job)
+            if request.urgent and request.mode is Mode.WHOLE and self.config.mixed_late_share:
+                self._urgent.append(job)
 
     def deliver(self, request_id: bytes, records: Seq[TokenRecord]) -> None:
         """RECEIVE: the KV of the prompt is in its pages; `records` are the choices' next tokens."""
@@ -378,19 +382,21 @@ class Scheduler:
         return waiting + sum(task.remaining for task in self.prefills)
 
     def begun_prefill_tokens(self) -> int:
-        """Launched of prompts that are begun and not through, for sequences that decode here."""
+        """Launched of prompts that are begun and not through, for requests that will decode here.
+        One that was in the batch already, and is computed again, is not of those queued."""
         return sum(
             task.cursor - task.cached_tokens
             for task in self.prefills
-            if task.leader.job.request.mode is not Mode.PREFILL
+            if not task.leader.job.joined and task.leader.job.request.mode is not Mode.PREFILL
         )
 
     def is_hurried(self, decodes: int) -> bool:
-        """Whether the next step, which decodes so many, may be a long one: somebody is urgent."""
-        if not self.late.allows(decodes):
-            return False
-        prompts = [task.leader.job for task in self.prefills] + self.waiting
-        return any(job.request.urgent for job in prompts)
+        """Whether the next step, which decodes so many, may be a long one: somebody is urgent. Who
+        was in the batch already, and is computed again, has had a first token."""
+        self._urgent = [
+            job for job in self._urgent if not job.joined and self.jobs.get(job.request.id) is job
+        ]
+        return bool(self._urgent) and decodes > 0 and self.late.allows(decodes)
 
     def check_invariants(self) -> None:
         """Raises AssertionError where pages, slots and requests disagree."""

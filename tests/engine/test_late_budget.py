@@ -65,9 +65,8 @@ def pieces(bench: Bench) -> list[int]:
 
 def decoding(**options) -> Bench:
     """Three sequences that decode, for 200 steps."""
-    bench = Bench(
-        num_pages=400, slots=16, step_tokens=STEP, mixed=MIXED, prefix_cache=False, **options
-    )
+    usual = {"num_pages": 400, "slots": 16, "step_tokens": STEP, "mixed": MIXED}
+    bench = Bench(**{**usual, "prefix_cache": False, **options})
     for seed in range(3):
         bench.submit(prompt_of(random.Random(seed), 4), 200)
     for _ in range(4):
@@ -100,3 +99,45 @@ def test_when_it_is_spent_they_go_on_in_short_pieces() -> None:
     bench = decoding(late_share=SHARE / 9)  # one long step of three sequences
     bench.submit(prompt_of(random.Random(8), 100), 1, urgent=True)
     assert pieces(bench)[:2] == [60, MIXED]
+
+
+def test_a_step_is_long_by_the_pace_of_the_moment() -> None:
+    """Also where pieces may be as long as a step, as with workers of both roles."""
+    bench = decoding(late_share=SHARE / 9, mixed=STEP)
+    bench.scheduler.mixed_tokens = MIXED
+    bench.submit(prompt_of(random.Random(8), 100), 1, urgent=True)
+    assert pieces(bench)[:3] == [60, MIXED, MIXED]
+
+
+def test_who_is_computed_again_does_not_hurry_and_is_not_of_those_queued() -> None:
+    """Its first token has come, and the others' are not late for the rest."""
+    bench = decoding(late_share=SHARE)
+    request_id = bench.submit(prompt_of(random.Random(8), 60), 50, urgent=True)
+    for _ in range(3):
+        bench.turn()
+    (sequence,) = bench.scheduler.jobs[request_id].sequences
+    assert sequence.job.joined
+    bench.scheduler.preempt(sequence)
+    for _ in range(3):
+        bench.turn()
+    (task,) = bench.scheduler.prefills
+    assert task.leader is sequence
+    assert task.cursor > 0
+    assert bench.scheduler.begun_prefill_tokens() == 0
+    assert max(pieces(bench)) == MIXED
+
+
+def test_what_is_begun_is_what_is_launched_of_new_prompts() -> None:
+    bench = decoding()
+    bench.submit(prompt_of(random.Random(8), 60), 1)
+    bench.turn()
+    bench.turn()
+    assert bench.scheduler.begun_prefill_tokens() == 2 * MIXED
+
+
+def test_nobody_hurries_for_who_left() -> None:
+    bench = decoding(late_share=SHARE)
+    gone = bench.submit(prompt_of(random.Random(8), 60), 1, urgent=True)
+    bench.scheduler.cancel(gone)
+    bench.submit(prompt_of(random.Random(9), 60), 1)
+    assert max(pieces(bench)) == MIXED

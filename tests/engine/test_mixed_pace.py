@@ -218,6 +218,17 @@ def test_steps_of_urgent_prompts_tell_of_themselves_alone() -> None:
     assert pace.long_tokens_per_s(2000) > 2000 / 0.12, "one that was held up says little"
 
 
+def test_what_long_steps_took_is_forgotten_too() -> None:
+    """The first may have been held up, and who is told so sends no other."""
+    pace = MixedPace(192, 0)
+    pace.settled(plan(4 + 2000, 4), 5.0)
+    for _ in range(FORGET_STEPS - 1):
+        pace.settled(plan(4, 4), ALONE_S)
+    assert 0 < pace.long_tokens_per_s(2000) < 500
+    pace.settled(plan(4, 4), ALONE_S)
+    assert pace.long_tokens_per_s(2000) == 0, "nobody knows"
+
+
 class PiecesTakeTime(TimedExecutor):
     """Every token of a piece makes a step longer by 0.5 ms."""
 
