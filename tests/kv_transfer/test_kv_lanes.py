@@ -110,8 +110,9 @@ def ends(a: NcclTransport, b: NcclTransport) -> tuple[list[PushState], list[byte
     shown: list[bytes] = []
 
     def look() -> bool:
-        shown.extend(told.payload for told in b.poll_notifications())
+        # The sender before the receiver, which is told first: what ended is shown by now.
         states.extend(state for _, state in a.poll_pushes())
+        shown.extend(told.payload for told in b.poll_notifications())
         return bool(states)
 
     wait_until(look)
@@ -121,10 +122,22 @@ def ends(a: NcclTransport, b: NcclTransport) -> tuple[list[PushState], list[byte
 FIRST, SECOND = (np.arange(start, start + 12, dtype=np.int32) for start in (0, 16))
 
 
+def meet_and_push(at_once: int = 0) -> tuple[NcclTransport, NcclTransport]:
+    """Their lane has moved a push and has nothing to do: the next one is queued by who puts it,
+    where that may be."""
+    a, b = meet(at_once)
+    a.push("b", FIRST, SECOND, b"before")
+    assert ends(a, b) == ([PushState.DONE], [b"before"])
+    lane = a._peers["b"].out
+    assert lane is not None
+    # The receiver may tell of the push sooner than the sender's thread counts it.
+    wait_until(lambda: lane._num_queued == lane._num_put)
+    return a, b
+
+
 def test_who_puts_a_push_queues_its_first_pieces_once_the_lane_was_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    a, b = meet(at_once=3)
     move, movers = SendLane._move, []
 
     def watched(self: SendLane, piece: Piece) -> None:
@@ -132,8 +145,8 @@ def test_who_puts_a_push_queues_its_first_pieces_once_the_lane_was_used(
         move(self, piece)
 
     monkeypatch.setattr(SendLane, "_move", watched)
-    a.push("b", FIRST, SECOND, b"one")
-    assert ends(a, b) == ([PushState.DONE], [b"one"])
+    a, b = meet_and_push(at_once=3)
+    assert movers
     assert not any(movers), "a first use waits for the other end to connect"
     movers.clear()
     for pages in (FIRST, SECOND):  # The second of them waits its turn.
@@ -189,9 +202,7 @@ def test_a_push_of_another_number_of_pages_is_refused() -> None:
 def test_a_push_that_fails_in_the_hands_of_who_puts_it_ends_though_none_comes_behind_it(
     monkeypatch: pytest.MonkeyPatch, owner: type, fails: str
 ) -> None:
-    a, b = meet(at_once=3)
-    a.push("b", FIRST, SECOND, b"before")
-    assert ends(a, b) == ([PushState.DONE], [b"before"])
+    a, b = meet_and_push(at_once=3)
 
     def broken(*_: object) -> None:
         raise RuntimeError
@@ -210,9 +221,7 @@ def test_a_push_that_fails_in_the_hands_of_who_puts_it_ends_though_none_comes_be
 def test_pushes_end_where_a_lane_fails_and_the_next_one_forms_another(
     monkeypatch: pytest.MonkeyPatch, end: type[Lane], at_once: int, broken_at: int
 ) -> None:
-    a, b = meet(at_once)
-    a.push("b", FIRST, SECOND, b"before")
-    assert ends(a, b) == ([PushState.DONE], [b"before"])
+    a, b = meet_and_push(at_once)
     move, moved = end._move, []
 
     def broken(self: Lane, piece: object) -> None:
