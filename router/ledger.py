@@ -17,7 +17,6 @@ none else; without open attempts and after a report, the estimate is that report
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,9 +27,6 @@ from baton.worker.v1 import worker_pb2
 REPORT_LAG_S: Final = 0.05
 """An engine may take this long to give slots and pages: those of younger charges are not in a
 report, which has their prompts as soon as they are received."""
-UNCOUNTED_S: Final = 1.0
-"""A worker that so long after the first submit says that it received none is of an older version,
-which does not count them."""
 
 
 class Charge(NamedTuple):
@@ -106,7 +102,6 @@ class Ledger:
         self._room: Room | None = None
         """The estimate, until something changes: who looks for a route asks ten times."""
         self._sent = 0
-        self._first_sent_s = math.inf
         self._head: bytes | None = None
         self._head_since_s = 0.0
 
@@ -125,11 +120,9 @@ class Ledger:
         self._load, self._room = load, None
         self._returned = Charge()
         received = []
-        counts = load.submits > 0 or now_s - self._first_sent_s < UNCOUNTED_S
         for entry in self._entries.values():
-            is_old = now_s - entry.at_s >= REPORT_LAG_S
-            entry.received = 0 < entry.number <= load.submits if counts else is_old
-            entry.known = entry.known or (entry.received and is_old)
+            entry.received = 0 < entry.number <= load.submits
+            entry.known = entry.known or (entry.received and now_s - entry.at_s >= REPORT_LAG_S)
             if entry.received:
                 received.append(entry)
         computed = sum(one.charge.prefill_tokens for one in received) - load.queued_prefill_tokens
@@ -146,7 +139,6 @@ class Ledger:
         """Its submit goes to the worker, which counts it next. One that its own Cancel overtook
         never does."""
         self._sent += 1
-        self._first_sent_s = min(self._first_sent_s, self._clock())
         if (entry := self._entries.get(attempt_id)) is not None:
             entry.number = self._sent
 

@@ -8,7 +8,7 @@ import pytest
 
 from baton.worker.v1 import worker_pb2
 from router.errors import RouterError
-from router.ledger import REPORT_LAG_S, UNCOUNTED_S, Charge, Ledger, Room
+from router.ledger import REPORT_LAG_S, Charge, Ledger, Room
 from router.policies import LeastWork, RoundRobin
 from router.queue import MAX_RETRY_AFTER_S, AdmissionQueue
 
@@ -144,23 +144,6 @@ def test_the_head_is_the_oldest_prompt_and_what_a_report_says_is_computed_is_of_
     ledger.release(B)
     assert ledger.room()[-4:] == (100, 0, 0, 0.0)
     assert ledger.room().queued_prefill_tokens == 0
-
-
-def test_a_worker_that_does_not_count_submits_is_believed_after_a_moment() -> None:
-    """One of an older version says 0 for ever."""
-    clock = Clock()
-    ledger = Ledger(clock)
-    submit(ledger, A, Charge(60, 4, 1), 0.0)
-    uncounted = load(queued_prefill_tokens=60, running_sequences=1, free_pages=96)
-    ledger.report(uncounted, 2 * REPORT_LAG_S)
-    assert ledger.room().queued_prefill_tokens == 120, "its first submit may be under way"
-    ledger.report(uncounted, UNCOUNTED_S)
-    room = ledger.room()
-    assert (room.queued_prefill_tokens, room.running_sequences, room.free_pages) == (60, 1, 96)
-    clock.now_s = 2.0
-    submit(ledger, B, Charge(30), 2.0)
-    ledger.report(uncounted, 2.0 + REPORT_LAG_S / 2)
-    assert ledger.room().queued_prefill_tokens == 90
 
 
 @dataclass
