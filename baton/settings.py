@@ -177,8 +177,8 @@ class WorkerSettings(BaseSettings):
     mixed_late_share: float = Field(default=0, ge=0, le=0.5)
     """Share of all tokens that may come late, behind steps of `max_step_tokens` that compute an
     urgent prompt: one whose first token would come after nearly three times what it takes by
-    itself, where routers weigh queues (`local_prefill`). Half a percent is
-    much where a p99 of the time between tokens has to hold. 0: none."""
+    itself, where routers weigh queues (`local_prefill`). Half a percent is much where a p99 of the
+    time between tokens has to hold. 0: none."""
     max_context_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)
     """Longest prompt and output together. 0: the model's own limit."""
     scheduling: Literal["fcfs", "priority", "shortest", "fair"] = "fcfs"
