@@ -123,7 +123,7 @@ class WorkerSettings(BaseSettings):
     served_name: str = ""
     """Name that clients use. Empty: the folder's name."""
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
-    """`dummy` draws random weights from `seed`: measuring speed needs no checkpoint."""
+    """`dummy` draws random weights, always the same: measuring speed needs no checkpoint."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of weights and KV. `auto`: what config.json says, on a CPU float32 (the fast one there)."""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
@@ -218,8 +218,6 @@ class WorkerSettings(BaseSettings):
     """Debugging: free KV pages carry a pattern, and writes to them are found and counted."""
     failpoints: Annotated[str, AfterValidator(check_failpoints)] = ""
     """Where this process fails on purpose, for tests alone: NAME=ACTION[:ARG][~KEY][@NTH],..."""
-    seed: int = Field(default=0, ge=0, lt=1 << 63)
-    """Seed of `dummy` weights. Sampling seeds belong to requests."""
 
     @model_validator(mode="after")
     def _one_place_names_the_gpu(self) -> WorkerSettings:

@@ -30,7 +30,6 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
         dtype=settings.dtype,
         device=settings.device,
         attention=settings.attention,
-        seed=settings.seed,
         page_size=settings.page_size_tokens,
         num_pages=settings.num_pages,
         kv_memory_bytes=int(settings.kv_memory_gib * (1 << 30)),

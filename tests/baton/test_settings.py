@@ -26,15 +26,15 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def test_each_source_beats_the_next(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     Path("baton.toml").write_text(
-        "[worker]\nseed = 1\nmax_sequences = 2\npage_size_tokens = 32\n[router]\nname = 'r'\n"
+        "[worker]\nthreads = 1\nmax_sequences = 2\npage_size_tokens = 32\n[router]\nname = 'r'\n"
     )
-    monkeypatch.setenv("BATON_SEED", "3")
+    monkeypatch.setenv("BATON_THREADS", "3")
     monkeypatch.setenv("BATON_MAX_SEQUENCES", "4")
-    settings, sources = resolve(WorkerSettings, "worker", {"seed": 5, "dtype": None})
-    assert (settings.seed, settings.max_sequences, settings.page_size_tokens) == (5, 4, 32)
+    settings, sources = resolve(WorkerSettings, "worker", {"threads": 5, "dtype": None})
+    assert (settings.threads, settings.max_sequences, settings.page_size_tokens) == (5, 4, 32)
     assert settings.dtype == "auto"
-    assert {name: sources[name] for name in ("seed", "max_sequences", "page_size_tokens")} == {
-        "seed": "flag",
+    assert {name: sources[name] for name in ("threads", "max_sequences", "page_size_tokens")} == {
+        "threads": "flag",
         "max_sequences": "BATON_MAX_SEQUENCES",
         "page_size_tokens": "baton.toml",
     }
@@ -43,11 +43,11 @@ def test_each_source_beats_the_next(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 def test_the_file_can_be_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     first, second = tmp_path / "a.toml", tmp_path / "b.toml"
-    first.write_text("[worker]\nseed = 1\n")
-    second.write_text("[worker]\nseed = 2\n")
+    first.write_text("[worker]\nthreads = 1\n")
+    second.write_text("[worker]\nthreads = 2\n")
     monkeypatch.setenv("BATON_CONFIG", str(first))
-    assert resolve(WorkerSettings, "worker", {}).settings.seed == 1
-    assert resolve(WorkerSettings, "worker", {}, second).settings.seed == 2
+    assert resolve(WorkerSettings, "worker", {}).settings.threads == 1
+    assert resolve(WorkerSettings, "worker", {}, second).settings.threads == 2
 
 
 def test_lists_come_with_commas_or_as_lists(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,7 @@ def test_defaults_follow_the_role() -> None:
 def test_settings_are_frozen() -> None:
     settings = resolve(WorkerSettings, "worker", {}).settings
     with pytest.raises(ValidationError):
-        settings.seed = 1
+        settings.threads = 1
 
 
 @pytest.mark.parametrize(
