@@ -64,13 +64,12 @@ class Outbox:
 
     def report(self, load: worker_pb2.Load) -> None:
         """Queues a load report, in the place of one that still waits."""
+        if self._load is None and not self.closed:
+            self._load = worker_pb2.WorkResponse()
+            self._put(self._load)
         if self._load is not None:
             self._load.load.CopyFrom(load)
             self._load.load.submits = self.submits
-        elif not self.closed:
-            self._load = worker_pb2.WorkResponse(load=load)
-            self._load.load.submits = self.submits
-            self._put(self._load)
 
     async def get(self) -> worker_pb2.WorkResponse | None:
         """The next message, as soon as there is one; None where none will come any more."""

@@ -54,7 +54,7 @@ def settle_step(
     alive = _alive(scheduler, plan)
     scheduler.slots.count_in_flight(plan.sample_slots[alive], -1)
     _fail_rows(scheduler, plan, alive & ~result.finite)
-    chunks = [chunk for chunk in plan.chunks if _is_alive(scheduler, chunk)]
+    chunks = [chunk for chunk in plan.chunks if scheduler.runs(chunk.task)]
     for chunk in chunks:
         _tell_chunk(scheduler, chunk, result, now_ns)
     hand_out()
@@ -170,11 +170,6 @@ def token_record(owner: Sequence, result: StepResult, row: int) -> TokenRecord:
 
 
 # -- chunks -------------------------------------------------------------------------------------
-
-
-def _is_alive(scheduler: Scheduler, chunk: ChunkPlan) -> bool:
-    """Whether the sequence is still in the slot that it was planned for."""
-    return scheduler.runs(chunk.task)
 
 
 def _tell_chunk(scheduler: Scheduler, chunk: ChunkPlan, result: StepResult, now_ns: int) -> None:
