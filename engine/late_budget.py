@@ -5,8 +5,8 @@ suffers. A prompt that came in a burst waits the longer for that. Bounds on the 
 are percentiles, though: a small share may come late. That share is a budget here. Every decoded
 token earns its part; a step with more of a prompt than the pace allows costs one token for each
 sequence that decodes in it, and is made only while the budget lasts, for prompts that were
-submitted as urgent. No two follow each other: who is delivered during one joins the step behind it,
-and would wait for both.
+submitted as urgent. SHORT_STEPS of others come between two: the one behind it is launched as it
+begins, so who is delivered during it joins the second, and would wait for both.
 
 What is not spent of WINDOW_TOKENS is kept, and no more: among any n tokens at most
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 from typing import Final
 
 WINDOW_TOKENS: Final = 50_000
+SHORT_STEPS: Final = 2
 
 
 class LateBudget:
@@ -32,7 +33,8 @@ class LateBudget:
         """
         self._share = share
         self._left = self._most = share * WINDOW_TOKENS
-        self._was_long = False
+        self._since_long = SHORT_STEPS
+        """Steps."""
 
     def steps(self, decodes: int) -> int:
         """How many long steps in which so many sequences decode, at least one, it allows now."""
@@ -40,11 +42,11 @@ class LateBudget:
 
     def allows(self, decodes: int) -> bool:
         """Whether the next step may be a long one."""
-        return not self._was_long and self.steps(decodes) > 0
+        return self._since_long >= SHORT_STEPS and self.steps(decodes) > 0
 
     def planned(self, decodes: int, *, is_long: bool) -> None:
         """A step that decodes so many."""
-        self._was_long = is_long
+        self._since_long = 0 if is_long else self._since_long + 1
         self._left = min(self._most, self._left + self._share * decodes)
         if is_long:
             self._left -= decodes

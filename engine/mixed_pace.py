@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
+from engine.late_budget import SHORT_STEPS
 from engine.step import StepPlan
 
 GRAIN_TOKENS: Final = 32
@@ -84,6 +85,11 @@ class MixedPace:
         piece = min(self._fitting(token_s), self._room_s / token_s)
         return max(1.0, piece / (self._alone_s + piece * token_s))
 
+    @property
+    def has_room(self) -> bool:
+        """Whether those who decode now leave time for a piece."""
+        return self._room_s > 0
+
     def settled(self, plan: StepPlan, step_s: float) -> None:
         """A step is done, and took so long on the device."""
         piece, decodes = plan.num_tokens - plan.num_decodes, plan.num_decodes
@@ -114,12 +120,14 @@ class MixedPace:
             self._usual.add(token_s, piece)
 
     def long_tokens_per_s(self, piece: int) -> float:
-        """How fast prompts are computed beside those who decode now where every other step has so
-        many tokens of them, more than the pace allows; 0 while unknown."""
+        """How fast prompts are computed beside those who decode now in steps with so many tokens of
+        them, more than the pace allows, and the short ones between; 0 while unknown."""
         if not self._long_token_s:
             return 0.0
-        both_s = 2 * self._alone_s + piece * self._long_token_s + self.tokens * self._usual.hoped
-        return (piece + self.tokens) / both_s
+        between = SHORT_STEPS * self.tokens
+        alone_s = (1 + SHORT_STEPS) * self._alone_s
+        pieces_s = piece * self._long_token_s + between * self._usual.hoped
+        return (piece + between) / (alone_s + pieces_s)
 
     def _learn_long(self, piece: int, step_s: float) -> None:
         self._since_long = 0

@@ -218,7 +218,9 @@ class StepLoop:
         scheduler, blocks = self._scheduler, self._scheduler.blocks
         decodes = scheduler.slots.num_used
         piece = scheduler.step_tokens - decodes
-        late_tokens = scheduler.late.steps(decodes) * piece if decodes else 0
+        # Where the others' pace suffers by their own number, more of them would be late for longer.
+        hurries = decodes and self._pieces.has_room
+        late_tokens = scheduler.late.steps(decodes) * piece if hurries else 0
         self.load = EngineLoad(
             progress=self._progress,
             queued_prefill_tokens=scheduler.queued_prefill_tokens(),

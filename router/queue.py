@@ -65,9 +65,12 @@ class DrainMeter:
         """These tokens had waited and left."""
         self._tokens += tokens
 
-    def tokens_per_s(self) -> float:
-        """The rate; 0 while unknown."""
-        return self._tokens / self._busy_s if self._busy_s else 0.0
+    def tokens_per_s(self, least_tokens: int) -> float:
+        """The rate; 0 while unknown, which it is from fewer tokens: a short prompt that left says
+        little about long ones."""
+        if not self._busy_s or self._tokens < least_tokens:
+            return 0.0
+        return self._tokens / self._busy_s
 
 
 class _Place(NamedTuple):
@@ -109,7 +112,7 @@ class _Lane(Generic[Entry]):
         self._advance(now_s)
         if not self.tokens:
             return 0.0
-        rate = self._drain.tokens_per_s()
+        rate = self._drain.tokens_per_s(self.waiting[0][1].tokens)
         return self.tokens / rate if rate else None
 
     def _advance(self, now_s: float) -> None:

@@ -16,9 +16,9 @@ from baton import supervisor as module
 from baton.supervisor import ProcessSpec, Supervisor
 
 STOPPABLE = """
-import signal, sys, time
+import os, signal, sys, time
 def stop(*_):
-    print('draining', flush=True)
+    os.write(1, b'draining\\n')  # print may be under way
     sys.exit(0)
 signal.signal(signal.SIGTERM, stop)
 print('up', flush=True)

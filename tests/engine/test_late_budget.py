@@ -9,7 +9,7 @@ import pytest
 from test_planning import planned
 from test_scheduler_property import Bench, prompt_of
 
-from engine.late_budget import WINDOW_TOKENS, LateBudget
+from engine.late_budget import SHORT_STEPS, WINDOW_TOKENS, LateBudget
 from engine.settling import settle_step
 
 SHARE = 30 / WINDOW_TOKENS
@@ -43,14 +43,15 @@ def test_without_a_share_none_do() -> None:
     assert not budget.allows(1)
 
 
-def test_no_two_follow_each_other() -> None:
+def test_short_steps_come_between_two() -> None:
     budget = LateBudget(0.5)
     for _ in range(3):
         assert budget.allows(1)
         budget.planned(1, is_long=True)
-        assert not budget.allows(1)
-        assert budget.steps(1)
-        budget.planned(1, is_long=False)
+        for _ in range(SHORT_STEPS):
+            assert not budget.allows(1)
+            assert budget.steps(1)
+            budget.planned(1, is_long=False)
 
 
 def pieces(bench: Bench) -> list[int]:
@@ -80,7 +81,7 @@ def test_urgent_prompts_and_those_before_them_fill_steps() -> None:
     bench.submit(prompt_of(random.Random(8), 60), 1, urgent=True)
     found = pieces(bench)
     # Whole pages of what three rows leave, and no prompt waits for a full step.
-    assert found == [60, MIXED, 32]
+    assert found == [60, MIXED, MIXED, 24]
 
 
 def test_the_others_are_computed_in_short_pieces() -> None:

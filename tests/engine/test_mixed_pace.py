@@ -9,6 +9,7 @@ import pytest
 from timed_device import TimedExecutor, plan, running_loop, submit
 from waiting import wait_until
 
+from engine.late_budget import SHORT_STEPS
 from engine.mixed_pace import FORGET_STEPS, GRAIN_TOKENS, LEAST_TOKENS, MixedPace
 from engine.step import StepPlan, StepResult
 
@@ -209,8 +210,8 @@ def test_steps_of_urgent_prompts_tell_of_themselves_alone() -> None:
     for _ in range(6):
         pace.settled(plan(4 + 2000, 4), ALONE_S + 2000 * 24e-6)
     assert (pace.tokens, pace.tokens_per_s) == before
-    usual = pace.tokens  # of each step between them, 12 us a token
-    between_s = ALONE_S + usual * 12e-6
+    usual = SHORT_STEPS * pace.tokens  # of the steps between them, 12 us a token
+    between_s = SHORT_STEPS * ALONE_S + usual * 12e-6
     for tokens in (1000, 2000):
         rate = (tokens + usual) / (ALONE_S + tokens * 24e-6 + between_s)
         assert pace.long_tokens_per_s(tokens) == pytest.approx(rate, rel=0.02)
@@ -250,3 +251,14 @@ def test_the_step_loop_keeps_the_pace() -> None:
     found = [piece for piece in pieces if piece]
     assert found[0] == 128
     assert sorted(found[4:-1])[len(found) // 2] == LEAST_TOKENS, found
+
+
+@pytest.mark.parametrize(("step_s", "hurries"), [(0.06, True), (0.01, False)])
+def test_nobody_is_hurried_where_a_step_is_slow_by_its_sequences_alone(
+    step_s: float, hurries: bool
+) -> None:
+    loop, executor = running_loop(PiecesTakeTime(), mixed_step_s=step_s, mixed_late_share=0.01)
+    submit(loop, 0, output=200)
+    wait_until(lambda: len(executor.plans) > 8)
+    assert (loop.load.late_prefill_tokens > 0) is hurries, "routers know"
+    loop.stop()

@@ -287,6 +287,20 @@ def test_retry_after_is_the_backlog_over_the_measured_rate() -> None:
     assert queue.wait_s("m", 40.0) == pytest.approx(200 / 10, rel=0.1)
 
 
+def test_a_short_prompt_says_nothing_about_how_fast_long_ones_drain() -> None:
+    """From nine tokens that waited for a moment a crowd was told that it had to wait a minute."""
+    queue: AdmissionQueue[Waiting] = AdmissionQueue(100, 100_000)
+    short, *crowd = [Waiting(tokens=9), *(Waiting(tokens=1000) for _ in range(24))]
+    queue.push(short, 0.0)
+    queue.push(crowd[0], 0.001)
+    queue.take(short, 0.005)
+    for entry in crowd[1:]:
+        queue.push(entry, 0.1)
+    assert queue.wait_s("m", 0.1) is None
+    queue.take(crowd[0], 0.25)
+    assert queue.wait_s("m", 0.25) == pytest.approx(23 * 0.25, rel=0.1)
+
+
 def test_idle_time_and_unhindered_work_say_nothing_about_draining() -> None:
     """A quiet minute must not make the next backlog look hopeless."""
     queue: AdmissionQueue[Waiting] = AdmissionQueue(10, 1_000)
