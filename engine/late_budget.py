@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import Final
 
-WINDOW_TOKENS: Final = 50_000
+WINDOW_TOKENS: Final = 25_000
 SHORT_STEPS: Final = 2
 
 

@@ -57,7 +57,7 @@ class JobDispatcher:
         self._settings = settings
         self._events = events
         self._policy = POLICIES[settings.policy]()
-        self._local = LocalPrefill.of(settings.local_prefill, settings.local_prefill_tokens)
+        self._local = LocalPrefill.of(settings)
         self._workers: list[WorkerLink] = []
         self._models = Models(self._workers, self._local)
         self._waiting = WaitingShares(settings, self._refusal, self._fail)

@@ -22,14 +22,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     from router.ledger import Room
+    from router.settings import RouterSettings
 
 NO_LIMIT: Final = (1 << 32) - 1
 """More tokens than any prompt has; fits the message's uint32."""
 STEPS_LOST: Final = 1.5
-URGENT_FACTOR: Final = 2.8
-"""A prompt is urgent whose first token would come after so many times what it takes by itself. With
-three fifths of a prefill worker's time in use that were two in a hundred (bench/README.md), those
-of the worst bursts: whoever is hurried sooner leaves no budget for them."""
 
 
 class LocalReason(enum.StrEnum):
@@ -50,11 +47,20 @@ class LocalPrefill(NamedTuple):
     """FASTER and URGENT count, too."""
     rest_tokens: int = 192
     """Longest rest of a prompt of which the decode worker holds the larger part."""
+    urgent_factor: float = 2.8
+    """A prompt is urgent whose first token would come after so many times what it takes by
+    itself."""
 
     @classmethod
-    def of(cls, setting: str, rest_tokens: int) -> LocalPrefill:
-        """From the settings `local_prefill` and `local_prefill_tokens`."""
-        return cls(setting != "never", setting == "auto", rest_tokens)
+    def of(cls, settings: RouterSettings) -> LocalPrefill:
+        """What the settings say."""
+        setting = settings.local_prefill
+        return cls(
+            setting != "never",
+            setting == "auto",
+            settings.local_prefill_tokens,
+            settings.urgent_factor,
+        )
 
 
 def break_even_tokens(prefills: Iterable[Room], decode: Room) -> int:
@@ -97,7 +103,11 @@ def local_tokens_per_s(decode: Room, prefill_tokens_per_s: float) -> float:
 
 
 def is_urgent(
-    prefills: Sequence[Room], decodes: Sequence[Room], tokens: int, waited_s: float
+    prefills: Sequence[Room],
+    decodes: Sequence[Room],
+    tokens: int,
+    waited_s: float,
+    factor: float,
 ) -> bool:
     """Whether a prompt of so many tokens, which waited for so long already, would wait long yet,
     wherever it is computed at the usual pace. Never where a prefill worker's rate is unknown.
@@ -107,6 +117,7 @@ def is_urgent(
         decodes: those that could compute it by themselves.
         tokens: of the prompt.
         waited_s: in the router.
+        factor: long is more than so many times what it takes by itself.
     """
     rate = min(room.prefill_tokens_per_s for room in prefills)
     if not rate:
@@ -116,7 +127,7 @@ def is_urgent(
         local_rate = local_tokens_per_s(room, rate)
         done_s.append(_done_s(room, local_rate, tokens) + _steps_s(room, local_rate))
     soonest_s = min(done_s)
-    return waited_s + soonest_s > URGENT_FACTOR * tokens / rate
+    return waited_s + soonest_s > factor * tokens / rate
 
 
 def can_hurry(prefills: Iterable[Room], decode: Room, tokens: int) -> bool:

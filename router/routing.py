@@ -150,7 +150,7 @@ def _local_route(
     reason = LocalReason.NO_PREFILL_WORKER
     if prefills:
         rooms = [worker.room() for worker in prefills]
-        reason, candidates = _sooner_alone(job.prompt_tokens, rooms, candidates, waited_s)
+        reason, candidates = _sooner_alone(job, rooms, candidates, local, waited_s)
     if not candidates:
         return None
     candidates = _preferred(candidates, avoid)
@@ -159,10 +159,15 @@ def _local_route(
 
 
 def _sooner_alone(
-    tokens: int, prefills: Sequence[Room], decoders: Sequence[WorkerLink], waited_s: float
+    job: Job,
+    prefills: Sequence[Room],
+    decoders: Sequence[WorkerLink],
+    local: LocalPrefill,
+    waited_s: float,
 ) -> tuple[LocalReason, Sequence[WorkerLink]]:
     """Those by which a prompt is sooner computed than by any prefill worker, and how."""
-    if is_urgent(prefills, [worker.room() for worker in decoders], tokens, waited_s):
+    tokens, rooms = job.prompt_tokens, [worker.room() for worker in decoders]
+    if is_urgent(prefills, rooms, tokens, waited_s, local.urgent_factor):
         hurrying = [one for one in decoders if can_hurry(prefills, one.room(), tokens)]
         if hurrying:
             return LocalReason.URGENT, hurrying

@@ -7,12 +7,13 @@ import pytest
 from router.ledger import Room
 from router.local_prefill import (
     NO_LIMIT,
-    URGENT_FACTOR,
     break_even_tokens,
     can_hurry,
     is_urgent,
     local_tokens_per_s,
 )
+
+FACTOR = 2.8
 
 
 def room(**fields: float) -> Room:
@@ -118,15 +119,15 @@ def test_what_was_computed_since_the_last_report_counts() -> None:
 def test_urgent_is_who_would_wait_long_wherever_it_is_computed() -> None:
     """8,000 tokens take 0.2 s."""
     decode = room(mixed_prefill_tokens_per_s=10_000)
-    most_queued = int((URGENT_FACTOR - 1) * 8000)
-    assert not is_urgent([prefill(most_queued - 100)], [decode], 8000, 0.0)
-    assert is_urgent([prefill(most_queued + 100)], [decode], 8000, 0.0)
-    assert is_urgent([prefill(most_queued - 100)], [decode], 8000, 0.01), "it waited, too"
+    most_queued = int((FACTOR - 1) * 8000)
+    assert not is_urgent([prefill(most_queued - 100)], [decode], 8000, 0.0, FACTOR)
+    assert is_urgent([prefill(most_queued + 100)], [decode], 8000, 0.0, FACTOR)
+    assert is_urgent([prefill(most_queued - 100)], [decode], 8000, 0.01, FACTOR), "it waited, too"
     faster = room(mixed_prefill_tokens_per_s=20_000)
-    assert not is_urgent([prefill(most_queued + 100)], [faster], 8000, 0.0)
-    assert not is_urgent([prefill(most_queued + 100), prefill()], [decode], 8000, 0.0)
-    assert is_urgent([prefill(most_queued + 100)], [], 8000, 0.0)
-    assert not is_urgent([prefill(most_queued + 100), prefill(rate=0)], [decode], 8000, 9.0)
+    assert not is_urgent([prefill(most_queued + 100)], [faster], 8000, 0.0, FACTOR)
+    assert not is_urgent([prefill(most_queued + 100), prefill()], [decode], 8000, 0.0, FACTOR)
+    assert is_urgent([prefill(most_queued + 100)], [], 8000, 0.0, FACTOR)
+    assert not is_urgent([prefill(most_queued + 100), prefill(rate=0)], [decode], 8000, 9.0, FACTOR)
 
 
 def test_who_may_hurry_has_a_budget_for_all_that_is_queued_and_is_sooner_done() -> None:
