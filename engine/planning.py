@@ -45,7 +45,11 @@ def plan_step(scheduler: Scheduler) -> StepPlan | None:
     chunks, scores = _cut_chunks(scheduler, rows)
     if rows.size == 0 and not chunks and not scheduler.has_transfers:
         return None
-    plan = _build(scheduler, rows, chunks, scores)
+    prompt_tokens = sum(chunk.end - chunk.start for chunk in chunks)
+    is_long = rows.size > 0 and prompt_tokens > scheduler.mixed_tokens
+    if rows.size:
+        scheduler.late.planned(rows.size, is_long=is_long)
+    plan = _build(scheduler, rows, chunks, scores, is_long=is_long)
     scheduler.next_step += 1
     slots = scheduler.slots
     slots.kv_len[rows] += 1
@@ -139,9 +143,6 @@ def _cut_chunks(scheduler: Scheduler, rows: Slots) -> tuple[list[ChunkPlan], lis
         first_sample += len(_first_draws(task)) if last else 0
         full = full_step_tokens - (first_token - rows.size)
         budget = min(budget - (end - task.cursor), full)
-    if rows.size:
-        is_long = first_token - rows.size > scheduler.mixed_tokens
-        scheduler.late.planned(rows.size, is_long=is_long)
     return chunks, scores
 
 
@@ -173,7 +174,12 @@ def _advance(scheduler: Scheduler, chunk: ChunkPlan) -> None:
 
 
 def _build(
-    scheduler: Scheduler, rows: Slots, chunks: list[ChunkPlan], scores: list[ScorePlan]
+    scheduler: Scheduler,
+    rows: Slots,
+    chunks: list[ChunkPlan],
+    scores: list[ScorePlan],
+    *,
+    is_long: bool,
 ) -> StepPlan:
     slots = scheduler.slots
     row_slots = np.concatenate([rows, [c.task.leader.slot for c in chunks]]).astype(np.int32)
@@ -204,6 +210,7 @@ def _build(
         write_tokens=np.fromiter(writes.values(), np.int32, len(writes)),
         scores=tuple(scores),
         chunks=tuple(chunks),
+        is_long=is_long,
     )
 
 

@@ -2,8 +2,10 @@
 
 One step is always in flight while the host settles the one before it, and the next is launched
 shortly before that one ends (`engine.pacing`). Where there is none yet, who comes while a prompt is
-computed is launched behind it, not once it is settled. The loop is the only one to touch the
-scheduler; others talk to it through `post`, and read `load`.
+computed is launched behind it, not once it is settled. A long step (`engine.late_budget`), whose
+many kernels may take the host 20 ms to launch, is launched once the one before it is settled: the
+tokens of that one would be late, too. The loop is the only one to touch the scheduler; others talk
+to it through `post`, and read `load`.
 """
 
 from __future__ import annotations
@@ -112,6 +114,10 @@ class StepLoop:
             with verb("plan"):
                 plan = plan_step(self._scheduler)
                 self._flush()
+            if previous is not None and plan is not None and plan.is_long:
+                with verb("settle"):
+                    self._settle(*previous)
+                previous = None
             with verb("launch"):
                 launched = self._launch(plan) if plan is not None else None
             self._scheduler.publish_delivered()
@@ -180,7 +186,7 @@ class StepLoop:
         self._publish_load()
         self.profiler.launching()
         launched = self._executor.launch(plan)
-        self._pacer.launched()
+        self._pacer.launched(plan)
         return launched
 
     def _settle(self, plan: StepPlan, launched: Launched) -> None:

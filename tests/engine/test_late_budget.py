@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
 from test_planning import planned
 from test_scheduler_property import Bench, prompt_of
+from timed_device import VOCAB, TimedExecutor, running_loop
+from waiting import wait_until
 
 from engine.late_budget import SHORT_STEPS, WINDOW_TOKENS, LateBudget
 from engine.settling import settle_step
+from engine.step import StepPlan, StepResult
+from engine.types import Event, NewTokens, Request, SamplingParams, StopRules
 
 SHARE = 30 / WINDOW_TOKENS
 """Ten late steps of three sequences."""
 MIXED, STEP = 8, 64
+GREEDY = SamplingParams(temperature=0.0)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -142,3 +148,39 @@ def test_nobody_hurries_for_who_left() -> None:
     bench.scheduler.cancel(gone)
     bench.submit(prompt_of(random.Random(9), 60), 1)
     assert max(pieces(bench)) == MIXED
+
+
+class Watched(TimedExecutor):
+    """At each launch, whether it is of a long step, and how many tokens were told before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = 0
+        self.launches: list[tuple[bool, int]] = []
+
+    def launch(self, step: StepPlan) -> Future[StepResult]:
+        self.launches.append((step.is_long, self.told))
+        return super().launch(step)
+
+    def hear(self, events: list[Event]) -> None:
+        self.told += sum(isinstance(event, NewTokens) for event in events)
+
+
+def test_tokens_do_not_wait_for_the_launch_of_a_long_step() -> None:
+    """It is launched kernel by kernel, which takes the host longer than a step."""
+    executor = Watched()
+    loop, _ = running_loop(executor, mixed_late_share=SHARE, mixed_prefill_tokens=16)
+    streamed = Request(bytes(16), np.arange(5, dtype=np.int32), GREEDY, StopRules(40))
+    loop.post(lambda scheduler: scheduler.submit(streamed, executor.hear))
+    wait_until(lambda: executor.told > 3)
+    ids = (np.arange(100, dtype=np.int32) + 7) % VOCAB
+    urgent = Request(bytes([1] * 16), ids, GREEDY, StopRules(1), urgent=True)
+    loop.post(lambda scheduler: scheduler.submit(urgent, lambda _: None))
+    wait_until(lambda: executor.told >= 20)
+    loop.stop()
+    # The first step computes the stream's prompt, and every step gives it one token.
+    behind = [step - told for step, (_, told) in enumerate(executor.launches)]
+    by_length = {is_long: set() for is_long in (False, True)}
+    for late, (is_long, _) in zip(behind[2:20], executor.launches[2:20], strict=True):
+        by_length[is_long].add(late)
+    assert by_length == {False: {1}, True: {0}}

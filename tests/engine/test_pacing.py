@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 from timed_device import STEP_S, TimedExecutor, plan, running_loop, submit
@@ -33,7 +34,7 @@ def paced(clock: Clock, steps_s: list[float], launch_s: float) -> LaunchPacer:
     pacer = LaunchPacer(clock)
     pacer.woke()
     clock.now += launch_s
-    pacer.launched()
+    pacer.launched(plan(4, 4))
     for step_s in steps_s:
         pacer.settled(plan(4, 4), step_s)
     return pacer
@@ -67,8 +68,17 @@ def test_one_slow_launch_is_remembered_for_a_while(clock: Clock) -> None:
     before = pacer.wait_s(plan(4, 4), clock.now)
     for _ in range(100):
         pacer.woke()
-        pacer.launched()
+        pacer.launched(plan(4, 4))
     assert pacer.wait_s(plan(4, 4), clock.now) > before + 0.007
+
+
+def test_the_launch_of_a_long_step_says_nothing_of_others(clock: Clock) -> None:
+    pacer = paced(clock, [0.010, 0.010], launch_s=0.001)
+    before = pacer.wait_s(plan(4, 4), clock.now)
+    pacer.woke()
+    clock.now += 0.020
+    pacer.launched(replace(plan(4004, 4), is_long=True))
+    assert pacer.wait_s(plan(4, 4), clock.now) == pytest.approx(before)
 
 
 def began_after(executor: TimedExecutor, arrived: float) -> int | None:

@@ -59,14 +59,13 @@ class TimedExecutor(HashExecutor):
 
 
 def running_loop(
-    executor: TimedExecutor | None = None, mixed_step_s: float = 0.0, mixed_late_share: float = 0.0
+    executor: TimedExecutor | None = None, mixed_prefill_tokens: int = 128, **config_of: float
 ) -> tuple[StepLoop, TimedExecutor]:
     """A loop over PAGES pages, for at most SLOTS sequences; steps of at most 128 tokens."""
     config = SchedulerConfig(
-        max_sequences=SLOTS, max_step_tokens=SLOTS + 128, mixed_prefill_tokens=128,
+        max_sequences=SLOTS, max_step_tokens=SLOTS + 128, mixed_prefill_tokens=mixed_prefill_tokens,
         max_context_tokens=PAGES * PAGE_TOKENS, page_size=PAGE_TOKENS,
-        eos_token_ids=frozenset(), mixed_step_s=mixed_step_s,
-        mixed_late_share=mixed_late_share,
+        eos_token_ids=frozenset(), **config_of,
     )  # fmt: skip
     sampler = Sampler(SLOTS, VOCAB, "cpu", [])
     executor = executor or TimedExecutor()
