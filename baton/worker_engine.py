@@ -39,6 +39,7 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
         max_step_tokens=_step_tokens(settings),
         decodes=settings.role is not Role.PREFILL,
         mixed_prefill_tokens=_mixed_prefill_tokens(settings),
+        alone_prefill_tokens=_alone_prefill_tokens(settings),
         mixed_step_s=settings.mixed_step_ms / 1e3,
         mixed_late_share=settings.mixed_late_share,
         full_step_tokens=0 if settings.role is Role.BOTH else FULL_STEP_TOKENS,
@@ -56,6 +57,13 @@ def _step_tokens(settings: WorkerSettings) -> int:
         return settings.max_step_tokens
     usual = URGENT_STEP_TOKENS if settings.mixed_late_share else DECODE_STEP_TOKENS
     return max(usual, settings.max_sequences + settings.page_size_tokens)
+
+
+def _alone_prefill_tokens(settings: WorkerSettings) -> int:
+    """Most prompt tokens in a step that decodes nothing; 0 leaves it to the engine."""
+    if settings.role is not Role.DECODE or not settings.mixed_late_share:
+        return 0
+    return max(DECODE_STEP_TOKENS, settings.page_size_tokens)
 
 
 def _mixed_prefill_tokens(settings: WorkerSettings) -> int:

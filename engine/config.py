@@ -43,6 +43,8 @@ class EngineConfig:
     decoded and 4096 where not."""
     mixed_prefill_tokens: int = 0
     """Prefill tokens in a step that also decodes; 0: as `max_step_tokens`."""
+    alone_prefill_tokens: int = 0
+    """Prefill tokens in a step that decodes nothing; 0: as `max_step_tokens`."""
     mixed_step_s: float = 0.0
     """How long a step may take that decodes and computes prompts; 0: no matter. See
     `engine.mixed_pace`."""

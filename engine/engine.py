@@ -152,6 +152,11 @@ def _resolve(config: EngineConfig) -> EngineConfig:
             f"mixed_prefill_tokens {mixed_tokens} must be at least page_size {config.page_size}:"
             " prompts are computed in whole pages"
         )
+    alone_tokens = config.alone_prefill_tokens or step_tokens
+    if alone_tokens < config.page_size:
+        raise EngineError(
+            f"alone_prefill_tokens {alone_tokens} must be at least page_size {config.page_size}"
+        )
     return replace(
         config,
         device=device,
@@ -159,6 +164,7 @@ def _resolve(config: EngineConfig) -> EngineConfig:
         name=config.name or Path(config.model).name,
         max_step_tokens=step_tokens,
         mixed_prefill_tokens=mixed_tokens,
+        alone_prefill_tokens=alone_tokens,
         full_step_tokens=config.full_step_tokens or step_tokens,
     )
 
@@ -313,6 +319,7 @@ def _scheduler(config: EngineConfig, info: ModelInfo, pool: KvPool, sampler: Sam
         max_sequences=config.max_sequences,
         max_step_tokens=config.max_step_tokens,
         mixed_prefill_tokens=config.mixed_prefill_tokens,
+        alone_prefill_tokens=config.alone_prefill_tokens,
         mixed_step_s=config.mixed_step_s,
         mixed_late_share=config.mixed_late_share,
         full_step_tokens=config.full_step_tokens,

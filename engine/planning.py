@@ -125,6 +125,8 @@ def _cut_chunks(scheduler: Scheduler, rows: Slots) -> tuple[list[ChunkPlan], lis
         full_step_tokens = budget
     elif rows.size:
         budget = min(budget, scheduler.mixed_tokens)
+    else:
+        budget = min(budget, config.alone_prefill_tokens)
     chunks: list[ChunkPlan] = []
     scores: list[ScorePlan] = []
     first_token, first_sample = int(rows.size), int(rows.size)

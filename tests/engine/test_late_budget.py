@@ -90,6 +90,17 @@ def test_urgent_prompts_and_those_before_them_fill_steps() -> None:
     assert found == [60, MIXED, MIXED, 24]
 
 
+def test_where_nothing_decodes_steps_stay_short() -> None:
+    """Who is delivered meanwhile waits for the end of one."""
+    bench = Bench(num_pages=400, step_tokens=STEP, mixed=MIXED, alone=16, late_share=SHARE)
+    bench.submit(prompt_of(random.Random(8), 60), 1, urgent=True)
+    tokens = []
+    while (plan := planned(bench)) is not None:
+        tokens.append(plan.num_tokens)
+        settle_step(bench.scheduler, plan, bench.device.launch(plan).result())
+    assert tokens == [16, 16, 16, 12]
+
+
 def test_the_others_are_computed_in_short_pieces() -> None:
     bench = decoding(late_share=SHARE)
     bench.submit(prompt_of(random.Random(8), 60), 1)

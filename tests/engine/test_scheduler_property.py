@@ -54,6 +54,7 @@ class Bench:
             prefix_cache=options.pop("prefix_cache", True),
             page_watermark=options.pop("watermark", 0.9),
             full_step_tokens=options.pop("full", step_tokens),
+            alone_prefill_tokens=options.pop("alone", step_tokens),
             mixed_late_share=options.pop("late_share", 0.0),
         )
         eviction = EVICTION_POLICIES[options.pop("eviction", "lru")]()
@@ -586,7 +587,8 @@ def test_random_operations_keep_every_promise(seed, lacks_memory):
 def hurries(rng):
     """A budget for none, a few or all of the urgent, beside short pieces."""
     mixed, late_share = rng.choice([(8, 0.0), (8, 1e-4), (16, 0.5)])
-    return {"mixed": mixed, "late_share": late_share}
+    alone = {"alone": mixed} if late_share else {}
+    return {"mixed": mixed, "late_share": late_share, **alone}
 
 
 def settle_transfers(bench, rng, cancelled, delivered, everything=False):
