@@ -587,7 +587,7 @@ def test_random_operations_keep_every_promise(seed, lacks_memory):
 def hurries(rng):
     """A budget for none, a few or all of the urgent, beside short pieces."""
     mixed, late_share = rng.choice([(8, 0.0), (8, 1e-4), (16, 0.5)])
-    alone = {"alone": mixed} if late_share else {}
+    alone = {"alone": 16} if late_share else {}
     return {"mixed": mixed, "late_share": late_share, **alone}
 
 
