@@ -92,11 +92,11 @@ class Attempt:
         """The prefill worker is not done yet."""
         return self.prefill is not None and self.prefill.open
 
-    def start(self, now_s: float) -> None:
+    def start(self) -> None:
         """Submits to both workers together, first to the one whose token the client waits for."""
         self._clocks.dispatched_ns = time.time_ns()
         for leg in self.legs:
-            leg.submit(now_s)
+            leg.submit()
 
     def receive(self, worker: WorkerLink, message: worker_pb2.WorkResponse) -> None:
         """Takes a message of one of its workers that is about it alone."""

@@ -267,7 +267,7 @@ class JobDispatcher:
         share.run.job.workers.extend(leg.worker.worker_id for leg in attempt.legs)
         self._attempts[attempt.id] = share.attempt = attempt
         share.run.begin_attempt(share)
-        attempt.start(now_s())
+        attempt.start()
 
     def _attempt_failed(self, attempt: Attempt, fault: Fault) -> None:
         share, run = attempt.share, attempt.run

@@ -115,9 +115,10 @@ class Ledger:
         """How many attempts are charged."""
         return len(self._entries)
 
-    def report(self, load: worker_pb2.Load, now_s: float) -> None:
-        """Takes a report that came at `now_s`, by the ledger's clock."""
+    def report(self, load: worker_pb2.Load) -> None:
+        """Takes a report that came now."""
         self._load, self._room = load, None
+        now_s = self._clock()
         self._returned = Charge()
         received = []
         for entry in self._entries.values():
@@ -130,9 +131,9 @@ class Ledger:
             entry.computed_tokens = max(0, min(computed, entry.charge.prefill_tokens))
             computed -= entry.computed_tokens
 
-    def charge(self, attempt_id: bytes, charge: Charge, now_s: float) -> None:
+    def charge(self, attempt_id: bytes, charge: Charge) -> None:
         """Counts an attempt submitted now."""
-        self._entries[attempt_id] = _Entry(charge, now_s)
+        self._entries[attempt_id] = _Entry(charge, self._clock())
         self._changed()
 
     def sent(self, attempt_id: bytes) -> None:

@@ -57,10 +57,10 @@ class Leg:
             kind=SpanKind.CLIENT,
         )
 
-    def submit(self, now_s: float) -> None:
+    def submit(self) -> None:
         """Hands the worker its part, and charges it."""
         self.open = True
-        self.worker.ledger.charge(self._attempt_id, self._charge(), now_s)
+        self.worker.ledger.charge(self._attempt_id, self._charge())
         self.worker.send(worker_pb2.WorkRequest(submit=self._message()))
 
     def is_local(self, reason: LocalReason) -> None:

@@ -311,7 +311,7 @@ class WorkerLink:
     def _report(self, load: worker_pb2.Load) -> None:
         """A counter that moves is a sign of life; a long step is announced before it begins."""
         now_s = self._clock()
-        self.ledger.report(load, now_s)
+        self.ledger.report(load)
         self._complaints = {peer.agent_name: peer.cause for peer in load.peers if peer.cause}
         if load.progress != self.progress:
             self.progress = load.progress

@@ -111,7 +111,7 @@ async def test_a_submit_that_was_overtaken_shifts_no_count(worker: ScriptedWorke
     async with linked(worker.identity) as (link, owner):
         await owner.was_attached.wait()
         for attempt in (A, B):
-            link.ledger.charge(attempt, Charge(60), time.monotonic())
+            link.ledger.charge(attempt, Charge(60))
             link.send(submit(attempt))
         link.send(cancel(A))
         link.ledger.release(A)

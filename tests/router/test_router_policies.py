@@ -20,15 +20,29 @@ def load(**fields: float) -> worker_pb2.Load:
     return worker_pb2.Load(**(defaults | {"prefill_credit_tokens": 100} | fields))
 
 
-def submit(ledger: Ledger, name: bytes, charge: Charge, now_s: float) -> None:
+class Timed(Ledger):
+    """By a clock that stands still."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        super().__init__(lambda: self.now_s)
+
+
+def submit(ledger: Timed, name: bytes, charge: Charge, now_s: float) -> None:
     """Charged, and written to the worker at once."""
-    ledger.charge(name, charge, now_s)
+    ledger.now_s = now_s
+    ledger.charge(name, charge)
     ledger.sent(name)
 
 
+def report(ledger: Timed, load: worker_pb2.Load, now_s: float) -> None:
+    ledger.now_s = now_s
+    ledger.report(load)
+
+
 def test_a_burst_is_counted_before_the_next_report() -> None:
-    ledger = Ledger()
-    ledger.report(load(), 0.0)
+    ledger = Timed()
+    report(ledger, load(), 0.0)
     submit(ledger, A, Charge(60, 4, 1), 1.0)
     submit(ledger, B, Charge(60, 4, 1), 1.0)
     room = ledger.room()
@@ -37,9 +51,10 @@ def test_a_burst_is_counted_before_the_next_report() -> None:
 
 
 def test_a_report_is_not_counted_twice() -> None:
-    ledger = Ledger()
+    ledger = Timed()
     submit(ledger, A, Charge(60, 4, 1), 1.0)
-    ledger.report(
+    report(
+        ledger,
         load(
             submits=1,
             queued_prefill_tokens=60,
@@ -55,18 +70,18 @@ def test_a_report_is_not_counted_twice() -> None:
 
 
 def test_a_report_that_crossed_the_submit_does_not_hide_it() -> None:
-    ledger = Ledger()
+    ledger = Timed()
     submit(ledger, A, Charge(60), 1.0)
-    ledger.report(load(), 1.0 + 2 * REPORT_LAG_S)
+    report(ledger, load(), 1.0 + 2 * REPORT_LAG_S)
     assert ledger.room().prefill_credit_tokens == 40
 
 
 def test_a_report_has_prompts_that_were_received_and_slots_and_pages_a_moment_later() -> None:
-    ledger = Ledger()
+    ledger = Timed()
     for name in (A, B):
         submit(ledger, name, Charge(60, 4, 1), 1.0)
     queued = {"submits": 1, "queued_prefill_tokens": 60, "prefill_credit_tokens": 40}
-    ledger.report(load(**queued), 1.0 + REPORT_LAG_S / 2)
+    report(ledger, load(**queued), 1.0 + REPORT_LAG_S / 2)
     room = ledger.room()
     assert (room.queued_prefill_tokens, room.prefill_credit_tokens) == (120, -20)
     assert (room.running_sequences, room.free_pages) == (2, 92)
@@ -78,9 +93,9 @@ def test_a_report_has_prompts_that_were_received_and_slots_and_pages_a_moment_la
 
 
 def test_a_granted_slot_that_does_not_run_yet_is_taken() -> None:
-    ledger = Ledger()
+    ledger = Timed()
     submit(ledger, A, Charge(0, 4, 3), 1.0)
-    ledger.report(load(submits=1, running_sequences=0), 2.0)
+    report(ledger, load(submits=1, running_sequences=0), 2.0)
     assert ledger.room().free_sequences == 5
 
 
@@ -88,13 +103,13 @@ def test_a_granted_slot_that_does_not_run_yet_is_taken() -> None:
 def test_every_release_restores_the_estimate(known: bool) -> None:
     """Prefilled then released, or released alone, or twice: the room is what it was."""
     for prefilled in (False, True):
-        ledger = Ledger()
-        ledger.report(load(), 0.0)
+        ledger = Timed()
+        report(ledger, load(), 0.0)
         before = ledger.room()
         submit(ledger, A, Charge(60, 4, 2), 1.0)
         if known:
             taken = {"submits": 1, "queued_prefill_tokens": 60, "prefill_credit_tokens": 40}
-            ledger.report(load(**taken, running_sequences=2, free_pages=96), 2.0)
+            report(ledger, load(**taken, running_sequences=2, free_pages=96), 2.0)
         if prefilled:
             ledger.prefilled(A)
             ledger.prefilled(A)
@@ -107,38 +122,30 @@ def test_every_release_restores_the_estimate(known: bool) -> None:
 
 def test_a_submit_that_never_left_is_not_waited_for() -> None:
     """Its own Cancel overtook it: the worker counts the ones behind it from where it was."""
-    ledger = Ledger()
-    ledger.charge(A, Charge(60), 1.0)
+    ledger = Timed()
+    ledger.charge(A, Charge(60))
     ledger.release(A)
     submit(ledger, B, Charge(60), 1.0)
-    ledger.report(load(submits=1, queued_prefill_tokens=60, prefill_credit_tokens=40), 2.0)
+    report(ledger, load(submits=1, queued_prefill_tokens=60, prefill_credit_tokens=40), 2.0)
     assert ledger.room().queued_prefill_tokens == 60
 
 
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def test_the_head_is_the_oldest_prompt_and_what_a_report_says_is_computed_is_of_it() -> None:
-    clock = Clock()
-    ledger = Ledger(clock)
-    ledger.report(load(), 0.0)
+    ledger = Timed()
+    report(ledger, load(), 0.0)
     assert ledger.room().head_tokens == 0
-    for name, clock.now_s in ((A, 1.0), (B, 2.0)):
-        submit(ledger, name, Charge(60), clock.now_s)
-    clock.now_s = 3.0
+    submit(ledger, A, Charge(60), 1.0)
+    submit(ledger, B, Charge(60), 2.0)
+    ledger.now_s = 3.0
     assert ledger.room()[-3:] == (60, 0, 2.0)
-    ledger.report(load(submits=2, queued_prefill_tokens=80), 3.0)
+    report(ledger, load(submits=2, queued_prefill_tokens=80), 3.0)
     assert ledger.room()[-3:] == (60, 40, 2.0)
     assert ledger.room().queued_prefill_tokens == 80
-    clock.now_s = 4.0
+    ledger.now_s = 4.0
     ledger.prefilled(A)
     assert ledger.room().queued_prefill_tokens == 60, "what the report had of it is given back"
     assert ledger.room()[-3:] == (60, 0, 0.0), "the next one is begun now"
-    clock.now_s = 5.0
+    ledger.now_s = 5.0
     ledger.release(A)
     assert ledger.room()[-3:] == (60, 0, 1.0)
     ledger.release(B)
