@@ -18,6 +18,9 @@ MIN_RETRY_AFTER_S: Final = 0.5
 MAX_RETRY_AFTER_S: Final = 60.0
 DRAIN_WINDOW_S: Final = 10.0
 """Memory of the drain rate: long enough to span bursts, short enough to see a lost worker."""
+FORETOLD: Final = 20
+"""A few tokens that waited for a moment, behind something else, say little about a crowd of long
+prompts, which was refused for them."""
 AT_ONCE_S: Final = 1e-3
 """An entry that leaves this soon never waited."""
 
@@ -54,6 +57,8 @@ class DrainMeter:
     def __init__(self) -> None:
         self._tokens = 0.0
         self._busy_s = 0.0
+        self._seen_tokens = 0
+        """All that left; does not decay."""
 
     def backlog(self, duration_s: float) -> None:
         """Something waited during the last `duration_s`."""
@@ -64,11 +69,12 @@ class DrainMeter:
     def left(self, tokens: int) -> None:
         """These tokens had waited and left."""
         self._tokens += tokens
+        self._seen_tokens += tokens
 
-    def tokens_per_s(self, least_tokens: int) -> float:
-        """The rate; 0 while unknown, which it is from fewer tokens: a short prompt that left says
-        little about long ones."""
-        if not self._busy_s or self._tokens < least_tokens:
+    def tokens_per_s(self, next_tokens: int) -> float:
+        """The rate; 0 while unknown, as for a prompt that is `FORETOLD` times as long as all that
+        left so far, or more."""
+        if not self._busy_s or FORETOLD * self._seen_tokens <= next_tokens:
             return 0.0
         return self._tokens / self._busy_s
 
