@@ -224,9 +224,7 @@ class StepLoop:
         scheduler, blocks = self._scheduler, self._scheduler.blocks
         decodes = scheduler.slots.num_used
         piece = scheduler.step_tokens - decodes
-        # Where the others' pace suffers by their own number, more of them would be late for longer.
-        hurries = decodes and self._pieces.has_room
-        late_tokens = scheduler.late.steps(decodes) * piece if hurries else 0
+        late_tokens = scheduler.late.steps(decodes) * piece if decodes else 0
         self.load = EngineLoad(
             progress=self._progress,
             queued_prefill_tokens=scheduler.queued_prefill_tokens(),

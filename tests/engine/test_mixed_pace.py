@@ -251,14 +251,3 @@ def test_the_step_loop_keeps_the_pace() -> None:
     found = [piece for piece in pieces if piece]
     assert found[0] == 128
     assert sorted(found[4:-1])[len(found) // 2] == LEAST_TOKENS, found
-
-
-@pytest.mark.parametrize(("step_s", "hurries"), [(0.06, True), (0.01, False)])
-def test_nobody_is_hurried_where_a_step_is_slow_by_its_sequences_alone(
-    step_s: float, hurries: bool
-) -> None:
-    loop, executor = running_loop(PiecesTakeTime(), mixed_step_s=step_s, mixed_late_share=0.01)
-    submit(loop, 0, output=200)
-    wait_until(lambda: len(executor.plans) > 8)
-    assert (loop.load.late_prefill_tokens > 0) is hurries, "routers know"
-    loop.stop()
