@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from baton.inference.v1 import inference_pb2 as api
 from baton.worker.v1 import worker_pb2
 from router import errors
@@ -264,7 +266,7 @@ def _check_output(found: Violations, output: api.OutputOptions) -> None:
 
 def check_ids(found: Violations, path: str, ids: Sequence[int], vocab_size: int) -> None:
     """Ids outside a vocabulary."""
-    if not ids or max(ids) < vocab_size:
+    if not ids or np.max(np.asarray(ids)) < vocab_size:
         return
     outside = [index for index, token_id in enumerate(ids) if token_id >= vocab_size]
     for index in outside[:_MAX_REPORTED_IDS]:
