@@ -58,8 +58,8 @@ class PageWatch(Protocol):
     damaged: int
     """Pages found written while they were free: must stay 0."""
 
-    def freed(self, page: int) -> None:
-        """The page is FREE from now on."""
+    def freed(self, pages: PageIds) -> None:
+        """The pages are FREE from now on."""
         return
 
     def allocated(self, pages: PageIds) -> None:
@@ -156,8 +156,7 @@ class BlockManager:
             evicted = min(-(-count // 4), most_free - self._free, self.evictable)
             if evicted <= 0:
                 break
-            for _ in range(evicted):
-                self._evict()
+            self._evict(evicted)
         return self._take(run if run is not None else self._out_of_runs(count, longest=True))
 
     def allocate_apart(self, count: int) -> PageIds:
@@ -169,8 +168,7 @@ class BlockManager:
         if not count:  # As for most prompts: it takes no look at the pool.
             return np.empty(0, np.int32)
         self._check_available(count)
-        while self._free < count:
-            self._evict()
+        self._evict(max(0, count - self._free))
         return self._take(self._out_of_runs(count, longest=False))
 
     def _check_available(self, count: int) -> None:
@@ -213,12 +211,13 @@ class BlockManager:
         pages: PageIds = (np.repeat(firsts, taken) + offsets).astype(np.int32)
         return pages
 
-    def _evict(self) -> None:
-        page = self._evictable.pop()
-        key, _ = self._key_of.pop(page)
-        del self._by_key[key]
-        self._make_free(page)
-        self._emit(CacheEventKind.EVICTED, key, page)
+    def _evict(self, count: int) -> None:
+        pages = [self._evictable.pop() for _ in range(count)]
+        for page in pages:
+            key, _ = self._key_of.pop(page)
+            del self._by_key[key]
+            self._emit(CacheEventKind.EVICTED, key, page)
+        self._make_free(pages)
 
     def share(self, pages: PageIds) -> None:
         """One more holder for pages that are held already."""
@@ -227,23 +226,26 @@ class BlockManager:
     def release(self, pages: PageIds) -> None:
         """One holder fewer. Give pages in sequence order: the tail is evicted first."""
         self._refcount[pages] -= 1
-        for page in pages[self._refcount[pages] == 0][::-1].tolist():
-            if self._last_writer[page] > self._settled_step:
-                self._settling.append(page)
+        left = pages[self._refcount[pages] == 0][::-1]
+        written = self._last_writer[left] > self._settled_step
+        self._settling.extend(left[written].tolist())
+        self._retire(left[~written].tolist())
+
+    def _retire(self, pages: list[int]) -> None:
+        unkeyed = []
+        for page in pages:
+            keyed = self._key_of.get(page)
+            if keyed is None:
+                unkeyed.append(page)
             else:
-                self._retire(page)
+                self._evictable.add(page, keyed[1])
+        self._make_free(unkeyed)
 
-    def _retire(self, page: int) -> None:
-        keyed = self._key_of.get(page)
-        if keyed is None:
-            self._make_free(page)
-        else:
-            self._evictable.add(page, keyed[1])
-
-    def _make_free(self, page: int) -> None:
-        self._watch.freed(page)
-        self._is_free[page] = True
-        self._free += 1
+    def _make_free(self, pages: list[int]) -> None:
+        freed = np.array(pages, np.int32)
+        self._watch.freed(freed)
+        self._is_free[freed] = True
+        self._free += freed.size
 
     # -- the last-writer rule -----------------------------------------------------------------
 
@@ -256,11 +258,10 @@ class BlockManager:
         self._settled_step = step
         if not self._settling:
             return
-        waiting = [p for p in self._settling if self._last_writer[p] > step]
-        done = [p for p in self._settling if self._last_writer[p] <= step]
-        self._settling = waiting
-        for page in done:
-            self._retire(page)
+        settling = np.array(self._settling)
+        written = self._last_writer[settling] > step
+        self._settling = settling[written].tolist()
+        self._retire(settling[~written].tolist())
 
     # -- the prefix cache ---------------------------------------------------------------------
 

@@ -39,9 +39,10 @@ class PagePoison:
         self.damaged = 0
         self._fill(torch.arange(SCRATCH_PAGE + 1, len(self._pages)))
 
-    def freed(self, page: int) -> None:
+    def freed(self, pages: PageIds) -> None:
         """See `PageWatch`."""
-        self._fill(torch.tensor([page]))
+        if len(pages):
+            self._fill(torch.from_numpy(pages).long())
 
     def allocated(self, pages: PageIds) -> None:
         """See `PageWatch`."""
