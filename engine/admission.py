@@ -24,7 +24,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.prefix import page_keys
+from engine.prefix import prompt_keys
 from engine.scheduler import Scheduler
 from engine.sequences import Job, PrefillTask, RequestState, Sequence
 from engine.slots import SlotState
@@ -88,7 +88,8 @@ def _readmit(scheduler: Scheduler, sequence: Sequence) -> bool:
     if scheduler.slots.num_free == 0 or wanted > scheduler.blocks.available - reserve:
         return False
     scheduler.preempted.remove(sequence)
-    keys = _keys(scheduler, sequence.job.request, tokens, [])
+    job = sequence.job
+    keys = prompt_keys(scheduler.config, job.request, tokens, job.keys)
     _start_prefill(scheduler, [sequence], tokens, keys)
     return True
 
@@ -100,7 +101,7 @@ def _try_admit(scheduler: Scheduler, job: Job) -> bool:
     num_sequences = request.choices if request.mode is not Mode.PREFILL else 1
     outputs = job.initial_outputs
     tokens = np.concatenate([request.prompt_ids, outputs[0]])
-    job.keys = _keys(scheduler, request, tokens, job.keys)
+    job.keys = prompt_keys(scheduler.config, request, tokens, job.keys)
     pages = -(-len(tokens) // scheduler.config.page_size)
     spare = num_sequences - 1 if len(tokens) % scheduler.config.page_size else 0
     growth = 0 if request.mode is Mode.PREFILL else _growth(scheduler, request, pages)
@@ -148,19 +149,6 @@ def _admit_resumed(scheduler: Scheduler, job: Job) -> None:
     del job.keys[len(job.request.prompt_ids) // scheduler.config.page_size :]
     job.state = RequestState.ACTIVE
     scheduler.preempted.extend(job.sequences)
-
-
-def _keys(
-    scheduler: Scheduler, request: Request, tokens: NDArray[np.int32], known: list[bytes]
-) -> list[bytes]:
-    """Keys that may be looked up: at least one token is left to compute."""
-    if not scheduler.config.prefix_cache or request.prompt_logprobs:
-        return []
-    limit = (len(tokens) - 1) // scheduler.config.page_size
-    if len(known) == limit:
-        return known
-    size = scheduler.config.page_size
-    return page_keys(tokens[: limit * size], size, request.cache_salt)
 
 
 def _reserve(scheduler: Scheduler, job: Job, tokens: NDArray[np.int32]) -> None:

@@ -97,7 +97,7 @@ class Engine:
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Takes a request on. One that cannot be run is answered with RequestFailed."""
-        self._loop.post(lambda scheduler: scheduler.submit(request, sink))
+        self._loop.submit(request, sink)
 
     def deliver(self, request_id: bytes, records: Sequence[TokenRecord]) -> None:
         """RECEIVE: the KV of the whole prompt is in the reserved pages.

@@ -36,6 +36,10 @@ class LateBudget:
         self._since_long = SHORT_STEPS
         """Steps."""
 
+    def suffices(self, decodes: int) -> bool:
+        """Whether it will allow long steps with so many, now or later."""
+        return 0 < decodes <= self._most
+
     def steps(self, decodes: int) -> int:
         """How many long steps in which so many sequences decode, at least one, it allows now."""
         return int(self._left / decodes)

@@ -85,6 +85,11 @@ class MixedPace:
         piece = min(self._fitting(token_s), self._room_s / token_s)
         return max(1.0, piece / (self._alone_s + piece * token_s))
 
+    @property
+    def has_room(self) -> bool:
+        """Whether those who decode now leave a piece any time within their pace."""
+        return self._room_s > 0
+
     def settled(self, plan: StepPlan, step_s: float) -> None:
         """A step is done, and took so long on the device."""
         piece, decodes = plan.num_tokens - plan.num_decodes, plan.num_decodes

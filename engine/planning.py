@@ -121,10 +121,12 @@ def _cut_chunks(scheduler: Scheduler, rows: Slots) -> tuple[list[ChunkPlan], lis
     config = scheduler.config
     budget = scheduler.step_tokens - rows.size
     full_step_tokens = config.full_step_tokens
+    whole_only = False
     if scheduler.is_hurried(rows.size):
         full_step_tokens = budget
     elif rows.size:
         budget = min(budget, scheduler.mixed_tokens)
+        whole_only = scheduler.awaits_long_step(rows.size)
     else:
         budget = min(budget, config.alone_prefill_tokens)
     chunks: list[ChunkPlan] = []
@@ -133,6 +135,8 @@ def _cut_chunks(scheduler: Scheduler, rows: Slots) -> tuple[list[ChunkPlan], lis
     for task in scheduler.prefills:
         end = min(len(task.token_ids), task.cursor + budget)
         last = end == len(task.token_ids)
+        if not last and whole_only:
+            break
         if not last:
             end -= end % config.page_size
         if end <= task.cursor:

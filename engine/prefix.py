@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from engine.types import TokenIds
+from engine.bounds import SchedulerConfig
+from engine.types import Request, TokenIds
 
 
 def page_keys(
@@ -27,3 +28,17 @@ def page_keys(
         parent = hashlib.sha256(parent + data[start : start + size]).digest()
         keys.append(parent)
     return keys
+
+
+def prompt_keys(
+    config: SchedulerConfig, request: Request, tokens: TokenIds, known: Sequence[bytes] = ()
+) -> list[bytes]:
+    """Keys of the pages of `tokens`, a request's prompt and what follows it, that may be looked up
+    before they are computed: at least one token is left to compute. `known` as for `page_keys`."""
+    if not config.prefix_cache or request.prompt_logprobs:
+        return []
+    complete = (len(tokens) - 1) // config.page_size
+    if len(known) >= complete:  # As at most turns of a request that waits.
+        return list(known[:complete])
+    tokens = tokens[: complete * config.page_size]
+    return page_keys(tokens, config.page_size, request.cache_salt, known)

@@ -19,6 +19,7 @@ did; planning runs one step ahead of settling.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 import numpy as np
@@ -81,6 +82,8 @@ class Scheduler:
         """Most new tokens in a step now: fewer after one that lacked memory."""
         self.mixed_tokens = config.mixed_prefill_tokens
         """Most prompt tokens in a step that decodes, too, now: set by `engine.mixed_pace`."""
+        self.mixed_has_room = True
+        """Whether those who decode leave such a piece any time within their pace: set with it."""
         self.late = LateBudget(config.mixed_late_share)
         self.failed_steps = 0
         """In a row; set by `engine.recovery`."""
@@ -98,9 +101,9 @@ class Scheduler:
 
     # -- intake ---------------------------------------------------------------------------------
 
-    def submit(self, request: Request, sink: Sink) -> None:
-        """A new request."""
-        job = Job(request, sink, self._arrivals)
+    def submit(self, request: Request, sink: Sink, keys: Iterable[bytes] = ()) -> None:
+        """A new request, of whose prompt these keys are known, from the first on."""
+        job = Job(request, sink, self._arrivals, keys=list(keys))
         self._arrivals += 1
         if request.id in self.jobs:
             self.emit(job.sink, RequestFailed(request.id, FailureReason.INTERNAL))
@@ -390,13 +393,22 @@ class Scheduler:
             if not task.leader.job.joined and task.leader.job.request.mode is not Mode.PREFILL
         )
 
+    def awaits_long_step(self, decodes: int) -> bool:
+        """Whether the next step, which decodes so many, is to begin no prompt that it does not end,
+        unless it is a long one: the batch breaks its pace by itself, and each of many pieces would
+        make a token of every sequence late, where a long step makes one. The budget grows by a
+        share of a token for each, so what is waited for comes after some 1 / share steps."""
+        return not self.mixed_has_room and self.late.suffices(decodes)
+
     def is_hurried(self, decodes: int) -> bool:
-        """Whether the next step, which decodes so many, may be a long one: somebody is urgent. Who
-        was in the batch already, and is computed again, has had a first token."""
+        """Whether the next step, which decodes so many, may be a long one: somebody is urgent, or
+        nothing else would do. Who was in the batch already, and is computed again, has had a first
+        token and is not urgent."""
         self._urgent = [
             job for job in self._urgent if not job.joined and self.jobs.get(job.request.id) is job
         ]
-        return bool(self._urgent) and decodes > 0 and self.late.allows(decodes)
+        wanted = bool(self._urgent) or self.awaits_long_step(decodes)
+        return wanted and decodes > 0 and self.late.allows(decodes)
 
     def check_invariants(self) -> None:
         """Raises AssertionError where pages, slots and requests disagree."""

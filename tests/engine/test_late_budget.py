@@ -119,6 +119,52 @@ def test_when_it_is_spent_they_go_on_in_short_pieces() -> None:
     assert pieces(bench)[:2] == [60, MIXED]
 
 
+def crowded(**options) -> Bench:
+    """As `decoding`, where the three break their pace by themselves."""
+    bench = decoding(**options)
+    bench.scheduler.mixed_has_room = False
+    return bench
+
+
+def test_where_no_piece_keeps_the_pace_long_steps_are_for_everybody() -> None:
+    bench = crowded(late_share=SHARE)
+    bench.submit(prompt_of(random.Random(7), 40), 1)
+    bench.submit(prompt_of(random.Random(8), 60), 1)
+    assert pieces(bench) == [60, 40]
+
+
+def test_where_no_piece_keeps_the_pace_the_budget_is_waited_for() -> None:
+    """In pieces the prompt would make many more tokens late than it saves them."""
+    bench = crowded(late_share=0.05)
+    spent = bench.scheduler.late.steps(1)
+    bench.scheduler.late.planned(spent, is_long=True)
+    bench.submit(prompt_of(random.Random(8), 60), 1)
+    begun = 0
+    while not bench.scheduler.late.steps(3):
+        plan = planned(bench)
+        assert plan.num_tokens == plan.num_decodes
+        settle_step(bench.scheduler, plan, bench.device.launch(plan).result())
+        begun += 1
+    assert begun == pytest.approx(1 / 0.05, abs=1)
+    assert pieces(bench) == [60]
+
+
+def test_where_no_piece_keeps_the_pace_a_short_prompt_is_no_worse_than_a_long_step() -> None:
+    bench = crowded(late_share=SHARE)
+    bench.scheduler.late.planned(30, is_long=True)
+    bench.submit(prompt_of(random.Random(8), MIXED), 1)
+    bench.submit(prompt_of(random.Random(9), MIXED + 1), 1)
+    assert pieces(bench) == [MIXED], "the other one, once nobody decodes"
+    assert not bench.scheduler.jobs
+
+
+@pytest.mark.parametrize("share", [0.0, 2 / WINDOW_TOKENS])
+def test_a_budget_that_will_never_do_is_not_waited_for(share: float) -> None:
+    bench = crowded(late_share=share)
+    bench.submit(prompt_of(random.Random(8), 60), 1)
+    assert max(pieces(bench)) == MIXED
+
+
 def test_a_step_is_long_by_the_pace_of_the_moment() -> None:
     """Also where pieces may be as long as a step, as with workers of both roles."""
     bench = decoding(late_share=SHARE / 9, mixed=STEP)

@@ -251,3 +251,17 @@ def test_the_step_loop_keeps_the_pace() -> None:
     found = [piece for piece in pieces if piece]
     assert found[0] == 128
     assert sorted(found[4:-1])[len(found) // 2] == LEAST_TOKENS, found
+
+
+@pytest.mark.parametrize(("step_s", "has_room"), [(0.06, True), (0.01, False)])
+def test_the_step_loop_tells_the_scheduler_whether_there_is_room(
+    step_s: float, has_room: bool
+) -> None:
+    """Where there is none a prompt is computed in a long step, urgent or not."""
+    loop, executor = running_loop(PiecesTakeTime(), mixed_step_s=step_s, mixed_late_share=0.01)
+    submit(loop, 0, output=200)
+    wait_until(lambda: len(executor.plans) > 8)
+    submit(loop, 1, prompt=180)
+    wait_until(lambda: sum(plan.num_tokens - plan.num_decodes for plan in executor.plans) >= 185)
+    assert any(plan.is_long for plan in executor.plans) is not has_room
+    loop.stop()
