@@ -176,8 +176,9 @@ class WorkerSettings(BaseSettings):
     take."""
     mixed_late_share: float = Field(default=0, ge=0, le=0.5)
     """Share of all tokens that may come late, behind steps of `max_step_tokens` that compute an
-    urgent prompt (the router's `urgent_factor`), where routers weigh queues (`local_prefill`).
-    Half a percent is much where a p99 of the time between tokens has to hold. 0: none."""
+    urgent prompt (the router's `urgent_factor`), where routers weigh queues (`local_prefill`), or
+    any where a step takes longer than `mixed_step_ms` without one. Half a percent is much where a
+    p99 of the time between tokens has to hold. 0: none."""
     max_context_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)
     """Longest prompt and output together. 0: the model's own limit."""
     scheduling: Literal["fcfs", "priority", "shortest", "fair"] = "fcfs"

@@ -34,7 +34,7 @@ class SchedulerConfig:
     """How long a step may take that decodes and computes prompts, whose pieces get shorter for it;
     0: no matter."""
     mixed_late_share: float = 0.0
-    """Of all tokens, those that may come late behind a step that computes an urgent prompt."""
+    """Of all tokens, those that may come late behind a long step (`engine.late_budget`)."""
     max_passed_over: int = 16
     """How often smaller requests may be admitted before one that does not fit yet."""
     prefix_cache: bool = True

@@ -50,7 +50,8 @@ class EngineConfig:
     `engine.mixed_pace`."""
     mixed_late_share: float = 0.0
     """Of all tokens, those that may come late, in [0, 1]: beside sequences that decode, urgent
-    prompts are computed in steps of `max_step_tokens` for it. See `engine.late_budget`."""
+    prompts, or all where those take longer than `mixed_step_s` by themselves, are computed in
+    steps of `max_step_tokens` for it. See `engine.late_budget`."""
     full_step_tokens: int = 0
     """Prompt tokens that keep the device busy: a prompt that would make a step longer than that
     waits for the next one, as long as it is not the step's first; 0: as `max_step_tokens`."""

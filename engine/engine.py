@@ -147,16 +147,13 @@ def _resolve(config: EngineConfig) -> EngineConfig:
             f" plus page_size {config.page_size}"
         )
     mixed_tokens = config.mixed_prefill_tokens or step_tokens
-    if mixed_tokens < config.page_size:
-        raise EngineError(
-            f"mixed_prefill_tokens {mixed_tokens} must be at least page_size {config.page_size}:"
-            " prompts are computed in whole pages"
-        )
     alone_tokens = config.alone_prefill_tokens or step_tokens
-    if alone_tokens < config.page_size:
-        raise EngineError(
-            f"alone_prefill_tokens {alone_tokens} must be at least page_size {config.page_size}"
-        )
+    for name, tokens in (("mixed", mixed_tokens), ("alone", alone_tokens)):
+        if tokens < config.page_size:
+            raise EngineError(
+                f"{name}_prefill_tokens {tokens} must be at least page_size {config.page_size}:"
+                " prompts are computed in whole pages"
+            )
     return replace(
         config,
         device=device,

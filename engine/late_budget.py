@@ -1,12 +1,13 @@
-"""How many tokens may yet come late, so that urgent prompts are computed in long steps.
+"""How many tokens may yet come late, so that prompts are computed in long steps.
 
 Beside sequences that decode, prompts are computed in pieces so short that the others' pace hardly
 suffers. A prompt that came in a burst waits the longer for that. Bounds on the time between tokens
 are percentiles, though: a small share may come late. That share is a budget here. Every decoded
 token earns its part; a step with more of a prompt than the pace allows costs one token for each
 sequence that decodes in it, and is made only while the budget lasts, for prompts that were
-submitted as urgent. SHORT_STEPS of others come between two: the one behind it is launched as it
-begins, so who is delivered during it joins the second, and would wait for both.
+submitted as urgent, and for all where the batch keeps no pace by itself: each of their pieces
+would make as many tokens late. SHORT_STEPS of others come between two: the one behind it is
+launched as it begins, so who is delivered during it joins the second, and would wait for both.
 
 What is not spent of WINDOW_TOKENS is kept, and no more: among any n tokens at most
 
