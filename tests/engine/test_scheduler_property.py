@@ -15,7 +15,7 @@ from engine.bounds import SchedulerConfig
 from engine.eviction import EVICTION_POLICIES
 from engine.planning import plan_step
 from engine.policies import POLICIES
-from engine.prefix import page_keys
+from engine.prefix import page_keys, prompt_keys
 from engine.recovery import MAX_FAILED_STEPS, MAX_SHRINKS, is_lost, recover
 from engine.sampling import Sampler
 from engine.scheduler import Scheduler
@@ -119,7 +119,9 @@ class Bench:
             **more,
         )
         self.requests[request_id] = request
-        self.scheduler.submit(request, self.sink)
+        keys = prompt_keys(self.scheduler.config, request, request.prompt_ids)
+        # All, none or some of them may be known before.
+        self.scheduler.submit(request, self.sink, keys[: len(self.requests) % 3 * len(keys) // 2])
         return request_id
 
     def turn(self):
@@ -544,6 +546,7 @@ def test_random_operations_keep_every_promise(seed, lacks_memory):
         **hurries(rng),
     )
     cancelled, delivered = set(), set()
+    room = rng.choice([0.0, 0.5, 1.0])
     for _ in range(150):
         action = rng.random()
         if action < 0.25:
@@ -565,6 +568,7 @@ def test_random_operations_keep_every_promise(seed, lacks_memory):
             settle_transfers(bench, rng, cancelled, delivered)
         elif action < 0.6 and lacks_memory:
             bench.device.fail_next = torch.OutOfMemoryError()
+        bench.scheduler.mixed_has_room = rng.random() < room
         bench.turn()
         assert bench.scheduler.late._left >= 0
     for _ in range(300):
