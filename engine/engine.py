@@ -41,7 +41,7 @@ class EngineError(Exception):
 
 
 class Engine:
-    """Runs requests. Every method may be called from any thread and returns at once.
+    """Runs requests. Every method may be called from any thread and waits for no step.
 
     What happens to a request is told to the sink it was submitted with (`engine.types`).
     """

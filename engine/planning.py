@@ -135,9 +135,9 @@ def _cut_chunks(scheduler: Scheduler, rows: Slots) -> tuple[list[ChunkPlan], lis
     for task in scheduler.prefills:
         end = min(len(task.token_ids), task.cursor + budget)
         last = end == len(task.token_ids)
-        if not last and whole_only:
-            break
         if not last:
+            if whole_only:
+                break
             end -= end % config.page_size
         if end <= task.cursor:
             break
