@@ -38,7 +38,6 @@ def prompt_keys(
     if not config.prefix_cache or request.prompt_logprobs:
         return []
     complete = (len(tokens) - 1) // config.page_size
-    if len(known) >= complete:  # As at most turns of a request that waits.
+    if len(known) >= complete:  # As in most turns of a request that waits.
         return list(known[:complete])
-    tokens = tokens[: complete * config.page_size]
-    return page_keys(tokens, config.page_size, request.cache_salt, known)
+    return page_keys(tokens[:-1], config.page_size, request.cache_salt, known)
