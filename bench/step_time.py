@@ -1,14 +1,13 @@
 """What a step takes on a GPU: decode rows, and beside them a piece of a prompt.
 
 python -m bench.step_time [--rows 4 40 64] [--context 1100] [--pieces 0 192] [--behind 0 4000 7800]
-                          [--repeats 20] [--model FOLDER] [--no-graphs] [--programs 512]
-                          [--profile] [--json FILE]
+                          [--repeats 20] [--model FOLDER] [--no-graphs] [--profile]
+                          [--json FILE]
 
 A table, in ms: the median step of `rows` rows of `context` tokens each, alone and with `pieces`
 tokens of one prompt of which `behind` tokens are computed, and how long the host is busy launching
 it (`--no-graphs`: kernel by kernel). Dummy weights, random KV, greedy; each step is launched while
-the one before it runs, as the step loop does. `--programs`: into how many the attention of decode
-rows is to fall (`engine.cuda.decode_attention`). `--profile` adds the kernels of the last step.
+the one before it runs, as the step loop does. `--profile` adds the kernels of the last step.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -27,7 +26,6 @@ import torch
 from bench.engine import SHAPE
 from engine.attention import choose_backend
 from engine.attention.paged import PagedAttention
-from engine.cuda import decode_attention
 from engine.cuda.executor import CudaExecutor
 from engine.executor import Limits
 from engine.kv_pool import KvPool
@@ -134,7 +132,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", default=str(SHAPE))
     parser.add_argument("--attention", default="fa3")
     parser.add_argument("--no-graphs", action="store_true")
-    parser.add_argument("--programs", type=int, default=decode_attention.PROGRAMS_WANTED)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -146,7 +143,6 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Times every step that is asked for."""
     arguments = parse()
-    decode_attention.PROGRAMS_WANTED = arguments.programs
     most_tokens = (
         max(arguments.rows) * arguments.context + max(arguments.behind) + max(arguments.pieces)
     )

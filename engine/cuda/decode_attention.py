@@ -1,15 +1,18 @@
 """Attention of decode rows over the paged pool: one new token a row, split along the context.
 
-Flash decoding (Dao et al. 2023) for pages: a program takes one KV head of one row, and of its
-context one of `splits` equal parts; all query heads of the KV head share the loads. A second
-kernel merges the parts. Where a part begins depends on the row's own length and on the batch's
-bucket, on nothing else: a row's result is the same whatever the other rows hold.
+Flash decoding (Dao et al. 2023) for pages: a program takes one KV head of one row and a part of its
+context; all query heads of the KV head share the loads. A second kernel merges the parts. Long
+contexts fall into more parts than short ones, so that none keeps the device waiting for one row.
+Where a part begins depends on the row's own length and on the batch's bucket, on nothing else: a
+row's result is the same whatever the other rows hold.
 
 Bounded by memory: every byte of K and V is read once.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,15 +24,30 @@ from engine.kv_pool import KvPool
 
 BLOCK_TOKENS = 64
 PROGRAMS_WANTED = 512
-"""About four for each of a Hopper's 132 processors; twice as many were slower at 32 rows."""
-MAX_SPLITS = 32
+"""Of few rows: about four for each of a Hopper's 132 processors."""
+MOST_PARTS_OF_FEW = 32
+MOST_PROGRAMS = 4096
+"""Of many rows, whose lengths differ: so many that none is waited for. Those that find no part of
+their row left return at once."""
+MOST_PARTS_OF_MANY = 16
+LONGEST_PART = 1024
+"""Tokens that a part need not have more of. Of many rows it has one or more for each row and KV
+head: the more of them keep the device busy, the less a part is worth what it takes to begin it."""
 WARPS = 2
+MERGE_WARPS = 1
 STAGES = 3
 MIN_GROUP = 16
 """Rows of the smallest matrix product: query heads of a KV head are padded to it."""
 
 
-@triton.jit(do_not_specialize=["table_width", "window"])
+@triton.jit
+def _share_of(tokens, splits, least, block: tl.constexpr):
+    """Tokens of a part: all parts of a row but the last have as many."""
+    parts = tl.minimum(tl.maximum(tokens // least, 1), splits)
+    return tl.cdiv(tl.cdiv(tokens, parts), block) * block
+
+
+@triton.jit(do_not_specialize=["table_width", "window", "splits", "least"])
 def _attend_part(
     q,
     pool,
@@ -37,7 +55,6 @@ def _attend_part(
     page_table,
     partial,
     sums,
-    out,
     scale,
     page_stride,
     head_stride,
@@ -45,7 +62,8 @@ def _attend_part(
     table_width,
     q_row_stride,
     window,
-    splits: tl.constexpr,
+    splits,
+    least,
     group: tl.constexpr,
     padded_group: tl.constexpr,
     dim: tl.constexpr,
@@ -56,8 +74,10 @@ def _attend_part(
     kv_heads = tl.num_programs(1)
     context = tl.load(contexts + row)
     first = tl.maximum(context - window, 0) // block * block
-    share = tl.cdiv(tl.cdiv(context - first, splits), block) * block
+    share = _share_of(context - first, splits, least, block)
     begin = first + part * share
+    if begin >= context:
+        return
     end = tl.minimum(begin + share, context)
     heads = tl.arange(0, padded_group)
     at = tl.arange(0, dim)
@@ -85,34 +105,59 @@ def _attend_part(
         total = total * kept + tl.sum(weights, axis=1)
         acc = tl.dot(weights.to(v.dtype), v, acc * kept[:, None])
         most = now
-    if splits == 1:
-        out_at = (row * kv_heads * group + kv_head * group + heads[:, None]) * dim + at[None, :]
-        tl.store(out + out_at, acc / total[:, None], mask=real)
-    else:
-        place = ((row * kv_heads + kv_head) * splits + part) * group + heads
-        tl.store(partial + place[:, None] * dim + at[None, :], acc, mask=real)
-        tl.store(sums + place * 2, most, mask=heads < group)
-        tl.store(sums + place * 2 + 1, total, mask=heads < group)
+    place = ((row * kv_heads + kv_head) * splits + part) * group + heads
+    tl.store(partial + place[:, None] * dim + at[None, :], acc, mask=real)
+    tl.store(sums + place * 2, most, mask=heads < group)
+    tl.store(sums + place * 2 + 1, total, mask=heads < group)
 
 
-@triton.jit
-def _merge_parts(partial, sums, out, splits: tl.constexpr, group: tl.constexpr, dim: tl.constexpr):
-    kv_head, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    parts = tl.arange(0, splits)
+@triton.jit(do_not_specialize=["window", "splits", "least"])
+def _merge_parts(
+    partial,
+    sums,
+    contexts,
+    out,
+    window,
+    splits,
+    least,
+    kv_heads: tl.constexpr,
+    padded_splits: tl.constexpr,
+    group: tl.constexpr,
+    dim: tl.constexpr,
+    block: tl.constexpr,
+):
+    kv_head, head = tl.program_id(0), tl.program_id(1)
+    context = tl.load(contexts + kv_head // kv_heads)
+    tokens = context - tl.maximum(context - window, 0) // block * block
+    parts = tl.arange(0, padded_splits)
+    there = parts < tl.cdiv(tokens, _share_of(tokens, splits, least, block))
     at = tl.arange(0, dim)
-    place = (kv_head * splits + parts) * group + head
-    most = tl.load(sums + place * 2)
-    total = tl.load(sums + place * 2 + 1)
+    place = (kv_head.to(tl.int64) * splits + parts) * group + head
+    most = tl.load(sums + place * 2, mask=there, other=float("-inf"))
+    total = tl.load(sums + place * 2 + 1, mask=there, other=0.0)
     weight = tl.exp2(most - tl.max(most, axis=0))
-    acc = tl.load(partial + place[:, None] * dim + at[None, :])
+    acc = tl.load(partial + place[:, None] * dim + at[None, :], mask=there[:, None], other=0.0)
     merged = tl.sum(acc * weight[:, None], axis=0) / tl.sum(total * weight, axis=0)
     tl.store(out + (kv_head * group + head) * dim + at, merged)
 
 
-def num_splits(rows: int, kv_heads: int) -> int:
-    """A power of two that gives about `PROGRAMS_WANTED` programs."""
-    wanted = max(1, PROGRAMS_WANTED // (rows * kv_heads))
-    return min(MAX_SPLITS, 1 << (wanted.bit_length() - 1))
+class Parts(NamedTuple):
+    """How contexts are cut."""
+
+    most: int
+    """Parts of a row."""
+    least_tokens: int
+    """Of a part, if the row has as many."""
+
+
+def parts_of(rows: int, kv_heads: int) -> Parts:
+    """How the contexts of a batch are cut."""
+    items = rows * kv_heads
+    wanted = PROGRAMS_WANTED // items
+    if wanted >= MOST_PARTS_OF_FEW // 4:
+        return Parts(min(wanted, MOST_PARTS_OF_FEW), BLOCK_TOKENS)
+    most = min(max(1, MOST_PROGRAMS // items), MOST_PARTS_OF_MANY)
+    return Parts(most, min(max(BLOCK_TOKENS, items), LONGEST_PART))
 
 
 def decode_attention(
@@ -122,7 +167,7 @@ def decode_attention(
     contexts: Tensor,
     page_table: Tensor,
     window: int | None,
-    splits: int = 0,
+    parts: Parts | None = None,
 ) -> Tensor:
     """Attends from the last position of each row.
 
@@ -133,38 +178,39 @@ def decode_attention(
         contexts: [B] int32, positions of each row, at least 1.
         page_table: [B, P] int32.
         window: positions seen, the row's own included; None: all.
-        splits: parts of a row's context, a power of two; 0: what `num_splits` says.
+        parts: how to cut the contexts; None: as `parts_of` says.
 
     Returns:
         [B, Hq, D]
     """
     rows, heads, dim = q.shape
     kv_heads = pool.tensor.shape[1]
-    splits = splits or num_splits(rows, kv_heads)
+    most, least = parts or parts_of(rows, kv_heads)
     group = heads // kv_heads
     strides = pool.tensor.stride()
+    seen = 1 << 30 if window is None else window
     out = q.new_empty(rows, heads, dim)
-    parts = rows * kv_heads * splits * group if splits > 1 else 0
-    partial = torch.empty(parts, dim, dtype=torch.float32, device=q.device)
-    sums = torch.empty(parts, 2, dtype=torch.float32, device=q.device)
+    places = rows * heads * most
+    partial = torch.empty(places, dim, dtype=torch.float32, device=q.device)
+    sums = torch.empty(places, 2, dtype=torch.float32, device=q.device)
     launch(
         _attend_part,
-        (rows, kv_heads, splits),
+        (rows, kv_heads, most),
         q,
         pool.tensor,
         contexts,
         page_table,
         partial,
         sums,
-        out,
         dim**-0.5 * 1.4426950408889634,
         strides[0],
         strides[1],
         layer * strides[2],
         page_table.shape[1],
         q.stride(0),
-        1 << 30 if window is None else window,
-        splits,
+        seen,
+        most,
+        least,
         group,
         max(MIN_GROUP, triton.next_power_of_2(group)),
         dim,
@@ -173,6 +219,21 @@ def decode_attention(
         num_warps=WARPS,
         num_stages=STAGES,
     )
-    if splits > 1:
-        launch(_merge_parts, (rows * kv_heads, group), partial, sums, out, splits, group, dim)
+    launch(
+        _merge_parts,
+        (rows * kv_heads, group),
+        partial,
+        sums,
+        contexts,
+        out,
+        seen,
+        most,
+        least,
+        kv_heads,
+        triton.next_power_of_2(most),
+        group,
+        dim,
+        BLOCK_TOKENS,
+        num_warps=MERGE_WARPS,
+    )
     return out

@@ -101,11 +101,11 @@ def test_products_of_a_single_row(outputs, inputs):
     assert relative_error(gated(x, layer), F.silu(gate) * up) < 6e-3
 
 
-@pytest.mark.parametrize("splits", [1, 2, 8, 32])
+@pytest.mark.parametrize("parts", [None, (1, 64), (2, 64), (5, 64), (32, 64), (8, 150), (32, 1024)])
 @pytest.mark.parametrize("page_size", [16, 32, 128])
 @pytest.mark.parametrize("window", [None, 100])
-def test_parts_of_a_context_make_a_whole(splits, page_size, window):
-    from engine.cuda.decode_attention import decode_attention
+def test_parts_of_a_context_make_a_whole(parts, page_size, window):
+    from engine.cuda.decode_attention import Parts, decode_attention
 
     contexts = torch.tensor([1, 63, 64, 65, 700, 2000], dtype=torch.int32, device=CUDA)
     pool = KvPool(
@@ -115,7 +115,7 @@ def test_parts_of_a_context_make_a_whole(splits, page_size, window):
     pool.tensor.normal_()
     table = torch.randperm(pool.num_pages, device=CUDA).int().view(6, -1)
     q = draw(6, 12, 128)[:, :8]
-    got = decode_attention(q, pool, 1, contexts, table, window, splits)
+    got = decode_attention(q, pool, 1, contexts, table, window, parts and Parts(*parts))
     for row, length in enumerate(contexts.tolist()):
         kv = pool.layer_kv(1)[table[row].long()].permute(2, 1, 0, 3, 4).reshape(2, 2, -1, 128)
         first = 0 if window is None else max(0, length - window)
