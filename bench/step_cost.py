@@ -86,12 +86,12 @@ class Engine:
 
     def settle(self, plan: StepPlan | None) -> None:
         """Settles the step before `plan` and hands its events out."""
-        self.scheduler.publish_delivered()
         if self._previous is not None:
             settle_step(
                 self.scheduler, self._previous, self._executor.launch(self._previous).result()
             )
             hand_out(self.scheduler.take_events())
+        self.scheduler.publish_delivered()
         self._previous = plan
 
 

@@ -40,6 +40,7 @@ from engine.types import (
     FailureReason,
     Joined,
     Mode,
+    PageIds,
     Request,
     RequestFailed,
     Sink,
@@ -98,6 +99,8 @@ class Scheduler:
         self._outbox: list[tuple[Sink, Event]] = []
         self._delivered: list[tuple[Sequence, int, int]] = []
         """Leaders whose prompts' pages are not keyed yet, their slots and generations."""
+        self._left: list[tuple[Job, TokenIds, PageIds]] = []
+        """Of sequences that ended: outputs whose KV is known, and pages that are still held."""
 
     # -- intake ---------------------------------------------------------------------------------
 
@@ -132,12 +135,13 @@ class Scheduler:
             self._accept_delivered(sequence, record)
 
     def publish_delivered(self) -> None:
-        """Keys the pages of prompts that were delivered. Not at the delivery itself: hashing 8,000
-        tokens would delay the launch of the next step, which the sequence is to join."""
+        """Keys the pages of prompts that were delivered. Not at the delivery itself: the launch of
+        the next step, which the sequence is to join, would be late by half a millisecond for
+        8,000 tokens. Nor before the tokens of the step in flight are told."""
         delivered, self._delivered = self._delivered, []
         for sequence, slot, generation in delivered:
             if self.slots.generation[slot] == generation:
-                self._publish(sequence, sequence.tokens())
+                self._publish(sequence.job, sequence.tokens(), self.slots.pages(slot))
 
     def _accept_delivered(self, sequence: Sequence, record: TokenRecord) -> None:
         slot, index = sequence.slot, len(sequence.outputs)
@@ -150,6 +154,7 @@ class Scheduler:
             self._writes[slot] = record.token_id
         else:
             self.end(sequence, reason)
+            self.let_go()
 
     def cancel(self, request_id: bytes) -> None:
         """Ends a request at any point. Pages that others may write or read wait for release."""
@@ -278,11 +283,12 @@ class Scheduler:
             job.spare_pages = NO_IDS
 
     def end(self, sequence: Sequence, reason: EndReason) -> None:
-        """A sequence ended by itself."""
+        """A sequence ended by itself. Its pages are held until `let_go`: to give back those of
+        8,000 tokens takes half a millisecond, for which the batch's tokens are not to wait."""
         job, slot = sequence.job, sequence.slot
-        outputs = int(self.slots.output_len[slot])
-        self._publish_outputs(sequence)
-        self.blocks.release(self.slots.pages(slot))
+        outputs = self.slots.output_ids(slot)
+        # The last token's KV was never needed, and a step in flight may still write it.
+        self._left.append((job, outputs[:-1], self.slots.pages(slot)))
         self._leave_slot(sequence)
         job.sequences.remove(sequence)
         last = not job.sequences
@@ -292,7 +298,7 @@ class Scheduler:
                 job.request.id,
                 sequence.choice,
                 reason,
-                outputs,
+                len(outputs),
                 last,
                 sequence.preemptions,
                 time.time_ns(),
@@ -301,19 +307,21 @@ class Scheduler:
         if last:
             del self.jobs[job.request.id]
 
-    def _publish_outputs(self, sequence: Sequence) -> None:
-        """Keys the pages that the ended sequence filled, for the next turn of a conversation. The
-        last output token's KV was never needed, and a step in flight may still write it."""
-        if self.config.prefix_cache:
-            outputs = self.slots.output_ids(sequence.slot)[:-1]
-            self._publish(sequence, np.concatenate([sequence.job.request.prompt_ids, outputs]))
+    def let_go(self) -> None:
+        """Gives back the pages of sequences that ended. Those that they filled are keyed, for the
+        next turn of a conversation."""
+        left, self._left = self._left, []
+        for job, outputs, pages in left:
+            if self.config.prefix_cache:
+                self._publish(job, np.concatenate([job.request.prompt_ids, outputs]), pages)
+            self.blocks.release(pages)
 
-    def _publish(self, sequence: Sequence, tokens: TokenIds) -> None:
-        """Keys the complete pages of `tokens`, which begin the sequence."""
-        job, size = sequence.job, self.config.page_size
+    def _publish(self, job: Job, tokens: TokenIds, pages: PageIds) -> None:
+        """Keys the complete pages of `tokens`, which begin a sequence."""
+        size = self.config.page_size
         complete = len(tokens) // size
         keys = page_keys(tokens[: complete * size], size, job.request.cache_salt, job.keys)
-        self.blocks.publish(self.slots.page_table[sequence.slot, :complete], keys)
+        self.blocks.publish(pages[:complete], keys)
 
     # -- preemption -----------------------------------------------------------------------------
 
@@ -415,6 +423,7 @@ class Scheduler:
         self.blocks.check_invariants()
         holders = np.zeros(self.blocks.num_pages, np.int32)
         used = 0
+        assert not self._left, "pages of an ended sequence are still held"
         for job in self.jobs.values():
             np.add.at(holders, job.held_pages, 1)
             np.add.at(holders, job.spare_pages, 1)

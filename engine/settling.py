@@ -45,8 +45,8 @@ def settle_step(
         scheduler: that planned it.
         plan: the step.
         result: what it left.
-        hand_out: called as soon as the chunks' events are queued, so that KV that is to be sent
-            does not wait for the rest of the work.
+        hand_out: called as soon as the chunks' events are queued, and again when all others are, so
+            that neither KV that is to be sent nor tokens wait for the rest of the work.
     """
     now_ns = time.time_ns()
     scheduler.step_succeeded()
@@ -61,6 +61,8 @@ def settle_step(
     for chunk in chunks:
         _keep_chunk(scheduler, chunk)
     _settle_tokens(scheduler, plan, result, _alive(scheduler, plan), now_ns)
+    hand_out()
+    scheduler.let_go()
 
 
 def _alive(scheduler: Scheduler, plan: StepPlan) -> Bools:

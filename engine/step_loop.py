@@ -1,11 +1,11 @@
 """The step loop: `pace -> receive -> admit -> plan -> launch -> settle(previous)`, for ever.
 
 One step is always in flight while the host settles the one before it, and the next is launched
-shortly before that one ends (`engine.pacing`). Where there is none yet, who comes while a prompt is
-computed is launched behind it, not once it is settled. A long step (`engine.late_budget`), whose
-many kernels may take the host 20 ms to launch, is launched once the one before it is settled: the
-tokens of that one would be late, too. The loop is the only one to touch the scheduler; others talk
-to it through `post`, and read `load`.
+shortly before that one ends (`engine.pacing`); until then who arrives is received and admitted.
+Where there is none yet, who comes while a prompt is computed is launched behind it, not once it is
+settled. A long step (`engine.late_budget`), whose many kernels may take the host 20 ms to launch,
+is launched once the one before it is settled: the tokens of that one would be late, too. The loop
+is the only one to touch the scheduler; others talk to it through `post`, and read `load`.
 """
 
 from __future__ import annotations
@@ -127,11 +127,11 @@ class StepLoop:
                 previous = None
             with verb("launch"):
                 launched = self._launch(plan) if plan is not None else None
-            self._scheduler.publish_delivered()
             with verb("settle"):
                 if previous is not None and (launched or not self._interrupted(*previous)):
                     self._settle(*previous)
                     previous = None
+                self._scheduler.publish_delivered()
             # A command that came in the middle of a step is no sign that the step will ever end.
             self._progress += previous is None
             if plan is not None and launched is not None:
@@ -146,10 +146,15 @@ class StepLoop:
             self._publish_load()
 
     def _pace(self, in_flight: StepPlan, launched: Launched) -> None:
-        """Lets the step in flight come close to its end: who arrives until then joins the next."""
+        """Lets the step in flight come close to its end: who arrives until then joins the next, and
+        gets pages at once: to find those of 8,000 tokens may take a millisecond, for which the next
+        launch would be late, and the tokens of the step in flight with it."""
         began = self._rates.began(in_flight)
         while wait_s := self._pacer.wait_s(in_flight, began):
-            time.sleep(min(wait_s, LOOK_S))
+            if self._receive(min(wait_s, LOOK_S)):
+                with self.profiler.verb("admit"):
+                    admit(self._scheduler)
+                    self._flush()
             if launched.done():
                 self._pacer.overslept()
                 return
@@ -216,9 +221,9 @@ class StepLoop:
         self._flush()
 
     def _hand_over(self) -> None:
-        """Tells of chunks. Whoever sends a prompt's last one has the interpreter for a moment: the
-        client waits for that, while the device has its next step already, or nobody waits for
-        this loop."""
+        """Tells what is queued. Whoever sends the last chunk of a prompt has the interpreter for a
+        moment: the client waits for that, while the device has its next step already, or nobody
+        waits for this loop."""
         events = self._scheduler.take_events()
         hand_out(events)
         if any(isinstance(event, Prefilled) for _, event in events):

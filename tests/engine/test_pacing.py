@@ -8,12 +8,14 @@ import time
 from concurrent.futures import Future
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from timed_device import STEP_S, TimedExecutor, plan, running_loop, submit
 from waiting import WAIT_S, wait_until
 
 from engine.pacing import OFTEN_S, SELDOM_S, SLACK_S, LaunchPacer, look_s
 from engine.step import StepPlan, StepResult
+from engine.types import Mode, Request, SamplingParams, StopRules
 
 TRIES = 5
 
@@ -139,6 +141,30 @@ def steps_waited() -> list[int]:
         found.append(joined - running)
     loop.stop()
     return found
+
+
+def test_pages_are_found_while_a_step_runs_not_when_the_next_is_due() -> None:
+    loop, executor = running_loop()
+    submit(loop, 0, output=200)
+    wait_until(lambda: len(executor.plans) > 6)
+    waits_s = []
+    for number in range(1, 12):
+        steps = len(executor.plans)
+        wait_until(lambda steps=steps: len(executor.plans) > steps)
+        time.sleep(max(0.0, executor.began[-1] - time.monotonic()) + 0.1 * STEP_S)
+        reserved: queue.SimpleQueue[float] = queue.SimpleQueue()
+        asked = time.monotonic()
+        loop.submit(to_be_received(number), lambda _, to=reserved: to.put(time.monotonic()))
+        waits_s.append(reserved.get(timeout=WAIT_S) - asked)
+    loop.stop()
+    assert sorted(waits_s)[len(waits_s) // 2] < 0.4 * STEP_S, waits_s
+
+
+def to_be_received(number: int) -> Request:
+    """Its KV would come from elsewhere."""
+    ids = np.full(64, number, np.int32)
+    greedy = SamplingParams(temperature=0.0)
+    return Request(number.to_bytes(16, "big"), ids, greedy, StopRules(9), Mode.RECEIVE)
 
 
 def test_a_prompt_that_comes_while_another_is_computed_begins_when_that_one_ends() -> None:

@@ -129,7 +129,6 @@ class Bench:
         admit(scheduler)
         plan = plan_step(scheduler)
         launched = self.device.launch(plan) if plan else None
-        scheduler.publish_delivered()
         if self.previous:
             before, result = self.previous
             try:
@@ -138,6 +137,7 @@ class Bench:
                 recover(scheduler, before, error)
             else:
                 settle_step(scheduler, before, outcome)
+        scheduler.publish_delivered()
         self.previous = (plan, launched) if plan else None
         for sink, event in scheduler.take_events():
             sink([event])

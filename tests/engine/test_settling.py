@@ -1,0 +1,37 @@
+"""What a step's end does first: tokens are told before the pages of who ended are given back."""
+
+from __future__ import annotations
+
+from test_planning import planned
+from test_scheduler_property import Bench
+
+from engine.settling import settle_step
+from engine.types import ChoiceEnded, Event, NewTokens
+
+
+def test_tokens_do_not_wait_for_the_pages_of_who_ended() -> None:
+    bench = Bench(num_pages=60, slots=4)
+    scheduler = bench.scheduler
+    told: list[tuple[list[Event], int]] = []
+
+    def hand_out() -> None:
+        events = [event for _, event in scheduler.take_events()]
+        told.append((events, scheduler.blocks.available))
+
+    bench.submit(range(100, 140), max_tokens=3)
+    bench.submit(range(200, 220), max_tokens=9)
+    free = scheduler.blocks.available
+    while not any(isinstance(event, ChoiceEnded) for events, _ in told for event in events):
+        plan = planned(bench)
+        assert plan is not None
+        held = free - scheduler.blocks.available
+        told.clear()
+        settle_step(scheduler, plan, bench.device.launch(plan).result(), hand_out)
+    scheduler.check_invariants()
+    (events, available) = told[-1]
+    assert any(isinstance(event, NewTokens) for event in events)
+    assert free - available == held, "given back before anybody was told"
+    assert free - scheduler.blocks.available < held
+    while (plan := planned(bench)) is not None:
+        settle_step(scheduler, plan, bench.device.launch(plan).result(), hand_out)
+    assert scheduler.blocks.available == free
