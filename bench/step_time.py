@@ -1,13 +1,15 @@
 """What a step takes on a GPU: decode rows, and beside them a piece of a prompt.
 
-python -m bench.step_time [--rows 4 40 64] [--context 1100] [--pieces 0 192] [--behind 0 4000 7800]
-                          [--repeats 20] [--model FOLDER] [--no-graphs] [--profile]
-                          [--json FILE]
+python -m bench.step_time [--rows 4 40 64] [--context 1100] [--spread 0] [--pieces 0 192]
+                          [--behind 0 4000 7800] [--repeats 20] [--model FOLDER] [--no-graphs]
+                          [--profile] [--json FILE]
 
 A table, in ms: the median step of `rows` rows of `context` tokens each, alone and with `pieces`
 tokens of one prompt of which `behind` tokens are computed, and how long the host is busy launching
 it (`--no-graphs`: kernel by kernel). Dummy weights, random KV, greedy; each step is launched while
-the one before it runs, as the step loop does. `--profile` adds the kernels of the last step.
+the one before it runs, as the step loop does. `--spread`: the rows' tokens are the quantiles of a
+log-normal distribution of this sigma, around `context`, up to MOST_TOKENS. `--profile` adds the
+kernels of the last step.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from itertools import pairwise
@@ -37,6 +40,8 @@ from engine.types import SamplingParams, StopRules
 PAGE_TOKENS = 16
 SLOTS = 72
 UNCOUNTED = 3
+MOST_TOKENS = 16384
+"""Of a row."""
 NOTHING = np.zeros(0, np.int32)
 
 
@@ -62,16 +67,17 @@ class Stepper:
             )
         attention = choose_backend(backend, self._pool, shape.windows)
         assert isinstance(attention, PagedAttention), f"{backend} reads no pages"
-        limits = Limits(SLOTS, step_tokens, 16384)
+        limits = Limits(SLOTS, step_tokens, MOST_TOKENS)
         torch.cuda.synchronize()
         self.executor = CudaExecutor(loaded.model, self._pool, attention, self._sampler, limits)
         if graphs:
             self.executor.capture()
 
-    def plan(self, rows: int, context: int, piece: int, behind: int) -> StepPlan:
+    def plan(self, contexts: list[int], piece: int, behind: int) -> StepPlan:
         """Decode rows of so many tokens, then, if `piece` is not 0, tokens of a prompt."""
+        rows = len(contexts)
         news = np.array([1] * rows + [piece] * (piece > 0), np.int32)
-        ends = np.array([context] * rows + [behind + piece] * (piece > 0), np.int32)
+        ends = np.array(contexts + [behind + piece] * (piece > 0), np.int32)
         needed = -(-ends // PAGE_TOKENS)
         pages = iter(np.random.default_rng(0).permutation(self._pool.num_pages - 1) + 1)
         table = np.zeros((len(ends), needed.max()), np.int32)
@@ -121,11 +127,19 @@ class Stepper:
         )
 
 
+def lengths(rows: int, context: int, spread: float) -> list[int]:
+    """Tokens of each row: all alike, or longer and shorter ones around `context`."""
+    normal = statistics.NormalDist(sigma=spread or 1.0)
+    places = [normal.inv_cdf((row + 0.5) / rows) if spread else 0.0 for row in range(rows)]
+    return [min(MOST_TOKENS - 1, round(context * math.exp(place))) for place in places]
+
+
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, nargs="+", default=[4, 40, 64])
     parser.add_argument("--context", type=int, default=1100)
+    parser.add_argument("--spread", type=float, default=0.0)
     parser.add_argument("--pieces", type=int, nargs="+", default=[0, 192])
     parser.add_argument("--behind", type=int, nargs="+", default=[0, 4000, 7800])
     parser.add_argument("--repeats", type=int, default=20)
@@ -143,9 +157,8 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Times every step that is asked for."""
     arguments = parse()
-    most_tokens = (
-        max(arguments.rows) * arguments.context + max(arguments.behind) + max(arguments.pieces)
-    )
+    contexts = {rows: lengths(rows, arguments.context, arguments.spread) for rows in arguments.rows}
+    most_tokens = max(map(sum, contexts.values())) + max(arguments.behind) + max(arguments.pieces)
     graphs = not arguments.no_graphs
     step_tokens = max(2048, SLOTS + max(arguments.pieces))
     stepper = Stepper(arguments.model, most_tokens, step_tokens, arguments.attention, graphs)
@@ -153,7 +166,7 @@ def main() -> None:
     for rows in arguments.rows:
         for piece in arguments.pieces:
             for behind in arguments.behind if piece else [0]:
-                plan = stepper.plan(rows, arguments.context, piece, behind)
+                plan = stepper.plan(contexts[rows], piece, behind)
                 ms, launch_ms = stepper.time_ms(plan, arguments.repeats)
                 step = {"rows": rows, "piece": piece, "behind": behind}
                 found.append({**step, "ms": ms, "launch_ms": launch_ms})
