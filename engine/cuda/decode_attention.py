@@ -121,6 +121,7 @@ def _merge_parts(
     splits,
     least,
     kv_heads: tl.constexpr,
+    ahead: tl.constexpr,
     padded_splits: tl.constexpr,
     group: tl.constexpr,
     dim: tl.constexpr,
@@ -131,12 +132,16 @@ def _merge_parts(
     tokens = context - tl.maximum(context - window, 0) // block * block
     parts = tl.arange(0, padded_splits)
     there = parts < tl.cdiv(tokens, _share_of(tokens, splits, least, block))
+    read = (parts < splits) if ahead else there  # Ahead: no load waits for the row's length.
     at = tl.arange(0, dim)
     place = (kv_head.to(tl.int64) * splits + parts) * group + head
-    most = tl.load(sums + place * 2, mask=there, other=float("-inf"))
-    total = tl.load(sums + place * 2 + 1, mask=there, other=0.0)
+    most = tl.load(sums + place * 2, mask=read, other=0.0)
+    total = tl.load(sums + place * 2 + 1, mask=read, other=0.0)
+    acc = tl.load(partial + place[:, None] * dim + at[None, :], mask=read[:, None], other=0.0)
+    most = tl.where(there, most, float("-inf"))
+    total = tl.where(there, total, 0.0)
+    acc = tl.where(there[:, None], acc, 0.0)
     weight = tl.exp2(most - tl.max(most, axis=0))
-    acc = tl.load(partial + place[:, None] * dim + at[None, :], mask=there[:, None], other=0.0)
     merged = tl.sum(acc * weight[:, None], axis=0) / tl.sum(total * weight, axis=0)
     tl.store(out + (kv_head * group + head) * dim + at, merged)
 
@@ -230,6 +235,7 @@ def decode_attention(
         most,
         least,
         kv_heads,
+        least == BLOCK_TOKENS,
         triton.next_power_of_2(most),
         group,
         dim,
