@@ -55,6 +55,7 @@ def _attend_part(
     page_table,
     partial,
     sums,
+    out,
     scale,
     page_stride,
     head_stride,
@@ -64,6 +65,7 @@ def _attend_part(
     window,
     splits,
     least,
+    whole: tl.constexpr,
     group: tl.constexpr,
     padded_group: tl.constexpr,
     dim: tl.constexpr,
@@ -106,9 +108,12 @@ def _attend_part(
         acc = tl.dot(weights.to(v.dtype), v, acc * kept[:, None])
         most = now
     place = ((row * kv_heads + kv_head) * splits + part) * group + heads
-    tl.store(partial + place[:, None] * dim + at[None, :], acc, mask=real)
-    tl.store(sums + place * 2, most, mask=heads < group)
-    tl.store(sums + place * 2 + 1, total, mask=heads < group)
+    if whole:
+        tl.store(out + place[:, None] * dim + at[None, :], acc / total[:, None], mask=real)
+    else:
+        tl.store(partial + place[:, None] * dim + at[None, :], acc, mask=real)
+        tl.store(sums + place * 2, most, mask=heads < group)
+        tl.store(sums + place * 2 + 1, total, mask=heads < group)
 
 
 @triton.jit(do_not_specialize=["window", "splits", "least"])
@@ -195,7 +200,8 @@ def decode_attention(
     strides = pool.tensor.stride()
     seen = 1 << 30 if window is None else window
     out = q.new_empty(rows, heads, dim)
-    places = rows * heads * most
+    whole = most == 1
+    places = 0 if whole else rows * heads * most
     partial = torch.empty(places, dim, dtype=torch.float32, device=q.device)
     sums = torch.empty(places, 2, dtype=torch.float32, device=q.device)
     launch(
@@ -207,6 +213,7 @@ def decode_attention(
         page_table,
         partial,
         sums,
+        out,
         dim**-0.5 * 1.4426950408889634,
         strides[0],
         strides[1],
@@ -216,6 +223,7 @@ def decode_attention(
         seen,
         most,
         least,
+        whole,
         group,
         max(MIN_GROUP, triton.next_power_of_2(group)),
         dim,
@@ -224,6 +232,8 @@ def decode_attention(
         num_warps=WARPS,
         num_stages=STAGES,
     )
+    if whole:
+        return out
     launch(
         _merge_parts,
         (rows * kv_heads, group),
