@@ -27,12 +27,14 @@ PROGRAMS_WANTED = 512
 """Of few rows: about four for each of a Hopper's 132 processors."""
 MOST_PARTS_OF_FEW = 32
 MOST_PROGRAMS = 4096
-"""Of many rows, whose lengths differ: so many that none is waited for. Those that find no part of
+"""Of more rows, whose lengths differ: so many that none is waited for. Those that find no part of
 their row left return at once."""
 MOST_PARTS_OF_MANY = 16
 LONGEST_PART = 1024
 """Tokens that a part need not have more of. Of many rows it has one or more for each row and KV
 head: the more of them keep the device busy, the less a part is worth what it takes to begin it."""
+MOST_ITEMS = 1024
+"""Rows times KV heads. More keep the device busy for several rounds: they are not cut."""
 WARPS = 2
 MERGE_WARPS = 1
 STAGES = 3
@@ -166,7 +168,7 @@ def parts_of(rows: int, kv_heads: int) -> Parts:
     wanted = PROGRAMS_WANTED // items
     if wanted >= MOST_PARTS_OF_FEW // 4:
         return Parts(min(wanted, MOST_PARTS_OF_FEW), BLOCK_TOKENS)
-    most = min(max(1, MOST_PROGRAMS // items), MOST_PARTS_OF_MANY)
+    most = min(MOST_PROGRAMS // items, MOST_PARTS_OF_MANY) if items <= MOST_ITEMS else 1
     return Parts(most, min(max(BLOCK_TOKENS, items), LONGEST_PART))
 
 

@@ -125,6 +125,21 @@ def test_parts_of_a_context_make_a_whole(parts, page_size, window):
         assert relative_error(got[row], (weights @ values).view(8, 128)) < 1e-2
 
 
+@pytest.mark.parametrize("times", [1, 8, 100])
+def test_batches_of_any_size_are_cut_to_the_same_result(times):
+    """Few rows, many and so many that none is cut."""
+    from engine.cuda.decode_attention import Parts, decode_attention, parts_of
+
+    contexts = torch.tensor([1, 63, 64, 65, 700, 2000], dtype=torch.int32, device=CUDA)
+    pool = pool_of(6 * 128, 2, 128)
+    pool.tensor.normal_()
+    table = torch.randperm(pool.num_pages, device=CUDA).int().view(6, -1)
+    q, rows = draw(6, 8, 128).repeat(times, 1, 1), (contexts.repeat(times), table.repeat(times, 1))
+    whole = decode_attention(q, pool, 1, *rows, None, Parts(1, 64))
+    assert relative_error(decode_attention(q, pool, 1, *rows, None), whole) < 1e-2
+    assert (parts_of(len(q), 2).most == 1) is (times == 100)
+
+
 def test_greedy_takes_the_lowest_of_equals_and_tells_bad_rows():
     from engine.cuda.kernels import greedy
 
