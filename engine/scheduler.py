@@ -374,33 +374,6 @@ class Scheduler:
         """Whether a step is needed for copies or writes alone."""
         return bool(self._copies or self._writes)
 
-    def pages_in(self, *states: RequestState) -> int:
-        """Pages of RECEIVE requests in these states: RESERVED are granted, HELD quarantined."""
-        count = 0
-        for job in self.jobs.values():
-            if job.request.mode is Mode.RECEIVE and job.state in states:
-                held = len(job.held_pages)
-                count += held or int(self.slots.page_count[job.sequences[0].slot])
-        return count
-
-    def queued_prefill_tokens(self) -> int:
-        """Prompt tokens accepted and not launched yet."""
-        waiting = sum(
-            len(job.request.prompt_ids)
-            for job in self.waiting
-            if job.request.mode is not Mode.RECEIVE
-        )
-        return waiting + sum(task.remaining for task in self.prefills)
-
-    def begun_prefill_tokens(self) -> int:
-        """Launched of prompts that are begun and not through, for requests that will decode here.
-        One that was in the batch already, and is computed again, is not of those queued."""
-        return sum(
-            task.cursor - task.cached_tokens
-            for task in self.prefills
-            if not task.leader.job.joined and task.leader.job.request.mode is not Mode.PREFILL
-        )
-
     def awaits_long_step(self, decodes: int) -> bool:
         """Whether the next step, which decodes so many, is to begin no prompt that it does not end,
         unless it is a long one: the batch breaks its pace by itself, and each of many pieces would

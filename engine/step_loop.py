@@ -18,14 +18,15 @@ from collections.abc import Callable, Iterator
 
 from engine.admission import admit
 from engine.executor import Executor, Launched
+from engine.load import load_of
 from engine.mixed_pace import MixedPace
 from engine.pacing import LOOK_S, NEARLY, LaunchPacer, is_decode, look_s
 from engine.planning import plan_step
 from engine.prefix import prompt_keys
 from engine.profiling import StepProfiler
+from engine.rates import StepRates
 from engine.recovery import is_lost, recover
 from engine.scheduler import Scheduler
-from engine.sequences import RequestState
 from engine.settling import settle_step
 from engine.step import StepPlan
 from engine.types import EngineLoad, Event, Prefilled, Request, Sink
@@ -47,12 +48,8 @@ YIELD_S = 1e-4
 of two cores the transfer thread took up a prompt's end 0.3 ms later than told, and 0.6 without."""
 PROFILE_END_S = 10.0
 """Announced for the end of a profile: its events are gathered on the loop's thread."""
-TELLING_TOKENS = 64
-"""Steps with fewer prompt tokens say nothing about the rate of computing prompts."""
 STOP_S = 60.0
 """How long the end waits for the step in flight."""
-UNKNOWN_STEP_S = 30.0
-"""Announced for steps with prompts while no rate is known: the first one warms everything up."""
 
 
 class StepLoop:
@@ -72,7 +69,7 @@ class StepLoop:
         self._on_step: OnStep = _unobserved
         self._on_lost: OnLost = _unanswered
         self._thread = threading.Thread(target=self._run, name="baton-step-loop", daemon=True)
-        self._rates = _Rates()
+        self._rates = StepRates()
         self._pacer = LaunchPacer()
         config = scheduler.config
         self._pieces = MixedPace(config.mixed_prefill_tokens, config.mixed_step_s, config.page_size)
@@ -234,35 +231,12 @@ class StepLoop:
 
     def _publish_load(self, profile_s: float = 0.0) -> None:
         long_step_s = profile_s + self._rates.expected_s()
-        scheduler, blocks = self._scheduler, self._scheduler.blocks
-        decodes = scheduler.slots.num_used
-        piece = scheduler.step_tokens - decodes
-        late_tokens = scheduler.late.steps(decodes) * piece if decodes else 0
-        self.load = EngineLoad(
+        self.load = load_of(
+            self._scheduler,
+            self._rates,
+            self._pieces,
             progress=self._progress,
-            queued_prefill_tokens=scheduler.queued_prefill_tokens(),
-            begun_prefill_tokens=scheduler.begun_prefill_tokens(),
-            waiting_requests=len(scheduler.waiting) + len(scheduler.preempted),
-            running_sequences=decodes,
-            max_sequences=scheduler.config.max_sequences,
-            total_pages=blocks.total,
-            free_pages=blocks.free,
-            evictable_pages=blocks.evictable,
-            granted_pages=scheduler.pages_in(RequestState.RESERVED),
-            quarantined_pages=scheduler.pages_in(RequestState.HELD),
-            damaged_pages=blocks.damaged,
-            step_ms=self._rates.step_s * 1e3,
-            prefill_tokens_per_s=self._rates.prefill.tokens_per_s,
-            mixed_prefill_tokens=scheduler.mixed_tokens,
-            mixed_prefill_tokens_per_s=self._pieces.tokens_per_s,
-            late_prefill_tokens=late_tokens,
-            late_prefill_tokens_per_s=self._pieces.long_tokens_per_s(piece),
             long_step_ms=1e3 * long_step_s if long_step_s > LONG_STEP_S else 0.0,
-            steps=scheduler.next_step,
-            preemptions=scheduler.preemptions,
-            prompt_tokens_computed=self._rates.prompt_tokens,
-            prompt_tokens_cached=scheduler.cached_tokens,
-            tokens_sampled=self._rates.tokens_sampled,
         )
 
 
@@ -286,72 +260,3 @@ def hand_out(events: list[tuple[Sink, Event]]) -> None:
         except Exception:
             log.exception("a sink failed")
         start = end
-
-
-class _MovingRate:
-    """Tokens per second of late; 0 while unknown."""
-
-    def __init__(self) -> None:
-        self.tokens_per_s = 0.0
-
-    def add(self, tokens: int, seconds: float) -> None:
-        """A step computed so many tokens."""
-        rate, old = tokens / max(seconds, 1e-6), self.tokens_per_s
-        self.tokens_per_s = rate if old == 0 else 0.8 * old + 0.2 * rate
-
-
-class _Rates:
-    """Moving figures of the steps."""
-
-    def __init__(self) -> None:
-        self.step_s = 0.0
-        self.prefill = _MovingRate()
-        self.prompt_tokens = 0
-        self.tokens_sampled = 0
-        self._began: dict[int, float] = {}
-        self._prompts: dict[int, int] = {}
-        """Prompt tokens of each step in flight that has so many that they tell."""
-        self._last_done = 0.0
-
-    def launched(self, plan: StepPlan) -> None:
-        """The step is about to be launched."""
-        self._began[plan.number] = time.monotonic()
-        if (prompt := plan.num_tokens - plan.num_decodes) >= TELLING_TOKENS:
-            self._prompts[plan.number] = prompt
-
-    def began(self, plan: StepPlan) -> float:
-        """When a launched step began: at its launch, or when the step before it was done."""
-        return max(self._began[plan.number], self._last_done)
-
-    def settled(self, plan: StepPlan) -> None:
-        """The step is done."""
-        now = time.monotonic()
-        self.step_s = now - self.began(plan)
-        self._landed(plan)
-        self._last_done = now
-        prompt = plan.num_tokens - plan.num_decodes
-        self.prompt_tokens += prompt
-        self.tokens_sampled += len(plan.sample_slots)
-        if prompt >= TELLING_TOKENS:
-            self.prefill.add(prompt, self.step_s)
-
-    def failed(self, plan: StepPlan) -> None:
-        """The step did not run: it says nothing about rates."""
-        self._landed(plan)
-
-    def _landed(self, plan: StepPlan) -> None:
-        del self._began[plan.number]
-        self._prompts.pop(plan.number, None)
-
-    def usual_s(self, plan: StepPlan) -> float:
-        """How long a step's prompts usually take; 0: nobody knows."""
-        rate = self.prefill.tokens_per_s
-        return (plan.num_tokens - plan.num_decodes) / rate if rate else 0.0
-
-    def expected_s(self) -> float:
-        """How long the steps in flight may take, if that is longer than usual."""
-        if not self._prompts:
-            return 0.0
-        if self.prefill.tokens_per_s == 0:
-            return UNKNOWN_STEP_S
-        return 2 * sum(self._prompts.values()) / self.prefill.tokens_per_s

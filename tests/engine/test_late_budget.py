@@ -13,6 +13,7 @@ from timed_device import VOCAB, TimedExecutor, running_loop
 from waiting import wait_until
 
 from engine.late_budget import SHORT_STEPS, WINDOW_TOKENS, LateBudget
+from engine.load import begun_prefill_tokens
 from engine.settling import settle_step
 from engine.step import StepPlan, StepResult
 from engine.types import Event, NewTokens, Request, SamplingParams, StopRules
@@ -187,7 +188,7 @@ def test_who_is_computed_again_does_not_hurry_and_is_not_of_those_queued() -> No
     (task,) = bench.scheduler.prefills
     assert task.leader is sequence
     assert task.cursor > 0
-    assert bench.scheduler.begun_prefill_tokens() == 0
+    assert begun_prefill_tokens(bench.scheduler) == 0
     assert max(pieces(bench)) == MIXED
 
 
@@ -196,7 +197,7 @@ def test_what_is_begun_is_what_is_launched_of_new_prompts() -> None:
     bench.submit(prompt_of(random.Random(8), 60), 1)
     bench.turn()
     bench.turn()
-    assert bench.scheduler.begun_prefill_tokens() == 2 * MIXED
+    assert begun_prefill_tokens(bench.scheduler) == 2 * MIXED
 
 
 def test_nobody_hurries_for_who_left() -> None:

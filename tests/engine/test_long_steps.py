@@ -12,9 +12,10 @@ from waiting import wait_until
 
 from engine.blocks import BlockManager
 from engine.bounds import SchedulerConfig
+from engine.rates import UNKNOWN_STEP_S
 from engine.sampling import Sampler
 from engine.scheduler import Scheduler
-from engine.step_loop import UNKNOWN_STEP_S, StepLoop
+from engine.step_loop import StepLoop
 from engine.types import Request, SamplingParams, StopRules
 
 PAGES, PAGE, SLOTS, CHUNK = 64, 16, 4, 128
