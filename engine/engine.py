@@ -251,6 +251,7 @@ def _limits(config: EngineConfig, max_context_tokens: int) -> Limits:
         max_context_tokens,
         config.decodes,
         hurries=config.mixed_late_share > 0,
+        alone_prefill_tokens=config.alone_prefill_tokens,
     )
 
 

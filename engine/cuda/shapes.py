@@ -6,7 +6,8 @@ interpreter to other threads. A graph is one launch. So the shapes are:
 - decode rows alone, in buckets;
 - decode rows with a short piece of prompt, which is all that a decode worker usually computes
   beside them, or with as much as a step holds, where it may hurry;
-- prompts alone, up to the longest chunk of a prefill worker.
+- prompts alone, as much of them as a step without decode rows holds, up to the longest chunk of a
+  prefill worker.
 
 Steps that have none are longer than those or score their prompts, and keep the device busy
 meanwhile, or hold many short prompts.
@@ -68,7 +69,7 @@ class Shapes:
         if limits.hurries:
             longest = _longest(limits.max_step_tokens, HURRIED_SPACING)
             self._pieces += tuple(range(HURRIED_SPACING, longest + 1, HURRIED_SPACING))
-        self._alone = _prompt_sizes(limits.max_step_tokens)
+        self._alone = _prompt_sizes(min(limits.max_step_tokens, limits.alone_prefill_tokens))
 
     @property
     def all(self) -> list[Shape]:
@@ -95,15 +96,15 @@ def _with_prompts(decodes: int, tokens: int) -> Shape:
     return Shape(decodes, PROMPT_ROWS + 1, tokens)
 
 
-def _prompt_sizes(max_step_tokens: int) -> tuple[int, ...]:
-    """Up to the first that holds the longest step."""
-    last = _longest(max_step_tokens, PROMPT_SPACING)
+def _prompt_sizes(most_tokens: int) -> tuple[int, ...]:
+    """Up to the first that holds as many."""
+    last = _longest(most_tokens, PROMPT_SPACING)
     return tuple(range(PROMPT_SPACING, last + 1, PROMPT_SPACING))
 
 
-def _longest(max_step_tokens: int, spacing: int) -> int:
-    """The first multiple that holds as much of the longest step as graphs do."""
-    return -(-min(LONGEST_GRAPH, max_step_tokens) // spacing) * spacing
+def _longest(most_tokens: int, spacing: int) -> int:
+    """The first multiple that holds as many as a graph does."""
+    return -(-min(LONGEST_GRAPH, most_tokens) // spacing) * spacing
 
 
 def bucket_sizes(

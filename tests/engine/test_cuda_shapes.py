@@ -122,6 +122,14 @@ def test_who_may_hurry_has_graphs_for_whole_steps(longest):
     )
 
 
+def test_prompts_alone_have_no_graphs_for_more_than_such_a_step_holds():
+    shapes = Shapes(Limits(8, 8192, 16384, hurries=True, alone_prefill_tokens=512))
+    alone = [shape.tokens for shape in shapes.all if not shape.decodes]
+    assert max(alone) == 512
+    assert shapes.of(step(0, (0, 512))) in shapes.all
+    assert shapes.of(step(3, (0, 2000))) in shapes.all, "beside decode rows it is urgent"
+
+
 def test_attention_knows_the_longest_piece():
     assert PIECES[-1] == LONG_PIECE
 
