@@ -26,7 +26,7 @@ def load_of(
     late_tokens = scheduler.late.steps(decodes) * piece if decodes else 0
     return EngineLoad(
         progress=progress,
-        queued_prefill_tokens=queued_prefill_tokens(scheduler),
+        queued_prefill_tokens=_queued_prefill_tokens(scheduler),
         begun_prefill_tokens=begun_prefill_tokens(scheduler),
         waiting_requests=len(scheduler.waiting) + len(scheduler.preempted),
         running_sequences=decodes,
@@ -52,7 +52,7 @@ def load_of(
     )
 
 
-def queued_prefill_tokens(scheduler: Scheduler) -> int:
+def _queued_prefill_tokens(scheduler: Scheduler) -> int:
     """Prompt tokens accepted and not launched yet."""
     waiting = sum(
         len(job.request.prompt_ids)

@@ -207,6 +207,7 @@ class StepLoop:
             recover(self._scheduler, plan, error)
             if is_lost(self._scheduler, error):
                 self._on_lost()
+            self._flush()
         else:
             self._rates.settled(plan)
             self._pacer.settled(plan, self._rates.step_s)
@@ -215,7 +216,6 @@ class StepLoop:
             self._scheduler.mixed_has_room = self._pieces.has_room
             settle_step(self._scheduler, plan, result, self._hand_over)
             self._on_step(self._rates.step_s, plan.num_decodes)
-        self._flush()
 
     def _hand_over(self) -> None:
         """Tells what is queued. Whoever sends the last chunk of a prompt has the interpreter for a

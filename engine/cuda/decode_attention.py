@@ -23,18 +23,17 @@ from engine.cuda.kernels import launch
 from engine.kv_pool import KvPool
 
 BLOCK_TOKENS = 64
-PROGRAMS_WANTED = 512
-"""Of few rows: about four for each of a Hopper's 132 processors."""
+FEW_ITEMS = 64
+"""Rows times KV heads, each of which is cut into as many parts as keep the device busy."""
+PROGRAMS_OF_FEW = 512
+"""About four for each of a Hopper's 132 processors."""
 MOST_PARTS_OF_FEW = 32
-MOST_PROGRAMS = 4096
-"""Of more rows, whose lengths differ: so many that none is waited for. Those that find no part of
-their row left return at once."""
-MOST_PARTS_OF_MANY = 16
-LONGEST_PART = 1024
-"""Tokens that a part need not have more of. Of many rows it has one or more for each row and KV
-head: the more of them keep the device busy, the less a part is worth what it takes to begin it."""
 MOST_ITEMS = 1024
-"""Rows times KV heads. More keep the device busy for several rounds: they are not cut."""
+"""Up to so many are cut because their lengths differ, into so many parts that none is waited for.
+More keep the device busy for several rounds, and are not cut."""
+MOST_PROGRAMS = 4096
+"""Those that find no part of their row left return at once."""
+MOST_PARTS_OF_MANY = 16
 WARPS = 2
 MERGE_WARPS = 1
 STAGES = 3
@@ -43,10 +42,12 @@ MIN_GROUP = 16
 
 
 @triton.jit
-def _share_of(tokens, splits, least, block: tl.constexpr):
-    """Tokens of a part: all parts of a row but the last have as many."""
+def _cut(context, window, splits, least, block: tl.constexpr):
+    """Where a row's first part begins, and the tokens of each of its parts but the last."""
+    first = tl.maximum(context - window, 0) // block * block
+    tokens = context - first
     parts = tl.minimum(tl.maximum(tokens // least, 1), splits)
-    return tl.cdiv(tl.cdiv(tokens, parts), block) * block
+    return first, tl.cdiv(tl.cdiv(tokens, parts), block) * block
 
 
 @triton.jit(do_not_specialize=["table_width", "window", "splits", "least"])
@@ -77,8 +78,7 @@ def _attend_part(
     row, kv_head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     kv_heads = tl.num_programs(1)
     context = tl.load(contexts + row)
-    first = tl.maximum(context - window, 0) // block * block
-    share = _share_of(context - first, splits, least, block)
+    first, share = _cut(context, window, splits, least, block)
     begin = first + part * share
     if begin >= context:
         return
@@ -136,9 +136,9 @@ def _merge_parts(
 ):
     kv_head, head = tl.program_id(0), tl.program_id(1)
     context = tl.load(contexts + kv_head // kv_heads)
-    tokens = context - tl.maximum(context - window, 0) // block * block
+    first, share = _cut(context, window, splits, least, block)
     parts = tl.arange(0, padded_splits)
-    there = parts < tl.cdiv(tokens, _share_of(tokens, splits, least, block))
+    there = parts < tl.cdiv(context - first, share)
     read = (parts < splits) if ahead else there  # Ahead: no load waits for the row's length.
     at = tl.arange(0, dim)
     place = (kv_head.to(tl.int64) * splits + parts) * group + head
@@ -163,13 +163,14 @@ class Parts(NamedTuple):
 
 
 def parts_of(rows: int, kv_heads: int) -> Parts:
-    """How the contexts of a batch are cut."""
+    """How the contexts of a batch are cut. The more rows and heads keep the device busy, the less a
+    part is worth what it takes to begin it: of many, it has a token or more for each of them."""
     items = rows * kv_heads
-    wanted = PROGRAMS_WANTED // items
-    if wanted >= MOST_PARTS_OF_FEW // 4:
-        return Parts(min(wanted, MOST_PARTS_OF_FEW), BLOCK_TOKENS)
-    most = min(MOST_PROGRAMS // items, MOST_PARTS_OF_MANY) if items <= MOST_ITEMS else 1
-    return Parts(most, min(max(BLOCK_TOKENS, items), LONGEST_PART))
+    if items <= FEW_ITEMS:
+        return Parts(min(PROGRAMS_OF_FEW // items, MOST_PARTS_OF_FEW), BLOCK_TOKENS)
+    if items <= MOST_ITEMS:
+        return Parts(min(MOST_PROGRAMS // items, MOST_PARTS_OF_MANY), items)
+    return Parts(1, BLOCK_TOKENS)
 
 
 def decode_attention(
