@@ -164,21 +164,11 @@ class WorkerSettings(BaseSettings):
     max_sequences: int = Field(default=64, ge=1)
     """Sequences decoded in one step: more is more throughput and a slower token for each."""
     max_step_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)
-    """New tokens computed in one step, and so the chunk. 0: 512 on a CPU and on a decode worker
-    (with a `mixed_late_share` 8,192), 4,096 on a prefill worker, else 2,048."""
+    """New tokens computed in one step, and so the chunk. 0: 512 on a CPU and on a decode worker,
+    4,096 on a prefill worker, else 2,048."""
     mixed_prefill_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)
     """Prompt tokens computed in a step that decodes, too: fewer make the others' tokens wait less,
     more compute the prompt sooner. 0: 192 on a decode worker, elsewhere as `max_step_tokens`."""
-    mixed_step_ms: float = Field(default=0, ge=0, le=10_000)
-    """How long a step may take that decodes and computes prompts, milliseconds: pieces of prompts
-    get shorter for it, down to 64 tokens. What clients see as the time between tokens while a
-    prompt is computed is about half a millisecond longer. 0: as long as `mixed_prefill_tokens`
-    take."""
-    mixed_late_share: float = Field(default=0, ge=0, le=0.5)
-    """Share of all tokens that may come late, behind steps of `max_step_tokens` that compute an
-    urgent prompt (the router's `urgent_factor`), where routers weigh queues (`local_prefill`), or
-    any where a step takes longer than `mixed_step_ms` without one. Half a percent is much where a
-    p99 of the time between tokens has to hold. 0: none."""
     max_context_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)
     """Longest prompt and output together. 0: the model's own limit."""
     scheduling: Literal["fcfs", "priority", "shortest", "fair"] = "fcfs"

@@ -13,10 +13,6 @@ nearly free there."""
 DECODE_STEP_TOKENS: Final = 512
 """A decode worker computes at most this much of a prompt in a step where nothing decodes: a
 request that is delivered meanwhile waits for the step to end."""
-URGENT_STEP_TOKENS: Final = 8192
-"""And this much where it may hurry: a step makes one token of each sequence late, whatever its
-length. An H200 takes 0.2 s for it; two halves, with short steps between, hold the others up for as
-long, and make twice as many late."""
 FULL_STEP_TOKENS: Final = 1024
 """Where prompts are computed for others: an H200 computes 44,900 tokens a second in steps of so
 many, 45,500 in longer ones, and the first of two prompts is done in half the time."""
@@ -39,9 +35,6 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
         max_step_tokens=_step_tokens(settings),
         decodes=settings.role is not Role.PREFILL,
         mixed_prefill_tokens=_mixed_prefill_tokens(settings),
-        alone_prefill_tokens=_alone_prefill_tokens(settings),
-        mixed_step_s=settings.mixed_step_ms / 1e3,
-        mixed_late_share=settings.mixed_late_share,
         full_step_tokens=0 if settings.role is Role.BOTH else FULL_STEP_TOKENS,
         max_context_tokens=settings.max_context_tokens,
         scheduling=settings.scheduling,
@@ -55,15 +48,7 @@ def _step_tokens(settings: WorkerSettings) -> int:
     """Most new tokens in a step; 0 leaves it to the engine."""
     if settings.max_step_tokens or settings.role is not Role.DECODE:
         return settings.max_step_tokens
-    usual = URGENT_STEP_TOKENS if settings.mixed_late_share else DECODE_STEP_TOKENS
-    return max(usual, settings.max_sequences + settings.page_size_tokens)
-
-
-def _alone_prefill_tokens(settings: WorkerSettings) -> int:
-    """Most prompt tokens in a step that decodes nothing; 0 leaves it to the engine."""
-    if settings.role is not Role.DECODE or not settings.mixed_late_share:
-        return 0
-    return max(DECODE_STEP_TOKENS, settings.page_size_tokens)
+    return max(DECODE_STEP_TOKENS, settings.max_sequences + settings.page_size_tokens)
 
 
 def _mixed_prefill_tokens(settings: WorkerSettings) -> int:

@@ -67,9 +67,6 @@ def load_message(
         long_step_ms=load.long_step_ms,
         draining=draining,
         prefill_tokens_per_s=load.prefill_tokens_per_s,
-        mixed_prefill_tokens=load.mixed_prefill_tokens,
-        mixed_prefill_tokens_per_s=load.mixed_prefill_tokens_per_s,
-        late_prefill_tokens=load.late_prefill_tokens,
-        late_prefill_tokens_per_s=load.late_prefill_tokens_per_s,
+        prefill_rate_age_s=load.prefill_rate_age_s,
         peers=peers,
     )

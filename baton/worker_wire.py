@@ -112,7 +112,6 @@ def request_of(submit: worker_pb2.Submit) -> Request:
         cache_salt=submit.cache_salt,
         prompt_logprobs=submit.prompt_logprobs,
         local_prefill_tokens=submit.local_prefill_tokens,
-        urgent=submit.urgent,
     )
 
 

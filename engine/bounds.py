@@ -28,13 +28,6 @@ class SchedulerConfig:
     full_step_tokens: int = 1 << 31
     """Prompt tokens beyond which no further prompt is added to a step: it would delay those before
     it, and the device computes no more tokens a second."""
-    alone_prefill_tokens: int = 1 << 31
-    """Most prefill tokens in a step that decodes nothing: who is delivered waits for its end."""
-    mixed_step_s: float = 0.0
-    """How long a step may take that decodes and computes prompts, whose pieces get shorter for it;
-    0: no matter."""
-    mixed_late_share: float = 0.0
-    """Of all tokens, those that may come late behind a long step (`engine.late_budget`)."""
     max_passed_over: int = 16
     """How often smaller requests may be admitted before one that does not fit yet."""
     prefix_cache: bool = True

@@ -43,15 +43,6 @@ class EngineConfig:
     decoded and 4096 where not."""
     mixed_prefill_tokens: int = 0
     """Prefill tokens in a step that also decodes; 0: as `max_step_tokens`."""
-    alone_prefill_tokens: int = 0
-    """Prefill tokens in a step that decodes nothing; 0: as `max_step_tokens`."""
-    mixed_step_s: float = 0.0
-    """How long a step may take that decodes and computes prompts; 0: no matter. See
-    `engine.mixed_pace`."""
-    mixed_late_share: float = 0.0
-    """Of all tokens, those that may come late, in [0, 1]: beside sequences that decode, urgent
-    prompts, or all where those take longer than `mixed_step_s` by themselves, are computed in
-    steps of `max_step_tokens` for it. See `engine.late_budget`."""
     full_step_tokens: int = 0
     """Prompt tokens that keep the device busy: a prompt that would make a step longer than that
     waits for the next one, as long as it is not the step's first; 0: as `max_step_tokens`."""

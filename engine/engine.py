@@ -147,13 +147,11 @@ def _resolve(config: EngineConfig) -> EngineConfig:
             f" plus page_size {config.page_size}"
         )
     mixed_tokens = config.mixed_prefill_tokens or step_tokens
-    alone_tokens = config.alone_prefill_tokens or step_tokens
-    for name, tokens in (("mixed", mixed_tokens), ("alone", alone_tokens)):
-        if tokens < config.page_size:
-            raise EngineError(
-                f"{name}_prefill_tokens {tokens} must be at least page_size {config.page_size}:"
-                " prompts are computed in whole pages"
-            )
+    if mixed_tokens < config.page_size:
+        raise EngineError(
+            f"mixed_prefill_tokens {mixed_tokens} must be at least page_size {config.page_size}:"
+            " prompts are computed in whole pages"
+        )
     return replace(
         config,
         device=device,
@@ -161,7 +159,6 @@ def _resolve(config: EngineConfig) -> EngineConfig:
         name=config.name or Path(config.model).name,
         max_step_tokens=step_tokens,
         mixed_prefill_tokens=mixed_tokens,
-        alone_prefill_tokens=alone_tokens,
         full_step_tokens=config.full_step_tokens or step_tokens,
     )
 
@@ -245,14 +242,7 @@ def _backend(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> Attenti
 
 
 def _limits(config: EngineConfig, max_context_tokens: int) -> Limits:
-    return Limits(
-        config.max_sequences,
-        config.max_step_tokens,
-        max_context_tokens,
-        config.decodes,
-        hurries=config.mixed_late_share > 0,
-        alone_prefill_tokens=config.alone_prefill_tokens,
-    )
+    return Limits(config.max_sequences, config.max_step_tokens, max_context_tokens, config.decodes)
 
 
 def _build_executor(
@@ -317,9 +307,6 @@ def _scheduler(config: EngineConfig, info: ModelInfo, pool: KvPool, sampler: Sam
         max_sequences=config.max_sequences,
         max_step_tokens=config.max_step_tokens,
         mixed_prefill_tokens=config.mixed_prefill_tokens,
-        alone_prefill_tokens=config.alone_prefill_tokens,
-        mixed_step_s=config.mixed_step_s,
-        mixed_late_share=config.mixed_late_share,
         full_step_tokens=config.full_step_tokens,
         max_context_tokens=info.max_context_tokens,
         page_size=config.page_size,

@@ -34,10 +34,6 @@ class Limits(NamedTuple):
     max_context_tokens: int
     decodes: bool = True
     """Whether there are steps that decode."""
-    hurries: bool = False
-    """Whether those may be filled up with urgent prompts."""
-    alone_prefill_tokens: int = 1 << 31
-    """Most of prompts in a step that decodes nothing."""
 
 
 class Launched(Protocol):

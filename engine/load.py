@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from engine.mixed_pace import MixedPace
 from engine.rates import StepRates
 from engine.scheduler import Scheduler
 from engine.sequences import RequestState
@@ -10,26 +9,23 @@ from engine.types import EngineLoad, Mode
 
 
 def load_of(
-    scheduler: Scheduler, rates: StepRates, pieces: MixedPace, *, progress: int, long_step_ms: float
+    scheduler: Scheduler, rates: StepRates, *, progress: int, long_step_ms: float
 ) -> EngineLoad:
     """The load now. To be called on the step loop's thread, like all that looks at the scheduler.
 
     Args:
         scheduler: what it holds.
         rates: what its steps took.
-        pieces: what prompts beside decode rows cost.
         progress: of the step loop.
         long_step_ms: how long the step in flight may take, if that is long.
     """
-    blocks, decodes = scheduler.blocks, scheduler.slots.num_used
-    piece = scheduler.step_tokens - decodes
-    late_tokens = scheduler.late.steps(decodes) * piece if decodes else 0
+    blocks = scheduler.blocks
     return EngineLoad(
         progress=progress,
         queued_prefill_tokens=_queued_prefill_tokens(scheduler),
         begun_prefill_tokens=begun_prefill_tokens(scheduler),
         waiting_requests=len(scheduler.waiting) + len(scheduler.preempted),
-        running_sequences=decodes,
+        running_sequences=scheduler.slots.num_used,
         max_sequences=scheduler.config.max_sequences,
         total_pages=blocks.total,
         free_pages=blocks.free,
@@ -39,10 +35,7 @@ def load_of(
         damaged_pages=blocks.damaged,
         step_ms=rates.step_s * 1e3,
         prefill_tokens_per_s=rates.prefill.tokens_per_s,
-        mixed_prefill_tokens=scheduler.mixed_tokens,
-        mixed_prefill_tokens_per_s=pieces.tokens_per_s,
-        late_prefill_tokens=late_tokens,
-        late_prefill_tokens_per_s=pieces.long_tokens_per_s(piece),
+        prefill_rate_age_s=rates.prefill.age_s,
         long_step_ms=long_step_ms,
         steps=scheduler.next_step,
         preemptions=scheduler.preemptions,

@@ -68,10 +68,9 @@ class LaunchPacer:
         """The host begins to prepare a step."""
         self._woke = self._clock()
 
-    def launched(self, plan: StepPlan) -> None:
-        """The step is launched. A long one's launch says nothing of others'."""
-        if not plan.is_long:
-            self._launch_s = max(self._clock() - self._woke, FORGET * self._launch_s)
+    def launched(self) -> None:
+        """The step is launched."""
+        self._launch_s = max(self._clock() - self._woke, FORGET * self._launch_s)
 
     def settled(self, plan: StepPlan, step_s: float) -> None:
         """The step is done, and took so long on the device."""

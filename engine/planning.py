@@ -8,7 +8,7 @@ have reached `max_tokens` is known ahead and not planned.
 Decode rows come first, one token each; the rest of the token budget goes to prompts in order of
 admission, in page-aligned chunks. Several prompts share a step up to `full_step_tokens`: beyond
 them a step takes longer in proportion, and all of its prompts would be done when the last one is.
-Beside decode rows that is not so: who may hurry fills the step (`engine.late_budget`).
+Beside decode rows they get `mixed_prefill_tokens` at most.
 """
 
 from __future__ import annotations
@@ -45,11 +45,7 @@ def plan_step(scheduler: Scheduler) -> StepPlan | None:
     chunks, scores = _cut_chunks(scheduler, rows)
     if rows.size == 0 and not chunks and not scheduler.has_transfers:
         return None
-    prompt_tokens = sum(chunk.end - chunk.start for chunk in chunks)
-    is_long = rows.size > 0 and prompt_tokens > scheduler.mixed_tokens
-    if rows.size:
-        scheduler.late.planned(rows.size, is_long=is_long)
-    plan = _build(scheduler, rows, chunks, scores, is_long=is_long)
+    plan = _build(scheduler, rows, chunks, scores)
     scheduler.next_step += 1
     slots = scheduler.slots
     slots.kv_len[rows] += 1
@@ -120,15 +116,8 @@ def _preemptible(scheduler: Scheduler) -> list[Sequence]:
 def _cut_chunks(scheduler: Scheduler, rows: Slots) -> tuple[list[ChunkPlan], list[ScorePlan]]:
     config = scheduler.config
     budget = scheduler.step_tokens - rows.size
-    full_step_tokens = config.full_step_tokens
-    whole_only = False
-    if scheduler.is_hurried(rows.size):
-        full_step_tokens = budget
-    elif rows.size:
-        budget = min(budget, scheduler.mixed_tokens)
-        whole_only = scheduler.awaits_long_step(rows.size)
-    else:
-        budget = min(budget, config.alone_prefill_tokens)
+    if rows.size:
+        budget = min(budget, config.mixed_prefill_tokens)
     chunks: list[ChunkPlan] = []
     scores: list[ScorePlan] = []
     first_token, first_sample = int(rows.size), int(rows.size)
@@ -136,8 +125,6 @@ def _cut_chunks(scheduler: Scheduler, rows: Slots) -> tuple[list[ChunkPlan], lis
         end = min(len(task.token_ids), task.cursor + budget)
         last = end == len(task.token_ids)
         if not last:
-            if whole_only:
-                break
             end -= end % config.page_size
         if end <= task.cursor:
             break
@@ -147,7 +134,7 @@ def _cut_chunks(scheduler: Scheduler, rows: Slots) -> tuple[list[ChunkPlan], lis
             scores.append(score)
         first_token += end - task.cursor
         first_sample += len(_first_draws(task)) if last else 0
-        full = full_step_tokens - (first_token - rows.size)
+        full = config.full_step_tokens - (first_token - rows.size)
         budget = min(budget - (end - task.cursor), full)
     return chunks, scores
 
@@ -180,12 +167,7 @@ def _advance(scheduler: Scheduler, chunk: ChunkPlan) -> None:
 
 
 def _build(
-    scheduler: Scheduler,
-    rows: Slots,
-    chunks: list[ChunkPlan],
-    scores: list[ScorePlan],
-    *,
-    is_long: bool,
+    scheduler: Scheduler, rows: Slots, chunks: list[ChunkPlan], scores: list[ScorePlan]
 ) -> StepPlan:
     slots = scheduler.slots
     row_slots = np.concatenate([rows, [c.task.leader.slot for c in chunks]]).astype(np.int32)
@@ -216,7 +198,6 @@ def _build(
         write_tokens=np.fromiter(writes.values(), np.int32, len(writes)),
         scores=tuple(scores),
         chunks=tuple(chunks),
-        is_long=is_long,
     )
 
 

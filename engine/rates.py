@@ -13,15 +13,22 @@ UNKNOWN_STEP_S = 30.0
 
 
 class _MovingRate:
-    """Tokens per second of late; 0 while unknown."""
+    """Tokens per second, a moving average over steps; 0 while unknown."""
 
     def __init__(self) -> None:
         self.tokens_per_s = 0.0
+        self._added = time.monotonic()
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since a step was last added, or since the start."""
+        return time.monotonic() - self._added
 
     def add(self, tokens: int, seconds: float) -> None:
         """A step computed so many tokens."""
         rate, old = tokens / max(seconds, 1e-6), self.tokens_per_s
         self.tokens_per_s = rate if old == 0 else 0.8 * old + 0.2 * rate
+        self._added = time.monotonic()
 
 
 class StepRates:

@@ -26,7 +26,6 @@ import numpy as np
 
 from engine.blocks import BlockManager
 from engine.bounds import SchedulerConfig
-from engine.late_budget import LateBudget
 from engine.policies import Fcfs, SchedulingPolicy
 from engine.prefix import page_keys
 from engine.sampling import Sampler
@@ -81,16 +80,9 @@ class Scheduler:
         self.preemptions = 0
         self.step_tokens = config.max_step_tokens
         """Most new tokens in a step now: fewer after one that lacked memory."""
-        self.mixed_tokens = config.mixed_prefill_tokens
-        """Most prompt tokens in a step that decodes, too, now: set by `engine.mixed_pace`."""
-        self.mixed_has_room = True
-        """Whether those who decode leave such a piece any time within their pace: set with it."""
-        self.late = LateBudget(config.mixed_late_share)
         self.failed_steps = 0
         """In a row; set by `engine.recovery`."""
         self.cached_tokens = 0
-        self._urgent: list[Job] = []
-        """Who may hurry, until their prompts are found to be computed."""
         self._arrivals = 0
         self._copies: dict[int, int] = {}
         """Target page -> source page, for the next step."""
@@ -115,8 +107,6 @@ class Scheduler:
         else:
             self.jobs[request.id] = job
             self.waiting.append(job)
-            if request.urgent and request.mode is Mode.WHOLE and self.config.mixed_late_share:
-                self._urgent.append(job)
 
     def deliver(self, request_id: bytes, records: Seq[TokenRecord]) -> None:
         """RECEIVE: the KV of the prompt is in its pages; `records` are the choices' next tokens."""
@@ -373,23 +363,6 @@ class Scheduler:
     def has_transfers(self) -> bool:
         """Whether a step is needed for copies or writes alone."""
         return bool(self._copies or self._writes)
-
-    def awaits_long_step(self, decodes: int) -> bool:
-        """Whether the next step, which decodes so many, is to begin no prompt that it does not end,
-        unless it is a long one: the batch breaks its pace by itself, and each of many pieces would
-        make a token of every sequence late, where a long step makes one. The budget grows by a
-        share of a token for each, so what is waited for comes after some 1 / share steps."""
-        return not self.mixed_has_room and self.late.suffices(decodes)
-
-    def is_hurried(self, decodes: int) -> bool:
-        """Whether the next step, which decodes so many, may be a long one: somebody is urgent, or
-        nothing else would do. Who was in the batch already, and is computed again, has had a first
-        token and is not urgent."""
-        self._urgent = [
-            job for job in self._urgent if not job.joined and self.jobs.get(job.request.id) is job
-        ]
-        wanted = bool(self._urgent) or self.awaits_long_step(decodes)
-        return wanted and decodes > 0 and self.late.allows(decodes)
 
     def check_invariants(self) -> None:
         """Raises AssertionError where pages, slots and requests disagree."""

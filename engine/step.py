@@ -65,8 +65,6 @@ class StepPlan:
     scores: tuple[ScorePlan, ...] = ()
     chunks: tuple[ChunkPlan, ...] = field(default=(), repr=False)
     """Set by the scheduler for its own settling; the executor does not look."""
-    is_long: bool = False
-    """Makes the tokens of those who decode in it late (`engine.late_budget`)."""
 
     @property
     def num_tokens(self) -> int:

@@ -3,9 +3,8 @@
 One step is always in flight while the host settles the one before it, and the next is launched
 shortly before that one ends (`engine.pacing`); until then who arrives is received and admitted.
 Where there is none yet, who comes while a prompt is computed is launched behind it, not once it is
-settled. A long step (`engine.late_budget`), whose many kernels may take the host 20 ms to launch,
-is launched once the one before it is settled: the tokens of that one would be late, too. The loop
-is the only one to touch the scheduler; others talk to it through `post`, and read `load`.
+settled. The loop is the only one to touch the scheduler; others talk to it through `post`, and read
+`load`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from collections.abc import Callable, Iterator
 from engine.admission import admit
 from engine.executor import Executor, Launched
 from engine.load import load_of
-from engine.mixed_pace import MixedPace
 from engine.pacing import LOOK_S, NEARLY, LaunchPacer, is_decode, look_s
 from engine.planning import plan_step
 from engine.prefix import prompt_keys
@@ -71,8 +69,6 @@ class StepLoop:
         self._thread = threading.Thread(target=self._run, name="baton-step-loop", daemon=True)
         self._rates = StepRates()
         self._pacer = LaunchPacer()
-        config = scheduler.config
-        self._pieces = MixedPace(config.mixed_prefill_tokens, config.mixed_step_s, config.page_size)
         self._progress = 0
 
     def start(self, on_step: OnStep | None = None, on_lost: OnLost | None = None) -> None:
@@ -118,10 +114,6 @@ class StepLoop:
             with verb("plan"):
                 plan = plan_step(self._scheduler)
                 self._flush()
-            if previous is not None and plan is not None and plan.is_long:
-                with verb("settle"):
-                    self._settle(*previous)
-                previous = None
             with verb("launch"):
                 launched = self._launch(plan) if plan is not None else None
             with verb("settle"):
@@ -195,7 +187,7 @@ class StepLoop:
         self._publish_load()
         self.profiler.launching()
         launched = self._executor.launch(plan)
-        self._pacer.launched(plan)
+        self._pacer.launched()
         return launched
 
     def _settle(self, plan: StepPlan, launched: Launched) -> None:
@@ -211,9 +203,6 @@ class StepLoop:
         else:
             self._rates.settled(plan)
             self._pacer.settled(plan, self._rates.step_s)
-            self._pieces.settled(plan, self._rates.step_s)
-            self._scheduler.mixed_tokens = self._pieces.tokens
-            self._scheduler.mixed_has_room = self._pieces.has_room
             settle_step(self._scheduler, plan, result, self._hand_over)
             self._on_step(self._rates.step_s, plan.num_decodes)
 
@@ -234,7 +223,6 @@ class StepLoop:
         self.load = load_of(
             self._scheduler,
             self._rates,
-            self._pieces,
             progress=self._progress,
             long_step_ms=1e3 * long_step_s if long_step_s > LONG_STEP_S else 0.0,
         )

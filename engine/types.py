@@ -98,8 +98,6 @@ class Request:
     local_prefill_tokens: int = 0
     """RECEIVE: where the prefix cache holds the larger part of the prompt and at most so many
     tokens are left, they are computed here, and no delivery is waited for."""
-    urgent: bool = False
-    """The prompt is computed in long steps, as far as `engine.late_budget` allows."""
 
 
 class TokenRecord(NamedTuple):
@@ -265,15 +263,9 @@ class EngineLoad:
     long_step_ms: float = 0.0
     """Expected duration of the step in flight, where progress may pause for so long; else 0."""
     prefill_tokens_per_s: float = 0.0
-    """Moving rate of computing prompt tokens; 0 while unknown."""
-    mixed_prefill_tokens: int = 0
-    """Most prompt tokens of the next step that decodes, too: see `engine.mixed_pace`."""
-    mixed_prefill_tokens_per_s: float = 0.0
-    """Rate at which a prompt would be computed in such steps; 0 while unknown."""
-    late_prefill_tokens: int = 0
-    """Prompt tokens that `engine.late_budget` allows to be computed in long steps now."""
-    late_prefill_tokens_per_s: float = 0.0
-    """Rate at which they would; 0 while unknown."""
+    """Moving average of the rate at which steps compute prompt tokens; 0 while unknown."""
+    prefill_rate_age_s: float = 0.0
+    """Since a step last added to that rate."""
     steps: int = 0
     preemptions: int = 0
     prompt_tokens_computed: int = 0

@@ -240,9 +240,7 @@ class JobDispatcher:
                 heads = self._queue.heads()
 
     def _try_dispatch(self, share: Share) -> bool:
-        route = routing.choose(
-            share.demand, self._workers, self._policy, share.failed, self._local, share.waited_s
-        )
+        route = routing.choose(share.demand, self._workers, self._policy, share.failed, self._local)
         if route is None:
             return False
         self._events.waited(self._waiting.take(share))

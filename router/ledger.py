@@ -56,14 +56,6 @@ class Room(NamedTuple):
     prefill_credit_tokens: int
     prefill_tokens_per_s: float
     """0 while unknown."""
-    mixed_prefill_tokens: int
-    """Most prompt tokens in a step that decodes, too."""
-    mixed_prefill_tokens_per_s: float
-    """In such steps; 0 while unknown."""
-    late_prefill_tokens: int
-    """Prompt tokens that it may compute in long steps now, for which others' tokens come late."""
-    late_prefill_tokens_per_s: float
-    """In such steps; 0 while unknown."""
     step_ms: float
     """A recent step."""
     running_sequences: int
@@ -188,10 +180,6 @@ class Ledger:
             queued_prefill_tokens=queued,
             prefill_credit_tokens=capacity_tokens - queued,
             prefill_tokens_per_s=load.prefill_tokens_per_s,
-            mixed_prefill_tokens=load.mixed_prefill_tokens,
-            mixed_prefill_tokens_per_s=load.mixed_prefill_tokens_per_s,
-            late_prefill_tokens=load.late_prefill_tokens,
-            late_prefill_tokens_per_s=load.late_prefill_tokens_per_s,
             step_ms=load.step_ms,
             running_sequences=max(running, promised),
             max_sequences=load.max_sequences,

@@ -118,7 +118,6 @@ class Leg:
             prompt_logprobs=scores_wanted and self.mode != worker_pb2.WORK_MODE_DECODE,
             tenant=job.tenant,
             local_prefill_tokens=self._local_tokens,
-            urgent=self._local_reason is LocalReason.URGENT,
         )
 
 

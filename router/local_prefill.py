@@ -9,8 +9,6 @@ Four reasons, and who finds them:
   attempt that it does not take over pays nothing for the question.
 - FASTER: the prefill workers' queue is long enough that the decode worker is sooner done, by
   `break_even_tokens`.
-- URGENT: it would wait long either way, and the decode worker may let others' tokens come late for
-  it (`engine.late_budget`): it computes it in long steps.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
 
 NO_LIMIT: Final = (1 << 32) - 1
 """More tokens than any prompt has; fits the message's uint32."""
-STEPS_LOST: Final = 1.5
 
 
 class LocalReason(enum.StrEnum):
@@ -35,7 +32,6 @@ class LocalReason(enum.StrEnum):
     NO_PREFILL_WORKER = "no_prefill_worker"
     CACHED = "cached"
     FASTER = "faster"
-    URGENT = "urgent"
 
 
 class LocalPrefill(NamedTuple):
@@ -44,12 +40,9 @@ class LocalPrefill(NamedTuple):
     allowed: bool = True
     """Off: a prompt is computed by a prefill worker or not at all."""
     weighs_queues: bool = False
-    """FASTER and URGENT count, too."""
+    """FASTER counts, too."""
     rest_tokens: int = 192
     """Longest rest of a prompt of which the decode worker holds the larger part."""
-    urgent_factor: float = 2.8
-    """A prompt is urgent whose first token would come after so many times what it takes by
-    itself."""
 
     @classmethod
     def of(cls, settings: RouterSettings) -> LocalPrefill:
@@ -59,7 +52,6 @@ class LocalPrefill(NamedTuple):
             setting != "never",
             setting == "auto",
             settings.local_prefill_tokens,
-            settings.urgent_factor,
         )
 
 
@@ -87,67 +79,8 @@ def break_even_tokens(prefills: Iterable[Room], decode: Room) -> int:
 
 
 def local_tokens_per_s(decode: Room, prefill_tokens_per_s: float) -> float:
-    """The rate at which a decode worker computes a prompt now.
-
-    Beside a batch, what it measured in such steps. Before it has, each chunk is taken to lengthen a
-    step by what it takes at the prefill worker's rate, which is cautious: a decode that waits for
-    memory has time to spare. Without a batch it is a prefill worker like another, of the same rate
-    while it has measured none.
-    """
-    if not decode.running_sequences:
-        return decode.prefill_tokens_per_s or prefill_tokens_per_s
-    if decode.mixed_prefill_tokens_per_s:
-        return decode.mixed_prefill_tokens_per_s
-    chunk_tokens = max(1, decode.mixed_prefill_tokens)
-    return chunk_tokens / (decode.step_ms / 1e3 + chunk_tokens / prefill_tokens_per_s)
-
-
-def is_urgent(
-    prefills: Sequence[Room],
-    decodes: Sequence[Room],
-    tokens: int,
-    waited_s: float,
-    factor: float,
-) -> bool:
-    """Whether a prompt of so many tokens, which waited for so long already, would wait long yet,
-    wherever it is computed at the usual pace. Never where a prefill worker's rate is unknown.
-
-    Args:
-        prefills: not empty.
-        decodes: those that could compute it by themselves.
-        tokens: of the prompt.
-        waited_s: in the router.
-        factor: long is more than so many times what it takes by itself.
-    """
-    rate = min(room.prefill_tokens_per_s for room in prefills)
-    if not rate:
-        return False
-    done_s = [_done_s(room, room.prefill_tokens_per_s, tokens) for room in prefills]
-    for room in decodes:
-        local_rate = local_tokens_per_s(room, rate)
-        done_s.append(_done_s(room, local_rate, tokens) + _steps_s(room, local_rate))
-    soonest_s = min(done_s)
-    return waited_s + soonest_s > factor * tokens / rate
-
-
-def can_hurry(prefills: Iterable[Room], decode: Room, tokens: int) -> bool:
-    """Whether the decode worker may compute the prompt, and all before it, in long steps, and is
-    sooner done so than any prefill worker."""
-    if decode.queued_prefill_tokens + tokens > decode.late_prefill_tokens:
-        return False
-    rates = [(room, room.prefill_tokens_per_s) for room in prefills]
-    rate = decode.late_prefill_tokens_per_s or max(rate for _, rate in rates)
-    return _done_s(decode, rate, tokens) < min(_done_s(*at, tokens) for at in rates)
-
-
-def _steps_s(decode: Room, tokens_per_s: float) -> float:
-    """What is lost at a decode worker to the steps that the others are in."""
-    piece = decode.mixed_prefill_tokens if decode.running_sequences else 0
-    return STEPS_LOST * piece / tokens_per_s
-
-
-def _done_s(room: Room, tokens_per_s: float, tokens: int) -> float:
-    return room.wait_s(tokens_per_s) + tokens / tokens_per_s
+    """The rate at which a decode worker computes a prompt now; a prefill worker's while unknown."""
+    return decode.prefill_tokens_per_s or prefill_tokens_per_s
 
 
 def _level(prefill: Room, decode: Room) -> int:
@@ -155,7 +88,7 @@ def _level(prefill: Room, decode: Room) -> int:
     if not rate:
         return 0
     local_rate = local_tokens_per_s(decode, rate)
-    sooner_s = prefill.wait_s(rate) - decode.wait_s(local_rate) - _steps_s(decode, local_rate)
+    sooner_s = prefill.wait_s(rate) - decode.wait_s(local_rate)
     if sooner_s <= 0:
         return 0
     slower_s = 1 / local_rate - 1 / rate

@@ -17,8 +17,6 @@ from router.local_prefill import (
     LocalPrefill,
     LocalReason,
     break_even_tokens,
-    can_hurry,
-    is_urgent,
 )
 from router.registry import PREFILLS, can_hand_off
 
@@ -111,19 +109,18 @@ def choose(
     policy: Policy,
     failed: Failed,
     local: LocalPrefill,
-    waited_s: float = 0.0,
 ) -> Route | None:
     """The policy's choice among the workers that have room now; None where there is none.
 
     A prefill worker or a pair that failed this job before is taken, like a pair that complains of
     more than a slow path, only where no other could run the job, not even later, and no decode
     worker by itself: an attempt there fails at once, and there are not many. A pair whose path is
-    slow is taken where no other has room. The job has waited here for `waited_s`.
+    slow is taken where no other has room.
     """
     fit = _fit(job, workers, failed)
     avoid = failed.workers
     if local.allowed:
-        route = _local_route(job, workers, policy, avoid, local, list(fit), waited_s)
+        route = _local_route(job, workers, policy, avoid, local, list(fit))
         if route is not None:
             return route
         if not fit and _decoders(job, workers, _could_hold):
@@ -141,7 +138,6 @@ def _local_route(
     avoid: Collection[WorkerLink],
     local: LocalPrefill,
     prefills: Sequence[WorkerLink],
-    waited_s: float,
 ) -> Route | None:
     """A decode worker that runs the job whole, where there is a reason for that."""
     if prefills and not local.weighs_queues:
@@ -150,7 +146,7 @@ def _local_route(
     reason = LocalReason.NO_PREFILL_WORKER
     if prefills:
         rooms = [worker.room() for worker in prefills]
-        reason, candidates = _sooner_alone(job, rooms, candidates, local, waited_s)
+        reason, candidates = _sooner_alone(job, rooms, candidates)
     if not candidates:
         return None
     candidates = _preferred(candidates, avoid)
@@ -162,15 +158,9 @@ def _sooner_alone(
     job: Job,
     prefills: Sequence[Room],
     decoders: Sequence[WorkerLink],
-    local: LocalPrefill,
-    waited_s: float,
 ) -> tuple[LocalReason, Sequence[WorkerLink]]:
-    """Those by which a prompt is sooner computed than by any prefill worker, and how."""
-    tokens, rooms = job.prompt_tokens, [worker.room() for worker in decoders]
-    if is_urgent(prefills, rooms, tokens, waited_s, local.urgent_factor):
-        hurrying = [one for one in decoders if can_hurry(prefills, one.room(), tokens)]
-        if hurrying:
-            return LocalReason.URGENT, hurrying
+    """Those by which a prompt is sooner computed than by any prefill worker, and why."""
+    tokens = job.prompt_tokens
     sooner = [one for one in decoders if tokens <= break_even_tokens(prefills, one.room())]
     return LocalReason.FASTER, sooner
 

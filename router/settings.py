@@ -52,10 +52,6 @@ class RouterSettings(BaseSettings):
     or no prefill worker is left. `auto`: also when it would be sooner than the queue at prefill."""
     local_prefill_tokens: int = Field(default=192, ge=0, le=MOST_TOKENS)
     """Longest rest of a prompt that a decode worker computes where it holds the larger part."""
-    urgent_factor: float = Field(default=2.8, ge=1, le=1000)
-    """A prompt is urgent whose first token would come after so many times what it takes by itself,
-    wherever it is computed: a decode worker with a `mixed_late_share` hurries it. A little less
-    than what a p99 may be. Smaller, and the budget is spent on those that wait less."""
     max_queued_requests: int = Field(default=1024, ge=1)
     """Requests of one model waiting in the router; one more is refused at once."""
     max_queued_tokens: int = Field(default=2_000_000, ge=1)

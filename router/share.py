@@ -59,8 +59,6 @@ class Share:
         self.queue_span: Span | None = None
         """While it waits in the queue."""
         self.waits_since_ns: int = former.waits_since_ns if former else run.job.arrived_ns
-        self._failed_s: float = former._failed_s if former else 0.0
-        """When its last attempt did, on a steady clock."""
         self.earlier: JobTimings = former.earlier if former else JobTimings()
         """Where the time of earlier attempts went."""
         self.demand = self._demand()
@@ -86,11 +84,6 @@ class Share:
     def complete(self) -> bool:
         """Every choice of it has ended."""
         return all(self.run.choices[choice].ended for choice in self.choices)
-
-    @property
-    def waited_s(self) -> float:
-        """How long its client has waited for the next token."""
-        return time.monotonic() - self._failed_s if self.run.started else self.run.age_s
 
     @property
     def generated(self) -> list[list[int]]:
@@ -122,7 +115,7 @@ class Share:
         self.earlier, self.attempt = self.timings(), None
         self.refusals += fault.worker not in self.run.lost
         self.failed.workers.add(fault.worker)
-        self.waits_since_ns, self._failed_s = time.time_ns(), time.monotonic()
+        self.waits_since_ns = time.time_ns()
         self.demand = self._demand()
 
     def split(self) -> list[Share]:

@@ -4,8 +4,7 @@ Launching a step's kernels one by one takes the host 8 ms and more, as every lau
 interpreter to other threads. A graph is one launch. So the shapes are:
 
 - decode rows alone, in buckets;
-- decode rows with a short piece of prompt, which is all that a decode worker usually computes
-  beside them, or with as much as a step holds, where it may hurry;
+- decode rows with a short piece of prompt, which is all that a decode worker computes beside them;
 - prompts alone, as much of them as a step without decode rows holds, up to the longest chunk of a
   prefill worker.
 
@@ -19,18 +18,15 @@ from bisect import bisect_left
 from typing import NamedTuple
 
 from engine.executor import Limits
-from engine.mixed_pace import GRAIN_TOKENS, LEAST_TOKENS
 from engine.step import StepPlan
 
 SMALL = (1, 2, 4)
 SPACING = 8
 MIXED_SPACING = 32
 """Rows are few beside the prompt's tokens."""
-PIECES = tuple(range(LEAST_TOKENS, 192 + 1, GRAIN_TOKENS))
+PIECES = tuple(range(64, 192 + 1, 32))
 """Prompt tokens beside decode rows. The last is what a decode worker computes of prompts in one
-step; fewer are the end of a prompt, or what the pace of the rows leaves."""
-HURRIED_SPACING = 256
-"""Of longer pieces, up to a whole step, in tokens: where `engine.late_budget` allows them."""
+step; fewer are the end of a prompt."""
 PROMPT_SPACING = 64
 """Of prompts alone, in tokens."""
 LONGEST_GRAPH = 2048
@@ -65,17 +61,13 @@ class Shapes:
         most, decodes = limits.max_sequences, limits.decodes
         self._decodes = bucket_sizes(most) if decodes else ()
         self._beside = bucket_sizes(most, (SPACING,), MIXED_SPACING) if decodes else ()
-        self._pieces = PIECES
-        if limits.hurries:
-            longest = _longest(limits.max_step_tokens, HURRIED_SPACING)
-            self._pieces += tuple(range(HURRIED_SPACING, longest + 1, HURRIED_SPACING))
-        self._alone = _prompt_sizes(min(limits.max_step_tokens, limits.alone_prefill_tokens))
+        self._alone = _prompt_sizes(limits.max_step_tokens)
 
     @property
     def all(self) -> list[Shape]:
         """Largest first: the memory of one holds the others'."""
         plain = [Shape(rows) for rows in self._decodes]
-        mixed = [_with_prompts(rows, piece) for rows in self._beside for piece in self._pieces]
+        mixed = [_with_prompts(rows, piece) for rows in self._beside for piece in PIECES]
         alone = [_with_prompts(0, tokens) for tokens in self._alone]
         return sorted(plain + mixed + alone, key=lambda shape: shape.tokens, reverse=True)
 
@@ -88,7 +80,7 @@ class Shapes:
         if plan.scores or len(plan.row_slots) - plan.num_decodes > PROMPT_ROWS:
             return None
         decodes = bucket_of(plan.num_decodes, self._beside) if plan.num_decodes else 0
-        tokens = bucket_of(prompt_tokens, self._pieces if decodes else self._alone)
+        tokens = bucket_of(prompt_tokens, PIECES if decodes else self._alone)
         return None if decodes is None or tokens is None else _with_prompts(decodes, tokens)
 
 
@@ -98,13 +90,8 @@ def _with_prompts(decodes: int, tokens: int) -> Shape:
 
 def _prompt_sizes(most_tokens: int) -> tuple[int, ...]:
     """Up to the first that holds as many."""
-    last = _longest(most_tokens, PROMPT_SPACING)
+    last = -(-min(LONGEST_GRAPH, most_tokens) // PROMPT_SPACING) * PROMPT_SPACING
     return tuple(range(PROMPT_SPACING, last + 1, PROMPT_SPACING))
-
-
-def _longest(most_tokens: int, spacing: int) -> int:
-    """The first multiple that holds as many as a graph does."""
-    return -(-min(LONGEST_GRAPH, most_tokens) // spacing) * spacing
 
 
 def bucket_sizes(

@@ -224,6 +224,8 @@ class WorkerIdentity(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
     ADMIN_ADDRESS_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name, such as "prefill-0"."""
     epoch: _builtins.int
@@ -234,6 +236,10 @@ class WorkerIdentity(_message.Message):
     """What it does."""
     admin_address: _builtins.str
     """Address of its metrics and health; empty where nobody outside of its host reaches them."""
+    release: _builtins.str
+    """Baton's version, for people."""
+    protocol: _builtins.str
+    """Digest of this protocol: a router refuses a worker whose digest differs."""
     @_builtins.property
     def model(self) -> Global___ModelInfo:
         """The model it serves."""
@@ -252,10 +258,12 @@ class WorkerIdentity(_message.Message):
         model: Global___ModelInfo | None = ...,
         endpoint: Global___KvEndpoint | None = ...,
         admin_address: _builtins.str = ...,
+        release: _builtins.str = ...,
+        protocol: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admin_address", b"admin_address", "endpoint", b"endpoint", "epoch", b"epoch", "model", b"model", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admin_address", b"admin_address", "endpoint", b"endpoint", "epoch", b"epoch", "model", b"model", "protocol", b"protocol", "release", b"release", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -458,16 +466,24 @@ class Attach(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROUTER_ID_FIELD_NUMBER: _builtins.int
+    RELEASE_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """The router's name."""
+    release: _builtins.str
+    """Baton's version, for people."""
+    protocol: _builtins.str
+    """Digest of this protocol: a worker refuses a router whose digest differs."""
     def __init__(
         self,
         *,
         router_id: _builtins.str = ...,
+        release: _builtins.str = ...,
+        protocol: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocol", b"protocol", "release", b"release", "router_id", b"router_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -583,7 +599,6 @@ class Submit(_message.Message):
     FIRST_CHOICE_FIELD_NUMBER: _builtins.int
     LOCAL_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     TIME_LEFT_MS_FIELD_NUMBER: _builtins.int
-    URGENT_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.bytes
     """Names the attempt everywhere; random, 16 bytes."""
     mode: Global___WorkMode.ValueType
@@ -624,10 +639,6 @@ class Submit(_message.Message):
     """How long the request may take from its receipt on, milliseconds; unset for
     no limit.
     """
-    urgent: _builtins.bool
-    """WHOLE: others' tokens may come late for this prompt, as far as
-    late_prefill_tokens of the last report said.
-    """
     @_builtins.property
     def generated(self) -> _containers.RepeatedCompositeFieldContainer[Global___GeneratedTokens]:
         """Tokens already sent to the client, per choice: forced, never sampled again."""
@@ -660,11 +671,10 @@ class Submit(_message.Message):
         first_choice: _builtins.int = ...,
         local_prefill_tokens: _builtins.int = ...,
         time_left_ms: _builtins.int | None = ...,
-        urgent: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms", "sampling", b"sampling", "stopping", b"stopping", "time_left_ms", b"time_left_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms", "attempt_id", b"attempt_id", "cache_salt", b"cache_salt", "choices", b"choices", "deadline_unix_ns", b"deadline_unix_ns", "first_choice", b"first_choice", "generated", b"generated", "local_prefill_tokens", b"local_prefill_tokens", "mode", b"mode", "peer_agent_name", b"peer_agent_name", "priority", b"priority", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stopping", b"stopping", "tenant", b"tenant", "time_left_ms", b"time_left_ms", "traceparent", b"traceparent", "urgent", b"urgent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms", "attempt_id", b"attempt_id", "cache_salt", b"cache_salt", "choices", b"choices", "deadline_unix_ns", b"deadline_unix_ns", "first_choice", b"first_choice", "generated", b"generated", "local_prefill_tokens", b"local_prefill_tokens", "mode", b"mode", "peer_agent_name", b"peer_agent_name", "priority", b"priority", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stopping", b"stopping", "tenant", b"tenant", "time_left_ms", b"time_left_ms", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__time_left_ms: _TypeAlias = _typing.Literal["time_left_ms"]  # noqa: Y015
     _WhichOneofArgType__time_left_ms: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms"]  # noqa: Y015
@@ -1053,11 +1063,8 @@ class Load(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     LONG_STEP_MS_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
-    MIXED_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
-    MIXED_PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    PREFILL_RATE_AGE_S_FIELD_NUMBER: _builtins.int
     PEERS_FIELD_NUMBER: _builtins.int
-    LATE_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
-    LATE_PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     SUBMITS_FIELD_NUMBER: _builtins.int
     progress: _builtins.int
     """Counts steps and idle turns of the step loop; one that stands still for
@@ -1090,22 +1097,11 @@ class Load(_message.Message):
     long_step_ms: _builtins.float
     """A step that is expected to take this long has begun; 0 for none."""
     prefill_tokens_per_s: _builtins.float
-    """Measured rate of computing prompts, tokens per second; 0 while unknown."""
-    mixed_prefill_tokens: _builtins.int
-    """Most prompt tokens of the next step that decodes, too: fewer where such
-    steps would take too long.
+    """Rate at which steps compute prompts, tokens per second: one moving average
+    over all steps with at least 64 prompt tokens; 0 while unknown.
     """
-    mixed_prefill_tokens_per_s: _builtins.float
-    """Rate at which a prompt would be computed in steps that decode, too, beside
-    the sequences that do now, tokens per second, by what such steps took; 0
-    while unknown.
-    """
-    late_prefill_tokens: _builtins.int
-    """Prompt tokens, those queued included, that the worker would compute now in
-    steps so long that others' tokens come late; 0 where none may.
-    """
-    late_prefill_tokens_per_s: _builtins.float
-    """Rate at which it would in such steps, tokens per second; 0 while unknown."""
+    prefill_rate_age_s: _builtins.float
+    """Seconds since a step last added to that rate."""
     submits: _builtins.int
     """How many submits the worker has received on this stream: prompts of those
     are counted in queued_prefill_tokens until they are computed.
@@ -1132,16 +1128,13 @@ class Load(_message.Message):
         draining: _builtins.bool = ...,
         long_step_ms: _builtins.float = ...,
         prefill_tokens_per_s: _builtins.float = ...,
-        mixed_prefill_tokens: _builtins.int = ...,
-        mixed_prefill_tokens_per_s: _builtins.float = ...,
+        prefill_rate_age_s: _builtins.float = ...,
         peers: _abc.Iterable[Global___PeerHealth] | None = ...,
-        late_prefill_tokens: _builtins.int = ...,
-        late_prefill_tokens_per_s: _builtins.float = ...,
         submits: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "evictable_pages", b"evictable_pages", "free_pages", b"free_pages", "granted_pages", b"granted_pages", "late_prefill_tokens", b"late_prefill_tokens", "late_prefill_tokens_per_s", b"late_prefill_tokens_per_s", "long_step_ms", b"long_step_ms", "max_sequences", b"max_sequences", "mixed_prefill_tokens", b"mixed_prefill_tokens", "mixed_prefill_tokens_per_s", b"mixed_prefill_tokens_per_s", "peers", b"peers", "prefill_credit_tokens", b"prefill_credit_tokens", "prefill_tokens_per_s", b"prefill_tokens_per_s", "progress", b"progress", "quarantined_pages", b"quarantined_pages", "queued_prefill_tokens", b"queued_prefill_tokens", "running_sequences", b"running_sequences", "step_ms", b"step_ms", "submits", b"submits", "total_pages", b"total_pages", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "evictable_pages", b"evictable_pages", "free_pages", b"free_pages", "granted_pages", b"granted_pages", "long_step_ms", b"long_step_ms", "max_sequences", b"max_sequences", "peers", b"peers", "prefill_credit_tokens", b"prefill_credit_tokens", "prefill_rate_age_s", b"prefill_rate_age_s", "prefill_tokens_per_s", b"prefill_tokens_per_s", "progress", b"progress", "quarantined_pages", b"quarantined_pages", "queued_prefill_tokens", b"queued_prefill_tokens", "running_sequences", b"running_sequences", "step_ms", b"step_ms", "submits", b"submits", "total_pages", b"total_pages", "waiting_requests", b"waiting_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
