@@ -68,7 +68,7 @@ class LLM:
                 `BATON_MODEL` says, else `demo`.
             settings: of `baton.settings.WorkerSettings`, as `baton worker` takes them: these beat
                 `BATON_*`, which beats `baton.toml`. Those about serving, logs and
-                spans mean nothing here.
+                spans mean nothing here. `debug` is a dict of those few need.
 
         Raises:
             SettingsError: a setting is unknown, or its value does not fit.
@@ -284,8 +284,8 @@ async def _open(engine: Engine, settings: WorkerSettings, stack: ExitStack) -> I
     dispatcher = EngineDispatcher(engine, settings.max_sequences)
     dispatcher.start()
     stack.callback(engine.stop)
-    if settings.profile:
-        engine.profile(settings.profile, settings.profile_dir)
+    if settings.debug.profile:
+        engine.profile(settings.debug.profile, settings.debug.profile_dir)
     await tokenizers.warm([engine.model.path])
     limits = Limits(
         max_choices=min(Limits().max_choices, settings.max_sequences),

@@ -6,6 +6,9 @@ environment after that. `baton config` prints the result and where each value ca
 
 The file is TOML, one table a process kind: `[worker]` and `[router]`. It is the one named by
 `--config`, else by `BATON_CONFIG`, else `baton.toml` in the working directory, where there is one.
+
+Settings that few need are in a table of their own, `[worker.debug]` and `[router.debug]`: the
+variables `BATON_DEBUG_*` set them, no flags do.
 """
 
 from __future__ import annotations
@@ -19,8 +22,15 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Generic, Literal, NamedTuple, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
-from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, SettingsConfigDict
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from baton.addresses import port_of
 from telemetry.failpoints import check as check_failpoints
@@ -28,16 +38,23 @@ from telemetry.failpoints import check as check_failpoints
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from pydantic.fields import FieldInfo
+
 CONFIG_VARIABLE: Final = "BATON_CONFIG"
 DEFAULT_FILE: Final = Path("baton.toml")
 TABLES: Final = ("router", "worker")
 """Of the file."""
+PREFIX: Final = "BATON_"
+DEBUG_PREFIX: Final = "BATON_DEBUG_"
+"""Of the variables of the environment."""
+DEBUG: Final = "debug"
+"""The table within a table, and the field, of settings that few need."""
 ROUTER_ADDRESS: Final = "127.0.0.1:50051"
 """Where a router serves clients unless told otherwise."""
 ROUTER_INTERNAL_ADDRESS: Final = "127.0.0.1:50050"
 """Where workers announce themselves unless told otherwise."""
 
-Settings = TypeVar("Settings", bound=BaseSettings)
+Settings = TypeVar("Settings", bound=BaseModel)
 
 
 class SettingsError(Exception):
@@ -91,7 +108,7 @@ def _receiver(value: str) -> str:
 
 Address = Annotated[str, AfterValidator(_host_and_port)]
 OtlpEndpoint = Annotated[str, AfterValidator(_receiver)]
-Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_split)]
+Addresses = Annotated[tuple[Address, ...], BeforeValidator(_split)]
 
 _ADMIN_PORT: Final = {Role.PREFILL: 9091, Role.DECODE: 9092, Role.BOTH: 9093}
 
@@ -100,16 +117,56 @@ MOST_TOKENS: Final = 1 << 24
 """Of whatever is counted in tokens: far more than any context, and fit for every message."""
 
 
-class WorkerSettings(BaseSettings):
+SETTINGS: Final = ConfigDict(
+    frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
+)
+"""How every settings model behaves."""
+
+
+class WorkerDebug(BaseModel):
+    """Rarely needed settings of a worker: the table `[worker.debug]`, `BATON_DEBUG_*`, no flags.
+
+    They may change from one release to the next.
+    """
+
+    model_config = SETTINGS
+
+    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
+    """`dummy` draws random weights, always the same: measuring speed needs no checkpoint."""
+    attention: Literal["auto", "fa3", "fa2", "sdpa"] = "auto"
+    """FlashAttention-3 or -2, or torch's own. `auto`: the best that runs here, and the log says
+    why. FlashAttention-2 wants pages of 256 tokens."""
+    num_pages: int = Field(default=0, ge=0)
+    """Pages of the KV pool; overrides `kv_memory_gib`. 0: as many as fit in that."""
+    mixed_prefill_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)
+    """Prompt tokens computed in a step that decodes, too: fewer make the others' tokens wait less,
+    more compute the prompt sooner. 0: 192 on a decode worker, elsewhere as `max_step_tokens`."""
+    eviction: Literal["lru", "lfu", "cost"] = "lru"
+    """What the prefix cache lets go first: what was used longest ago, least often, or what is
+    cheapest to compute again per use."""
+    slow_peer_gigabytes_per_s: float = Field(default=-1, ge=-1)
+    """A path to another worker measured slower than this is reported, and avoided by routers where
+    there is another. 0: never. -1: 1 between GPUs, far below NVLink and RDMA, and else never."""
+    profile: int = Field(default=0, ge=0)
+    """Write a profile of so many first steps with work. SIGUSR2 asks for one at any time."""
+    profile_dir: Path = Path("profiles")
+    """Folder for profiles, as Chrome traces (chrome://tracing, Perfetto)."""
+    max_granted_share: float = Field(default=0.25, gt=0, le=1)
+    """Share of the pool that one prefill worker may have to write at once: grants beyond it wait,
+    so that one that freezes cannot sit on the whole pool."""
+    step_timeout_s: float = Field(default=60, gt=0)
+    """A step, or a turn of the thread that moves KV pages, that hangs for longer ends the worker,
+    with every thread's stack in its log, seconds. Whoever runs it starts it again."""
+    poison_freed_pages: bool = False
+    """Debugging: free KV pages carry a pattern, and writes to them are found and counted."""
+    failpoints: Annotated[str, AfterValidator(check_failpoints)] = ""
+    """Where this process fails on purpose, for tests alone: NAME=ACTION[:ARG][~KEY][@NTH],..."""
+
+
+class WorkerSettings(BaseModel):
     """One worker process: engine, KV pool, transfer agent and the services of its role."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="BATON_",
-        frozen=True,
-        extra="forbid",
-        use_attribute_docstrings=True,
-        allow_inf_nan=False,
-    )
+    model_config = SETTINGS
 
     role: Role = Role.BOTH
     """What the worker offers. `both` is a whole server in one process."""
@@ -122,8 +179,6 @@ class WorkerSettings(BaseSettings):
     """Folder with config, weights and tokenizer; `demo` fetches a small model."""
     served_name: str = ""
     """Name that clients use. Empty: the folder's name."""
-    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
-    """`dummy` draws random weights, always the same: measuring speed needs no checkpoint."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of weights and KV. `auto`: what config.json says, on a CPU float32 (the fast one there)."""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
@@ -131,9 +186,6 @@ class WorkerSettings(BaseSettings):
     gpu_slots_dir: str = ""
     """Folder that all workers of this host share, to claim one GPU each by a lock in it. Empty:
     `device` says which GPU."""
-    attention: Literal["auto", "fa3", "fa2", "sdpa"] = "auto"
-    """FlashAttention-3 or -2, or torch's own. `auto`: the best that runs here, and the log says
-    why. FlashAttention-2 wants pages of 256 tokens."""
     threads: int = Field(default=0, ge=0, le=1024)
     """CPU threads of torch. 0: every core; share them out when workers share a machine."""
 
@@ -159,16 +211,11 @@ class WorkerSettings(BaseSettings):
     `gpu_memory_utilization`, on a CPU 1."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of the GPU's memory that the worker may take in all, where `kv_memory_gib` is 0."""
-    num_pages: int = Field(default=0, ge=0)
-    """Pages of the KV pool; overrides `kv_memory_gib`. 0: as many as fit in that."""
     max_sequences: int = Field(default=64, ge=1)
     """Sequences decoded in one step: more is more throughput and a slower token for each."""
     max_step_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)
     """New tokens computed in one step, and so the chunk. 0: 512 on a CPU and on a decode worker,
     4,096 on a prefill worker, else 2,048."""
-    mixed_prefill_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)
-    """Prompt tokens computed in a step that decodes, too: fewer make the others' tokens wait less,
-    more compute the prompt sooner. 0: 192 on a decode worker, elsewhere as `max_step_tokens`."""
     max_context_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)
     """Longest prompt and output together. 0: the model's own limit."""
     scheduling: Literal["fcfs", "priority", "shortest", "fair"] = "fcfs"
@@ -176,12 +223,6 @@ class WorkerSettings(BaseSettings):
     with the shorter prompt (both with age counted in), or of the tenant with fewer running."""
     prefix_cache: bool = True
     """Keep the KV of finished prompts and reuse it for prompts that begin alike."""
-    eviction: Literal["lru", "lfu", "cost"] = "lru"
-    """What the prefix cache lets go first: what was used longest ago, least often, or what is
-    cheapest to compute again per use."""
-    slow_peer_gigabytes_per_s: float = Field(default=-1, ge=-1)
-    """A path to another worker measured slower than this is reported, and avoided by routers where
-    there is another. 0: never. -1: 1 between GPUs, far below NVLink and RDMA, and else never."""
     transport: Literal["nixl", "nccl", "loopback", "null"] = "nixl"
     """How KV pages move. `nccl` cannot see a dead peer and is for experiments; `null` moves
     nothing, for benchmarks of decoding."""
@@ -192,22 +233,11 @@ class WorkerSettings(BaseSettings):
     """Least severe line that is logged."""
     log_format: Literal["text", "json"] = "text"
     """`json` writes one object a line, for log collectors."""
-    profile: int = Field(default=0, ge=0)
-    """Write a profile of so many first steps with work. SIGUSR2 asks for one at any time."""
-    profile_dir: Path = Path("profiles")
-    """Folder for profiles, as Chrome traces (chrome://tracing, Perfetto)."""
     drain_s: float = Field(default=30, ge=0)
     """Seconds that running requests get to finish after SIGTERM."""
-    max_granted_share: float = Field(default=0.25, gt=0, le=1)
-    """Share of the pool that one prefill worker may have to write at once: grants beyond it wait,
-    so that one that freezes cannot sit on the whole pool."""
-    step_timeout_s: float = Field(default=60, gt=0)
-    """A step, or a turn of the thread that moves KV pages, that hangs for longer ends the worker,
-    with every thread's stack in its log, seconds. Whoever runs it starts it again."""
-    poison_freed_pages: bool = False
-    """Debugging: free KV pages carry a pattern, and writes to them are found and counted."""
-    failpoints: Annotated[str, AfterValidator(check_failpoints)] = ""
-    """Where this process fails on purpose, for tests alone: NAME=ACTION[:ARG][~KEY][@NTH],..."""
+
+    debug: WorkerDebug = Field(default_factory=WorkerDebug)
+    """Rarely needed settings: the table `[worker.debug]`."""
 
     @model_validator(mode="after")
     def _one_place_names_the_gpu(self) -> WorkerSettings:
@@ -219,8 +249,8 @@ class WorkerSettings(BaseSettings):
     def _a_step_fits_a_page(self) -> WorkerSettings:
         if 0 < self.max_step_tokens < self.page_size_tokens:
             raise ValueError("max_step_tokens must be at least page_size_tokens")
-        if 0 < self.mixed_prefill_tokens < self.page_size_tokens:
-            raise ValueError("mixed_prefill_tokens must be at least page_size_tokens")
+        if 0 < self.debug.mixed_prefill_tokens < self.page_size_tokens:
+            raise ValueError("debug.mixed_prefill_tokens must be at least page_size_tokens")
         return self
 
 
@@ -229,7 +259,8 @@ class Resolved(NamedTuple, Generic[Settings]):
 
     settings: Settings
     sources: Mapping[str, str]
-    """"flag", the environment variable's name, the file's path or "default"."""
+    """"flag", the environment variable's name, the file's path or "default". Fields of the table
+    `debug` are named `debug.FIELD`."""
 
 
 def resolve(
@@ -248,18 +279,45 @@ def resolve(
     """
     path = _file(file)
     from_file = _table(path, table) if path else {}
-    from_environment = EnvSettingsSource(kind)()
     given = {name: value for name, value in flags.items() if value is not None}
+    tables = (from_file.pop(DEBUG, {}), given.pop(DEBUG, {}))
+    if not all(isinstance(content, dict) for content in tables):
+        raise SettingsError(f"{table}: `{DEBUG}` must be a table")
+    values, sources = _merge(kind, from_file, given, str(path), PREFIX)
+    debug, debug_sources = _merge(debug_settings(kind), *tables, str(path), DEBUG_PREFIX)
     try:
-        settings = kind(**{**from_file, **from_environment, **given})
+        settings = kind(**values, debug=debug)
     except ValidationError as error:
-        raise SettingsError(_explain(error, table, kind.model_fields)) from None
-    prefix = str(kind.model_config.get("env_prefix", ""))
-    sources = dict.fromkeys(kind.model_fields, "default")
-    sources |= dict.fromkeys(from_file, str(path))
-    sources |= {name: (prefix + name).upper() for name in from_environment}
-    sources |= dict.fromkeys(given, "flag")
-    return Resolved(settings, sources)
+        raise SettingsError(_explain(error, table, kind)) from None
+    sources |= {f"{DEBUG}.{name}": source for name, source in debug_sources.items()}
+    return Resolved(settings, dict.fromkeys(fields(kind), "default") | sources)
+
+
+def _merge(
+    kind: type[BaseModel], from_file: dict[str, Any], given: dict[str, Any], path: str, prefix: str
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """What was set of one table, and by whom."""
+    environment = {name.upper(): value for name, value in os.environ.items()}
+    variables = {name: f"{prefix}{name}".upper() for name in kind.model_fields if name != DEBUG}
+    set_ones = {name: variable for name, variable in variables.items() if variable in environment}
+    from_environment = {name: environment[variable] for name, variable in set_ones.items()}
+    sources = dict.fromkeys(from_file, path) | set_ones | dict.fromkeys(given, "flag")
+    return {**from_file, **from_environment, **given}, sources
+
+
+def debug_settings(kind: type[BaseModel]) -> type[BaseModel]:
+    """The model of a process's table `debug`."""
+    debug = kind.model_fields[DEBUG].annotation
+    assert isinstance(debug, type), "a table of settings"
+    assert issubclass(debug, BaseModel), "a table of settings"
+    return debug
+
+
+def fields(kind: type[BaseModel]) -> dict[str, FieldInfo]:
+    """All settings of a process; those of the table `debug` as `debug.FIELD`."""
+    named = {name: field for name, field in kind.model_fields.items() if name != DEBUG}
+    debug = debug_settings(kind).model_fields
+    return named | {f"{DEBUG}.{name}": field for name, field in debug.items()}
 
 
 def _file(named: Path | None) -> Path | None:
@@ -291,7 +349,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" (did you mean `{found[0]}`?)" if found else ""
 
 
-def _explain(error: ValidationError, table: str, known: Iterable[str]) -> str:
+def _explain(error: ValidationError, table: str, kind: type[BaseModel]) -> str:
     """One line per wrong field, in the words of the command line."""
     lines = []
     for problem in error.errors():
@@ -301,8 +359,15 @@ def _explain(error: ValidationError, table: str, known: Iterable[str]) -> str:
         if problem["type"] == "missing":
             lines.append(f"{table}: `{field}` is not set (--{field.replace('_', '-')})")
         elif problem["type"] == "extra_forbidden":
-            lines.append(f"{table}: there is no setting `{field}`{nearest(field, known)}")
+            lines.append(f"{table}: there is no setting `{field}`{_hint(field, kind)}")
         else:
             rule = problem["msg"].removeprefix("Value error, ")
             lines.append(f"{table}: `{field}`: {rule} (got {problem['input']!r})")
     return "\n".join(lines)
+
+
+def _hint(field: str, kind: type[BaseModel]) -> str:
+    """What to write for a setting that is not known."""
+    if f"{DEBUG}.{field}" in fields(kind):
+        return f" (it is in the table `{DEBUG}`)"
+    return nearest(field, fields(kind))

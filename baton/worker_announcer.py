@@ -115,4 +115,6 @@ def _warn_not_reached(address: str, error: grpc.aio.AioRpcError) -> None:
     details = {"router": address, "status": error.code().name}
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
         details["cause"] = "not a router's internal port"
+    if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+        details["cause"] = error.details() or ""
     logger.warning("router not reached, trying on", extra=details)

@@ -23,12 +23,12 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
     return EngineConfig(
         model=settings.model,
         name=settings.served_name,
-        load_format=settings.load_format,
+        load_format=settings.debug.load_format,
         dtype=settings.dtype,
         device=settings.device,
-        attention=settings.attention,
+        attention=settings.debug.attention,
         page_size=settings.page_size_tokens,
-        num_pages=settings.num_pages,
+        num_pages=settings.debug.num_pages,
         kv_memory_bytes=int(settings.kv_memory_gib * (1 << 30)),
         gpu_memory_utilization=settings.gpu_memory_utilization,
         max_sequences=settings.max_sequences,
@@ -39,8 +39,8 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
         max_context_tokens=settings.max_context_tokens,
         scheduling=settings.scheduling,
         prefix_cache=settings.prefix_cache,
-        eviction=settings.eviction,
-        poison_freed_pages=settings.poison_freed_pages,
+        eviction=settings.debug.eviction,
+        poison_freed_pages=settings.debug.poison_freed_pages,
     )
 
 
@@ -53,6 +53,6 @@ def _step_tokens(settings: WorkerSettings) -> int:
 
 def _mixed_prefill_tokens(settings: WorkerSettings) -> int:
     """Most prompt tokens beside decode; 0 leaves it to the engine."""
-    if settings.mixed_prefill_tokens or settings.role is not Role.DECODE:
-        return settings.mixed_prefill_tokens
+    if settings.debug.mixed_prefill_tokens or settings.role is not Role.DECODE:
+        return settings.debug.mixed_prefill_tokens
     return max(DECODE_MIXED_PREFILL_TOKENS, settings.page_size_tokens)

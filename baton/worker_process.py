@@ -26,6 +26,7 @@ import torch
 
 from baton.event_loop import EndSignals, loop_factory, prepare_to_serve
 from baton.gpu_slots import NoSlotError, claimed_for
+from baton.release import stamp
 from baton.router_addresses import RouterAddresses
 from baton.settings import Role, WorkerSettings
 from baton.worker.v1 import worker_pb2
@@ -55,7 +56,7 @@ def main(settings: WorkerSettings) -> int:
     prepare_to_serve()
     service = _SERVICES[settings.role]
     setup_logging(service, settings.name, settings.log_level, settings.log_format)
-    failpoints.arm(settings.failpoints)
+    failpoints.arm(settings.debug.failpoints)
     try:
         with (
             claimed_for(settings.device, settings.gpu_slots_dir, settings.name) as gpu,
@@ -102,7 +103,7 @@ async def _serve(
         logger.error("the worker cannot start: %s", error)
         return 1
     garbage.set_apart()
-    if settings.profile:
+    if settings.debug.profile:
         worker.profile()
     await signals.first.wait()
     logger.info("draining", extra={"attempts": worker.services.active})
@@ -117,8 +118,6 @@ async def _serve(
 def _identity_while_loading(settings: WorkerSettings) -> worker_pb2.WorkerIdentity:
     """What is known before the model is."""
     name = settings.served_name or Path(settings.model).name
-    return worker_pb2.WorkerIdentity(
-        worker_id=settings.name,
-        role=ROLES[settings.role],
-        model=worker_pb2.ModelInfo(name=name),
-    )
+    model = worker_pb2.ModelInfo(name=name)
+    role = ROLES[settings.role]
+    return stamp(worker_pb2.WorkerIdentity(worker_id=settings.name, role=role, model=model))

@@ -23,6 +23,7 @@ from grpc_health.v1 import health, health_pb2
 from baton.addresses import advertised, reachable
 from baton.grpc_options import server_options
 from baton.grpc_services import add_health_and_reflection
+from baton.release import stamp
 from baton.router_addresses import RouterAddresses
 from baton.settings import Role, WorkerSettings
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
@@ -72,11 +73,13 @@ class Worker:
         self.settings = settings
         self.engine = engine
         self.epoch = secrets.randbits(64) or 1
-        self.identity = worker_pb2.WorkerIdentity(
-            worker_id=settings.name,
-            epoch=self.epoch,
-            role=ROLES[settings.role],
-            model=model_message(engine.model),
+        self.identity = stamp(
+            worker_pb2.WorkerIdentity(
+                worker_id=settings.name,
+                epoch=self.epoch,
+                role=ROLES[settings.role],
+                model=model_message(engine.model),
+            )
         )
         """Complete once started."""
         self.agent_name = f"{settings.name}-{self.epoch:016x}"
@@ -98,7 +101,10 @@ class Worker:
         self._announcer: asyncio.Task[None] | None = None
         self._reporter: asyncio.Task[None] | None = None
         self._watchdog = Watchdog(
-            engine.load, lambda: self.transfer.turns, self._stop_serving, settings.step_timeout_s
+            engine.load,
+            lambda: self.transfer.turns,
+            self._stop_serving,
+            settings.debug.step_timeout_s,
         )
         self._watching: asyncio.Task[None] | None = None
 
@@ -146,8 +152,8 @@ class Worker:
 
     def profile(self) -> None:
         """Records the next steps that do any work."""
-        steps = self.settings.profile or PROFILE_STEPS
-        self.engine.profile(steps, self.settings.profile_dir)
+        steps = self.settings.debug.profile or PROFILE_STEPS
+        self.engine.profile(steps, self.settings.debug.profile_dir)
 
     async def drain(self) -> None:
         """Refuses new work and returns when none is left."""
@@ -205,7 +211,9 @@ class Worker:
             agent_name=self.agent_name,
             page_bytes=self.engine.pool.page_bytes,
             page_size_tokens=page_size_tokens,
-            max_pages_per_peer=int(self.settings.max_granted_share * self.engine.pool.num_pages),
+            max_pages_per_peer=int(
+                self.settings.debug.max_granted_share * self.engine.pool.num_pages
+            ),
         )
         relay = QuiesceRelay(
             self.transfer,
@@ -217,7 +225,7 @@ class Worker:
 
     @property
     def _slow_gigabytes_per_s(self) -> float:
-        floor = self.settings.slow_peer_gigabytes_per_s
+        floor = self.settings.debug.slow_peer_gigabytes_per_s
         return floor if floor >= 0 else SLOW_GPU_GIGABYTES_PER_S * self.engine.pool.tensor.is_cuda
 
     def _on_transfer(self, event: TransferEvent) -> None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 
 import grpc
 
+from baton.release import refusal
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from baton.worker_outbox import Outbox
 from baton.worker_overdue import Overdue, overdue, peers_to_avoid
@@ -168,9 +169,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "no attach came")
         if first is None or not first.HasField("attach"):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message is attach")
+        router = first.attach.router_id
+        if why := refusal(f"router {router}", first.attach):
+            logger.warning("router refused", extra={"router": router, "cause": why})
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, why)
         attached = worker_pb2.Attached(worker=self._identity)
         await context.write(worker_pb2.WorkResponse(attached=attached))
-        return first.attach.router_id
+        return router
 
     async def _read(self, requests: AsyncIterator[worker_pb2.WorkRequest], outbox: Outbox) -> None:
         async for request in requests:

@@ -36,12 +36,13 @@ from baton.event_loop import loop_factory
 from baton.grpc_options import channel_options, server_options
 from baton.inference.v1 import inference_pb2 as api
 from baton.inference.v1 import inference_pb2_grpc
+from baton.release import stamp
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from router.frontdoor import InferenceService
 from router.jobs import ChoiceEnded, Job, JobEvent, JobFinished, JobStarted, JobTokens, ServedModel
 from router.merge import pack_ids
 from router.server import RouterServer
-from router.settings import RouterSettings
+from router.settings import RouterDebug, RouterSettings
 from router.tokenization import Tokenizers
 from telemetry.names import Metric
 
@@ -148,6 +149,7 @@ class StepWorker(worker_pb2_grpc.WorkerServiceServicer):
                 page_size_tokens=16,
             ),
         )
+        stamp(self.identity)
 
     async def Work(  # noqa: N802
         self, request_iterator: AsyncIterator[worker_pb2.WorkRequest], context: Any
@@ -283,9 +285,8 @@ async def run_crowd(crowd: Crowd) -> tuple[Reading, Reading]:
         internal_listen=ANY,
         http_listen=ANY,
         admin=ANY,
-        stale_after_s=PATIENCE_S,
-        attach_timeout_s=PATIENCE_S,
         drain_grace_s=0,
+        debug=RouterDebug(stale_after_s=PATIENCE_S, attach_timeout_s=PATIENCE_S),
     )
     server = RouterServer(settings)
     await server.start()

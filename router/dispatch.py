@@ -56,7 +56,7 @@ class JobDispatcher:
     def __init__(self, settings: RouterSettings, events: RouterEvents = NO_EVENTS) -> None:
         self._settings = settings
         self._events = events
-        self._policy = POLICIES[settings.policy]()
+        self._policy = POLICIES[settings.debug.policy]()
         self._local = LocalPrefill.of(settings)
         self._workers: list[WorkerLink] = []
         self._models = Models(self._workers, self._local)
@@ -277,7 +277,7 @@ class JobDispatcher:
         if share.complete:  # at most its prefill worker's last word was still awaited
             self._finish(share)
         elif not self._may_go_on(share, fault):
-            self._fail(run, error_of(share, fault, self._settings.max_workers_lost))
+            self._fail(run, error_of(share, fault, self._settings.debug.max_workers_lost))
         else:
             (self._events.failed_over if run.started else self._events.retried)(fault.name)
             for part in share.split():
@@ -287,8 +287,8 @@ class JobDispatcher:
         """Whether another attempt follows."""
         return (
             not fault.final
-            and len(share.run.lost) < self._settings.max_workers_lost
-            and share.refusals <= self._settings.max_retries
+            and len(share.run.lost) < self._settings.debug.max_workers_lost
+            and share.refusals <= self._settings.debug.max_retries
             and (share.run.started or self._refusal(share) is None)
         )
 

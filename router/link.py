@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import grpc
 
 from baton.grpc_options import channel_options
+from baton.release import stamp
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from router.ledger import Ledger, Room
 from telemetry import failpoints
@@ -178,7 +179,8 @@ class WorkerLink:
         self.was_slept_through = False
         """It was lost just as this router woke from standing still, which says nothing about the
         worker: it may have hung up because the router did not answer."""
-        self.send(worker_pb2.WorkRequest(attach=worker_pb2.Attach(router_id=router_id)))
+        attach = stamp(worker_pb2.Attach(router_id=router_id))
+        self.send(worker_pb2.WorkRequest(attach=attach))
 
     def __repr__(self) -> str:
         return f"WorkerLink({self.worker_id}, {self.state.name})"

@@ -15,10 +15,12 @@ import asyncio
 import errno
 import ipaddress
 import logging
+from collections import deque
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import grpc
 
+from baton.release import refusal
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from router.link import LinkOwner, LinkState, Loss, WorkerLink
 
@@ -31,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 PREFILLS: Final = frozenset({worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_BOTH})
 DECODES: Final = frozenset({worker_pb2.WORKER_ROLE_DECODE, worker_pb2.WORKER_ROLE_BOTH})
+_REFUSED_KEPT: Final = 256
 _PROBE_TIMEOUT_S: Final = 2.0
 _PROBE_AGAIN_S: Final = 0.01
 
@@ -56,6 +59,8 @@ class Registry:
         self._tasks: set[asyncio.Task[None]] = set()
         self._stalled: dict[Key, int] = {}
         """Where the counters of workers stood that were lost for standing still."""
+        self._refused: deque[Key] = deque(maxlen=_REFUSED_KEPT)
+        """Workers of other releases whose refusal is logged."""
 
     @property
     def members(self) -> list[WorkerLink]:
@@ -74,8 +79,8 @@ class Registry:
                 worker,
                 self._settings.name,
                 self,
-                stale_after_s=self._settings.stale_after_s,
-                attach_timeout_s=self._settings.attach_timeout_s,
+                stale_after_s=self._settings.debug.stale_after_s,
+                attach_timeout_s=self._settings.debug.attach_timeout_s,
                 known_progress=self._stalled.get(key, -1),
             )
             self._spawn(link.run())
@@ -84,6 +89,12 @@ class Registry:
     def announce_loading(self, worker: worker_pb2.WorkerIdentity) -> None:
         """A worker says that it will exist once its model is loaded."""
         self._owner.loading(worker)
+
+    def refused(self, worker: worker_pb2.WorkerIdentity, why: str) -> None:
+        """A worker was refused: logged once for each of its starts."""
+        if _key(worker) not in self._refused:
+            self._refused.append(_key(worker))
+            logger.warning("worker refused", extra={"worker": worker.worker_id, "cause": why})
 
     async def close(self) -> None:
         """Ends every link."""
@@ -184,6 +195,9 @@ class RegistryServicer(worker_pb2_grpc.RegistryServiceServicer):
     ) -> worker_pb2.AnnounceResponse:
         """Takes an announcement."""
         worker = request.worker
+        if why := refusal(f"worker {worker.worker_id}", worker):
+            self._registry.refused(worker, why)
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, why)
         if request.loading and worker.worker_id and worker.model.name:
             self._registry.announce_loading(worker)
             return worker_pb2.AnnounceResponse(attached=False)

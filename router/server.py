@@ -73,7 +73,7 @@ class RouterServer:
         """Where clients reach it; "" before it listens there."""
         self.internal_address = ""
         self.http_address = ""
-        self._tokenizers = Tokenizers(settings.tokenizer_threads)
+        self._tokenizers = Tokenizers(settings.debug.tokenizer_threads)
         self._limits = _limits(settings)
         self._http = OpenAiServer(
             settings.http_listen,
@@ -94,7 +94,9 @@ class RouterServer:
         self._leaving: asyncio.Task[None] | None = None
         self._can_run = False
         """Some model; and clients can ask for it."""
-        self._traces = TraceStore(settings.max_stored_traces) if settings.trace_store else None
+        self._traces = (
+            TraceStore(settings.debug.max_stored_traces) if settings.trace_store else None
+        )
         self.admin = AdminServer(
             settings.admin,
             self.metrics.registry,
@@ -248,7 +250,7 @@ def main(settings: RouterSettings) -> int:
     """Runs a router process; returns its exit code."""
     prepare_to_serve()
     setup_logging(Service.ROUTER, settings.name, settings.log_level, settings.log_format)
-    failpoints.arm(settings.failpoints)
+    failpoints.arm(settings.debug.failpoints)
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             return runner.run(serve(settings))
@@ -266,6 +268,6 @@ def _limits(settings: RouterSettings) -> Limits:
     return Limits(
         default_max_tokens=settings.default_max_tokens,
         max_output_tokens=settings.max_output_tokens,
-        max_choices=settings.max_choices,
+        max_choices=settings.debug.max_choices,
         max_request_duration_s=settings.max_request_duration_s,
     )

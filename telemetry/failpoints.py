@@ -1,6 +1,6 @@
 """Failpoints: named places in the code where a test makes this process fail.
 
-The setting `failpoints` (`BATON_FAILPOINTS`) arms them, and nothing else does:
+The setting `failpoints` (`BATON_DEBUG_FAILPOINTS`) arms them, and nothing else does:
 
     name=action[:argument][~key][@nth], separated by commas
 

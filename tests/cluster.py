@@ -18,10 +18,12 @@ from typing import Protocol
 import grpc
 from nursery import fork
 from prometheus_client.parser import text_string_to_metric_families
+from settings_kit import variables_of
 from waiting import wait_until
 
 from baton import up
 from baton.client import Client
+from baton.release import stamp
 from baton.supervisor import ProcessSpec
 from baton.worker.v1 import worker_pb2 as worker
 from baton.worker.v1 import worker_pb2_grpc as worker_grpc
@@ -210,7 +212,7 @@ class Cluster:
         over = threading.Event()
 
         def say_hello() -> Iterator[worker.WorkRequest]:
-            yield worker.WorkRequest(attach=worker.Attach(router_id="test"))
+            yield worker.WorkRequest(attach=stamp(worker.Attach(router_id="test")))
             over.wait(10)
 
         with grpc.insecure_channel(self.workers[name]) as channel:
@@ -283,16 +285,12 @@ def make_cluster(
         drain_s=10.0,
     )
     settings = {"num_pages": 400, "max_step_tokens": 128, "max_sequences": 32, **settings}
-    environment = _variables(settings)
+    environment = variables_of(settings)
     if otlp_endpoint:
         environment["BATON_OTLP_ENDPOINT"] = otlp_endpoint
     logs.mkdir(parents=True, exist_ok=True)
-    singles = {name: _variables(of_one) for name, of_one in (own or {}).items()}
+    singles = {name: variables_of(of_one) for name, of_one in (own or {}).items()}
     return Cluster(up.plan(options), logs, environment, launch, singles)
-
-
-def _variables(settings: Mapping[str, object]) -> dict[str, str]:
-    return {f"BATON_{name.upper()}": str(value) for name, value in settings.items()}
 
 
 def add_model(cluster: Cluster, model: Path, **counts: int) -> None:

@@ -10,7 +10,7 @@ import typer
 
 from baton.commands.output import stdout
 from baton.commands.settings_options import KINDS, warn_of_unknown_variables
-from baton.settings import Resolved, resolve
+from baton.settings import DEBUG, Resolved, resolve
 
 
 def config(
@@ -38,12 +38,20 @@ def config(
 
 def to_toml(table: str, resolved: Resolved[Any]) -> str:
     """The settings as a TOML table; values that are no defaults name their source."""
+    values = resolved.settings.model_dump(mode="json")
+    debug = values.pop(DEBUG)
     lines = [f"[{table}]"]
-    for name, value in resolved.settings.model_dump(mode="json").items():
-        source = resolved.sources[name]
-        comment = "" if source == "default" else f"  # {source}"
-        lines.append(f"{name} = {_literal(value)}{comment}")
+    lines += [_line(name, value, resolved.sources[name]) for name, value in values.items()]
+    lines += ["", f"[{table}.{DEBUG}]"]
+    lines += [
+        _line(name, value, resolved.sources[f"{DEBUG}.{name}"]) for name, value in debug.items()
+    ]
     return "\n".join(lines) + "\n"
+
+
+def _line(name: str, value: object, source: str) -> str:
+    comment = "" if source == "default" else f"  # {source}"
+    return f"{name} = {_literal(value)}{comment}"
 
 
 def _literal(value: object) -> str:

@@ -9,12 +9,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar, get_origin, get_type_hints
 
 import typer
+from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
-from pydantic_settings import BaseSettings
 from rich.markup import escape
 
 from baton.commands.output import stderr
-from baton.settings import CONFIG_VARIABLE, Resolved, Settings, WorkerSettings, nearest, resolve
+from baton.settings import (
+    CONFIG_VARIABLE,
+    DEBUG,
+    PREFIX,
+    Resolved,
+    Settings,
+    WorkerSettings,
+    fields,
+    nearest,
+    resolve,
+)
 from baton.supervisor import PARENT_VARIABLE
 from router.settings import RouterSettings
 
@@ -24,14 +34,13 @@ if TYPE_CHECKING:
 Run = Callable[[Resolved[Settings]], None]
 Given = TypeVar("Given")
 
-KINDS: Final[Mapping[str, type[BaseSettings]]] = {
+KINDS: Final[Mapping[str, type[BaseModel]]] = {
     "router": RouterSettings,
     "worker": WorkerSettings,
 }
 """By their tables in the file."""
-_PREFIX: Final = "BATON_"
 _OTHER_VARIABLES: Final = frozenset(
-    f"{_PREFIX}{name}" for name in ("CACHE", "ROUTER", "ROUTER_ADMIN", "TOKEN")
+    f"{PREFIX}{name}" for name in ("CACHE", "ROUTER", "ROUTER_ADMIN", "TOKEN")
 ) | {CONFIG_VARIABLE, PARENT_VARIABLE}
 """Those that are no setting of a process."""
 
@@ -56,7 +65,7 @@ def takes_settings(
         options = {
             name: Annotated[_option_type(field) | None, _option(field)]
             for name, field in kind.model_fields.items()
-            if name not in fixed
+            if name not in fixed and name != DEBUG
         }
         file_option = typer.Option(
             metavar="FILE", help=escape(f"TOML file; its table is [{table}].")
@@ -92,9 +101,10 @@ def warn_of_unknown_variables() -> None:
 
 def unknown_variables(environment: Mapping[str, str]) -> Iterator[str]:
     """A line for each variable that no process reads."""
-    settings = {f"{_PREFIX}{name}".upper() for kind in KINDS.values() for name in kind.model_fields}
+    names = [name.replace(".", "_") for kind in KINDS.values() for name in fields(kind)]
+    settings = {f"{PREFIX}{name}".upper() for name in names}
     for name in sorted(environment):
-        if name.upper().startswith(_PREFIX) and name.upper() not in settings | _OTHER_VARIABLES:
+        if name.upper().startswith(PREFIX) and name.upper() not in settings | _OTHER_VARIABLES:
             yield f"{name} is no setting, and ignored{nearest(name.upper(), settings)}"
 
 

@@ -10,7 +10,15 @@ from unittest import mock
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from baton.settings import CONFIG_VARIABLE, DEFAULT_FILE, Role, WorkerSettings
+from baton.settings import (
+    CONFIG_VARIABLE,
+    DEBUG,
+    DEFAULT_FILE,
+    Role,
+    WorkerSettings,
+    debug_settings,
+    fields,
+)
 from reference import GENERATED, table
 from router.settings import RouterSettings
 
@@ -39,8 +47,12 @@ max_sequences = 128
 Each setting has three names: `max_sequences` in the file, `--max-sequences` as a flag and
 `BATON_MAX_SEQUENCES` in the environment. A switch is `--trace-store` or `--no-trace-store` as a
 flag, `true` or `false` elsewhere; a list is separated by commas.
+
+A few settings are for experts and tests. They are in the tables `[router.debug]` and
+`[worker.debug]` of the file and in `BATON_DEBUG_*`, and no flags. They may change with any release.
 """
 
+COLUMNS = ("setting", "takes", "default", "what it is for")
 UNITS = {"_s": "seconds", "_gib": "GiB", "_tokens": "tokens", "_gigabytes_per_s": "GB/s"}
 BOUNDS = {"ge": "at least {}", "gt": "above {}", "le": "at most {}", "pattern": "`{}`"}
 TYPES = {int: "integer", float: "number", bool: "`true`, `false`", str: "text", Path: "path"}
@@ -51,15 +63,20 @@ def page() -> str:
     parts = [INTRODUCTION]
     for title, kind in (("Router", RouterSettings), ("Worker", WorkerSettings)):
         with mock.patch("socket.gethostname", return_value="HOST"):
-            rows = [_row(name, field) for name, field in kind.model_fields.items()]
+            rows = [_row(name, field) for name, field in fields(kind).items()]
+        usual = [row for row in rows if not row[0].startswith(f"`{DEBUG}.")]
+        rare = [row for row in rows if row not in usual]
         parts.append(f"## {title}\n\n{inspect.getdoc(kind)}\n")
-        parts.append(table(("setting", "takes", "default", "what it is for"), *rows))
+        parts.append(table(COLUMNS, *usual))
+        parts.append(f"### {title}: rarely needed\n\n{inspect.getdoc(debug_settings(kind))}\n")
+        parts.append(table(COLUMNS, *rare))
     return "\n".join(parts)
 
 
 def _row(name: str, field: FieldInfo) -> tuple[str, ...]:
-    flag = f"--{name.replace('_', '-')}"
-    names = f"`{name}`<br>`{flag}`<br>`BATON_{name.upper()}`"
+    names = f"`{name}`<br>`BATON_{name.replace('.', '_').upper()}`"
+    if not name.startswith(f"{DEBUG}."):
+        names = names.replace("<br>", f"<br>`--{name.replace('_', '-')}`<br>")
     return names, _takes(name, field), _default(field), str(field.description)
 
 

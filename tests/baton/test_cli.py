@@ -21,7 +21,7 @@ from baton.addresses import CannotListenError, check_free
 from baton.cli import app, explain
 from baton.errors import BatonError, InvalidRequestError, OverloadedError
 from baton.ports import ANY_PORT, PortPicker, PortTakenError
-from baton.settings import WorkerSettings
+from baton.settings import DEBUG, WorkerSettings
 
 NOBODY = "127.0.0.1:1"
 
@@ -83,6 +83,8 @@ def test_every_command_has_help(command: str) -> None:
 def test_every_setting_of_a_worker_is_an_option() -> None:
     shown = plain(run("worker", "--help").output)
     for name, field in WorkerSettings.model_fields.items():
+        if name == DEBUG:
+            continue
         assert f"--{name.replace('_', '-')}" in shown
         assert plain(str(field.description))[:20] in shown
 
@@ -96,7 +98,7 @@ def test_short_forms_fix_the_role() -> None:
 def test_help_of_settings_fits_the_terminal_and_cuts_nothing_off(columns: str) -> None:
     result = CliRunner().invoke(app, ["worker", "--help"], env={"COLUMNS": columns})
     assert max(map(len, result.output.splitlines())) <= min(int(columns), 100)
-    for name in WorkerSettings.model_fields:
+    for name in WorkerSettings.model_fields.keys() - {DEBUG}:
         assert f"--{name.replace('_', '-')} " in result.output
     assert "--prefix-cache / --no-prefix-cache" in result.output
     assert "[worker]" in result.output

@@ -44,7 +44,12 @@ from telemetry import failpoints
 TEXTS = ["The quick brown fox", "Zwölf Boxkämpfer jagen", "いろはにほへと 🏃‍♀️"]
 CHAT: list[Message] = [{"role": "user", "content": "What is a baton?"}]
 IDS = [7, 300, 12, 45, 99, 210]
-SETTINGS = {"device": "cpu", "num_pages": 40, "max_sequences": 4, "served_name": "tiny"}
+SETTINGS = {
+    "device": "cpu",
+    "debug": {"num_pages": 40},
+    "max_sequences": 4,
+    "served_name": "tiny",
+}
 """Room for four sequences of 150 tokens."""
 LONG = {"max_tokens": 100, "ignore_eos": True}
 SLOW = "engine.step=sleep:0.1"
@@ -245,8 +250,8 @@ def test_the_first_bad_prompt_of_many_ends_the_others(llm, slow) -> None:
     ("model", "settings", "kind", "words"),
     [
         (None, {"max_sequence": 4}, SettingsError, "max_sequences"),
-        (None, {"num_pages": -1}, SettingsError, "num_pages"),
-        (None, {"num_pages": 1}, EngineError, "pages"),
+        (None, {"debug": {"num_pages": -1}}, SettingsError, "num_pages"),
+        (None, {"debug": {"num_pages": 1}}, EngineError, "pages"),
         ("/nowhere/at/all", {}, ModelError, "nowhere"),
     ],
 )
@@ -259,8 +264,8 @@ def test_settings_come_from_the_environment_too(tiny, monkeypatch) -> None:
     monkeypatch.setenv("BATON_MODEL", str(tiny))
     monkeypatch.setenv("BATON_ROLE", "prefill")
     monkeypatch.setenv("BATON_MAX_SEQUENCES", "3")
-    monkeypatch.setenv("BATON_NUM_PAGES", "999")
-    with LLM(num_pages=20, device="cpu") as llm:
+    monkeypatch.setenv("BATON_DEBUG_NUM_PAGES", "999")
+    with LLM(debug={"num_pages": 20}, device="cpu") as llm:
         assert llm.engine.load().max_sequences == 3
         assert llm.engine.load().total_pages == 19
         assert len(llm.generate("x", max_tokens=2, ignore_eos=True).token_ids) == 2
@@ -435,7 +440,8 @@ def test_a_bug_is_named_as_the_cause(llm, monkeypatch) -> None:
 
 
 def test_a_profile_is_written_where_one_is_asked_for(tiny, tmp_path) -> None:
-    with LLM(tiny, **SETTINGS, profile=2, profile_dir=tmp_path) as llm:
+    debug = {"num_pages": 40, "profile": 2, "profile_dir": tmp_path}
+    with LLM(tiny, **{**SETTINGS, "debug": debug}) as llm:
         llm.generate("x", max_tokens=5, ignore_eos=True)
         wait_until(lambda: list(tmp_path.iterdir()))
 
@@ -452,7 +458,7 @@ def test_a_device_that_is_lost_ends_everything(tiny, slow) -> None:
 
 @pytest.mark.model
 def test_the_demo_model_is_there_by_default(demo_model: Path) -> None:
-    with LLM(device="cpu", num_pages=64) as llm:
+    with LLM(device="cpu", debug={"num_pages": 64}) as llm:
         answer = llm.chat(
             [{"role": "user", "content": "What is the capital of France?"}],
             max_tokens=16,

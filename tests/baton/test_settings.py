@@ -7,9 +7,10 @@ from typing import get_args
 
 import pytest
 from pydantic import ValidationError
+from settings_kit import settings_of
 
 from baton.commands.config import to_toml
-from baton.settings import Role, SettingsError, WorkerSettings, resolve
+from baton.settings import DEBUG, Role, SettingsError, WorkerSettings, fields, resolve
 from baton.worker_engine import engine_config
 from router.settings import RouterSettings
 
@@ -55,6 +56,25 @@ def test_lists_come_with_commas_or_as_lists(monkeypatch: pytest.MonkeyPatch) -> 
     assert resolve(WorkerSettings, "worker", {}).settings.routers == ("a:1", "b:2")
     flags = {"routers": ["c:3", "d:4,e:5"]}
     assert resolve(WorkerSettings, "worker", flags).settings.routers == ("c:3", "d:4", "e:5")
+
+
+def test_what_few_need_has_a_table_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("baton.toml").write_text(
+        "[worker]\nthreads = 1\n[worker.debug]\nnum_pages = 7\neviction = 'lfu'\n"
+    )
+    monkeypatch.setenv("BATON_DEBUG_EVICTION", "cost")
+    settings, sources = resolve(WorkerSettings, "worker", {"debug": {"step_timeout_s": 5}})
+    debug = settings.debug
+    assert (debug.num_pages, debug.eviction, debug.step_timeout_s) == (7, "cost", 5)
+    assert sources["debug.num_pages"] == "baton.toml"
+    assert sources["debug.eviction"] == "BATON_DEBUG_EVICTION"
+    assert (sources["debug.step_timeout_s"], sources["debug.profile"]) == ("flag", "default")
+
+
+def test_a_variable_is_read_in_any_case_and_no_other_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("baton_threads", "3")
+    monkeypatch.setenv("BATON_DEBUG", "1")
+    assert resolve(WorkerSettings, "worker", {}).settings.threads == 3
 
 
 def test_defaults_follow_the_role() -> None:
@@ -127,6 +147,9 @@ def test_where_spans_go_is_an_address(
     ("content", "complaint"),
     [
         ("[worker]\nvigour = 1\n", "no setting `vigour`$"),
+        ("[worker]\nnum_pages = 1\n", "no setting `num_pages`.*in the table `debug`"),
+        ("[worker]\ndebug = 1\n", "`debug` must be a table"),
+        ("[worker.debug]\nnum_page = 1\n", r"`debug.num_page` \(did you mean `debug.num_pages`"),
         (
             "[worker]\nmax_sequence = 1\n",
             r"no setting `max_sequence` \(did you mean `max_sequences`",
@@ -158,16 +181,18 @@ def test_what_config_prints_is_a_settings_file(table: str, kind: type, tmp_path:
 
 
 def test_every_setting_says_what_it_is() -> None:
-    for kind in (WorkerSettings, RouterSettings):
-        assert len(kind.model_fields) <= 40
-        assert all(field.description for field in kind.model_fields.values())
+    for kind, most in ((WorkerSettings, 26), (RouterSettings, 21)):
+        described = fields(kind)
+        usual = [name for name in described if not name.startswith(f"{DEBUG}.")]
+        assert len(usual) <= most, "what few need is in the table `debug`"
+        assert all(field.description for field in described.values())
 
 
 def test_an_operator_may_choose_every_policy_that_there_is() -> None:
     from engine.eviction import EVICTION_POLICIES
     from engine.policies import POLICIES
 
-    for setting, known in (("scheduling", POLICIES), ("eviction", EVICTION_POLICIES)):
-        assert get_args(WorkerSettings.model_fields[setting].annotation) == tuple(known)
-    chosen = engine_config(WorkerSettings(scheduling="fair", eviction="cost"))
+    for setting, known in (("scheduling", POLICIES), ("debug.eviction", EVICTION_POLICIES)):
+        assert get_args(fields(WorkerSettings)[setting].annotation) == tuple(known)
+    chosen = engine_config(settings_of(WorkerSettings, scheduling="fair", eviction="cost"))
     assert (chosen.scheduling, chosen.eviction) == ("fair", "cost")

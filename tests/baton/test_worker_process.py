@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from nursery import Child, fork
+from settings_kit import settings_of, variables_of
 from test_worker_stream import RouterEnd
 from tiny_models import write_tiny_model
 from worker_kit import DECODE, PREFILL, WHOLE, until
@@ -57,7 +58,7 @@ def settings(tiny: Path, role: Role, **changes: Any) -> WorkerSettings:
         "max_step_tokens": 32,
         "transport": "loopback",
     }
-    return WorkerSettings(**{**fields, **changes})
+    return settings_of(WorkerSettings, **{**fields, **changes})
 
 
 @asynccontextmanager
@@ -176,7 +177,7 @@ class RegistryRecorder(worker_pb2_grpc.RegistryServiceServicer):
 
 
 @asynccontextmanager
-async def a_process(tiny: Path, *more: str) -> AsyncIterator[tuple[Child, RouterEnd]]:
+async def a_process(tiny: Path, **more: object) -> AsyncIterator[tuple[Child, RouterEnd]]:
     """A worker process, and a router that is attached to it."""
     recorder = RegistryRecorder()
     registry = grpc.aio.server(options=server_options())
@@ -190,13 +191,12 @@ async def a_process(tiny: Path, *more: str) -> AsyncIterator[tuple[Child, Router
         "threads": "1",
         "admin": "127.0.0.1:0",
         "routers": f"127.0.0.1:{port}",
-        "num-pages": "200",
         "transport": "loopback",
-        "drain-s": "20",
     }
     flags = [part for name, value in options.items() for part in (f"--{name}", value)]
-    command = [sys.executable, "-m", "baton", "worker", *flags, *more]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "baton", "worker", *flags]
+    variables = variables_of({"num_pages": 200, "drain_s": 20, **more})
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     process = await asyncio.to_thread(fork, command, environment, tiny.with_name("worker.log"))
     try:
         async with asyncio.timeout(START_S):
@@ -213,7 +213,7 @@ async def a_process(tiny: Path, *more: str) -> AsyncIterator[tuple[Child, Router
 
 async def test_sigterm_finishes_what_runs_and_exits_clean(tiny: Path) -> None:
     # It is to run still when the late one comes, even from a test that stood still for a second.
-    async with a_process(tiny, "--failpoints", "engine.step=sleep:2@20") as (process, router):
+    async with a_process(tiny, failpoints="engine.step=sleep:2@20") as (process, router):
         running_id, late_id = b"r" * 16, b"l" * 16
         stopping = worker_pb2.Stopping(max_tokens=200, ignore_eos=True)
         await router.say(submit=submit(WHOLE, [5] * 40, running_id, stopping=stopping))
@@ -231,7 +231,7 @@ async def test_sigterm_finishes_what_runs_and_exits_clean(tiny: Path) -> None:
 
 
 async def test_sigusr2_writes_a_profile_of_what_runs(tiny: Path, tmp_path: Path) -> None:
-    async with a_process(tiny, "--profile-dir", str(tmp_path)) as (process, router):
+    async with a_process(tiny, profile_dir=tmp_path) as (process, router):
         process.send_signal(signal.SIGUSR2)
         stopping = worker_pb2.Stopping(max_tokens=100, ignore_eos=True)
         await router.say(submit=submit(WHOLE, [5] * 40, b"r" * 16, stopping=stopping))
@@ -256,8 +256,8 @@ async def test_a_second_sigterm_cuts_it_short(tiny: Path) -> None:
 
 
 async def test_a_step_that_hangs_does_not_hold_up_the_end(tiny: Path) -> None:
-    hangs = ("--failpoints", "engine.step=hang@2", "--step-timeout-s", "5", "--drain-s", "0")
-    async with a_process(tiny, *hangs) as (process, router):
+    hangs = {"failpoints": "engine.step=hang@2", "step_timeout_s": 5, "drain_s": 0}
+    async with a_process(tiny, **hangs) as (process, router):
         stopping = worker_pb2.Stopping(max_tokens=2000, ignore_eos=True)
         await router.say(submit=submit(WHOLE, [5] * 40, b"r" * 16, stopping=stopping))
         await router.heard("first_token")

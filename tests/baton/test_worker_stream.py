@@ -13,6 +13,7 @@ import pytest
 from worker_kit import DECODE, PREFILL, WAIT_S, WHOLE, Attempted, Node, a_pair, until
 
 from baton.grpc_options import channel_options, server_options
+from baton.release import stamp
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from baton.worker_load import PrefillRoom, load_message
 from baton.worker_stream import WorkerServicer
@@ -35,7 +36,7 @@ class RouterEnd:
         self.history: list[tuple[str, Any]] = []
 
     async def attach(self, router_id: str = "router") -> worker_pb2.Attached:
-        await self.say(attach=worker_pb2.Attach(router_id=router_id))
+        await self.say(attach=stamp(worker_pb2.Attach(router_id=router_id)))
         return await self.heard("attached")
 
     async def say(self, **message: Any) -> None:
@@ -133,6 +134,18 @@ async def test_a_router_that_never_attaches_is_not_waited_for(
             await router.heard("attached")
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         await router.close()
+
+
+async def test_a_router_of_another_release_is_refused() -> None:
+    async with a_pair() as pair, served(pair.d) as worker:
+        router = RouterEnd(worker.address)
+        foreign = worker_pb2.Attach(router_id="old", release="0.0.1", protocol="elsewhere")
+        await router.say(attach=foreign)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await router.heard("attached")
+        await router.close()
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert "router old is of another release of Baton (0.0.1" in (caught.value.details() or "")
 
 
 async def test_the_first_message_is_attach() -> None:

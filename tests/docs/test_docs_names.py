@@ -14,7 +14,7 @@ import yaml
 from docs_kit import DOCS, PAGES, ROOT, blocks, commands, spans
 
 from baton.cli import app
-from baton.settings import WorkerSettings
+from baton.settings import WorkerSettings, fields
 from router.settings import RouterSettings
 from telemetry.metric_table import DECLARED
 from telemetry.names import SpanName
@@ -65,9 +65,9 @@ def unknown_flags(command: str, rest: str) -> list[str]:
 @every_page()
 def test_variables(page: Path) -> None:
     known = {
-        f"BATON_{name.upper()}"
+        f"BATON_{name.replace('.', '_').upper()}"
         for kind in (WorkerSettings, RouterSettings)
-        for name in kind.model_fields
+        for name in fields(kind)
     }
     known |= {one.envvar for command in COMMANDS.values() for one in command.params if one.envvar}
     known |= set(re.findall(r"BATON_[A-Z_]+", "".join(SOURCES.values())))

@@ -93,7 +93,6 @@ def test_rates_on_the_sizing_page_are_those_of_the_benchmarks() -> None:
     page = (DOCS / "sizing.md").read_text()
     rates = ["45,478", "40,405", "4.14 ms", "7.12 ms", "10.8 ms", "23.7 ms", "175 GB/s", "0.77 ms"]
     rates += ["29-40", "104-127", "6.16-6.52", "220-327", "924-1210", "10.3 ms"]
-    rates += ["0.27 %", "150 ms"]
     assert [rate for rate in rates if rate not in page or rate not in measured] == []
 
 

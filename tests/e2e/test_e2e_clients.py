@@ -36,7 +36,7 @@ def cluster(tiny):
 
 @pytest.fixture(scope="module")
 def offline(tiny):
-    with LLM(tiny, device="cpu", num_pages=100) as llm:
+    with LLM(tiny, device="cpu", debug={"num_pages": 100}) as llm:
         yield llm
 
 

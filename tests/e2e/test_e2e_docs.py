@@ -81,7 +81,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     (up,) = [line for line in typed(QUICKSTART) if line.startswith("baton up")]
     here = f"--model {model} --device cpu --port 0 --http-port 0 --admin-port 0"
     log = folder / "up.log"
-    environment = {**os.environ, "BATON_NUM_PAGES": "400", "COLUMNS": "120"}
+    environment = {**os.environ, "BATON_DEBUG_NUM_PAGES": "400", "COLUMNS": "120"}
     with log.open("wb") as file:
         process = subprocess.Popen(
             ["bash", "-c", f"source .venv/bin/activate; exec {up} {here}"],

@@ -15,6 +15,7 @@ from waiting import wait_until
 from worker_kit import DECODE, PREFILL, Attempted
 
 from baton.errors import InvalidRequestError, NotFoundError, UnavailableError
+from baton.release import stamp
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 
 PROMPT = list(range(10, 50))
@@ -155,7 +156,7 @@ def identity(cluster, name: str) -> worker_pb2.WorkerIdentity:
 
 def tell(cluster, name: str, **messages):
     """What a worker answers to a router of ours, in order; yields while the stream lives."""
-    requests = [worker_pb2.WorkRequest(attach=worker_pb2.Attach(router_id="test"))]
+    requests = [worker_pb2.WorkRequest(attach=stamp(worker_pb2.Attach(router_id="test")))]
     requests += [worker_pb2.WorkRequest(**{kind: said}) for kind, said in messages.items()]
     over = threading.Event()
 

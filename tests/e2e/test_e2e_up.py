@@ -12,6 +12,7 @@ import urllib.request
 
 import psutil
 import pytest
+from settings_kit import variables_of
 from tiny_models import write_tiny_model
 from waiting import wait_until
 
@@ -27,8 +28,8 @@ def running(tmp_path_factory):
     """The process and its log."""
     tmp_path = tmp_path_factory.mktemp("up")
     ports = [word for name in ("--port", "--http-port", "--admin-port") for word in (name, "0")]
-    settings = {"FAILPOINTS": "live", "STEP_TIMEOUT_S": "4", "NUM_PAGES": "200"}
-    environment = {**os.environ, **{f"BATON_{name}": value for name, value in settings.items()}}
+    settings = {"failpoints": "live", "step_timeout_s": 4, "num_pages": 200}
+    environment = {**os.environ, **variables_of(settings)}
     model = write_tiny_model(tmp_path / "model")
     log = tmp_path / "log"
     with log.open("wb") as file:

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc.aio
 from scripted_worker import BOTH, PATIENT, ScriptedWorker, until
+from settings_kit import settings_of
 
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from router.server import RouterServer
@@ -20,7 +21,9 @@ ANY = "127.0.0.1:0"
 async def a_router(**settings: Any) -> AsyncIterator[RouterServer]:
     """A router without workers."""
     ports = dict.fromkeys(("listen", "internal_listen", "http_listen", "admin"), ANY)
-    server = RouterServer(RouterSettings(**{"drain_grace_s": 0, **PATIENT, **ports, **settings}))
+    server = RouterServer(
+        settings_of(RouterSettings, **{"drain_grace_s": 0, **PATIENT, **ports, **settings})
+    )
     await server.start()
     try:
         yield server

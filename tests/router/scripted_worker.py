@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import numpy as np
 from opentelemetry.context import Context
+from settings_kit import settings_of
 from waiting import WAIT_S, until
 
 from baton.grpc_options import server_options
+from baton.release import stamp
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from router.dispatch import JobDispatcher
 from router.events import NO_EVENTS, RouterEvents
@@ -66,6 +68,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             ),
             endpoint=worker_pb2.KvEndpoint(agent_name=f"{worker_id}@{epoch}", transport="null"),
         )
+        stamp(self.identity)
         self.load = worker_pb2.Load(
             max_sequences=8, total_pages=100, free_pages=100, prefill_credit_tokens=64
         )
@@ -219,7 +222,7 @@ class Cluster:
     """A dispatcher with a registry, and scripted workers that are attached to it."""
 
     def __init__(self, events: RouterEvents = NO_EVENTS, **settings: Any) -> None:
-        self.settings = RouterSettings(**{"name": "router", **PATIENT, **settings})
+        self.settings = settings_of(RouterSettings, **{"name": "router", **PATIENT, **settings})
         self.dispatcher = JobDispatcher(self.settings, events)
         self.registry = Registry(self.settings, self.dispatcher)
         self.workers: list[ScriptedWorker] = []

@@ -161,7 +161,7 @@ async def test_frozen_decode_worker() -> None:
     frozen_s = loop.time()
     error = await error_of(reader)
     assert error.reason == "WORKER_LOST"
-    assert loop.time() - frozen_s < cluster.settings.stale_after_s + BUSY_S
+    assert loop.time() - frozen_s < cluster.settings.debug.stale_after_s + BUSY_S
     assert (await prefill.heard("cancel")).attempt_id == attempt
     cluster.check_nothing_leaked()
     await cluster.close()
@@ -183,7 +183,7 @@ async def test_retries_are_bounded() -> None:
     try:
         prefill, decode = await cluster.pair()
         reader = cluster.read(job())
-        for _ in range(cluster.settings.max_retries + 1):
+        for _ in range(cluster.settings.debug.max_retries + 1):
             attempt = (await prefill.heard("submit")).attempt_id
             decode.failed(attempt, FAILURES.FAILURE_REASON_EXPIRED)
             assert (await prefill.heard("cancel")).attempt_id == attempt

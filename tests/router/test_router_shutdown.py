@@ -48,7 +48,7 @@ async def start_and_tell(self):
 server.RouterServer.start = start_and_tell
 drain_s, grace_s = map(float, sys.argv[1:])
 patient = dict(stale_after_s=60, attach_timeout_s=60)
-settings = RouterSettings(drain_s=drain_s, drain_grace_s=grace_s, **patient, **ports)
+settings = RouterSettings(drain_s=drain_s, drain_grace_s=grace_s, debug=patient, **ports)
 sys.exit(server.main(settings))
 """
 

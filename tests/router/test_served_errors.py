@@ -22,6 +22,7 @@ from scripted_worker import DECODE, PREFILL, ScriptedWorker, until
 from baton.grpc_options import channel_options
 from baton.inference.v1 import inference_pb2 as api
 from baton.inference.v1 import inference_pb2_grpc as api_grpc
+from baton.release import stamp
 from baton.worker.v1 import worker_pb2
 from router.errors import DOMAIN
 from router.server import RouterServer
@@ -110,12 +111,30 @@ async def test_half_a_pair(ask: Ask) -> None:
         check(await ask(server), "UNAVAILABLE", "NO_WORKERS", retry=True, model="tiny")
 
 
+async def test_a_worker_of_another_release_is_refused_by_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Whether it loads or serves; the log says so once for each of its starts."""
+    async with a_router() as server:
+        old = worker_pb2.WorkerIdentity()
+        old.CopyFrom(ScriptedWorker("d0", DECODE).identity)
+        old.address = "127.0.0.1:9"
+        old.release, old.protocol = "0.0.1", ""
+        for loading in (True, False, False):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await announce(server, old, loading=loading)
+            assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+            told = caught.value.details() or ""
+            assert "worker d0 is of another release of Baton (0.0.1" in told
+        assert not server.registry.members
+        assert [one.message for one in caplog.records].count("worker refused") == 1
+
+
 async def test_a_model_that_is_being_loaded(ask: Ask) -> None:
     """From the first announcement on, for any worker, and until the last one is silent."""
     async with a_router() as server:
-        identity = worker_pb2.WorkerIdentity(
-            worker_id="d0", model=worker_pb2.ModelInfo(name="tiny")
-        )
+        model = worker_pb2.ModelInfo(name="tiny")
+        identity = stamp(worker_pb2.WorkerIdentity(worker_id="d0", model=model))
         await announce(server, identity, loading=True)
         assert not server.registry.members
         check(await ask(server), "UNAVAILABLE", "MODEL_LOADING", retry=True, model="tiny")

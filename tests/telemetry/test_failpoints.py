@@ -19,8 +19,8 @@ from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 from waiting import wait_until
 
-from baton.settings import WorkerSettings
-from router.settings import RouterSettings
+from baton.settings import WorkerDebug, WorkerSettings, resolve
+from router.settings import RouterDebug, RouterSettings
 from telemetry import failpoints
 from telemetry.admin import AdminServer
 from telemetry.failpoints import FailpointError, FailpointsError
@@ -101,14 +101,15 @@ def test_a_specification_that_says_nothing_sensible_is_refused(specification: st
     with pytest.raises(FailpointsError):
         failpoints.arm(specification)
     with pytest.raises(ValidationError):
-        WorkerSettings(failpoints=specification)
+        WorkerDebug(failpoints=specification)
     with pytest.raises(ValidationError):
-        RouterSettings(failpoints=specification)
+        RouterDebug(failpoints=specification)
 
 
 def test_the_environment_arms_them_through_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BATON_FAILPOINTS", "engine.step=hang@2")
-    assert WorkerSettings().failpoints == RouterSettings().failpoints == "engine.step=hang@2"
+    monkeypatch.setenv("BATON_DEBUG_FAILPOINTS", "engine.step=hang@2")
+    for kind, table in ((WorkerSettings, "worker"), (RouterSettings, "router")):
+        assert resolve(kind, table, {}).settings.debug.failpoints == "engine.step=hang@2"
 
 
 def test_kill_ends_the_process_there_and_then() -> None:

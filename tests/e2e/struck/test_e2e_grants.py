@@ -134,7 +134,7 @@ def test_a_decode_worker_comes_back_with_a_smaller_pool(cluster):
         victim = busy(cluster, "decode")
         cluster.disarm()
         cluster.kill(victim)
-        smaller = replace(cluster, own={victim: {"BATON_NUM_PAGES": "120"}})
+        smaller = replace(cluster, own={victim: {"BATON_DEBUG_NUM_PAGES": "120"}})
         smaller.start(victim)
         reading.end()
         assert reading.error is None, reading.error
