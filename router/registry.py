@@ -59,6 +59,7 @@ class Registry:
         self._tasks: set[asyncio.Task[None]] = set()
         self._stalled: dict[Key, int] = {}
         """Where the counters of workers stood that were lost for standing still."""
+        self._closed = False
         self._refused: deque[Key] = deque(maxlen=_REFUSED_KEPT)
         """Workers of other releases whose refusal is logged."""
 
@@ -74,6 +75,8 @@ class Registry:
         long as they live: whoever is gone is lost by the end of its own stream.
         """
         key = _key(worker)
+        if self._closed:
+            return False
         if key not in self._links:
             self._links[key] = link = WorkerLink(
                 worker,
@@ -97,7 +100,8 @@ class Registry:
             logger.warning("worker refused", extra={"worker": worker.worker_id, "cause": why})
 
     async def close(self) -> None:
-        """Ends every link."""
+        """Ends every link, and takes no worker any more: those that are left go on announcing."""
+        self._closed = True
         for link in list(self._links.values()):
             link.end(Loss.CLOSED)
         while self._tasks:

@@ -211,3 +211,16 @@ async def test_nobody_asks_or_answers_for_somebody_else(cluster: Cluster) -> Non
     assert await decode.heard("quiesced") == honest
     assert not prefill.count("quiesce")
     assert not decode.count("quiesced")
+
+
+async def test_a_registry_that_closes_takes_nobody_back(cluster: Cluster) -> None:
+    """Workers announce themselves on while the router ends: it would wait for their streams."""
+    worker = await cluster.add("p0", PREFILL)
+    closing = asyncio.create_task(cluster.registry.close())
+    for _ in range(3):
+        await asyncio.sleep(0)
+        assert not cluster.registry.announce(worker.identity)
+    async with asyncio.timeout(10):
+        await closing
+    assert not cluster.registry.announce(worker.identity)
+    assert not cluster.registry.members
