@@ -75,17 +75,20 @@ $(DEV_STAMP): EXTRAS := dev
 HAS_CPU_TORCH = $(PIP) install --quiet --dry-run --ignore-installed --no-deps --report - \
 	torch -c constraints-cpu.txt 2>/dev/null | grep -q '"version": "[^"]*+cpu"'
 
+# Of pip's warnings, most are about its own configuration: they are shown where it fails.
+OR_SAY_WHY = 2>$(VENV)/pip.log || { cat $(VENV)/pip.log; exit 1; }
+
 $(RUN_STAMP) $(DEV_STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "Baton needs Python 3.11 or newer; name one: make PYTHON=python3.12"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) install --quiet "pip>=24.1" # its progress can be shown while the model is fetched
+	@$(PIP) install -qq "pip>=24.1" # its progress can be shown while the model is fetched
 	@echo "installing Baton and what it needs into $(VENV), once"
 ifneq ($(GPU),)
-	$(PIP) install -e ".[$(EXTRAS)]"
+	@$(PIP) install -e ".[$(EXTRAS)]" $(OR_SAY_WHY)
 else
-	@index=; $(HAS_CPU_TORCH) || index="--extra-index-url $(TORCH_INDEX)"; set -x; \
-	$(PIP) install -c constraints-cpu.txt $$index -e ".[$(EXTRAS)]"
+	@index=; $(HAS_CPU_TORCH) || index="--extra-index-url $(TORCH_INDEX)"; \
+	$(PIP) install -c constraints-cpu.txt $$index -e ".[$(EXTRAS)]" $(OR_SAY_WHY)
 endif
 	@rm -f $(VENV)/.installed-*
 	@touch $@
