@@ -108,17 +108,6 @@ def parse_url(url: str) -> Target:
     raise WrongUseError(f"{url} is neither grpc://HOST:PORT nor http://HOST:PORT/v1")
 
 
-def connect(target: Target, asked: Asked) -> Endpoint:
-    """An endpoint; nothing is sent yet."""
-    if target.protocol == "grpc":
-        from baton.bench.grpc_endpoint import GrpcEndpoint
-
-        return GrpcEndpoint(target.address, asked)
-    from baton.bench.openai_endpoint import OpenAiEndpoint
-
-    return OpenAiEndpoint(target.address, asked)
-
-
 def timed_out(timeout_s: float) -> EndpointError:
     """The client gave up."""
     return EndpointError(TIMEOUT, f"no end after {timeout_s:g} s")

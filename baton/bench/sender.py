@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from baton.bench.endpoints import Asked, Endpoint, EndpointError, Kept, Target, connect
+from baton.bench.endpoints import Asked, Endpoint, EndpointError, Kept, Target
 from baton.bench.outcome import OK, PROTOCOL, SHORT, Outcome, SenderReport
 from baton.bench.workload import WARM_UPS, Planned, prompt_ids
 from baton.event_loop import loop_factory
@@ -229,3 +229,14 @@ class _Load:
             status=status,
             trace_id=reading.trace_id,
         )
+
+
+def connect(target: Target, asked: Asked) -> Endpoint:
+    """An endpoint; nothing is sent yet."""
+    if target.protocol == "grpc":
+        from baton.bench.grpc_endpoint import GrpcEndpoint
+
+        return GrpcEndpoint(target.address, asked)
+    from baton.bench.openai_endpoint import OpenAiEndpoint
+
+    return OpenAiEndpoint(target.address, asked)
