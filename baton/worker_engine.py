@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from baton.settings import Role, WorkerSettings
+from engine.bounds import UNBOUNDED
 from engine.config import EngineConfig
 
 DECODE_MIXED_PREFILL_TOKENS: Final = 192
@@ -35,7 +36,7 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
         max_step_tokens=_step_tokens(settings),
         decodes=settings.role is not Role.PREFILL,
         mixed_prefill_tokens=_mixed_prefill_tokens(settings),
-        full_step_tokens=0 if settings.role is Role.BOTH else FULL_STEP_TOKENS,
+        full_step_tokens=UNBOUNDED if settings.role is Role.BOTH else FULL_STEP_TOKENS,
         max_context_tokens=settings.max_context_tokens,
         scheduling=settings.scheduling,
         prefix_cache=settings.prefix_cache,
@@ -52,7 +53,9 @@ def _step_tokens(settings: WorkerSettings) -> int:
 
 
 def _mixed_prefill_tokens(settings: WorkerSettings) -> int:
-    """Most prompt tokens beside decode; 0 leaves it to the engine."""
-    if settings.debug.mixed_prefill_tokens or settings.role is not Role.DECODE:
+    """Most prompt tokens beside decode rows."""
+    if settings.debug.mixed_prefill_tokens:
         return settings.debug.mixed_prefill_tokens
+    if settings.role is not Role.DECODE:
+        return UNBOUNDED
     return max(DECODE_MIXED_PREFILL_TOKENS, settings.page_size_tokens)

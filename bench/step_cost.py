@@ -29,7 +29,7 @@ from baton.worker_outbox import Action, Outbox
 from decode_service.service import DecodeService
 from engine.admission import admit
 from engine.blocks import BlockManager
-from engine.bounds import SchedulerConfig
+from engine.bounds import Bounds
 from engine.executor import NullExecutor
 from engine.planning import plan_step
 from engine.sampling import Sampler
@@ -56,7 +56,7 @@ class Engine:
     """The scheduler, with an executor that computes nothing. Also the transfers: there are none."""
 
     def __init__(self, sequences: int, steps: int) -> None:
-        config = SchedulerConfig(
+        config = Bounds(
             max_sequences=sequences,
             max_step_tokens=64 * sequences,
             mixed_prefill_tokens=64 * sequences,

@@ -29,8 +29,8 @@ import torch
 from bench.engine import SHAPE
 from engine.attention import choose_backend
 from engine.attention.paged import PagedAttention
+from engine.bounds import Bounds
 from engine.cuda.executor import CudaExecutor
-from engine.executor import Limits
 from engine.kv_pool import KvPool
 from engine.model import load_model
 from engine.sampling import Sampler
@@ -67,9 +67,11 @@ class Stepper:
             )
         attention = choose_backend(backend, self._pool, shape.windows)
         assert isinstance(attention, PagedAttention), f"{backend} reads no pages"
-        limits = Limits(SLOTS, step_tokens, MOST_TOKENS)
+        bounds = Bounds(
+            max_sequences=SLOTS, max_step_tokens=step_tokens, max_context_tokens=MOST_TOKENS
+        )
         torch.cuda.synchronize()
-        self.executor = CudaExecutor(loaded.model, self._pool, attention, self._sampler, limits)
+        self.executor = CudaExecutor(loaded.model, self._pool, attention, self._sampler, bounds)
         if graphs:
             self.executor.capture()
 

@@ -25,7 +25,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from engine.blocks import BlockManager
-from engine.bounds import SchedulerConfig
+from engine.bounds import Bounds
 from engine.policies import Fcfs, SchedulingPolicy
 from engine.prefix import page_keys
 from engine.sampling import Sampler
@@ -55,7 +55,7 @@ class Scheduler:
 
     def __init__(
         self,
-        config: SchedulerConfig,
+        config: Bounds,
         blocks: BlockManager,
         sampler: Sampler,
         policy: SchedulingPolicy | None = None,

@@ -32,7 +32,7 @@ from baton.worker_stream import Services
 from baton.worker_wire import endpoint_message, model_message, pack_ids, unpack_ids
 from decode_service.service import DecodeService
 from engine.blocks import BlockManager
-from engine.bounds import SchedulerConfig
+from engine.bounds import Bounds
 from engine.engine import Engine
 from engine.eviction import EVICTION_POLICIES
 from engine.sampling import Sampler
@@ -451,7 +451,7 @@ async def a_pair(**options: Any) -> AsyncIterator[Pair]:
 
 
 def _scheduler(num_pages: int, max_sequences: int) -> Scheduler:
-    config = SchedulerConfig(
+    config = Bounds(
         max_sequences=max_sequences,
         max_step_tokens=STEP_TOKENS,
         mixed_prefill_tokens=STEP_TOKENS,

@@ -17,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import NamedTuple
 
-from engine.executor import Limits
+from engine.bounds import Bounds
 from engine.step import StepPlan
 
 SMALL = (1, 2, 4)
@@ -57,11 +57,11 @@ class Shape(NamedTuple):
 class Shapes:
     """The shapes of an executor, and which of them a step takes."""
 
-    def __init__(self, limits: Limits) -> None:
-        most, decodes = limits.max_sequences, limits.decodes
+    def __init__(self, bounds: Bounds) -> None:
+        most, decodes = bounds.max_sequences, bounds.decodes
         self._decodes = bucket_sizes(most) if decodes else ()
         self._beside = bucket_sizes(most, (SPACING,), MIXED_SPACING) if decodes else ()
-        self._alone = _prompt_sizes(limits.max_step_tokens)
+        self._alone = _prompt_sizes(bounds.max_step_tokens)
 
     @property
     def all(self) -> list[Shape]:

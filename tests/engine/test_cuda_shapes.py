@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from engine.attention.fa3 import LONG_PIECE
+from engine.bounds import Bounds
 from engine.cuda.packing import PackedStep, pack
 from engine.cuda.shapes import (
     LONGEST_GRAPH,
@@ -18,7 +19,6 @@ from engine.cuda.shapes import (
     bucket_sizes,
 )
 from engine.cuda.staging import ALIGNMENT, Staging, StagingError
-from engine.executor import Limits
 from engine.step import ScorePlan, StepPlan
 
 PAGE_SIZE = 4
@@ -66,10 +66,15 @@ def step(decodes: int, *prompts: tuple[int, int], last: bool = True, scored: boo
     )  # fmt: skip
 
 
-def shapes_of(
-    max_sequences: int, max_step_tokens: int = 2048, decodes: bool = True, hurries: bool = False
-) -> Shapes:
-    return Shapes(Limits(max_sequences, max_step_tokens, 4096, decodes, hurries))
+def shapes_of(max_sequences: int, max_step_tokens: int = 2048, decodes: bool = True) -> Shapes:
+    return Shapes(
+        Bounds(
+            max_sequences=max_sequences,
+            max_step_tokens=max_step_tokens,
+            max_context_tokens=4096,
+            decodes=decodes,
+        )
+    )
 
 
 @pytest.mark.parametrize("most", [1, 3, 8, 40, 128])
@@ -102,32 +107,6 @@ def test_prompts_alone_have_graphs_up_to_the_longest_chunk(longest):
         assert shape.decodes == 0
         assert shape.tokens == shape.prompt_tokens, "a row more costs the products a whole tile"
         assert tokens <= shape.tokens < tokens + 64
-
-
-@pytest.mark.parametrize("longest", [300, 2048, 8192])
-def test_who_may_hurry_has_graphs_for_whole_steps(longest):
-    shapes = shapes_of(40, longest, hurries=True)
-    for decodes in (1, 9, 40):
-        for tokens in (193, 256, 257, 1000, 2000, min(longest, 2048) - decodes):
-            shape = shapes.of(step(decodes, (0, tokens)))
-            if tokens > longest:
-                continue
-            assert shape in shapes.all
-            assert tokens <= shape.prompt_tokens < tokens + 256
-    assert shapes.of(step(2, (0, 2049))) is None
-    assert not any(
-        shape in shapes_of(40, longest).all
-        for shape in shapes.all
-        if shape.decodes and shape.prompt_tokens > 192
-    )
-
-
-def test_prompts_alone_have_no_graphs_for_more_than_such_a_step_holds():
-    shapes = Shapes(Limits(8, 8192, 16384, hurries=True, alone_prefill_tokens=512))
-    alone = [shape.tokens for shape in shapes.all if not shape.decodes]
-    assert max(alone) == 512
-    assert shapes.of(step(0, (0, 512))) in shapes.all
-    assert shapes.of(step(3, (0, 2000))) in shapes.all, "beside decode rows it is urgent"
 
 
 def test_attention_knows_the_longest_piece():

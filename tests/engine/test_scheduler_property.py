@@ -11,7 +11,7 @@ from engine_fakes import VOCAB, HashExecutor, expected_output, next_token
 
 from engine.admission import admit
 from engine.blocks import BlockManager
-from engine.bounds import SchedulerConfig
+from engine.bounds import Bounds
 from engine.eviction import EVICTION_POLICIES
 from engine.planning import plan_step
 from engine.policies import POLICIES
@@ -44,7 +44,7 @@ class Bench:
     """A scheduler, a fake device and one step in flight, as in the step loop."""
 
     def __init__(self, *, num_pages=40, page_size=4, slots=6, step_tokens=16, seed=0, **options):
-        config = SchedulerConfig(
+        config = Bounds(
             max_sequences=slots,
             max_step_tokens=step_tokens,
             mixed_prefill_tokens=options.pop("mixed", step_tokens),
@@ -54,8 +54,6 @@ class Bench:
             prefix_cache=options.pop("prefix_cache", True),
             page_watermark=options.pop("watermark", 0.9),
             full_step_tokens=options.pop("full", step_tokens),
-            alone_prefill_tokens=options.pop("alone", step_tokens),
-            mixed_late_share=options.pop("late_share", 0.0),
         )
         eviction = EVICTION_POLICIES[options.pop("eviction", "lru")]()
         self.blocks = BlockManager(num_pages, eviction)
@@ -543,10 +541,9 @@ def test_random_operations_keep_every_promise(seed, lacks_memory):
         eviction=rng.choice(sorted(EVICTION_POLICIES)),
         prefix_cache=rng.random() < 0.8,
         watermark=rng.choice([0.05, 0.5, 0.9, 1.0]),
-        **hurries(rng),
+        mixed=rng.choice([8, 16]),
     )
     cancelled, delivered = set(), set()
-    room = rng.choice([0.0, 0.5, 1.0])
     for _ in range(150):
         action = rng.random()
         if action < 0.25:
@@ -558,7 +555,6 @@ def test_random_operations_keep_every_promise(seed, lacks_memory):
                 choices=rng.choice([1, 1, 2]),
                 stop=rng.sample(range(VOCAB), 40),
                 local_prefill_tokens=rng.choice([0, 8, 40]),
-                urgent=rng.random() < 0.3,
             )
         elif action < 0.35 and bench.requests:
             victim = rng.choice(list(bench.requests))
@@ -568,9 +564,7 @@ def test_random_operations_keep_every_promise(seed, lacks_memory):
             settle_transfers(bench, rng, cancelled, delivered)
         elif action < 0.6 and lacks_memory:
             bench.device.fail_next = torch.OutOfMemoryError()
-        bench.scheduler.mixed_has_room = rng.random() < room
         bench.turn()
-        assert bench.scheduler.late._left >= 0
     for _ in range(300):
         settle_transfers(bench, rng, cancelled, delivered, everything=True)
         bench.turn()
@@ -586,13 +580,6 @@ def test_random_operations_keep_every_promise(seed, lacks_memory):
             )
             for choice in range(request.choices):
                 assert bench.outputs.get((request_id, choice), []) == want[1:]
-
-
-def hurries(rng):
-    """A budget for none, a few or all of the urgent, beside short pieces."""
-    mixed, late_share = rng.choice([(8, 0.0), (8, 1e-4), (16, 0.5)])
-    alone = {"alone": 16} if late_share else {}
-    return {"mixed": mixed, "late_share": late_share, **alone}
 
 
 def settle_transfers(bench, rng, cancelled, delivered, everything=False):
