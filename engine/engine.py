@@ -152,8 +152,8 @@ def _resolve(config: EngineConfig) -> EngineConfig:
         )
     if config.mixed_prefill_tokens < config.page_size:
         raise EngineError(
-            f"mixed_prefill_tokens {config.mixed_prefill_tokens} must be at least page_size {config.page_size}:"
-            " prompts are computed in whole pages"
+            f"mixed_prefill_tokens {config.mixed_prefill_tokens} must be at least page_size"
+            f" {config.page_size}: prompts are computed in whole pages"
         )
     return replace(
         config,
