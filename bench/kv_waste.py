@@ -81,7 +81,7 @@ def measure(page_size: int, pool_tokens: int, lengths: Sequence[tuple[int, int]]
     submit_all(scheduler, lengths)
     steps = slots = tokens = 0
     previous: StepPlan | None = None
-    while scheduler.jobs or previous is not None:
+    while scheduler.requests or previous is not None:
         admit(scheduler)
         plan = plan_step(scheduler)
         if previous is not None:

@@ -48,9 +48,9 @@ def load_of(
 def _queued_prefill_tokens(scheduler: Scheduler) -> int:
     """Prompt tokens accepted and not launched yet."""
     waiting = sum(
-        len(job.request.prompt_ids)
-        for job in scheduler.waiting
-        if job.request.mode is not Mode.RECEIVE
+        len(active.request.prompt_ids)
+        for active in scheduler.waiting
+        if active.request.mode is not Mode.RECEIVE
     )
     return waiting + sum(task.remaining for task in scheduler.prefills)
 
@@ -61,15 +61,15 @@ def begun_prefill_tokens(scheduler: Scheduler) -> int:
     return sum(
         task.cursor - task.cached_tokens
         for task in scheduler.prefills
-        if not task.leader.job.joined and task.leader.job.request.mode is not Mode.PREFILL
+        if not task.leader.active.joined and task.leader.active.request.mode is not Mode.PREFILL
     )
 
 
 def _pages_in(scheduler: Scheduler, state: RequestState) -> int:
     """Pages of RECEIVE requests in this state: RESERVED are granted, HELD quarantined."""
     count = 0
-    for job in scheduler.jobs.values():
-        if job.request.mode is Mode.RECEIVE and job.state is state:
-            held = len(job.held_pages)
-            count += held or int(scheduler.slots.page_count[job.sequences[0].slot])
+    for active in scheduler.requests.values():
+        if active.request.mode is Mode.RECEIVE and active.state is state:
+            held = len(active.held_pages)
+            count += held or int(scheduler.slots.page_count[active.sequences[0].slot])
     return count

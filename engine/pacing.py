@@ -46,7 +46,7 @@ class LaunchPacer:
             began: when the device began with it, by this clock.
             prompts_s: what its prompts usually take, seconds; 0 while unknown.
         """
-        if is_decode(in_flight):
+        if in_flight.only_decodes:
             due = began + min(self._recent_s) - 2 * self._launch_s - SLACK_S
         else:
             due = began + NEARLY * prompts_s
@@ -62,10 +62,5 @@ class LaunchPacer:
 
     def settled(self, plan: StepPlan, step_s: float) -> None:
         """The step is done, and took so long on the device."""
-        if is_decode(plan):
+        if plan.only_decodes:
             self._recent_s = (self._recent_s[1], step_s)
-
-
-def is_decode(plan: StepPlan) -> bool:
-    """Whether the step only decodes: such steps take about as long as each other."""
-    return 0 < plan.num_tokens == plan.num_decodes

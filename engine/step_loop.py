@@ -15,12 +15,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.admission import admit
 from engine.executor import Executor, Launched
 from engine.load import load_of
-from engine.pacing import LaunchPacer, is_decode
+from engine.pacing import LaunchPacer
 from engine.planning import plan_step
 from engine.prefix import prompt_keys
 from engine.profiling import StepProfiler
@@ -57,7 +57,10 @@ class _Flight:
     """A step that was launched."""
 
     plan: StepPlan
-    launched: Launched
+    at_s: float
+    """When it was launched, `time.monotonic`."""
+    launched: Launched = field(init=False)
+    """Set by the launch."""
     ended: bool = False
     """The loop was told that the device is through with it."""
 
@@ -152,7 +155,7 @@ class StepLoop:
             self._receive(IDLE_TURN_S)
             return
         flight = self._flights[0]
-        if is_decode(flight.plan):
+        if flight.plan.only_decodes:
             self._receive_beside(flight, until_due=True)
         self._receive(0.0)
 
@@ -186,8 +189,8 @@ class StepLoop:
 
     def _due_s(self, flight: _Flight) -> float:
         """Seconds until the step behind this one should be prepared."""
-        plan, rates = flight.plan, self._rates
-        return self._pacer.wait_s(plan, rates.began(plan), rates.usual_s(plan))
+        began, prompts_s = self._rates.began(flight.at_s), self._rates.usual_s(flight.plan)
+        return self._pacer.wait_s(flight.plan, began, prompts_s)
 
     def _receive(self, wait_s: float | None) -> bool:
         """Runs the commands that are there, or that come within `wait_s` (None: whenever one does),
@@ -220,12 +223,12 @@ class StepLoop:
     # -- steps ----------------------------------------------------------------------------------
 
     def _launch(self, plan: StepPlan) -> None:
-        self._rates.launched(plan)
+        flight = _Flight(plan, time.monotonic())
+        self._flights.append(flight)
         self._progress += 1
         self._publish_load()
         self.profiler.launching()
-        flight = _Flight(plan, self._executor.launch(plan))
-        self._flights.append(flight)
+        flight.launched = self._executor.launch(plan)
         flight.launched.add_done_callback(lambda _: self._commands.put(flight))
         self._pacer.launched()
 
@@ -236,13 +239,12 @@ class StepLoop:
             result = flight.launched.result()
         except Exception as error:
             log.exception("step %d failed", plan.number)
-            self._rates.failed(plan)
             recover(self._scheduler, plan, error)
             if is_lost(self._scheduler, error):
                 self._on_lost()
             self._flush()
         else:
-            self._rates.settled(plan)
+            self._rates.settled(plan, flight.at_s)
             self._pacer.settled(plan, self._rates.step_s)
             settle_step(self._scheduler, plan, result, self._hand_over)
             self._on_step(self._rates.step_s, plan.num_decodes)
@@ -260,7 +262,8 @@ class StepLoop:
         hand_out(self._scheduler.take_events())
 
     def _publish_load(self, profile_s: float = 0.0) -> None:
-        long_step_s = profile_s + self._rates.expected_s()
+        plans = [flight.plan for flight in self._flights]
+        long_step_s = profile_s + self._rates.expected_s(plans)
         self.load = load_of(
             self._scheduler,
             self._rates,

@@ -73,14 +73,13 @@ class Shapes:
 
     def of(self, plan: StepPlan) -> Shape | None:
         """The smallest that holds the step; None: it takes none, its kernels run one by one."""
-        prompt_tokens = plan.num_tokens - plan.num_decodes
-        if prompt_tokens == 0:
+        if plan.prompt_tokens == 0:
             decodes = bucket_of(plan.num_decodes, self._decodes)
             return None if decodes is None else Shape(decodes)
         if plan.scores or len(plan.row_slots) - plan.num_decodes > PROMPT_ROWS:
             return None
         decodes = bucket_of(plan.num_decodes, self._beside) if plan.num_decodes else 0
-        tokens = bucket_of(prompt_tokens, PIECES if decodes else self._alone)
+        tokens = bucket_of(plan.prompt_tokens, PIECES if decodes else self._alone)
         return None if decodes is None or tokens is None else _with_prompts(decodes, tokens)
 
 

@@ -136,7 +136,7 @@ class _Margins:
         """See `Executor`."""
         if plan.sample is not None:
             self._rows[id(plan.sample)] = [
-                (owner.job.request.id, owner.choice, int(index))
+                (owner.active.request.id, owner.choice, int(index))
                 for slot, index in zip(plan.sample_slots, plan.sample_indices, strict=True)
                 if (owner := self._scheduler.owners[slot]) is not None
             ]

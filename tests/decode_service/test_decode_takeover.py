@@ -149,5 +149,5 @@ def _step(pair: Pair) -> None:
 def _preempt(pair: Pair, attempt: Attempted) -> None:
     """On the step loop's thread, as planning does where pages run out."""
     pair.d.engine._loop.post(
-        lambda scheduler: scheduler.preempt(scheduler.jobs[attempt.id].sequences[0])
+        lambda scheduler: scheduler.preempt(scheduler.requests[attempt.id].sequences[0])
     )

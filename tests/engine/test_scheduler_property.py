@@ -150,7 +150,7 @@ class Bench:
         raise AssertionError("did not come to rest")
 
     def check_baseline(self):
-        assert not self.scheduler.jobs
+        assert not self.scheduler.requests
         assert self.scheduler.slots.num_used == 0
         assert self.blocks.available == self.blocks.total
 
@@ -338,7 +338,7 @@ def test_a_chunk_in_flight_is_void_where_its_sequence_began_again_in_another_slo
     bench = Bench(slots=6, num_pages=80, mixed=8)
     request_id = bench.submit(prompt_of(bench.random, 32), 4)
     bench.turn()
-    (sequence,) = bench.scheduler.jobs[request_id].sequences
+    (sequence,) = bench.scheduler.requests[request_id].sequences
     used, (other, _) = sequence.slot, bench.previous
     bench.scheduler.preempt(sequence)
     bench.scheduler.slots.generation[:] = other.chunks[0].task.generation
