@@ -214,6 +214,6 @@ class EngineDispatcher:
     def _leave(self, running: _Running) -> None:
         """The reader is done, for whatever reason; the engine may be, too."""
         running.run.over = True
-        running.run.shares.clear()  # They name the run: a circle for the garbage collection.
+        running.run.groups.clear()  # They name the run: a circle for the garbage collection.
         del self._hearing.running[running.id]
         self._engine.cancel(running.id)

@@ -149,6 +149,10 @@ class AttemptsService(ABC, Generic[A]):
     def __init__(self, clock: Clock) -> None:
         self._attempts: Attempts[A] = Attempts(clock)
 
+    def holds(self, attempt_id: bytes) -> bool:
+        """Whether the attempt is under way here."""
+        return self._attempts.get(attempt_id) is not None
+
     def cancel(self, attempt_id: bytes, stream: Outbox) -> None:
         """The router wants no more of an attempt, which it may not even have submitted yet."""
         if (attempt := self._attempts.of(attempt_id, stream)) is not None:

@@ -36,8 +36,8 @@ class Outbox:
 
     def __init__(self, on_overflow: Action, max_entries: int = MAX_QUEUED_ENTRIES) -> None:
         self.closed = False
-        self.submits = 0
-        """Received from that router: load reports say so."""
+        self._untold: set[bytes] = set()
+        """Attempts that no report has named yet as known."""
         self._on_overflow = on_overflow
         self._max_entries = max_entries
         self._finished = False
@@ -62,14 +62,26 @@ class Outbox:
         else:
             self._put(worker_pb2.WorkResponse(tokens=tokens))
 
-    def report(self, load: worker_pb2.Load) -> None:
-        """Queues a load report, in the place of one that still waits."""
+    def submitted(self, attempt_id: bytes) -> None:
+        """An attempt came from that router: a report will say so, once it contains the attempt."""
+        self._untold.add(attempt_id)
+
+    def report(self, load: worker_pb2.Load, is_known: Callable[[bytes], bool]) -> None:
+        """Queues a load report, in the place of one that still waits.
+
+        Args:
+            load: the same for all routers.
+            is_known: whether the report contains an attempt.
+        """
         if self._load is None and not self.closed:
             self._load = worker_pb2.WorkResponse()
             self._put(self._load)
         if self._load is not None:
+            known = [attempt_id for attempt_id in self._untold if is_known(attempt_id)]
+            self._untold.difference_update(known)
+            unread = list(self._load.load.known_attempts)
             self._load.load.CopyFrom(load)
-            self._load.load.submits = self.submits
+            self._load.load.known_attempts.extend(unread + known)
 
     async def get(self) -> worker_pb2.WorkResponse | None:
         """The next message, as soon as there is one; None where none will come any more."""

@@ -28,7 +28,7 @@ from baton.router_addresses import RouterAddresses
 from baton.settings import Role, WorkerSettings
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from baton.worker_announcer import announce_forever
-from baton.worker_load import PrefillRoom, load_message
+from baton.worker_load import PrefillRoom, Report, load_message
 from baton.worker_outbox import LoopInbox
 from baton.worker_peers import Peers
 from baton.worker_quiesce import QuiesceRelay
@@ -92,7 +92,7 @@ class Worker:
         self.services = self._make_services()
         self.services.peers.held_against = self.services.peers_to_avoid
         self.metrics.watch_overdue(self.services.overdue)
-        self.servicer = WorkerServicer(self.identity, self.services, self.load)
+        self.servicer = WorkerServicer(self.identity, self.services, self.report)
         self.admin = AdminServer(settings.admin, self.metrics.registry, self._is_ready)
         self._server = grpc.aio.server(options=server_options())
         self._health: health.aio.HealthServicer
@@ -108,19 +108,17 @@ class Worker:
         )
         self._watching: asyncio.Task[None] | None = None
 
-    def load(self) -> worker_pb2.Load:
-        """How the worker stands now."""
+    def report(self) -> Report:
+        """How the worker stands now, all of it by one snapshot of the engine."""
         load = self.engine.load()
-        prefill, decode = self.services.prefill, self.services.decode
-        local = max(0, decode.figures.queued_tokens - load.begun_prefill_tokens)
         room = PrefillRoom(
-            queued=prefill.figures.queued_tokens + local,
-            ungranted=prefill.figures.ungranted_tokens,
+            queued=load.queued_prefill_tokens,
+            ungranted=self.services.prefill.figures.ungranted_tokens,
             step=self.engine.max_step_tokens,
             page=self.engine.model.page_size_tokens,
         )
         draining, peers = self.servicer.draining, self.services.peers.health()
-        return load_message(load, room, draining=draining, peers=peers)
+        return Report(load_message(load, room, draining=draining, peers=peers), load.requests)
 
     async def start(self) -> None:
         """Starts all threads, binds, serves, and begins to announce.

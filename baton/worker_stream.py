@@ -23,6 +23,7 @@ import grpc
 
 from baton.release import refusal
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
+from baton.worker_load import Report
 from baton.worker_outbox import Outbox
 from baton.worker_overdue import Overdue, overdue, peers_to_avoid
 from baton.worker_wire import MalformedMessage, failed_message
@@ -60,6 +61,10 @@ class Services:
         """Attempts that somebody waits for."""
         return self.prefill.figures.active + self.decode.figures.active
 
+    def is_held(self, attempt_id: bytes) -> bool:
+        """Whether the worker still has the attempt."""
+        return self.prefill.holds(attempt_id) or self.decode.holds(attempt_id)
+
     def overdue(self) -> Overdue:
         """Transfers that do not end."""
         prefill, decode = self.prefill.figures, self.decode.figures
@@ -85,13 +90,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self,
         identity: worker_pb2.WorkerIdentity,
         services: Services,
-        make_load: Callable[[], worker_pb2.Load],
+        make_report: Callable[[], Report],
     ) -> None:
         self.draining = False
         """Set by the owner: new attempts are refused."""
         self._identity = identity
         self._services = services
-        self._make_load = make_load
+        self._make_report = make_report
         self._outboxes: set[Outbox] = set()
 
     @property
@@ -107,7 +112,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         overflowed = asyncio.Event()
         outbox = Outbox(on_overflow=overflowed.set)
         self._outboxes.add(outbox)
-        outbox.report(self._make_load())
+        outbox.report(self._make_report().load, lambda _: True)
         tasks: list[asyncio.Task[object]] = [
             asyncio.create_task(self._read(request_iterator, outbox)),
             asyncio.create_task(_write(context, outbox)),
@@ -150,9 +155,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     def report(self) -> None:
         """Sends a load report to every router."""
-        load = self._make_load()
+        made, is_held = self._make_report(), self._services.is_held
         for outbox in self._outboxes:
-            outbox.report(load)
+            outbox.report(made.load, lambda one: one in made.requests or not is_held(one))
 
     def tell_routers(self, message: worker_pb2.WorkResponse) -> None:
         """Sends every router a message that is about no attempt of any."""
@@ -211,7 +216,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 logger.warning("a router sent what this version does not know")
 
     def _submit(self, submit: worker_pb2.Submit, outbox: Outbox) -> None:
-        outbox.submits += 1
+        outbox.submitted(submit.attempt_id)
         refusal = self._refusal(submit)
         if refusal is not None:
             outbox.send(failed_message(submit.attempt_id, refusal))

@@ -144,7 +144,7 @@ class Link(WorkerLink):
         )
         self._worker = worker
         super().__init__(identity, "r", dispatcher, stale_after_s=60, attach_timeout_s=60)
-        self.ledger.report(load)
+        self.estimate.report(load)
 
     def send(self, message: worker_pb2.WorkRequest) -> None:
         """Hands a Submit over; nothing else matters here."""

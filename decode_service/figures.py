@@ -6,7 +6,6 @@ from collections import Counter
 
 from baton.worker_attempts import Attempts
 from baton.worker_overdue import Unended
-from baton.worker_wire import kv_tokens
 from decode_service.attempt import DecodeAttempt, DecodeState
 
 
@@ -41,15 +40,6 @@ class DecodeFigures:
         for attempt in self._in_quarantine():
             pages[attempt.peer] += attempt.num_pages
         return [peer for peer, held in pages.items() if held >= self._max_pages_per_peer]
-
-    @property
-    def queued_tokens(self) -> int:
-        """Tokens to compute of prompts that are computed here and not in the batch yet."""
-        return sum(
-            kv_tokens(attempt.request) - attempt.cached_tokens
-            for attempt in self._attempts
-            if attempt.is_whole and attempt.state is DecodeState.WAITING
-        )
 
     def _in_quarantine(self) -> list[DecodeAttempt]:
         return [one for one in self._attempts if one.state is DecodeState.QUARANTINED]

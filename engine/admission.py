@@ -133,7 +133,7 @@ def _take_over(
     """Whether the prompt of a RECEIVE request is computed here: most of it is held, a short rest is
     left, and the next step may begin that."""
     held = cached_pages * scheduler.config.page_size
-    if num_tokens - held > min(active.request.local_prefill_tokens, held):
+    if num_tokens - held > min(active.request.takeover_tokens, held):
         return False
     if not _has_prefill_room(scheduler):
         return False

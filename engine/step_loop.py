@@ -267,6 +267,7 @@ class StepLoop:
         self.load = load_of(
             self._scheduler,
             self._rates,
+            plans,
             progress=self._progress,
             long_step_ms=1e3 * long_step_s if long_step_s > LONG_STEP_S else 0.0,
         )

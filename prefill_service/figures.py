@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from baton.worker_attempts import Attempts
 from baton.worker_overdue import Unended
 from baton.worker_wire import kv_tokens
-from prefill_service.attempt import PrefillAttempt, PrefillState
+from prefill_service.attempt import PrefillAttempt
 from prefill_service.outgoing import Outgoing
 
 
@@ -25,15 +25,6 @@ class PrefillFigures:
     def active(self) -> int:
         """Attempts under way, quiescing ones included."""
         return len(self._attempts)
-
-    @property
-    def queued_tokens(self) -> int:
-        """Prompt tokens taken on and not computed yet."""
-        return sum(
-            kv_tokens(attempt.request) - attempt.computed_tokens
-            for attempt in self._attempts
-            if attempt.state in (PrefillState.RECEIVED, PrefillState.COMPUTING)
-        )
 
     @property
     def ungranted_tokens(self) -> int:

@@ -88,6 +88,34 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
+class Demand:
+    """What a job, or a part of it that goes on, wants of workers: numbers alone."""
+
+    model: ServedModel
+    prompt_tokens: int
+    max_tokens: int
+    """Of each choice, beyond the prompt."""
+    choices: int
+    prompt_logprobs: bool = False
+
+    @classmethod
+    def of(cls, job: Job) -> Self:
+        """That of a whole job."""
+        return cls(
+            model=job.model,
+            prompt_tokens=job.prompt_tokens,
+            max_tokens=job.stopping.max_tokens,
+            choices=job.choices,
+            prompt_logprobs=job.prompt_logprobs,
+        )
+
+    @property
+    def whole_tokens(self) -> int:
+        """Prompt and output of a choice."""
+        return self.prompt_tokens + self.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Log probability of one token and of the likeliest alternatives, best first."""
 

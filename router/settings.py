@@ -17,6 +17,9 @@ from baton.settings import (
 )
 from telemetry.failpoints import check as check_failpoints
 
+LocalPrefill = Literal["never", "cached", "auto"]
+"""When decode workers compute prompts."""
+
 
 class RouterDebug(BaseModel):
     """Rarely needed settings of a router: the table `[router.debug]`, `BATON_DEBUG_*`, no flags.
@@ -67,11 +70,10 @@ class RouterSettings(BaseModel):
     auth_tokens_file: str = ""
     """TOML file of `"token" = "tenant"` lines: who may call, and as whom. Empty: everybody may."""
 
-    local_prefill: Literal["never", "cached", "auto"] = "cached"
-    """When a decode worker computes a prompt by itself. `cached`: it holds the larger part already,
-    or no prefill worker is left. `auto`: also when it would be sooner than the queue at prefill."""
-    local_prefill_tokens: int = Field(default=192, ge=0, le=MOST_TOKENS)
-    """Longest rest of a prompt that a decode worker computes where it holds the larger part."""
+    local_prefill: LocalPrefill = "cached"
+    """When a decode worker computes a prompt by itself. `cached`: where it holds the larger part
+    already and is sooner done with the rest, or where no prefill worker is left. `auto`: also where
+    it is sooner done than the prefill workers' queues allow."""
     max_queued_requests: int = Field(default=1024, ge=1)
     """Requests of one model waiting in the router; one more is refused at once."""
     max_queued_tokens: int = Field(default=2_000_000, ge=1)

@@ -384,7 +384,7 @@ class Attempted:
         time_left_ms: int | None = None,
         seed: int | None = None,
         traceparent: str = "",
-        local_prefill_tokens: int = 0,
+        takeover_tokens: int = 0,
     ) -> None:
         rng = np.random.default_rng(seed if seed is not None else next(_serial))
         self.id = secrets.token_bytes(16)
@@ -395,7 +395,7 @@ class Attempted:
         self.deadline_unix_ns = deadline_unix_ns
         self.time_left_ms = time_left_ms
         self.traceparent = traceparent
-        self.local_prefill_tokens = local_prefill_tokens
+        self.takeover_tokens = takeover_tokens
         self.abort_asked: Ear | None = None
 
     @property
@@ -427,7 +427,7 @@ class Attempted:
             deadline_unix_ns=self.deadline_unix_ns,
             time_left_ms=self.time_left_ms,
             traceparent=self.traceparent,
-            local_prefill_tokens=self.local_prefill_tokens,
+            takeover_tokens=self.takeover_tokens,
         )
 
 

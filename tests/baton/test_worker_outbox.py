@@ -53,12 +53,12 @@ async def test_tokens_that_wait_merge_and_keep_their_place() -> None:
 
 async def test_only_the_newest_load_report_waits() -> None:
     outbox = Outbox(never)
-    outbox.report(worker_pb2.Load(progress=1))
+    outbox.report(worker_pb2.Load(progress=1), lambda _: True)
     outbox.send(delivered(b"a"))
-    outbox.report(worker_pb2.Load(progress=2))
+    outbox.report(worker_pb2.Load(progress=2), lambda _: True)
     messages = await drain(outbox)
     assert [message.load.progress for message in messages] == [2, 0]
-    outbox.report(worker_pb2.Load(progress=3))
+    outbox.report(worker_pb2.Load(progress=3), lambda _: True)
     assert [message.load.progress for message in await drain(outbox)] == [3]
 
 
@@ -124,3 +124,20 @@ async def test_what_is_put_has_its_place_and_runs_with_the_next_wake_up() -> Non
     inbox.wake()
     await asyncio.sleep(0)
     assert seen == [0, 1, 2]
+
+
+async def test_an_attempt_is_told_as_known_once_by_the_report_that_contains_it() -> None:
+    """Also where a newer report takes the place of that one before it is written."""
+    outbox = Outbox(never)
+    for attempt_id in (b"a", b"b", b"c"):
+        outbox.submitted(attempt_id)
+    outbox.report(worker_pb2.Load(progress=1), lambda one: one == b"a")
+    outbox.report(worker_pb2.Load(progress=2), lambda one: one == b"b")
+    message = await outbox.get()
+    assert message is not None
+    assert message.load.progress == 2
+    assert sorted(message.load.known_attempts) == [b"a", b"b"]
+    outbox.report(worker_pb2.Load(progress=3), lambda _: True)
+    message = await outbox.get()
+    assert message is not None
+    assert list(message.load.known_attempts) == [b"c"]

@@ -554,7 +554,7 @@ def test_random_operations_keep_every_promise(seed, lacks_memory):
                 mode=rng.choice([Mode.WHOLE, Mode.WHOLE, Mode.PREFILL, Mode.RECEIVE]),
                 choices=rng.choice([1, 1, 2]),
                 stop=rng.sample(range(VOCAB), 40),
-                local_prefill_tokens=rng.choice([0, 8, 40]),
+                takeover_tokens=rng.choice([0, 8, 40]),
             )
         elif action < 0.35 and bench.requests:
             victim = rng.choice(list(bench.requests))

@@ -27,7 +27,7 @@ def with_a_first_turn(**options) -> tuple[Bench, list[int]]:
 
 
 def receive(bench: Bench, prompt: list[int], allowed: int, output: int = 9, **more) -> bytes:
-    return bench.submit(prompt, output, mode=Mode.RECEIVE, local_prefill_tokens=allowed, **more)
+    return bench.submit(prompt, output, mode=Mode.RECEIVE, takeover_tokens=allowed, **more)
 
 
 @pytest.mark.parametrize("choices", [1, 3])
