@@ -418,7 +418,7 @@ async def test_says_how_much_is_queued_and_not_granted() -> None:
         pair.p.executor.holds = True
         attempt = Attempted(LONG)
         pair.submit(attempt)
-        assert pair.p.engine.load().queued_prefill_tokens == LONG
+        await until(lambda: pair.p.engine.load().queued_prefill_tokens == LONG)
         assert pair.p.prefill.figures.ungranted_tokens == LONG
         await pair.forward_grant(attempt)
         assert pair.p.prefill.figures.ungranted_tokens == 0
@@ -427,7 +427,7 @@ async def test_says_how_much_is_queued_and_not_granted() -> None:
         await until(lambda: pair.p.engine.load().queued_prefill_tokens == LONG - STEP_TOKENS)
         pair.p.executor.let_go()
         await pair.from_p.heard("first_token", attempt.id)
-        assert pair.p.engine.load().queued_prefill_tokens == 0
+        await until(lambda: pair.p.engine.load().queued_prefill_tokens == 0)
         await pair.from_d.heard("finished", attempt.id)
         await pair.quiet()
 
