@@ -129,11 +129,11 @@ class _Hearing:
 
     def sink(self, events: Sequence[Event]) -> None:
         """On the step thread, as is `device_lost`."""
-        self._inbox.hop(partial(self._take_events, events))
+        self._inbox.call_on_loop(partial(self._take_events, events))
 
     def device_lost(self) -> None:
         """The device will run no further step."""
-        self._inbox.hop(self._fail_all)
+        self._inbox.call_on_loop(self._fail_all)
 
     def _take_events(self, events: Sequence[Event]) -> None:
         for event in events:

@@ -205,7 +205,7 @@ class Worker:
         decode = DecodeService(
             self.engine,
             self.transfer,
-            self.inbox.hop,
+            self.inbox.call_on_loop,
             self.metrics,
             epoch=self.epoch,
             agent_name=self.agent_name,
@@ -230,7 +230,7 @@ class Worker:
 
     def _on_transfer(self, event: TransferEvent) -> None:
         """On the transfer thread."""
-        self.inbox.hop(partial(self._dispatch, event))
+        self.inbox.call_on_loop(partial(self._dispatch, event))
 
     def _dispatch(self, event: TransferEvent) -> None:
         self.services.peers.on_transfer(event)

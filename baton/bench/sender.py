@@ -87,7 +87,7 @@ def main(connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The process that started it ends it.
     with asyncio.Runner(loop_factory=loop_factory()) as runner, _hung_up():
         while True:
-            runner.run(_obey(connection, connection.recv()))
+            runner.run(_run_command(connection, connection.recv()))
 
 
 def _hung_up() -> contextlib.suppress:
@@ -95,7 +95,7 @@ def _hung_up() -> contextlib.suppress:
     return contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError)
 
 
-async def _obey(connection: Connection, order: Order) -> None:
+async def _run_command(connection: Connection, order: Order) -> None:
     endpoints = [connect(target, order.asked) for target in order.targets]
     try:
         load = _Load(order, endpoints)
