@@ -42,10 +42,11 @@ from baton.inference.v1 import inference_pb2 as pb
 from baton.llm_events import Events, typed_cancellation, typed_errors
 from baton.loop_thread import LoopThread
 from baton.requests import generation_request, tokenize_request
-from baton.settings import Role, WorkerSettings, resolve
+from baton.settings import resolve
 from baton.streams import GenerationStream
 from baton.worker_engine import engine_config
 from baton.worker_loading import loading_progress, terminal
+from baton.worker_settings import Role, WorkerSettings
 from engine.engine import Engine
 from router.calls import Call
 from router.frontdoor import InferenceService
@@ -66,9 +67,9 @@ class LLM:
         Args:
             model: folder, GGUF file or Hugging Face id; `demo` fetches a small one. None: as
                 `BATON_MODEL` says, else `demo`.
-            settings: of `baton.settings.WorkerSettings`, as `baton worker` takes them: these beat
-                `BATON_*`, which beats `baton.toml`. Those about serving, logs and
-                spans mean nothing here. `debug` is a dict of those few need.
+            settings: fields of `baton.worker_settings.WorkerSettings`. They beat `BATON_*`, which
+                beats `baton.toml`. Those about serving, logs and spans mean nothing here. `debug`
+                is a dict of rarely needed settings.
 
         Raises:
             SettingsError: a setting is unknown, or its value does not fit.

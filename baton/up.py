@@ -26,8 +26,8 @@ from typing import Final, Literal, NamedTuple
 
 from baton.gpu_slots import visible_gpus
 from baton.ports import PortPicker
-from baton.settings import Role
 from baton.supervisor import ProcessSpec, Supervisor, Write
+from baton.worker_settings import Role
 
 GRPC_PORT: Final = 50051
 HTTP_PORT: Final = 8000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from baton.settings import Role, WorkerSettings
+from baton.worker_settings import Role, WorkerSettings
 from engine.config import EngineConfig
 
 DECODE_MIXED_PREFILL_TOKENS: Final = 192

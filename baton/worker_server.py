@@ -25,13 +25,13 @@ from baton.grpc_options import server_options
 from baton.grpc_services import add_health_and_reflection
 from baton.release import stamp
 from baton.router_addresses import RouterAddresses
-from baton.settings import Role, WorkerSettings
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from baton.worker_announcer import announce_forever
 from baton.worker_load import PrefillRoom, load_message
 from baton.worker_outbox import LoopInbox
 from baton.worker_peers import Peers
 from baton.worker_quiesce import QuiesceRelay
+from baton.worker_settings import Role, WorkerSettings
 from baton.worker_stream import Services, WorkerServicer
 from baton.worker_watchdog import Watchdog, device_lost
 from baton.worker_wire import endpoint_message, model_message

@@ -15,8 +15,9 @@ from baton.addresses import check_free
 from baton.commands.output import merged_log, model_progress, stderr, stdout
 from baton.commands.settings_options import takes_settings, warn_of_unknown_variables
 from baton.commands.trace import ROUTER_ADMIN_ADDRESS
-from baton.settings import Resolved, Role, WorkerSettings
+from baton.settings import Resolved
 from baton.supervisor import Supervisor, end_with_parent
+from baton.worker_settings import Role, WorkerSettings
 from router.settings import RouterSettings
 
 

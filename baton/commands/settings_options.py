@@ -20,12 +20,12 @@ from baton.settings import (
     PREFIX,
     Resolved,
     Settings,
-    WorkerSettings,
     fields,
     nearest,
     resolve,
 )
 from baton.supervisor import PARENT_VARIABLE
+from baton.worker_settings import WorkerSettings
 from router.settings import RouterSettings
 
 if TYPE_CHECKING:

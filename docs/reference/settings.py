@@ -10,15 +10,8 @@ from unittest import mock
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from baton.settings import (
-    CONFIG_VARIABLE,
-    DEBUG,
-    DEFAULT_FILE,
-    Role,
-    WorkerSettings,
-    debug_settings,
-    fields,
-)
+from baton.settings import CONFIG_VARIABLE, DEBUG, DEFAULT_FILE, debug_settings, fields
+from baton.worker_settings import Role, WorkerSettings
 from reference import GENERATED, table
 from router.settings import RouterSettings
 
