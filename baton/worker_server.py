@@ -45,7 +45,7 @@ from prefill_service.service import PrefillService
 from telemetry.admin import AdminServer
 from telemetry.gpu import gpu_reader
 from telemetry.loop_lag import EventLoopLag
-from telemetry.metrics import WorkerMetrics
+from telemetry.worker_metrics import WorkerMetrics
 
 logger = logging.getLogger(__name__)
 

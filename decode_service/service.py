@@ -78,7 +78,7 @@ from kv_transfer.events import (
 )
 from kv_transfer.specs import TRANSFER_ID_BYTES, ReceiveSpec
 from telemetry import failpoints
-from telemetry.metrics import WorkerMetrics
+from telemetry.worker_metrics import WorkerMetrics
 
 logger = logging.getLogger(__name__)
 

@@ -45,7 +45,7 @@ from kv_transfer.loopback import LoopbackTransport
 from kv_transfer.pool import PoolMemory
 from kv_transfer.thread import TransferThread
 from prefill_service.service import PrefillService
-from telemetry.metrics import WorkerMetrics
+from telemetry.worker_metrics import WorkerMetrics
 
 PAGE_TOKENS = 4
 STEP_TOKENS = 16
