@@ -7,16 +7,17 @@ else below. Without a terminal the same comes out without colours.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from baton.span_details import count, details, duration
 from baton.traces import Span, Trace, missing_spans
-from telemetry.names import Attr, Service, SpanName
+from telemetry.names import Attr, Service
 
 MAX_COLUMNS: Final = 140
 _MIN_AXIS: Final = 24
@@ -74,7 +75,7 @@ def _lines(trace: Trace, width: int) -> Iterator[Text]:
         colour = _FAILED if span.failed else colours[span.process]
         start, end = axis.eighths(span)
         bar = _thin_bar(start, end) if span.id in parents else _solid_bar(start, end)
-        drawn = _beside(bar, start // 8, _details(span), colour, columns.axis)
+        drawn = _beside(bar, start // 8, details(span), colour, columns.axis)
         yield columns.row(depth, span, colours[span.process], next(drawn))
         yield from (columns.under_axis(line) for line in drawn)
     yield from _notes(trace, width)
@@ -98,13 +99,13 @@ def _outcome(request: Span) -> Iterator[str]:
     if Attr.INPUT_TOKENS in have:
         cached = have.get(Attr.CACHED_INPUT_TOKENS)
         of_those = f" ({cached} cached)" if cached else ""
-        prompt = _count("prompt token")(have[Attr.INPUT_TOKENS])
-        yield f"{prompt}{of_those} → {_count('token')(tokens)}"
+        prompt = count("prompt token")(have[Attr.INPUT_TOKENS])
+        yield f"{prompt}{of_those} → {count('token')(tokens)}"
     if (first_s := have.get(Attr.RESPONSE_FIRST_TOKEN_S)) is not None:
-        yield f"first token {_duration(first_s * 1e9)}"
+        yield f"first token {duration(first_s * 1e9)}"
         if tokens > 1:
-            yield f"{_duration((request.duration_ns - first_s * 1e9) / (tokens - 1))} a token"
-    yield f"{_duration(request.duration_ns)} in all"
+            yield f"{duration((request.duration_ns - first_s * 1e9) / (tokens - 1))} a token"
+    yield f"{duration(request.duration_ns)} in all"
     if request.failed:
         yield request.error or "failed"
 
@@ -145,7 +146,7 @@ class _Columns:
         name = set_cell_size(_cut(_indented(depth, span), self.name), self.name)
         line = Text(name, _FAILED if span.failed else "")
         line.append(f"  {_process(span):<{self.process}}", f"not bold {colour}")
-        line.append(f" {_duration(span.duration_ns):>{_DURATION}}  ")
+        line.append(f" {duration(span.duration_ns):>{_DURATION}}  ")
         return line.append_text(drawn)
 
     def under_axis(self, drawn: Text) -> Text:
@@ -256,53 +257,6 @@ def _cut(text: str, room: int) -> str:
     return text if cell_len(text) <= room else set_cell_size(text, room - 1) + "…"
 
 
-def _details(span: Span) -> list[str]:
-    """What is worth telling, the failure first."""
-    found = [f"✗ {span.error or 'failed'}"] if span.failed else []
-    for key, tell in _TELLING.get(span.name, ()):
-        value = span.attributes.get(key)
-        if value is not None and (told := tell(value)):
-            found.append(told)
-    return found
-
-
-def _count(one: str, many: str = "") -> Callable[[Any], str]:
-    def tell(value: int) -> str:
-        return f"{value:,} {one if value == 1 else many or one + 's'}"
-
-    return tell
-
-
-def _unless_zero(tell: Callable[[Any], str]) -> Callable[[Any], str]:
-    return lambda value: tell(value) if value else ""
-
-
-def _milliseconds(words: str) -> Callable[[Any], str]:
-    return lambda value: words.format(_duration(float(value) * 1e6))
-
-
-def _bytes(value: int) -> str:
-    size = float(value)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1_000:
-            return f"{size:.3g} {unit}"
-        size /= 1_024
-    return f"{size:.3g} GiB"
-
-
-def _gigabytes_per_s(value: float) -> str:
-    return f"{value:.2g} GB/s" if value < 10 else f"{value:.0f} GB/s"
-
-
-def _duration(ns: float) -> str:
-    """Three digits, in the unit that fits."""
-    if ns < 999.5e3:
-        return f"{ns / 1e3:.0f} µs"
-    if ns < 999.5e6:
-        return f"{ns / 1e6:.3g} ms"
-    return f"{ns / 1e9:.3g} s" if ns < 999.5e9 else f"{ns / 60e9:.0f} min"
-
-
 def _tick(at_ns: int, duration_ns: int) -> str:
     """A point of an axis of that length."""
     if duration_ns < 2e6:
@@ -319,42 +273,3 @@ def _colours(spans: Iterable[Span]) -> dict[str, str]:
         for number, service in enumerate(others)
     }
     return {span.process: palette[span.service] for span in spans}
-
-
-_TELLING: Final[dict[str, tuple[tuple[str, Callable[[Any], str]], ...]]] = {
-    SpanName.QUEUE: (
-        (Attr.QUEUE_DEPTH, _unless_zero(lambda depth: f"{depth} ahead")),
-        (Attr.QUEUE_TOKENS, _unless_zero(_count("prompt token"))),
-    ),
-    SpanName.ROUTE: (
-        (Attr.ROUTE_ATTEMPT, lambda attempt: f"attempt {attempt}" if attempt > 1 else ""),
-        (Attr.ROUTE_POLICY, lambda policy: str(policy).replace("_", " ")),
-    ),
-    SpanName.PREFILL_COMPUTE: (
-        (Attr.PREFILL_TOKENS, _count("token")),
-        (Attr.PREFILL_CACHED_TOKENS, _unless_zero(lambda tokens: f"{tokens:,} cached")),
-        (Attr.PREFILL_CHUNKS, _count("chunk")),
-    ),
-    SpanName.KV_GRANT: (
-        (Attr.KV_PAGES, _count("page")),
-        (Attr.KV_HELD_PAGES, _unless_zero(lambda pages: f"{pages:,} held already")),
-    ),
-    SpanName.KV_SEND: (
-        (Attr.KV_PAGES, _count("page")),
-        (Attr.KV_BYTES, _bytes),
-        (Attr.KV_TRANSPORT, str),
-        (Attr.KV_GIGABYTES_PER_S, _unless_zero(_gigabytes_per_s)),
-        (Attr.KV_EXPOSED_MS, _milliseconds("{} exposed")),
-    ),
-    SpanName.KV_RECEIVE: (
-        (Attr.KV_PAGES, _count("page")),
-        (Attr.KV_BYTES, _bytes),
-        (Attr.KV_NOTIFICATIONS, _count("notification")),
-    ),
-    SpanName.DECODE_GENERATE: (
-        (Attr.DECODE_TOKENS, _count("token")),
-        (Attr.DECODE_STEPS, _count("step")),
-        (Attr.DECODE_ITL_P50_MS, _milliseconds("{} between tokens (p50)")),
-        (Attr.DECODE_PREEMPTIONS, _unless_zero(lambda times: f"preempted {times} times")),
-    ),
-}
