@@ -16,9 +16,10 @@ from baton.bench.endpoints import Asked, EndpointError, Kept, Reading, timed_out
 from baton.bench.outcome import UNREACHABLE
 from baton.channels import open_aio_channel
 from baton.errors import ProtocolError, UnreachableError, from_rpc_error
-from baton.generation import Gathering, Options, generation_input
+from baton.generation import Gathering, Options
 from baton.grpc_options import channel_options
 from baton.inference.v1 import inference_pb2 as pb
+from baton.requests import generation_input
 
 _SERVICE: Final = pb.DESCRIPTOR.services_by_name["InferenceService"]
 _METHOD: Final = f"/{_SERVICE.full_name}/{_SERVICE.methods_by_name['StreamGenerate'].name}"
