@@ -1,14 +1,16 @@
-"""Settings of a worker process, and how every process reads its settings.
+"""How every process reads its settings.
 
-Flags beat the environment (`BATON_*`), the environment beats the file, the file beats the
-defaults: `resolve` merges the four once, at start, into one frozen model; nothing reads the
-environment after that. `baton config` prints the result and where each value came from.
+Flags beat the environment (`BATON_*`), the environment beats the file, the file beats the defaults.
+`resolve` merges the four once, at start, into one frozen model: `baton.worker_settings` or
+`router.settings` declares it. Later nothing reads the environment. `baton config` prints the result
+and the source of each value.
 
-The file is TOML, one table a process kind: `[worker]` and `[router]`. It is the one named by
-`--config`, else by `BATON_CONFIG`, else `baton.toml` in the working directory, where there is one.
+The file is TOML with one table for each kind of process, `[worker]` and `[router]`. `--config`
+names the file, else `BATON_CONFIG` does. Otherwise it is `baton.toml` in the working directory, if
+that exists.
 
-Settings that few need are in a table of their own, `[worker.debug]` and `[router.debug]`: the
-variables `BATON_DEBUG_*` set them, no flags do.
+Rarely needed settings have tables of their own, `[worker.debug]` and `[router.debug]`. The
+variables `BATON_DEBUG_*` set them; they have no flags.
 """
 
 from __future__ import annotations
@@ -38,26 +40,27 @@ if TYPE_CHECKING:
 CONFIG_VARIABLE: Final = "BATON_CONFIG"
 DEFAULT_FILE: Final = Path("baton.toml")
 TABLES: Final = ("router", "worker")
-"""Of the file."""
+"""Tables of the file."""
 PREFIX: Final = "BATON_"
+"""Begins the name of each environment variable."""
 DEBUG_PREFIX: Final = "BATON_DEBUG_"
-"""Of the variables of the environment."""
+"""Begins the name of each environment variable of a rarely needed setting."""
 DEBUG: Final = "debug"
-"""The table within a table, and the field, of settings that few need."""
+"""Name of the table, and of the field, of rarely needed settings."""
 ROUTER_ADDRESS: Final = "127.0.0.1:50051"
-"""Where a router serves clients unless told otherwise."""
+"""Default address at which a router serves clients."""
 ROUTER_INTERNAL_ADDRESS: Final = "127.0.0.1:50050"
-"""Where workers announce themselves unless told otherwise."""
+"""Default address at which workers announce themselves to a router."""
 
 Settings = TypeVar("Settings", bound=BaseModel)
 
 
 class SettingsError(Exception):
-    """Settings that cannot be used; the message names the field and says what is wrong."""
+    """Settings are wrong. The message names the field and says what is wrong."""
 
 
 def _split(value: object) -> object:
-    """`a,b` and a list of such strings are both lists."""
+    """Splits `a,b`, or a list of such strings, into a tuple."""
     parts = [value] if isinstance(value, str) else value
     if not isinstance(parts, list | tuple):
         return value
@@ -65,24 +68,23 @@ def _split(value: object) -> object:
 
 
 def _host_and_port(value: str) -> str:
-    """`HOST:PORT`, `[V6]:PORT`; port 0 lets the system choose."""
+    """Checks `HOST:PORT` or `[V6]:PORT`. With port 0 the system chooses the port."""
     if port_of(value) is None:
         raise ValueError("must be HOST:PORT")
     return value
 
 
 def _own_or_other(value: str) -> str:
-    """As above, or nothing of it; `:0` is what is left where a file puts no host before it."""
+    """Checks an address that may be empty. A file with an empty host variable yields `:0`."""
     return value if value in ("", ":0") else _host_and_port(value)
 
 
 _RECEIVER: Final = re.compile(r"(https?://)?([^\s/@]+)/?")
-"""Its scheme and its address."""
+"""Groups: scheme and address."""
 
 
 def _receiver(value: str) -> str:
-    """Where spans go, or nothing; with TLS there is a usual port. Whether somebody answers there
-    shows later."""
+    """Checks the address of a receiver of spans, which may be empty. TLS has a default port."""
     scheme, address = found.groups() if (found := _RECEIVER.fullmatch(value)) else ("", "")
     has_usual_port = scheme == "https://" and ":" not in address
     if value and not has_usual_port and not port_of(address):
@@ -99,22 +101,22 @@ Addresses = Annotated[tuple[Address, ...], BeforeValidator(_split)]
 Advertised = Annotated[str, AfterValidator(_own_or_other)]
 
 MOST_TOKENS: Final = 1 << 24
-"""Of whatever is counted in tokens: far more than any context, and fit for every message."""
+"""Upper bound of token settings. It is beyond any context and fits every field of a message."""
 
 
 SETTINGS: Final = ConfigDict(
     frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
 )
-"""How every settings model behaves."""
+"""Configuration of every settings model."""
 
 
 class Resolved(NamedTuple, Generic[Settings]):
-    """Settings and, per field, where the value came from."""
+    """Settings and the source of each value."""
 
     settings: Settings
     sources: Mapping[str, str]
-    """"flag", the environment variable's name, the file's path or "default". Fields of the table
-    `debug` are named `debug.FIELD`."""
+    """By field: "flag", the environment variable's name, the file's path or "default". Fields of
+    the table `debug` are named `debug.FIELD`."""
 
 
 def resolve(
@@ -125,8 +127,8 @@ def resolve(
     Args:
         kind: the settings model.
         table: its table in the file.
-        flags: what the command line set; None counts as not set.
-        file: None: `BATON_CONFIG`, else `baton.toml` where it exists.
+        flags: values from the command line; None counts as not set.
+        file: the file; None: `BATON_CONFIG`, else `baton.toml` if it exists.
 
     Raises:
         SettingsError: the file cannot be read, or a value does not fit its field.
@@ -150,7 +152,7 @@ def resolve(
 def _merge(
     kind: type[BaseModel], from_file: dict[str, Any], given: dict[str, Any], path: str, prefix: str
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """What was set of one table, and by whom."""
+    """Merges the values of one table. Returns them and their sources."""
     environment = {name.upper(): value for name, value in os.environ.items()}
     variables = {name: f"{prefix}{name}".upper() for name in kind.model_fields if name != DEBUG}
     set_ones = {name: variable for name, variable in variables.items() if variable in environment}
@@ -168,7 +170,7 @@ def debug_settings(kind: type[BaseModel]) -> type[BaseModel]:
 
 
 def fields(kind: type[BaseModel]) -> dict[str, FieldInfo]:
-    """All settings of a process; those of the table `debug` as `debug.FIELD`."""
+    """All settings of a process. Fields of the table `debug` are named `debug.FIELD`."""
     named = {name: field for name, field in kind.model_fields.items() if name != DEBUG}
     debug = debug_settings(kind).model_fields
     return named | {f"{DEBUG}.{name}": field for name, field in debug.items()}
@@ -198,7 +200,7 @@ def _table(path: Path, table: str) -> dict[str, Any]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """What may have been meant by a name that is not known, as the end of a message."""
+    """Suggests a known name for an unknown one, as the end of a message."""
     found = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
     return f" (did you mean `{found[0]}`?)" if found else ""
 
@@ -209,7 +211,7 @@ def _explain(error: ValidationError, table: str, kind: type[BaseModel]) -> str:
     for problem in error.errors():
         field = ".".join(str(part) for part in problem["loc"]) or table
         if problem["type"] == "default_factory_not_called":
-            continue  # follows from another problem
+            continue  # Another problem caused it.
         if problem["type"] == "missing":
             lines.append(f"{table}: `{field}` is not set (--{field.replace('_', '-')})")
         elif problem["type"] == "extra_forbidden":
@@ -221,7 +223,7 @@ def _explain(error: ValidationError, table: str, kind: type[BaseModel]) -> str:
 
 
 def _hint(field: str, kind: type[BaseModel]) -> str:
-    """What to write for a setting that is not known."""
+    """Suggests a correction of an unknown setting, as the end of a message."""
     if f"{DEBUG}.{field}" in fields(kind):
         return f" (it is in the table `{DEBUG}`)"
     return nearest(field, fields(kind))

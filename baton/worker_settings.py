@@ -22,7 +22,7 @@ from telemetry.failpoints import check as check_failpoints
 
 
 class Role(StrEnum):
-    """What a worker does. Every worker can do both: the role decides what routers send it."""
+    """The role of a worker. Every worker can do both legs; routers send work by role."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -41,35 +41,37 @@ class WorkerDebug(BaseModel):
     model_config = SETTINGS
 
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
-    """`dummy` draws random weights, always the same: measuring speed needs no checkpoint."""
+    """Sets the format of the weights. `dummy` draws random weights, always the same, to measure
+    speed without a checkpoint."""
     attention: Literal["auto", "fa3", "fa2", "sdpa"] = "auto"
-    """FlashAttention-3 or -2, or torch's own. `auto`: the best that runs here, and the log says
-    why. FlashAttention-2 wants pages of 256 tokens."""
+    """Chooses the attention kernels: FlashAttention-3 or -2, or torch's own. `auto` takes the best
+    that runs here and logs the reason. FlashAttention-2 needs pages of 256 tokens."""
     num_pages: int = Field(default=0, ge=0)
-    """Pages of the KV pool; overrides `kv_memory_gib`. 0: as many as fit in that."""
+    """Sets the number of pages in the KV pool and overrides `kv_memory_gib`. 0: as many as fit."""
     mixed_prefill_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)
-    """Prompt tokens computed in a step that decodes, too: fewer make the others' tokens wait less,
-    more compute the prompt sooner. 0: 192 on a decode worker, elsewhere as `max_step_tokens`."""
+    """Limits the prompt tokens in a step that also decodes. Fewer delay running requests less, more
+    compute the prompt sooner. 0: 192 on a decode worker, elsewhere `max_step_tokens`."""
     eviction: Literal["lru", "lfu", "cost"] = "lru"
-    """What the prefix cache lets go first: what was used longest ago, least often, or what is
-    cheapest to compute again per use."""
+    """Chooses the pages that the prefix cache evicts first: least recently used, least frequently
+    used, or cheapest to compute again per use."""
     slow_peer_gigabytes_per_s: float = Field(default=-1, ge=-1)
-    """A path to another worker measured slower than this is reported, and avoided by routers where
-    there is another. 0: never. -1: 1 between GPUs, far below NVLink and RDMA, and else never."""
+    """Reports a path to another worker that is slower than this; routers avoid it if there is
+    another. 0: never. -1: 1 GB/s between GPUs, which is far below NVLink and RDMA, otherwise
+    never."""
     profile: int = Field(default=0, ge=0)
-    """Write a profile of so many first steps with work. SIGUSR2 asks for one at any time."""
+    """Writes a profile of this many first steps with work. SIGUSR2 starts one at any time."""
     profile_dir: Path = Path("profiles")
-    """Folder for profiles, as Chrome traces (chrome://tracing, Perfetto)."""
+    """Names the folder for profiles, which are Chrome traces (chrome://tracing, Perfetto)."""
     max_granted_share: float = Field(default=0.25, gt=0, le=1)
-    """Share of the pool that one prefill worker may have to write at once: grants beyond it wait,
-    so that one that freezes cannot sit on the whole pool."""
+    """Limits the share of the pool that is granted to one prefill worker at once. Further grants
+    wait, so that a frozen prefill worker cannot hold the whole pool."""
     step_timeout_s: float = Field(default=60, gt=0)
-    """A step, or a turn of the thread that moves KV pages, that hangs for longer ends the worker,
-    with every thread's stack in its log, seconds. Whoever runs it starts it again."""
+    """Ends the worker if a step, or a turn of the thread that moves KV pages, takes longer than
+    this, seconds. The log then has every thread's stack. A supervisor must start it again."""
     poison_freed_pages: bool = False
-    """Debugging: free KV pages carry a pattern, and writes to them are found and counted."""
+    """Fills free KV pages with a pattern, and counts writes to them. For debugging."""
     failpoints: Annotated[str, AfterValidator(check_failpoints)] = ""
-    """Where this process fails on purpose, for tests alone: NAME=ACTION[:ARG][~KEY][@NTH],..."""
+    """Makes this process fail on purpose, for tests alone: NAME=ACTION[:ARG][~KEY][@NTH],..."""
 
 
 class WorkerSettings(BaseModel):
@@ -78,75 +80,84 @@ class WorkerSettings(BaseModel):
     model_config = SETTINGS
 
     role: Role = Role.BOTH
-    """What the worker offers. `both` is a whole server in one process."""
+    """Sets the work that routers send to this worker. `both` is a whole server in one process."""
     name: str = Field(
         default_factory=lambda data: f"{data['role']}-{socket.gethostname()}", min_length=1
     )
-    """Stable name in logs, metrics and the router's list. Give each worker its own: routers tell
-    two of one name apart, but by numbers that are new at every start, and warn."""
+    """Names the worker in logs, metrics and the router's list. Give each worker a name of its own:
+    routers add a number to a repeated name, new at every start, and warn."""
     model: str = Field(default="demo", min_length=1)
-    """Folder with config, weights and tokenizer; `demo` fetches a small model."""
+    """Names the folder with config, weights and tokenizer. `demo` fetches a small model."""
     served_name: str = ""
-    """Name that clients use. Empty: the folder's name."""
+    """Sets the model name that clients use. Empty: the folder's name."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of weights and KV. `auto`: what config.json says, on a CPU float32 (the fast one there)."""
+    """Sets the number format of weights and KV. `auto`: the one in config.json; on a CPU float32,
+    which is fast there."""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
-    """`auto`, `cpu`, `cuda` or `cuda:N`. `auto`: the first GPU, where there is one."""
+    """Sets the device: `auto`, `cpu`, `cuda` or `cuda:N`. `auto`: the first GPU if there is one."""
     gpu_slots_dir: str = ""
-    """Folder that all workers of this host share, to claim one GPU each by a lock in it. Empty:
-    `device` says which GPU."""
+    """Names a folder that all workers of this host share: each claims one GPU by a lock file in it.
+    Empty: `device` chooses the GPU."""
     threads: int = Field(default=0, ge=0, le=1024)
-    """CPU threads of torch. 0: every core; share them out when workers share a machine."""
+    """Sets the number of torch's CPU threads. 0: one a core. Workers on one machine should divide
+    the cores."""
 
     listen: Address = "127.0.0.1:0"
-    """Where routers reach the worker. Port 0 is fine: the worker announces the real one."""
+    """Sets the address at which routers reach the worker. With port 0 the worker announces the real
+    port."""
     advertise: Advertised = ""
-    """Address announced to routers. Empty or `:0`: `listen`; set it behind NAT or when listening on
-    all. Port 0 stands for the real one."""
+    """Sets the address that is announced to routers. Empty or `:0`: `listen`. Set it behind NAT or
+    when listening on all interfaces. Port 0 stands for the real port."""
     address_file: str = ""
-    """File that gets the worker's address once it serves: for `baton health @FILE` and scripts."""
+    """Names a file. The worker writes its address there once it serves, for `baton health @FILE`
+    and scripts."""
     routers: Addresses = (ROUTER_INTERNAL_ADDRESS,)
-    """Routers' internal addresses to announce to, until they answer: start order is free. A name
-    stands for all of its addresses, and is looked up again every five seconds."""
+    """Lists the internal addresses of routers. The worker announces itself to each until it
+    answers, so start order is free. A name stands for all of its addresses and is looked up again
+    every five seconds."""
     admin: Address = Field(
         default_factory=lambda data: f"127.0.0.1:{_ADMIN_PORT[data.get('role', Role.BOTH)]}"
     )
-    """Where metrics and health are served."""
+    """Sets the address for metrics and health."""
 
     page_size_tokens: int = Field(default=16, ge=1, le=256)
-    """Tokens in a KV page: small wastes less, large moves in fewer pieces. Same on all workers."""
+    """Sets the number of tokens in a KV page. Small pages waste less, large ones move in fewer
+    pieces. It must be the same on all workers."""
     kv_memory_gib: float = Field(default=0, ge=0)
-    """Memory of the KV pool, GiB. 0: on a GPU what the largest step leaves of
-    `gpu_memory_utilization`, on a CPU 1."""
+    """Sets the memory of the KV pool, GiB. 0: on a GPU the rest of `gpu_memory_utilization` beside
+    the largest step, on a CPU 1 GiB."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
-    """Share of the GPU's memory that the worker may take in all, where `kv_memory_gib` is 0."""
+    """Limits the share of the GPU's memory that the worker takes in all, if `kv_memory_gib` is
+    0."""
     max_sequences: int = Field(default=64, ge=1)
-    """Sequences decoded in one step: more is more throughput and a slower token for each."""
+    """Limits the sequences that are decoded in one step. More sequences raise the throughput and
+    slow down each one."""
     max_step_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)
-    """New tokens computed in one step, and so the chunk. 0: 512 on a CPU and on a decode worker,
-    4,096 on a prefill worker, else 2,048."""
+    """Limits the new tokens in one step, and so the size of a prompt's chunks. 0: 512 on a CPU and
+    on a decode worker, 4,096 on a prefill worker, otherwise 2,048."""
     max_context_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)
-    """Longest prompt and output together. 0: the model's own limit."""
+    """Limits prompt and output together. 0: the model's own limit."""
     scheduling: Literal["fcfs", "priority", "shortest", "fair"] = "fcfs"
-    """Which waiting request is admitted first: the one that came first, that of higher priority,
-    with the shorter prompt (both with age counted in), or of the tenant with fewer running."""
+    """Chooses the waiting request to admit first: `fcfs` takes the oldest, `priority` the one with
+    the highest priority, `shortest` the shortest prompt, `fair` a request of the tenant with the
+    fewest running ones. Age counts in `priority` and `shortest`, too."""
     prefix_cache: bool = True
-    """Keep the KV of finished prompts and reuse it for prompts that begin alike."""
+    """Keeps the KV of finished prompts, and reuses it for prompts with the same beginning."""
     transport: Literal["nixl", "nccl", "loopback", "null"] = "nixl"
-    """How KV pages move. `nccl` cannot see a dead peer and is for experiments; `null` moves
-    nothing, for benchmarks of decoding."""
+    """Chooses the transport of KV pages. `nccl` cannot see a dead peer and is for experiments.
+    `null` moves nothing, for benchmarks of decoding."""
 
     otlp_endpoint: OtlpEndpoint = ""
-    """OTLP/gRPC address for spans, such as http://127.0.0.1:4317. Empty: no spans."""
+    """Sets the OTLP/gRPC address for spans, such as http://127.0.0.1:4317. Empty: no spans."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severe line that is logged."""
+    """Sets the lowest level that is logged."""
     log_format: Literal["text", "json"] = "text"
-    """`json` writes one object a line, for log collectors."""
+    """Sets the form of the log. `json` writes one object a line, for log collectors."""
     drain_s: float = Field(default=30, ge=0)
-    """Seconds that running requests get to finish after SIGTERM."""
+    """Sets how long running requests may continue after SIGTERM, seconds."""
 
     debug: WorkerDebug = Field(default_factory=WorkerDebug)
-    """Rarely needed settings: the table `[worker.debug]`."""
+    """Holds rarely needed settings: the table `[worker.debug]`."""
 
     @model_validator(mode="after")
     def _one_place_names_the_gpu(self) -> WorkerSettings:
