@@ -33,7 +33,7 @@ class Message(TypedDict):
 
 
 class Options(TypedDict, total=False):
-    """How to generate. What is left out takes the server's default."""
+    """How to generate. The server has defaults for missing options."""
 
     model: str
     max_tokens: int
@@ -59,9 +59,9 @@ class Options(TypedDict, total=False):
     priority: int
     client_tag: str
     template_variables: Mapping[str, Any]
-    """For the model's chat template, such as `enable_thinking`; with messages."""
+    """Variables of the model's chat template, such as `enable_thinking`; only with messages."""
     continue_last: bool
-    """The answer goes on where the last message, the assistant's, ends."""
+    """Whether the answer continues the last message, which is the assistant's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Where the time went, seconds, as the servers measured it."""
+    """Durations of a request's parts, seconds, as the servers measured them."""
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -182,14 +182,14 @@ class Gathering:
 
     @property
     def trace_id(self) -> str:
-        """Of the request's spans; "" until the first event."""
+        """Trace id of the request; "" before the first event."""
         return self._started.generation_id if self._started else ""
 
     def add(self, event: pb.StreamGenerateResponse) -> Delta | None:
-        """Takes the next event; the delta, where it is one.
+        """Takes the next event. Returns its delta if it has one.
 
         Raises:
-            ProtocolError: the event may not come here.
+            ProtocolError: the event is not allowed at this point.
         """
         match event.WhichOneof("event"):
             case "started":
@@ -219,10 +219,10 @@ class Gathering:
         return self.result()
 
     def result(self) -> Generation:
-        """The generation.
+        """Returns the whole generation.
 
         Raises:
-            ProtocolError: it is not complete.
+            ProtocolError: the generation is not complete.
         """
         finished = tuple(choice.finished for choice in self._choices if choice.finished)
         if self._started is None or len(finished) != len(self._choices):

@@ -1,4 +1,4 @@
-"""Requests of the public API, from what the callers of both clients wrote."""
+"""Builds requests of the public API from the arguments of both clients."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def generation_request(
     token_ids: Sequence[int] | None,
     options: Options,
 ) -> _Request:
-    """Of Generate or StreamGenerate.
+    """Makes a request of Generate or StreamGenerate.
 
     Raises:
-        ValueError: not exactly one form of prompt, or a role nobody knows.
+        ValueError: not exactly one form of prompt was given, or a role is unknown.
     """
     return kind(
         input=generation_input(prompt, messages, token_ids, options),
@@ -35,10 +35,10 @@ def tokenize_request(
     model: str,
     add_special_tokens: bool | None,
 ) -> pb.TokenizeRequest:
-    """Of Tokenize.
+    """Makes a request of Tokenize.
 
     Raises:
-        ValueError: not exactly one of text and messages, or a role nobody knows.
+        ValueError: not exactly one of text and messages was given, or a role is unknown.
     """
     if (text is None) == (messages is None):
         raise ValueError("give exactly one of text and messages")
@@ -57,11 +57,11 @@ def generation_input(
     token_ids: Sequence[int] | None,
     options: Options,
 ) -> pb.GenerationInput:
-    """The request's message.
+    """Makes the part that requests of Generate and StreamGenerate share.
 
     Raises:
-        ValueError: not exactly one of prompt, messages and token ids, a role nobody knows, or a
-            number that the option cannot hold.
+        ValueError: not exactly one of prompt, messages and token ids was given, a role is unknown,
+            or a number is out of an option's range.
         TypeError: there is no such option, or it has the wrong type.
     """
     for name in options.keys() - Options.__annotations__:
@@ -127,10 +127,10 @@ def _set(
 
 
 def chat_prompt(messages: Sequence[Message]) -> pb.ChatPrompt:
-    """The turns as a message.
+    """Makes a chat prompt of turns.
 
     Raises:
-        ValueError: a role nobody knows, or a turn without role or content.
+        ValueError: a role is unknown, or a turn lacks role or content.
     """
     if any("role" not in turn or "content" not in turn for turn in messages):
         raise ValueError("a message has a role and a content")

@@ -1,4 +1,4 @@
-"""What a span is worth telling, in words: counts, sizes, times."""
+"""Puts the details of a span into words: counts, sizes, times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from telemetry.names import Attr, SpanName
 
 
 def details(span: Span) -> list[str]:
-    """What is worth telling, the failure first."""
+    """Returns a span's details in words, its failure first."""
     found = [f"✗ {span.error or 'failed'}"] if span.failed else []
     for key, tell in _TELLING.get(span.name, ()):
         value = span.attributes.get(key)
@@ -50,7 +50,7 @@ def _gigabytes_per_s(value: float) -> str:
 
 
 def duration(ns: float) -> str:
-    """Three digits, in the unit that fits."""
+    """Writes a duration with three digits, in the unit that fits."""
     if ns < 999.5e3:
         return f"{ns / 1e3:.0f} µs"
     if ns < 999.5e6:

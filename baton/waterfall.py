@@ -1,8 +1,8 @@
-"""A trace as a waterfall in the terminal: one row a span, all bars on one time axis.
+"""Draws a trace as a waterfall in the terminal: one row a span, all bars on one time axis.
 
-Spans that only hold others are thin lines, spans of work are solid, each process has a colour. What
-a span is worth telling stands beside its bar: to the right where there is room, else to the left,
-else below. Without a terminal the same comes out without colours.
+Spans that contain others are thin lines, other spans are solid bars. Each process has a colour. The
+details of a span stand to the right of its bar if there is room, else to the left, else below.
+Without a terminal there are no colours.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _RULE: Final = "─"
 _TICK: Final = "┬"
 _SEPARATOR: Final = " · "
 _ASCII: Final = str.maketrans("▏▎▍▌▋▊▉█▐━─┬·→✗…µ", "#########=-+,>x~u")
-"""For terminals that know nothing else; column by column."""
+"""ASCII replacements of single characters, for terminals that have nothing else."""
 _OTHER_COLOURS: Final = ("yellow", "blue", "bright_magenta", "bright_cyan", "bright_green")
 _COLOURS: Final = {
     Service.ROUTER: "cyan",
@@ -40,17 +40,17 @@ _COLOURS: Final = {
 _FAILED: Final = "red"
 _ROUND_MS: Final = tuple(
     base * 10**power for power in range(-3, 7) for base in (1, 2, 5)
-)  # What ticks may be apart.
+)  # Possible distances of ticks.
 
 
 def draw(trace: Trace) -> Waterfall:
-    """Something that a rich console prints."""
+    """Makes a waterfall that a rich console can print."""
     return Waterfall(trace)
 
 
 @dataclass(frozen=True, slots=True)
 class Waterfall:
-    """A trace, to be printed by a rich console."""
+    """A trace that a rich console prints as a waterfall."""
 
     trace: Trace
 
@@ -82,7 +82,7 @@ def _lines(trace: Trace, width: int) -> Iterator[Text]:
 
 
 def _title(trace: Trace, width: int) -> Iterator[Text]:
-    """What was asked for and what came of it."""
+    """The model, the trace id and the outcome of the request."""
     request = trace.request
     attributes = request.attributes if request else {}
     name = str(attributes.get(Attr.REQUEST_MODEL, trace.spans[0].name if trace.spans else "empty"))
@@ -111,7 +111,7 @@ def _outcome(request: Span) -> Iterator[str]:
 
 
 def _notes(trace: Trace, width: int) -> Iterator[Text]:
-    """What the picture lacks."""
+    """Notes about missing and dropped spans."""
     missing = missing_spans(trace) if trace.request else []
     if missing or trace.dropped_spans:
         yield Text()
@@ -124,7 +124,7 @@ def _notes(trace: Trace, width: int) -> Iterator[Text]:
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """Widths: name, process, duration, axis, with gaps between."""
+    """Widths of the columns for name, process and axis."""
 
     name: int
     process: int
@@ -132,7 +132,7 @@ class _Columns:
 
     @classmethod
     def fitting(cls, rows: Sequence[tuple[int, Span]], width: int) -> _Columns:
-        """The axis gets what the names leave."""
+        """Chooses the widths. The axis gets the room beside the names."""
         names = (cell_len(_indented(depth, span)) for depth, span in rows)
         name = min(_MAX_NAME, max(names, default=0))
         process = max((cell_len(_process(span)) for _, span in rows), default=0)
@@ -142,7 +142,7 @@ class _Columns:
         return cls(name, process, max(_MIN_AXIS, axis))
 
     def row(self, depth: int, span: Span, colour: str, drawn: Text) -> Text:
-        """One span's line."""
+        """The line of one span."""
         name = set_cell_size(_cut(_indented(depth, span), self.name), self.name)
         line = Text(name, _FAILED if span.failed else "")
         line.append(f"  {_process(span):<{self.process}}", f"not bold {colour}")
@@ -150,25 +150,26 @@ class _Columns:
         return line.append_text(drawn)
 
     def under_axis(self, drawn: Text) -> Text:
-        """A line with something on the axis only."""
+        """A line that is empty outside of the axis."""
         return Text(" " * (self.name + self.process + _DURATION + 5)).append_text(drawn)
 
 
 def _indented(depth: int, span: Span) -> str:
     name = span.name.rsplit("/", 1)[-1] if span.kind == "server" else span.name
     if name.startswith(f"{Attr.TEXT_COMPLETION} "):
-        name = Attr.TEXT_COMPLETION  # The model stands in the title.
+        name = Attr.TEXT_COMPLETION  # The title has the model.
     return "  " * depth + name
 
 
 def _process(span: Span) -> str:
-    """Of a leg, which the router writes, the worker: all that is seen of one that was lost."""
+    """Name of the process. A leg shows its worker, though the router writes the leg's span: of a
+    lost worker there may be no other span."""
     return str(span.attributes.get(Attr.WORKER_ID) or span.process)
 
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """Time to columns."""
+    """Maps time to columns."""
 
     start_ns: int
     duration_ns: int
@@ -176,17 +177,17 @@ class _Axis:
 
     @classmethod
     def of(cls, trace: Trace, columns: int) -> _Axis:
-        """From the first span's start to the last one's end."""
+        """An axis from the first span's start to the last one's end."""
         return cls(trace.start_ns, max(1, trace.end_ns - trace.start_ns), columns)
 
     def eighths(self, span: Span) -> tuple[int, int]:
-        """Where its bar starts and ends, in eighths of a column; never empty, never outside."""
+        """Start and end of a span's bar in eighths of a column; never empty, never outside."""
         last = self.columns * 8
         start = min(last - 1, self._eighth(span.start_ns))
         return start, min(last, max(start + 1, self._eighth(span.end_ns)))
 
     def ruler(self) -> Iterator[Text]:
-        """Round times, and ticks where they are."""
+        """Yields a line of round times and a line of ticks."""
         apart_ns = self._apart_ns()
         labels, ticks = Text(style="dim"), Text(style="dim")
         for number in range(self.duration_ns // apart_ns + 1):
@@ -204,13 +205,13 @@ class _Axis:
         return (at_ns - self.start_ns) * self.columns * 8 // self.duration_ns
 
     def _apart_ns(self) -> int:
-        """The least round time that leaves room for the labels."""
+        """The smallest round distance of ticks that leaves room for their labels."""
         room_ns = self.duration_ns * 11 / self.columns
         return int(next((ms for ms in _ROUND_MS if ms * 1e6 >= room_ns), _ROUND_MS[-1]) * 1e6)
 
 
 def _solid_bar(start: int, end: int) -> str:
-    """A bar of work, from its first column on; in eighths of a column."""
+    """A solid bar, from its first column on. Start and end are in eighths of a column."""
     first, last = start // 8, -(-end // 8)
     if last - first == 1:
         return _EIGHTHS[end - start] if start % 8 < 4 else "▐"
@@ -219,12 +220,12 @@ def _solid_bar(start: int, end: int) -> str:
 
 
 def _thin_bar(start: int, end: int) -> str:
-    """A bar that only holds others."""
+    """A thin bar, for a span that contains others."""
     return "━" * (-(-end // 8) - start // 8)
 
 
 def _beside(bar: str, start: int, details: Sequence[str], colour: str, room: int) -> Iterator[Text]:
-    """The bar with its details beside it; further lines where they go below."""
+    """Yields a line with the bar and its details, and further lines if details go below."""
     drawn = Text(" " * start).append(bar, colour)
     label = _SEPARATOR.join(details)
     if not label:
@@ -258,14 +259,14 @@ def _cut(text: str, room: int) -> str:
 
 
 def _tick(at_ns: int, duration_ns: int) -> str:
-    """A point of an axis of that length."""
+    """Writes the label of a tick, in a unit that fits the axis's length."""
     if duration_ns < 2e6:
         return f"{at_ns / 1e3:g} µs"
     return f"{at_ns / 1e6:g} ms" if duration_ns < 2e9 else f"{at_ns / 1e9:g} s"
 
 
 def _colours(spans: Iterable[Span]) -> dict[str, str]:
-    """By process: those of a service share its colour."""
+    """Colours by process. Processes of one service share its colour."""
     services = dict.fromkeys(span.service for span in spans)
     others = (service for service in services if service not in _COLOURS)
     palette = _COLOURS | {
