@@ -2,7 +2,7 @@
 
 Each process has one registry: a `RouterMetrics` (`telemetry.router_metrics`) or a `WorkerMetrics`
 (`telemetry.worker_metrics`). Their methods count events when they happen. States are read from a
-snapshot when Prometheus asks, so that the step loop writes nothing that nobody reads.
+snapshot when Prometheus asks, so that the step loop does no work for them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from telemetry.names import Metric
 
 
 class ProcessMetrics:
-    """The registry of a process, with what every process has."""
+    """The registry of a process, with the metrics that every process has."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -33,28 +33,28 @@ class ProcessMetrics:
         self._watch(lambda: self, _PROCESS_ROWS)
 
     def draining(self) -> None:
-        """The process takes no more work and finishes what it has."""
+        """Marks the start of draining: the process refuses new work and finishes the rest."""
         self._drain_began_s = self._drain_began_s or time.monotonic()
 
     @property
     def drain_s(self) -> float:
-        """Since the process began to drain; 0 before."""
+        """Seconds since the process began to drain; 0 before."""
         return time.monotonic() - self._drain_began_s if self._drain_began_s else 0.0
 
     @property
     def loop_tasks(self) -> int:
-        """Of the loop that is running here."""
+        """Number of tasks of the running event loop."""
         try:
             return len(asyncio.all_tasks())
-        except RuntimeError:  # Collected outside of any loop.
+        except RuntimeError:  # No event loop runs on this thread.
             return 0
 
     def watch_spans(self, counts: Callable[[], ExportCounts]) -> None:
-        """Shows what becomes of this process's spans."""
+        """Shows the numbers of this process's spans, by outcome."""
         self._watch(counts, _SPAN_ROWS)
 
     def loop_lagged(self, seconds: float) -> None:
-        """The event loop woke up this much late."""
+        """Counts a late wake-up of the event loop."""
         self._loop_lag.observe(seconds)
 
     def _counter(self, name: str) -> Counter:

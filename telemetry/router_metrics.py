@@ -20,7 +20,7 @@ LEFT_SHOWN_S: Final = 3600.0
 
 
 class WorkerUp(NamedTuple):
-    """A worker whose stream stands."""
+    """An attached worker."""
 
     worker_id: str
     role: str
@@ -28,18 +28,19 @@ class WorkerUp(NamedTuple):
 
 
 class RouterLoad(NamedTuple):
-    """How a router stands."""
+    """The present load of a router."""
 
     inflight_requests: int = 0
     queued_requests: int = 0
     queued_tokens: int = 0
     workers: Sequence[WorkerUp] = ()
     queue_drain_s: Mapping[str, float] = MappingProxyType({})
-    """By model, how long what waits takes at the measured rate; not there where none is known."""
+    """Seconds to empty the queue at the measured rate, by model. Models of unknown rate are left
+    out."""
 
 
 class RouterMetrics(ProcessMetrics):
-    """Of a router process."""
+    """The metrics of a router process. Its methods count events."""
 
     def __init__(
         self, load: Callable[[], RouterLoad], clock: Callable[[], float] = time.monotonic
@@ -57,7 +58,7 @@ class RouterMetrics(ProcessMetrics):
         self._per_token = self._histogram(Metric.TIME_PER_OUTPUT_TOKEN)
         self._inter_token = self._histogram(Metric.INTER_TOKEN)
         self._of_model: dict[str, tuple[Counter, Histogram]] = {}
-        """Output tokens and the times between them: looked up once, not for every token."""
+        """Counters of output tokens and times between them, by model: looked up once a model."""
         self._duration = self._histogram(Metric.REQUEST_DURATION)
         self._workers_lost = self._counter(Metric.WORKERS_LOST)
         self._watch(load, _ROUTER_ROWS)
@@ -73,15 +74,17 @@ class RouterMetrics(ProcessMetrics):
             self._rejections.labels(reason)
 
     def worker_attached(self, role: str, model: str) -> None:
-        """A worker joined. What alerts wait for is shown from here on, at 0: a series that begins
-        at 50 has not risen, as Prometheus sees it."""
+        """A worker joined. From now on the counters that alerts watch are shown, at 0.
+
+        Prometheus sees no increase in a series that begins at 50.
+        """
         for cause in LOSS_CAUSES:
             self._workers_lost.labels(role, cause)
         for outcome in OWN_FAULTS:
             self._requests.labels(model, outcome)
 
     def worker_lost(self, role: str, cause: str) -> None:
-        """A worker is gone that had not said that it leaves; `cause` is one of `LOSS_CAUSES`."""
+        """A worker left without announcing it; `cause` is one of `LOSS_CAUSES`."""
         self._workers_lost.labels(role, cause).inc()
 
     def rejected(self, reason: str) -> None:
@@ -107,12 +110,12 @@ class RouterMetrics(ProcessMetrics):
     def first_token(
         self, model: str, seconds: float, prompt_tokens: int, trace_id: str = ""
     ) -> None:
-        """A request's first token left for the client, so long after its arrival."""
+        """A request's first token was sent, `seconds` after the request's arrival."""
         self._prompt_tokens.labels(model).inc(prompt_tokens)
         self._first_token.labels(model).observe(seconds, _exemplar(trace_id))
 
     def tokens(self, model: str, count: int, seconds_since_last: float | None) -> None:
-        """A message of tokens left for the client; None for its first."""
+        """A message of tokens was sent. `seconds_since_last` is None for a request's first one."""
         if (of_model := self._of_model.get(model)) is None:
             of_model = self._output_tokens.labels(model), self._inter_token.labels(model)
             self._of_model[model] = of_model
@@ -139,7 +142,10 @@ class RouterMetrics(ProcessMetrics):
 
 
 class _WorkersUp:
-    """Who is attached, and who was: names of workers that come and go must not pile up."""
+    """Lists attached workers, and those that left in the last hour.
+
+    Older ones are dropped, so that names do not pile up.
+    """
 
     def __init__(self, load: Callable[[], RouterLoad], clock: Callable[[], float]) -> None:
         self._load = load

@@ -21,17 +21,17 @@ class PeerPath(NamedTuple):
     gigabytes_per_s: float
     latency_us: float
     cause: str
-    """Why it is to be avoided; empty: it is not."""
+    """Reason to avoid it; empty: it is healthy."""
 
 
 class WorkerMetrics(ProcessMetrics):
-    """Of a worker process.
+    """The metrics of a worker process. Its methods count events.
 
     Args:
-        load: latest snapshot, with the attributes of `engine.types.EngineLoad`.
-        transfer: counts, with the attributes of `kv_transfer.events.TransferCounters`; None where
-            nothing is handed off.
-        streams: routers attached.
+        load: returns the latest snapshot, with the attributes of `engine.types.EngineLoad`.
+        transfer: returns counts, with the attributes of `kv_transfer.events.TransferCounters`;
+            None for a worker that hands nothing off.
+        streams: returns the number of attached routers.
     """
 
     def __init__(
@@ -53,30 +53,30 @@ class WorkerMetrics(ProcessMetrics):
         self._watch(streams, (Row(Metric.WORK_STREAMS, float),))
 
     def watch_peers(self, peers: Callable[[], Sequence[PeerPath]]) -> None:
-        """Shows the paths to the worker's peers, by name."""
+        """Shows the paths to the worker's peers."""
         for metric, labels, value in _PEER_SAMPLES:
             self.registry.register(Samples(metric, partial(_of_paths, peers, labels, value)))
 
     def watch_overdue(self, take: Callable[[], object]) -> None:
-        """Shows transfers that do not end; attributes as of `baton.worker_overdue.Overdue`."""
+        """Shows transfers that do not end; see `baton.worker_overdue.Overdue`."""
         self._watch(take, _OVERDUE_ROWS)
 
     def watch_gpu(self, read: Callable[[], GpuLoad | None]) -> None:
-        """Shows how the worker's GPU stands."""
+        """Shows the load of the worker's GPU."""
         self._watch(read, _GPU_ROWS)
 
     def second_token(self, gap_s: float) -> None:
-        """A request ended whose second token came so long after its first."""
+        """A request ended. Its second token came `gap_s` after its first."""
         self._second_token.observe(gap_s)
 
     def stepped(self, seconds: float, decoded_sequences: int) -> None:
-        """A step has settled; a step of prompts alone has decoded none."""
+        """A step has settled. `decoded_sequences` is 0 for a step with prompts only."""
         self._step.observe(seconds)
         if decoded_sequences:
             self._batch.observe(decoded_sequences)
 
     def sent(self, transport: str, seconds: float, exposed_s: float) -> None:
-        """A transfer is complete at the other side."""
+        """A transfer has arrived completely."""
         self._transfer_s.labels(transport).observe(seconds)
         self._exposed_s.labels(transport).observe(max(0.0, exposed_s))
 
