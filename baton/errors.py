@@ -69,7 +69,7 @@ class OverloadedError(BatonError):
 
 
 class UnavailableError(BatonError):
-    """Nobody can serve this now: wait `retry_after_s`."""
+    """No worker can serve the request now: wait `retry_after_s`."""
 
 
 class UnreachableError(UnavailableError):

@@ -1,7 +1,7 @@
-"""What a client gets: options and results of a generation, streams checked and gathered.
+"""Options and results of a generation; checks the events of a stream and gathers its result.
 
-The life of a stream: `started`, then deltas of every choice, one `finished` per choice, then OK.
-`Gathering` follows that grammar event by event and raises `ProtocolError` where it is broken. For
+The life of a stream: `started`, then deltas of every choice, one `finished` for each choice, then
+OK. `Gathering` checks that grammar event by event and raises `ProtocolError` if it is broken. For
 each choice, the tokens seen so far are exactly [0, n), in order: a delta must begin at n.
 """
 
@@ -17,7 +17,7 @@ from baton.inference.v1 import inference_pb2 as pb
 
 
 class FinishReason(StrEnum):
-    """Why a choice ended."""
+    """Reason for the end of a choice."""
 
     END_OF_SEQUENCE = "end_of_sequence"
     STOP = "stop"
@@ -33,7 +33,7 @@ class Message(TypedDict):
 
 
 class Options(TypedDict, total=False):
-    """How to generate. The server has defaults for missing options."""
+    """Options of a generation. The server has defaults for missing ones."""
 
     model: str
     max_tokens: int
@@ -139,7 +139,7 @@ class Generation:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Why the first choice ended."""
+        """Reason for the end of the first choice."""
         return self.choices[0].finish_reason
 
 

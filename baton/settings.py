@@ -1,4 +1,4 @@
-"""How every process reads its settings.
+"""Reads the settings of every process.
 
 Flags beat the environment (`BATON_*`), the environment beats the file, the file beats the defaults.
 `resolve` merges the four once, at start, into one frozen model: `baton.worker_settings` or

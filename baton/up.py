@@ -61,7 +61,7 @@ class UpOptions:
     admin_port: int | None = None
     kv_memory_gib: float | None = None
     drain_s: float = 30.0
-    """How long running requests may continue when everything is stopped, seconds."""
+    """Seconds that running requests may continue when everything is stopped."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ class Reading(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """What is the same in all requests."""
+    """Properties that all requests share."""
 
     model: str
     """"": the only model, where the server allows that."""

@@ -33,7 +33,7 @@ _MOST_SENDERS: Final = 8
 
 
 class Sending(NamedTuple):
-    """What all runs of a benchmark have in common."""
+    """Properties that all runs of a benchmark share."""
 
     targets: tuple[Target, ...]
     asked: Asked

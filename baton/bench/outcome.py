@@ -71,7 +71,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class SenderReport:
-    """What one sender process sent and received, and how loaded it was."""
+    """The report of one sender process: its requests, and its own load."""
 
     outcomes: list[Outcome] = field(default_factory=list)
     loop_lags_s: list[float] = field(default_factory=list)

@@ -34,7 +34,7 @@ _load, _slo, _client = (
 
 
 class Arrivals(StrEnum):
-    """How requests arrive."""
+    """Kinds of arrivals."""
 
     POISSON = "poisson"
     TRACE = "trace"

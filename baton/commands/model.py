@@ -12,7 +12,7 @@ from baton.commands.output import model_progress, stdout
 
 
 class Action(StrEnum):
-    """What to do with the demo model."""
+    """Actions on the demo model."""
 
     FETCH = "fetch"
     PATH = "path"
