@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from baton.settings import Role, WorkerSettings
+from baton.worker_settings import Role, WorkerSettings
 from engine.bounds import UNBOUNDED
 from engine.config import EngineConfig
 

@@ -18,7 +18,7 @@ MAX_QUEUED_ENTRIES: Final = 1 << 16
 """Messages, or rows of tokens within them, that a router may leave unread."""
 
 Action = Callable[[], None]
-Hop = Callable[[Action], None]
+CallOnLoop = Callable[[Action], None]
 """Runs an action on the event loop; called on any thread; keeps the order of each caller."""
 
 
@@ -136,8 +136,8 @@ class LoopInbox:
         self._is_woken = False
         self._actions: list[Action] = []
 
-    def hop(self, action: Action) -> None:
-        """See `Hop`. After the loop has closed nothing happens: the process is ending."""
+    def call_on_loop(self, action: Action) -> None:
+        """See `CallOnLoop`. After the loop has closed nothing happens: the process is ending."""
         self.put(action)
         self.wake()
 

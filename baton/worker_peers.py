@@ -28,7 +28,7 @@ from baton.worker.v1 import worker_pb2
 from baton.worker_wire import endpoint_of
 from kv_transfer.events import PeerFailed, PeerOpened, TransferEvent
 from kv_transfer.types import Endpoint
-from telemetry.metrics import PeerPath
+from telemetry.worker_metrics import PeerPath
 
 logger = logging.getLogger(__name__)
 

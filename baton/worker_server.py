@@ -25,13 +25,13 @@ from baton.grpc_options import server_options
 from baton.grpc_services import add_health_and_reflection
 from baton.release import stamp
 from baton.router_addresses import RouterAddresses
-from baton.settings import Role, WorkerSettings
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from baton.worker_announcer import announce_forever
 from baton.worker_load import PrefillRoom, Report, load_message
 from baton.worker_outbox import LoopInbox
 from baton.worker_peers import Peers
 from baton.worker_quiesce import QuiesceRelay
+from baton.worker_settings import Role, WorkerSettings
 from baton.worker_stream import Services, WorkerServicer
 from baton.worker_watchdog import Watchdog, device_lost
 from baton.worker_wire import endpoint_message, model_message
@@ -45,7 +45,7 @@ from prefill_service.service import PrefillService
 from telemetry.admin import AdminServer
 from telemetry.gpu import gpu_reader
 from telemetry.loop_lag import EventLoopLag
-from telemetry.metrics import WorkerMetrics
+from telemetry.worker_metrics import WorkerMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +203,7 @@ class Worker:
         decode = DecodeService(
             self.engine,
             self.transfer,
-            self.inbox.hop,
+            self.inbox.call_on_loop,
             self.metrics,
             epoch=self.epoch,
             agent_name=self.agent_name,
@@ -228,7 +228,7 @@ class Worker:
 
     def _on_transfer(self, event: TransferEvent) -> None:
         """On the transfer thread."""
-        self.inbox.hop(partial(self._dispatch, event))
+        self.inbox.call_on_loop(partial(self._dispatch, event))
 
     def _dispatch(self, event: TransferEvent) -> None:
         self.services.peers.on_transfer(event)

@@ -44,7 +44,7 @@ from router.dispatch import JobDispatcher
 from router.jobs import Job, JobEvent, JobTokens, ServedModel
 from router.link import WorkerLink
 from router.settings import RouterSettings
-from telemetry.metrics import WorkerMetrics
+from telemetry.worker_metrics import WorkerMetrics
 
 PROMPT, PAGE_SIZE, VOCAB = 32, 16, 128_256
 BLOCK = 50

@@ -38,7 +38,7 @@ from typing import Final
 
 from baton.worker.v1 import worker_pb2
 from baton.worker_attempts import AttemptsService
-from baton.worker_outbox import Hop, Outbox
+from baton.worker_outbox import CallOnLoop, Outbox
 from baton.worker_spans import CANCELLED, EXPIRED, KV_TRANSFER
 from baton.worker_wire import (
     MalformedMessage,
@@ -78,7 +78,7 @@ from kv_transfer.events import (
 )
 from kv_transfer.specs import TRANSFER_ID_BYTES, ReceiveSpec
 from telemetry import failpoints
-from telemetry.metrics import WorkerMetrics
+from telemetry.worker_metrics import WorkerMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class DecodeService(AttemptsService[DecodeAttempt]):
         self,
         engine: DecodeEngine,
         transfer: ReceivingThread,
-        hop: Hop,
+        call_on_loop: CallOnLoop,
         metrics: WorkerMetrics,
         *,
         epoch: int,
@@ -108,7 +108,7 @@ class DecodeService(AttemptsService[DecodeAttempt]):
         super().__init__(clock)
         self._engine = engine
         self._transfer = transfer
-        self._hop = hop
+        self._call_on_loop = call_on_loop
         self._epoch = epoch
         self._agent_name = agent_name
         self._page_bytes = page_bytes
@@ -169,7 +169,7 @@ class DecodeService(AttemptsService[DecodeAttempt]):
 
     def _on_step(self, events: Sequence[Event]) -> None:
         """The sink, on the step thread."""
-        self._hop(partial(self._take_events, events))
+        self._call_on_loop(partial(self._take_events, events))
 
     def _take_events(self, events: Sequence[Event]) -> None:
         """The events of one step; the tokens among them leave in one message per router."""

@@ -13,7 +13,7 @@ from decode_service.attempt import DecodeAttempt
 from decode_service.messages import finished_message, first_token_message
 from engine.types import ChoiceEnded, NewTokens
 from telemetry import failpoints
-from telemetry.metrics import WorkerMetrics
+from telemetry.worker_metrics import WorkerMetrics
 
 logger = logging.getLogger(__name__)
 

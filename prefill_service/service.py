@@ -58,7 +58,7 @@ from prefill_service.messages import done_message, finished_message, first_token
 from prefill_service.outgoing import Destination, Outgoing
 from prefill_service.ports import PrefillEngine, SendingThread
 from telemetry import failpoints
-from telemetry.metrics import WorkerMetrics
+from telemetry.worker_metrics import WorkerMetrics
 
 logger = logging.getLogger(__name__)
 

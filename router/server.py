@@ -41,8 +41,8 @@ from telemetry import failpoints, garbage
 from telemetry.admin import AdminServer, metrics_route
 from telemetry.logs import log_loop_errors, setup_logging
 from telemetry.loop_lag import EventLoopLag
-from telemetry.metrics import RouterLoad, RouterMetrics, WorkerUp
 from telemetry.names import Service
+from telemetry.router_metrics import RouterLoad, RouterMetrics, WorkerUp
 from telemetry.rpc import ServerSpans
 from telemetry.tracing import setup_tracing
 

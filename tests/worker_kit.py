@@ -45,7 +45,7 @@ from kv_transfer.loopback import LoopbackTransport
 from kv_transfer.pool import PoolMemory
 from kv_transfer.thread import TransferThread
 from prefill_service.service import PrefillService
-from telemetry.metrics import WorkerMetrics
+from telemetry.worker_metrics import WorkerMetrics
 
 PAGE_TOKENS = 4
 STEP_TOKENS = 16
@@ -176,7 +176,7 @@ class Node:
         self.decode = DecodeService(
             self.engine,
             self.transfer,
-            self.inbox.hop,
+            self.inbox.call_on_loop,
             self.metrics,
             epoch=self.epoch,
             agent_name=self.name,
@@ -246,7 +246,7 @@ class Node:
         return self.transport
 
     def _on_transfer(self, event: TransferEvent) -> None:
-        self.inbox.hop(partial(self._dispatch, event))
+        self.inbox.call_on_loop(partial(self._dispatch, event))
 
     def _dispatch(self, event: TransferEvent) -> None:
         self.peers.on_transfer(event)

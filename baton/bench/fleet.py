@@ -1,7 +1,7 @@
-"""The sender processes of a benchmark, seen from the process that leads it.
+"""Starts and leads the sender processes of a benchmark.
 
-They are started once and carry out one plan after another. Requests are dealt out in turn. Every
-wait is bounded: by the time limits of the requests themselves and a margin on top.
+The processes start once and run one plan after another. Requests are dealt out in turn. Every wait
+is bounded by the time limits of the requests and a margin.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from baton.bench.sender import NotReady, Order, Progress, Ready, Start
 from baton.bench.workload import Plan
 
 START_DELAY_S: Final = 0.1
-"""For the signal to begin to reach every sender."""
+"""Delay of the start, so that its message reaches every sender in time."""
 SPAWN_S: Final = 60.0
 WRITING_S_PER_MILLION_TOKENS: Final = 20.0
 END_S: Final = 5.0
@@ -33,21 +33,23 @@ _MOST_SENDERS: Final = 8
 
 
 class Sending(NamedTuple):
-    """What is the same for all requests of a benchmark."""
+    """Properties that all runs of a benchmark share."""
 
     targets: tuple[Target, ...]
     asked: Asked
     vocabulary: int
     warm_ups: int
-    """Requests of each sender to each target before a run."""
+    """Number of requests that each sender sends to each target before a run."""
 
 
 Told = Callable[[int, int], None]
-"""Of (requests sent, requests ended)."""
+"""A callback that takes the number of requests sent and the number ended."""
 
 
 def usual_senders() -> int:
-    """A quarter of the cores, for the server may need the others, and at most `_MOST_SENDERS`."""
+    """The default number of senders: a quarter of the cores, at most `_MOST_SENDERS`.
+
+    The server may need the other cores."""
     return min(_MOST_SENDERS, max(1, (os.cpu_count() or 1) // _CORES_PER_SENDER))
 
 
@@ -85,10 +87,10 @@ class Fleet:
                 process.join()
 
     def run(self, plan: Plan, told: Told = lambda sent, ended: None) -> list[SenderReport]:
-        """Sends all requests of a plan and returns what each sender saw, when the last has ended.
+        """Sends all requests of a plan. Returns each sender's report when the last has ended.
 
         Raises:
-            BenchError: a warm-up request failed, or a sender is gone or does not come to an end.
+            BenchError: a warm-up request failed, or a sender process died or does not end.
         """
         used = self._pipes[:1] if plan.in_turn else self._pipes[: len(plan.requests)]
         for number, pipe in enumerate(used):

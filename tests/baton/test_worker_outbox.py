@@ -100,10 +100,10 @@ async def test_actions_of_a_thread_keep_their_order_and_survive_a_failing_one() 
 
     def work() -> None:
         for index in range(1000):
-            inbox.hop(lambda index=index: seen.append(index))
+            inbox.call_on_loop(lambda index=index: seen.append(index))
             if index == 500:
-                inbox.hop(lambda: 1 // 0)
-        inbox.hop(done.set)
+                inbox.call_on_loop(lambda: 1 // 0)
+        inbox.call_on_loop(done.set)
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -119,7 +119,7 @@ async def test_what_is_put_has_its_place_and_runs_with_the_next_wake_up() -> Non
     inbox.put(lambda: seen.append(0))
     await asyncio.sleep(0.01)
     assert not seen, "nobody was woken"
-    inbox.hop(lambda: seen.append(1))
+    inbox.call_on_loop(lambda: seen.append(1))
     inbox.put(lambda: seen.append(2))
     inbox.wake()
     await asyncio.sleep(0)

@@ -24,10 +24,10 @@ from worker_kit import DECODE, PREFILL, WHOLE, until
 
 from baton.grpc_options import server_options
 from baton.router_addresses import RouterAddresses
-from baton.settings import Role, WorkerSettings
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from baton.worker_engine import engine_config
 from baton.worker_server import SERVICE_NAME, Worker
+from baton.worker_settings import Role, WorkerSettings
 from baton.worker_watchdog import EXIT_HUNG
 from baton.worker_wire import pack_ids
 from engine.engine import Engine

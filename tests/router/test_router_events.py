@@ -19,8 +19,8 @@ from router.frontdoor import InferenceService
 from router.link import Loss
 from router.tokenization import Tokenizers
 from telemetry.metric_table import LOSS_CAUSES
-from telemetry.metrics import RouterLoad, RouterMetrics
 from telemetry.names import Metric
+from telemetry.router_metrics import RouterLoad, RouterMetrics
 
 MODEL = {"model": "tiny"}
 LOST = Metric.WORKERS_LOST + "_total"
