@@ -69,16 +69,25 @@ def malformed_request(message: str = "the request could not be parsed") -> Route
     return RouterError(grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_REQUEST", message)
 
 
-def invalid_fields(violations: Sequence[Violation]) -> RouterError:
-    """Fields out of range, an empty prompt, ids outside the vocabulary: all of them at once."""
-    shown = violations[:MAX_VIOLATIONS]
+def invalid_fields(violations: Sequence[Violation], count: int | None = None) -> RouterError:
+    """Fields out of range, an empty prompt, ids outside the vocabulary: all of them at once.
+
+    Args:
+        violations: the first `MAX_VIOLATIONS` at least, where there are as many.
+        count: of all of them; None where all are given.
+    """
+    count = len(violations) if count is None else count
+    shown = [
+        Violation(one.field[:_MAX_VALUE_CHARS], one.description)
+        for one in violations[:MAX_VIOLATIONS]
+    ]
     first = shown[0]
-    others = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
+    others = f" (and {count - 1} more)" if count > 1 else ""
     return RouterError(
         grpc.StatusCode.INVALID_ARGUMENT,
         "INVALID_FIELD",
         f"{first.field}: {first.description}{others}",
-        {"field": first.field, "violations": str(len(violations))},
+        {"field": first.field, "violations": str(count)},
         violations=shown,
     )
 

@@ -15,6 +15,7 @@ import grpc.aio
 
 from baton.inference.v1 import inference_pb2 as api
 from router.auth import OPEN, Gate
+from router.bounds import Shape
 from router.calls import Call, Edge
 from router.events import NO_EVENTS, RouterEvents
 from router.generation import GenerationRequest, Generations
@@ -39,7 +40,7 @@ class InferenceService:
         events: RouterEvents = NO_EVENTS,
         gate: Gate = OPEN,
     ) -> None:
-        self._edge = Edge(gate, events)
+        self._edge = Edge(Shape(dispatcher.models), gate, events)
         self._dispatcher = dispatcher
         self._tokenizers = tokenizers
         self._limits = limits or Limits()
@@ -56,9 +57,7 @@ class InferenceService:
             "Tokenize": edge.unary(path + "Tokenize", api.TokenizeRequest, self.tokenize),
             "ListModels": edge.unary(path + "ListModels", api.ListModelsRequest, self.list_models),
         }
-        server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),)
-        )
+        server.add_generic_rpc_handlers((edge.service(SERVICE_NAME, handlers),))
 
     async def stream_generate(
         self, request: GenerationRequest, call: Call

@@ -151,6 +151,7 @@ class Generations:
         if tokenizer is None:
             validation.check_without_tokenizer(found, request.input)
         found.raise_if_any()
+        validation.check_prompt_ids(request.input, model)
         return model, tokenizer
 
     async def _tokenize(
