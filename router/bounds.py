@@ -44,6 +44,15 @@ MAX_CONTENT_PARTS: Final = 4096
 MAX_TEMPLATE_VALUES: Final = 4096
 """Values in a chat template's variables, at any depth: each becomes a message of its own."""
 
+# Of the bodies of HTTP requests.
+
+MOST_HELD_BODY_BYTES: Final = 256 << 20
+"""Of all bodies that were read and not yet made into requests."""
+BODY_BYTES_A_SECOND: Final = 16 << 10
+"""A body comes at this pace at least: a tenth of what a poor mobile network does."""
+BODY_GRACE_S: Final = 10.0
+"""What a body may take beside that: a network that stalls, a client that computes what it sends."""
+
 # Of connections.
 
 RESERVED_FILES: Final = 256

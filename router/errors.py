@@ -159,6 +159,17 @@ def queue_full(queued_requests: int, retry_after_s: float) -> RouterError:
     )
 
 
+def router_busy(held_bytes: int, retry_after_s: float = 1.0) -> RouterError:
+    """Requests that are being read fill the room that there is for them."""
+    return RouterError(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        "ROUTER_BUSY",
+        f"{held_bytes} bytes of other requests are being read",
+        {"held_bytes": str(held_bytes)},
+        retry_after_s,
+    )
+
+
 def queue_timeout(waited_s: float, retry_after_s: float) -> RouterError:
     """The request waited longer than the queue lets one wait."""
     return RouterError(

@@ -3,7 +3,7 @@
 Life of a request:
 
 1. A SERVER span, below the caller's where `traceparent` names one; its trace id is the answer's
-   `x-request-id`. Its token is looked at, and the body is read, whole, for a bounded time.
+   `x-request-id`. Its token is looked at, and then the body is read, whole (`bodies`).
 2. The method makes an `Answer` of it. Nothing is sent before its first part is there, that is, in
    a stream, before the first token: a request that is refused has its own status.
 3. The answer goes out at the client's pace. An error behind the first part of a stream is its last
@@ -30,6 +30,7 @@ from router import errors
 from router.access import AccessRecord
 from router.auth import AUTHORIZATION, OPEN, Gate
 from router.calls import Call
+from router.openai.bodies import Bodies, Body
 from router.openai.statuses import CLIENT_LEFT, JSON, error_body, http_status, retry_headers
 from router.validation import MAX_CLIENT_TAG_BYTES
 from telemetry.names import Attr
@@ -41,10 +42,6 @@ if TYPE_CHECKING:
 
     from router.events import RouterEvents
 
-MAX_BODY_BYTES: Final = 64 * 1024 * 1024
-"""As for gRPC messages: room for the longest prompts."""
-BODY_TIMEOUT_S: Final = 120.0
-"""A body of that size takes half of it at 10 Mbit/s."""
 REQUEST_ID: Final = "x-request-id"
 """Of a request: the caller's own tag, for logs. Of an answer: the trace id."""
 _JSON_TYPE: Final = "application/json"
@@ -73,9 +70,17 @@ Method = Callable[[bytes, Call, str], Awaitable[Answer]]
 class Endpoint:
     """An ASGI application around one method."""
 
-    def __init__(self, route: str, method: Method, events: RouterEvents, gate: Gate = OPEN) -> None:
+    def __init__(
+        self,
+        route: str,
+        method: Method,
+        bodies: Bodies,
+        events: RouterEvents,
+        gate: Gate = OPEN,
+    ) -> None:
         self._route = route
         self._method = method
+        self._bodies = bodies
         self._events = events
         self._gate = gate
 
@@ -85,8 +90,9 @@ class Endpoint:
         response = _Response(self._route, request, send)
         try:
             response.admit(self._gate)
-            body = await _body(request)
-            await _while_there(self._serve(body, request, response), response, receive)
+            with self._bodies.one() as body:
+                await body.read(request)
+                await _while_there(self._serve(body, request, response), response, receive)
         except ClientDisconnect:
             response.status = CLIENT_LEFT
         except Exception as error:
@@ -96,8 +102,9 @@ class Endpoint:
         finally:
             response.close()
 
-    async def _serve(self, body: bytes, request: Request, response: _Response) -> None:
-        answer = await self._method(body, response.call, _client_tag(request))
+    async def _serve(self, body: Body, request: Request, response: _Response) -> None:
+        answer = await self._method(body.take(), response.call, _client_tag(request))
+        body.let_go()
         response.begun = True
         if not answer.stream:
             await response.whole(await answer.whole())
@@ -192,28 +199,6 @@ class _Response:
     async def _write(self, data: bytes, last: bool = False) -> None:
         self.complete = last
         await self._send({"type": "http.response.body", "body": data, "more_body": not last})
-
-
-async def _body(request: Request) -> bytes:
-    """The whole body.
-
-    Raises:
-        ClientDisconnect: the client left before its end.
-        RouterError: MALFORMED_REQUEST, over `MAX_BODY_BYTES`; DEADLINE_EXCEEDED, over
-            `BODY_TIMEOUT_S`.
-    """
-    parts, size_bytes = [], 0
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for part in request.stream():
-                size_bytes += len(part)
-                if size_bytes > MAX_BODY_BYTES:
-                    limit = f"the body exceeds {MAX_BODY_BYTES >> 20} MiB"
-                    raise errors.malformed_request(limit)
-                parts.append(part)
-    except TimeoutError:
-        raise errors.deadline_exceeded(tokens_sent=0) from None
-    return b"".join(parts)
 
 
 def _client_tag(request: Request) -> str:

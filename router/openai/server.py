@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
@@ -19,10 +20,12 @@ from starlette.routing import BaseRoute, Route
 
 from router import errors
 from router.auth import AUTHORIZATION, OPEN, Gate
+from router.bounds import Shape
 from router.errors import Violation
 from router.events import NO_EVENTS, RouterEvents
 from router.generation import Generations
 from router.openai import statuses
+from router.openai.bodies import Bodies
 from router.openai.chat import ChatCompletions
 from router.openai.completions import Completions
 from router.openai.edge import Endpoint, Method
@@ -77,14 +80,16 @@ class OpenAiServer(EmbeddedHttpServer):
     ) -> None:
         self._pages = _Pages(dispatcher, tokenizers, gate)
         generations = Generations(dispatcher, tokenizers, limits, events)
-        completions = Completions(generations, dispatcher, tokenizers)
+        shape = Shape(dispatcher.models)
+        completions = Completions(generations, dispatcher, tokenizers, shape)
         chat = ChatCompletions(generations, dispatcher, tokenizers)
-        tokens = Tokens(generations, dispatcher)
+        tokens = Tokens(generations, dispatcher, shape)
+        method = partial(_method, Bodies(shape), events, gate)
         api = (
-            _method(COMPLETIONS, completions, events, gate),
-            _method(CHAT_COMPLETIONS, chat, events, gate),
-            _method(TOKENIZE, tokens.tokenize, events, gate),
-            _method(DETOKENIZE, tokens.detokenize, events, gate),
+            method(COMPLETIONS, completions),
+            method(CHAT_COMPLETIONS, chat),
+            method(TOKENIZE, tokens.tokenize),
+            method(DETOKENIZE, tokens.detokenize),
             Route(MODELS, self._pages.models),
             Route(f"{MODELS}/", self._pages.models),
             Route(f"{MODELS}/{{name:path}}", self._pages.model),
@@ -102,8 +107,8 @@ class OpenAiServer(EmbeddedHttpServer):
         self._pages.draining = True
 
 
-def _method(path: str, method: Method, events: RouterEvents, gate: Gate) -> Route:
-    return Route(path, Endpoint(path, method, events, gate), methods=["POST"])
+def _method(bodies: Bodies, events: RouterEvents, gate: Gate, path: str, method: Method) -> Route:
+    return Route(path, Endpoint(path, method, bodies, events, gate), methods=["POST"])
 
 
 class _Pages:
