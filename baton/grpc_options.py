@@ -15,6 +15,7 @@ late by more than a second at times, and a healthy connection that is closed cos
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Final
 
@@ -40,6 +41,8 @@ PUBLIC_HANDSHAKE_MS: Final = 10_000
 """For a client's first words: as long as for the headers of HTTP/1."""
 PUBLIC_IDLE_MS: Final = 75_000
 """Without a call: as long as for HTTP/1."""
+PUBLIC_AGE_MS: Final = 1_800_000
+"""Rare enough that connecting anew costs nothing."""
 
 SERVICE_CONFIG: Final = Path(__file__).parent / "inference" / "v1" / "service_config.json"
 """When a client's channel sends a call again by itself; a file, for clients in any language."""
@@ -107,15 +110,20 @@ def server_options(*, reuse_port: bool = False) -> Options:
     ]
 
 
-def public_server_options(max_connections: int, *, reuse_port: bool = False) -> Options:
+def public_server_options(
+    max_connections: int, longest_call_s: float, *, reuse_port: bool = False
+) -> Options:
     """Options of a `grpc.aio.server` that anybody may reach.
 
     A message is taken as it comes: compressed, a few bytes could stand for megabytes. A connection
     that does not begin to speak HTTP/2, or has had no call for a while, is closed; clients connect
-    anew with their next call. One connection too many is closed at once.
+    anew with their next call. One connection too many is closed at once. So is, after a while, one
+    that is old: calls go on until they must have ended, and then those end whose client reads
+    nothing, which a server has no other way to do.
 
     Args:
         max_connections: that are open at the same time.
+        longest_call_s: within which any call ends.
         reuse_port: as `server_options` has it.
     """
     changed = dict(server_options(reuse_port=reuse_port))
@@ -123,5 +131,7 @@ def public_server_options(max_connections: int, *, reuse_port: bool = False) -> 
     changed["grpc.compression_enabled_algorithms_bitset"] = 1 << grpc.Compression.NoCompression
     changed["grpc.server_handshake_timeout_ms"] = PUBLIC_HANDSHAKE_MS
     changed["grpc.max_connection_idle_ms"] = PUBLIC_IDLE_MS
+    changed["grpc.max_connection_age_ms"] = PUBLIC_AGE_MS
+    changed["grpc.max_connection_age_grace_ms"] = math.ceil(longest_call_s * 1e3)
     changed["grpc.max_allowed_incoming_connections"] = max_connections
     return list(changed.items())

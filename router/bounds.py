@@ -55,6 +55,12 @@ BODY_GRACE_S: Final = 10.0
 
 # Of connections.
 
+HEADERS_S: Final = 10.0
+"""From a connection's opening, or the first byte of a request, to the end of its headers."""
+MOST_UNWANTED_BYTES: Final = 2 * MOST_REQUEST_BYTES
+"""Read behind an answer that came before the end of a body, so that its sender sees the answer."""
+UNREAD_GRACE_S: Final = 5.0
+"""From a call's deadline to its end where nobody reads the answer, nor the error in its place."""
 RESERVED_FILES: Final = 256
 """Open files that clients leave to workers, logs, operators and gRPC itself."""
 GRPC_SHARE: Final = 4

@@ -25,6 +25,7 @@ from opentelemetry.context import Context
 from router import errors
 from router.access import AccessRecord
 from router.auth import AUTHORIZATION, OPEN, Gate
+from router.deadlines import UnreadError, read_by
 from router.events import NO_EVENTS, RouterEvents
 from telemetry.tracing import trace_id_of
 
@@ -54,6 +55,8 @@ class Call:
     arrived_ns: int = field(default_factory=time.time_ns)
     time_left_s: float | None = None
     """Until the caller's deadline; None where there is none."""
+    longest_s: float = math.inf
+    """Until the router's own."""
     context: Context = field(default_factory=Context)
     """Holds the span of the call."""
     tenant: str = ""
@@ -78,10 +81,8 @@ class Call:
 
     def left(self) -> errors.RouterError:
         """Why the caller is gone: gRPC tells a deadline and a cancellation in the same way."""
-        is_overdue = self.time_left_s is not None and (
-            self.passed_s > self.time_left_s - _DEADLINE_SLACK_S
-        )
-        if is_overdue:
+        left_s = self.longest_s if self.time_left_s is None else self.time_left_s
+        if self.passed_s > min(left_s, self.longest_s) - _DEADLINE_SLACK_S:
             return errors.deadline_exceeded(self.record.output_tokens)
         return errors.cancelled()
 
@@ -121,10 +122,18 @@ class Edge:
     Args:
         shape: judges the bytes of requests.
         gate: knows the callers' tokens.
-        events: hears of refusals.
+        events: hears of refusals, and of answers that nobody read.
+        longest_s: deadline of calls that have none, and the longest allowed.
     """
 
-    def __init__(self, shape: Shape, gate: Gate = OPEN, events: RouterEvents = NO_EVENTS) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        gate: Gate = OPEN,
+        events: RouterEvents = NO_EVENTS,
+        longest_s: float = math.inf,
+    ) -> None:
+        self._longest_s = longest_s
         self._shape = shape
         self._gate = gate
         self._events = events
@@ -174,6 +183,7 @@ class Edge:
 
         async def handle(request: Request, context: ServerContext) -> None:
             async with (
+                self._read_in_time(),
                 self._around(name, request, context) as call,
                 aclosing(method(request, call)) as responses,
             ):
@@ -185,11 +195,23 @@ class Edge:
         )
 
     @asynccontextmanager
+    async def _read_in_time(self) -> AsyncIterator[None]:
+        """Around a stream: its caller may go on reading until a little after the deadline. gRPC has
+        no way to end a call behind a message that is not taken: it is left to the bound on the age
+        of its connection, and holds nothing else until then."""
+        try:
+            async with read_by(self._longest_s):
+                yield
+        except UnreadError:
+            self._events.unread()
+            raise asyncio.CancelledError from None
+
+    @asynccontextmanager
     async def _around(
         self, name: str, request: object, context: ServerContext
     ) -> AsyncIterator[Call]:
         """Around one call: admits it, turns what ends it into a status, and logs it."""
-        call = _call(name, context)
+        call = _call(name, context, self._longest_s)
         ended: errors.RouterError | None = None
         try:
             yield self._admitted(call, request, context)
@@ -281,11 +303,12 @@ async def _write(response: Message, context: ServerContext) -> None:
         raise _CallerLeftError from None
 
 
-def _call(name: str, context: ServerContext) -> Call:
+def _call(name: str, context: ServerContext, longest_s: float) -> Call:
     current = otel_context.get_current()
     return Call(
         id=trace_id_of(current) or uuid.uuid4().hex,
         time_left_s=context.time_remaining(),
+        longest_s=longest_s,
         context=current,
         record=AccessRecord(method=name),
     )

@@ -40,10 +40,11 @@ class InferenceService:
         events: RouterEvents = NO_EVENTS,
         gate: Gate = OPEN,
     ) -> None:
-        self._edge = Edge(Shape(dispatcher.models), gate, events)
+        self._limits = limits or Limits()
+        longest_s = self._limits.max_request_duration_s
+        self._edge = Edge(Shape(dispatcher.models), gate, events, longest_s)
         self._dispatcher = dispatcher
         self._tokenizers = tokenizers
-        self._limits = limits or Limits()
         self._generations = Generations(dispatcher, tokenizers, self._limits, events)
 
     def add_to_server(self, server: grpc.aio.Server) -> None:

@@ -10,8 +10,8 @@ import asyncio
 import contextlib
 import math
 import socket
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final, cast
 
 import uvicorn
 
@@ -33,10 +33,17 @@ class EmbeddedHttpServer:
         application: what is served.
         name: of its task.
         reuse_port: share the port with other processes that do so.
+        protocol: makes what uvicorn takes for the class of its protocol; None for its own.
     """
 
     def __init__(
-        self, listen: str, application: ASGIApp, name: str, *, reuse_port: bool = False
+        self,
+        listen: str,
+        application: ASGIApp,
+        name: str,
+        *,
+        reuse_port: bool = False,
+        protocol: Callable[..., asyncio.Protocol] | None = None,
     ) -> None:
         self._host, _, self._port = listen.rpartition(":")
         self._name = name
@@ -46,6 +53,7 @@ class EmbeddedHttpServer:
         self._server = _SignalsLeftAlone(
             uvicorn.Config(
                 application,
+                http=cast("type[asyncio.Protocol]", protocol) if protocol else "auto",
                 log_config=None,
                 access_log=False,
                 lifespan="off",

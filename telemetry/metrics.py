@@ -109,6 +109,7 @@ class RouterMetrics(ProcessMetrics):
         super().__init__()
         self._requests = self._counter(Metric.REQUESTS)
         self._rejections = self._counter(Metric.REJECTIONS)
+        self._unread = self._counter(Metric.UNREAD_STREAMS)
         self._prompt_tokens = self._counter(Metric.PROMPT_TOKENS)
         self._output_tokens = self._counter(Metric.OUTPUT_TOKENS)
         self._retries = self._counter(Metric.RETRIES)
@@ -182,6 +183,10 @@ class RouterMetrics(ProcessMetrics):
         output_tokens.inc(count)
         if seconds_since_last is not None:
             inter_token.observe(seconds_since_last)
+
+    def unread(self) -> None:
+        """An answer was given up a little after its deadline, because its client did not read."""
+        self._unread.inc()
 
     def ended(
         self,

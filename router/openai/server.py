@@ -20,7 +20,7 @@ from starlette.routing import BaseRoute, Route
 
 from router import errors
 from router.auth import AUTHORIZATION, OPEN, Gate
-from router.bounds import Shape
+from router.bounds import Shape, most_connections
 from router.errors import Violation
 from router.events import NO_EVENTS, RouterEvents
 from router.generation import Generations
@@ -28,7 +28,8 @@ from router.openai import statuses
 from router.openai.bodies import Bodies
 from router.openai.chat import ChatCompletions
 from router.openai.completions import Completions
-from router.openai.edge import Endpoint, Method
+from router.openai.connections import Connections
+from router.openai.edge import Endpoint, Guards, Method
 from router.openai.tokens import Tokens
 from telemetry.embedded_http import EmbeddedHttpServer
 
@@ -84,7 +85,8 @@ class OpenAiServer(EmbeddedHttpServer):
         completions = Completions(generations, dispatcher, tokenizers, shape)
         chat = ChatCompletions(generations, dispatcher, tokenizers)
         tokens = Tokens(generations, dispatcher, shape)
-        method = partial(_method, Bodies(shape), events, gate)
+        longest_s = limits.max_request_duration_s
+        method = partial(_method, Guards(Bodies(shape), gate, longest_s), events)
         api = (
             method(COMPLETIONS, completions),
             method(CHAT_COMPLETIONS, chat),
@@ -100,15 +102,22 @@ class OpenAiServer(EmbeddedHttpServer):
             routes=[*api, *routes],
             exception_handlers={HTTPException: _not_served, errors.RouterError: _refused},
         )
-        super().__init__(listen, application, "openai-server", reuse_port=reuse_port)
+        connections = Connections(most_connections().http)
+        super().__init__(
+            listen,
+            connections.around(application),
+            "openai-server",
+            reuse_port=reuse_port,
+            protocol=connections.protocol,
+        )
 
     def drain(self) -> None:
         """From now on /health sends clients elsewhere; requests are refused by the dispatcher."""
         self._pages.draining = True
 
 
-def _method(bodies: Bodies, events: RouterEvents, gate: Gate, path: str, method: Method) -> Route:
-    return Route(path, Endpoint(path, method, bodies, events, gate), methods=["POST"])
+def _method(guards: Guards, events: RouterEvents, path: str, method: Method) -> Route:
+    return Route(path, Endpoint(path, method, guards, events), methods=["POST"])
 
 
 class _Pages:

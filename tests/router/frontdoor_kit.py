@@ -223,7 +223,9 @@ async def open_door(
     gate: Gate = OPEN,
 ) -> AsyncIterator[Door]:
     """Serves the front door on a free port."""
-    server = grpc.aio.server(options=public_server_options(64), interceptors=list(interceptors))
+    server = grpc.aio.server(
+        options=public_server_options(64, 600), interceptors=list(interceptors)
+    )
     tokenizers_ = Tokenizers()
     service = InferenceService(dispatcher, tokenizers_, limits, events, gate)
     service.add_to_server(server)
