@@ -32,9 +32,12 @@ MOST_REQUEST_BYTES: Final = PUBLIC_MESSAGE_BYTES
 
 # Of what a request holds.
 
+MOST_FIELDS: Final = 65_536
+"""Of a message of gRPC and those in it: counting one takes half a microsecond. Ids are one field
+together, and the turns of the longest conversation a fifth of this."""
 LEAST_ELEMENTS: Final = 65_536
-"""Objects and lists of a body, or fields of a message, that are accepted with any context: they
-cost half a microsecond each. Larger contexts may have one for each token."""
+"""Objects and lists of a body that are accepted with any context; larger ones may have one for each
+token."""
 COMMAS_AN_ELEMENT: Final = 8
 """Commas may stand in texts, and between ids and the fields of a turn."""
 MAX_TURNS: Final = 4096
@@ -101,7 +104,7 @@ class Shape:
         return max(LEAST_REQUEST_BYTES, min(allowed, MOST_REQUEST_BYTES))
 
     def most_elements(self) -> int:
-        """Of a request."""
+        """Objects and lists of a body; ids of a prompt."""
         return max(LEAST_ELEMENTS, self._largest_context())
 
     def check_size(self, size_bytes: int) -> None:
@@ -120,10 +123,10 @@ class Shape:
             RouterError: MALFORMED_REQUEST.
         """
         self.check_size(len(data))
-        if len(data) > LEAST_ELEMENTS:  # No field takes less than a byte.
-            most = self.most_elements()
-            if count_fields(data, kind, most) > most:
-                raise errors.malformed_request(f"the request holds more than {most} fields")
+        if len(data) <= MOST_FIELDS:  # No field takes less than a byte.
+            return
+        if count_fields(data, kind, MOST_FIELDS) > MOST_FIELDS:
+            raise errors.malformed_request(f"the request holds more than {MOST_FIELDS} fields")
 
     def check_json(self, body: bytes) -> None:
         """Judges the body of an HTTP request, whose strings are counted as well.
@@ -137,6 +140,8 @@ class Shape:
         most = self.most_elements()
         if body.count(b"{") + body.count(b"[") > most:
             raise errors.malformed_request(f"the body holds more than {most} objects and lists")
+        if body.count(b":") > most:  # One in each entry of an object; a token at least in a text.
+            raise errors.malformed_request(f"the body has more than {most} colons")
         if body.count(b",") > COMMAS_AN_ELEMENT * most:
             raise errors.malformed_request(
                 f"the body has more than {COMMAS_AN_ELEMENT * most} commas"

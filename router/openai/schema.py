@@ -72,8 +72,8 @@ def _ids(value: object, info: ValidationInfo) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class AtMost:
-    """Counts the elements of a list, or the entries of an object, before any is looked at: each
-    wrong one would be reported."""
+    """Counts the entries of an object, or of what else a validator is given, before any is looked
+    at: each wrong one would be reported. Of lists pydantic's own `max_length` does the same."""
 
     most: int
     what: str
@@ -186,7 +186,7 @@ class GenerationRequest(ModelRequest):
     """Any integer; the lowest 64 bits count."""
     logit_bias: Annotated[dict[UInt32, float] | None, AtMost(MAX_LOGIT_BIASES, "entries")] = None
     stop: Annotated[list[str], AtMost(MAX_STOP_TEXTS, "texts"), BeforeValidator(_texts)] = []
-    stop_token_ids: Annotated[list[UInt32] | None, AtMost(MAX_STOP_TOKENS, "ids")] = None
+    stop_token_ids: Annotated[list[UInt32], Field(max_length=MAX_STOP_TOKENS)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: UInt32 | None = None

@@ -13,7 +13,6 @@ from baton.inference.v1 import inference_pb2 as api
 from router.bounds import MAX_CONTENT_PARTS, MAX_TEMPLATE_VALUES, MAX_TURNS
 from router.errors import Violation
 from router.openai.schema import (
-    AtMost,
     GenerationRequest,
     Message,
     ModelRequest,
@@ -96,7 +95,7 @@ class ChatTurn(Message):
 class TurnsRequest(ModelRequest):
     """What makes a prompt of turns."""
 
-    messages: Annotated[list[ChatTurn], AtMost(MAX_TURNS, "turns")]
+    messages: Annotated[list[ChatTurn], Field(max_length=MAX_TURNS)]
     chat_template_kwargs: Annotated[dict[str, JsonValue] | None, AfterValidator(_fit)] = None
     """Variables for the chat template."""
     continue_final_message: bool | None = None
@@ -165,7 +164,7 @@ class TokenizeRequest(TurnsRequest):
     """Of /tokenize: a text or turns."""
 
     prompt: str | None = None
-    messages: Annotated[list[ChatTurn], AtMost(MAX_TURNS, "turns"), Field(default_factory=list)]
+    messages: Annotated[list[ChatTurn], Field(default_factory=list, max_length=MAX_TURNS)]
     add_special_tokens: bool | None = None
     """Where it is left out: for a text and not for turns, as generating has it."""
     return_token_strs: bool | None = None

@@ -65,6 +65,7 @@ TURN = b'{"role":"user","content":""}'
 WIDE = {
     "lists in a field that is ignored": (COMPLETIONS, b'"prompt":"a","x":[' + b"[]," * 100_000),
     "objects": (COMPLETIONS, b'"prompt":"a","x":[' + b"{}," * 100_000),
+    "keys": (COMPLETIONS, b'"prompt":"a","x":["",{' + b'"":1,' * 100_000 + b'"":1},'),
     "wrong turns": (CHAT, b'"messages":[' + b"{}," * 100_000),
 }
 
@@ -130,7 +131,7 @@ async def test_too_long_a_list_is_refused_for_its_length_alone(port: Port, name:
     path, request = LONG[name]
     answer = await post(port, json.dumps(request).encode(), path)
     assert (answer.status, answer.code) == (400, "invalid_field")
-    assert answer.message.startswith(f"{name}: must ")
+    assert answer.message.startswith(f"{name}: ")
     assert "at most" in answer.message
     assert ";" not in answer.message
     assert answer.seconds < SOON_S
