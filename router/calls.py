@@ -121,20 +121,20 @@ class Edge:
 
     Args:
         shape: judges the bytes of requests.
+        longest_s: deadline of calls that have none, and the longest allowed.
         gate: knows the callers' tokens.
         events: hears of refusals, and of answers that nobody read.
-        longest_s: deadline of calls that have none, and the longest allowed.
     """
 
     def __init__(
         self,
         shape: Shape,
+        longest_s: float,
         gate: Gate = OPEN,
         events: RouterEvents = NO_EVENTS,
-        longest_s: float = math.inf,
     ) -> None:
-        self._longest_s = longest_s
         self._shape = shape
+        self._longest_s = longest_s
         self._gate = gate
         self._events = events
 

@@ -42,7 +42,7 @@ class InferenceService:
     ) -> None:
         self._limits = limits or Limits()
         longest_s = self._limits.max_request_duration_s
-        self._edge = Edge(Shape(dispatcher.models), gate, events, longest_s)
+        self._edge = Edge(Shape(dispatcher.models), longest_s, gate, events)
         self._dispatcher = dispatcher
         self._tokenizers = tokenizers
         self._generations = Generations(dispatcher, tokenizers, self._limits, events)

@@ -82,7 +82,7 @@ class RouterSettings(BaseSettings):
     max_choices: int = Field(default=16, ge=1, le=1024)
     """Largest number of choices of a request."""
     tokenizer_threads: int = Field(default=2, ge=1)
-    """Threads that tokenize prompts: long ones must not hold up the event loop."""
+    """Threads that tokenize prompts; those over 64 KB have one more, which they share."""
 
     otlp_endpoint: OtlpEndpoint = ""
     """OTLP/gRPC address for spans, such as http://127.0.0.1:4317. Empty: no spans."""

@@ -54,7 +54,7 @@ async def test_a_write_that_nobody_takes_is_a_cancellation(
             ends.append("left")
             raise
 
-    handler: Any = Edge(Shape(list)).stream("m", api.StreamGenerateRequest, method)
+    handler: Any = Edge(Shape(list), 600).stream("m", api.StreamGenerateRequest, method)
     caller = LeavingCaller(error)
     with pytest.raises(asyncio.CancelledError):
         await handler.unary_stream(api.StreamGenerateRequest(), caller)
