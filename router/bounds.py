@@ -60,6 +60,9 @@ BODY_GRACE_S: Final = 10.0
 
 HEADERS_S: Final = 10.0
 """From a connection's opening, or the first byte of a request, to the end of its headers."""
+TURN_BYTES: Final = 4096
+"""Of one HTTP connection, parsed in one turn of the event loop: chunks of one byte, of which there
+are seven hundred in it, take a hundredth of a second."""
 MOST_UNWANTED_BYTES: Final = 2 * MOST_REQUEST_BYTES
 """Read behind an answer that came before the end of a body, so that its sender sees the answer."""
 UNREAD_GRACE_S: Final = 5.0
