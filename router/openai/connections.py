@@ -99,7 +99,11 @@ class Connection(asyncio.Protocol):
         self._unwanted_bytes = 0
         """Came since the last answer."""
         self._unread = bytearray()
-        """Came, and waits for its turn."""
+        """Came, and waits for its turn. Nothing more is taken from the socket meanwhile."""
+        self._wanted = True
+        """uvicorn takes more."""
+        self._is_due = False
+        """Set while the next turn is on its way."""
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -109,7 +113,7 @@ class Connection(asyncio.Protocol):
             opened.abort()
             return
         self._transport = opened
-        self.inner.connection_made(opened)
+        self.inner.connection_made(cast("asyncio.Transport", _Socket(opened, self)))
         self._connections.waits(self)
         self._expect_headers()
 
@@ -124,8 +128,8 @@ class Connection(asyncio.Protocol):
                 return
             self._expect_headers()
         self._unread += data
-        if len(self._unread) == len(data):
-            self._read_on()
+        if not self._is_due:
+            self._take_turn()
 
     def begin_request(self) -> None:
         """The headers of a request are there."""
@@ -170,18 +174,33 @@ class Connection(asyncio.Protocol):
         """The client has read."""
         self.inner.resume_writing()
 
-    def _read_on(self) -> None:
-        """Reads a little, and the rest in later turns of the event loop: a body of tiny chunks
-        costs a hundred times what its bytes do."""
+    def want(self, is_more: bool) -> None:
+        """uvicorn takes more from now on, or no more."""
+        self._wanted = is_more
+        self._arrange()
+
+    def _take_turn(self) -> None:
+        """Has uvicorn read a little, and the rest in later turns of the event loop: a body of tiny
+        chunks costs a hundred times what its bytes do."""
+        self._is_due = False
         if self._transport is None or self._transport.is_closing():
-            self._unread.clear()
-        if not self._unread:
             return
-        piece = bytes(self._unread[:TURN_BYTES])
-        del self._unread[:TURN_BYTES]
-        self.inner.data_received(piece)
-        if self._unread:
-            asyncio.get_running_loop().call_soon(self._read_on)
+        if self._wanted and (piece := bytes(self._unread[:TURN_BYTES])):
+            del self._unread[:TURN_BYTES]
+            self.inner.data_received(piece)
+        self._arrange()
+
+    def _arrange(self) -> None:
+        """Asks for the next turn where something waits for it, and else for more to come."""
+        if self._transport is None or self._transport.is_closing():
+            return
+        if self._wanted and not self._unread:
+            self._transport.resume_reading()
+            return
+        self._transport.pause_reading()
+        if self._wanted and not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._take_turn)
 
     def _expect_headers(self) -> None:
         """All of a request's headers come within a time of the first byte, or of the opening."""
@@ -192,6 +211,28 @@ class Connection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+class _Socket:
+    """What uvicorn takes for the socket's transport: whether to read from it, the connection says.
+
+    Everything else goes to the transport itself.
+    """
+
+    def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
+        self._transport = transport
+        self._connection = connection
+
+    def pause_reading(self) -> None:
+        """No more."""
+        self._connection.want(False)
+
+    def resume_reading(self) -> None:
+        """More."""
+        self._connection.want(True)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 def connection_of(scope: Scope) -> Connection:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from frontdoor_kit import hangs
 from openai_kit import Port, answers, open_port, says
 from waiting import until
 
@@ -180,6 +181,24 @@ async def test_tiny_chunks_do_not_hold_up_the_event_loop(port: Port) -> None:
         last_s = now_s
     assert asked.result() == 200
     assert max(gaps) < (last_s - began_s) / 8
+
+
+@pytest.mark.parametrize("behind", [False, True])
+async def test_no_more_is_taken_than_can_be_read(tmp_path: Path, behind: bool) -> None:
+    """Neither of a body of tiny chunks, nor behind a request that is under way."""
+    async with open_port(tmp_path, hangs) as port:
+        client, body = await Client.of(port), b'{"prompt": "a"}'
+        client.writer.write(
+            post(f"content-length: {len(body)}", body=body)
+            if behind
+            else post("transfer-encoding: chunked")
+        )
+        await asyncio.sleep(SHORT_S)
+        client.writer.write(b"1\r\n \r\n" * 8_000_000)
+        await asyncio.sleep(SHORT_S)
+        assert client.writer.transport.get_write_buffer_size() > 24_000_000
+        client.writer.transport.abort()
+        await asyncio.sleep(SHORT_S)
 
 
 async def test_what_waits_for_its_turn_is_read_in_order(port: Port) -> None:
