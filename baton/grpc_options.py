@@ -15,8 +15,11 @@ second late, and closing a healthy connection loses its work.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Final
+
+import grpc
 
 Options = list[tuple[str, int]]
 ClientOptions = list[tuple[str, int | str]]
@@ -31,7 +34,16 @@ their streams."""
 DETECTION_MS: Final = KEEPALIVE_INTERVAL_MS + PING_TIMEOUT_MS
 """Longest time until a silent peer is noticed; kept below 3 s."""
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
-"""Largest message: the longest prompts fit as packed ids, with log probabilities of all tokens."""
+"""Room for the longest prompts as packed ids, and for log probabilities of all their tokens."""
+PUBLIC_MESSAGE_BYTES: Final = 8 * 1024 * 1024
+"""Of a client's request. Routers refuse smaller ones, too, where no context has room for them
+(`router.bounds`); this much is read before anybody can look at it."""
+PUBLIC_HANDSHAKE_MS: Final = 10_000
+"""For a client's first words: as long as for the headers of HTTP/1."""
+PUBLIC_IDLE_MS: Final = 75_000
+"""Without a call: as long as for HTTP/1."""
+PUBLIC_AGE_MS: Final = 1_800_000
+"""Rare enough that connecting anew costs nothing."""
 
 SERVICE_CONFIG: Final = Path(__file__).parent / "inference" / "v1" / "service_config.json"
 """Rules by which a client's channel repeats calls. They are a file, for clients in any language."""
@@ -100,3 +112,30 @@ def server_options(*, reuse_port: bool = False) -> Options:
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.so_reuseport", int(reuse_port)),
     ]
+
+
+def public_server_options(
+    max_connections: int, longest_call_s: float, *, reuse_port: bool = False
+) -> Options:
+    """Options of a `grpc.aio.server` that anybody may reach.
+
+    A message is taken as it comes: compressed, a few bytes could stand for megabytes. A connection
+    that does not begin to speak HTTP/2, or has had no call for a while, is closed; clients connect
+    anew with their next call. One connection too many is closed at once. So is, after a while, one
+    that is old: calls go on until they must have ended, and then those end whose client reads
+    nothing, which a server has no other way to do.
+
+    Args:
+        max_connections: that are open at the same time.
+        longest_call_s: within which any call ends.
+        reuse_port: as `server_options` has it.
+    """
+    changed = dict(server_options(reuse_port=reuse_port))
+    changed["grpc.max_receive_message_length"] = PUBLIC_MESSAGE_BYTES
+    changed["grpc.compression_enabled_algorithms_bitset"] = 1 << grpc.Compression.NoCompression
+    changed["grpc.server_handshake_timeout_ms"] = PUBLIC_HANDSHAKE_MS
+    changed["grpc.max_connection_idle_ms"] = PUBLIC_IDLE_MS
+    changed["grpc.max_connection_age_ms"] = PUBLIC_AGE_MS
+    changed["grpc.max_connection_age_grace_ms"] = math.ceil(longest_call_s * 1e3)
+    changed["grpc.max_allowed_incoming_connections"] = max_connections
+    return list(changed.items())

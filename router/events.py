@@ -49,6 +49,10 @@ class RouterEvents(Protocol):
         """A message of tokens left for the client; None for its choice's first."""
         return
 
+    def unread(self) -> None:
+        """An answer was given up a little after its deadline, because its client did not read."""
+        return
+
     def ended(
         self,
         model: str,

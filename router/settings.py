@@ -43,8 +43,7 @@ class RouterDebug(BaseModel):
     attach_timeout_s: float = Field(default=3, gt=0)
     """Limits the wait for a worker's answer when a stream to it is opened, seconds."""
     tokenizer_threads: int = Field(default=2, ge=1)
-    """Sets the number of threads that tokenize prompts, so that long prompts do not block the event
-    loop."""
+    """Sets the number of threads that tokenize prompts. Texts over 64 KB share one more."""
     max_stored_traces: int = Field(default=256, ge=1)
     """Limits the number of traces in the trace store. The oldest are dropped first."""
     failpoints: Annotated[str, AfterValidator(check_failpoints)] = ""

@@ -10,8 +10,8 @@ import asyncio
 import contextlib
 import math
 import socket
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final, cast
 
 import uvicorn
 
@@ -34,10 +34,17 @@ class EmbeddedHttpServer:
         application: the application to serve.
         name: name of the server's task.
         reuse_port: whether to share the port with other processes that set this.
+        protocol: makes what uvicorn takes for the class of its protocol; None for its own.
     """
 
     def __init__(
-        self, listen: str, application: ASGIApp, name: str, *, reuse_port: bool = False
+        self,
+        listen: str,
+        application: ASGIApp,
+        name: str,
+        *,
+        reuse_port: bool = False,
+        protocol: Callable[..., asyncio.Protocol] | None = None,
     ) -> None:
         self._host, _, self._port = listen.rpartition(":")
         self._name = name
@@ -47,6 +54,7 @@ class EmbeddedHttpServer:
         self._server = _SignalsLeftAlone(
             uvicorn.Config(
                 application,
+                http=cast("type[asyncio.Protocol]", protocol) if protocol else "auto",
                 log_config=None,
                 access_log=False,
                 lifespan="off",

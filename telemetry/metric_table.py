@@ -72,6 +72,9 @@ DECLARED: Final[Mapping[str, Declared]] = {
     ),
     Metric.REQUESTS: Declared("counter", "Requests ended, by outcome.", ("model", "outcome")),
     Metric.REJECTIONS: Declared("counter", "Requests refused before any work.", ("reason",)),
+    Metric.UNREAD_STREAMS: Declared(
+        "counter", "Answers given up after their deadline, because their clients did not read."
+    ),
     Metric.PROMPT_TOKENS: Declared(
         "counter", "Prompt tokens of requests that began to answer.", ("model",)
     ),

@@ -172,6 +172,7 @@ class Metric:
 
     REQUESTS: Final = "baton_requests"
     REJECTIONS: Final = "baton_rejections"
+    UNREAD_STREAMS: Final = "baton_unread_streams"
     INFLIGHT: Final = "baton_requests_inflight"
     PROMPT_TOKENS: Final = "baton_prompt_tokens"
     OUTPUT_TOKENS: Final = "baton_output_tokens"

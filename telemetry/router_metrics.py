@@ -53,6 +53,7 @@ class RouterMetrics(ProcessMetrics):
         self._retries = self._counter(Metric.RETRIES)
         self._failovers = self._counter(Metric.FAILOVERS)
         self._local_prefills = self._counter(Metric.LOCAL_PREFILLS)
+        self._unread = self._counter(Metric.UNREAD_STREAMS)
         self._queue_wait = self._histogram(Metric.QUEUE_WAIT)
         self._first_token = self._histogram(Metric.TIME_TO_FIRST_TOKEN)
         self._per_token = self._histogram(Metric.TIME_PER_OUTPUT_TOKEN)
@@ -106,6 +107,10 @@ class RouterMetrics(ProcessMetrics):
     def prefilled_locally(self, reason: str) -> None:
         """A decode worker computes an attempt's prompt; `reason` is a short stable word."""
         self._local_prefills.labels(reason).inc()
+
+    def unread(self) -> None:
+        """Counts an answer that was given up after its deadline: its client did not read."""
+        self._unread.inc()
 
     def first_token(
         self, model: str, seconds: float, prompt_tokens: int, trace_id: str = ""

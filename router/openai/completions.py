@@ -12,6 +12,7 @@ from router.openai.reply import Echo, Order, Piece, Reply
 from router.openai.schema import CompletionRequest, Prompt, StreamOptions, parse
 
 if TYPE_CHECKING:
+    from router.bounds import Shape
     from router.calls import Call
     from router.generation import GenerationRequest, Generations
     from router.jobs import Dispatcher
@@ -42,11 +43,16 @@ class Completions:
     """The method."""
 
     def __init__(
-        self, generations: Generations, dispatcher: Dispatcher, tokenizers: Tokenizers
+        self,
+        generations: Generations,
+        dispatcher: Dispatcher,
+        tokenizers: Tokenizers,
+        shape: Shape,
     ) -> None:
         self._generations = generations
         self._dispatcher = dispatcher
         self._tokenizers = tokenizers
+        self._shape = shape
 
     async def __call__(self, body: bytes, call: Call, client_tag: str) -> Reply:
         """Reads a request; nothing runs before the reply is read.
@@ -54,7 +60,7 @@ class Completions:
         Raises:
             RouterError: the request cannot be understood, or its prompts not be echoed.
         """
-        request = parse(CompletionRequest, body)
+        request = parse(CompletionRequest, body, self._shape.most_elements())
         tokenizer = None
         if request.echo or request.logprobs is not None:
             model = self._dispatcher.model(request.model)

@@ -57,6 +57,7 @@ async def open_port(
     *,
     events: RouterEvents = NO_EVENTS,
     gate: Gate = OPEN,
+    limits: Limits | None = None,
     **client_options: object,
 ) -> AsyncIterator[Port]:
     """Serves a model with a tokenizer on a free port."""
@@ -65,7 +66,8 @@ async def open_port(
     assert tokenizer is not None
     dispatcher = ScriptedDispatcher([served_model(folder, max_context_tokens=256)], script)
     tokenizers = Tokenizers()
-    server = OpenAiServer("127.0.0.1:0", dispatcher, tokenizers, Limits(), events, gate=gate)
+    limits = limits or Limits()
+    server = OpenAiServer("127.0.0.1:0", dispatcher, tokenizers, limits, events, gate=gate)
     await server.start()
     url = f"http://{server.address}/v1"
     options = {"max_retries": 0, "timeout": 20.0, "api_key": "none", **client_options}
