@@ -27,8 +27,8 @@ from baton.inference.v1 import inference_pb2_grpc as api_grpc
 from router.frontdoor import InferenceService
 from router.tokenization import Tokenizers
 from router.validation import Limits
-from telemetry.metrics import RouterLoad, RouterMetrics
 from telemetry.names import Metric
+from telemetry.router_metrics import RouterLoad, RouterMetrics
 
 LONG_S = 20.0
 """Nothing here takes so long, but where a connection stays."""

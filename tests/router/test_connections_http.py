@@ -17,8 +17,8 @@ from waiting import until
 from router import bounds
 from router.bounds import FEWEST_CONNECTIONS, RESERVED_FILES, most_connections
 from router.validation import Limits
-from telemetry.metrics import RouterLoad, RouterMetrics
 from telemetry.names import Metric
+from telemetry.router_metrics import RouterLoad, RouterMetrics
 
 COMPLETIONS = "/v1/completions"
 SHORT_S = 0.3
