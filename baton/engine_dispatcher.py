@@ -31,16 +31,16 @@ from baton.worker_wire import (
 )
 from engine.engine import Engine
 from engine.types import (
-    ChoiceEnded,
     Event,
     EventOfOne,
     FailureReason,
     Joined,
     NewTokens,
+    PrefillStarted,
     PromptScored,
     RequestFailed,
+    SequenceEnded,
     Sink,
-    Started,
 )
 from router import errors, jobs, merge
 from router.clocks import Clocks
@@ -87,14 +87,14 @@ class _Running:
         """Takes any other event of the job."""
         work = self._clocks.work
         match event:
-            case Started():
+            case PrefillStarted():
                 work.prefill_started_unix_ns = event.at_ns
                 self.run.first_known(event.cached_tokens)
             case Joined():
                 work.joined_unix_ns = event.at_ns
             case PromptScored():
                 self.run.scored(merge.prompt_logprobs(scores_message(self.id, event.records)))
-            case ChoiceEnded():
+            case SequenceEnded():
                 reason = end_reason_message(event.reason)
                 self.run.end_choice(jobs.ChoiceEnded(event.choice, reason, event.output_tokens))
                 self.finish()

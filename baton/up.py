@@ -65,7 +65,7 @@ class UpOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class UpPlan:
     """The processes, and their addresses."""
 
     specs: tuple[ProcessSpec, ...]
@@ -89,7 +89,7 @@ class Plan:
         return self.router_admin_addresses[0][1]
 
 
-def plan(options: UpOptions) -> Plan:
+def plan(options: UpOptions) -> UpPlan:
     """Plans all processes, without starting one.
 
     Raises:
@@ -128,7 +128,7 @@ def plan(options: UpOptions) -> Plan:
             for index, (name, role) in enumerate(roles)
         ]
     threads = max(1, (os.cpu_count() or 1) // len(workers))
-    return Plan(
+    return UpPlan(
         specs=(
             *(_router_spec(options, at, router, routers) for router in routers),
             *(_worker_spec(options, routers, worker, threads) for worker in workers),
@@ -254,7 +254,7 @@ def _like(port: int | None) -> int | None:
 
 
 @contextlib.asynccontextmanager
-async def running(what: Plan, write: Write) -> AsyncIterator[Supervisor]:
+async def running(what: UpPlan, write: Write) -> AsyncIterator[Supervisor]:
     """Runs the plan's processes while the context is open, then drains them."""
     supervisor = Supervisor(what.specs, write)
     supervisor.start()
@@ -265,7 +265,7 @@ async def running(what: Plan, write: Write) -> AsyncIterator[Supervisor]:
 
 
 async def wait_until_ready(
-    what: Plan, supervisor: Supervisor, waiting_for: Callable[[str], None] = lambda names: None
+    what: UpPlan, supervisor: Supervisor, waiting_for: Callable[[str], None] = lambda names: None
 ) -> None:
     """Returns when all workers serve, are attached to all routers, and all routers run a model.
 
@@ -290,7 +290,7 @@ async def wait_until_ready(
     supervisor.settled = True
 
 
-async def _ready(what: Plan, waiting_for: Callable[[str], None]) -> None:
+async def _ready(what: UpPlan, waiting_for: Callable[[str], None]) -> None:
     missing = dict(what.worker_addresses)
     while missing:
         waiting_for(", ".join(missing))

@@ -29,7 +29,7 @@ from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from baton.worker_announcer import announce_forever
 from baton.worker_load import PrefillRoom, Report, load_message
 from baton.worker_outbox import LoopInbox
-from baton.worker_peers import Peers
+from baton.worker_peers import PeerPaths
 from baton.worker_quiesce import QuiesceRelay
 from baton.worker_settings import Role, WorkerSettings
 from baton.worker_stream import Services, WorkerServicer
@@ -190,7 +190,9 @@ class Worker:
 
     def _make_services(self) -> Services:
         page_size_tokens = self.engine.model.page_size_tokens
-        peers = Peers(self.identity, self.transfer, slow_gigabytes_per_s=self._slow_gigabytes_per_s)
+        peers = PeerPaths(
+            self.identity, self.transfer, slow_gigabytes_per_s=self._slow_gigabytes_per_s
+        )
         self.metrics.watch_peers(peers.paths)
         prefill = PrefillService(
             self.engine,

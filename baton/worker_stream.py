@@ -30,7 +30,7 @@ from baton.worker_wire import MalformedMessage, failed_message
 from telemetry import failpoints
 
 if TYPE_CHECKING:
-    from baton.worker_peers import Peers
+    from baton.worker_peers import PeerPaths
     from baton.worker_quiesce import QuiesceRelay
     from decode_service.service import DecodeService
     from prefill_service.service import PrefillService
@@ -53,7 +53,7 @@ class Services:
 
     prefill: PrefillService
     decode: DecodeService
-    peers: Peers
+    peers: PeerPaths
     relay: QuiesceRelay
 
     @property

@@ -34,7 +34,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.pacing import LaunchPacer
 from engine.step import StepPlan
-from engine.types import ChoiceEnded, Event, NewTokens, Request, RequestFailed, StopRules
+from engine.types import Event, NewTokens, Request, RequestFailed, SequenceEnded, StopRules
 
 PIECE = 192
 """What decode workers compute beside their rows."""
@@ -72,7 +72,7 @@ class Watch:
             if isinstance(event, NewTokens):
                 for request_id in event.request_ids:
                     self.came_s.setdefault(request_id, []).append(now_s)
-            self._left -= isinstance(event, ChoiceEnded | RequestFailed)
+            self._left -= isinstance(event, SequenceEnded | RequestFailed)
         if self._left == 0:
             self.done.set()
 

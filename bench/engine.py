@@ -36,11 +36,11 @@ from engine.bounds import UNBOUNDED
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.types import (
-    ChoiceEnded,
     Event,
     Request,
     RequestFailed,
     SamplingParams,
+    SequenceEnded,
     StopRules,
 )
 
@@ -127,7 +127,7 @@ class Watch:
         for event in events:
             if isinstance(event, RequestFailed):
                 self.failed = True
-            if isinstance(event, ChoiceEnded | RequestFailed):
+            if isinstance(event, SequenceEnded | RequestFailed):
                 self._left -= 1
         if self._left == 0:
             self.done.set()

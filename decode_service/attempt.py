@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from baton.worker.v1 import worker_pb2
 from baton.worker_attempts import Attempt
-from engine.types import ChoiceEnded, Mode, PageIds
+from engine.types import Mode, PageIds, SequenceEnded
 
 
 class DecodeState(enum.IntEnum):
@@ -95,7 +95,7 @@ class DecodeAttempt(Attempt):
             self.gaps_ms.append((at_ns - before_ns) / 1e6)
         self.last_token_of[choice] = at_ns
 
-    def timings(self, event: ChoiceEnded) -> worker_pb2.WorkTimings:
+    def timings(self, event: SequenceEnded) -> worker_pb2.WorkTimings:
         """When things happened, for the last message about the attempt."""
         return worker_pb2.WorkTimings(
             received_unix_ns=self.received_ns,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from baton.worker.v1 import worker_pb2
 from baton.worker_wire import end_reason_message, pack_ids, record_message
 from decode_service.attempt import DecodeAttempt
-from engine.types import ChoiceEnded, PageIds, TokenRecord
+from engine.types import PageIds, SequenceEnded, TokenRecord
 
 
 def granted_message(
@@ -35,7 +35,7 @@ def first_token_message(
     )
 
 
-def finished_message(attempt: DecodeAttempt, event: ChoiceEnded) -> worker_pb2.Finished:
+def finished_message(attempt: DecodeAttempt, event: SequenceEnded) -> worker_pb2.Finished:
     """A choice ended; the last one's carries the timings."""
     finished = worker_pb2.Finished(
         attempt_id=attempt.id,

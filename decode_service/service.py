@@ -57,16 +57,16 @@ from decode_service.peer_pages import PeerPages
 from decode_service.ports import DecodeEngine, ReceivingThread
 from decode_service.token_stream import TokenStream
 from engine.types import (
-    ChoiceEnded,
     Event,
     EventOfOne,
     Joined,
     NewTokens,
+    PrefillStarted,
     PromptScored,
     RequestFailed,
     Reserved,
+    SequenceEnded,
     Sink,
-    Started,
     TakenOver,
 )
 from kv_transfer.events import (
@@ -189,7 +189,7 @@ class DecodeService(AttemptsService[DecodeAttempt]):
                 self._reserved(attempt, event)
             case TakenOver():
                 self._take_over(attempt, event)
-            case Started():
+            case PrefillStarted():
                 attempt.started_ns = event.at_ns
                 attempt.cached_tokens = event.cached_tokens
             case PromptScored():
@@ -197,7 +197,7 @@ class DecodeService(AttemptsService[DecodeAttempt]):
             case Joined():
                 attempt.state = DecodeState.RUNNING
                 attempt.joined_ns = event.at_ns
-            case ChoiceEnded():
+            case SequenceEnded():
                 self._token_stream.choice_ended(attempt, event)
                 if event.last:
                     self._forget(attempt, was_ready=True)

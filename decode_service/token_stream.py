@@ -11,7 +11,7 @@ from baton.worker_wire import tokens_message
 from decode_service import spans
 from decode_service.attempt import DecodeAttempt
 from decode_service.messages import finished_message, first_token_message
-from engine.types import ChoiceEnded, NewTokens
+from engine.types import NewTokens, SequenceEnded
 from telemetry import failpoints
 from telemetry.worker_metrics import WorkerMetrics
 
@@ -50,7 +50,7 @@ class TokenStream:
             stream.add_tokens(tokens_message(tokens, of_stream))
         return broken
 
-    def choice_ended(self, attempt: DecodeAttempt, event: ChoiceEnded) -> None:
+    def choice_ended(self, attempt: DecodeAttempt, event: SequenceEnded) -> None:
         """Tells of a choice's end; with the last one's, of all that is to be told at the end."""
         attempt.preemptions += event.preemptions
         if event.last:

@@ -25,7 +25,7 @@ from engine.scheduler import Scheduler
 from engine.sequences import PrefillTask, Sequence
 from engine.slots import SlotState
 from engine.step import ChunkPlan, Int32s, ScorePlan, StepPlan
-from engine.types import Mode, Started
+from engine.types import Mode, PrefillStarted
 
 Slots = NDArray[np.intp]
 
@@ -153,7 +153,9 @@ def _advance(scheduler: Scheduler, chunk: ChunkPlan) -> None:
     task, active = chunk.task, chunk.task.leader.active
     if not active.started:
         active.started = True
-        scheduler.emit(active.sink, Started(active.request.id, task.cached_tokens, time.time_ns()))
+        scheduler.emit(
+            active.sink, PrefillStarted(active.request.id, task.cached_tokens, time.time_ns())
+        )
     task.cursor = chunk.end
     scheduler.slots.kv_len[task.leader.slot] = chunk.end
     if task.remaining == 0:

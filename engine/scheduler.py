@@ -33,7 +33,6 @@ from engine.sequences import ActiveRequest, PrefillTask, RequestState, Sequence
 from engine.slots import SlotState, SlotTable
 from engine.stopping import end_ids, end_reason
 from engine.types import (
-    ChoiceEnded,
     EndReason,
     Event,
     FailureReason,
@@ -42,6 +41,7 @@ from engine.types import (
     PageIds,
     Request,
     RequestFailed,
+    SequenceEnded,
     Sink,
     TokenIds,
     TokenRecord,
@@ -284,7 +284,7 @@ class Scheduler:
         last = not active.sequences
         self.emit(
             active.sink,
-            ChoiceEnded(
+            SequenceEnded(
                 active.request.id,
                 sequence.choice,
                 reason,

@@ -129,7 +129,7 @@ class TakenOver:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class PrefillStarted:
     """The first chunk of the prompt was launched."""
 
     request_id: bytes
@@ -199,7 +199,7 @@ class PromptScored:
 
 
 @dataclass(frozen=True, slots=True)
-class ChoiceEnded:
+class SequenceEnded:
     """A sequence ended by itself; after the last choice's the engine holds nothing of it."""
 
     request_id: bytes
@@ -224,12 +224,12 @@ class RequestFailed:
 EventOfOne = (
     Reserved
     | TakenOver
-    | Started
+    | PrefillStarted
     | ChunkComputed
     | Prefilled
     | Joined
     | PromptScored
-    | ChoiceEnded
+    | SequenceEnded
     | RequestFailed
 )
 """What happens to one request."""

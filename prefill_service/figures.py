@@ -8,14 +8,14 @@ from baton.worker_attempts import Attempts
 from baton.worker_overdue import Unended
 from baton.worker_wire import kv_tokens
 from prefill_service.attempt import PrefillAttempt
-from prefill_service.outgoing import Outgoing
+from prefill_service.outgoing import OutgoingPrompt
 
 
 class PrefillFigures:
     """Counted anew each time. Belongs to the event loop, as the attempts do."""
 
     def __init__(
-        self, attempts: Attempts[PrefillAttempt], outgoing: Mapping[bytes, Outgoing]
+        self, attempts: Attempts[PrefillAttempt], outgoing: Mapping[bytes, OutgoingPrompt]
     ) -> None:
         self._attempts = attempts
         self._outgoing = outgoing

@@ -44,10 +44,10 @@ from engine.types import (
     EventOfOne,
     NewTokens,
     Prefilled,
+    PrefillStarted,
     PromptScored,
     RequestFailed,
     Sink,
-    Started,
 )
 from kv_transfer.events import SendFailed, SendQuiesced, SendStats, Sent, TransferEvent
 from kv_transfer.specs import TRANSFER_ID_BYTES
@@ -55,7 +55,7 @@ from prefill_service import spans
 from prefill_service.attempt import PrefillAttempt, PrefillState
 from prefill_service.figures import PrefillFigures
 from prefill_service.messages import done_message, finished_message, first_token_message
-from prefill_service.outgoing import Destination, Outgoing
+from prefill_service.outgoing import Destination, OutgoingPrompt
 from prefill_service.ports import PrefillEngine, SendingThread
 from telemetry import failpoints
 from telemetry.worker_metrics import WorkerMetrics
@@ -89,7 +89,7 @@ class PrefillService(AttemptsService[PrefillAttempt]):
         self._page_size_tokens = page_size_tokens
         self._path_to = path_to
         self._grant_wait_s = grant_wait_s
-        self._outgoing: dict[bytes, Outgoing] = {}
+        self._outgoing: dict[bytes, OutgoingPrompt] = {}
         """By attempt; also read by the step thread."""
         self.figures = PrefillFigures(self._attempts, self._outgoing)
         self._by_transfer: dict[bytes, PrefillAttempt] = {}
@@ -109,7 +109,7 @@ class PrefillService(AttemptsService[PrefillAttempt]):
         attempt.deadline_s = attempt.expires_s
         self._attempts.add(attempt)
         failpoints.hit("prefill.submitted", len(attempt.request.prompt_ids))
-        self._outgoing[attempt.id] = Outgoing(
+        self._outgoing[attempt.id] = OutgoingPrompt(
             self._transfer,
             kv_tokens(attempt.request),
             self._page_size_tokens,
@@ -192,7 +192,7 @@ class PrefillService(AttemptsService[PrefillAttempt]):
         if attempt.state is PrefillState.QUIESCING:
             return
         match event:
-            case Started():
+            case PrefillStarted():
                 attempt.state = PrefillState.COMPUTING
                 attempt.started_ns = event.at_ns
                 attempt.cached_tokens = attempt.computed_tokens = event.cached_tokens
@@ -309,7 +309,7 @@ class PrefillService(AttemptsService[PrefillAttempt]):
             self._end_span(outgoing, attempt, stats)
 
     def _end_span(
-        self, outgoing: Outgoing, attempt: PrefillAttempt, stats: SendStats | None = None
+        self, outgoing: OutgoingPrompt, attempt: PrefillAttempt, stats: SendStats | None = None
     ) -> None:
         if (destination := outgoing.destination) is not None:
             spans.end_send(attempt, outgoing, stats, self._path_to(destination.peer))

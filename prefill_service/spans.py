@@ -7,7 +7,7 @@ from opentelemetry.util.types import AttributeValue
 from baton.worker_spans import milliseconds, write_prompt_spans
 from kv_transfer.events import SendStats
 from prefill_service.attempt import PrefillAttempt
-from prefill_service.outgoing import Outgoing
+from prefill_service.outgoing import OutgoingPrompt
 from telemetry.names import Attr
 from telemetry.tracing import end_span
 
@@ -27,7 +27,7 @@ def write_compute(attempt: PrefillAttempt, error: str = "") -> None:
 
 
 def end_send(
-    attempt: PrefillAttempt, outgoing: Outgoing, stats: SendStats | None, transport: str
+    attempt: PrefillAttempt, outgoing: OutgoingPrompt, stats: SendStats | None, transport: str
 ) -> None:
     """The transfer is over; `stats` is None where it did not complete."""
     if outgoing.span is None or outgoing.destination is None:

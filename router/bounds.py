@@ -2,7 +2,7 @@
 
 Whoever reaches a port can send anything. So bytes are bounded before they are parsed, elements
 before they become objects, lists before they are walked, and times before somebody is waited for.
-`Shape` judges what was read; `router.wire_shape` counts what a message of gRPC holds.
+`BodyShape` judges what was read; `router.wire_shape` counts what a message of gRPC holds.
 """
 
 from __future__ import annotations
@@ -75,23 +75,23 @@ FEWEST_CONNECTIONS: Final = 16
 """Of either kind, where the system allows hardly any files."""
 
 
-class Connections(NamedTuple):
+class ConnectionLimits(NamedTuple):
     """How many may be open at the same time."""
 
     http: int
     grpc: int
 
 
-def most_connections() -> Connections:
+def most_connections() -> ConnectionLimits:
     """As many as the process may have open files, but for those that it needs itself."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else min(soft, MAX_OPEN_FILES)
     free = max(files - RESERVED_FILES, 2 * FEWEST_CONNECTIONS)
     of_grpc = max(free // GRPC_SHARE, FEWEST_CONNECTIONS)
-    return Connections(http=free - of_grpc, grpc=of_grpc)
+    return ConnectionLimits(http=free - of_grpc, grpc=of_grpc)
 
 
-class Shape:
+class BodyShape:
     """Judges requests by their bytes, before anything is made of them.
 
     Args:

@@ -32,7 +32,7 @@ from telemetry.tracing import trace_id_of
 if TYPE_CHECKING:
     from google.protobuf.descriptor import Descriptor
 
-    from router.bounds import Shape
+    from router.bounds import BodyShape
 
 DETAILS_KEY: Final = "grpc-status-details-bin"
 PUSHBACK_KEY: Final = "grpc-retry-pushback-ms"
@@ -128,7 +128,7 @@ class Edge:
 
     def __init__(
         self,
-        shape: Shape,
+        shape: BodyShape,
         longest_s: float,
         gate: Gate = OPEN,
         events: RouterEvents = NO_EVENTS,

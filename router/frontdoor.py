@@ -15,7 +15,7 @@ import grpc.aio
 
 from baton.inference.v1 import inference_pb2 as api
 from router.auth import OPEN, Gate
-from router.bounds import Shape
+from router.bounds import BodyShape
 from router.calls import Call, Edge
 from router.events import NO_EVENTS, RouterEvents
 from router.generation import GenerationRequest, Generations
@@ -42,7 +42,7 @@ class InferenceService:
     ) -> None:
         self._limits = limits or Limits()
         longest_s = self._limits.max_request_duration_s
-        self._edge = Edge(Shape(dispatcher.models), longest_s, gate, events)
+        self._edge = Edge(BodyShape(dispatcher.models), longest_s, gate, events)
         self._dispatcher = dispatcher
         self._tokenizers = tokenizers
         self._generations = Generations(dispatcher, tokenizers, self._limits, events)

@@ -3,8 +3,8 @@
 1. Admit: validate, find the model and its tokenizer. All violations are reported at once.
 2. Tokenize, fill in every default, draw a seed: a `Job`.
 3. Run: the dispatcher tells what comes, from within the handler of a worker's message; stop texts
-   are judged and an `Outbox` is filled there and then, so that a client that reads slowly holds up
-   neither the dispatcher nor its own stop texts.
+   are judged and an `OutputBuffer` is filled there and then, so that a client that reads slowly
+   holds up neither the dispatcher nor its own stop texts.
 4. The outputs are taken out at the client's pace: all that a token wakes is the client's own task.
 
 However it ends, the dispatcher is done with the job before `Generations.stream` returns.
@@ -40,8 +40,8 @@ from router.outputs import (
     FINISH_REASONS,
     ChoiceOutput,
     Finished,
-    Outbox,
     Output,
+    OutputBuffer,
     Started,
 )
 from router.request_span import RequestSpan
@@ -93,7 +93,7 @@ class Generations:
             if not request.input.stop.HasField("max_tokens"):
                 self._shorten(job)
             span.describe_job(job)
-            outbox = Outbox(self._limits.max_unread_tokens, whole=call.whole)
+            outbox = OutputBuffer(self._limits.max_unread_tokens, whole=call.whole)
             generation = _Generation(self._dispatcher, job, request.input, tokenizer, outbox)
             async with generation.running():
                 while (output := await outbox.take()) is not None:
@@ -242,7 +242,7 @@ class _Generation:
         job: Job,
         generation: api.GenerationInput,
         tokenizer: Tokenizer | None,
-        outbox: Outbox,
+        outbox: OutputBuffer,
     ) -> None:
         self._dispatcher = dispatcher
         self._job = job

@@ -23,7 +23,7 @@ from router.jobs import (
     JobStarted,
     JobTimings,
     JobTokens,
-    TokenLogprobs,
+    TokenScore,
 )
 from router.merge import ChoiceMerger
 from router.stopping import end_of
@@ -52,7 +52,7 @@ class JobRun:
         self._held: list[JobEvent] = []
         """What is known before the start; nothing waits after it."""
         self._cached_prompt_tokens = 0
-        self._prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+        self._prompt_logprobs: tuple[TokenScore, ...] | None = None
 
     @property
     def age_s(self) -> float:
@@ -111,7 +111,7 @@ class JobRun:
         """The prefill side knows the first token."""
         self._cached_prompt_tokens = cached_prompt_tokens
 
-    def scored(self, prompt_logprobs: tuple[TokenLogprobs, ...]) -> None:
+    def scored(self, prompt_logprobs: tuple[TokenScore, ...]) -> None:
         """The prefill side knows the prompt's log probabilities."""
         self._prompt_logprobs = prompt_logprobs
         self._pass_on(())

@@ -116,7 +116,7 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenScore:
     """Log probability of one token and of the likeliest alternatives, best first."""
 
     logprob: float
@@ -128,7 +128,7 @@ class JobStarted(NamedTuple):
     """The first token is known."""
 
     cached_prompt_tokens: int = 0
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenScore, ...] = ()
     """Of the prompt's tokens from the second on, where the job asks for them."""
 
 
@@ -139,7 +139,7 @@ class JobTokens(NamedTuple):
     first_index: int
     """Index of the first of them in the choice's whole output."""
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: tuple[TokenScore, ...] = ()
     """One per token where `sampling.top_logprobs` is set, else empty."""
 
 

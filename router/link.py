@@ -95,7 +95,7 @@ class LinkOwner(Protocol):
         ...
 
 
-class Outbox:
+class SendQueue:
     """Messages to be written, in order, but with Cancel and Abort first.
 
     Invariant: nothing of an attempt is behind its own Cancel or Abort: what these overtake is
@@ -166,7 +166,7 @@ class WorkerLink:
         self.estimate = LoadEstimate()
         self._owner = owner
         self._stale_after_s = stale_after_s
-        self._outbox = Outbox()
+        self._outbox = SendQueue()
         self._lost = asyncio.Event()
         self.progress = known_progress
         """The step loop's counter, as last reported."""

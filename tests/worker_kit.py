@@ -26,7 +26,7 @@ from waiting import WAIT_S, until
 
 from baton.worker.v1 import worker_pb2
 from baton.worker_outbox import LoopInbox, Outbox
-from baton.worker_peers import Peers
+from baton.worker_peers import PeerPaths
 from baton.worker_quiesce import QuiesceRelay
 from baton.worker_stream import Services
 from baton.worker_wire import endpoint_message, model_message, pack_ids, unpack_ids
@@ -163,7 +163,7 @@ class Node:
         )
         self.metrics = WorkerMetrics(self.engine.load, lambda: self.transfer.counters)
         self.transport: LoopbackTransport
-        self.peers = Peers(self.identity, self.transfer)
+        self.peers = PeerPaths(self.identity, self.transfer)
         self.prefill = PrefillService(
             self.engine,
             self.transfer,

@@ -21,7 +21,7 @@ from baton.bench.queue_simulation import single_server_waits_s
 from baton.bench.servers import served
 from baton.bench.spans import span_figures
 from baton.bench.summary import Percentiles, Slo, Summary, gathered, percentiles, summarize
-from baton.bench.workload import Plan, Workload, shared_prefix_tokens
+from baton.bench.workload import LoadPlan, Workload, shared_prefix_tokens
 from baton.commands.output import rounded
 
 LATENCIES: Final[Mapping[str, str]] = {
@@ -44,7 +44,7 @@ class SearchOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class BenchOptions:
     """The options of a benchmark."""
 
     targets: tuple[Target, ...]
@@ -93,7 +93,7 @@ class Run(NamedTuple):
 class Result:
     """The result of a benchmark."""
 
-    options: Options
+    options: BenchOptions
     model: str
     dropped_rows: int
     """Requests of the trace that the model's context cannot hold."""
@@ -149,7 +149,7 @@ class Result:
 class Watcher:
     """Is told about the progress of a benchmark; this one does nothing."""
 
-    def run_begins(self, plan: Plan) -> None:
+    def run_begins(self, plan: LoadPlan) -> None:
         """Requests are being written and connections warmed up."""
 
     def told(self, sent: int, ended: int) -> None:
@@ -159,7 +159,7 @@ class Watcher:
         """A run is over."""
 
 
-def measure(options: Options, watcher: Watcher | None = None) -> Result:
+def measure(options: BenchOptions, watcher: Watcher | None = None) -> Result:
     """Runs a benchmark.
 
     Raises:
@@ -216,13 +216,17 @@ def _fitting(workload: Workload, context: int) -> tuple[Workload, int]:
     return replace(workload, trace=fit), len(rows) - len(fit)
 
 
-def _shared_share(plan: Plan) -> float:
+def _shared_share(plan: LoadPlan) -> float:
     tokens = sum(request.prompt_tokens for request in plan.requests)
     return shared_prefix_tokens(plan.requests) / tokens
 
 
 def _run(
-    fleet: Fleet, plan: Plan, rate: float, options: Options, told: Callable[[int, int], None]
+    fleet: Fleet,
+    plan: LoadPlan,
+    rate: float,
+    options: BenchOptions,
+    told: Callable[[int, int], None],
 ) -> Run:
     reports = fleet.run(plan, told)
     simulated = _simulated(reports, options.idle_ttft_ms)

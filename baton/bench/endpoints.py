@@ -56,7 +56,7 @@ class Asked(NamedTuple):
     api_key: str = ""
 
 
-class Endpoint(Protocol):
+class BenchEndpoint(Protocol):
     """Speaks to one server. Belongs to the running event loop."""
 
     def write(self, prompt: list[int], output_tokens: int) -> bytes:

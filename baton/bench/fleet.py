@@ -19,8 +19,8 @@ from baton.bench import sender
 from baton.bench.endpoints import Asked, Target
 from baton.bench.errors import BenchError
 from baton.bench.outcome import UNREACHABLE, SenderReport
-from baton.bench.sender import NotReady, Order, Progress, Ready, Start
-from baton.bench.workload import Plan
+from baton.bench.sender import NotReady, Progress, Ready, RunOrder, Start
+from baton.bench.workload import LoadPlan
 
 START_DELAY_S: Final = 0.1
 """Delay of the start, so that its message reaches every sender in time."""
@@ -86,7 +86,7 @@ class Fleet:
                 process.kill()
                 process.join()
 
-    def run(self, plan: Plan, told: Told = lambda sent, ended: None) -> list[SenderReport]:
+    def run(self, plan: LoadPlan, told: Told = lambda sent, ended: None) -> list[SenderReport]:
         """Sends all requests of a plan. Returns each sender's report when the last has ended.
 
         Raises:
@@ -102,9 +102,9 @@ class Fleet:
             self._send(pipe, start)
         return self._await_reports(used, plan, told)
 
-    def _order(self, plan: Plan, requests: Any, senders: int) -> Order:
+    def _order(self, plan: LoadPlan, requests: Any, senders: int) -> RunOrder:
         at = self._sending
-        return Order(
+        return RunOrder(
             at.targets,
             at.asked,
             requests,
@@ -115,7 +115,7 @@ class Fleet:
             at.warm_ups,
         )
 
-    def _await_ready(self, pipes: list[Connection], plan: Plan) -> None:
+    def _await_ready(self, pipes: list[Connection], plan: LoadPlan) -> None:
         tokens = sum(request.prompt_tokens for request in plan.requests)
         warm_ups = self._sending.warm_ups * len(self._sending.targets)
         limit_s = SPAWN_S + warm_ups * self._sending.asked.timeout_s
@@ -132,7 +132,9 @@ class Fleet:
         if failed is not None:
             raise _not_ready(failed, self._sending.targets)
 
-    def _await_reports(self, pipes: list[Connection], plan: Plan, told: Told) -> list[SenderReport]:
+    def _await_reports(
+        self, pipes: list[Connection], plan: LoadPlan, told: Told
+    ) -> list[SenderReport]:
         timeout_s = self._sending.asked.timeout_s
         last_s = plan.requests[-1].due_s
         limit_s = timeout_s * len(plan.requests) if plan.in_turn else last_s + timeout_s

@@ -2,8 +2,8 @@
 
 Life:
 
-1. Idle until an `Order` comes. It writes every request, connects, warms up, and answers `Ready`, or
-   `NotReady` if a warm-up request failed.
+1. Idle until a `RunOrder` comes. It writes every request, connects, warms up, and answers `Ready`,
+   or `NotReady` if a warm-up request failed.
 2. On `Start` it sends all requests. It sends `Progress` four times a second and `SenderReport` at
    the end. Then it is idle again.
 
@@ -25,7 +25,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from baton.bench.endpoints import Asked, Endpoint, EndpointError, Kept, Target
+from baton.bench.endpoints import Asked, BenchEndpoint, EndpointError, Kept, Target
 from baton.bench.outcome import OK, PROTOCOL, SHORT, Outcome, SenderReport
 from baton.bench.workload import WARM_UPS, Planned, prompt_ids
 from baton.event_loop import loop_factory
@@ -35,7 +35,7 @@ PROGRESS_INTERVAL_S: Final = 0.25
 LAG_INTERVAL_S: Final = 0.01
 
 
-class Order(NamedTuple):
+class RunOrder(NamedTuple):
     """One plan's requests for one sender."""
 
     targets: tuple[Target, ...]
@@ -100,7 +100,7 @@ def _hung_up() -> contextlib.suppress:
     return contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError)
 
 
-async def _run_command(connection: Connection, order: Order) -> None:
+async def _run_command(connection: Connection, order: RunOrder) -> None:
     """Runs one order and sends its report."""
     endpoints = [connect(target, order.asked) for target in order.targets]
     try:
@@ -142,14 +142,14 @@ def target_of(number: int, senders: int, targets: int) -> int:
 class _Load:
     """Runs one order."""
 
-    def __init__(self, order: Order, endpoints: Sequence[Endpoint]) -> None:
+    def __init__(self, order: RunOrder, endpoints: Sequence[BenchEndpoint]) -> None:
         self._order = order
         self._endpoints = endpoints
         self._written = [self._write(request) for request in order.requests]
         self._sent: list[_Sent] = []
         self._begun = 0
 
-    def _at(self, request: Planned) -> Endpoint:
+    def _at(self, request: Planned) -> BenchEndpoint:
         order = self._order
         return self._endpoints[target_of(request.number, order.senders, len(order.targets))]
 
@@ -236,7 +236,7 @@ class _Load:
         )
 
 
-def connect(target: Target, asked: Asked) -> Endpoint:
+def connect(target: Target, asked: Asked) -> BenchEndpoint:
     """Makes an endpoint. It sends nothing yet."""
     if target.protocol == "grpc":
         from baton.bench.grpc_endpoint import GrpcEndpoint

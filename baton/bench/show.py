@@ -23,7 +23,7 @@ from baton.bench.tables import (
     range_table,
     rate_text,
 )
-from baton.bench.workload import Plan
+from baton.bench.workload import LoadPlan
 from baton.commands.output import stderr
 
 
@@ -35,7 +35,7 @@ class ProgressBar(Watcher):
         self._task = progress.add_task("connecting", total=None, running=0)
         self._runs = 0
 
-    def run_begins(self, plan: Plan) -> None:
+    def run_begins(self, plan: LoadPlan) -> None:
         """Starts a new bar."""
         self._runs += 1
         text = f"run {self._runs}: {rate_text(plan.rate)}"

@@ -36,7 +36,7 @@ class Planned(NamedTuple):
     """See `TraceRow.blocks`."""
 
 
-class Plan(NamedTuple):
+class LoadPlan(NamedTuple):
     """All requests of one run, in the order of due times."""
 
     requests: tuple[Planned, ...]
@@ -77,7 +77,7 @@ class Workload:
         if not self.trace and not self.num:
             raise WrongUseError("a run needs requests: --num")
 
-    def plan(self, rate: float, seed: int) -> Plan:
+    def plan(self, rate: float, seed: int) -> LoadPlan:
         """Plans the requests of one run.
 
         Args:
@@ -102,7 +102,7 @@ class Workload:
         )
         if not requests:
             raise WrongUseError(f"no request is due within {self.duration_s} s")
-        return Plan(requests, seed, in_turn=rate <= 0 and not self.trace_arrivals)
+        return LoadPlan(requests, seed, in_turn=rate <= 0 and not self.trace_arrivals)
 
     def _rows(self, rng: np.random.Generator) -> tuple[TraceRow, ...]:
         if not self.trace:

@@ -20,7 +20,7 @@ from baton.commands.settings_options import takes_options
 from baton.settings import MOST_TOKENS, ROUTER_ADDRESS
 
 if TYPE_CHECKING:
-    from baton.bench.benchmark import Options, Result
+    from baton.bench.benchmark import BenchOptions, Result
     from baton.bench.endpoints import Target
     from baton.bench.workload import Workload
 
@@ -204,13 +204,13 @@ def _need(module: str) -> None:
         raise BenchError(f"this needs {module}: pip install 'baton-llm[bench]'")
 
 
-def _options(given: Given, targets: tuple[Target, ...]) -> Options:
-    from baton.bench.benchmark import Options, SearchOptions
+def _options(given: Given, targets: tuple[Target, ...]) -> BenchOptions:
+    from baton.bench.benchmark import BenchOptions, SearchOptions
     from baton.bench.fleet import usual_senders
     from baton.bench.summary import Slo
 
     search = SearchOptions(given.attainment, given.tolerance, given.max_probes)
-    return Options(
+    return BenchOptions(
         targets=targets,
         workload=_workload(given),
         rate=given.rate,

@@ -56,7 +56,7 @@ def demo(
             raise up.UpError(f"{error}\n\n{_tail(log)}\n\nThe whole log: {log}") from None
 
 
-async def _demo(plan: up.Plan, prompt: str, max_tokens: int, log: TextIO) -> None:
+async def _demo(plan: up.UpPlan, prompt: str, max_tokens: int, log: TextIO) -> None:
     def write(name: str, line: str) -> None:
         log.write(f"{name:>9} | {line}\n")
 
@@ -74,7 +74,7 @@ async def _demo(plan: up.Plan, prompt: str, max_tokens: int, log: TextIO) -> Non
         await asyncio.to_thread(_ask, plan, prompt, max_tokens)
 
 
-def _ask(plan: up.Plan, prompt: str, max_tokens: int) -> None:
+def _ask(plan: up.UpPlan, prompt: str, max_tokens: int) -> None:
     stdout.print(f"> {prompt}", style="bold", markup=False)
     options = Options(max_tokens=max_tokens, temperature=0.0)
     with Client(plan.router_address) as client:

@@ -135,7 +135,7 @@ def up_command(
     asyncio.run(_up(up.plan(options), trace))
 
 
-async def _up(plan: up.Plan, traced: bool) -> None:
+async def _up(plan: up.UpPlan, traced: bool) -> None:
     write = merged_log([spec.name for spec in plan.specs])
     async with up.running(plan, write) as supervisor:
         _stop_on_signals(supervisor)
@@ -165,7 +165,7 @@ def _stop_on_signals(supervisor: Supervisor) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop)
 
 
-def _say_how_to_talk(plan: up.Plan, took_s: float, traced: bool) -> None:
+def _say_how_to_talk(plan: up.UpPlan, took_s: float, traced: bool) -> None:
     ask = "baton generate"
     if not plan.router_address.endswith(f":{up.GRPC_PORT}"):
         ask += f" --router {plan.router_address}"

@@ -28,7 +28,7 @@ class TopError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Samples:
+class Scraped:
     """The metrics of one process."""
 
     at_s: float
@@ -60,7 +60,7 @@ class Samples:
         return sorted((float(bound), count) for bound, count in sums.items())
 
 
-NOTHING: Final = Samples(0.0, {})
+NOTHING: Final = Scraped(0.0, {})
 
 
 class Known(NamedTuple):
@@ -78,10 +78,10 @@ class Scrape:
     """Routers and their workers at one moment."""
 
     at_s: float
-    router: Samples
+    router: Scraped
     """The router's metrics; the sums if there are several routers."""
     workers: Sequence[Known] = ()
-    samples: Mapping[str, Samples] = field(default_factory=dict)
+    samples: Mapping[str, Scraped] = field(default_factory=dict)
     """Metrics by worker, without the workers that did not answer."""
     routers: int = 1
     """Number of routers that were read."""
@@ -114,7 +114,7 @@ def scrape(admin: str) -> Scrape:
     return Scrape(time.monotonic(), router, known, samples, len(admins))
 
 
-def _together(routers: Sequence[Samples]) -> Samples:
+def _together(routers: Sequence[Scraped]) -> Scraped:
     """Sums the metrics of several routers: all metrics that are shown of a router are counts."""
     values: dict[str, dict[Labels, float]] = {}
     for samples in routers:
@@ -122,7 +122,7 @@ def _together(routers: Sequence[Samples]) -> Samples:
             sums = values.setdefault(name, {})
             for labels, value in counted.items():
                 sums[labels] = sums.get(labels, 0.0) + value
-    return Samples(routers[-1].at_s, values)
+    return Scraped(routers[-1].at_s, values)
 
 
 def _targets(admin: str) -> dict[str, str]:
@@ -134,7 +134,7 @@ def _targets(admin: str) -> dict[str, str]:
         raise TopError(f"http://{admin} is no router's admin port") from None
 
 
-def _known(router: Samples, where: Mapping[str, str]) -> list[Known]:
+def _known(router: Scraped, where: Mapping[str, str]) -> list[Known]:
     """All workers in `baton_worker_up`: prefill first; workers that left are last."""
     found = []
     for labels, up in router.values.get(Metric.WORKER_UP, {}).items():
@@ -146,7 +146,7 @@ def _known(router: Samples, where: Mapping[str, str]) -> list[Known]:
     return found
 
 
-def _samples(admin: str) -> Samples | None:
+def _samples(admin: str) -> Scraped | None:
     """Metrics of a worker; None if it does not answer."""
     try:
         return _parse(_get(f"http://{admin}/metrics")) if admin else None
@@ -165,7 +165,7 @@ def _get(url: str) -> str:
         raise TopError(f"{url} does not answer: does the router run there?") from None
 
 
-def _parse(page: str) -> Samples:
+def _parse(page: str) -> Scraped:
     """Parses Prometheus' text format.
 
     Raises:
@@ -184,4 +184,4 @@ def _parse(page: str) -> Samples:
         raise TopError(
             "what answers there are no metrics: is this a router's admin port?"
         ) from None
-    return Samples(time.monotonic(), values)
+    return Scraped(time.monotonic(), values)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from baton.top.scrape import NOTHING, Bucket, Known, Samples, Scrape
+from baton.top.scrape import NOTHING, Bucket, Known, Scrape, Scraped
 from telemetry.names import Metric
 
 LATENCIES: Final = (
@@ -176,13 +176,13 @@ def _worker(known: Known, now: Scrape, before: Scrape, since: Scrape) -> WorkerV
     )
 
 
-def _same_process(now: Samples, earlier: Samples) -> Samples:
+def _same_process(now: Scraped, earlier: Scraped) -> Scraped:
     """Returns the earlier samples, or `NOTHING` if the process has restarted since."""
     started = "process_start_time_seconds"
     return earlier if now.total(started) == earlier.total(started) else NOTHING
 
 
-def _rate(now: Samples, earlier: Samples, name: str, **labels: str) -> float | None:
+def _rate(now: Scraped, earlier: Scraped, name: str, **labels: str) -> float | None:
     """Increase of a counter a second; None: unknown."""
     if earlier is NOTHING or now.at_s <= earlier.at_s:
         return None
@@ -190,7 +190,7 @@ def _rate(now: Samples, earlier: Samples, name: str, **labels: str) -> float | N
     return max(0.0, grown) / (now.at_s - earlier.at_s)
 
 
-def _quantiles(pairs: Sequence[tuple[Samples, Samples]], name: str) -> Quantiles:
+def _quantiles(pairs: Sequence[tuple[Scraped, Scraped]], name: str) -> Quantiles:
     """Percentiles of the values counted between two scrapes of each process, ms."""
     sums: dict[float, float] = {}
     for now, earlier in pairs:

@@ -34,7 +34,7 @@ from engine.cuda.inputs import Inputs, attention_of, ends_of
 from engine.cuda.kernels import greedy
 from engine.cuda.packing import PackedStep, pack, rows_of, stores_of
 from engine.cuda.shapes import PROMPT_ROWS, Shape, Shapes
-from engine.cuda.staging import Int32s, Staging
+from engine.cuda.staging import Int32s, StepStaging
 from engine.executor import SCORE_ROWS, Launched
 from engine.kv_pool import KvPool
 from engine.model import Model
@@ -119,7 +119,7 @@ class CudaExecutor:
         self._token_table = torch.zeros(self._nobody + 1, dtype=torch.int32, device=device)
         self._shapes = Shapes(bounds)
         shapes = self._shapes.all
-        self._staging = Staging(_most_integers(bounds, shapes[0], max_pages), device)
+        self._staging = StepStaging(_most_integers(bounds, shapes[0], max_pages), device)
         most_rows = max(shape.rows for shape in shapes)
         self._inputs = Inputs(shapes[0], most_rows, max_pages, device)
         self._graphs: dict[Shape, _Graph] = {}

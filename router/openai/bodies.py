@@ -18,7 +18,7 @@ from router.bounds import BODY_BYTES_A_SECOND, BODY_GRACE_S, MOST_HELD_BODY_BYTE
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-    from router.bounds import Shape
+    from router.bounds import BodyShape
 
 
 class Bodies:
@@ -28,7 +28,7 @@ class Bodies:
         shape: judges each.
     """
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: BodyShape) -> None:
         self._shape = shape
         self._held_bytes = 0
 
@@ -55,7 +55,7 @@ class Bodies:
 class Body:
     """One of them. `Bodies.one` makes it."""
 
-    def __init__(self, bodies: Bodies, shape: Shape) -> None:
+    def __init__(self, bodies: Bodies, shape: BodyShape) -> None:
         self._bodies = bodies
         self._shape = shape
         self._parts: list[bytes] = []

@@ -8,11 +8,11 @@ from baton.inference.v1 import inference_pb2 as api
 from router import errors
 from router.errors import Violation
 from router.openai.logprobs import completion_logprobs
-from router.openai.reply import Echo, Order, Piece, Reply
+from router.openai.reply import Echo, Reply, ReplyOrder, ReplyPart
 from router.openai.schema import CompletionRequest, Prompt, StreamOptions, parse
 
 if TYPE_CHECKING:
-    from router.bounds import Shape
+    from router.bounds import BodyShape
     from router.calls import Call
     from router.generation import GenerationRequest, Generations
     from router.jobs import Dispatcher
@@ -27,7 +27,7 @@ class CompletionForm:
     whole_object = "text_completion"
     chunk_object = "text_completion"
 
-    def choice(self, piece: Piece) -> JSON:
+    def choice(self, piece: ReplyPart) -> JSON:
         """A whole choice."""
         return {
             "index": piece.choice,
@@ -47,7 +47,7 @@ class Completions:
         generations: Generations,
         dispatcher: Dispatcher,
         tokenizers: Tokenizers,
-        shape: Shape,
+        shape: BodyShape,
     ) -> None:
         self._generations = generations
         self._dispatcher = dispatcher
@@ -73,7 +73,7 @@ class Completions:
             _generation(request, prompt, echo, client_tag)
             for prompt, echo in zip(request.prompt, echoes, strict=True)
         ]
-        order = Order(
+        order = ReplyOrder(
             requests,
             CompletionForm(),
             request.stream_options or StreamOptions(),

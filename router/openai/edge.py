@@ -1,4 +1,4 @@
-"""Where HTTP begins: one `Endpoint` for each method that generates.
+"""Where HTTP begins: one `HttpEndpoint` for each method that generates.
 
 Life of a request:
 
@@ -79,7 +79,7 @@ class Guards(NamedTuple):
     """From a request's arrival to its deadline."""
 
 
-class Endpoint:
+class HttpEndpoint:
     """An ASGI application around one method."""
 
     def __init__(self, route: str, method: Method, guards: Guards, events: RouterEvents) -> None:

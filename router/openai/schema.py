@@ -130,7 +130,7 @@ class StreamOptions(BaseModel):
     """Counts so far in every chunk, where `include_usage` is set."""
 
 
-class Message(BaseModel):
+class ChatMessage(BaseModel):
     """An object of the API, with fields that cannot be honoured."""
 
     model_config = ConfigDict(extra="ignore")
@@ -157,7 +157,7 @@ class Message(BaseModel):
         ]
 
 
-class ModelRequest(Message):
+class ModelRequest(ChatMessage):
     """What every method's request has."""
 
     model: Annotated[str, BeforeValidator(_name)] = ""
@@ -298,7 +298,7 @@ Request = TypeVar("Request", bound=ModelRequest)
 
 
 def parse(kind: type[Request], body: bytes, most_ids: int = LEAST_ELEMENTS) -> Request:
-    """Reads a request whose shape was judged (`router.bounds.Shape`).
+    """Reads a request whose shape was judged (`router.bounds.BodyShape`).
 
     Args:
         kind: of request.

@@ -20,7 +20,7 @@ from starlette.routing import BaseRoute, Route
 
 from router import errors
 from router.auth import AUTHORIZATION, OPEN, Gate
-from router.bounds import Shape, most_connections
+from router.bounds import BodyShape, most_connections
 from router.errors import Violation
 from router.events import NO_EVENTS, RouterEvents
 from router.generation import Generations
@@ -29,7 +29,7 @@ from router.openai.bodies import Bodies
 from router.openai.chat import ChatCompletions
 from router.openai.completions import Completions
 from router.openai.connections import Connections
-from router.openai.edge import Endpoint, Guards, Method
+from router.openai.edge import Guards, HttpEndpoint, Method
 from router.openai.tokens import Tokens
 from telemetry.embedded_http import EmbeddedHttpServer
 
@@ -81,7 +81,7 @@ class OpenAiServer(EmbeddedHttpServer):
     ) -> None:
         self._pages = _Pages(dispatcher, tokenizers, gate)
         generations = Generations(dispatcher, tokenizers, limits, events)
-        shape = Shape(dispatcher.models)
+        shape = BodyShape(dispatcher.models)
         completions = Completions(generations, dispatcher, tokenizers, shape)
         chat = ChatCompletions(generations, dispatcher, tokenizers)
         tokens = Tokens(generations, dispatcher, shape)
@@ -117,7 +117,7 @@ class OpenAiServer(EmbeddedHttpServer):
 
 
 def _method(guards: Guards, events: RouterEvents, path: str, method: Method) -> Route:
-    return Route(path, Endpoint(path, method, guards, events), methods=["POST"])
+    return Route(path, HttpEndpoint(path, method, guards, events), methods=["POST"])
 
 
 class _Pages:

@@ -10,7 +10,7 @@ from router.openai.schema import DetokenizeRequest, parse
 from router.openai.turns import TokenizeRequest
 
 if TYPE_CHECKING:
-    from router.bounds import Shape
+    from router.bounds import BodyShape
     from router.calls import Call
     from router.generation import Generations
     from router.jobs import Dispatcher
@@ -37,7 +37,7 @@ class Said:
 class Tokens:
     """Both methods; they raise RouterError where a request cannot be understood or answered."""
 
-    def __init__(self, generations: Generations, dispatcher: Dispatcher, shape: Shape) -> None:
+    def __init__(self, generations: Generations, dispatcher: Dispatcher, shape: BodyShape) -> None:
         self._generations = generations
         self._dispatcher = dispatcher
         self._shape = shape

@@ -13,8 +13,8 @@ from baton.inference.v1 import inference_pb2 as api
 from router.bounds import MAX_CONTENT_PARTS, MAX_TEMPLATE_VALUES, MAX_TURNS
 from router.errors import Violation
 from router.openai.schema import (
+    ChatMessage,
     GenerationRequest,
-    Message,
     ModelRequest,
     UInt32,
     Unless,
@@ -73,7 +73,7 @@ def _inside(value: JsonValue) -> Iterable[JsonValue]:
             return ()
 
 
-class ChatTurn(Message):
+class ChatTurn(ChatMessage):
     """One message."""
 
     role: Literal["system", "developer", "user", "assistant"]

@@ -11,7 +11,7 @@ from baton.worker.v1 import worker_pb2
 from baton.worker_outbox import LoopInbox, Outbox
 from baton.worker_wire import tokens_message
 from engine.types import NewTokens, TokenRecord
-from router.jobs import JobTokens, TokenLogprobs
+from router.jobs import JobTokens, TokenScore
 from router.merge import step_tokens
 
 
@@ -44,7 +44,7 @@ async def test_tokens_that_wait_merge_and_keep_their_place() -> None:
     first, between, last = await drain(outbox)
     assert list(step_tokens(first.tokens)) == [
         (b"a", JobTokens(0, 0, (100,))),
-        (b"b", JobTokens(0, 3, (103,), (TokenLogprobs(-0.5),))),
+        (b"b", JobTokens(0, 3, (103,), (TokenScore(-0.5),))),
         (b"a", JobTokens(0, 1, (101,))),
     ]
     assert between == delivered(b"c")

@@ -16,7 +16,6 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.scheduler import Scheduler
 from engine.types import (
-    ChoiceEnded,
     Event,
     Mode,
     NewTokens,
@@ -26,6 +25,7 @@ from engine.types import (
     RequestFailed,
     Reserved,
     SamplingParams,
+    SequenceEnded,
     StopRules,
     TokenRecord,
 )
@@ -39,7 +39,7 @@ class Run:
     def __init__(self, request: Request) -> None:
         self.request = request
         self.records: list[list[TokenRecord]] = [[] for _ in range(request.choices)]
-        self.ends: dict[int, ChoiceEnded] = {}
+        self.ends: dict[int, SequenceEnded] = {}
         self.failed: RequestFailed | None = None
         self.reserved: Reserved | None = None
         self.prefilled: Prefilled | None = None
@@ -58,7 +58,7 @@ class Run:
                     for row, choice in enumerate(event.choices.tolist()):
                         assert event.request_ids[row] == self.request.id
                         self.records[choice].append(event.record(row))
-                case ChoiceEnded():
+                case SequenceEnded():
                     self.ends[event.choice] = event
                     if event.last:
                         self.done.set()

@@ -18,7 +18,7 @@ from engine.cuda.shapes import (
     bucket_of,
     bucket_sizes,
 )
-from engine.cuda.staging import ALIGNMENT, Staging, StagingError
+from engine.cuda.staging import ALIGNMENT, StagingError, StepStaging
 from engine.step import ScorePlan, StepPlan
 
 PAGE_SIZE = 4
@@ -131,7 +131,7 @@ def test_long_many_and_scored_prompts_have_none():
 
 
 def packed(plan: StepPlan | None, shape: Shape) -> PackedStep:
-    staging = Staging(1 << 14, torch.device("cpu"))
+    staging = StepStaging(1 << 14, torch.device("cpu"))
     staging.begin()
     found = pack(plan, shape, staging, NOBODY, PAGE_SIZE)
     staging.upload()
@@ -171,7 +171,7 @@ def test_a_piece_that_fills_its_shape_leaves_no_token_to_padding():
 
 @pytest.mark.parametrize("shape", shapes_of(8).all)
 def test_a_step_lies_where_the_graph_was_captured(shape):
-    staging = Staging(1 << 14, torch.device("cpu"))
+    staging = StepStaging(1 << 14, torch.device("cpu"))
     prompts = [[(0, 7)], [(4, 8), (0, 30)]] if shape.prompt_rows else [[], []]
     plans = [None, *(step(min(shape.decodes, n), *p) for n, p in zip((1, 8), prompts, strict=True))]
     addresses = []
@@ -191,7 +191,7 @@ def test_a_step_lies_where_the_graph_was_captured(shape):
 
 
 def test_sections_arrive_in_one_copy_at_addresses_their_sizes_decide():
-    staging = Staging(1024, torch.device("cpu"))
+    staging = StepStaging(1024, torch.device("cpu"))
     rng = np.random.default_rng(0)
     addresses = []
     for _ in range(5):
@@ -210,7 +210,7 @@ def test_sections_arrive_in_one_copy_at_addresses_their_sizes_decide():
 
 
 def test_a_step_that_does_not_fit_says_so():
-    staging = Staging(100, torch.device("cpu"))
+    staging = StepStaging(100, torch.device("cpu"))
     staging.begin()
     staging.add(np.zeros(90, np.int32))
     with pytest.raises(StagingError, match="100"):

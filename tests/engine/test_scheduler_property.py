@@ -21,7 +21,6 @@ from engine.sampling import Sampler
 from engine.scheduler import Scheduler
 from engine.settling import settle_step
 from engine.types import (
-    ChoiceEnded,
     ChunkComputed,
     EndReason,
     FailureReason,
@@ -32,6 +31,7 @@ from engine.types import (
     RequestFailed,
     Reserved,
     SamplingParams,
+    SequenceEnded,
     StopRules,
     TakenOver,
     TokenRecord,
@@ -80,7 +80,7 @@ class Bench:
                     columns = (event.request_ids, event.choices, event.indices, event.token_ids)
                     for request_id, choice, index, token in zip(*columns, strict=True):
                         self.take(request_id, int(choice), int(index), int(token))
-                case ChoiceEnded():
+                case SequenceEnded():
                     assert (event.request_id, event.choice) not in self.ends
                     self.ends[event.request_id, event.choice] = event.reason
                 case Reserved():

@@ -20,7 +20,7 @@ from router.jobs import (
     JobFinished,
     JobStarted,
     JobTokens,
-    TokenLogprobs,
+    TokenScore,
 )
 from router.openai.server import OpenAiServer
 from router.tokenization import Tokenizer, Tokenizers
@@ -106,10 +106,10 @@ def answers(
     return script
 
 
-def score(job: Job, token_id: int, logprob: float | None = None) -> TokenLogprobs:
+def score(job: Job, token_id: int, logprob: float | None = None) -> TokenScore:
     """-id/100, and as alternatives the token itself and the ids below it."""
     top = range(token_id, token_id - job.sampling.top_logprobs, -1)
-    return TokenLogprobs(
+    return TokenScore(
         -token_id / 100 if logprob is None else logprob,
         tuple(top),
         tuple(-(token_id + index) / 100 for index in range(len(top))),

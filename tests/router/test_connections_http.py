@@ -110,7 +110,9 @@ async def test_who_has_asked_may_think_for_longer(port: Port) -> None:
 async def test_who_waited_longest_makes_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.openai.server.most_connections", lambda: bounds.Connections(3, 3))
+    monkeypatch.setattr(
+        "router.openai.server.most_connections", lambda: bounds.ConnectionLimits(3, 3)
+    )
     async with open_port(tmp_path, says("a")) as port:
         silent = [await Client.of(port) for _ in range(2)]
         asking = await Client.of(port)

@@ -14,7 +14,7 @@ import pytest
 from scripted_worker import DECODE, ScriptedWorker, until
 
 from baton.worker.v1 import worker_pb2
-from router.link import LinkState, Loss, Outbox, WorkerLink
+from router.link import LinkState, Loss, SendQueue, WorkerLink
 from router.load_estimate import Reservation
 from router.registry import process_is_gone
 
@@ -82,7 +82,7 @@ def abort(attempt_id: bytes) -> worker_pb2.WorkRequest:
 
 
 async def test_cancel_and_abort_overtake_and_drop_what_they_end() -> None:
-    outbox = Outbox()
+    outbox = SendQueue()
     grant = worker_pb2.WorkRequest(grant=worker_pb2.Grant(attempt_id=A))
     for message in (submit(A), submit(B), grant, cancel(A), abort(b"c" * 16)):
         outbox.put(message)

@@ -30,7 +30,7 @@ from router.bounds import (
     MAX_TURNS,
     MOST_FIELDS,
     MOST_REQUEST_BYTES,
-    Shape,
+    BodyShape,
 )
 from router.validation import MAX_LOGIT_BIASES, MAX_STOP_TOKENS
 from router.wire_shape import count_fields
@@ -166,7 +166,7 @@ async def test_a_caller_without_a_token_is_answered_before_its_message_comes(
 
 def test_bounds_follow_the_largest_context() -> None:
     contexts = [64]
-    shape = Shape(lambda: [served_model("/m", max_context_tokens=one) for one in contexts])
+    shape = BodyShape(lambda: [served_model("/m", max_context_tokens=one) for one in contexts])
     assert (shape.most_bytes(), shape.most_elements()) == (LEAST_REQUEST_BYTES, LEAST_ELEMENTS)
     contexts.append(131_072)
     assert (shape.most_bytes(), shape.most_elements()) == (32 * 131_072, 131_072)

@@ -15,7 +15,7 @@ from openai_kit import Port, open_port, says
 from waiting import until
 
 from router.auth import TokenGate
-from router.bounds import LEAST_ELEMENTS, MAX_TEMPLATE_VALUES, MAX_TURNS, Shape
+from router.bounds import LEAST_ELEMENTS, MAX_TEMPLATE_VALUES, MAX_TURNS, BodyShape
 from router.errors import RouterError
 from router.openai.bodies import Bodies
 from router.openai.schema import CompletionRequest
@@ -80,7 +80,7 @@ async def test_a_wide_body_is_refused_before_it_is_parsed(port: Port, name: str)
 
 
 def test_commas_are_counted_too() -> None:
-    shape = Shape(lambda: [served_model("/m", max_context_tokens=100_000)])
+    shape = BodyShape(lambda: [served_model("/m", max_context_tokens=100_000)])
     shape.check_json(b"1," * 800_000)
     with pytest.raises(RouterError, match="commas"):
         shape.check_json(b"1," * 800_001)
