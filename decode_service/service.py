@@ -285,9 +285,8 @@ class DecodeService(AttemptsService[DecodeAttempt]):
         )
         attempt.tell(delivered=delivered)
         self._answer_wanted_abort(attempt, already_ready=True)
-        if not attempt.silent:
-            tokens = first_tokens(attempt.request, first.records, event.delivered_ns)
-            attempt.stream.add_tokens(tokens_message(tokens, range(len(first.records))))
+        tokens = first_tokens(attempt.request, first.records, event.delivered_ns)
+        attempt.tell(tokens=tokens_message(tokens, range(len(first.records))))
 
     def _receive_aborted(self, attempt: DecodeAttempt, *, already_ready: bool) -> None:
         """The answer to whoever asked: the router's Abort, or an end from this side."""

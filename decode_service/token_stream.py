@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 
+from baton.worker.v1 import worker_pb2
 from baton.worker_attempts import Attempts
 from baton.worker_outbox import Outbox
 from baton.worker_wire import tokens_message
@@ -47,7 +48,8 @@ class TokenStream:
             if not attempt.silent:
                 wanted[attempt.stream].append(row)
         for stream, of_stream in wanted.items():
-            stream.add_tokens(tokens_message(tokens, of_stream))
+            message = tokens_message(tokens, of_stream)
+            stream.send(worker_pb2.WorkResponse(tokens=message))
         return broken
 
     def choice_ended(self, attempt: DecodeAttempt, event: ChoiceEnded) -> None:

@@ -19,15 +19,20 @@ def delivered(attempt_id: bytes) -> worker_pb2.WorkResponse:
     return worker_pb2.WorkResponse(delivered=worker_pb2.Delivered(attempt_id=attempt_id))
 
 
-def row(attempt_id: bytes, index: int, *records: TokenRecord) -> worker_pb2.Tokens:
+def row(attempt_id: bytes, index: int, *records: TokenRecord) -> worker_pb2.WorkResponse:
     token_ids = np.array([100 + index], np.int32)
     at, choice = np.array([index], np.int32), np.zeros(1, np.int32)
     tokens = NewTokens([attempt_id], choice, at, token_ids, dict(enumerate(records)), at_ns=0)
-    return tokens_message(tokens, [0])
+    return worker_pb2.WorkResponse(tokens=tokens_message(tokens, [0]))
 
 
 async def drain(outbox: Outbox) -> list[worker_pb2.WorkResponse]:
-    return [message for _ in range(len(outbox)) if (message := await outbox.get())]
+    messages = []
+    while len(outbox):
+        message = await outbox.get()
+        assert message is not None
+        messages.append(message)
+    return messages
 
 
 def never() -> None:
@@ -36,11 +41,11 @@ def never() -> None:
 
 async def test_tokens_that_wait_merge_and_keep_their_place() -> None:
     outbox = Outbox(never)
-    outbox.add_tokens(row(b"a", 0))
-    outbox.add_tokens(row(b"b", 3, TokenRecord(103, -0.5)))
-    outbox.add_tokens(row(b"a", 1))
+    outbox.send(row(b"a", 0))
+    outbox.send(row(b"b", 3, TokenRecord(103, -0.5)))
+    outbox.send(row(b"a", 1))
     outbox.send(delivered(b"c"))
-    outbox.add_tokens(row(b"a", 2))
+    outbox.send(row(b"a", 2))
     first, between, last = await drain(outbox)
     assert list(step_tokens(first.tokens)) == [
         (b"a", JobTokens(0, 0, (100,))),
@@ -66,11 +71,11 @@ async def test_a_router_that_does_not_read_is_given_up() -> None:
     given_up: list[bool] = []
     outbox = Outbox(lambda: given_up.append(True), max_entries=10)
     for index in range(10):
-        outbox.add_tokens(row(b"a", index))
+        outbox.send(row(b"a", index))
     assert not given_up
     await drain(outbox)
     for index in range(11):
-        outbox.add_tokens(row(b"a", index))
+        outbox.send(row(b"a", index))
     assert given_up == [True]
     outbox.send(delivered(b"a"))
     assert len(outbox) == 0
@@ -81,7 +86,7 @@ async def test_what_waits_is_still_got_after_the_finish() -> None:
     outbox.send(delivered(b"a"))
     outbox.finish()
     outbox.send(delivered(b"b"))
-    outbox.add_tokens(row(b"b", 0))
+    outbox.send(row(b"b", 0))
     assert (await outbox.get()) == delivered(b"a")
     assert await outbox.get() is None
 
