@@ -112,10 +112,10 @@ class Worker:
         """How the worker stands now."""
         load = self.engine.load()
         prefill, decode = self.services.prefill, self.services.decode
-        local = max(0, decode.figures.queued_tokens - load.begun_prefill_tokens)
+        local = max(0, decode.stats.queued_tokens - load.begun_prefill_tokens)
         room = PrefillRoom(
-            queued=prefill.figures.queued_tokens + local,
-            ungranted=prefill.figures.ungranted_tokens,
+            queued=prefill.stats.queued_tokens + local,
+            ungranted=prefill.stats.ungranted_tokens,
             step=self.engine.max_step_tokens,
             page=self.engine.model.page_size_tokens,
         )

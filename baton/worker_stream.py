@@ -58,16 +58,16 @@ class Services:
     @property
     def active(self) -> int:
         """Attempts that somebody waits for."""
-        return self.prefill.figures.active + self.decode.figures.active
+        return self.prefill.stats.active + self.decode.stats.active
 
     def overdue(self) -> Overdue:
         """Transfers that do not end."""
-        prefill, decode = self.prefill.figures, self.decode.figures
+        prefill, decode = self.prefill.stats, self.decode.stats
         return overdue(decode.quarantines(), prefill.unended_sends())
 
     def peers_to_avoid(self) -> dict[str, str]:
         """Why, by agent name, apart from what the paths to them say."""
-        prefill, decode = self.prefill.figures, self.decode.figures
+        prefill, decode = self.prefill.stats, self.decode.stats
         return peers_to_avoid(
             decode.quarantines(), prefill.unended_sends(), decode.crowding_peers()
         )

@@ -1,4 +1,4 @@
-"""One attempt at a decode worker, as the event loop sees it."""
+"""The decode leg: this worker receives a prompt's KV, or computes it, and draws the tokens."""
 
 from __future__ import annotations
 
@@ -8,57 +8,64 @@ from array import array
 from dataclasses import dataclass, field
 
 from baton.worker.v1 import worker_pb2
-from baton.worker_attempts import Attempt
+from baton.worker_legs import WorkerLeg
+from baton.worker_wire import pack_ids
 from engine.types import ChoiceEnded, Mode, PageIds
+from kv_transfer.events import Delivered
 
 
 class DecodeState(enum.IntEnum):
-    """State of an attempt under way; failure is the smallest."""
+    """State of a leg under way; failure is the smallest."""
 
     QUARANTINED = 0
-    """Given up, but a write may still land in its pages."""
+    """The leg was given up, but a write may still land in its pages."""
     WAITING = 1
-    """For a slot and pages; where the prompt is computed here, for that."""
+    """It waits for a slot and pages. If the prompt is computed here, it stays here until then."""
     GRANTED = 2
     """The prefill worker may write its pages."""
     READY = 3
     """Every page has been written."""
     RUNNING = 4
-    """In the batch."""
+    """It is in the batch."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class DecodeAttempt(Attempt):
-    """Life: see `decode_service.service`. Times are Unix nanoseconds, 0 before they are known."""
+class DecodeLeg(WorkerLeg):
+    """One decode leg. Its states are those of `decode_service.service`.
+
+    Times are Unix nanoseconds, 0 before they are known. `computed_ns` stays 0 unless the prompt is
+    computed here.
+    """
 
     state: DecodeState = DecodeState.WAITING
     transfer_id: bytes = b""
     num_pages: int = 0
     held_pages: int = 0
+    """Pages of the prompt that this worker had already."""
     took_over: bool = False
     """The prompt was to come from elsewhere, and is computed here."""
     quarantined_s: float = 0.0
-    """Since when it has been in quarantine, on the table's clock."""
+    """On the table's clock: the quarantine began."""
     abort_wanted: bool = False
     """The router waits for an Aborted."""
-    computed_ns: int = 0
-    """First token, where the prompt is computed here."""
+    delivered: Delivered | None = None
+    """The end of the transfer, if there was one."""
     granted_ns: int = 0
     first_token_ns: int = 0
-    """Sampled, by the clock of whoever computed the prompt."""
+    """The first token was sampled, by the clock of the worker that computed the prompt."""
     second_token_ns: int = 0
-    """The first that was sampled after those."""
+    """The first token after that was sampled."""
     ready_ns: int = 0
     joined_ns: int = 0
     last_token_ns: int = 0
     tokens: int = 0
-    """Sampled here, over all choices."""
+    """Tokens sampled here, over all choices."""
     steps: int = 0
     preemptions: int = 0
     gaps_ms: array[float] = field(default_factory=lambda: array("f"))
-    """Between tokens of one choice."""
+    """Times between two tokens of one choice."""
     last_token_of: dict[int, int] = field(default_factory=dict)
-    """By choice, when its last token was sampled."""
+    """Time of each choice's last token."""
 
     @property
     def is_whole(self) -> bool:
@@ -67,13 +74,13 @@ class DecodeAttempt(Attempt):
 
     @property
     def has_kv(self) -> bool:
-        """The prompt's KV is here, or computed here: the attempt must not be tried elsewhere."""
+        """The prompt's KV is here or is computed here, so no other attempt may be begun."""
         return self.took_over or self.state >= DecodeState.READY
 
     @property
     def second_token_gap_ms(self) -> float | None:
-        """From the first token to the second, where a hand-off shows; None before it, or where
-        nobody said when the first was sampled. Not below 0 where clocks disagree."""
+        """Time from the first token to the second, where a hand-off shows. Not below 0 if clocks
+        disagree. None before the second token, or if nobody said when the first was sampled."""
         if not (self.first_token_ns and self.second_token_ns):
             return None
         return max(0, self.second_token_ns - self.first_token_ns) / 1e6
@@ -84,8 +91,17 @@ class DecodeAttempt(Attempt):
         self.num_pages, self.held_pages = len(pages), held_pages
         self.granted_ns = time.time_ns()
 
+    def receive(self, event: Delivered) -> None:
+        """GRANTED -> READY."""
+        self.state, self.delivered = DecodeState.READY, event
+        self.ready_ns = event.delivered_ns
+
+    def compute(self, at_ns: int) -> None:
+        """Takes the time at which this worker computed the prompt."""
+        self.computed_ns = self.ready_ns = self.first_token_ns = at_ns
+
     def count(self, choice: int, at_ns: int) -> None:
-        """Takes note of a choice's token of a step."""
+        """Counts one token of a choice."""
         if not self.second_token_ns and at_ns != self.first_token_ns:
             self.second_token_ns = at_ns
         self.steps += at_ns != self.last_token_ns
@@ -95,8 +111,24 @@ class DecodeAttempt(Attempt):
             self.gaps_ms.append((at_ns - before_ns) / 1e6)
         self.last_token_of[choice] = at_ns
 
-    def timings(self, event: ChoiceEnded) -> worker_pb2.WorkTimings:
-        """When things happened, for the last message about the attempt."""
+    def tell_granted(self, pages: PageIds, epoch: int, agent_name: str) -> None:
+        """Tells the router which pages of this worker's pool the prefill worker may write."""
+        granted = worker_pb2.Grant(
+            attempt_id=self.id,
+            transfer_id=self.transfer_id,
+            decode_epoch=epoch,
+            decode_agent_name=agent_name,
+            page_ids=pack_ids(pages),
+            held_pages=self.held_pages,
+        )
+        self.tell(granted=granted)
+
+    def tell_end(self, event: ChoiceEnded) -> None:
+        """Tells the router that a choice ended."""
+        timings = self._timings(event) if event.last else None
+        self.tell_finished(event.choice, event.reason, event.output_tokens, timings)
+
+    def _timings(self, event: ChoiceEnded) -> worker_pb2.WorkTimings:
         return worker_pb2.WorkTimings(
             received_unix_ns=self.received_ns,
             prefill_started_unix_ns=self.started_ns,
