@@ -24,7 +24,6 @@ from typing import Any, Final, Generic, Self, TypeVar
 
 from baton.worker.v1 import worker_pb2
 from baton.worker_outbox import Outbox
-from baton.worker_spans import CANCELLED, EXPIRED
 from baton.worker_wire import end_reason_message, failed_message, record_message, request_of
 from engine.types import EndReason, FailureReason, Request, TokenRecord
 from kv_transfer.tables import BoundedMemory, Clock
@@ -35,6 +34,11 @@ DEADLINE_GRACE_S: Final = 1.0
 """The router ends a request at its deadline. The worker ends it by itself this much later."""
 MAX_REMEMBERED: Final = 1 << 16
 REMEMBERED_S: Final = 3600.0
+
+# Why a leg failed, in its spans.
+CANCELLED: Final = "cancelled"
+EXPIRED: Final = "expired"
+KV_TRANSFER: Final = "kv_transfer"
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -6,17 +6,9 @@ that failed has the spans of what happened, and the last of them carries the rea
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
-
+from baton.worker_legs import WorkerLeg
 from telemetry.names import Attr, SpanName
 from telemetry.tracing import write_span
-
-if TYPE_CHECKING:
-    from baton.worker_legs import WorkerLeg
-
-CANCELLED: Final = "cancelled"
-EXPIRED: Final = "expired"
-KV_TRANSFER: Final = "kv_transfer"
 
 
 def write_prompt_spans(leg: WorkerLeg, computed_tokens: int, chunks: int = 0) -> None:

@@ -39,10 +39,9 @@ from functools import partial
 from typing import Final
 
 from baton.worker.v1 import worker_pb2
-from baton.worker_legs import LegService
+from baton.worker_legs import CANCELLED, EXPIRED, KV_TRANSFER, LegService
 from baton.worker_outbox import Hop, Outbox
 from baton.worker_ports import LegEngine, ReceivingThread
-from baton.worker_spans import CANCELLED, EXPIRED, KV_TRANSFER
 from baton.worker_wire import (
     MalformedMessage,
     decode_first_tokens,

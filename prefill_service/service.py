@@ -31,10 +31,9 @@ from functools import partial
 from typing import Final
 
 from baton.worker.v1 import worker_pb2
-from baton.worker_legs import LegService
+from baton.worker_legs import KV_TRANSFER, LegService
 from baton.worker_outbox import LoopInbox, Outbox
 from baton.worker_ports import LegEngine, SendingThread
-from baton.worker_spans import KV_TRANSFER
 from baton.worker_wire import encode_first_tokens, kv_tokens, scores_message
 from engine.types import (
     ChunkComputed,
