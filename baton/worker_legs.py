@@ -1,6 +1,6 @@
-"""A leg is one worker's part in an attempt. This module has what the legs of both services share.
+"""A leg is one worker's part in an attempt. Both services' legs share this module.
 
-Life of a leg, whatever its service makes of it between:
+Life of a leg at either service:
 
 1. Under way: a router submitted it, and the service's table has it.
 2. Its outcome is known: the leg keeps the time and the reason, and its spans are written.
@@ -189,11 +189,10 @@ class LegTable(Generic[L]):
 
 
 class LegService(ABC, Generic[L]):
-    """A service's legs, and what ends one from outside.
+    """A service's legs, and the ways to end them early.
 
-    Four things do: the router's word, the end of the stream, the deadline, and the end of the
-    process. A bug in an event's handler is a fifth. If one leg cannot be ended, the others still
-    are.
+    The router's word, the end of the stream, the deadline and the end of the process end a leg. So
+    does a bug in the handler of one of its events. If a leg cannot be ended, the others still are.
     """
 
     def __init__(self, clock: Clock) -> None:

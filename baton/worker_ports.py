@@ -37,7 +37,7 @@ class SendingThread(Protocol):
         ...
 
     def chunk_computed(self, transfer_id: bytes, end_token: int, payload: bytes | None) -> None:
-        """Sends what is new: the KV of [0, end_token) is final."""
+        """Sends the new pages: the KV of [0, end_token) is final."""
         ...
 
     def abort_send(self, transfer_id: bytes) -> None:

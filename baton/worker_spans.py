@@ -1,7 +1,7 @@
 """The two spans of a prompt's computation, which both services write.
 
-A leg keeps times. Its service writes all spans of the leg once, when the outcome is known. A leg
-that failed has the spans of what happened, and the last of them carries the reason.
+A leg keeps times. Its service writes all spans of the leg once, when the outcome is known. A failed
+leg has the spans of the phases that it reached, and the last of them carries the reason.
 """
 
 from __future__ import annotations

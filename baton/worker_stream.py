@@ -127,7 +127,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def finish(self) -> None:
-        """Ends every stream once what waits for its router is written."""
+        """Ends every stream once its waiting messages are written."""
         for outbox in self._outboxes:
             outbox.finish()
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from baton.worker.v1 import worker_pb2
 from baton.worker_legs import WorkerLeg
+from baton.worker_outbox import Outbox
 from baton.worker_wire import pack_ids
 from engine.types import ChoiceEnded, Mode, PageIds
 from kv_transfer.events import Delivered
@@ -79,8 +80,11 @@ class DecodeLeg(WorkerLeg):
 
     @property
     def second_token_gap_ms(self) -> float | None:
-        """Time from the first token to the second, where a hand-off shows. Not below 0 if clocks
-        disagree. None before the second token, or if nobody said when the first was sampled."""
+        """Time from the first token to the second, which a hand-off lengthens.
+
+        It is not below 0 if clocks disagree. It is None before the second token, and if the prefill
+        worker did not say when it sampled the first.
+        """
         if not (self.first_token_ns and self.second_token_ns):
             return None
         return max(0, self.second_token_ns - self.first_token_ns) / 1e6
@@ -123,6 +127,13 @@ class DecodeLeg(WorkerLeg):
         )
         self.tell(granted=granted)
 
+    def answer_wanted_abort(self, *, already_ready: bool) -> None:
+        """Answers the router's Abort, if one waits. The verdict may be known before the answer to
+        `abort_receive` comes, and the leg may be over by then."""
+        if self.abort_wanted:
+            self.abort_wanted = False
+            answer_abort(self.stream, self.id, already_ready=already_ready)
+
     def tell_end(self, event: ChoiceEnded) -> None:
         """Tells the router that a choice ended."""
         timings = self._timings(event) if event.last else None
@@ -138,3 +149,9 @@ class DecodeLeg(WorkerLeg):
             cached_prompt_tokens=self.cached_tokens,
             preemptions=self.preemptions,
         )
+
+
+def answer_abort(stream: Outbox, leg_id: bytes, *, already_ready: bool) -> None:
+    """Answers an Abort, whether or not the leg is under way or silent."""
+    aborted = worker_pb2.Aborted(attempt_id=leg_id, already_ready=already_ready)
+    stream.send(worker_pb2.WorkResponse(aborted=aborted))

@@ -52,7 +52,7 @@ from baton.worker_wire import (
     tokens_message,
 )
 from decode_service import spans
-from decode_service.leg import DecodeLeg, DecodeState
+from decode_service.leg import DecodeLeg, DecodeState, answer_abort
 from decode_service.peer_pages import PeerPages
 from decode_service.stats import DecodeStats
 from decode_service.token_stream import TokenStream
@@ -154,13 +154,13 @@ class DecodeService(LegService[DecodeLeg]):
             if self._legs.is_new(leg_id):
                 self._legs.end(leg_id)
             ready = self._legs.was_ready(leg_id)
-            _answer_abort(stream, leg_id, already_ready=ready)
+            answer_abort(stream, leg_id, already_ready=ready)
         elif leg.state is DecodeState.GRANTED:
             if not leg.abort_wanted:
                 leg.abort_wanted = True
                 self._transfer.abort_receive(leg.transfer_id)
         else:
-            _answer_abort(stream, leg_id, already_ready=leg.has_kv)
+            answer_abort(stream, leg_id, already_ready=leg.has_kv)
             if leg.state is DecodeState.WAITING and not leg.has_kv:
                 self.cancel(leg_id, stream)
 
@@ -268,7 +268,7 @@ class DecodeService(LegService[DecodeLeg]):
         try:
             first = decode_first_tokens(event.payload, leg.request.choices)
         except MalformedMessage:
-            self._answer_wanted_abort(leg, already_ready=True)
+            leg.answer_wanted_abort(already_ready=True)
             leg.fail(worker_pb2.FAILURE_REASON_KV_TRANSFER)
             self._end_early(leg, KV_TRANSFER)
             return
@@ -277,13 +277,13 @@ class DecodeService(LegService[DecodeLeg]):
         self._give_share_back(leg)
         delivered = worker_pb2.Delivered(attempt_id=leg.id, delivered_unix_ns=event.delivered_ns)
         leg.tell(delivered=delivered)
-        self._answer_wanted_abort(leg, already_ready=True)
+        leg.answer_wanted_abort(already_ready=True)
         tokens = first_tokens(leg.request, first.records, event.delivered_ns)
         leg.tell(tokens=tokens_message(tokens, range(len(first.records))))
 
     def _receive_aborted(self, leg: DecodeLeg, *, already_ready: bool) -> None:
         """Takes the answer to `abort_receive`, for the router's Abort or an end from this side."""
-        self._answer_wanted_abort(leg, already_ready=already_ready)
+        leg.answer_wanted_abort(already_ready=already_ready)
         if already_ready:
             self._free(leg)
         elif leg.state is DecodeState.GRANTED:
@@ -293,15 +293,9 @@ class DecodeService(LegService[DecodeLeg]):
     def _receive_expired(self, leg: DecodeLeg) -> None:
         if leg.state is not DecodeState.GRANTED:
             return
-        self._answer_wanted_abort(leg, already_ready=False)
+        leg.answer_wanted_abort(already_ready=False)
         leg.fail(worker_pb2.FAILURE_REASON_EXPIRED)
         self._quarantine(leg, EXPIRED)
-
-    def _answer_wanted_abort(self, leg: DecodeLeg, *, already_ready: bool) -> None:
-        """Answers as soon as the verdict is known: the leg may be over before `ReceiveAborted`."""
-        if leg.abort_wanted:
-            leg.abort_wanted = False
-            _answer_abort(leg.stream, leg.id, already_ready=already_ready)
 
     # How legs end.
 
@@ -342,8 +336,3 @@ class DecodeService(LegService[DecodeLeg]):
         self._by_transfer.pop(leg.transfer_id, None)
         self._legs.end(leg.id, was_ready)
         self._give_share_back(leg)
-
-
-def _answer_abort(stream: Outbox, leg_id: bytes, *, already_ready: bool) -> None:
-    aborted = worker_pb2.Aborted(attempt_id=leg_id, already_ready=already_ready)
-    stream.send(worker_pb2.WorkResponse(aborted=aborted))

@@ -9,7 +9,7 @@ import numpy as np
 
 from baton.worker.v1 import worker_pb2
 from baton.worker_outbox import LoopInbox, Outbox
-from baton.worker_wire import tokens_message
+from baton.worker_wire import tokens_message, unpack_ids
 from engine.types import NewTokens, TokenRecord
 from router.jobs import JobTokens, TokenLogprobs
 from router.merge import step_tokens
@@ -54,6 +54,19 @@ async def test_tokens_that_wait_merge_and_keep_their_place() -> None:
     ]
     assert between == delivered(b"c")
     assert list(step_tokens(last.tokens)) == [(b"a", JobTokens(0, 2, (102,)))]
+
+
+async def test_a_slow_router_gets_many_steps_in_one_message() -> None:
+    outbox = Outbox(never)
+    for index in range(500):
+        outbox.send(row(b"a", index, *([TokenRecord(0, -1.0)] if index % 7 == 0 else [])))
+    (joined,) = await drain(outbox)
+    assert [tokens.token_ids for _, tokens in step_tokens(joined.tokens)] == [
+        (100 + index,) for index in range(500)
+    ]
+    scored = unpack_ids(joined.tokens.scored_rows).tolist()
+    assert scored == list(range(0, 500, 7))
+    assert len(joined.tokens.records) == len(scored)
 
 
 async def test_only_the_newest_load_report_waits() -> None:
