@@ -1,14 +1,14 @@
-"""One GPU a worker: a lock for each GPU, in a folder that the workers of a host share.
+"""Gives each worker of a host a GPU of its own, by a lock for each GPU in a shared folder.
 
 Life of a slot:
 
 1. FREE: nobody holds the lock of its file.
-2. CLAIMED: a worker holds it, from before it touches a GPU until it ends; the file says who.
-3. The worker ends, however it ends: the kernel drops the lock with the process, and the slot is
+2. CLAIMED: a worker holds the lock before it touches a GPU, and until it ends. The file names it.
+3. The worker ends, by whatever cause. The kernel drops the lock with the process, and the slot is
    FREE. Nothing has to be cleaned up, not even after SIGKILL.
 
-A slot says which GPU is whose among Baton's workers; it keeps nobody else off a GPU. The folder has
-to be on one host's own disk or memory: locks over NFS are another matter.
+Slots share out GPUs among Baton's workers. They keep no other program off a GPU. The folder must be
+on the host's own disk or in its memory, because locks over NFS are not reliable.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class NoSlotError(Exception):
 
 
 def visible_gpus() -> list[str]:
-    """GPUs that this process may use, as `CUDA_VISIBLE_DEVICES` names them."""
+    """The GPUs that this process may use, by their names in `CUDA_VISIBLE_DEVICES`."""
     if (chosen := os.environ.get(VISIBLE)) is not None:
         return [name.strip() for name in chosen.split(",") if name.strip() not in ("", "-1")]
     nodes = Path("/dev").glob("nvidia[0-9]*")
@@ -44,9 +44,9 @@ def claimed(folder: Path, gpus: Sequence[str], holder: str) -> Iterator[str]:
     """Holds the first free GPU of `gpus` as long as the context is open, and yields its name.
 
     Args:
-        folder: shared by all who claim; made where it is missing.
-        gpus: as `visible_gpus` names them.
-        holder: who claims, for the message that others get.
+        folder: all workers of the host share it; it is made if it is missing.
+        gpus: names as in `visible_gpus`.
+        holder: name of the worker, for the error that others get.
 
     Raises:
         NoSlotError: every GPU is claimed, or the folder cannot be used.
@@ -73,22 +73,22 @@ def claimed_for(device: str, folder: str, holder: str) -> Iterator[str]:
     """Claims a GPU for a worker and hides all others from this process, before CUDA is touched.
 
     Args:
-        device: the worker's setting; `cpu` claims nothing, nor does `auto` where there is no GPU.
+        device: the worker's setting; `cpu` claims nothing, and `auto` nothing if there is no GPU.
         folder: the worker's setting; "" claims nothing.
         holder: the worker's name.
 
     Yields:
-        The GPU's name, "" where nothing is claimed.
+        The GPU's name, "" if nothing is claimed.
 
     Raises:
-        NoSlotError: as `claimed`.
+        NoSlotError: every GPU is claimed, or the folder cannot be used.
     """
     gpus = visible_gpus()
     if not folder or device == "cpu" or (device == "auto" and not gpus):
         yield ""
         return
     with claimed(Path(folder), gpus, holder) as gpu:
-        # The order of the device files, which all workers share; CUDA's own is by speed.
+        # All workers count GPUs in the order of the device files. CUDA's own order is by speed.
         os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
         os.environ[VISIBLE] = gpu
         yield gpu

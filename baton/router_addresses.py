@@ -1,11 +1,14 @@
-"""Where routers are: the addresses behind what `--routers` says, for as long as a worker lives.
+"""The addresses of routers, for as long as a worker lives.
 
-Life of a name: looked up at once, and again every few seconds -> all addresses that it stands for
-are listed -> from the next lookup on, those that it stands for then. While it stands for nothing,
-or cannot be looked up, what was known last stays listed. IP addresses and `localhost` are listed as
-they are.
+`--routers` has names or addresses. Life of a name:
 
-Each name has a thread, which nobody waits for: the system's resolver may take minutes to give up,
+1. It is looked up at once, and again every few seconds.
+2. All of its addresses are listed. The next lookup replaces them.
+3. If a lookup fails or finds nothing, the addresses known last stay listed.
+
+IP addresses and `localhost` are listed as they are.
+
+Each name has a thread, and nothing waits for it. The system's resolver may take minutes to give up,
 and a worker that has drained must be able to end.
 """
 
@@ -25,20 +28,19 @@ logger = logging.getLogger(__name__)
 
 LOOKUP_INTERVAL_S: Final = 5.0
 UNKNOWN_INTERVAL_S: Final = 1.0
-"""The same until a name has stood for something."""
+"""The interval until the first lookup of a name has succeeded."""
 _JITTER: Final = 0.2
-"""Share by which an interval is shorter or longer, so that a pool of workers does not ask at once.
-"""
+"""An interval is shorter or longer by up to this share: so workers do not all ask at once."""
 
 
 class RouterAddresses:
-    """What `--routers` stands for; looks names up while entered."""
+    """The addresses behind `--routers`. Looks names up while entered."""
 
     def __init__(self, routers: Sequence[str]) -> None:
-        """Addresses that stand for themselves are listed from now on.
+        """Lists the IP addresses among `routers`; names follow once it is entered.
 
         Args:
-            routers: HOST:PORT, where the host may be a name of several.
+            routers: HOST:PORT each. A host may be a name that stands for several addresses.
         """
         self._over = threading.Event()
         self._said: dict[str, _Name | None] = {
@@ -56,24 +58,24 @@ class RouterAddresses:
         self._over.set()
 
     def listed(self) -> list[str]:
-        """Every address known now, once."""
+        """All addresses known now, each once."""
         known = ([said] if name is None else name.found for said, name in self._said.items())
         return list(dict.fromkeys(address for addresses in known for address in addresses))
 
 
 class _Name(threading.Thread):
-    """Looks one name up until it is over."""
+    """Looks one name up until `over` is set."""
 
     def __init__(self, router: str, over: threading.Event) -> None:
         super().__init__(name=f"lookup-{router}", daemon=True)
         self.found: list[str] = []
-        """Set as a whole by this thread, read by others."""
+        """The addresses. This thread replaces the whole list; others read it."""
         self._router = router
         self._over = over
         self._is_missed = False
 
     def run(self) -> None:
-        """Returns after the last lookup that had begun."""
+        """Returns once `over` is set and the lookup under way has ended."""
         while True:
             self._look()
             interval_s = LOOKUP_INTERVAL_S if self.found else UNKNOWN_INTERVAL_S
@@ -83,7 +85,7 @@ class _Name(threading.Thread):
     def _look(self) -> None:
         try:
             found = _addresses_of(self._router)
-        except (OSError, UnicodeError) as error:  # the latter where it cannot be a host's name
+        except (OSError, UnicodeError) as error:  # UnicodeError: it cannot be a host's name
             if not self._is_missed:
                 cause = str(getattr(error, "strerror", None) or error)
                 details = {"router": self._router, "cause": cause}
@@ -98,8 +100,12 @@ class _Name(threading.Thread):
 
 
 def _addresses_of(router: str) -> list[str]:
-    """All that a name and a port stand for: `V4:PORT` and `[V6]:PORT`, of families that this host
-    has. Raises OSError or UnicodeError where there are none."""
+    """Looks a name up: `V4:PORT` and `[V6]:PORT`, in the families that this host has.
+
+    Raises:
+        OSError: no address was found.
+        UnicodeError: it cannot be a host's name.
+    """
     port = router.rpartition(":")[2]
     known = socket.getaddrinfo(
         host_of(router), port, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG
@@ -109,7 +115,7 @@ def _addresses_of(router: str) -> list[str]:
 
 
 def _is_name(host: str) -> bool:
-    """`localhost` is this host, in whichever family the router listens."""
+    """Whether a host has to be looked up. `localhost` does not: gRPC tries both families."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

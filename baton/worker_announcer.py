@@ -1,12 +1,15 @@
-"""A worker tells routers that it exists, for as long as it lives; before that, that it loads.
+"""A worker announces itself to routers for as long as it lives. While it loads, it says so.
 
-Life of a router's address: listed -> its router is told every second until it holds a stream, and
-every few seconds after that -> let go, once its name stands for others and it is not reached
-either. One that is not there, or went away, goes on being told while it is listed: it may come
-back, and processes start in any order.
+Life of a router's address:
 
-A router that is reached by two addresses is told twice and attaches once: it knows the worker by
-name and epoch, and opens the stream.
+1. Listed (`baton.router_addresses`). The worker announces itself there every second until the
+   router holds a stream, and every few seconds after that.
+2. Unreached. The worker goes on while the address is listed: the router may come back, and
+   processes start in any order.
+3. Let go, once it is neither listed nor reached.
+
+A router with two addresses hears every announcement twice and attaches once: it knows the worker by
+name and epoch, and it opens the stream.
 """
 
 from __future__ import annotations
@@ -30,15 +33,14 @@ UNATTACHED_INTERVAL_S: Final = 1.0
 ATTACHED_INTERVAL_S: Final = 3.0
 TIMEOUT_S: Final = 2.0
 _OPTIONS: Final = [*channel_options(), ("grpc.enable_http_proxy", 0)]
-"""What exempts a name from a proxy (`no_proxy`) does not exempt the addresses that it stands for.
-"""
+"""No proxy: `no_proxy` may exempt a name, but not the addresses that the name stands for."""
 
 
 @contextmanager
 def announced_as_loading(
     routers: RouterAddresses, worker: worker_pb2.WorkerIdentity
 ) -> Iterator[None]:
-    """Tells routers, from a thread of its own, that a worker's model is being loaded."""
+    """Tells routers that a worker's model is being loaded, on a thread of its own."""
     over = threading.Event()
     thread = threading.Thread(
         target=_say_loading, args=(routers, worker, over), name="loading", daemon=True
@@ -64,7 +66,7 @@ def _say_loading(
                 if address not in channels:
                     channel = grpc.insecure_channel(address, options=_OPTIONS)
                     channels[address] = stack.enter_context(channel)
-                with suppress(grpc.RpcError):  # It is not there, or not yet.
+                with suppress(grpc.RpcError):  # The router is not there, or not yet.
                     registry = worker_pb2_grpc.RegistryServiceStub(channels[address])
                     registry.Announce(request, timeout=UNATTACHED_INTERVAL_S)
             if over.wait(UNATTACHED_INTERVAL_S):
@@ -72,7 +74,7 @@ def _say_loading(
 
 
 async def announce_forever(routers: RouterAddresses, worker: worker_pb2.WorkerIdentity) -> None:
-    """Announces a worker to all routers, those to come included, until cancelled."""
+    """Announces a worker to all routers until cancelled. Routers that come later hear it, too."""
     telling: dict[str, asyncio.Task[None]] = {}
     try:
         while True:
@@ -87,7 +89,7 @@ async def announce_forever(routers: RouterAddresses, worker: worker_pb2.WorkerId
 
 
 async def _tell(address: str, worker: worker_pb2.WorkerIdentity, routers: RouterAddresses) -> None:
-    """Announces a worker to the router at an address until that is to be let go."""
+    """Announces a worker to the router at one address until the address is let go."""
     was_attached: bool | None = None
     request = worker_pb2.AnnounceRequest(worker=worker)
     async with grpc.aio.insecure_channel(address, options=_OPTIONS) as channel:
@@ -107,7 +109,7 @@ async def _tell(address: str, worker: worker_pb2.WorkerIdentity, routers: Router
 
 
 def _is_lost(error: grpc.aio.AioRpcError) -> bool:
-    """Whether there is no connection to a router, and not merely no answer in time."""
+    """Whether there is no connection. A router that answers too late is not lost."""
     return error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
 
 

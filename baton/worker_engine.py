@@ -1,4 +1,4 @@
-"""What a worker's settings say to the engine, and what its role adds."""
+"""The engine's configuration, from a worker's settings and its role."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from engine.bounds import UNBOUNDED
 from engine.config import EngineConfig
 
 DECODE_MIXED_PREFILL_TOKENS: Final = 192
-"""A decode worker computes at most this many prompt tokens in a step that also decodes: they are
-nearly free there."""
+"""A decode worker computes at most this many prompt tokens in a step that also decodes. So few are
+nearly free."""
 DECODE_STEP_TOKENS: Final = 512
-"""A decode worker computes at most this much of a prompt in a step where nothing decodes: a
-request that is delivered meanwhile waits for the step to end."""
+"""A decode worker computes at most this many prompt tokens in a step where nothing decodes. A
+request that is delivered meanwhile waits for the end of the step."""
 FULL_STEP_TOKENS: Final = 1024
-"""Where prompts are computed for others: an H200 computes 44,900 tokens a second in steps of so
-many, 45,500 in longer ones, and the first of two prompts is done in half the time."""
+"""A step with this many prompt tokens takes no further prompt, unless the role is `both`. An H200
+computes 44,900 tokens a second in such steps and 45,500 in longer ones. The first of two prompts is
+done in half the time."""
 
 
 def engine_config(settings: WorkerSettings) -> EngineConfig:
-    """What the settings say to the engine."""
+    """Makes the engine's configuration."""
     return EngineConfig(
         model=settings.model,
         name=settings.served_name,
@@ -46,7 +47,7 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
 
 
 def _step_tokens(settings: WorkerSettings) -> int:
-    """Most new tokens in a step; 0 leaves it to the engine."""
+    """Most new tokens in a step; 0: the engine chooses."""
     if settings.max_step_tokens or settings.role is not Role.DECODE:
         return settings.max_step_tokens
     return max(DECODE_STEP_TOKENS, settings.max_sequences + settings.page_size_tokens)

@@ -1,4 +1,4 @@
-"""What a worker reports of itself, and how much more prefill work it would take on."""
+"""A worker's load report, with its credit: how much more prefill work it would take on."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from baton.worker.v1 import worker_pb2
 from engine.types import EngineLoad
 
 STEPS_OF_CREDIT: Final = 2
-"""Prompts for so many steps are taken on: one runs, the next is planned."""
+"""A worker takes prompts on for this many steps: one runs, the next is planned."""
 UNGRANTED_SHARE: Final = 0.25
-"""Prompts without a grant may fill this much of the pool: their KV cannot leave yet."""
+"""Prompts without a grant may fill this share of the pool: their KV cannot leave yet."""
 
 
 class Report(NamedTuple):
@@ -23,12 +23,12 @@ class Report(NamedTuple):
 
 
 class PrefillRoom(NamedTuple):
-    """What bounds the prompts that a worker takes on, in tokens."""
+    """The bounds of the prompts that a worker takes on, in tokens."""
 
     queued: int
     """Taken on and not computed yet."""
     ungranted: int
-    """Of prompts whose destination is not known yet."""
+    """Taken on without a grant so far."""
     step: int
     """Most prompt tokens of one step."""
     page: int
@@ -38,9 +38,9 @@ class PrefillRoom(NamedTuple):
 def prefill_credit(load: EngineLoad, room: PrefillRoom) -> int:
     """Prompt tokens that the worker would take on beyond those queued.
 
-    The least of three: what is left of two steps, of a quarter of the pool for prompts that have no
-    grant, and of the pages that are free or can be evicted. Negative where prompts overran it: a
-    prompt of any length may be begun while there is any credit.
+    It is the least of three: the rest of two steps, the rest of the quarter of the pool for prompts
+    without a grant, and the rest of the pages that are free or can be evicted. While there is any
+    credit a prompt of any length may be begun, so the credit can fall below 0.
     """
     pool_tokens = load.total_pages * room.page
     free_tokens = (load.free_pages + load.evictable_pages) * room.page
@@ -58,7 +58,7 @@ def load_message(
     draining: bool,
     peers: Sequence[worker_pb2.PeerHealth] = (),
 ) -> worker_pb2.Load:
-    """The report."""
+    """Makes the load report."""
     return worker_pb2.Load(
         progress=load.progress,
         queued_prefill_tokens=max(0, room.queued),

@@ -1,4 +1,4 @@
-"""How far a worker is with loading its model: a bar on a terminal, lines in a log."""
+"""Shows how far a worker has loaded its model: by a bar on a terminal, by lines in a log."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
-"""Is told phase, parts done and parts in all."""
+"""Takes the phase, the parts done and the number of parts."""
 
 
 def terminal(log_format: str) -> Console | None:
-    """The terminal, if somebody watches the worker start at one. Rich by itself would take a pipe
-    for a terminal where FORCE_COLOR is set."""
+    """The terminal on standard error; None if it is a pipe, or if the log format is not `text`.
+
+    With FORCE_COLOR set, rich by itself would take a pipe for a terminal.
+    """
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -30,7 +32,7 @@ def terminal(log_format: str) -> Console | None:
 
 @contextmanager
 def loading_progress(console: Console | None) -> Iterator[Progress]:
-    """Tells of each phase: a bar on `console`; without one, a line in the log at every quarter."""
+    """Yields a callback that shows each phase: a bar on `console`, or log lines at each quarter."""
     if console is None:
         yield _quarters()
         return
@@ -51,9 +53,11 @@ def loading_progress(console: Console | None) -> Iterator[Progress]:
 
 @contextmanager
 def _logs_following_stderr() -> Iterator[Callable[[], None]]:
-    """While rich draws, it replaces standard error, and prints lines above what it draws. Log
-    handlers hold the real one: calling what is yielded moves them over, and the exit moves them
-    back."""
+    """Lets log lines appear above the bars of rich.
+
+    While rich draws, it replaces standard error, but log handlers still hold the real one. Calling
+    the yielded function moves them to the replacement. The exit moves them back.
+    """
     before = sys.stderr
     handlers = [
         handler

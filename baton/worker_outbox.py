@@ -1,4 +1,8 @@
-"""What waits to be written to one router, and how other threads reach the event loop."""
+"""The way out of a worker's event loop, and the way in.
+
+`Outbox` holds the messages that wait to be written to one router. `LoopInbox` brings actions of
+other threads to the event loop.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,12 @@ from collections.abc import Callable
 from typing import Final
 
 from baton.worker.v1 import worker_pb2
-from baton.worker_wire import append_tokens
+from baton.worker_wire import joined_tokens
 
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED_ENTRIES: Final = 1 << 16
-"""Messages, or rows of tokens within them, that a router may leave unread."""
+"""A router may leave this many messages unread. In messages of tokens each row counts."""
 
 Action = Callable[[], None]
 CallOnLoop = Callable[[Action], None]
@@ -25,19 +29,18 @@ CallOnLoop = Callable[[Action], None]
 class Outbox:
     """Messages to one router, in order.
 
-    Life: OPEN -> CLOSED, by its stream or by overflowing, or OPEN -> FINISHED -> CLOSED, where what
-    waits is still written.
+    Life: OPEN -> CLOSED, by its stream or by overflowing. Or OPEN -> FINISHED -> CLOSED: then the
+    messages that wait are still written.
 
-    Invariants: two messages of tokens never follow each other, so all tokens of a step travel in
-    one message, and those of several steps do while the router is slow; at most one load report
-    waits, the newest. A closed or finished outbox takes nothing
-    more.
+    Invariants: `get` never returns two messages of tokens in a row. So all tokens of a step travel
+    in one message, and while the router is slow the tokens of several steps do. At most one load
+    report waits, the newest. A closed or finished outbox takes nothing more.
     """
 
     def __init__(self, on_overflow: Action, max_entries: int = MAX_QUEUED_ENTRIES) -> None:
         self.closed = False
         self._untold: set[bytes] = set()
-        """Attempts that no report has named yet as known."""
+        """Legs that no report has named as known yet."""
         self._on_overflow = on_overflow
         self._max_entries = max_entries
         self._finished = False
@@ -51,16 +54,15 @@ class Outbox:
         return len(self._queue)
 
     def send(self, message: worker_pb2.WorkResponse) -> None:
-        """Queues a message."""
-        self._put(message)
-
-    def add_tokens(self, tokens: worker_pb2.Tokens) -> None:
-        """Queues new tokens, together with others that wait."""
-        if not self.closed and self._queue and self._queue[-1].HasField("tokens"):
-            append_tokens(self._queue[-1].tokens, tokens)
-            self._count(len(tokens.attempt_ids))
-        else:
-            self._put(worker_pb2.WorkResponse(tokens=tokens))
+        """Queues a message. An outbox with too many entries closes."""
+        if self.closed:
+            return
+        self._queue.append(message)
+        self._filled.set()
+        self._entries += _entries_of(message)
+        if self._entries > self._max_entries:
+            self.close()
+            self._on_overflow()
 
     def submitted(self, attempt_id: bytes) -> None:
         """An attempt came from that router: a report will say so, once it contains the attempt."""
@@ -75,7 +77,7 @@ class Outbox:
         """
         if self._load is None and not self.closed:
             self._load = worker_pb2.WorkResponse()
-            self._put(self._load)
+            self.send(self._load)
         if self._load is not None:
             known = [attempt_id for attempt_id in self._untold if is_known(attempt_id)]
             self._untold.difference_update(known)
@@ -84,40 +86,43 @@ class Outbox:
             self._load.load.known_attempts.extend(unread + known)
 
     async def get(self) -> worker_pb2.WorkResponse | None:
-        """The next message, as soon as there is one; None where none will come any more."""
+        """Waits for the next message and returns it; None if no more will come.
+
+        Messages of tokens that wait one behind the other are returned as one.
+        """
         while not self._queue:
             if self._finished:
                 return None
             self._filled.clear()
             await self._filled.wait()
-        message = self._queue.popleft()
-        self._entries -= _entries_of(message)
+        message = self._next()
         if message is self._load:
             self._load = None
-        return message
+        if not (message.HasField("tokens") and self._tokens_wait()):
+            return message
+        tokens = [message.tokens]
+        while self._tokens_wait():
+            tokens.append(self._next().tokens)
+        return worker_pb2.WorkResponse(tokens=joined_tokens(tokens))
 
     def finish(self) -> None:
-        """Takes nothing more; what waits can still be got."""
+        """Takes nothing more. The messages that wait can still be got."""
         self.closed = self._finished = True
         self._filled.set()
 
     def close(self) -> None:
-        """Drops everything, from now on as well."""
+        """Drops everything that waits and everything that comes."""
         self.closed = True
         self._queue.clear()
         self._load = None
 
-    def _put(self, message: worker_pb2.WorkResponse) -> None:
-        if not self.closed:
-            self._queue.append(message)
-            self._count(_entries_of(message))
-            self._filled.set()
+    def _tokens_wait(self) -> bool:
+        return bool(self._queue) and self._queue[0].HasField("tokens")
 
-    def _count(self, entries: int) -> None:
-        self._entries += entries
-        if self._entries > self._max_entries:
-            self.close()
-            self._on_overflow()
+    def _next(self) -> worker_pb2.WorkResponse:
+        message = self._queue.popleft()
+        self._entries -= _entries_of(message)
+        return message
 
 
 def _entries_of(message: worker_pb2.WorkResponse) -> int:
@@ -125,9 +130,9 @@ def _entries_of(message: worker_pb2.WorkResponse) -> int:
 
 
 class LoopInbox:
-    """Actions that other threads want done on the event loop: one wake-up for all that wait.
+    """Actions that other threads want done on the event loop. One wake-up serves all that wait.
 
-    Invariant: a wake-up is under way whenever an action waits, but for those that were only `put`.
+    Invariant: a wake-up is under way whenever an action waits that `wake` has followed.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -142,13 +147,13 @@ class LoopInbox:
         self.wake()
 
     def put(self, action: Action) -> None:
-        """Takes an action's place in the order; `wake` must follow. Between the two, other threads
-        do not have to share the interpreter with the loop."""
+        """Queues an action; `wake` must follow. Between the two, the loop does not compete with
+        other threads for the interpreter."""
         with self._lock:
             self._actions.append(action)
 
     def wake(self) -> None:
-        """Has the loop run what was put."""
+        """Makes the loop run the queued actions."""
         with self._lock:
             wake = bool(self._actions) and not self._is_woken
             self._is_woken |= wake

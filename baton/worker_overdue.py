@@ -1,8 +1,8 @@
-"""Transfers that ought to be over: what metrics say of them, and which peers are avoided for them.
+"""Transfers that are overdue: their stats for metrics, and the peers that are avoided for them.
 
-A quarantine ends within milliseconds where the other side lives and is reached, and so does a send
-once its prompt is computed or given up. Where one takes longer than `OVERDUE_S`, one of the two
-workers hangs, or the path between them, even if everything else looks well.
+A quarantine ends within milliseconds if the other side lives and can be reached. So does a send,
+once its prompt is computed or given up. If one takes longer than `OVERDUE_S`, one of the workers or
+the path between them hangs, even if everything else looks well.
 """
 
 from __future__ import annotations
@@ -11,19 +11,17 @@ from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 OVERDUE_S: Final = 5.0
-"""Longer than it takes to notice a frozen worker, and a second path's first answers."""
+"""This is longer than it takes to notice a frozen worker and to get answers by the second path."""
 QUARANTINE_OVERDUE: Final = "quarantine_overdue"
-"""Why a peer is to be avoided that does not say what of its writes can still land."""
+"""The peer is avoided: it does not say whether its writes can still land."""
 SENDS_STUCK: Final = "sends_stuck"
-"""Why a peer is to be avoided that writes do not get through to."""
-
-
+"""The peer is avoided: writes do not get through to it."""
 SHARE_FULL: Final = "share_full"
-"""Why a peer is to be avoided that holds too many pages of this worker in quarantine."""
+"""The peer is avoided: it holds too many pages of this worker in quarantine."""
 
 
 class Unended(NamedTuple):
-    """A transfer in quarantine, or a send that is under way with nothing left to compute."""
+    """A transfer in quarantine, or a send with nothing left to compute."""
 
     peer: str
     """Agent name of the other side."""
@@ -31,25 +29,25 @@ class Unended(NamedTuple):
 
 
 class Overdue(NamedTuple):
-    """How both sides of this worker's hand-offs stand."""
+    """Overdue transfers on both sides of this worker's hand-offs."""
 
     quarantines: int
-    """Older than `OVERDUE_S`."""
+    """Quarantines older than `OVERDUE_S`."""
     oldest_quarantine_s: float
-    """Of any age; 0 without one."""
+    """Age of the oldest, overdue or not; 0 without one."""
     sends: int
     oldest_send_s: float
 
 
 def overdue(quarantines: Iterable[Unended], sends: Iterable[Unended]) -> Overdue:
-    """The figures."""
+    """Counts overdue transfers."""
     return Overdue(*_count_and_oldest(quarantines), *_count_and_oldest(sends))
 
 
 def peers_to_avoid(
     quarantines: Iterable[Unended], sends: Iterable[Unended], crowding: Iterable[str]
 ) -> dict[str, str]:
-    """Why, by agent name: peers with a transfer that is overdue, and those that crowd the pool."""
+    """Reasons by agent name: peers with an overdue transfer, and peers that crowd the pool."""
     causes = {one.peer: SENDS_STUCK for one in sends if one.age_s > OVERDUE_S}
     causes |= {one.peer: QUARANTINE_OVERDUE for one in quarantines if one.age_s > OVERDUE_S}
     return causes | dict.fromkeys(crowding, SHARE_FULL)

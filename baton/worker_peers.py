@@ -2,15 +2,15 @@
 
 Life of a peer:
 
-1. A router introduces it. Fingerprints are compared before anything else: one that differs is
-   REFUSED and never opened.
-2. OPENING: the transfer thread wires up to it; transfers may be begun meanwhile.
-3. OPEN, or FAILED: it is tried again, with back-off, while a router knows it. An OPEN one that
-   the self-test found slow is used where there is no other.
-4. It leaves when the last router that knows it says so, when one says that it is proven dead, or
-   when no router has known it for `ALONE_S`.
+1. A router introduces it. Fingerprints are compared before anything else. A peer whose fingerprint
+   differs is REFUSED and never opened.
+2. OPENING: the transfer thread wires up to it. Transfers may be begun meanwhile.
+3. OPEN, or FAILED. A FAILED peer is tried again, with back-off, while a router knows it. An OPEN
+   peer that the self-test found slow is used only if there is no other.
+4. It leaves when the last router that knows it says so, when a router says that it is proven dead,
+   or when no router has known it for `ALONE_S`.
 
-The end of a router's stream says nothing about its peers: they stay for the router that comes back,
+The end of a router's stream says nothing about its peers. They stay for the router that comes back,
 which introduces those that are still there.
 """
 
@@ -35,11 +35,11 @@ logger = logging.getLogger(__name__)
 FIRST_RETRY_S: Final = 1.0
 LAST_RETRY_S: Final = 30.0
 ALONE_S: Final = 60.0
-"""A router that starts again knows its workers long before that; meeting a peer anew is cheap."""
+"""A router that starts again knows its workers long before that. Meeting a peer anew is cheap."""
 
 
 def why_slow(transport: str) -> str:
-    """What the path itself tells of the reason, as a short stable word."""
+    """The reason why a path is slow, by its transport, as a short stable word."""
     match transport:
         case "nixl/tcp":
             return "slow_tcp_only"
@@ -50,14 +50,14 @@ def why_slow(transport: str) -> str:
 
 
 class PeeringThread(Protocol):
-    """What the peers need of `kv_transfer.thread.TransferThread`."""
+    """What `kv_transfer.thread.TransferThread` does for the peers."""
 
     def meet(self, peer: Endpoint) -> None:
-        """Wire up to a peer: PeerOpened or PeerFailed follows."""
+        """Wires up to a peer. PeerOpened or PeerFailed follows."""
         ...
 
     def part(self, agent_name: str, proven_dead: bool) -> None:
-        """A peer left."""
+        """Lets go of a peer that left."""
         ...
 
 
@@ -77,12 +77,12 @@ class _KnownPeer:
     known_to: set[object] = field(default_factory=set)
     """Streams of the routers that introduced it."""
     alone_s: float = math.inf
-    """Since when there are none of those."""
+    """The time when the last of those ended."""
     path: str = ""
     gigabytes_per_s: float = 0.0
     latency_us: float = 0.0
     cause: str = ""
-    """Why it should be avoided; empty: it should not."""
+    """The reason to avoid it; empty if there is none."""
     retry_s: float = FIRST_RETRY_S
     retry_at_s: float = 0.0
 
@@ -97,13 +97,13 @@ class PeerPaths:
         clock: Callable[[], float] = time.monotonic,
         slow_gigabytes_per_s: float = 0.0,
     ) -> None:
-        """A worker without peers.
+        """Begins without peers.
 
         Args:
             own: this worker.
-            transfer: wires up to them.
+            transfer: wires up to peers.
             clock: for back-off.
-            slow_gigabytes_per_s: a path measured slower than this should be avoided.
+            slow_gigabytes_per_s: a path that was measured slower than this should be avoided.
         """
         self._own = own
         self._transfer = transfer
@@ -111,7 +111,7 @@ class PeerPaths:
         self._slow_gigabytes_per_s = slow_gigabytes_per_s
         self._peers: dict[str, _KnownPeer] = {}
         self.held_against: Callable[[], Mapping[str, str]] = dict
-        """Set by the owner: by agent name, why a peer should be avoided whose path is healthy."""
+        """Set by the owner: reasons to avoid peers whose path is healthy, by agent name."""
 
     def is_usable(self, agent_name: str) -> bool:
         """Whether a transfer with that agent can be begun."""
@@ -119,12 +119,12 @@ class PeerPaths:
         return peer is not None and peer.state >= PathState.OPENING
 
     def path_to(self, agent_name: str) -> str:
-        """The transport really in use towards that agent, as far as it is known."""
+        """The transport really in use towards that agent; "" if it is not known."""
         peer = self._peers.get(agent_name)
         return peer.path if peer is not None else ""
 
     def health(self) -> list[worker_pb2.PeerHealth]:
-        """How the path to each peer stands."""
+        """The health of the path to each peer."""
         held_against = self.held_against()
         return [
             worker_pb2.PeerHealth(
@@ -151,7 +151,7 @@ class PeerPaths:
         ]
 
     def meet(self, worker: worker_pb2.WorkerIdentity, stream: object) -> None:
-        """A router introduces a worker."""
+        """Takes a worker that a router introduces."""
         name = worker.endpoint.agent_name
         if not name or name == self._own.endpoint.agent_name:
             return
@@ -163,7 +163,7 @@ class PeerPaths:
         peer.alone_s = math.inf
 
     def part(self, agent_name: str, proven_dead: bool, stream: object) -> None:
-        """A router says that a worker left."""
+        """Takes a router's word that a worker left."""
         peer = self._peers.get(agent_name)
         if peer is not None:
             peer.known_to.discard(stream)
@@ -174,7 +174,7 @@ class PeerPaths:
             self._transfer.part(agent_name, proven_dead)
 
     def end_stream(self, stream: object) -> None:
-        """A router is gone; what it said about peers stays."""
+        """Notes that a router is gone. Its peers stay."""
         for peer in self._peers.values():
             peer.known_to.discard(stream)
             if not peer.known_to:
@@ -192,7 +192,7 @@ class PeerPaths:
                 self.part(name, False, None)
 
     def on_transfer(self, event: TransferEvent) -> None:
-        """Takes an event of the transfer thread; those of other owners are ignored."""
+        """Takes an event of the transfer thread, and ignores those of other owners."""
         if not isinstance(event, PeerOpened | PeerFailed):
             return
         peer = self._peers.get(event.agent_name)
@@ -220,11 +220,11 @@ class PeerPaths:
             "transport": event.transport,
             "latency_us": event.latency_us,
         }
-        if event.gigabytes_per_s > 0:  # it is open before that: transfers need not wait for it
+        if event.gigabytes_per_s > 0:  # it was measured; transfers do not wait for that
             details["gigabytes_per_s"] = event.gigabytes_per_s
         if peer.cause:
             wanted = {"cause": peer.cause, "wanted_gigabytes_per_s": self._slow_gigabytes_per_s}
-            logger.warning("peer open, but slow: routers avoid the pair", extra=details | wanted)
+            logger.warning("peer is open but slow: routers avoid the pair", extra=details | wanted)
         else:
             logger.info("peer measured" if was_open else "peer open", extra=details)
 

@@ -2,16 +2,16 @@
 
 Life of the process:
 
-1. Loading: the model is read and the pool allocated. Routers are told so, nothing answers yet; a
-   signal ends it at once.
-2. Serving: the Work stream, health and metrics answer, and routers are told of the worker for ever.
-3. SIGTERM or SIGINT. Draining: health says NOT_SERVING, routers are told of it no more, new
-   attempts are refused, those under way and their transfers get `drain_s` seconds. A second signal
-   ends the wait.
-4. Stopping: what is left fails with DRAINING; streams, engine and transfer thread end.
+1. Loading: the model is read and the pool is allocated. The worker tells routers so and answers
+   nothing yet. A signal ends the process at once.
+2. Serving: the Work stream, health and metrics answer. The worker announces itself all the time.
+3. Draining, after SIGTERM or SIGINT: health says NOT_SERVING, and the worker announces itself no
+   more. It refuses new attempts. Legs under way and their transfers get `drain_s` seconds, which a
+   second signal cuts short.
+4. Stopping: all legs that are left fail with DRAINING. Streams, engine and transfer thread end.
 
-The exit code is 0 where nothing had to be cut short. A step that hangs or a device that is lost
-ends the process at any time (`baton.worker_watchdog`), with an exit code of its own.
+The exit code is 0 if nothing had to be cut short. A step that hangs or a lost device ends the
+process at any time (`baton.worker_watchdog`), with an exit code of its own.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ async def _serve(
     worker = Worker(settings, engine, routers)
     if tracing is not None:
         worker.metrics.watch_spans(lambda: tracing.counts)
-    signals = EndSignals()  # before anybody can see that the worker serves, and end it
+    signals = EndSignals()  # First: a worker that is seen to serve may be signalled.
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGUSR2, worker.profile)
     try:
@@ -116,7 +116,7 @@ async def _serve(
 
 
 def _identity_while_loading(settings: WorkerSettings) -> worker_pb2.WorkerIdentity:
-    """What is known before the model is."""
+    """The part of the worker's identity that is known before the model is read."""
     name = settings.served_name or Path(settings.model).name
     model = worker_pb2.ModelInfo(name=name)
     role = ROLES[settings.role]

@@ -1,14 +1,14 @@
-"""The second path of the question whether a transfer is quiet: over the routers.
+"""Asks over the routers whether a transfer is quiet.
 
-The first is a notification from the decode worker to the prefill worker, and its answer. Where that
-path is broken while both live, a quarantine would last for as long as it stays so:
+The decode worker first asks the prefill worker directly, by a notification. If that path is broken
+while both live, the quarantine would last until the path is mended. So there is a second path:
 
-1. The decode worker's transfer thread finds that its questions are not answered. Every router that
-   is attached is asked to ask (`quiesce_wanted`), again and again until the quarantine is over.
+1. The decode worker's transfer thread finds that its questions are not answered. The worker asks
+   every attached router to ask (`quiesce_wanted`), again and again until the quarantine is over.
 2. A router that holds a stream to the prefill worker passes the question on (`quiesce`).
 3. The prefill worker posts nothing more of that transfer. Once nothing of it can land, it answers
-   (`quiesced`) to all its routers, which pass the answer on to the decode worker. Until then it
-   says nothing, and is asked again.
+   to all of its routers (`quiesced`). They pass the answer on to the decode worker. Until then it
+   says nothing, and it is asked again.
 
 Messages that come twice or too late change nothing.
 """
@@ -23,19 +23,19 @@ from kv_transfer.events import QuiesceAnswered, QuiesceUnanswered, TransferEvent
 
 
 class QuiescingThread(Protocol):
-    """What is needed of `kv_transfer.thread.TransferThread`."""
+    """What `kv_transfer.thread.TransferThread` does for both ends of that path."""
 
     def quiesce(self, transfer_id: bytes, decode_agent: str, decode_epoch: int) -> None:
-        """The decode side gave up: QuiesceAnswered follows, unless something can still land."""
+        """Takes the question. QuiesceAnswered follows, unless something can still land."""
         ...
 
     def quiesced(self, transfer_id: bytes, prefill_agent: str, decode_epoch: int) -> None:
-        """The prefill side says that nothing can land any more."""
+        """Takes the answer: nothing can land any more."""
         ...
 
 
 class QuiesceRelay:
-    """One worker's end of that path, whichever side it is on. Belongs to the event loop."""
+    """One worker's end of that path, on either side. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class QuiesceRelay:
         self._tell_routers = tell_routers
 
     def on_transfer(self, event: TransferEvent) -> None:
-        """Takes an event of the transfer thread; those of other owners are ignored."""
+        """Takes an event of the transfer thread, and ignores those of other owners."""
         match event:
             case QuiesceUnanswered():
                 question = self._message(event.transfer_id, self._epoch, self._agent_name)
@@ -64,14 +64,14 @@ class QuiesceRelay:
                 pass
 
     def asked(self, question: worker_pb2.Quiesce) -> None:
-        """A router passes a decode worker's question on."""
+        """Takes a decode worker's question from a router."""
         if question.prefill_agent_name == self._agent_name:
             self._transfer.quiesce(
                 question.transfer_id, question.decode_agent_name, question.decode_epoch
             )
 
     def answered(self, answer: worker_pb2.Quiesce) -> None:
-        """A router passes a prefill worker's answer on."""
+        """Takes a prefill worker's answer from a router."""
         if answer.decode_agent_name == self._agent_name:
             self._transfer.quiesced(
                 answer.transfer_id, answer.prefill_agent_name, answer.decode_epoch

@@ -1,10 +1,11 @@
-"""A worker: engine, KV pool, transfer thread and the services, mounted once.
+"""A worker: engine, KV pool, transfer thread and both services.
 
 Life: made around an engine that is built -> `start` -> it serves, and announces itself to routers
 -> `drain` -> `stop`. `baton.worker_process` takes it through that.
 
-Three threads do the work: the event loop all that is gRPC, the step loop the engine, and the
-transfer thread the KV pages. They talk through queues, and the loop is woken once a batch.
+Three threads do the work. The event loop does gRPC and runs the services, the step loop runs the
+engine, and the transfer thread moves KV pages. They talk through queues. The event loop is woken
+once for each batch of events.
 """
 
 from __future__ import annotations
@@ -50,14 +51,14 @@ from telemetry.worker_metrics import WorkerMetrics
 logger = logging.getLogger(__name__)
 
 LAST_WORDS_S: Final = 1.0
-"""Time for what is already written to reach the routers."""
+"""Messages that are written get this long to reach the routers."""
 PUSHES_END_S: Final = 5.0
-"""Pushes in progress at the end get this long: they cannot be taken back."""
+"""Pushes in progress get this long at the end, because they cannot be taken back."""
 SLOW_GPU_GIGABYTES_PER_S: Final = 1.0
-"""Far below NVLink and RDMA: the bytes go through host memory, or over a common network."""
+"""This is far below NVLink and RDMA: the bytes go through host memory or a common network."""
 IDLE_POLL_S: Final = 0.05
 PROFILE_STEPS: Final = 50
-"""Of a profile that SIGUSR2 asks for, where no setting says how many."""
+"""Steps of a profile that SIGUSR2 asks for, if no setting gives the number."""
 SERVICE_NAME: Final = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 ROLES: Final = {
     Role.PREFILL: worker_pb2.WORKER_ROLE_PREFILL,
@@ -113,7 +114,7 @@ class Worker:
         load = self.engine.load()
         room = PrefillRoom(
             queued=load.queued_prefill_tokens,
-            ungranted=self.services.prefill.figures.ungranted_tokens,
+            ungranted=self.services.prefill.stats.ungranted_tokens,
             step=self.engine.max_step_tokens,
             page=self.engine.model.page_size_tokens,
         )
@@ -161,13 +162,17 @@ class Worker:
             await asyncio.sleep(IDLE_POLL_S)
 
     async def stop(self) -> bool:
-        """Ends everything; returns whether nothing had to be cut short."""
+        """Ends everything.
+
+        Returns:
+            Whether nothing had to be cut short.
+        """
         clean = self.services.active == 0
         await self._stop_serving()
         self.services.fail_all(worker_pb2.FAILURE_REASON_DRAINING)
         self.servicer.finish()
         await self._server.stop(LAST_WORDS_S)
-        await asyncio.to_thread(self.engine.stop)  # watched still: its last step may hang
+        await asyncio.to_thread(self.engine.stop)  # The watchdog still runs: a step may hang.
         for task in (self._reporter, self._watching):
             if task is not None:
                 task.cancel()
@@ -239,7 +244,7 @@ class Worker:
         self.services.relay.on_transfer(event)
 
     def _adopt(self, endpoint: Endpoint) -> None:
-        """A transport that moves nothing is announced all the same: peers have to match."""
+        """Announces the endpoint, even if it moves nothing: peers compare their transports."""
         self.identity.endpoint.CopyFrom(endpoint_message(endpoint))
 
     def _bind(self) -> str:
@@ -248,7 +253,7 @@ class Worker:
         return f"{self.settings.listen.rpartition(':')[0]}:{port}"
 
     def _write_address(self, bound: str) -> None:
-        """For those on this host."""
+        """Writes the address file for processes on this host."""
         if self.settings.address_file:
             address = reachable(bound, "127.0.0.1")
             Path(self.settings.address_file).write_text(f"{address}\n", encoding="utf-8")
@@ -257,8 +262,8 @@ class Worker:
         return not self.servicer.draining
 
     async def _stop_serving(self) -> None:
-        """Nothing new: health says NOT_SERVING, and routers are told of the worker no more."""
-        self.servicer.draining = True  # first: who sees NOT_SERVING is to be refused here, too
+        """Takes nothing new: health says NOT_SERVING, and the worker announces itself no more."""
+        self.servicer.draining = True  # First: NOT_SERVING implies that work is refused.
         self._stop_announcing()
         self.servicer.report()
         await self._health.enter_graceful_shutdown()

@@ -1,14 +1,14 @@
-"""The Work stream: what routers say goes to the services, what they answer goes back.
+"""The Work stream: it brings the routers' messages to the services, and their answers back.
 
 Life of a stream:
 
-1. Its router attaches and is told who this worker is; the first load report follows.
-2. ATTACHED: one task reads and hands every message on, one writes what waits in the outbox. Several
-   routers may be attached at once; attempts belong to the stream that they came on.
-3. ENDED, whatever the reason: the router left, the connection broke, the process stops, the router
-   left too much unread. Every attempt of the stream ends before anything else happens.
+1. Its router attaches and gets this worker's identity. The first load report follows.
+2. ATTACHED: one task reads messages and hands them on, another writes the messages of the outbox.
+   Several routers may be attached at once. A leg belongs to the stream that it came on.
+3. ENDED, for any reason: the router left, the connection broke, the process stops, or the router
+   left too much unread. Every leg of the stream ends before anything else happens.
 
-Both services are mounted on every worker, whatever its role: that only says what routers ask for.
+Every worker has both services. Its role only tells routers which work to send.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S: Final = 0.1
-"""Between load reports; also how late an expired attempt is noticed."""
+"""Time between load reports. An expired leg is noticed this late at most."""
 ATTACH_TIMEOUT_S: Final = 10.0
-"""Whoever opens a stream says this soon who they are; routers do at once."""
+"""A new stream must attach within this time. Routers attach at once."""
 MAX_ATTEMPTS: Final = 4096
-"""Under way at once, over all routers."""
+"""Most legs under way at once, over all routers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What a worker does."""
+    """The parts of a worker that a router's messages reach."""
 
     prefill: PrefillService
     decode: DecodeService
@@ -58,27 +58,27 @@ class Services:
 
     @property
     def active(self) -> int:
-        """Attempts that somebody waits for."""
-        return self.prefill.figures.active + self.decode.figures.active
+        """Legs under way, without those in quarantine."""
+        return self.prefill.stats.active + self.decode.stats.active
 
     def is_held(self, attempt_id: bytes) -> bool:
         """Whether the worker still has the attempt."""
         return self.prefill.holds(attempt_id) or self.decode.holds(attempt_id)
 
     def overdue(self) -> Overdue:
-        """Transfers that do not end."""
-        prefill, decode = self.prefill.figures, self.decode.figures
+        """Counts the transfers that are overdue."""
+        prefill, decode = self.prefill.stats, self.decode.stats
         return overdue(decode.quarantines(), prefill.unended_sends())
 
     def peers_to_avoid(self) -> dict[str, str]:
-        """Why, by agent name, apart from what the paths to them say."""
-        prefill, decode = self.prefill.figures, self.decode.figures
+        """Reasons by agent name, without those that lie in the path to a peer."""
+        prefill, decode = self.prefill.stats, self.decode.stats
         return peers_to_avoid(
             decode.quarantines(), prefill.unended_sends(), decode.crowding_peers()
         )
 
     def fail_all(self, reason: worker_pb2.FailureReason.ValueType) -> None:
-        """Ends every attempt."""
+        """Fails every leg."""
         self.prefill.fail_all(reason)
         self.decode.fail_all(reason)
 
@@ -93,7 +93,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         make_report: Callable[[], Report],
     ) -> None:
         self.draining = False
-        """Set by the owner: new attempts are refused."""
+        """Set by the owner: new work is refused."""
         self._identity = identity
         self._services = services
         self._make_report = make_report
@@ -124,7 +124,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         finally:
             self._end(outbox)
             if overflowed.is_set():
-                logger.warning("router reads too slowly, given up", extra={"router": router})
+                logger.warning("router read too slowly and was given up", extra={"router": router})
             else:
                 logger.info("router gone", extra={"router": router})
             for task in tasks:
@@ -132,13 +132,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def finish(self) -> None:
-        """Ends every stream once what waits for its router is written."""
+        """Ends every stream once its waiting messages are written."""
         for outbox in self._outboxes:
             outbox.finish()
 
     async def report_forever(self) -> None:
-        """Sends load reports, expires attempts and looks after peers. One that raises does not keep
-        the others from their turn."""
+        """Sends load reports, expires legs and looks after peers. If one of these duties raises,
+        the others still get their turn."""
         prefill, decode, peers = self._services.prefill, self._services.decode, self._services.peers
         duties = (self.report, prefill.expire, decode.expire, peers.tick)
         failing: set[Callable[[], None]] = set()
@@ -160,7 +160,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             outbox.report(made.load, lambda one: one in made.requests or not is_held(one))
 
     def tell_routers(self, message: worker_pb2.WorkResponse) -> None:
-        """Sends every router a message that is about no attempt of any."""
+        """Sends every router a message that belongs to no leg."""
         for outbox in self._outboxes:
             outbox.send(message)
 
@@ -213,7 +213,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             case "quiesced":
                 services.relay.answered(request.quiesced)
             case _:
-                logger.warning("a router sent what this version does not know")
+                logger.warning("a router sent a message that this version does not know")
 
     def _submit(self, submit: worker_pb2.Submit, outbox: Outbox) -> None:
         outbox.submitted(submit.attempt_id)
@@ -226,7 +226,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         try:
             service.submit(submit, outbox)
         except MalformedMessage:
-            logger.error("a router sent work that is malformed")
+            logger.error("a router sent malformed work")
             reason = worker_pb2.FAILURE_REASON_INTERNAL
             outbox.send(failed_message(submit.attempt_id, reason))
 

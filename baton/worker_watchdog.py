@@ -1,16 +1,17 @@
-"""Ends a worker whose step loop or transfer thread is stuck or whose device is lost: a new process
-can serve, this one cannot.
+"""Ends a worker if its step loop or transfer thread is stuck, or its device is lost.
 
-1. WATCHING: the progress counter of the step loop and that of the transfer thread are looked at all
-   the time. A step that was announced to be long gets that much longer.
-2. HUNG, where one of them has stood still for `step_timeout_s`: health says NOT_SERVING and the
-   load report that the worker drains, every thread's stack goes to the log, the process exits.
-3. STUCK, where this watch itself gets no turn (the event loop hangs, or something holds the GIL):
-   the interpreter's own timer, which needs no thread of Python's, dumps the stacks and exits.
+A new process can serve then, and this one cannot.
 
-A process that was stopped from outside (SIGSTOP) and woken again is in neither state: nothing in it
-could run, so the time is counted from its waking. Only the timer of 3 cannot tell the difference,
-and ends a process that slept for longer than it waits.
+1. WATCHING: the watchdog looks at the progress counters of the step loop and the transfer thread
+   all the time. A step that was announced as long gets that much longer.
+2. HUNG: one counter has stood still for `step_timeout_s`. Health says NOT_SERVING, the load report
+   says that the worker drains, every thread's stack goes to the log, and the process exits.
+3. STUCK: the watchdog itself gets no turn, because the event loop hangs or something holds the GIL.
+   The interpreter's own timer, which needs no Python thread, dumps the stacks and exits.
+
+A process that was stopped from outside (SIGSTOP) and woken again is neither HUNG nor STUCK. Nothing
+in it could run, so the time counts from its waking. The timer of 3 cannot tell the difference: it
+ends a process that slept longer than the timer waits.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S: Final = 0.25
 SLEPT_S: Final = 2.0
-"""A look that comes so much too late says that the process was stopped, or its machine."""
+"""If a look comes this much too late, the process or its machine was stopped."""
 LAST_WORDS_S: Final = 0.5
-"""For the routers to hear that this worker takes no more work."""
+"""Routers get this long to hear that this worker takes no more work."""
 STUCK_AFTER: Final = 2.0
 """The interpreter's timer waits for this many step timeouts."""
 STDERR: Final = 2
@@ -42,14 +43,14 @@ StopServing = Callable[[], Awaitable[None]]
 
 
 class _Pulse:
-    """A counter that is to move."""
+    """A counter that ought to move."""
 
     def __init__(self) -> None:
         self._count = -1
         self._alive_until_s = 0.0
 
     def stands_still(self, count: int, now_s: float, slept_s: float, allowed_s: float) -> bool:
-        """Whether it has stood where it is for longer than was allowed when it got there."""
+        """Whether it has stood still for longer than was allowed when it last moved."""
         if count != self._count:
             self._count = count
             self._alive_until_s = now_s + allowed_s
@@ -78,7 +79,7 @@ class Watchdog:
         self._looked_s = clock()
 
     def hung(self) -> str:
-        """What has stood still for too long, "" where nothing has; to be asked all the time."""
+        """Names the part that has stood still for too long; "" if all move. Ask it all the time."""
         load, now_s, allowed_s = self._load(), self._clock(), self._step_timeout_s
         slept_s = now_s - self._looked_s - LOOK_EVERY_S
         self._looked_s = now_s
@@ -91,7 +92,7 @@ class Watchdog:
         return "the transfer thread" if transfer_hangs else ""
 
     async def watch(self) -> None:
-        """Watches until it is cancelled, or the process ends."""
+        """Watches until it is cancelled or ends the process."""
         try:
             while not (hung := self.hung()):
                 self._wind_timer()
@@ -106,19 +107,19 @@ class Watchdog:
         dump_and_exit(EXIT_HUNG)
 
     def _wind_timer(self) -> None:
-        """It goes off where this is not called again in time."""
+        """Winds up the timer of 3, which goes off unless this is called again in time."""
         announced_s = self._load().long_step_ms / 1e3
         after_s = STUCK_AFTER * self._step_timeout_s + announced_s
         faulthandler.dump_traceback_later(after_s, exit=True, file=STDERR)
 
 
 def device_lost() -> None:
-    """Ends the process at once, on whatever thread: its routers see the stream break."""
+    """Ends the process at once, on any thread. Its routers see the stream break."""
     logger.error("the device runs nothing any more: this worker ends")
     os._exit(EXIT_DEVICE_LOST)
 
 
 def dump_and_exit(code: int) -> None:
-    """Every thread's stack to standard error, which is the process's log, and the end."""
+    """Dumps every thread's stack to standard error, which is the log, and exits."""
     faulthandler.dump_traceback(file=STDERR, all_threads=True)
     os._exit(code)

@@ -1,6 +1,6 @@
-"""Between the internal protocol's messages and the records of the engine and the transfer thread.
+"""Converts between the internal protocol's messages and the records of engine and transfer thread.
 
-Both services speak through this module; it holds no state.
+Both services use this module. It holds no state.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from engine.types import (
 from kv_transfer.types import SCRATCH_PAGE, Endpoint
 
 MAX_PAYLOAD_BYTES: Final = 3584
-"""Most bytes of first-token records that ride in the last notification of a transfer."""
+"""Most bytes of first-token records in the last notification of a transfer."""
 LARGEST_ID: Final = (1 << 31) - 1
-"""Ids are int32 to the engine."""
+"""The engine's ids are int32."""
 _PACKED_ID: Final = np.dtype("<u4")
 _PACKED_LOGPROB: Final = np.dtype("<f4")
 
@@ -53,14 +53,14 @@ _FAILURE_REASONS: Final = {
 
 
 class MalformedMessage(ValueError):  # noqa: N818 - it names the thing refused
-    """A message holds values that no sender of this version makes. Never carries its content."""
+    """A message holds values that no sender of this version makes. It never carries the content."""
 
 
 def unpack_ids(packed: bytes) -> TokenIds | PageIds:
-    """Ids from packed little-endian uint32.
+    """Unpacks ids from little-endian uint32.
 
     Raises:
-        MalformedMessage: not a whole number of ids, or one beyond int32.
+        MalformedMessage: it is not a whole number of ids, or one is beyond int32.
     """
     if len(packed) % _PACKED_ID.itemsize:
         raise MalformedMessage("ids")
@@ -78,11 +78,12 @@ def pack_ids(ids: Sequence[int] | TokenIds) -> bytes:
 
 
 def request_of(submit: worker_pb2.Submit) -> Request:
-    """What the engine is to do for a Submit; the attempt's id becomes the request's.
+    """Makes the engine's request for a Submit. The attempt's id becomes the request's.
 
     Raises:
-        MalformedMessage: an empty prompt, no choice, an unknown mode, ids that are not, output that
-            does not fit the choices or leaves nothing to generate.
+        MalformedMessage: the prompt or the id is empty, there is no choice, the mode is unknown,
+            ids are malformed, or the output so far does not fit the choices or leaves nothing to
+            generate.
     """
     mode = _MODES.get(submit.mode)
     prompt_ids = unpack_ids(submit.prompt_ids)
@@ -116,23 +117,22 @@ def request_of(submit: worker_pb2.Submit) -> Request:
 
 
 def kv_tokens(request: Request) -> int:
-    """Tokens whose KV a hand-off of the request moves: the prompt, and what a resumed choice had
-    generated already."""
+    """Tokens whose KV a hand-off moves: the prompt, and the earlier output of a resumed choice."""
     return len(request.prompt_ids) + resumed_tokens(request, 0)
 
 
 def resumed_tokens(request: Request, choice: int) -> int:
-    """Output tokens that the choice had before this attempt: the index of its first new one."""
+    """Output tokens that the choice had before this attempt, hence the index of its next one."""
     return len(request.generated[choice]) if choice < len(request.generated) else 0
 
 
 def pages_of(num_tokens: int, page_size_tokens: int) -> int:
-    """Pages that hold so many tokens."""
+    """Pages that `num_tokens` tokens take."""
     return -(-num_tokens // page_size_tokens)
 
 
 def record_message(record: TokenRecord) -> worker_pb2.TokenRecord:
-    """A token record as it travels."""
+    """Makes the message of a token record."""
     return worker_pb2.TokenRecord(
         token_id=record.token_id,
         logprob=record.logprob,
@@ -142,14 +142,14 @@ def record_message(record: TokenRecord) -> worker_pb2.TokenRecord:
 
 
 def scores_message(attempt_id: bytes, records: Sequence[TokenRecord]) -> worker_pb2.PromptLogprobs:
-    """Log probabilities of an attempt's prompt, as they travel."""
+    """Makes the message of the log probabilities of an attempt's prompt."""
     return worker_pb2.PromptLogprobs(
         attempt_id=attempt_id, records=[record_message(record) for record in records]
     )
 
 
 def record_of(message: worker_pb2.TokenRecord) -> TokenRecord:
-    """A token record as the engine knows it.
+    """Makes the engine's token record of a message.
 
     Raises:
         MalformedMessage: packed values are cut short.
@@ -169,13 +169,13 @@ class FirstTokens(NamedTuple):
 
     records: tuple[TokenRecord, ...]
     sampled_ns: int
-    """Unix nanoseconds of the prefill worker's clock; 0 where it did not say."""
+    """Unix nanoseconds of the prefill worker's clock; 0 if it did not say."""
 
 
 def encode_first_tokens(records: Sequence[TokenRecord], sampled_ns: int) -> bytes:
-    """The payload of a transfer's last notification: the first token of every choice.
+    """Makes the payload of a transfer's last notification: the first token of every choice.
 
-    Where they do not fit, alternatives are left out, then log probabilities: the router has them
+    If they do not fit, alternatives are left out, and then log probabilities. The router has them
     from the prefill worker's own stream.
     """
     message = worker_pb2.FirstToken(
@@ -194,7 +194,7 @@ def decode_first_tokens(payload: bytes, choices: int) -> FirstTokens:
     """Reads the payload of a transfer's last notification.
 
     Raises:
-        MalformedMessage: it is not one token for each of `choices`.
+        MalformedMessage: it does not hold one token for each of `choices`.
     """
     try:
         message = worker_pb2.FirstToken.FromString(payload)
@@ -207,7 +207,7 @@ def decode_first_tokens(payload: bytes, choices: int) -> FirstTokens:
 
 
 def first_tokens(request: Request, records: Sequence[TokenRecord], at_ns: int) -> NewTokens:
-    """The next token of every choice, as the transfer brought it: none was sampled here."""
+    """The next token of every choice, as the transfer brought them from the prefill worker."""
     count = len(records)
     return NewTokens(
         request_ids=[request.id] * count,
@@ -220,7 +220,7 @@ def first_tokens(request: Request, records: Sequence[TokenRecord], at_ns: int) -
 
 
 def tokens_message(tokens: NewTokens, rows: Sequence[int]) -> worker_pb2.Tokens:
-    """Some rows of a step's tokens, as they travel."""
+    """Makes the message of some rows of a step's tokens."""
     scored = [(at, tokens.scored[row]) for at, row in enumerate(rows) if row in tokens.scored]
     where = np.array(rows, np.intp)
     return worker_pb2.Tokens(
@@ -233,32 +233,37 @@ def tokens_message(tokens: NewTokens, rows: Sequence[int]) -> worker_pb2.Tokens:
     )
 
 
-def append_tokens(tokens: worker_pb2.Tokens, more: worker_pb2.Tokens) -> None:
-    """Adds rows behind those that a message has."""
-    scored_rows = unpack_ids(more.scored_rows) + len(tokens.attempt_ids)
-    tokens.attempt_ids.extend(more.attempt_ids)
-    tokens.choice_indices += more.choice_indices
-    tokens.indices += more.indices
-    tokens.token_ids += more.token_ids
-    tokens.scored_rows += pack_ids(scored_rows)
-    tokens.records.extend(more.records)
+def joined_tokens(parts: Sequence[worker_pb2.Tokens]) -> worker_pb2.Tokens:
+    """The rows of several messages of tokens as one message, in order."""
+    joined = worker_pb2.Tokens(
+        choice_indices=b"".join(part.choice_indices for part in parts),
+        indices=b"".join(part.indices for part in parts),
+        token_ids=b"".join(part.token_ids for part in parts),
+    )
+    scored_rows: list[TokenIds | PageIds] = []
+    for part in parts:
+        scored_rows.append(unpack_ids(part.scored_rows) + len(joined.attempt_ids))
+        joined.attempt_ids.extend(part.attempt_ids)
+        joined.records.extend(part.records)
+    joined.scored_rows = pack_ids(np.concatenate(scored_rows))
+    return joined
 
 
 def end_reason_message(reason: EndReason) -> worker_pb2.EndReason.ValueType:
-    """Why a choice ended, as it travels."""
+    """The wire's word for the reason why a choice ended."""
     return _END_REASONS[reason]
 
 
 def failed_message(
     attempt_id: bytes, reason: worker_pb2.FailureReason.ValueType | FailureReason
 ) -> worker_pb2.WorkResponse:
-    """The answer to an attempt that failed."""
+    """Makes the message that an attempt failed."""
     value = _FAILURE_REASONS[reason] if isinstance(reason, FailureReason) else reason
     return worker_pb2.WorkResponse(failed=worker_pb2.Failed(attempt_id=attempt_id, reason=value))
 
 
 def model_message(model: ModelInfo) -> worker_pb2.ModelInfo:
-    """A loaded model, as routers and peers must know it."""
+    """Makes the message that describes a loaded model to routers and peers."""
     return worker_pb2.ModelInfo(
         name=model.name,
         path=model.path,
@@ -272,7 +277,7 @@ def model_message(model: ModelInfo) -> worker_pb2.ModelInfo:
 
 
 def endpoint_message(endpoint: Endpoint) -> worker_pb2.KvEndpoint:
-    """Where a pool can be written, as it travels."""
+    """Makes the message that says where this worker's pool can be written."""
     return worker_pb2.KvEndpoint(
         agent_name=endpoint.agent_name,
         transport=endpoint.transport,
@@ -288,7 +293,7 @@ def endpoint_message(endpoint: Endpoint) -> worker_pb2.KvEndpoint:
 
 
 def endpoint_of(message: worker_pb2.KvEndpoint) -> Endpoint:
-    """Where a peer's pool can be written."""
+    """Reads where a peer's pool can be written."""
     return Endpoint(
         agent_name=message.agent_name,
         transport=message.transport,

@@ -1,1 +1,1 @@
-"""What a decode worker adds to the engine."""
+"""The decode service: it receives the KV of prompts and generates tokens."""

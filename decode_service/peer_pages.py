@@ -1,10 +1,10 @@
-"""How many of this worker's pages each peer may write, granted and quarantined together.
+"""Bounds the pages of this worker that each peer may write, granted and quarantined together.
 
-Pages under a transfer cannot be taken back, and those in quarantine have no time bound: a peer that
-froze with grants in its hand must not sit on the whole pool. So each may hold `limit_pages`; what
-is over that waits until the peer has delivered or given back. A single prompt that is longer is
-let through while its peer holds nothing else, or it could never be granted. A request that waits
-may be passed by smaller ones a bounded number of times.
+Pages under a transfer cannot be taken back, and pages in quarantine have no time bound. A peer that
+froze with grants in its hand must not sit on the whole pool. So each peer may hold `limit_pages`.
+Requests beyond that wait until the peer has delivered or given pages back. A prompt that is longer
+than the limit passes while its peer holds nothing else, or it could never be granted. Smaller
+requests may pass a waiting one a bounded number of times.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 MAX_PASSED_OVER: Final = 16
-"""As often as the engine lets a request be passed (`engine.bounds`)."""
+"""The engine has the same bound (`engine.bounds`)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -23,14 +23,14 @@ class _Hold:
     peer: str
     pages: int
     passed_over: int = 0
-    """By how many that came later, while it waited."""
+    """Requests that came later and were granted while it waited."""
 
 
 class PeerPages:
-    """Who holds how many pages, and who waits. Names of requests are opaque.
+    """The pages that each request holds, and the requests that wait. Request ids are opaque.
 
-    Invariant: a request is in one of both tables at most, and what a peer holds is over the limit
-    only by the one request that it held first.
+    Invariants: no request both holds and waits. A peer exceeds the limit only by a single request,
+    which it held first.
     """
 
     def __init__(self, limit_pages: int) -> None:
@@ -40,8 +40,17 @@ class PeerPages:
         self._waiting: list[_Hold] = []
 
     def take(self, request_id: bytes, peer: str, pages: int, *, first: bool = False) -> bool:
-        """Whether the request may be granted now; otherwise it waits for `give_back`, before all
-        others that wait where `first` is set."""
+        """Takes the pages if the request may be granted now. If not, it waits for `give_back`.
+
+        Args:
+            request_id: names the request.
+            peer: agent name of the worker that would write.
+            pages: pages of the whole prompt.
+            first: if it has to wait, it waits before all others.
+
+        Returns:
+            Whether it may be granted now.
+        """
         hold = _Hold(request_id, peer, pages)
         before = [] if first else self._waiting_for(peer)
         if self._may_pass(hold, before):
@@ -51,7 +60,7 @@ class PeerPages:
         return False
 
     def give_back(self, request_id: bytes) -> Iterator[bytes]:
-        """The request holds or wants nothing any more; yields those that may be granted now."""
+        """Forgets a request. Yields the requests that may be granted now."""
         gone = self._holds.pop(request_id, None)
         if gone is not None:
             self._count(gone.peer, -gone.pages)
@@ -67,7 +76,7 @@ class PeerPages:
                 before.append(hold)
 
     def held_by(self, peer: str) -> int:
-        """Pages that the peer may write, or may yet."""
+        """Pages that the peer may write, or whose writes may still land."""
         return self._held.get(peer, 0)
 
     def _wait_of(self, request_id: bytes) -> _Hold | None:
@@ -77,7 +86,7 @@ class PeerPages:
         return [one for one in self._waiting if one.peer == peer]
 
     def _may_pass(self, hold: _Hold, before: list[_Hold]) -> bool:
-        """Whether it fits, and none of those before it was passed too often."""
+        """Whether it fits, and no request before it was passed too often."""
         held = self.held_by(hold.peer)
         fits = not held or held + hold.pages <= self._limit_pages
         return fits and all(one.passed_over < MAX_PASSED_OVER for one in before)

@@ -1,29 +1,31 @@
-"""What a decode worker adds to the engine: grants, and joining what was delivered.
+"""What a decode worker adds to the engine: it grants pages, and delivered requests join its batch.
 
-The states of an attempt:
+The states of a leg:
 
-1. WAITING: for its peer's share of the pool (`decode_service.peer_pages`), then submitted to the
-   engine, which reserves slots and pages when there is room.
-2. GRANTED: the transfer thread expects the pages, and the prefill worker may write them. Some are
-   written already, or none (FILLING is the transfer thread's own affair).
+1. WAITING: for its peer's share of the pool (`decode_service.peer_pages`). Then it is submitted to
+   the engine, which reserves slots and pages when there is room.
+2. GRANTED: the transfer thread expects the pages, and the prefill worker may write them. It may
+   have written some already (the transfer thread calls that FILLING).
 3. READY: all are written. The engine is told the first token of every choice.
 4. RUNNING: in the batch.
-5. ENDED: the last choice ended, or the attempt was cancelled from 1, 3 or 4, or failed.
-6. QUARANTINED: ended from 2, by the router, its stream or a timeout. A write may still land.
-7. FREE: no write can land any more; the pages go back.
+5. ENDED: the last choice ended, or the leg failed or was cancelled in 1, 3 or 4.
+6. QUARANTINED: the router, its stream or a timeout ended it in 2. A write may still land.
+7. FREE: no write can land any more, and the pages go back.
 
-An attempt that this worker runs whole goes 1 -> 4 -> 5. So does one that it takes over in 1: its
-prefix cache holds all but a short rest of the prompt. The engine decides that, and the router is
-told instead of a grant. From then on no Abort ends the attempt: it needs nobody else.
+A leg that this worker runs whole goes 1 -> 4 -> 5. So does a leg that it takes over in 1, because
+its prefix cache holds most of the prompt. The engine decides that, and the router hears of it
+instead of a grant. From then on no Abort ends the leg: it needs no other worker.
 
-Whether an attempt in 2 became READY or QUARANTINED is decided by the transfer thread alone: who
-wants to end it asks there (`abort_receive`). If the answer is that it was READY already, an attempt
-that the router's Abort asked about goes on, and one that anything else ended frees its pages.
+Only the transfer thread decides whether a leg in 2 became READY or QUARANTINED. `abort_receive`
+asks it. If the leg was READY already, it goes on after the router's Abort. After any other end its
+pages are freed.
 
-Invariants: the transfer thread expects a transfer before anyone is told of it; a granted attempt's
-pages are released once, after `ReceiveFreed` or where it was READY; the router hears of an
-attempt's end once, and nothing after it but the answer to an Abort. What RUNNING attempts draw
-leaves by `decode_service.token_stream`.
+The outcome is known in 5 or in 6. That is when the spans of the leg are written, all at once.
+
+Invariants: the transfer thread expects a transfer before anyone is told of it. The pages of a
+granted leg are released once, after `ReceiveFreed` or if it was READY. The router hears of a leg's
+end once, and nothing after it but the answer to an Abort. The tokens of RUNNING legs leave by
+`decode_service.token_stream`.
 """
 
 from __future__ import annotations
@@ -37,9 +39,9 @@ from functools import partial
 from typing import Final
 
 from baton.worker.v1 import worker_pb2
-from baton.worker_attempts import AttemptsService
+from baton.worker_legs import CANCELLED, EXPIRED, KV_TRANSFER, LegService
 from baton.worker_outbox import CallOnLoop, Outbox
-from baton.worker_spans import CANCELLED, EXPIRED, KV_TRANSFER
+from baton.worker_ports import LegEngine, ReceivingThread
 from baton.worker_wire import (
     MalformedMessage,
     decode_first_tokens,
@@ -50,11 +52,9 @@ from baton.worker_wire import (
     tokens_message,
 )
 from decode_service import spans
-from decode_service.attempt import DecodeAttempt, DecodeState
-from decode_service.figures import DecodeFigures
-from decode_service.messages import granted_message
+from decode_service.leg import DecodeLeg, DecodeState, answer_abort
 from decode_service.peer_pages import PeerPages
-from decode_service.ports import DecodeEngine, ReceivingThread
+from decode_service.stats import DecodeStats
 from decode_service.token_stream import TokenStream
 from engine.types import (
     Event,
@@ -83,16 +83,15 @@ from telemetry.worker_metrics import WorkerMetrics
 logger = logging.getLogger(__name__)
 
 GRANT_TIMEOUT_S: Final = 120.0
-"""A grant is used up within this time or expires: long enough for the prefill worker's queue and a
-long prompt."""
+"""A grant expires after this time: enough for the prefill worker's queue and a long prompt."""
 
 
-class DecodeService(AttemptsService[DecodeAttempt]):
-    """Attempts with WORK_MODE_DECODE and WORK_MODE_WHOLE. Runs on the event loop."""
+class DecodeService(LegService[DecodeLeg]):
+    """Legs with WORK_MODE_DECODE and WORK_MODE_WHOLE. Runs on the event loop."""
 
     def __init__(
         self,
-        engine: DecodeEngine,
+        engine: LegEngine,
         transfer: ReceivingThread,
         call_on_loop: CallOnLoop,
         metrics: WorkerMetrics,
@@ -113,246 +112,227 @@ class DecodeService(AttemptsService[DecodeAttempt]):
         self._agent_name = agent_name
         self._page_bytes = page_bytes
         self._grant_timeout_s = grant_timeout_s
-        self._token_stream = TokenStream(self._attempts, metrics)
-        self._by_transfer: dict[bytes, DecodeAttempt] = {}
+        self._token_stream = TokenStream(self._legs, metrics)
+        self._by_transfer: dict[bytes, DecodeLeg] = {}
         self._page_size_tokens = page_size_tokens
         self._peer_pages = PeerPages(max_pages_per_peer)
-        self.figures = DecodeFigures(self._attempts, max_pages_per_peer)
+        self.stats = DecodeStats(self._legs, max_pages_per_peer)
         self._sink: Sink = self._on_step
 
-    # What the router says.
+    # Messages of the router.
 
     def submit(self, submit: worker_pb2.Submit, stream: Outbox) -> None:
-        """New work. One whose id was here before is ignored.
+        """Takes new work on. It is ignored if its id was here before.
 
         Raises:
             MalformedMessage: it cannot be run as it is.
         """
-        if not self._attempts.is_new(submit.attempt_id):
+        if not self._legs.is_new(submit.attempt_id):
             return
-        attempt = DecodeAttempt.received(submit, stream, self._attempts.clock())
-        self._attempts.add(attempt)
-        failpoints.hit("decode.submitted", len(attempt.request.prompt_ids))
-        if attempt.is_whole or self._has_share(attempt):
-            self._engine.submit(attempt.request, self._sink)
+        leg = DecodeLeg.received(submit, stream, self._legs.clock())
+        self._legs.add(leg)
+        failpoints.hit("decode.submitted", len(leg.request.prompt_ids))
+        if leg.is_whole or self._has_share(leg):
+            self._engine.submit(leg.request, self._sink)
 
-    def _has_share(self, attempt: DecodeAttempt) -> bool:
-        """Whether its peer may have its pages, too; otherwise it waits, WAITING still."""
-        pages = pages_of(kv_tokens(attempt.request), self._page_size_tokens)
-        first = bool(attempt.request.generated)
-        return self._peer_pages.take(attempt.id, attempt.peer, pages, first=first)
+    def _has_share(self, leg: DecodeLeg) -> bool:
+        """Whether its peer may have its pages, too. If not, the leg waits in `PeerPages`."""
+        pages = pages_of(kv_tokens(leg.request), self._page_size_tokens)
+        first = bool(leg.request.generated)
+        return self._peer_pages.take(leg.id, leg.peer, pages, first=first)
 
-    def _give_share_back(self, attempt: DecodeAttempt) -> None:
-        """The peer has no pages of it any more: the next may be granted."""
-        for attempt_id in self._peer_pages.give_back(attempt.id):
-            if (waiting := self._attempts.get(attempt_id)) is not None:
+    def _give_share_back(self, leg: DecodeLeg) -> None:
+        """Ends the peer's claim on the leg's pages. Legs that waited for them go to the engine."""
+        for leg_id in self._peer_pages.give_back(leg.id):
+            if (waiting := self._legs.get(leg_id)) is not None:
                 self._engine.submit(waiting.request, self._sink)
 
-    def abort(self, attempt_id: bytes, stream: Outbox) -> None:
-        """Compare-and-set: ends the attempt unless its KV is here. Always answered."""
-        attempt = self._attempts.of(attempt_id, stream)
-        if attempt is None:
-            if self._attempts.is_new(attempt_id):
-                self._attempts.end(attempt_id)
-            ready = self._attempts.was_ready(attempt_id)
-            _answer_abort(stream, attempt_id, already_ready=ready)
-        elif attempt.state is DecodeState.GRANTED:
-            if not attempt.abort_wanted:
-                attempt.abort_wanted = True
-                self._transfer.abort_receive(attempt.transfer_id)
+    def abort(self, leg_id: bytes, stream: Outbox) -> None:
+        """Ends the leg unless its KV is here (compare-and-set). It is always answered."""
+        leg = self._legs.of(leg_id, stream)
+        if leg is None:
+            if self._legs.is_new(leg_id):
+                self._legs.end(leg_id)
+            ready = self._legs.was_ready(leg_id)
+            answer_abort(stream, leg_id, already_ready=ready)
+        elif leg.state is DecodeState.GRANTED:
+            if not leg.abort_wanted:
+                leg.abort_wanted = True
+                self._transfer.abort_receive(leg.transfer_id)
         else:
-            _answer_abort(stream, attempt_id, already_ready=attempt.has_kv)
-            if attempt.state is DecodeState.WAITING and not attempt.has_kv:
-                self.cancel(attempt_id, stream)
+            answer_abort(stream, leg_id, already_ready=leg.has_kv)
+            if leg.state is DecodeState.WAITING and not leg.has_kv:
+                self.cancel(leg_id, stream)
 
-    # What the engine says.
+    # Events of the engine.
 
     def _on_step(self, events: Sequence[Event]) -> None:
         """The sink, on the step thread."""
         self._call_on_loop(partial(self._take_events, events))
 
     def _take_events(self, events: Sequence[Event]) -> None:
-        """The events of one step; the tokens among them leave in one message per router."""
+        """Takes the events of one step. Its tokens leave in one message for each router."""
         for event in events:
             if isinstance(event, NewTokens):
                 for broken in self._token_stream.new_tokens(event):
                     self._give_up(broken)
-            elif (attempt := self._attempts.get(event.request_id)) is not None:
-                with self._ending_if_broken(attempt):
-                    self._take_event(attempt, event)
+            elif (leg := self._legs.get(event.request_id)) is not None:
+                with self._ending_if_broken(leg):
+                    self._take_event(leg, event)
 
-    def _take_event(self, attempt: DecodeAttempt, event: EventOfOne) -> None:
-        if attempt.state is DecodeState.QUARANTINED:
+    def _take_event(self, leg: DecodeLeg, event: EventOfOne) -> None:
+        if leg.state is DecodeState.QUARANTINED:
             return
         match event:
             case Reserved():
-                self._reserved(attempt, event)
+                self._reserved(leg, event)
             case TakenOver():
-                self._take_over(attempt, event)
+                self._take_over(leg, event)
             case PrefillStarted():
-                attempt.started_ns = event.at_ns
-                attempt.cached_tokens = event.cached_tokens
+                leg.started_ns = event.at_ns
+                leg.cached_tokens = event.cached_tokens
             case PromptScored():
-                attempt.tell(prompt_logprobs=scores_message(attempt.id, event.records))
+                leg.tell(prompt_logprobs=scores_message(leg.id, event.records))
             case Joined():
-                attempt.state = DecodeState.RUNNING
-                attempt.joined_ns = event.at_ns
+                leg.state = DecodeState.RUNNING
+                leg.joined_ns = event.at_ns
             case SequenceEnded():
-                self._token_stream.choice_ended(attempt, event)
+                self._token_stream.choice_ended(leg, event)
                 if event.last:
-                    self._forget(attempt, was_ready=True)
+                    self._end(leg, was_ready=True)
             case RequestFailed():
-                attempt.fail(event.reason)
-                self._end_early(attempt, event.reason.value)
+                leg.fail(event.reason)
+                self._end_early(leg, event.reason.value)
             case _:
                 logger.error("unexpected event: %s", type(event).__qualname__)
 
-    def _reserved(self, attempt: DecodeAttempt, event: Reserved) -> None:
+    def _reserved(self, leg: DecodeLeg, event: Reserved) -> None:
         """WAITING -> GRANTED."""
         failpoints.hit("decode.before_grant")
-        attempt.reserve(secrets.token_bytes(TRANSFER_ID_BYTES), event.pages, event.held_pages)
-        self._by_transfer[attempt.transfer_id] = attempt
+        leg.reserve(secrets.token_bytes(TRANSFER_ID_BYTES), event.pages, event.held_pages)
+        self._by_transfer[leg.transfer_id] = leg
         self._transfer.expect(
             ReceiveSpec(
-                transfer_id=attempt.transfer_id,
-                peer=attempt.peer,
-                num_pages=attempt.num_pages,
-                held_pages=attempt.held_pages,
-                num_tokens=kv_tokens(attempt.request),
-                timeout_s=self._grant_lasts_s(attempt),
+                transfer_id=leg.transfer_id,
+                peer=leg.peer,
+                num_pages=leg.num_pages,
+                held_pages=leg.held_pages,
+                num_tokens=kv_tokens(leg.request),
+                timeout_s=self._grant_lasts_s(leg),
             )
         )
-        granted = granted_message(attempt, event.pages, self._epoch, self._agent_name)
-        attempt.tell(granted=granted)
+        leg.tell_granted(event.pages, self._epoch, self._agent_name)
         failpoints.hit("decode.after_grant")
-        spans.write_grant(attempt)
 
-    def _grant_lasts_s(self, attempt: DecodeAttempt) -> float:
-        """Until it expires; no longer than the attempt."""
-        left_s = attempt.expires_s - self._attempts.clock()
+    def _grant_lasts_s(self, leg: DecodeLeg) -> float:
+        """How long a grant lasts: no longer than its leg."""
+        left_s = leg.expires_s - self._legs.clock()
         usual_s = min(self._grant_timeout_s, max(0.0, left_s))
         return failpoints.wait_s("decode.grant_timeout", usual_s)
 
-    def _take_over(self, attempt: DecodeAttempt, event: TakenOver) -> None:
-        """The prompt is computed here after all."""
-        attempt.took_over, attempt.cached_tokens = True, event.cached_tokens
-        self._give_share_back(attempt)
+    def _take_over(self, leg: DecodeLeg, event: TakenOver) -> None:
+        """Computes the prompt here after all."""
+        leg.took_over, leg.cached_tokens = True, event.cached_tokens
+        self._give_share_back(leg)
         taken_over = worker_pb2.TakenOver(
-            attempt_id=attempt.id, cached_prompt_tokens=event.cached_tokens
+            attempt_id=leg.id, cached_prompt_tokens=event.cached_tokens
         )
-        attempt.tell(taken_over=taken_over)
+        leg.tell(taken_over=taken_over)
 
-    # What the transfer thread says.
+    # Events of the transfer thread.
 
     def on_transfer(self, event: TransferEvent) -> None:
-        """Takes an event of the transfer thread; those of other owners are ignored."""
+        """Takes an event of the transfer thread, and ignores those of other owners."""
         if not isinstance(event, Delivered | ReceiveAborted | ReceiveExpired | ReceiveFreed):
             return
-        attempt = self._by_transfer.get(event.transfer_id)
-        if attempt is None:
+        leg = self._by_transfer.get(event.transfer_id)
+        if leg is None:
             return
-        with self._ending_if_broken(attempt):
+        with self._ending_if_broken(leg):
             match event:
                 case Delivered():
-                    self._delivered(attempt, event)
+                    self._delivered(leg, event)
                 case ReceiveAborted():
-                    self._receive_aborted(attempt, already_ready=event.already_ready)
+                    self._receive_aborted(leg, already_ready=event.already_ready)
                 case ReceiveExpired():
-                    self._receive_expired(attempt)
+                    self._receive_expired(leg)
                 case ReceiveFreed():
-                    self._free(attempt)
+                    self._free(leg)
 
-    def _delivered(self, attempt: DecodeAttempt, event: Delivered) -> None:
-        """GRANTED -> READY, unless this side gave it up before it heard."""
-        if attempt.state is not DecodeState.GRANTED:
+    def _delivered(self, leg: DecodeLeg, event: Delivered) -> None:
+        """GRANTED -> READY, unless this side gave the leg up before it heard."""
+        if leg.state is not DecodeState.GRANTED:
             return
         failpoints.hit("decode.delivered")
-        attempt.state, attempt.ready_ns = DecodeState.READY, event.delivered_ns
+        leg.receive(event)
         try:
-            first = decode_first_tokens(event.payload, attempt.request.choices)
+            first = decode_first_tokens(event.payload, leg.request.choices)
         except MalformedMessage:
-            spans.write_receive(attempt, event, self._page_bytes)
-            self._answer_wanted_abort(attempt, already_ready=True)
-            attempt.fail(worker_pb2.FAILURE_REASON_KV_TRANSFER)
-            self._end_early(attempt, KV_TRANSFER)
+            leg.answer_wanted_abort(already_ready=True)
+            leg.fail(worker_pb2.FAILURE_REASON_KV_TRANSFER)
+            self._end_early(leg, KV_TRANSFER)
             return
-        attempt.first_token_ns = first.sampled_ns
-        self._engine.deliver(attempt.id, first.records)  # before all else: a step is about to leave
-        self._give_share_back(attempt)
-        spans.write_receive(attempt, event, self._page_bytes)
-        delivered = worker_pb2.Delivered(
-            attempt_id=attempt.id, delivered_unix_ns=event.delivered_ns
-        )
-        attempt.tell(delivered=delivered)
-        self._answer_wanted_abort(attempt, already_ready=True)
-        if not attempt.silent:
-            tokens = first_tokens(attempt.request, first.records, event.delivered_ns)
-            attempt.stream.add_tokens(tokens_message(tokens, range(len(first.records))))
+        leg.first_token_ns = first.sampled_ns
+        self._engine.deliver(leg.id, first.records)  # before all else: a step is about to leave
+        self._give_share_back(leg)
+        delivered = worker_pb2.Delivered(attempt_id=leg.id, delivered_unix_ns=event.delivered_ns)
+        leg.tell(delivered=delivered)
+        leg.answer_wanted_abort(already_ready=True)
+        tokens = first_tokens(leg.request, first.records, event.delivered_ns)
+        leg.tell(tokens=tokens_message(tokens, range(len(first.records))))
 
-    def _receive_aborted(self, attempt: DecodeAttempt, *, already_ready: bool) -> None:
-        """The answer to whoever asked: the router's Abort, or an end from this side."""
-        self._answer_wanted_abort(attempt, already_ready=already_ready)
+    def _receive_aborted(self, leg: DecodeLeg, *, already_ready: bool) -> None:
+        """Takes the answer to `abort_receive`, for the router's Abort or an end from this side."""
+        leg.answer_wanted_abort(already_ready=already_ready)
         if already_ready:
-            self._free(attempt)
-        elif attempt.state is DecodeState.GRANTED:
-            attempt.silent = True
-            self._quarantine(attempt, CANCELLED)
+            self._free(leg)
+        elif leg.state is DecodeState.GRANTED:
+            leg.silent = True
+            self._quarantine(leg, CANCELLED)
 
-    def _receive_expired(self, attempt: DecodeAttempt) -> None:
-        if attempt.state is not DecodeState.GRANTED:
+    def _receive_expired(self, leg: DecodeLeg) -> None:
+        if leg.state is not DecodeState.GRANTED:
             return
-        self._answer_wanted_abort(attempt, already_ready=False)
-        attempt.fail(worker_pb2.FAILURE_REASON_EXPIRED)
-        self._quarantine(attempt, EXPIRED)
+        leg.answer_wanted_abort(already_ready=False)
+        leg.fail(worker_pb2.FAILURE_REASON_EXPIRED)
+        self._quarantine(leg, EXPIRED)
 
-    def _answer_wanted_abort(self, attempt: DecodeAttempt, *, already_ready: bool) -> None:
-        """Answered as soon as the verdict is known: the attempt may be over before
-        `ReceiveAborted` comes."""
-        if attempt.abort_wanted:
-            attempt.abort_wanted = False
-            _answer_abort(attempt.stream, attempt.id, already_ready=already_ready)
+    # How legs end.
 
-    # How attempts end early.
+    def _end_early(self, leg: DecodeLeg, error: str = "") -> None:
+        """-> QUARANTINED if a write may still land, otherwise -> ENDED."""
+        if leg.state is DecodeState.QUARANTINED:
+            return
+        if leg.state is DecodeState.GRANTED:
+            self._transfer.abort_receive(leg.transfer_id)
+            self._quarantine(leg, error)
+        else:
+            self._engine.cancel(leg.id)
+            self._engine.release(leg.id)
+            self._end(leg, was_ready=leg.has_kv, error=error)
 
-    def _end_early(self, attempt: DecodeAttempt, error: str = "") -> None:
-        """Ends an attempt in any state."""
-        match attempt.state:
-            case DecodeState.QUARANTINED:
-                return
-            case DecodeState.GRANTED:
-                self._transfer.abort_receive(attempt.transfer_id)
-                self._quarantine(attempt, error)
-            case state:
-                if attempt.is_whole and not attempt.computed_ns:
-                    spans.write_prompt(attempt, error)
-                elif state is DecodeState.WAITING:
-                    spans.write_grant(attempt, error)
-                else:
-                    spans.write_generate(attempt, error)
-                self._engine.cancel(attempt.id)
-                self._engine.release(attempt.id)
-                self._forget(attempt, was_ready=attempt.has_kv)
+    def _end(self, leg: DecodeLeg, *, was_ready: bool, error: str = "") -> None:
+        """-> ENDED."""
+        leg.conclude(error)
+        self._forget(leg, was_ready)
+        spans.write_spans(leg, self._page_bytes)
 
-    def _quarantine(self, attempt: DecodeAttempt, error: str) -> None:
-        """GRANTED -> QUARANTINED: out of its slots; the pages wait for `ReceiveFreed`."""
+    def _quarantine(self, leg: DecodeLeg, error: str) -> None:
+        """GRANTED -> QUARANTINED: out of its slots. The pages wait for `ReceiveFreed`."""
         failpoints.hit("decode.quarantined")
-        spans.write_receive_failed(attempt, error)
-        attempt.state, attempt.expires_s = DecodeState.QUARANTINED, math.inf
-        attempt.quarantined_s = self._attempts.clock()
-        self._engine.cancel(attempt.id)
+        leg.conclude(error)
+        leg.state, leg.expires_s = DecodeState.QUARANTINED, math.inf
+        leg.quarantined_s = self._legs.clock()
+        self._engine.cancel(leg.id)
+        spans.write_spans(leg, self._page_bytes)
 
-    def _free(self, attempt: DecodeAttempt) -> None:
-        """QUARANTINED -> FREE; an attempt in another state goes on."""
-        if attempt.state is DecodeState.QUARANTINED:
-            self._engine.release(attempt.id)
-            self._forget(attempt)
+    def _free(self, leg: DecodeLeg) -> None:
+        """QUARANTINED -> FREE. A leg in another state goes on."""
+        if leg.state is DecodeState.QUARANTINED:
+            self._engine.release(leg.id)
+            self._forget(leg, was_ready=False)
 
-    def _forget(self, attempt: DecodeAttempt, was_ready: bool = False) -> None:
-        self._by_transfer.pop(attempt.transfer_id, None)
-        self._attempts.end(attempt.id, was_ready)
-        self._give_share_back(attempt)
-
-
-def _answer_abort(stream: Outbox, attempt_id: bytes, *, already_ready: bool) -> None:
-    aborted = worker_pb2.Aborted(attempt_id=attempt_id, already_ready=already_ready)
-    stream.send(worker_pb2.WorkResponse(aborted=aborted))
+    def _forget(self, leg: DecodeLeg, was_ready: bool) -> None:
+        self._by_transfer.pop(leg.transfer_id, None)
+        self._legs.end(leg.id, was_ready)
+        self._give_share_back(leg)

@@ -1,110 +1,106 @@
-"""Spans of a decode attempt: kv.grant, kv.receive, decode.generate; where the prompt is computed
-here: its two and decode.generate."""
+"""The spans of a decode leg.
+
+With a hand-off they are kv.grant, kv.receive and decode.generate. If the prompt is computed here,
+they are prefill.queue, prefill.compute and decode.generate. A leg that failed has them up to the
+one that failed, which carries the reason.
+"""
 
 from __future__ import annotations
-
-import time
 
 import numpy as np
 from opentelemetry.util.types import AttributeValue
 
 from baton.worker_spans import milliseconds, write_prompt_spans
 from baton.worker_wire import kv_tokens
-from decode_service.attempt import DecodeAttempt
-from kv_transfer.events import Delivered
+from decode_service.leg import DecodeLeg
 from telemetry.names import Attr, SpanName
 from telemetry.tracing import link_from, write_span
 
 
-def write_grant(attempt: DecodeAttempt, error: str = "") -> None:
+def write_spans(leg: DecodeLeg, page_bytes: int) -> None:
+    """Writes all spans of a leg whose outcome is known."""
+    if leg.is_whole:
+        computed = kv_tokens(leg.request) - leg.cached_tokens if leg.computed_ns else 0
+        write_prompt_spans(leg, computed)
+    else:
+        _write_grant(leg)
+        if leg.granted_ns:
+            _write_receive(leg, page_bytes)
+    if leg.ready_ns:
+        _write_generate(leg)
+
+
+def _write_grant(leg: DecodeLeg) -> None:
     """Pages were granted after a wait, or the wait ended without a grant."""
-    end_ns = attempt.granted_ns or time.time_ns()
+    end_ns = leg.granted_ns or leg.over_ns
     attributes: dict[str, AttributeValue] = {
-        Attr.KV_WAITED_MS: milliseconds(attempt.received_ns, end_ns)
+        Attr.KV_WAITED_MS: milliseconds(leg.received_ns, end_ns)
     }
-    if attempt.granted_ns:
-        attributes |= _transfer(attempt)
+    if leg.granted_ns:
+        attributes |= _transfer(leg)
     write_span(
         SpanName.KV_GRANT,
-        attempt.traceparent,
-        attempt.received_ns,
+        leg.traceparent,
+        leg.received_ns,
         end_ns,
         attributes,
-        error=error,
+        error="" if leg.granted_ns else leg.error,
     )
 
 
-def write_receive(attempt: DecodeAttempt, event: Delivered, page_bytes: int) -> None:
-    """The KV is here."""
-    attributes = _transfer(attempt) | {
-        Attr.KV_BYTES: (attempt.num_pages - attempt.held_pages) * page_bytes,
-        Attr.KV_NOTIFICATIONS: event.notifications,
-    }
+def _write_receive(leg: DecodeLeg, page_bytes: int) -> None:
+    """The KV was delivered, or was given up on its way."""
+    event, attributes = leg.delivered, _transfer(leg)
+    if event is None:
+        write_span(
+            SpanName.KV_RECEIVE,
+            leg.traceparent,
+            leg.granted_ns,
+            leg.over_ns,
+            attributes,
+            error=leg.error,
+        )
+        return
+    attributes[Attr.KV_BYTES] = (leg.num_pages - leg.held_pages) * page_bytes
+    attributes[Attr.KV_NOTIFICATIONS] = event.notifications
     write_span(
         SpanName.KV_RECEIVE,
-        attempt.traceparent,
+        leg.traceparent,
         event.granted_ns,
         event.delivered_ns,
         attributes,
-        links=link_from(attempt.traceparent, event.send_span_id),
+        links=link_from(leg.traceparent, event.send_span_id),
     )
 
 
-def write_receive_failed(attempt: DecodeAttempt, error: str) -> None:
-    """The KV was given up while it was on its way."""
-    write_span(
-        SpanName.KV_RECEIVE,
-        attempt.traceparent,
-        attempt.granted_ns,
-        time.time_ns(),
-        _transfer(attempt),
-        error=error,
-    )
-
-
-def write_prompt(attempt: DecodeAttempt, error: str = "") -> None:
-    """The prompt of an attempt was computed here, or was given up."""
-    tokens = kv_tokens(attempt.request) - attempt.cached_tokens if attempt.computed_ns else 0
-    write_prompt_spans(
-        attempt.traceparent,
-        attempt.received_ns,
-        attempt.started_ns,
-        attempt.computed_ns,
-        tokens=tokens,
-        cached_tokens=attempt.cached_tokens,
-        chunks=0,
-        error=error,
-    )
-
-
-def write_generate(attempt: DecodeAttempt, error: str = "") -> None:
+def _write_generate(leg: DecodeLeg) -> None:
     """The last choice ended, or all of them were made to."""
     attributes: dict[str, AttributeValue] = {
-        Attr.DECODE_TOKENS: attempt.tokens,
-        Attr.DECODE_STEPS: attempt.steps,
-        Attr.DECODE_PREEMPTIONS: attempt.preemptions,
-        Attr.DECODE_JOIN_WAIT_MS: milliseconds(attempt.ready_ns, attempt.joined_ns),
+        Attr.DECODE_TOKENS: leg.tokens,
+        Attr.DECODE_STEPS: leg.steps,
+        Attr.DECODE_PREEMPTIONS: leg.preemptions,
+        Attr.DECODE_JOIN_WAIT_MS: milliseconds(leg.ready_ns, leg.joined_ns),
     }
-    if attempt.second_token_gap_ms is not None:
-        attributes[Attr.DECODE_SECOND_TOKEN_GAP_MS] = attempt.second_token_gap_ms
-    if attempt.gaps_ms:
-        p50, p99 = np.percentile(np.frombuffer(attempt.gaps_ms, np.float32), (50, 99))
+    if leg.second_token_gap_ms is not None:
+        attributes[Attr.DECODE_SECOND_TOKEN_GAP_MS] = leg.second_token_gap_ms
+    if leg.gaps_ms:
+        p50, p99 = np.percentile(np.frombuffer(leg.gaps_ms, np.float32), (50, 99))
         attributes |= {Attr.DECODE_ITL_P50_MS: float(p50), Attr.DECODE_ITL_P99_MS: float(p99)}
-    began_ns = max(attempt.joined_ns, attempt.ready_ns)
-    ended_ns = time.time_ns() if error else max(attempt.last_token_ns, began_ns)
+    began_ns = max(leg.joined_ns, leg.ready_ns)
+    ended_ns = leg.over_ns if leg.error else max(leg.last_token_ns, began_ns)
     write_span(
         SpanName.DECODE_GENERATE,
-        attempt.traceparent,
+        leg.traceparent,
         began_ns,
         ended_ns,
         attributes,
-        error=error,
+        error=leg.error,
     )
 
 
-def _transfer(attempt: DecodeAttempt) -> dict[str, AttributeValue]:
+def _transfer(leg: DecodeLeg) -> dict[str, AttributeValue]:
     return {
-        Attr.TRANSFER_ID: attempt.transfer_id.hex(),
-        Attr.KV_PAGES: attempt.num_pages - attempt.held_pages,
-        Attr.KV_HELD_PAGES: attempt.held_pages,
+        Attr.TRANSFER_ID: leg.transfer_id.hex(),
+        Attr.KV_PAGES: leg.num_pages - leg.held_pages,
+        Attr.KV_HELD_PAGES: leg.held_pages,
     }

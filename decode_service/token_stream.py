@@ -1,16 +1,15 @@
-"""What attempts in the batch draw, on its way to the routers: one message a step and router."""
+"""The way of tokens from a step to the routers: one message for each step and router."""
 
 from __future__ import annotations
 
 import logging
 from collections import defaultdict
 
-from baton.worker_attempts import Attempts
+from baton.worker.v1 import worker_pb2
+from baton.worker_legs import LegTable
 from baton.worker_outbox import Outbox
 from baton.worker_wire import tokens_message
-from decode_service import spans
-from decode_service.attempt import DecodeAttempt
-from decode_service.messages import finished_message, first_token_message
+from decode_service.leg import DecodeLeg
 from engine.types import NewTokens, SequenceEnded
 from telemetry import failpoints
 from telemetry.worker_metrics import WorkerMetrics
@@ -19,56 +18,59 @@ logger = logging.getLogger(__name__)
 
 
 class TokenStream:
-    """Counts tokens and passes them on. It ends no attempt: that is the service's to do."""
+    """Counts tokens and passes them on. Only the service ends legs."""
 
-    def __init__(self, attempts: Attempts[DecodeAttempt], metrics: WorkerMetrics) -> None:
-        self._attempts = attempts
+    def __init__(self, legs: LegTable[DecodeLeg], metrics: WorkerMetrics) -> None:
+        self._legs = legs
         self._metrics = metrics
 
-    def new_tokens(self, tokens: NewTokens) -> set[DecodeAttempt]:
-        """The tokens of a step: counted, and on to the routers that want them. Returns attempts of
-        which a token was lost, to a bug: they cannot go on, and the others do."""
+    def new_tokens(self, tokens: NewTokens) -> set[DecodeLeg]:
+        """Counts the tokens of a step and sends them to the routers that want them.
+
+        Returns:
+            Legs that lost a token to a bug. They cannot go on; the others do.
+        """
         wanted: dict[Outbox, list[int]] = defaultdict(list)
-        broken: set[DecodeAttempt] = set()
+        broken: set[DecodeLeg] = set()
         rows = zip(tokens.request_ids, tokens.choices.tolist(), strict=True)
-        for row, (attempt_id, choice) in enumerate(rows):
-            attempt = self._attempts.get(attempt_id)
-            if attempt is None:
+        for row, (leg_id, choice) in enumerate(rows):
+            leg = self._legs.get(leg_id)
+            if leg is None:
                 continue
             try:
-                failpoints.hit("decode.tokens", len(attempt.request.prompt_ids))
-                if attempt.is_whole and not attempt.computed_ns:
-                    _first_tokens(attempt, tokens, row)
-                attempt.count(choice, tokens.at_ns)
+                failpoints.hit("decode.tokens", len(leg.request.prompt_ids))
+                if leg.is_whole and not leg.computed_ns:
+                    _prompt_computed(leg, tokens, row)
+                leg.count(choice, tokens.at_ns)
             except Exception:
                 logger.exception("a token broke its handler")
-                broken.add(attempt)
+                broken.add(leg)
                 continue
-            if not attempt.silent:
-                wanted[attempt.stream].append(row)
-        for stream, of_stream in wanted.items():
-            stream.add_tokens(tokens_message(tokens, of_stream))
+            if not leg.silent:
+                wanted[leg.stream].append(row)
+        for stream, rows_of_stream in wanted.items():
+            message = tokens_message(tokens, rows_of_stream)
+            stream.send(worker_pb2.WorkResponse(tokens=message))
         return broken
 
-    def choice_ended(self, attempt: DecodeAttempt, event: SequenceEnded) -> None:
-        """Tells of a choice's end; with the last one's, of all that is to be told at the end."""
-        attempt.preemptions += event.preemptions
+    def choice_ended(self, leg: DecodeLeg, event: SequenceEnded) -> None:
+        """Tells the router that a choice ended. The last one ends the counting, too."""
+        leg.preemptions += event.preemptions
         if event.last:
             failpoints.hit("decode.ended")
-        attempt.tell(finished=finished_message(attempt, event))
-        if event.last:
-            spans.write_generate(attempt)
-            if attempt.second_token_gap_ms is not None:
-                self._metrics.second_token(attempt.second_token_gap_ms / 1e3)
+        leg.tell_end(event)
+        if event.last and leg.second_token_gap_ms is not None:
+            self._metrics.second_token(leg.second_token_gap_ms / 1e3)
 
 
-def _first_tokens(attempt: DecodeAttempt, tokens: NewTokens, row: int) -> None:
-    """The prompt of an attempt is computed here. All choices begin in the same step, but for
-    those that were resumed or preempted, whose first tokens are told like all others."""
-    rows = range(row, min(row + attempt.request.choices, len(tokens.request_ids)))
-    firsts = [i for i in rows if tokens.request_ids[i] == attempt.id and tokens.indices[i] == 0]
-    if len(firsts) == attempt.request.choices:
-        first = first_token_message(attempt, [tokens.record(i) for i in firsts])
-        attempt.tell(first_token=first)
-    attempt.computed_ns = attempt.ready_ns = attempt.first_token_ns = tokens.at_ns
-    spans.write_prompt(attempt)
+def _prompt_computed(leg: DecodeLeg, tokens: NewTokens, row: int) -> None:
+    """This worker computed the leg's prompt: `row` is the first token.
+
+    All choices begin in the same step and are told together. If the leg was resumed or preempted,
+    its first tokens are told like all others.
+    """
+    rows = range(row, min(row + leg.request.choices, len(tokens.request_ids)))
+    firsts = [i for i in rows if tokens.request_ids[i] == leg.id and tokens.indices[i] == 0]
+    if len(firsts) == leg.request.choices:
+        leg.tell_first_tokens([tokens.record(i) for i in firsts])
+    leg.compute(tokens.at_ns)

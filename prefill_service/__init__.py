@@ -1,1 +1,1 @@
-"""What a prefill worker adds to the engine."""
+"""The prefill service: it computes prompts and sends their KV to decode workers."""

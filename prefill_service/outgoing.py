@@ -1,14 +1,14 @@
-"""Where the chunks of one prompt meet the grant that says where they go.
+"""The meeting point of a prompt's chunks and the grant, which says where they go.
 
 Chunks come on the step thread, so that no other thread stands between a chunk and its push. The
 grant comes on the event loop, before, between or after them. Life:
 
-1. OPEN: the chunks wait here for the grant, or the grant for the first chunk.
-2. BEGUN: both are known; the transfer thread is told of every chunk at once.
-3. CLOSED: the transfer thread is told nothing more.
+1. OPEN: the chunks wait for the grant, or the grant waits for the first chunk.
+2. BEGUN: both are known. The transfer thread hears of every chunk at once.
+3. CLOSED: the transfer thread hears nothing more.
 
-Invariant: `begin_send` is told once and before any chunk; then every chunk is covered by what was
-told last; nothing is told after `close` returned.
+Invariants: the transfer thread hears `begin_send` once, before any chunk. Its last `chunk_computed`
+covers all chunks so far. It hears nothing after `close` returned.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import Self
 
 from baton.worker.v1 import worker_pb2
-from baton.worker_wire import MalformedMessage, unpack_ids
+from baton.worker_ports import SendingThread
+from baton.worker_wire import MalformedMessage, pages_of, unpack_ids
 from engine.types import PageIds
 from kv_transfer.specs import TRANSFER_ID_BYTES, SendSpec
-from prefill_service.ports import SendingThread
 from telemetry.names import SpanName
 from telemetry.tracing import Span, span_id_bytes, start_span
 
@@ -38,7 +38,7 @@ class Destination:
 
     @classmethod
     def of(cls, grant: worker_pb2.Grant, peer: str, num_pages: int) -> Self | None:
-        """A grant of so many pages of that peer's pool; None where it is anything else."""
+        """Checks a grant; None unless it is for `num_pages` pages of that peer's pool."""
         try:
             pages = unpack_ids(grant.page_ids)
         except MalformedMessage:
@@ -69,7 +69,7 @@ class OutgoingPrompt:
     ) -> None:
         self.num_tokens = num_tokens
         self.span: Span | None = None
-        """kv.send, from BEGUN on; its id travels with the last notification."""
+        """kv.send, from BEGUN on. Its id travels with the last notification."""
         self._transfer = transfer
         self._page_size_tokens = page_size_tokens
         self._traceparent = traceparent
@@ -79,12 +79,23 @@ class OutgoingPrompt:
         self._closed = False
 
     @property
+    def num_pages(self) -> int:
+        """Pages of the whole prompt."""
+        return pages_of(self.num_tokens, self._page_size_tokens)
+
+    @property
     def destination(self) -> Destination | None:
         """The grant, once it came."""
         return self._destination
 
     def chunk(self, pages: PageIds, end_token: int, payload: bytes | None) -> None:
-        """KV of [0, end_token) is final; `pages` are the whole prompt's, `payload` comes last."""
+        """Takes a chunk: the KV of [0, end_token) is final.
+
+        Args:
+            pages: those of the whole prompt.
+            end_token: where the chunk ends.
+            payload: of the last notification; None with every chunk but the last.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -97,7 +108,7 @@ class OutgoingPrompt:
             self._tell(self._destination, self._latest)
 
     def grant(self, destination: Destination) -> None:
-        """The pages may be written there. Only the first grant counts."""
+        """Takes the pages that may be written. Only the first grant counts."""
         with self._lock:
             if self._closed or self._destination is not None:
                 return
@@ -107,7 +118,7 @@ class OutgoingPrompt:
                 self._tell(destination, self._latest)
 
     def close(self) -> Destination | None:
-        """Ends it; returns the grant, whose transfer is to be aborted where it is not over."""
+        """Tells nothing more. Returns the grant: its transfer may still have to be aborted."""
         with self._lock:
             self._closed = True
             return self._destination

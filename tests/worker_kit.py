@@ -220,10 +220,9 @@ class Node:
         """Nothing is under way, and every page is back."""
         load, counters = self.engine.load(), self.transfer.counters
         return (
-            not self.prefill.figures.active
-            and not self.decode.figures.active
-            and not self.decode.figures.quarantined
-            and not self.prefill._outgoing
+            not self.prefill.stats.active
+            and not self.decode.stats.active
+            and not self.decode.stats.quarantined
             and not self.prefill._by_transfer
             and not self.decode._by_transfer
             and self.free_pages == load.total_pages

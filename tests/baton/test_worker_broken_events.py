@@ -86,7 +86,7 @@ async def test_one_that_lost_tokens_of_several_choices_in_a_step_is_ended_once(
 ) -> None:
     ended: list[object] = []
     monkeypatch.setattr(
-        "decode_service.spans.write_generate", lambda attempt, error: ended.append(attempt)
+        "decode_service.spans.write_spans", lambda leg, page_bytes: ended.append(leg)
     )
     async with a_pair() as pair:
         attempt = Attempted(SHORT, choices=2)
@@ -100,23 +100,40 @@ async def test_one_that_lost_tokens_of_several_choices_in_a_step_is_ended_once(
     assert len(ended) == 1
 
 
-async def test_an_attempt_that_cannot_even_be_ended_keeps_no_other_from_its_events(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_spans_that_cannot_be_written_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, role: str
 ) -> None:
     def breaks(*_: object) -> None:
         raise RuntimeError
 
     async with a_pair() as pair:
-        monkeypatch.setattr("decode_service.spans.write_grant", breaks)
+        monkeypatch.setattr(f"{role}_service.spans.write_spans", breaks)
+        served, cut = Attempted(SHORT), Attempted(LONGER)
+        await pair.run(served)
+        pair.submit(cut)
+        await pair.from_p.heard("first_token", cut.id)
+        await pair.from_d.heard("granted", cut.id)
+        node, ear = (pair.p, pair.from_p) if role == "prefill" else (pair.d, pair.from_d)
+        getattr(node, role).end_stream(ear.outbox)
+        pair.p.prefill.cancel(cut.id, pair.from_p.outbox)
+        pair.d.decode.cancel(cut.id, pair.from_d.outbox)
+        await pair.quiet()
+        assert pair.from_d.tokens[served.id, 0] == served.expected
+        assert not failed_reasons(pair)
+
+
+async def test_an_attempt_that_cannot_even_be_ended_keeps_no_other_from_its_events() -> None:
+    async with a_pair() as pair:
+        failpoints.arm("decode.after_grant=raise,decode.quarantined=raise")
         broken, sound = Attempted(SHORT), Attempted(LONGER)
         with in_one_turn(pair.d):
             pair.submit_decode(broken)
             pair.submit_decode(sound)
-        monkeypatch.setattr("decode_service.spans.write_receive_failed", breaks)
         for attempt in (broken, sound):
             failed = await pair.from_d.heard("failed", attempt.id)
             assert failed.reason == worker_pb2.FAILURE_REASON_INTERNAL
-        monkeypatch.undo()
+        failpoints.arm("")
         for attempt in (broken, sound):
             pair.d.decode.cancel(attempt.id, pair.from_d.outbox)
         await pair.quiet()
@@ -145,12 +162,12 @@ async def test_nor_from_its_end(monkeypatch: pytest.MonkeyPatch, role: str, end:
             case "stream":
                 service.end_stream(ear.outbox)
             case "deadline":
-                for attempt in service._attempts:
+                for attempt in service._legs:
                     attempt.expires_s = 0.0
                 service.expire()
             case "process":
                 service.fail_all(worker_pb2.FAILURE_REASON_DRAINING)
-        goes_on = {one.id for one in service._attempts if one.state}  # 0 is given up
+        goes_on = {one.id for one in service._legs if one.state}  # 0 is given up
         assert sound.id not in goes_on
         monkeypatch.undo()
         node.engine.cancel(broken.id)

@@ -9,7 +9,7 @@ import numpy as np
 
 from baton.worker.v1 import worker_pb2
 from baton.worker_outbox import LoopInbox, Outbox
-from baton.worker_wire import tokens_message
+from baton.worker_wire import tokens_message, unpack_ids
 from engine.types import NewTokens, TokenRecord
 from router.jobs import JobTokens, TokenScore
 from router.merge import step_tokens
@@ -19,15 +19,20 @@ def delivered(attempt_id: bytes) -> worker_pb2.WorkResponse:
     return worker_pb2.WorkResponse(delivered=worker_pb2.Delivered(attempt_id=attempt_id))
 
 
-def row(attempt_id: bytes, index: int, *records: TokenRecord) -> worker_pb2.Tokens:
+def row(attempt_id: bytes, index: int, *records: TokenRecord) -> worker_pb2.WorkResponse:
     token_ids = np.array([100 + index], np.int32)
     at, choice = np.array([index], np.int32), np.zeros(1, np.int32)
     tokens = NewTokens([attempt_id], choice, at, token_ids, dict(enumerate(records)), at_ns=0)
-    return tokens_message(tokens, [0])
+    return worker_pb2.WorkResponse(tokens=tokens_message(tokens, [0]))
 
 
 async def drain(outbox: Outbox) -> list[worker_pb2.WorkResponse]:
-    return [message for _ in range(len(outbox)) if (message := await outbox.get())]
+    messages = []
+    while len(outbox):
+        message = await outbox.get()
+        assert message is not None
+        messages.append(message)
+    return messages
 
 
 def never() -> None:
@@ -36,11 +41,11 @@ def never() -> None:
 
 async def test_tokens_that_wait_merge_and_keep_their_place() -> None:
     outbox = Outbox(never)
-    outbox.add_tokens(row(b"a", 0))
-    outbox.add_tokens(row(b"b", 3, TokenRecord(103, -0.5)))
-    outbox.add_tokens(row(b"a", 1))
+    outbox.send(row(b"a", 0))
+    outbox.send(row(b"b", 3, TokenRecord(103, -0.5)))
+    outbox.send(row(b"a", 1))
     outbox.send(delivered(b"c"))
-    outbox.add_tokens(row(b"a", 2))
+    outbox.send(row(b"a", 2))
     first, between, last = await drain(outbox)
     assert list(step_tokens(first.tokens)) == [
         (b"a", JobTokens(0, 0, (100,))),
@@ -49,6 +54,19 @@ async def test_tokens_that_wait_merge_and_keep_their_place() -> None:
     ]
     assert between == delivered(b"c")
     assert list(step_tokens(last.tokens)) == [(b"a", JobTokens(0, 2, (102,)))]
+
+
+async def test_a_slow_router_gets_many_steps_in_one_message() -> None:
+    outbox = Outbox(never)
+    for index in range(500):
+        outbox.send(row(b"a", index, *([TokenRecord(0, -1.0)] if index % 7 == 0 else [])))
+    (joined,) = await drain(outbox)
+    assert [tokens.token_ids for _, tokens in step_tokens(joined.tokens)] == [
+        (100 + index,) for index in range(500)
+    ]
+    scored = unpack_ids(joined.tokens.scored_rows).tolist()
+    assert scored == list(range(0, 500, 7))
+    assert len(joined.tokens.records) == len(scored)
 
 
 async def test_only_the_newest_load_report_waits() -> None:
@@ -66,11 +84,11 @@ async def test_a_router_that_does_not_read_is_given_up() -> None:
     given_up: list[bool] = []
     outbox = Outbox(lambda: given_up.append(True), max_entries=10)
     for index in range(10):
-        outbox.add_tokens(row(b"a", index))
+        outbox.send(row(b"a", index))
     assert not given_up
     await drain(outbox)
     for index in range(11):
-        outbox.add_tokens(row(b"a", index))
+        outbox.send(row(b"a", index))
     assert given_up == [True]
     outbox.send(delivered(b"a"))
     assert len(outbox) == 0
@@ -81,7 +99,7 @@ async def test_what_waits_is_still_got_after_the_finish() -> None:
     outbox.send(delivered(b"a"))
     outbox.finish()
     outbox.send(delivered(b"b"))
-    outbox.add_tokens(row(b"b", 0))
+    outbox.send(row(b"b", 0))
     assert (await outbox.get()) == delivered(b"a")
     assert await outbox.get() is None
 

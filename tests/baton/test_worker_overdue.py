@@ -13,7 +13,7 @@ from baton.worker_overdue import OVERDUE_S, Unended, overdue, peers_to_avoid
 def later(pair: Pair, seconds: float) -> None:
     """Both workers' clocks of attempts stand so much ahead."""
     for service in (pair.p.prefill, pair.d.decode):
-        service._attempts.clock = lambda: time.monotonic() + seconds
+        service._legs.clock = lambda: time.monotonic() + seconds
 
 
 def causes(node) -> set[str]:
@@ -28,11 +28,11 @@ async def test_a_push_that_does_not_end_is_stuck_here_and_overdue_there() -> Non
         attempt = Attempted(32)
         pair.submit(attempt)
         await pair.from_p.heard("first_token", attempt.id)
-        assert not pair.p.prefill.figures.unended_sends(), "it waits for its grant"
+        assert not pair.p.prefill.stats.unended_sends(), "it waits for its grant"
         await pair.forward_grant(attempt)
-        await until(lambda: pair.p.prefill.figures.unended_sends() and pair.p.transport.held_pushes)
+        await until(lambda: pair.p.prefill.stats.unended_sends() and pair.p.transport.held_pushes)
         pair.d.decode.abort(attempt.id, pair.from_d.outbox)
-        await until(lambda: pair.d.decode.figures.quarantined)
+        await until(lambda: pair.d.decode.stats.quarantined)
         for node in (pair.p, pair.d):
             figures = node.services.overdue()
             assert figures.quarantines == figures.sends == 0
@@ -64,9 +64,9 @@ async def test_a_send_that_was_given_up_counts_from_then() -> None:
         await until(lambda: pair.p.executor.held)
         pair.p.executor.step()
         await until(lambda: pair.p.transport.held_pushes)
-        assert not pair.p.prefill.figures.unended_sends(), "more is to be computed"
+        assert not pair.p.prefill.stats.unended_sends(), "more is to be computed"
         pair.p.prefill.cancel(attempt.id, pair.from_p.outbox)
-        (send,) = pair.p.prefill.figures.unended_sends()
+        (send,) = pair.p.prefill.stats.unended_sends()
         assert send.peer == pair.d.name
         pair.d.decode.cancel(attempt.id, pair.from_d.outbox)
         pair.p.transport.holds = False

@@ -140,6 +140,25 @@ async def test_a_cancel_while_pages_move_marks_what_it_cut(recorded: Recorded) -
     assert set(spans) == {"prefill.queue", "prefill.compute", "kv.send", "kv.grant", "kv.receive"}
 
 
+async def test_a_leg_that_waits_for_its_push_has_its_spans_already(recorded: Recorded) -> None:
+    """A push may never end, and a failure that takes so long is the one to look into."""
+    async with a_pair() as pair:
+        pair.p.transport.holds = True
+        attempt = Attempted(LONG, traceparent=TRACEPARENT)
+        pair.submit(attempt)
+        await pair.forward_grant(attempt)
+        await pair.from_p.heard("first_token", attempt.id)
+        await until(lambda: pair.p.transport.held_pushes)
+        pair.p.prefill.cancel(attempt.id, pair.from_p.outbox)
+        spans = recorded.spans()
+        assert {"prefill.queue", "prefill.compute", "kv.send"} <= set(spans)
+        assert errors(spans) == {"kv.send": "cancelled"}
+        pair.d.decode.cancel(attempt.id, pair.from_d.outbox)
+        pair.p.transport.holds = False
+        await pair.quiet()
+    assert len(recorded.spans()) == 5
+
+
 async def test_a_cancel_while_computing_marks_the_computation(recorded: Recorded) -> None:
     async with a_pair() as pair:
         pair.p.executor.holds = True

@@ -198,7 +198,7 @@ async def test_a_stream_that_breaks_ends_what_it_carried(broken: str) -> None:
             await to_p.close()
         if broken in ("d", "both"):
             await to_d.close()
-            await until(lambda: pair.d.decode.figures.quarantined == 1)
+            await until(lambda: pair.d.decode.stats.quarantined == 1)
         pair.p.transport.holds = False
         if broken == "p":
             await to_d.say(abort=worker_pb2.Abort(attempt_id=attempt.id))
@@ -231,11 +231,11 @@ async def test_a_quarantine_ends_over_the_routers_where_the_direct_path_is_cut(
         assert not (await to_d.heard("aborted")).already_ready
         await to_p.say(quiesce=await to_d.heard("quiesce_wanted"))
         await to_p.say(quiesce=await to_d.heard("quiesce_wanted"))
-        assert pair.d.decode.figures.quarantined == 1
+        assert pair.d.decode.stats.quarantined == 1
         assert "quiesced" not in dict(to_p.history)
         pair.p.transport.holds = False
         pair.p.executor.let_go()
-        await until(lambda: not pair.p.prefill.figures.active)
+        await until(lambda: not pair.p.prefill.stats.active)
         await to_p.say(quiesce=await to_d.heard("quiesce_wanted"))
         await to_d.say(quiesced=await to_p.heard("quiesced"))
         await pair.quiet()

@@ -94,14 +94,14 @@ async def test_ends_in_every_state(state: str, end: str) -> None:
             pair.submit_decode(blocker)
             await pair.from_d.heard("granted", blocker.id)
         await _reach(pair, attempt, state)
-        under_way = pair.d.decode._attempts.get(attempt.id)
+        under_way = pair.d.decode._legs.get(attempt.id)
         if end == "expire" and under_way is not None:
             under_way.expires_s = 0.0
 
         _end(pair, attempt, end)
         told = pair.from_d.kinds(attempt.id)
         if state == "pushing":
-            assert pair.d.decode.figures.quarantined == 1
+            assert pair.d.decode.stats.quarantined == 1
             await until(lambda: pair.d.engine.load().quarantined_pages == attempt.num_pages)
         pair.d.inbox.resume()
         _release_everything(pair)
@@ -177,7 +177,7 @@ async def test_abort_before_delivery_wins() -> None:
         await until(lambda: pair.d.engine.load().granted_pages)
         pair.d.decode.abort(attempt.id, pair.from_d.outbox)
         assert not (await pair.from_d.heard("aborted", attempt.id)).already_ready
-        assert pair.d.decode.figures.quarantined == 1
+        assert pair.d.decode.stats.quarantined == 1
         assert pair.d.free_pages < pair.d.all_pages, "pages freed under a push"
         pair.p.transport.holds = False
         pair.p.prefill.cancel(attempt.id, pair.from_p.outbox)
@@ -342,7 +342,7 @@ async def test_a_write_after_the_expiry_lands_in_quarantine() -> None:
         await pair.forward_grant(attempt)
         await until(lambda: pair.p.transport.held_pushes)
         assert (await pair.from_d.heard("failed", attempt.id)).reason == EXPIRED
-        assert pair.d.decode.figures.quarantined == 1
+        assert pair.d.decode.stats.quarantined == 1
         assert pair.d.free_pages < pair.d.all_pages
         pair.p.transport.holds = False
         await pair.quiet()

@@ -107,14 +107,14 @@ async def test_ends_while_it_is_computed_and_while_it_runs(steps: int, end: str)
             case "end_stream":
                 decode.end_stream(outbox)
             case "expire":
-                under_way = decode._attempts.get(turn.id)
+                under_way = decode._legs.get(turn.id)
                 assert under_way is not None
                 under_way.expires_s = 0.0
                 decode.expire()
             case "fail_all":
                 decode.fail_all(worker_pb2.FAILURE_REASON_DRAINING)
-        assert not decode.figures.active
-        assert not decode.figures.quarantined
+        assert not decode.stats.active
+        assert not decode.stats.quarantined
         pair.d.executor.let_go()
         await pair.quiet()
 

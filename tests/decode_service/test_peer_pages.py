@@ -106,11 +106,11 @@ async def test_a_frozen_peer_keeps_its_share_and_no_more() -> None:
         assert not pair.from_d.all("granted", stuck[1].id)
         pair.d.decode.cancel(stuck[0].id, pair.from_d.outbox)
         await until(lambda: pair.d.engine.load().quarantined_pages == stuck[0].num_pages)
-        assert pair.d.decode.figures.crowding_peers() == [pair.p.name]
+        assert pair.d.decode.stats.crowding_peers() == [pair.p.name]
         assert not pair.from_d.all("granted", stuck[1].id)
         pair.p.transport.holds = False
         pair.p.prefill.cancel(stuck[0].id, pair.from_p.outbox)
         await pair.forward_grant(stuck[1])
         await pair.from_d.heard("finished", stuck[1].id)
-        assert pair.d.decode.figures.crowding_peers() == []
+        assert pair.d.decode.stats.crowding_peers() == []
         await pair.quiet()

@@ -10,7 +10,7 @@ import pytest
 from worker_kit import PAGE_TOKENS, STEP_TOKENS, VOCAB, Attempted, Pair, a_pair, until
 
 from baton.worker.v1 import worker_pb2
-from baton.worker_attempts import DEADLINE_GRACE_S
+from baton.worker_legs import DEADLINE_GRACE_S
 
 INTERNAL = worker_pb2.FAILURE_REASON_INTERNAL
 EXPIRED = worker_pb2.FAILURE_REASON_EXPIRED
@@ -91,9 +91,9 @@ async def test_ends_in_every_state(state: str, end: str) -> None:
                 node.decode.end_stream(ear.outbox)
         told = len(pair.from_p.history)
         if state == "pushing":
-            await until(lambda: pair.p.prefill.figures.active == 1)
+            await until(lambda: pair.p.prefill.stats.active == 1)
             assert pair.p.free_pages < pair.p.all_pages, "pages freed under a push"
-            assert pair.d.decode.figures.quarantined == 1
+            assert pair.d.decode.stats.quarantined == 1
             pair.p.transport.holds = False
         pair.p.executor.let_go()
         await pair.quiet()
@@ -148,7 +148,7 @@ async def test_one_token_needs_no_decode_worker() -> None:
     async with a_pair() as pair:
         attempt = Attempted(LONG, max_tokens=1)
         pair.p.prefill.submit(attempt.message(worker_pb2.WORK_MODE_PREFILL), pair.from_p.outbox)
-        assert pair.p.prefill.figures.ungranted_tokens == 0
+        assert pair.p.prefill.stats.ungranted_tokens == 0
         finished = await pair.from_p.heard("finished", attempt.id)
         assert finished.reason == worker_pb2.END_REASON_LENGTH
         await pair.from_p.heard("prefill_done", attempt.id)
@@ -239,7 +239,7 @@ async def test_a_clock_that_jumped_ends_nothing_and_keeps_nothing(clock_ns: int)
         began_s = time.monotonic()
         pair.submit(attempt)
         for service in (pair.p.prefill, pair.d.decode):
-            under_way = service._attempts.get(attempt.id)
+            under_way = service._legs.get(attempt.id)
             assert under_way is not None
             left_s = under_way.expires_s - began_s - 60 - DEADLINE_GRACE_S
             assert 0 <= left_s < 5
@@ -335,7 +335,7 @@ async def test_pages_stay_pinned_after_a_push_error_until_the_peer_is_gone(lande
         if landed:
             await pair.from_d.heard("finished", attempt.id)
             assert pair.from_d.tokens[attempt.id, 0] == attempt.expected
-        assert pair.d.decode.figures.quarantined == (not landed)
+        assert pair.d.decode.stats.quarantined == (not landed)
         assert pair.p.free_pages < pair.p.all_pages
         pair.p.peers.part(pair.d.name, True, pair.from_p.outbox)
         await until(lambda: pair.p.is_quiet)
@@ -419,9 +419,9 @@ async def test_says_how_much_is_queued_and_not_granted() -> None:
         attempt = Attempted(LONG)
         pair.submit(attempt)
         await until(lambda: pair.p.engine.load().queued_prefill_tokens == LONG)
-        assert pair.p.prefill.figures.ungranted_tokens == LONG
+        assert pair.p.prefill.stats.ungranted_tokens == LONG
         await pair.forward_grant(attempt)
-        assert pair.p.prefill.figures.ungranted_tokens == 0
+        assert pair.p.prefill.stats.ungranted_tokens == 0
         await until(lambda: pair.p.executor.held)
         pair.p.executor.step()
         await until(lambda: pair.p.engine.load().queued_prefill_tokens == LONG - STEP_TOKENS)

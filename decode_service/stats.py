@@ -1,0 +1,42 @@
+"""Stats of a decode worker's legs: for load reports, metrics and a drain."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from baton.worker_legs import LegTable
+from baton.worker_overdue import Unended
+from decode_service.leg import DecodeLeg, DecodeState
+
+
+class DecodeStats:
+    """Counts the legs afresh at each call. Belongs to the event loop, as the legs do."""
+
+    def __init__(self, legs: LegTable[DecodeLeg], max_pages_per_peer: int) -> None:
+        self._legs = legs
+        self._max_pages_per_peer = max_pages_per_peer
+
+    @property
+    def active(self) -> int:
+        """Legs under way without those in quarantine, because nobody waits for them."""
+        return len(self._legs) - self.quarantined
+
+    @property
+    def quarantined(self) -> int:
+        """Legs in quarantine: a write may still land in their pages."""
+        return len(self._in_quarantine())
+
+    def quarantines(self) -> list[Unended]:
+        """Every leg in quarantine."""
+        now_s = self._legs.clock()
+        return [Unended(leg.peer, now_s - leg.quarantined_s) for leg in self._in_quarantine()]
+
+    def crowding_peers(self) -> list[str]:
+        """Peers whose whole share is in quarantine. Further grants to them would wait."""
+        pages: Counter[str] = Counter()
+        for leg in self._in_quarantine():
+            pages[leg.peer] += leg.num_pages
+        return [peer for peer, held in pages.items() if held >= self._max_pages_per_peer]
+
+    def _in_quarantine(self) -> list[DecodeLeg]:
+        return [leg for leg in self._legs if leg.state is DecodeState.QUARANTINED]
