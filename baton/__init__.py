@@ -11,8 +11,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """`LLM` is looked up when somebody asks for it: it brings PyTorch along, which clients and
-    routers go without."""
+    """Imports `LLM` on first use: it needs PyTorch, which clients and routers do not."""
     if name != "LLM":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

@@ -1,4 +1,4 @@
-"""HOST:PORT: whether it is one, whether it is free, and what those who connect call it."""
+"""Addresses of the form HOST:PORT: reading them, checking that one is free, announcing one."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def host_of(address: str) -> str:
 
 
 def check_free(*, reuse_port: bool = False, **addresses: str) -> None:
-    """Finds out before anything is loaded, which may take minutes, what binding would find later.
+    """Checks that addresses can be bound, before minutes go into loading a model.
 
     Args:
-        reuse_port: others may listen there, if they share the port, too.
+        reuse_port: other processes may listen there if they share the port, too.
         addresses: HOST:PORT by setting; port 0 is always free.
 
     Raises:
-        CannotListenError: one cannot be bound.
+        CannotListenError: an address cannot be bound.
     """
     for setting, address in addresses.items():
         host, port = host_of(address), address.rpartition(":")[2]
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            with socket.socket(family) as probe:  # which never listens: clients might come
+            with socket.socket(family) as probe:  # It never listens: a client might connect.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(reuse_port))
                 probe.bind((host, int(port)))
@@ -49,11 +49,11 @@ def check_free(*, reuse_port: bool = False, **addresses: str) -> None:
 
 
 def reachable(bound: str, host: str = "") -> str:
-    """The address under which others reach what is bound here.
+    """The address under which others reach a bound address.
 
     Args:
         bound: HOST:PORT with its real port.
-        host: stands for all interfaces; "": this machine's name does.
+        host: replaces a host that means all interfaces; "": this machine's name does.
     """
     port = bound.rpartition(":")[2]
     is_any = host_of(bound) in _ALL_INTERFACES
@@ -61,7 +61,7 @@ def reachable(bound: str, host: str = "") -> str:
 
 
 def advertised(bound: str, advertise: str) -> str:
-    """What others are told: `advertise` where it is set, its port 0 meaning the bound one."""
+    """The address to announce: `advertise` where it is set. Its port 0 means the bound port."""
     host, _, port = advertise.rpartition(":")
     if not host:
         return reachable(bound)

@@ -1,7 +1,7 @@
-"""Channels from clients to a router, in clear or through a proxy that ends TLS before it.
+"""Opens channels from clients to a router, unencrypted or to a proxy that ends TLS before it.
 
-An address is HOST:PORT, or grpcs://HOST:PORT for TLS. Which certificates are trusted is gRPC's own
-affair: those that come with it, or the file that GRPC_DEFAULT_SSL_ROOTS_FILE_PATH names.
+An address is HOST:PORT, or grpcs://HOST:PORT for TLS. gRPC trusts its own certificates, or those in
+the file that GRPC_DEFAULT_SSL_ROOTS_FILE_PATH names.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ C = TypeVar("C")
 
 
 def check_address(address: str) -> str:
-    """The address, if it is one. What gRPC would make of another is told by nobody: it takes port
-    443 where none is given, and of a number that is too large what is left of it.
+    """Returns the address if it is valid.
+
+    gRPC itself would accept others in silence: it uses port 443 if none is given, and wraps a port
+    number that is too large.
 
     Raises:
-        ValueError: it is neither HOST:PORT nor a target with a scheme of gRPC's.
+        ValueError: it is neither HOST:PORT nor a target with one of gRPC's schemes.
     """
     host_port = address.removeprefix(TLS_SCHEME)
     if not host_port.startswith(_SCHEMES) and not port_of(host_port):
@@ -36,12 +38,12 @@ def check_address(address: str) -> str:
 
 
 def open_channel(address: str, options: ChannelOptions = ()) -> grpc.Channel:
-    """A channel that connects when it is first used. Raises ValueError as `check_address`."""
+    """Opens a channel, which connects on first use. Raises ValueError as `check_address` does."""
     return _open(address, options, grpc.insecure_channel, grpc.secure_channel)
 
 
 def open_aio_channel(address: str, options: ChannelOptions = ()) -> grpc.aio.Channel:
-    """The same for the running event loop."""
+    """Does the same for the running event loop."""
     return _open(address, options, grpc.aio.insecure_channel, grpc.aio.secure_channel)
 
 

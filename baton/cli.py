@@ -39,15 +39,15 @@ WRONG_USE: Final = 2
 TRY_LATER: Final = 3
 INTERRUPTED: Final = 130
 _LONG: Final = frozenset(("router", "worker", "prefill", "decode"))
-"""Commands whose options are the settings of a process."""
+"""Commands that take the settings of a process as options."""
 _ROOMS: Final = frozenset(
     ("baton", "router", "prefill_service", "decode_service", "engine", "kv_transfer", "telemetry")
 )
-"""Packages of ours: one that is missing is a bug; any other belongs to an extra."""
+"""Baton's own packages: a missing one is a bug. Any other package belongs to an extra."""
 
 
 def explain(error: Exception) -> tuple[str, int] | None:
-    """What to tell the user and the exit code; None for what is a bug."""
+    """Returns a message for the user and the exit code; None if the error is a bug."""
     match error:
         case UnreachableError():
             return (
@@ -108,14 +108,14 @@ def _is_of_output(error: Exception) -> bool:
 
 
 def _drop_output() -> None:
-    """What waits in the buffer is not tried again at exit, which would end in a traceback."""
+    """Drops buffered output. A second try at exit would end in a traceback."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Turns the errors that users can do something about into one line and an exit code."""
+    """Turns errors that users can fix into one line and an exit code."""
     try:
         yield
     except KeyboardInterrupt:
@@ -131,7 +131,7 @@ def _explained() -> Iterator[None]:
 
 
 class _Commands(TyperGroup):
-    """Every command, and what comes before one: `--version` and `--help` are output as well."""
+    """All commands. Errors are explained during `--version` and `--help`, too."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
         with _explained():
@@ -182,7 +182,7 @@ def _baton(
 
 
 def _add(panel: str, name: str, command: Callable[..., None]) -> None:
-    """Registers a command; its docstring is the help, each paragraph wrapped to the terminal."""
+    """Registers a command. Its docstring is its help; paragraphs are wrapped to the terminal."""
     paragraphs = inspect.cleandoc(command.__doc__ or "").split("\n\n")
     text = "\n\n".join(" ".join(paragraph.split("\n")) for paragraph in paragraphs)
     kind = LongHelp if name in _LONG else TyperCommand

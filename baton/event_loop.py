@@ -1,8 +1,7 @@
-"""The event loop of a process: which one it is, what it needs of the system, and how the process is
-told to end.
+"""The event loop of a process that serves: its implementation, its system settings, its end.
 
-Life of a process that serves: the first SIGTERM or SIGINT -> it drains, for a bounded time, which a
-second one cuts short -> it stops.
+The first SIGTERM or SIGINT makes the process drain, for a bounded time. A second signal cuts that
+short. Then the process stops.
 """
 
 from __future__ import annotations
@@ -17,21 +16,24 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 SWITCH_INTERVAL_S: Final = 1e-4
-"""A loop that wakes up beside a busy thread (a step loop, spans that are encoded) waits so long for
-the interpreter: 0.3 ms in all, and 5 ms with Python's own interval."""
+"""Longest turn of a thread that holds the interpreter. Beside a busy thread, such as a step loop or
+the encoding of spans, the event loop wakes up 0.3 ms late; with Python's default it is 5 ms."""
 TIMER_SLACK_NS: Final = 1_000
-"""How much later than asked for the kernel may wake a thread: 50 us by default, as long as the
-shortest waits of a worker are."""
+"""Longest delay that the kernel may add to a thread's wake-up. Its default of 50 us is as long as
+the shortest waits of a worker."""
 _PR_SET_TIMERSLACK: Final = 29
 MAX_OPEN_FILES: Final = 1 << 20
-"""Some containers allow a thousand times as many, and some libraries count to the limit."""
+"""Largest limit to set. Some containers allow a thousand times more, and some libraries loop up to
+the limit."""
 
 
 def prepare_to_serve() -> None:
-    """Called by a process that serves, before it has threads: its event loop gets the interpreter
-    soon, its threads wake up when they asked to, and it may have as many connections as the system
-    lets it. What a shell allows by default, 1,024 open files, is less than a router's clients may
-    need."""
+    """Prepares a process to serve; call it before threads start.
+
+    Its event loop gets the interpreter soon, its threads wake up on time, and it may open as many
+    connections as the system allows. A shell's default of 1,024 open files is too low for the
+    clients of a router.
+    """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, TIMER_SLACK_NS, 0, 0, 0)
@@ -42,7 +44,7 @@ def prepare_to_serve() -> None:
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop where it is installed: it takes a tenth of the CPU time off streams."""
+    """Returns uvloop's factory where it is installed: it saves streams a tenth of CPU time."""
     with contextlib.suppress(ImportError):
         import uvloop
 
@@ -52,17 +54,17 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 
 class EndSignals:
-    """SIGTERM and SIGINT, which the running loop takes from now on."""
+    """Handles SIGTERM and SIGINT on the running loop."""
 
     def __init__(self) -> None:
         self.first = asyncio.Event()
-        """Set by the first of them."""
+        """Set by the first signal."""
         self._second = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._count)
 
     async def bound(self, drain: Coroutine[Any, Any, None], patience_s: float) -> None:
-        """Returns when `drain` has come to its end, the time is up or the second signal came."""
+        """Returns when `drain` has ended, the time is up, or the second signal came."""
         drained = asyncio.create_task(drain)
         hurried = asyncio.create_task(self._second.wait())
         await asyncio.wait(

@@ -1,7 +1,7 @@
-"""What a client asks for and what it gets: requests built, streams checked and gathered.
+"""Options and results of a generation; checks the events of a stream and gathers its result.
 
-The life of a stream: `started`, then deltas of every choice, one `finished` per choice, then OK.
-`Gathering` follows that grammar event by event and raises `ProtocolError` where it is broken. For
+The life of a stream: `started`, then deltas of every choice, one `finished` for each choice, then
+OK. `Gathering` checks that grammar event by event and raises `ProtocolError` if it is broken. For
 each choice, the tokens seen so far are exactly [0, n), in order: a delta must begin at n.
 """
 
@@ -17,7 +17,7 @@ from baton.inference.v1 import inference_pb2 as pb
 
 
 class FinishReason(StrEnum):
-    """Why a choice ended."""
+    """Reason for the end of a choice."""
 
     END_OF_SEQUENCE = "end_of_sequence"
     STOP = "stop"
@@ -33,7 +33,7 @@ class Message(TypedDict):
 
 
 class Options(TypedDict, total=False):
-    """How to generate. What is left out takes the server's default."""
+    """Options of a generation. The server has defaults for missing ones."""
 
     model: str
     max_tokens: int
@@ -59,9 +59,9 @@ class Options(TypedDict, total=False):
     priority: int
     client_tag: str
     template_variables: Mapping[str, Any]
-    """For the model's chat template, such as `enable_thinking`; with messages."""
+    """Variables of the model's chat template, such as `enable_thinking`; only with messages."""
     continue_last: bool
-    """The answer goes on where the last message, the assistant's, ends."""
+    """Whether the answer continues the last message, which is the assistant's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Where the time went, seconds, as the servers measured it."""
+    """Durations of a request's parts, seconds, as the servers measured them."""
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -139,7 +139,7 @@ class Generation:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Why the first choice ended."""
+        """Reason for the end of the first choice."""
         return self.choices[0].finish_reason
 
 
@@ -152,105 +152,6 @@ class Model:
     max_context_tokens: int
     max_output_tokens: int
     has_tokenizer: bool
-
-
-def generation_input(
-    prompt: str | None,
-    messages: Sequence[Message] | None,
-    token_ids: Sequence[int] | None,
-    options: Options,
-) -> pb.GenerationInput:
-    """The request's message.
-
-    Raises:
-        ValueError: not exactly one of prompt, messages and token ids, a role nobody knows, or a
-            number that the option cannot hold.
-        TypeError: there is no such option, or it has the wrong type.
-    """
-    for name in options.keys() - Options.__annotations__:
-        raise TypeError(f"there is no option {name!r}")
-    if sum(form is not None for form in (prompt, messages, token_ids)) != 1:
-        raise ValueError("give exactly one of prompt, messages and token_ids")
-    if messages is None and not options.keys().isdisjoint(_CHAT):
-        raise ValueError("only messages have template variables and a last turn to continue")
-    request = pb.GenerationInput(model=options.get("model", ""))
-    if prompt is not None:
-        request.text = _one_text(prompt)
-    elif messages is not None:
-        request.chat.CopyFrom(chat_prompt(messages))
-        request.chat.template_variables.update(options.get("template_variables", {}))
-        request.chat.continue_last = options.get("continue_last", False)
-    elif token_ids is not None:
-        request.token_ids.ids.extend(token_ids)
-        request.token_ids.SetInParent()
-    _set(request, options, ("choices", "priority"))
-    _set(request.sampling, options, _SAMPLING)
-    _set(request.stop, options, _STOP)
-    _set(request.output, options, _OUTPUT)
-    request.sampling.logit_bias.update(options.get("logit_bias", {}))
-    stop = options.get("stop", ())
-    request.stop.sequences.extend([stop] if isinstance(stop, str) else stop)
-    request.stop.token_ids.extend(options.get("stop_token_ids", ()))
-    return request
-
-
-def _one_text(prompt: object) -> str:
-    if not isinstance(prompt, str):
-        raise TypeError(f"the prompt is one text, and not of type {type(prompt).__name__}")
-    return prompt
-
-
-_CHAT = ("template_variables", "continue_last")
-_SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "seed",
-)
-_STOP = ("max_tokens", "min_tokens", "ignore_eos", "include_stop")
-_OUTPUT = ("logprobs", "top_logprobs", "prompt_logprobs", "omit_text")
-
-
-def _set(
-    message: pb.GenerationInput | pb.SamplingOptions | pb.StopOptions | pb.OutputOptions,
-    options: Options,
-    names: Sequence[str],
-) -> None:
-    values: Mapping[str, object] = options
-    for name in names:
-        if name in values:
-            try:
-                setattr(message, name, values[name])
-            except (TypeError, ValueError) as error:
-                raise type(error)(f"{name}: {error}") from None
-
-
-def chat_prompt(messages: Sequence[Message]) -> pb.ChatPrompt:
-    """The turns as a message.
-
-    Raises:
-        ValueError: a role nobody knows, or a turn without role or content.
-    """
-    if any("role" not in turn or "content" not in turn for turn in messages):
-        raise ValueError("a message has a role and a content")
-    return pb.ChatPrompt(
-        messages=[pb.ChatMessage(role=_role(m["role"]), content=m["content"]) for m in messages]
-    )
-
-
-def _role(name: str) -> pb.Role.ValueType:
-    try:
-        return {
-            "system": pb.ROLE_SYSTEM,
-            "user": pb.ROLE_USER,
-            "assistant": pb.ROLE_ASSISTANT,
-        }[name]
-    except KeyError:
-        raise ValueError(f"a role is system, user or assistant, not {name!r}") from None
 
 
 _REASONS = {
@@ -281,14 +182,14 @@ class Gathering:
 
     @property
     def trace_id(self) -> str:
-        """Of the request's spans; "" until the first event."""
+        """Trace id of the request; "" before the first event."""
         return self._started.generation_id if self._started else ""
 
     def add(self, event: pb.StreamGenerateResponse) -> Delta | None:
-        """Takes the next event; the delta, where it is one.
+        """Takes the next event. Returns its delta if it has one.
 
         Raises:
-            ProtocolError: the event may not come here.
+            ProtocolError: the event is not allowed at this point.
         """
         match event.WhichOneof("event"):
             case "started":
@@ -318,10 +219,10 @@ class Gathering:
         return self.result()
 
     def result(self) -> Generation:
-        """The generation.
+        """Returns the whole generation.
 
         Raises:
-            ProtocolError: it is not complete.
+            ProtocolError: the generation is not complete.
         """
         finished = tuple(choice.finished for choice in self._choices if choice.finished)
         if self._started is None or len(finished) != len(self._choices):

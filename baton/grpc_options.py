@@ -1,39 +1,52 @@
-"""How every gRPC channel and server of Baton is set up, so that both ends of a connection agree.
+"""Options of every gRPC channel and server of Baton, so that both ends of a connection agree.
 
-A peer whose machine or network froze is noticed within `DETECTION_MS` by HTTP/2 pings, which both
-ends send. Pings are answered by gRPC's own threads: they see neither a hung step loop nor a held
-GIL, for which workers report a progress counter.
+Both ends send HTTP/2 pings. They reveal a frozen machine or network within `DETECTION_MS`. gRPC's
+own threads answer pings, so pings reveal neither a hung step loop nor a held GIL; for these cases
+workers report a progress counter.
 
 Two options are easy to miss. Without `grpc.http2.ping_timeout_ms` a ping waits a minute for its
-answer, whatever the keepalive timeout says. Without `grpc.http2.max_ping_strikes` a server counts
-the pings on a long silent stream as abuse and closes it ("Too many pings"); a bound on their
-interval would do, too, until a busy machine lets several arrive at once.
+answer, whatever the keepalive timeout is. Without `grpc.http2.max_ping_strikes` a server takes the
+pings on a long silent stream for abuse and closes it ("Too many pings"). A minimum interval between
+pings would not be enough: on a busy machine several may arrive at once.
 
-Of the time to detection as much as can be is left for the answer: threads of a starved machine are
-late by more than a second at times, and a healthy connection that is closed costs its work.
+Most of the detection time is left for the answer. On a busy machine threads may be more than a
+second late, and closing a healthy connection loses its work.
 """
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Final
+
+import grpc
 
 Options = list[tuple[str, int]]
 ClientOptions = list[tuple[str, int | str]]
 
 KEEPALIVE_INTERVAL_MS: Final = 500
-"""A connection that was silent this long is pinged."""
+"""Silence on a connection after which it is pinged."""
 PING_TIMEOUT_MS: Final = 2_000
-"""A ping unanswered this long closes the connection."""
+"""Longest wait for a ping's answer before the connection is closed."""
 CLIENT_PING_TIMEOUT_MS: Final = 10_000
-"""The same at a client: it holds nobody's pages, and a busy machine must not cost it a stream."""
+"""The same for clients. It is longer, since clients hold no pages and a busy machine must not break
+their streams."""
 DETECTION_MS: Final = KEEPALIVE_INTERVAL_MS + PING_TIMEOUT_MS
-"""A silent peer is noticed within this time; kept below 3 s."""
+"""Longest time until a silent peer is noticed; kept below 3 s."""
 MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
 """Room for the longest prompts as packed ids, and for log probabilities of all their tokens."""
+PUBLIC_MESSAGE_BYTES: Final = 8 * 1024 * 1024
+"""Of a client's request. Routers refuse smaller ones, too, where no context has room for them
+(`router.bounds`); this much is read before anybody can look at it."""
+PUBLIC_HANDSHAKE_MS: Final = 10_000
+"""For a client's first words: as long as for the headers of HTTP/1."""
+PUBLIC_IDLE_MS: Final = 75_000
+"""Without a call: as long as for HTTP/1."""
+PUBLIC_AGE_MS: Final = 1_800_000
+"""Rare enough that connecting anew costs nothing."""
 
 SERVICE_CONFIG: Final = Path(__file__).parent / "inference" / "v1" / "service_config.json"
-"""When a client's channel sends a call again by itself; a file, for clients in any language."""
+"""Rules by which a client's channel repeats calls. They are a file, for clients in any language."""
 
 
 def _options(ping_timeout_ms: int = PING_TIMEOUT_MS) -> Options:
@@ -49,15 +62,15 @@ def _options(ping_timeout_ms: int = PING_TIMEOUT_MS) -> Options:
 
 
 CONNECT_TIMEOUT_MS: Final = 5_000
-"""For TCP and HTTP/2 handshakes: long ways and busy machines need some of it."""
+"""Longest time for TCP and HTTP/2 handshakes; long distances and busy machines need some of it."""
 
 
 def channel_options(ping_timeout_ms: int = PING_TIMEOUT_MS) -> Options:
     """Options of `grpc.aio.insecure_channel` and its siblings.
 
-    Reconnecting starts after 100 ms and never waits longer than a second; one attempt may take
-    `CONNECT_TIMEOUT_MS`, which is what gRPC's option of another name means. Each channel has a
-    connection of its own, so that closing one says something about it alone.
+    The first wait before reconnecting is 100 ms, the longest is a second. One attempt may take
+    `CONNECT_TIMEOUT_MS`: gRPC's option `min_reconnect_backoff_ms` sets that. Each channel has a
+    connection of its own, so that closing one affects no other.
     """
     return [
         *_options(ping_timeout_ms),
@@ -71,12 +84,16 @@ def channel_options(ping_timeout_ms: int = PING_TIMEOUT_MS) -> Options:
 def client_options(*, retries: bool) -> ClientOptions:
     """Options of a channel to the public API.
 
-    With `retries`, `SERVICE_CONFIG` holds: a call that ends with UNAVAILABLE or RESOURCE_EXHAUSTED
-    before its first message is sent again, four times in all, after the wait that the router names
-    (`grpc-retry-pushback-ms`) or else after 0.2 s, doubling to 2 s. So is one that ends with
-    CANCELLED and was not cancelled here: a server that stops says so of calls that it has received
-    and not begun. An outage is not multiplied: with half of ten recent calls failed, none is
-    retried. gRPC keeps the request until then, up to a limit that would leave long prompts out.
+    With `retries`, `SERVICE_CONFIG` applies:
+
+    - A call that ends with UNAVAILABLE or RESOURCE_EXHAUSTED before its first message is sent
+      again, four times in all. The router names the wait (`grpc-retry-pushback-ms`); otherwise it
+      is 0.2 s and doubles up to 2 s.
+    - A call that ends with CANCELLED, and was not cancelled here, is sent again, too. A stopping
+      server gives this status to calls that it has received and not begun.
+    - If half of ten recent calls failed, no call is repeated, so that an outage is not made worse.
+
+    gRPC keeps a request for its repetition. The default limit would be too small for long prompts.
     """
     options = channel_options(CLIENT_PING_TIMEOUT_MS)
     if not retries:
@@ -89,10 +106,36 @@ def client_options(*, retries: bool) -> ClientOptions:
 
 
 def server_options(*, reuse_port: bool = False) -> Options:
-    """Options of `grpc.aio.server`; a port is shared with another process only where both ask for
-    it with `reuse_port`, never by accident."""
+    """Options of `grpc.aio.server`. Two processes share a port only if both set `reuse_port`."""
     return [
         *_options(),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.so_reuseport", int(reuse_port)),
     ]
+
+
+def public_server_options(
+    max_connections: int, longest_call_s: float, *, reuse_port: bool = False
+) -> Options:
+    """Options of a `grpc.aio.server` that anybody may reach.
+
+    A message is taken as it comes: compressed, a few bytes could stand for megabytes. A connection
+    that does not begin to speak HTTP/2, or has had no call for a while, is closed; clients connect
+    anew with their next call. One connection too many is closed at once. So is, after a while, one
+    that is old: calls go on until they must have ended, and then those end whose client reads
+    nothing, which a server has no other way to do.
+
+    Args:
+        max_connections: that are open at the same time.
+        longest_call_s: within which any call ends.
+        reuse_port: as `server_options` has it.
+    """
+    changed = dict(server_options(reuse_port=reuse_port))
+    changed["grpc.max_receive_message_length"] = PUBLIC_MESSAGE_BYTES
+    changed["grpc.compression_enabled_algorithms_bitset"] = 1 << grpc.Compression.NoCompression
+    changed["grpc.server_handshake_timeout_ms"] = PUBLIC_HANDSHAKE_MS
+    changed["grpc.max_connection_idle_ms"] = PUBLIC_IDLE_MS
+    changed["grpc.max_connection_age_ms"] = PUBLIC_AGE_MS
+    changed["grpc.max_connection_age_grace_ms"] = math.ceil(longest_call_s * 1e3)
+    changed["grpc.max_allowed_incoming_connections"] = max_connections
+    return list(changed.items())

@@ -1,4 +1,4 @@
-"""The services that every gRPC server of Baton offers beside its own: health and reflection."""
+"""Adds the services that every gRPC server of Baton offers: health and reflection."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ REFLECTION_V1: Final = "grpc.reflection.v1.ServerReflection"
 async def add_health_and_reflection(
     server: grpc.aio.Server, service_names: Sequence[str]
 ) -> health.aio.HealthServicer:
-    """Adds `grpc.health.v1`, and reflection of it and of the services named.
+    """Adds `grpc.health.v1`, and reflection of it and of the named services.
 
-    Health starts as SERVING for the process ("") and as NOT_SERVING for each service: set it with
-    the servicer that is returned.
+    Health starts as SERVING for the process ("") and as NOT_SERVING for each service. The returned
+    servicer changes it.
     """
     servicer = _Health()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
@@ -29,13 +29,13 @@ async def add_health_and_reflection(
     return servicer
 
 
-class _Health(health.aio.HealthServicer):  # type: ignore[misc]  # it comes untyped
-    """The library leaves `List` out, and a call of it would be an error in the log."""
+class _Health(health.aio.HealthServicer):  # type: ignore[misc]  # It is untyped.
+    """Adds `List`, which the library lacks. A call of it would log an error."""
 
     async def List(  # noqa: N802 - gRPC's name
         self, request: health_pb2.HealthListRequest, context: object
     ) -> health_pb2.HealthListResponse:
-        """Every service and its status."""
+        """Returns every service and its status."""
         response = health_pb2.HealthListResponse()
         for name, status in self._server_status.items():
             response.statuses[name].status = status
@@ -43,7 +43,7 @@ class _Health(health.aio.HealthServicer):  # type: ignore[misc]  # it comes unty
 
 
 def _add_reflection(server: grpc.aio.Server, service_names: tuple[str, ...]) -> None:
-    """Reflection under both of its names: v1 and v1alpha have the same messages on the wire."""
+    """Adds reflection under v1 and v1alpha, which have the same messages on the wire."""
     names = (*service_names, reflection.SERVICE_NAME, REFLECTION_V1)
     reflection.enable_server_reflection(names, server)
     handler = grpc.stream_stream_rpc_method_handler(

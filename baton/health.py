@@ -1,7 +1,7 @@
-"""Asks a process whether it serves: the standard gRPC health check, for probes and for people.
+"""Asks a process whether it serves, by the standard gRPC health check.
 
-`python -m baton.health ADDRESS` is what probes run every few seconds. It imports little beyond gRPC
-and so starts in about a quarter of the time of `baton health`, which does the same.
+Probes run `python -m baton.health ADDRESS` every few seconds. It imports little beyond gRPC, so it
+starts in about a quarter of the time of `baton health`, which does the same.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ DEFAULT_TIMEOUT_S: Final = 2.0
 
 
 def check(address: str, service: str = "", timeout_s: float = DEFAULT_TIMEOUT_S) -> str:
-    """`SERVING`, or in one word why not: another health status, or the call's status code.
+    """Returns `SERVING`, another health status, or the status code of a failed call.
 
     Args:
-        address: HOST:PORT of a gRPC server, grpcs://HOST:PORT of one with TLS.
-        service: full name of a service; "" asks for the process.
-        timeout_s: of the whole check.
+        address: HOST:PORT of a gRPC server, or grpcs://HOST:PORT of one with TLS.
+        service: full name of a service; "" asks about the process.
+        timeout_s: bounds the whole check.
     """
     request = health_pb2.HealthCheckRequest(service=service)
     with open_channel(address) as channel:
@@ -38,7 +38,7 @@ def check(address: str, service: str = "", timeout_s: float = DEFAULT_TIMEOUT_S)
 
 
 def read_address(file: Path) -> str:
-    """The address that a worker wrote down (`address_file`); "" while there is none."""
+    """Reads the address that a worker wrote to its `address_file`; "" if there is none yet."""
     try:
         return file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
@@ -46,7 +46,7 @@ def read_address(file: Path) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0 where the process serves, else 1."""
+    """Returns 0 if the process serves, else 1."""
     parser = argparse.ArgumentParser(prog="python -m baton.health", description=__doc__)
     parser.add_argument("address", metavar="ADDRESS", help="HOST:PORT, or @FILE that holds it")
     parser.add_argument("--service", default="", help="full name; default: the process as such")
@@ -61,8 +61,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def check_at(address: str, service: str, timeout_s: float) -> str:
-    """As `check`, of an address or of the one that stands in a file named `@FILE`. Raises
-    ValueError where that is none."""
+    """Runs `check` on an address, or for `@FILE` on the address in that file.
+
+    Raises ValueError if the address is malformed.
+    """
     if address.startswith("@"):
         address = read_address(Path(address[1:]))
     return check(address, service, timeout_s) if address else "NO_ADDRESS"

@@ -6,13 +6,13 @@
             print(answer.text)
         print(llm.chat([{"role": "user", "content": "Hello!"}]).text)
 
-It is a worker's engine behind a router's front door: requests, defaults, bounds, texts, results and
-errors are those of `baton.client.Client`, and settings those of `baton worker`. Any thread may call
-any method; what runs at the same time shares one batch.
+It is a worker's engine behind a router's front door. Requests, defaults, bounds, texts, results and
+errors are those of `baton.client.Client`; settings are those of `baton worker`. Any thread may call
+any method. Concurrent requests share one batch.
 
-Life: the model is loaded -> it generates -> `close`, the end of the `with` block or of the main
-thread: what runs is cancelled, the threads end, and the memory is free once nobody names the LLM.
-It belongs to the process that made it: a fork cannot use it, and ends nothing of it.
+Life: the model is loaded, and then it generates. `close`, the end of the `with` block, or the end
+of the main thread cancels running requests and ends the threads. The memory is freed once nothing
+refers to the LLM. An LLM belongs to the process that made it: a fork can neither use nor end it.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ from baton.inference.v1 import inference_pb2 as pb
 from baton.llm_events import Events, typed_cancellation, typed_errors
 from baton.loop_thread import LoopThread
 from baton.requests import generation_request, tokenize_request
-from baton.settings import Role, WorkerSettings, resolve
+from baton.settings import resolve
 from baton.streams import GenerationStream
 from baton.worker_engine import engine_config
 from baton.worker_loading import loading_progress, terminal
+from baton.worker_settings import Role, WorkerSettings
 from engine.engine import Engine
 from router.calls import Call
 from router.frontdoor import InferenceService
@@ -61,19 +62,19 @@ class LLM:
     """Generates with one model on one device, for many prompts at once."""
 
     def __init__(self, model: str | os.PathLike[str] | None = None, **settings: Any) -> None:
-        """Loads the model, which takes a while; a terminal shows how far it is.
+        """Loads the model, which takes a while. A terminal shows the progress.
 
         Args:
-            model: folder, GGUF file or Hugging Face id; `demo` fetches a small one. None: as
-                `BATON_MODEL` says, else `demo`.
-            settings: of `baton.settings.WorkerSettings`, as `baton worker` takes them: these beat
-                `BATON_*`, which beats `baton.toml`. Those about serving, logs and
-                spans mean nothing here. `debug` is a dict of those few need.
+            model: folder, GGUF file or Hugging Face id; `demo` fetches a small one. None:
+                `BATON_MODEL`, else `demo`.
+            settings: fields of `baton.worker_settings.WorkerSettings`. They beat `BATON_*`, which
+                beats `baton.toml`. Those about serving, logs and spans mean nothing here. `debug`
+                is a dict of rarely needed settings.
 
         Raises:
             SettingsError: a setting is unknown, or its value does not fit.
             DemoModelError: the demo model cannot be fetched.
-            ModelError: the model cannot be read, or is none that the engine computes.
+            ModelError: the model cannot be read, or the engine does not support it.
             EngineError: the settings do not fit the model or the device.
             NoSlotError: `gpu_slots_dir` has no GPU left.
         """
@@ -81,7 +82,7 @@ class LLM:
         self.settings = resolve(WorkerSettings, "worker", flags).settings
         with ExitStack() as stack:
             self.engine = _build(self.settings, stack)
-            """What it runs on; `load()` has its figures, `model` the model's."""
+            """The engine. `load()` returns its figures; `model` describes the model."""
             self._loop = LoopThread("baton-llm")
             stack.callback(self._loop.stop)
             self._service = self._loop.run(_open(self.engine, self.settings, stack))
@@ -121,22 +122,22 @@ class LLM:
     ) -> Generation | list[Generation]:
         """Generates for one prompt, or for many at once, and returns whole results.
 
-        The first of many that fails ends the others; a note on its error says which it was.
+        If one of many fails, the others are cancelled. A note on the error names the failed prompt.
 
         Args:
             prompt: raw text; or several prompts, each a text, token ids or chat turns; or
             messages: chat turns, rendered with the model's template; or
             token_ids: ids, used as they are.
-            timeout_s: bounds the whole call. None: nothing does.
+            timeout_s: bounds the whole call. None: no bound.
             options: see `baton.generation.Options`; the same for all prompts.
 
         Returns:
-            For one prompt its generation; for several a list, in their order.
+            The generation of one prompt, or a list for several, in their order.
 
         Raises:
-            BatonError: it failed; `InvalidRequestError` says what is wrong with the request.
-            ValueError, TypeError: not exactly one form of prompt, or no such option.
-            RuntimeError: it is closed.
+            BatonError: a generation failed; `InvalidRequestError` says what is wrong with it.
+            ValueError, TypeError: not exactly one form of prompt was given, or an option is wrong.
+            RuntimeError: the LLM is closed.
         """
         ends_s = None if timeout_s is None else time.monotonic() + timeout_s
         if prompt is None or isinstance(prompt, str):
@@ -168,8 +169,11 @@ class LLM:
         timeout_s: float | None = None,
         **options: Unpack[Options],
     ) -> GenerationStream:
-        """Generates for one prompt and returns the deltas as they come. Arguments and errors as
-        `generate`; leaving the stream's `with` block, or dropping it, cancels."""
+        """Starts a generation for one prompt and returns its stream of deltas.
+
+        Arguments and errors are those of `generate`. Leaving the stream's `with` block, or dropping
+        the stream, cancels the generation.
+        """
         request = generation_request(pb.StreamGenerateRequest, prompt, messages, token_ids, options)
         call = Call(time_left_s=timeout_s)
         events = Events(self._loop, self._service, request, call, keeps=self)
@@ -182,12 +186,12 @@ class LLM:
         messages: Sequence[Message] | None = None,
         add_special_tokens: bool | None = None,
     ) -> tuple[int, ...]:
-        """The token ids of a text, or of chat turns, as `baton.client.Client.tokenize`."""
+        """Returns the token ids of a text or of chat turns, as `baton.client.Client.tokenize`."""
         request = tokenize_request(text, messages, "", add_special_tokens)
         return tuple(self._run(self._tokenize(request)).token_ids)
 
     def close(self) -> None:
-        """Cancels what runs and ends the engine. Once is enough."""
+        """Cancels running requests and ends the engine. Further calls do nothing."""
         if self._dropped.detach() is not None:
             self._end()
 
@@ -198,7 +202,7 @@ class LLM:
         self.close()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Waits for work on the loop; an interrupted caller cancels it."""
+        """Runs a coroutine on the loop and waits. An interrupted caller cancels it."""
         with typed_cancellation():
             return self._loop.run(work)
 
@@ -238,14 +242,17 @@ class LLM:
 
 
 def _end(held: ExitStack, process: int) -> None:
-    """A fork has no thread of these, and what they hold is not its own."""
+    """Ends an LLM in its own process. A fork has none of its threads and must release nothing."""
     if os.getpid() == process:
         held.close()
 
 
 def _dropped(end: Callable[[], None]) -> None:
-    """Nobody names an LLM any more. A garbage collection finds that out on any thread, which may be
-    one that would wait for itself here, or for a lock that it holds."""
+    """Ends an LLM that nothing refers to any more.
+
+    The garbage collector may call this on any thread. One of Baton's own threads must not end the
+    LLM here: it would wait for itself, or for a lock that it holds.
+    """
     if threading.current_thread().name.startswith("baton-"):
         threading.Thread(target=end, name="baton-ending", daemon=True).start()
     else:
@@ -253,7 +260,7 @@ def _dropped(end: Callable[[], None]) -> None:
 
 
 _OPEN: Final[weakref.WeakSet[LLM]] = weakref.WeakSet()
-"""To be closed when the process ends."""
+"""LLMs to close when the process ends."""
 
 
 def _close_all() -> None:
@@ -261,12 +268,13 @@ def _close_all() -> None:
         llm.close()
 
 
-# As thread pools do, the engine's among them, and before them: `atexit` itself would be too late.
+# Thread pools, also the engine's, register themselves here; later registrations run first. `atexit`
+# itself would run too late.
 getattr(threading, "_register_atexit", atexit.register)(_close_all)
 
 
 def _build(settings: WorkerSettings, stack: ExitStack) -> Engine:
-    """The engine, not started; what must outlive it goes onto the stack."""
+    """Builds the engine without starting it. Resources that must outlive it go onto the stack."""
     if settings.threads:
         torch.set_num_threads(settings.threads)
     with model_progress() as fetching:
@@ -278,7 +286,7 @@ def _build(settings: WorkerSettings, stack: ExitStack) -> Engine:
 
 
 async def _open(engine: Engine, settings: WorkerSettings, stack: ExitStack) -> InferenceService:
-    """Starts the engine; what it hears belongs to the running loop."""
+    """Starts the engine and its front door on the running loop."""
     tokenizers = Tokenizers()
     stack.callback(tokenizers.close)
     dispatcher = EngineDispatcher(engine, settings.max_sequences)
@@ -305,7 +313,7 @@ def _request(
 
 
 def _form(prompt: Any) -> tuple[str | None, Sequence[Message] | None, Sequence[int] | None]:
-    """One of several prompts, in the place where `generate` has its form."""
+    """Sorts a prompt by its form: (text, messages, token ids), two of which are None."""
     if isinstance(prompt, str):
         return prompt, None, None
     if isinstance(prompt, bytes | Mapping) or not hasattr(prompt, "__getitem__"):
@@ -319,7 +327,7 @@ def _form(prompt: Any) -> tuple[str | None, Sequence[Message] | None, Sequence[i
 
 @contextmanager
 def _bar(prompts: int) -> Iterator[Callable[[Generation], None]]:
-    """How far many prompts are, drawn on a terminal; yields what hears of each that is done."""
+    """Draws the progress of many prompts on a terminal. Yields a callback for finished prompts."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
     console = terminal("text")

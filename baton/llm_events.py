@@ -1,5 +1,4 @@
-"""What a generation of this process says, where it is read: the events of a stream in the caller's
-thread, and errors as a client has them."""
+"""Brings events and errors of a generation in this process to the caller's thread."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ Waiting = SimpleQueue[pb.StreamGenerateResponse | None]
 
 
 class Events:
-    """The events of a stream, from the first on as they come. Dropping it cancels."""
+    """Iterates over the events of a stream as they come. Dropping it cancels the generation."""
 
     def __init__(
         self,
@@ -31,7 +30,7 @@ class Events:
         call: Call,
         keeps: object,
     ) -> None:
-        """Starts the generation. `keeps` is not dropped before it."""
+        """Starts the generation. It holds a reference to `keeps`."""
         self._keeps = keeps
         self._waiting: Waiting = SimpleQueue()
         waiting = self._waiting
@@ -40,7 +39,7 @@ class Events:
         weakref.finalize(self, self._feeding.cancel)
 
     def cancel(self) -> None:
-        """Ends the generation, if it still runs."""
+        """Cancels the generation if it still runs."""
         self._feeding.cancel()
 
     def __iter__(self) -> Self:
@@ -49,7 +48,7 @@ class Events:
     def __next__(self) -> pb.StreamGenerateResponse:
         if (event := self._waiting.get()) is not None:
             return event
-        self._waiting.put(None)  # it stays at its end
+        self._waiting.put(None)  # Further calls find the end, too.
         with typed_cancellation():
             self._feeding.result()
         raise StopIteration
@@ -66,7 +65,7 @@ async def _feed(
 
 @contextmanager
 def typed_errors(call: Call) -> Iterator[None]:
-    """What a front door raises comes out as a `BatonError`; a bug is named as its cause."""
+    """Converts a front door's error to a `BatonError`. A bug becomes its cause."""
     try:
         yield
     except Exception as error:
@@ -77,7 +76,7 @@ def typed_errors(call: Call) -> Iterator[None]:
 
 @contextmanager
 def typed_cancellation() -> Iterator[None]:
-    """So does the end of what somebody else cancelled."""
+    """Converts a cancellation to a `BatonError`."""
     try:
         yield
     except futures.CancelledError:

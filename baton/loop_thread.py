@@ -1,7 +1,7 @@
-"""An event loop on a thread of its own, for callers that have none.
+"""Runs an event loop on a thread of its own, for callers without one.
 
-Life: made, and it runs -> `close`: what runs on it is cancelled and waited for, nothing new is
-taken -> `stop`: the thread ends. Any other thread may call; only `stop` must come last.
+Life: it runs from the start. `close` cancels running coroutines, waits for their end, and refuses
+new ones. `stop` ends the thread. Any other thread may call any method; `stop` must come last.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class LoopThread:
         """Starts a coroutine. Cancelling the future cancels it.
 
         Raises:
-            RuntimeError: the loop is closed, or this process is a fork of the one that has it.
+            RuntimeError: the loop is closed, or this process is a fork of the loop's process.
         """
-        if os.getpid() != self._process:  # The lock may have been held when it was forked.
+        if os.getpid() != self._process:  # In a fork the lock may be held for ever.
             coroutine.close()
             raise RuntimeError("forked: it runs in the process that made it, and in no other")
         with self._lock:
@@ -45,7 +45,7 @@ class LoopThread:
         raise RuntimeError("closed: it takes no more work")
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """What the coroutine returns or raises. A caller that is interrupted cancels it."""
+        """Returns or raises the coroutine's result. An interrupted caller cancels the coroutine."""
         future = self.submit(coroutine)
         try:
             return future.result()
@@ -53,7 +53,7 @@ class LoopThread:
             future.cancel()
 
     def close(self) -> None:
-        """Cancels what runs, and returns when it has ended."""
+        """Cancels running coroutines. Returns when they have ended."""
         with self._lock:
             self._closed = True
         asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()

@@ -1,4 +1,4 @@
-"""Ports of this machine for processes that are still to be started."""
+"""Picks free ports of this machine for processes that start later."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from typing import Final
 HOST: Final = "127.0.0.1"
 PORTS_TRIED: Final = 100
 ANY_PORT: Final = range(20_000, 32_768)
-"""Where a port comes from that may be any: below those that the kernel hands out, which anybody
-could be given before the process that is to listen there has started, or while it starts again."""
+"""The range for arbitrary ports. It lies below the ports that the kernel hands out: one of those
+could go to another process before ours has started, or while ours restarts."""
 
 
 class PortTakenError(Exception):
-    """Somebody else has the port that was asked for."""
+    """Another process has the wanted port."""
 
 
 class PortPicker:
-    """Picks free ports, all held until the last is picked so that none is picked twice, and claims
-    them towards others that pick meanwhile or later."""
+    """Picks free ports.
+
+    It holds each port until the last one is picked, so that none is picked twice. Its claims keep
+    other pickers off these ports, also later.
+    """
 
     def __init__(self) -> None:
         self._held: list[socket.socket] = []
@@ -34,11 +37,14 @@ class PortPicker:
             held.close()
 
     def pick(self, wanted: int | None, usual: int) -> str:
-        """HOST:PORT of the wanted port, any for 0, or from the usual one upwards the first that is
-        free.
+        """Returns HOST:PORT with a free port.
+
+        Args:
+            wanted: the port; 0: any port; None: the first free one from `usual` upwards.
+            usual: where to begin for None.
 
         Raises:
-            PortTakenError: there is none.
+            PortTakenError: no such port is free.
         """
         match wanted:
             case None:
@@ -53,7 +59,7 @@ class PortPicker:
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 holder.bind((HOST, port))
-                holder.listen(1)  # two sockets that do not listen may share a port
+                holder.listen(1)  # Only listening sockets exclude each other.
                 port = holder.getsockname()[1]
                 claim.bind(f"\0baton-up-port-{port}")
             except OSError:

@@ -1,8 +1,7 @@
-"""Which release a process is of: routers and workers that speak different protocols refuse each
-other, by name, before any work is sent.
+"""Compares the releases of routers and workers. Different protocols refuse each other at once.
 
-The protocol is known by a digest of `protos/baton/worker/v1/worker.proto`, so that releases which
-did not change it work together.
+A digest of `protos/baton/worker/v1/worker.proto` identifies the protocol, so releases with the same
+protocol work together. A refusal names both releases, before any work is sent.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ Stamped = TypeVar("Stamped", worker_pb2.WorkerIdentity, worker_pb2.Attach)
 
 
 def stamp(message: Stamped) -> Stamped:
-    """Says in a message which release sends it; returns the message."""
+    """Writes this release and its protocol into a message, and returns the message."""
     message.release, message.protocol = __version__, PROTOCOL
     return message
 
 
 def refusal(sender: str, message: worker_pb2.WorkerIdentity | worker_pb2.Attach) -> str:
-    """Why a message's sender must be refused; empty where it speaks this protocol.
+    """Returns a reason to refuse a message's sender; empty if it speaks this protocol.
 
     Args:
-        sender: who sent it, such as "worker decode-0".
-        message: as `stamp` marked it, or another release did not.
+        sender: name of the sender, such as "worker decode-0".
+        message: its message; other releases may have left out the stamp.
     """
     if message.protocol == PROTOCOL:
         return ""

@@ -1,7 +1,7 @@
-"""Running generations, read delta by delta, blocking or awaited.
+"""Streams of a running generation: the caller reads them delta by delta, blocking or awaited.
 
-A stream is open until it is read to its end, closed, or its `with` block is left: the last two
-cancel the generation. What it is made of are the API's events, wherever they come from.
+A stream is open until it is read to its end, closed, or its `with` block is left. The last two
+cancel the generation. A stream reads the events of the API from any source.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from baton.inference.v1 import inference_pb2 as pb
 
 @contextmanager
 def typed_errors() -> Iterator[None]:
-    """What a call raises comes out as a `BatonError`."""
+    """Converts the error of a call to a `BatonError`."""
     try:
         yield
     except grpc.RpcError as error:
@@ -28,7 +28,7 @@ def typed_errors() -> Iterator[None]:
 
 
 class _Stream:
-    """What a stream knows of its generation."""
+    """The parts that both kinds of streams share."""
 
     def __init__(self, cancel: Callable[[], object], choices: int) -> None:
         self._cancel = cancel
@@ -37,15 +37,15 @@ class _Stream:
 
     @property
     def trace_id(self) -> str:
-        """Of the request's spans; "" before the first delta."""
+        """Trace id of the request; "" before the first delta."""
         return self._gathering.trace_id
 
     @property
     def result(self) -> Generation:
-        """The whole generation, once the stream was read to its end.
+        """The whole generation, after the stream was read to its end.
 
         Raises:
-            RuntimeError: it was not.
+            RuntimeError: the stream was not read to its end.
         """
         if self._result is None:
             raise RuntimeError("the stream was not read to its end")
@@ -57,7 +57,7 @@ class _Stream:
 
     @contextmanager
     def _typed_errors(self) -> Iterator[None]:
-        """Whatever breaks the stream comes out as a `BatonError` and ends the call."""
+        """Converts errors to a `BatonError`. An error ends the call."""
         try:
             with typed_errors():
                 yield
@@ -119,7 +119,7 @@ class AsyncGenerationStream(_Stream):
                         return delta
                 self._result = self._gathering.result()
         except asyncio.CancelledError:
-            self.close()  # gRPC does not where its reader was about to begin
+            self.close()  # gRPC does not if the reader had not begun.
             raise
         raise StopAsyncIteration
 
@@ -130,6 +130,6 @@ class AsyncGenerationStream(_Stream):
         self.close()
 
     def __del__(self) -> None:
-        """Nobody can read it any more. gRPC's call and its iterator hold each other, and so would
-        live until some garbage collection."""
+        """Closes a dropped stream. gRPC's call and its iterator refer to each other: they would
+        live until the next garbage collection."""
         self.close()

@@ -2,15 +2,16 @@
 
 The life of a child:
 
-1. RUNNING: in a session of its own, so that the terminal's Ctrl-C reaches only the supervisor;
-   every line it writes is passed on with its name.
-2. It exits unasked. Before `settled` is set, or if it is essential, that ends everything: see
-   `failed`. Otherwise BACKING OFF: 0.5 s, doubling up to 30 s, and RUNNING again; a life of a
-   minute clears the count.
-3. STOPPING: SIGTERM and the time to drain, then SIGKILL to all that it started. Children stop
-   rank by rank, the lowest first; the next rank hears nothing before the last has ended.
+1. RUNNING: it has a session of its own, so that the terminal's Ctrl-C reaches only the supervisor.
+   Each line that it writes is passed on with its name.
+2. It exits by itself. Before `settled` is set, or if the child is essential, the supervisor gives
+   up: see `failed`. Otherwise the child is BACKING OFF for 0.5 s, doubling up to 30 s, and RUNNING
+   again. A life of a minute resets the back-off.
+3. STOPPING: it gets SIGTERM and time to drain. Then it and all processes that it started get
+   SIGKILL. Children stop rank by rank, the lowest first: a rank gets its signal when the one before
+   has ended.
 
-A supervisor that is killed takes its children with it: see `end_with_parent`.
+If the supervisor is killed, its children end, too: see `end_with_parent`.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from dataclasses import dataclass, field
 from typing import Final
 
 PARENT_VARIABLE: Final = "BATON_SUPERVISOR_PID"
-"""Tells a child whose death it must not outlive."""
+"""Variable with the supervisor's process id: a child must not outlive that process."""
 FIRST_BACKOFF_S: Final = 0.5
 LONGEST_BACKOFF_S: Final = 30.0
 STEADY_LIFE_S: Final = 60.0
-"""A child that lived this long starts from the first back-off again."""
+"""A life this long resets a child's back-off."""
 _LINE_LIMIT_BYTES: Final = 1 << 20
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -46,9 +47,9 @@ class ProcessSpec:
     name: str
     argv: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Added to the supervisor's own."""
+    """Variables added to the supervisor's own."""
     essential: bool = False
-    """Its death ends everything; it is never restarted."""
+    """Whether its death ends everything. It is never restarted."""
     stop_rank: int = 0
     """Lower ranks are stopped first."""
 
@@ -58,11 +59,11 @@ class Supervisor:
 
     def __init__(self, specs: Sequence[ProcessSpec], write: Write) -> None:
         self.failed: str = ""
-        """Why the supervisor gave up; "" while it has not."""
+        """The reason why the supervisor gave up; "" if it has not."""
         self.ended = asyncio.Event()
-        """Set when it gave up or was asked to stop."""
+        """Set when the supervisor gave up or was asked to stop."""
         self.settled = False
-        """Set by the owner once everything works: from then on deaths are answered by restarts."""
+        """Set by the owner once everything works. From then on dead children are restarted."""
         self._children = [_Child(spec, self, write) for spec in specs]
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -71,7 +72,7 @@ class Supervisor:
         self._tasks = [asyncio.create_task(child.keep()) for child in self._children]
 
     def pids(self) -> dict[str, int]:
-        """Process ids by name, of those that run."""
+        """Ids of the running processes, by name."""
         return {child.spec.name: child.pid for child in self._children if child.pid}
 
     async def stop(self, drain_s: float) -> None:
@@ -89,7 +90,7 @@ class Supervisor:
             child.signal(signal.SIGKILL)
 
     def give_up(self, why: str) -> None:
-        """Records the first reason and wakes the owner, who is to call `stop`."""
+        """Records the first reason and wakes the owner, which then calls `stop`."""
         self.failed = self.failed or why
         self.ended.set()
 
@@ -108,11 +109,11 @@ class _Child:
 
     @property
     def pid(self) -> int:
-        """0 while there is no process."""
+        """Process id; 0 while there is no process."""
         return 0 if self._process is None or self._gone.is_set() else self._process.pid
 
     async def keep(self) -> None:
-        """Runs the process, again and again, until the owner has ended."""
+        """Runs the process again and again, until the owner has ended."""
         backoff_s = FIRST_BACKOFF_S
         while not self._owner.ended.is_set():
             started = time.monotonic()
@@ -131,7 +132,7 @@ class _Child:
             backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
 
     async def _run(self) -> int:
-        """One life of the process; its exit status, negative for a signal."""
+        """Runs the process once. Returns its exit status, negative for a signal."""
         environment = os.environ | dict(self.spec.environment) | {PARENT_VARIABLE: str(os.getpid())}
         try:
             process = await asyncio.create_subprocess_exec(
@@ -148,7 +149,7 @@ class _Child:
             return 127
         self._process = process
         self._gone.clear()
-        if self._owner.ended.is_set():  # Asked to stop while the process was being started.
+        if self._owner.ended.is_set():  # The owner was stopped while the process was starting.
             self.signal(signal.SIGTERM)
         passing_on = asyncio.create_task(self._pass_on(process))
         code = await process.wait()
@@ -163,14 +164,14 @@ class _Child:
         while True:
             try:
                 line = await process.stdout.readline()
-            except ValueError:  # Longer than the limit: dropped.
+            except ValueError:  # The line is longer than the limit, and dropped.
                 continue
             if not line:
                 return
             self._write(self.spec.name, line.decode(errors="replace").rstrip())
 
     async def stop(self, drain_s: float) -> None:
-        """SIGTERM, `drain_s` seconds, SIGKILL."""
+        """Sends SIGTERM, waits up to `drain_s` seconds, then sends SIGKILL."""
         if self._gone.is_set():
             return
         self.signal(signal.SIGTERM)
@@ -182,7 +183,7 @@ class _Child:
             await self._gone.wait()
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends a signal to the process; SIGKILL goes to all that it started, too."""
+        """Sends a signal to the process. SIGKILL also goes to all processes that it started."""
         if not self.pid:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -199,13 +200,13 @@ def _describe_exit(code: int) -> str:
 
 
 def end_with_parent() -> None:
-    """Asks the kernel for SIGTERM when the supervisor that started this process dies.
+    """Asks the kernel to send SIGTERM when the supervisor of this process dies.
 
-    Does nothing in a process that no supervisor started.
+    Does nothing in a process without a supervisor.
     """
     parent = os.environ.pop(PARENT_VARIABLE, "")
     if not parent or not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != int(parent):  # It died before the kernel was asked.
+    if os.getppid() != int(parent):  # The supervisor died before this call.
         os.kill(os.getpid(), signal.SIGTERM)

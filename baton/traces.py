@@ -1,7 +1,7 @@
-"""Traces as the command line reads them: from the router's store, or from Jaeger.
+"""Reads traces from the router's store or from Jaeger, for the command line.
 
-A trace is complete when every span that its request should have is there; `missing_spans` names
-those that are not.
+A trace is complete when it has every span that its request should have. `missing_spans` names the
+missing ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Final
 from telemetry.names import Attr, Service, SpanName
 
 JAEGER_URL: Final = "JAEGER_URL"
-"""Environment variable; where it is set, traces are read from the Jaeger query API there."""
+"""Environment variable with the URL of a Jaeger query API. If it is set, traces are read there."""
 DEFAULT_PATIENCE_S: Final = 3.0
 _LEGS: Final = (SpanName.PREFILL, SpanName.DECODE)
 _SERVER_SPAN: Final = "the call's SERVER span"
@@ -29,7 +29,7 @@ _REQUEST_TIMEOUT_S: Final = 5.0
 
 
 class TraceError(Exception):
-    """A trace cannot be had; the message says why and what to do."""
+    """A trace cannot be read. The message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,49 +38,49 @@ class Span:
 
     id: str
     parent_id: str
-    """"" for a root."""
+    """Id of the parent; "" for a root."""
     name: str
     kind: str
-    """"internal", "server" or "client"."""
+    """Kind: "internal", "server" or "client"."""
     service: str
     instance: str
     start_ns: int
     end_ns: int
     attributes: Mapping[str, Any] = field(default_factory=dict)
     links: tuple[str, ...] = ()
-    """Ids of spans of the same trace."""
+    """Ids of linked spans of the same trace."""
     failed: bool = False
     error: str = ""
-    """Why it failed, in a short word."""
+    """Reason of the failure, a short word."""
 
     @property
     def duration_ns(self) -> int:
-        """From start to end; never less than 0, whatever the clock did."""
+        """Time from start to end; never below 0, even if the clock was set back."""
         return max(0, self.end_ns - self.start_ns)
 
     @property
     def process(self) -> str:
-        """The most telling name of the process that wrote it."""
+        """Name of the process that wrote it: its instance, else its service."""
         return self.instance or self.service.removeprefix("baton-")
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Spans of one trace, by start."""
+    """Spans of one trace, in order of their start."""
 
     id: str
     spans: tuple[Span, ...]
     dropped_spans: int = 0
-    """That the store had no room for."""
+    """Number of spans that the store had no room for."""
 
     @property
     def start_ns(self) -> int:
-        """Of the earliest span."""
+        """Start of the earliest span."""
         return min((span.start_ns for span in self.spans), default=0)
 
     @property
     def end_ns(self) -> int:
-        """Of the latest span."""
+        """End of the latest span."""
         return max((span.end_ns for span in self.spans), default=0)
 
     @property
@@ -89,11 +89,11 @@ class Trace:
         return next((span for span in self.spans if _is_request(span)), None)
 
     def named(self, name: str) -> list[Span]:
-        """Spans of that name."""
+        """Spans with a name."""
         return [span for span in self.spans if span.name == name]
 
     def children(self, parent: Span) -> list[Span]:
-        """Spans directly below one, by start; the legs of an attempt together, prefill first."""
+        """Spans directly below one, by start. Legs of an attempt are neighbours, prefill first."""
         found = [span for span in self.spans if span.parent_id == parent.id]
         begun: dict[str, int] = {}
         for span in found:
@@ -101,12 +101,12 @@ class Trace:
         return sorted(found, key=lambda span: (begun[_attempt(span)], span.name == SpanName.DECODE))
 
     def roots(self) -> list[Span]:
-        """Spans whose parent is not here."""
+        """Spans whose parent is not in this trace."""
         ids = {span.id for span in self.spans}
         return [span for span in self.spans if span.parent_id not in ids]
 
     def walk(self) -> Iterator[tuple[int, Span]]:
-        """Every span with its depth, parents before children."""
+        """Yields every span with its depth, parents before children."""
 
         def below(span: Span, depth: int) -> Iterator[tuple[int, Span]]:
             yield depth, span
@@ -120,13 +120,16 @@ class Trace:
 def fetch(
     admin_address: str, trace_id: str | None = None, patience_s: float = DEFAULT_PATIENCE_S
 ) -> Trace:
-    """One trace, from the router's admin port or from Jaeger; None: the latest generation's.
+    """Reads one trace from the router's admin port or from Jaeger.
 
-    An answer's id in OpenAI's API, `chatcmpl-ID`, names its trace, too. Spans arrive a moment after
-    they ended: waits up to `patience_s` for those that are missing.
+    Args:
+        admin_address: HOST:PORT of the router's admin port.
+        trace_id: 32 hex digits, or an answer's id in OpenAI's API, `chatcmpl-ID`. None: the latest
+            generation's trace.
+        patience_s: longest wait for missing spans, which arrive a moment after their end.
 
     Raises:
-        TraceError: nobody has it.
+        TraceError: the trace is not found.
     """
     trace_id = trace_id and trace_id.rpartition("-")[2]
     jaeger = os.environ.get(JAEGER_URL)
@@ -147,12 +150,12 @@ def fetch(
 
 
 def missing_spans(trace: Trace) -> list[str]:
-    """Names of the spans that a complete trace of one generation would have and this one lacks.
+    """Names of the spans that a generation's trace should have and this one lacks.
 
-    A request that failed may lack anything but its own span and the call's, a leg that failed
-    anything below it. Where the first token ended the request, nothing was handed over, and
-    nothing of a hand-off is expected. Where the decode worker took the prompt over, it is its leg
-    that has the prompt's spans, and the prefill worker may have begun or not.
+    - A failed request needs only its own span and the call's. A failed leg needs no children.
+    - If the first token ended the request, there was no hand-off, and none of its spans is needed.
+    - If the decode worker took the prompt over, its leg has the prompt's spans. The prefill
+      worker's leg needs no children.
     """
     request = trace.request
     if request is None:
@@ -172,17 +175,17 @@ def missing_spans(trace: Trace) -> list[str]:
 
 
 def _expected(request: Span, legs: list[Span]) -> tuple[str, ...]:
-    """Directly below the request."""
+    """Names of the spans expected directly below the request."""
     steps = SpanName.ADMIT, SpanName.TOKENIZE, SpanName.QUEUE, SpanName.ROUTE
     if request.failed:
-        return ()  # It may have ended anywhere.
+        return ()  # It may have ended at any point.
     if any(leg.attributes.get(Attr.WORK_MODE) == "whole" for leg in legs):
         return (*steps, SpanName.DECODE)
     return (*steps, *_LEGS) if _goes_on(request) else (*steps, SpanName.PREFILL)
 
 
 def _is_taken_over(leg: Span, legs: list[Span]) -> bool:
-    """Whether the decode worker of the leg's attempt computed the prompt itself."""
+    """Whether the decode worker of this leg's attempt computed the prompt itself."""
     return any(
         Attr.ROUTE_LOCAL_REASON in other.attributes
         and other.attributes.get(Attr.ATTEMPT_ID) == leg.attributes.get(Attr.ATTEMPT_ID)
@@ -207,7 +210,7 @@ def _expected_below(leg: Span, request: Span, is_taken_over: bool) -> tuple[str,
 
 
 def _goes_on(request: Span) -> bool:
-    """Whether tokens followed the first one of each choice."""
+    """Whether tokens followed the first token of each choice."""
     tokens = int(request.attributes.get(Attr.OUTPUT_TOKENS, 0))
     return not request.failed and tokens > int(request.attributes.get(Attr.REQUEST_CHOICES, 1))
 
@@ -221,7 +224,7 @@ def _is_request(span: Span) -> bool:
 
 
 def from_store(found: Mapping[str, Any]) -> Trace:
-    """A trace as the router's store shows it."""
+    """Converts a trace from the form of the router's store."""
     spans = (
         Span(
             id=span["span_id"],
@@ -243,7 +246,7 @@ def from_store(found: Mapping[str, Any]) -> Trace:
 
 
 def from_jaeger(found: Mapping[str, Any]) -> Trace:
-    """A trace as Jaeger's query API shows it: one entry of `data`."""
+    """Converts a trace from the form of Jaeger's query API: one entry of `data`."""
     processes = found["processes"]
     spans = (_jaeger_span(span, processes[span["processID"]]) for span in found["spans"])
     return Trace(found["traceID"].zfill(32), _by_start(spans))
@@ -275,22 +278,22 @@ def _by_start(spans: Iterator[Span]) -> tuple[Span, ...]:
 
 
 class _Store:
-    """The router's admin port."""
+    """Reads traces from the router's admin port."""
 
     def __init__(self, base_url: str) -> None:
         self.base_url = base_url
 
     def trace(self, trace_id: str | None) -> Trace | None:
-        """The trace, or the latest generation's, as far as it is there."""
+        """Returns the spans so far of a trace, or of the latest generation's."""
         trace_id = trace_id or self._latest()
         found = _get(f"{self.base_url}/traces/{_in_path(trace_id)}") if trace_id else None
         if found is None:
-            self._latest()  # raises where the router keeps none at all
+            self._latest()  # It raises if the router keeps no traces at all.
             return None
         return from_store(found)
 
     def _latest(self) -> str | None:
-        """The latest generation's id.
+        """Returns the trace id of the latest generation.
 
         Raises:
             TraceError: the router keeps no traces.
@@ -306,13 +309,13 @@ class _Store:
 
 
 class _Jaeger:
-    """Jaeger's query API."""
+    """Reads traces from Jaeger's query API."""
 
     def __init__(self, base_url: str) -> None:
         self.base_url = base_url.rstrip("/")
 
     def trace(self, trace_id: str | None) -> Trace | None:
-        """The trace, or the router's latest, as far as it is there."""
+        """Returns the spans so far of a trace, or of the router's latest generation's."""
         if trace_id:
             found = _get(f"{self.base_url}/api/traces/{_in_path(trace_id)}")
         else:
@@ -329,7 +332,7 @@ def _in_path(text: str) -> str:
 
 
 def _get(url: str) -> dict[str, Any] | None:
-    """The JSON at a URL; None where there is nothing."""
+    """Reads JSON from a URL; None for status 404."""
     try:
         with urllib.request.urlopen(url, timeout=_REQUEST_TIMEOUT_S) as response:
             found: dict[str, Any] = json.load(response)

@@ -1,12 +1,11 @@
-"""Routers and their workers as processes of this machine: `baton up` and `baton demo`.
+"""Runs routers and their workers as processes of this machine, for `baton up` and `baton demo`.
 
-1. `plan` turns what was asked for into ports, devices, threads and command lines; it starts
-   nothing.
+1. `plan` turns options into ports, devices, threads and command lines. It starts nothing.
 2. `running` starts the processes and yields at once.
-3. `wait_until_ready` returns when every worker says that it serves, and every router that each is
-   attached and that it can run a model; a process that dies before that is an error, one that
-   dies later is restarted, but for a router that is the only one.
-4. Leaving `running` drains: the routers first, for their requests need the workers.
+3. `wait_until_ready` returns when every worker serves, is attached to every router, and every
+   router can run a model. A process that dies before that is an error. One that dies later is
+   restarted, except for the only router.
+4. Leaving `running` drains the routers first, since their requests need the workers.
 
 Several routers share the addresses for clients. All processes send their spans to the first one.
 """
@@ -26,14 +25,14 @@ from typing import Final, Literal, NamedTuple
 
 from baton.gpu_slots import visible_gpus
 from baton.ports import PortPicker
-from baton.settings import Role
 from baton.supervisor import ProcessSpec, Supervisor, Write
+from baton.worker_settings import Role
 
 GRPC_PORT: Final = 50051
 HTTP_PORT: Final = 8000
 INTERNAL_PORT: Final = 50050
 ADMIN_PORT: Final = 9090
-"""The first router's; other routers follow, then workers."""
+"""Admin port of the first router. Other routers follow, then workers."""
 POLL_S: Final = 0.1
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -41,15 +40,15 @@ _Flags = Mapping[str, str | float | None]
 
 
 class UpError(Exception):
-    """What was asked for cannot be run here, or did not start."""
+    """The wanted processes cannot run here, or did not start."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpOptions:
-    """What to run. Ports of 0 mean any that is free; None means the usual or the next free one."""
+    """The processes to run. Port 0: any free one; None: the usual port or the next free one."""
 
     model: str
-    """Folder of the model, resolved already."""
+    """Folder of the model; `demo` is already resolved."""
     prefill: int = 1
     decode: int = 1
     both: int = 0
@@ -62,16 +61,16 @@ class UpOptions:
     admin_port: int | None = None
     kv_memory_gib: float | None = None
     drain_s: float = 30.0
-    """Seconds that running requests get when everything is stopped."""
+    """Seconds that running requests may continue when everything is stopped."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Everything that `running` needs, and what to tell the user."""
+class UpPlan:
+    """The processes, and their addresses."""
 
     specs: tuple[ProcessSpec, ...]
     router_address: str
-    """For clients, of every router; as `http_address`."""
+    """gRPC address for clients; all routers share it and `http_address`."""
     http_address: str
     router_admin_addresses: tuple[tuple[str, str], ...]
     """Name and admin address of each router; the first has the traces."""
@@ -81,21 +80,21 @@ class Plan:
     """Name and admin address of each worker."""
     drain_s: float
     claims: tuple[socket.socket, ...] = ()
-    """Of its ports, which nobody listens at before a worker has loaded its model; they hold for as
-    long as the plan is kept."""
+    """Claims of its ports. No process listens there before a worker has loaded its model. Claims
+    last as long as the plan exists."""
 
     @property
     def admin_address(self) -> str:
-        """The first router's."""
+        """Admin address of the first router."""
         return self.router_admin_addresses[0][1]
 
 
-def plan(options: UpOptions) -> Plan:
-    """Decides everything before anything is started.
+def plan(options: UpOptions) -> UpPlan:
+    """Plans all processes, without starting one.
 
     Raises:
-        UpError: it cannot be run on this machine.
-        PortTakenError: somebody else has a port that was asked for.
+        UpError: the processes cannot run on this machine.
+        PortTakenError: another process has a wanted port.
     """
     roles = _roles(options)
     gpus = [] if options.device == "cpu" else visible_gpus()
@@ -129,7 +128,7 @@ def plan(options: UpOptions) -> Plan:
             for index, (name, role) in enumerate(roles)
         ]
     threads = max(1, (os.cpu_count() or 1) // len(workers))
-    return Plan(
+    return UpPlan(
         specs=(
             *(_router_spec(options, at, router, routers) for router in routers),
             *(_worker_spec(options, routers, worker, threads) for worker in workers),
@@ -145,14 +144,14 @@ def plan(options: UpOptions) -> Plan:
 
 
 class _ClientAddresses(NamedTuple):
-    """Where clients reach the routers."""
+    """Addresses of the routers for clients."""
 
     grpc: str
     http: str
 
 
 class _Router(NamedTuple):
-    """One router to be."""
+    """One planned router."""
 
     name: str
     internal: str
@@ -160,14 +159,14 @@ class _Router(NamedTuple):
 
 
 class _Worker(NamedTuple):
-    """One worker to be."""
+    """One planned worker."""
 
     name: str
     role: Role
     address: str
     admin: str
     gpu: str
-    """As `CUDA_VISIBLE_DEVICES` names it; "" for none."""
+    """The GPU's name in `CUDA_VISIBLE_DEVICES`; "" for none."""
 
 
 def _router_spec(
@@ -179,7 +178,7 @@ def _router_spec(
         "--internal-listen": router.internal,
         "--http-listen": at.http,
         "--admin": router.admin,
-        "--drain-grace-s": 0,  # nobody balances load in front of it
+        "--drain-grace-s": 0,  # No load balancer stands before it.
         "--drain-s": options.drain_s,
         "--otlp-endpoint": _spans_to(options, routers),
     }
@@ -221,7 +220,7 @@ def _worker_spec(
 
 
 def _baton(command: str, flags: _Flags) -> list[str]:
-    """A command line; flags of None are left to the process's other settings."""
+    """Makes a command line. Flags of None are left out."""
     given = [(flag, str(value)) for flag, value in flags.items() if value is not None]
     return [sys.executable, "-m", "baton", command, *(word for pair in given for word in pair)]
 
@@ -231,7 +230,7 @@ def _spans_to(options: UpOptions, routers: Sequence[_Router]) -> str | None:
 
 
 def _quiet() -> dict[str, str]:
-    """gRPC's own remarks on every connection that closes help nobody here."""
+    """Silences gRPC's own log, which has a line for every closed connection."""
     return {"GRPC_VERBOSITY": os.environ.get("GRPC_VERBOSITY", "error")}
 
 
@@ -250,13 +249,13 @@ def _roles(options: UpOptions) -> list[tuple[str, Role]]:
 
 
 def _like(port: int | None) -> int | None:
-    """Ports nobody chose: any free one beside another of that kind, else the usual one."""
+    """Chooses a further port: any free one if the given port is 0, else the usual one."""
     return 0 if port == 0 else None
 
 
 @contextlib.asynccontextmanager
-async def running(what: Plan, write: Write) -> AsyncIterator[Supervisor]:
-    """Runs the plan's processes for as long as the context is open, then drains them."""
+async def running(what: UpPlan, write: Write) -> AsyncIterator[Supervisor]:
+    """Runs the plan's processes while the context is open, then drains them."""
     supervisor = Supervisor(what.specs, write)
     supervisor.start()
     try:
@@ -266,17 +265,17 @@ async def running(what: Plan, write: Write) -> AsyncIterator[Supervisor]:
 
 
 async def wait_until_ready(
-    what: Plan, supervisor: Supervisor, waiting_for: Callable[[str], None] = lambda names: None
+    what: UpPlan, supervisor: Supervisor, waiting_for: Callable[[str], None] = lambda names: None
 ) -> None:
-    """Returns when every worker serves and is attached to every router, and these can run a model.
+    """Returns when all workers serve, are attached to all routers, and all routers run a model.
 
     Args:
-        what: what is running.
-        supervisor: who runs it.
-        waiting_for: told the names of those that are not ready, whenever that changes.
+        what: the running plan.
+        supervisor: the supervisor of its processes.
+        waiting_for: is called with the names of processes that are not ready, on each change.
 
     Raises:
-        UpError: a process died first, or somebody stopped the supervisor.
+        UpError: a process died first, or the supervisor was stopped.
     """
     ready = asyncio.create_task(_ready(what, waiting_for))
     ended = asyncio.create_task(supervisor.ended.wait())
@@ -291,7 +290,7 @@ async def wait_until_ready(
     supervisor.settled = True
 
 
-async def _ready(what: Plan, waiting_for: Callable[[str], None]) -> None:
+async def _ready(what: UpPlan, waiting_for: Callable[[str], None]) -> None:
     missing = dict(what.worker_addresses)
     while missing:
         waiting_for(", ".join(missing))
@@ -310,8 +309,10 @@ async def _ready(what: Plan, waiting_for: Callable[[str], None]) -> None:
 
 
 def _can_run_with(workers: set[str], router_admin: str) -> bool:
-    """Whether a router runs models, and holds a stream to each of the workers. Some can run a model
-    without the others, which are to be there all the same."""
+    """Whether a router can run a model and has a stream to every worker.
+
+    A router may run a model with some of the workers; ready means all of them.
+    """
     try:
         _get(f"http://{router_admin}/health/ready")
         attached = json.loads(_get(f"http://{router_admin}/discovery"))
@@ -321,13 +322,13 @@ def _can_run_with(workers: set[str], router_admin: str) -> bool:
 
 
 def _get(url: str) -> bytes:
-    """Raises OSError where the answer is not a good one."""
+    """Reads a URL. Raises OSError if the status is an error."""
     with urllib.request.urlopen(url, timeout=1.0) as answer:
         return bytes(answer.read())
 
 
 async def _serves(address: str) -> bool:
-    """Whether the process at the address calls itself healthy."""
+    """Whether the health check of the process at the address succeeds."""
     import grpc.aio
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 

@@ -1,22 +1,23 @@
-"""A trace as a waterfall in the terminal: one row a span, all bars on one time axis.
+"""Draws a trace as a waterfall in the terminal: one row a span, all bars on one time axis.
 
-Spans that only hold others are thin lines, spans of work are solid, each process has a colour. What
-a span is worth telling stands beside its bar: to the right where there is room, else to the left,
-else below. Without a terminal the same comes out without colours.
+Spans that contain others are thin lines, other spans are solid bars. Each process has a colour. The
+details of a span stand to the right of its bar if there is room, else to the left, else below.
+Without a terminal there are no colours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from baton.span_details import count, details, duration
 from baton.traces import Span, Trace, missing_spans
-from telemetry.names import Attr, Service, SpanName
+from telemetry.names import Attr, Service
 
 MAX_COLUMNS: Final = 140
 _MIN_AXIS: Final = 24
@@ -27,7 +28,7 @@ _RULE: Final = "─"
 _TICK: Final = "┬"
 _SEPARATOR: Final = " · "
 _ASCII: Final = str.maketrans("▏▎▍▌▋▊▉█▐━─┬·→✗…µ", "#########=-+,>x~u")
-"""For terminals that know nothing else; column by column."""
+"""ASCII replacements of single characters, for terminals that have nothing else."""
 _OTHER_COLOURS: Final = ("yellow", "blue", "bright_magenta", "bright_cyan", "bright_green")
 _COLOURS: Final = {
     Service.ROUTER: "cyan",
@@ -39,17 +40,17 @@ _COLOURS: Final = {
 _FAILED: Final = "red"
 _ROUND_MS: Final = tuple(
     base * 10**power for power in range(-3, 7) for base in (1, 2, 5)
-)  # What ticks may be apart.
+)  # Possible distances of ticks.
 
 
 def draw(trace: Trace) -> Waterfall:
-    """Something that a rich console prints."""
+    """Makes a waterfall that a rich console can print."""
     return Waterfall(trace)
 
 
 @dataclass(frozen=True, slots=True)
 class Waterfall:
-    """A trace, to be printed by a rich console."""
+    """A trace that a rich console prints as a waterfall."""
 
     trace: Trace
 
@@ -74,14 +75,14 @@ def _lines(trace: Trace, width: int) -> Iterator[Text]:
         colour = _FAILED if span.failed else colours[span.process]
         start, end = axis.eighths(span)
         bar = _thin_bar(start, end) if span.id in parents else _solid_bar(start, end)
-        drawn = _beside(bar, start // 8, _details(span), colour, columns.axis)
+        drawn = _beside(bar, start // 8, details(span), colour, columns.axis)
         yield columns.row(depth, span, colours[span.process], next(drawn))
         yield from (columns.under_axis(line) for line in drawn)
     yield from _notes(trace, width)
 
 
 def _title(trace: Trace, width: int) -> Iterator[Text]:
-    """What was asked for and what came of it."""
+    """The model, the trace id and the outcome of the request."""
     request = trace.request
     attributes = request.attributes if request else {}
     name = str(attributes.get(Attr.REQUEST_MODEL, trace.spans[0].name if trace.spans else "empty"))
@@ -98,19 +99,19 @@ def _outcome(request: Span) -> Iterator[str]:
     if Attr.INPUT_TOKENS in have:
         cached = have.get(Attr.CACHED_INPUT_TOKENS)
         of_those = f" ({cached} cached)" if cached else ""
-        prompt = _count("prompt token")(have[Attr.INPUT_TOKENS])
-        yield f"{prompt}{of_those} → {_count('token')(tokens)}"
+        prompt = count("prompt token")(have[Attr.INPUT_TOKENS])
+        yield f"{prompt}{of_those} → {count('token')(tokens)}"
     if (first_s := have.get(Attr.RESPONSE_FIRST_TOKEN_S)) is not None:
-        yield f"first token {_duration(first_s * 1e9)}"
+        yield f"first token {duration(first_s * 1e9)}"
         if tokens > 1:
-            yield f"{_duration((request.duration_ns - first_s * 1e9) / (tokens - 1))} a token"
-    yield f"{_duration(request.duration_ns)} in all"
+            yield f"{duration((request.duration_ns - first_s * 1e9) / (tokens - 1))} a token"
+    yield f"{duration(request.duration_ns)} in all"
     if request.failed:
         yield request.error or "failed"
 
 
 def _notes(trace: Trace, width: int) -> Iterator[Text]:
-    """What the picture lacks."""
+    """Notes about missing and dropped spans."""
     missing = missing_spans(trace) if trace.request else []
     if missing or trace.dropped_spans:
         yield Text()
@@ -123,7 +124,7 @@ def _notes(trace: Trace, width: int) -> Iterator[Text]:
 
 @dataclass(frozen=True, slots=True)
 class _Columns:
-    """Widths: name, process, duration, axis, with gaps between."""
+    """Widths of the columns for name, process and axis."""
 
     name: int
     process: int
@@ -131,7 +132,7 @@ class _Columns:
 
     @classmethod
     def fitting(cls, rows: Sequence[tuple[int, Span]], width: int) -> _Columns:
-        """The axis gets what the names leave."""
+        """Chooses the widths. The axis gets the room beside the names."""
         names = (cell_len(_indented(depth, span)) for depth, span in rows)
         name = min(_MAX_NAME, max(names, default=0))
         process = max((cell_len(_process(span)) for _, span in rows), default=0)
@@ -141,33 +142,34 @@ class _Columns:
         return cls(name, process, max(_MIN_AXIS, axis))
 
     def row(self, depth: int, span: Span, colour: str, drawn: Text) -> Text:
-        """One span's line."""
+        """The line of one span."""
         name = set_cell_size(_cut(_indented(depth, span), self.name), self.name)
         line = Text(name, _FAILED if span.failed else "")
         line.append(f"  {_process(span):<{self.process}}", f"not bold {colour}")
-        line.append(f" {_duration(span.duration_ns):>{_DURATION}}  ")
+        line.append(f" {duration(span.duration_ns):>{_DURATION}}  ")
         return line.append_text(drawn)
 
     def under_axis(self, drawn: Text) -> Text:
-        """A line with something on the axis only."""
+        """A line that is empty outside of the axis."""
         return Text(" " * (self.name + self.process + _DURATION + 5)).append_text(drawn)
 
 
 def _indented(depth: int, span: Span) -> str:
     name = span.name.rsplit("/", 1)[-1] if span.kind == "server" else span.name
     if name.startswith(f"{Attr.TEXT_COMPLETION} "):
-        name = Attr.TEXT_COMPLETION  # The model stands in the title.
+        name = Attr.TEXT_COMPLETION  # The title has the model.
     return "  " * depth + name
 
 
 def _process(span: Span) -> str:
-    """Of a leg, which the router writes, the worker: all that is seen of one that was lost."""
+    """Name of the process. A leg shows its worker, though the router writes the leg's span: of a
+    lost worker there may be no other span."""
     return str(span.attributes.get(Attr.WORKER_ID) or span.process)
 
 
 @dataclass(frozen=True, slots=True)
 class _Axis:
-    """Time to columns."""
+    """Maps time to columns."""
 
     start_ns: int
     duration_ns: int
@@ -175,17 +177,17 @@ class _Axis:
 
     @classmethod
     def of(cls, trace: Trace, columns: int) -> _Axis:
-        """From the first span's start to the last one's end."""
+        """An axis from the first span's start to the last one's end."""
         return cls(trace.start_ns, max(1, trace.end_ns - trace.start_ns), columns)
 
     def eighths(self, span: Span) -> tuple[int, int]:
-        """Where its bar starts and ends, in eighths of a column; never empty, never outside."""
+        """Start and end of a span's bar in eighths of a column; never empty, never outside."""
         last = self.columns * 8
         start = min(last - 1, self._eighth(span.start_ns))
         return start, min(last, max(start + 1, self._eighth(span.end_ns)))
 
     def ruler(self) -> Iterator[Text]:
-        """Round times, and ticks where they are."""
+        """Yields a line of round times and a line of ticks."""
         apart_ns = self._apart_ns()
         labels, ticks = Text(style="dim"), Text(style="dim")
         for number in range(self.duration_ns // apart_ns + 1):
@@ -203,13 +205,13 @@ class _Axis:
         return (at_ns - self.start_ns) * self.columns * 8 // self.duration_ns
 
     def _apart_ns(self) -> int:
-        """The least round time that leaves room for the labels."""
+        """The smallest round distance of ticks that leaves room for their labels."""
         room_ns = self.duration_ns * 11 / self.columns
         return int(next((ms for ms in _ROUND_MS if ms * 1e6 >= room_ns), _ROUND_MS[-1]) * 1e6)
 
 
 def _solid_bar(start: int, end: int) -> str:
-    """A bar of work, from its first column on; in eighths of a column."""
+    """A solid bar, from its first column on. Start and end are in eighths of a column."""
     first, last = start // 8, -(-end // 8)
     if last - first == 1:
         return _EIGHTHS[end - start] if start % 8 < 4 else "▐"
@@ -218,12 +220,12 @@ def _solid_bar(start: int, end: int) -> str:
 
 
 def _thin_bar(start: int, end: int) -> str:
-    """A bar that only holds others."""
+    """A thin bar, for a span that contains others."""
     return "━" * (-(-end // 8) - start // 8)
 
 
 def _beside(bar: str, start: int, details: Sequence[str], colour: str, room: int) -> Iterator[Text]:
-    """The bar with its details beside it; further lines where they go below."""
+    """Yields a line with the bar and its details, and further lines if details go below."""
     drawn = Text(" " * start).append(bar, colour)
     label = _SEPARATOR.join(details)
     if not label:
@@ -256,62 +258,15 @@ def _cut(text: str, room: int) -> str:
     return text if cell_len(text) <= room else set_cell_size(text, room - 1) + "…"
 
 
-def _details(span: Span) -> list[str]:
-    """What is worth telling, the failure first."""
-    found = [f"✗ {span.error or 'failed'}"] if span.failed else []
-    for key, tell in _TELLING.get(span.name, ()):
-        value = span.attributes.get(key)
-        if value is not None and (told := tell(value)):
-            found.append(told)
-    return found
-
-
-def _count(one: str, many: str = "") -> Callable[[Any], str]:
-    def tell(value: int) -> str:
-        return f"{value:,} {one if value == 1 else many or one + 's'}"
-
-    return tell
-
-
-def _unless_zero(tell: Callable[[Any], str]) -> Callable[[Any], str]:
-    return lambda value: tell(value) if value else ""
-
-
-def _milliseconds(words: str) -> Callable[[Any], str]:
-    return lambda value: words.format(_duration(float(value) * 1e6))
-
-
-def _bytes(value: int) -> str:
-    size = float(value)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1_000:
-            return f"{size:.3g} {unit}"
-        size /= 1_024
-    return f"{size:.3g} GiB"
-
-
-def _gigabytes_per_s(value: float) -> str:
-    return f"{value:.2g} GB/s" if value < 10 else f"{value:.0f} GB/s"
-
-
-def _duration(ns: float) -> str:
-    """Three digits, in the unit that fits."""
-    if ns < 999.5e3:
-        return f"{ns / 1e3:.0f} µs"
-    if ns < 999.5e6:
-        return f"{ns / 1e6:.3g} ms"
-    return f"{ns / 1e9:.3g} s" if ns < 999.5e9 else f"{ns / 60e9:.0f} min"
-
-
 def _tick(at_ns: int, duration_ns: int) -> str:
-    """A point of an axis of that length."""
+    """Writes the label of a tick, in a unit that fits the axis's length."""
     if duration_ns < 2e6:
         return f"{at_ns / 1e3:g} µs"
     return f"{at_ns / 1e6:g} ms" if duration_ns < 2e9 else f"{at_ns / 1e9:g} s"
 
 
 def _colours(spans: Iterable[Span]) -> dict[str, str]:
-    """By process: those of a service share its colour."""
+    """Colours by process. Processes of one service share its colour."""
     services = dict.fromkeys(span.service for span in spans)
     others = (service for service in services if service not in _COLOURS)
     palette = _COLOURS | {
@@ -319,42 +274,3 @@ def _colours(spans: Iterable[Span]) -> dict[str, str]:
         for number, service in enumerate(others)
     }
     return {span.process: palette[span.service] for span in spans}
-
-
-_TELLING: Final[dict[str, tuple[tuple[str, Callable[[Any], str]], ...]]] = {
-    SpanName.QUEUE: (
-        (Attr.QUEUE_DEPTH, _unless_zero(lambda depth: f"{depth} ahead")),
-        (Attr.QUEUE_TOKENS, _unless_zero(_count("prompt token"))),
-    ),
-    SpanName.ROUTE: (
-        (Attr.ROUTE_ATTEMPT, lambda attempt: f"attempt {attempt}" if attempt > 1 else ""),
-        (Attr.ROUTE_POLICY, lambda policy: str(policy).replace("_", " ")),
-    ),
-    SpanName.PREFILL_COMPUTE: (
-        (Attr.PREFILL_TOKENS, _count("token")),
-        (Attr.PREFILL_CACHED_TOKENS, _unless_zero(lambda tokens: f"{tokens:,} cached")),
-        (Attr.PREFILL_CHUNKS, _count("chunk")),
-    ),
-    SpanName.KV_GRANT: (
-        (Attr.KV_PAGES, _count("page")),
-        (Attr.KV_HELD_PAGES, _unless_zero(lambda pages: f"{pages:,} held already")),
-    ),
-    SpanName.KV_SEND: (
-        (Attr.KV_PAGES, _count("page")),
-        (Attr.KV_BYTES, _bytes),
-        (Attr.KV_TRANSPORT, str),
-        (Attr.KV_GIGABYTES_PER_S, _unless_zero(_gigabytes_per_s)),
-        (Attr.KV_EXPOSED_MS, _milliseconds("{} exposed")),
-    ),
-    SpanName.KV_RECEIVE: (
-        (Attr.KV_PAGES, _count("page")),
-        (Attr.KV_BYTES, _bytes),
-        (Attr.KV_NOTIFICATIONS, _count("notification")),
-    ),
-    SpanName.DECODE_GENERATE: (
-        (Attr.DECODE_TOKENS, _count("token")),
-        (Attr.DECODE_STEPS, _count("step")),
-        (Attr.DECODE_ITL_P50_MS, _milliseconds("{} between tokens (p50)")),
-        (Attr.DECODE_PREEMPTIONS, _unless_zero(lambda times: f"preempted {times} times")),
-    ),
-}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from baton.settings import Role, WorkerSettings
+from baton.worker_settings import Role, WorkerSettings
+from engine.bounds import UNBOUNDED
 from engine.config import EngineConfig
 
 DECODE_MIXED_PREFILL_TOKENS: Final = 192
@@ -36,7 +37,7 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
         max_step_tokens=_step_tokens(settings),
         decodes=settings.role is not Role.PREFILL,
         mixed_prefill_tokens=_mixed_prefill_tokens(settings),
-        full_step_tokens=0 if settings.role is Role.BOTH else FULL_STEP_TOKENS,
+        full_step_tokens=UNBOUNDED if settings.role is Role.BOTH else FULL_STEP_TOKENS,
         max_context_tokens=settings.max_context_tokens,
         scheduling=settings.scheduling,
         prefix_cache=settings.prefix_cache,
@@ -53,7 +54,9 @@ def _step_tokens(settings: WorkerSettings) -> int:
 
 
 def _mixed_prefill_tokens(settings: WorkerSettings) -> int:
-    """Most prompt tokens in a step that also decodes; 0: the engine chooses."""
-    if settings.debug.mixed_prefill_tokens or settings.role is not Role.DECODE:
+    """Most prompt tokens in a step that also decodes."""
+    if settings.debug.mixed_prefill_tokens:
         return settings.debug.mixed_prefill_tokens
+    if settings.role is not Role.DECODE:
+        return UNBOUNDED
     return max(DECODE_MIXED_PREFILL_TOKENS, settings.page_size_tokens)

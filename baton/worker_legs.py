@@ -198,6 +198,10 @@ class LegService(ABC, Generic[L]):
     def __init__(self, clock: Clock) -> None:
         self._legs: LegTable[L] = LegTable(clock)
 
+    def holds(self, leg_id: bytes) -> bool:
+        """Whether the leg is under way here."""
+        return self._legs.get(leg_id) is not None
+
     def cancel(self, leg_id: bytes, stream: Outbox) -> None:
         """Ends a leg that the router no longer wants. Its Submit may still be on the way."""
         if (leg := self._legs.of(leg_id, stream)) is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Final, NamedTuple
 
 from baton.worker.v1 import worker_pb2
@@ -12,6 +12,14 @@ STEPS_OF_CREDIT: Final = 2
 """A worker takes prompts on for this many steps: one runs, the next is planned."""
 UNGRANTED_SHARE: Final = 0.25
 """Prompts without a grant may fill this share of the pool: their KV cannot leave yet."""
+
+
+class Report(NamedTuple):
+    """A load report before each router's own part is added to it."""
+
+    load: worker_pb2.Load
+    requests: Container[bytes]
+    """Attempts in the engine. The report's counts contain them."""
 
 
 class PrefillRoom(NamedTuple):
@@ -68,5 +76,7 @@ def load_message(
         draining=draining,
         prefill_tokens_per_s=load.prefill_tokens_per_s,
         prefill_rate_age_s=load.prefill_rate_age_s,
+        wanted_pages=load.wanted_pages,
+        wanted_sequences=load.wanted_sequences,
         peers=peers,
     )

@@ -22,7 +22,7 @@ MAX_QUEUED_ENTRIES: Final = 1 << 16
 """A router may leave this many messages unread. In messages of tokens each row counts."""
 
 Action = Callable[[], None]
-Hop = Callable[[Action], None]
+CallOnLoop = Callable[[Action], None]
 """Runs an action on the event loop; called on any thread; keeps the order of each caller."""
 
 
@@ -39,8 +39,8 @@ class Outbox:
 
     def __init__(self, on_overflow: Action, max_entries: int = MAX_QUEUED_ENTRIES) -> None:
         self.closed = False
-        self.submits = 0
-        """Submits received from that router. Load reports carry the count."""
+        self._untold: set[bytes] = set()
+        """Attempts that no report has named yet."""
         self._on_overflow = on_overflow
         self._max_entries = max_entries
         self._finished = False
@@ -64,14 +64,26 @@ class Outbox:
             self.close()
             self._on_overflow()
 
-    def report(self, load: worker_pb2.Load) -> None:
-        """Queues a load report. It takes the place of one that still waits."""
+    def submitted(self, attempt_id: bytes) -> None:
+        """Notes an attempt of that router. The first report that contains it will name it."""
+        self._untold.add(attempt_id)
+
+    def report(self, load: worker_pb2.Load, is_known: Callable[[bytes], bool]) -> None:
+        """Queues a load report. It takes the place of one that still waits.
+
+        Args:
+            load: the same for all routers.
+            is_known: whether the report contains an attempt.
+        """
         if self._load is None and not self.closed:
             self._load = worker_pb2.WorkResponse()
             self.send(self._load)
         if self._load is not None:
+            known = [attempt_id for attempt_id in self._untold if is_known(attempt_id)]
+            self._untold.difference_update(known)
+            unread = list(self._load.load.known_attempts)
             self._load.load.CopyFrom(load)
-            self._load.load.submits = self.submits
+            self._load.load.known_attempts.extend(unread + known)
 
     async def get(self) -> worker_pb2.WorkResponse | None:
         """Waits for the next message and returns it; None if no more will come.
@@ -129,8 +141,8 @@ class LoopInbox:
         self._is_woken = False
         self._actions: list[Action] = []
 
-    def hop(self, action: Action) -> None:
-        """See `Hop`. After the loop has closed nothing happens: the process is ending."""
+    def call_on_loop(self, action: Action) -> None:
+        """See `CallOnLoop`. After the loop has closed nothing happens: the process is ending."""
         self.put(action)
         self.wake()
 

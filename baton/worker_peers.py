@@ -28,7 +28,7 @@ from baton.worker.v1 import worker_pb2
 from baton.worker_wire import endpoint_of
 from kv_transfer.events import PeerFailed, PeerOpened, TransferEvent
 from kv_transfer.types import Endpoint
-from telemetry.metrics import PeerPath
+from telemetry.worker_metrics import PeerPath
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class PeeringThread(Protocol):
         ...
 
 
-class PeerState(enum.IntEnum):
+class PathState(enum.IntEnum):
     """State of a peer; failure is the smallest."""
 
     REFUSED = 0
@@ -71,9 +71,9 @@ class PeerState(enum.IntEnum):
 
 
 @dataclass(slots=True, eq=False)
-class _Peer:
+class _KnownPeer:
     endpoint: Endpoint
-    state: PeerState
+    state: PathState
     known_to: set[object] = field(default_factory=set)
     """Streams of the routers that introduced it."""
     alone_s: float = math.inf
@@ -87,7 +87,7 @@ class _Peer:
     retry_at_s: float = 0.0
 
 
-class Peers:
+class PeerPaths:
     """Peers by agent name. Belongs to the event loop."""
 
     def __init__(
@@ -109,14 +109,14 @@ class Peers:
         self._transfer = transfer
         self._clock = clock
         self._slow_gigabytes_per_s = slow_gigabytes_per_s
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[str, _KnownPeer] = {}
         self.held_against: Callable[[], Mapping[str, str]] = dict
         """Set by the owner: reasons to avoid peers whose path is healthy, by agent name."""
 
     def is_usable(self, agent_name: str) -> bool:
         """Whether a transfer with that agent can be begun."""
         peer = self._peers.get(agent_name)
-        return peer is not None and peer.state >= PeerState.OPENING
+        return peer is not None and peer.state >= PathState.OPENING
 
     def path_to(self, agent_name: str) -> str:
         """The transport really in use towards that agent; "" if it is not known."""
@@ -157,7 +157,7 @@ class Peers:
             return
         peer = self._peers.get(name)
         if peer is None:
-            peer = self._peers[name] = _Peer(endpoint_of(worker.endpoint), PeerState.FAILED)
+            peer = self._peers[name] = _KnownPeer(endpoint_of(worker.endpoint), PathState.FAILED)
             self._open(peer, worker)
         peer.known_to.add(stream)
         peer.alone_s = math.inf
@@ -170,7 +170,7 @@ class Peers:
             if peer.known_to and not proven_dead:
                 return
             del self._peers[agent_name]
-        if proven_dead or (peer is not None and peer.state is not PeerState.REFUSED):
+        if proven_dead or (peer is not None and peer.state is not PathState.REFUSED):
             self._transfer.part(agent_name, proven_dead)
 
     def end_stream(self, stream: object) -> None:
@@ -184,9 +184,9 @@ class Peers:
         """Tries failed peers again when their time has come, and lets go of those left alone."""
         now_s = self._clock()
         for name, peer in list(self._peers.items()):
-            is_due = peer.state is PeerState.FAILED and peer.retry_at_s <= now_s
+            is_due = peer.state is PathState.FAILED and peer.retry_at_s <= now_s
             if is_due and peer.known_to:
-                peer.state = PeerState.OPENING
+                peer.state = PathState.OPENING
                 self._transfer.meet(peer.endpoint)
             elif now_s - peer.alone_s > ALONE_S:
                 self.part(name, False, None)
@@ -196,21 +196,21 @@ class Peers:
         if not isinstance(event, PeerOpened | PeerFailed):
             return
         peer = self._peers.get(event.agent_name)
-        if peer is None or peer.state is PeerState.REFUSED:
+        if peer is None or peer.state is PathState.REFUSED:
             return
         match event:
             case PeerOpened():
                 self._opened(peer, event)
             case PeerFailed():
-                peer.state, peer.cause = PeerState.FAILED, event.cause
+                peer.state, peer.cause = PathState.FAILED, event.cause
                 peer.retry_at_s = self._clock() + peer.retry_s
                 peer.retry_s = min(2 * peer.retry_s, LAST_RETRY_S)
                 details = {"peer": event.agent_name, "cause": event.cause}
                 logger.warning("peer failed", extra=details)
 
-    def _opened(self, peer: _Peer, event: PeerOpened) -> None:
-        was_open = peer.state is PeerState.OPEN
-        peer.state, peer.retry_s = PeerState.OPEN, FIRST_RETRY_S
+    def _opened(self, peer: _KnownPeer, event: PeerOpened) -> None:
+        was_open = peer.state is PathState.OPEN
+        peer.state, peer.retry_s = PathState.OPEN, FIRST_RETRY_S
         peer.path, peer.latency_us = event.transport, event.latency_us
         peer.gigabytes_per_s = event.gigabytes_per_s
         is_slow = 0 < event.gigabytes_per_s < self._slow_gigabytes_per_s
@@ -228,10 +228,10 @@ class Peers:
         else:
             logger.info("peer measured" if was_open else "peer open", extra=details)
 
-    def _open(self, peer: _Peer, worker: worker_pb2.WorkerIdentity) -> None:
+    def _open(self, peer: _KnownPeer, worker: worker_pb2.WorkerIdentity) -> None:
         own, other = self._own.model, worker.model
         if own.fingerprint != other.fingerprint:
-            peer.state, peer.cause = PeerState.REFUSED, "fingerprint"
+            peer.state, peer.cause = PathState.REFUSED, "fingerprint"
             logger.error(
                 "peer refused: its model, weights or KV layout differ",
                 extra={
@@ -241,5 +241,5 @@ class Peers:
                 },
             )
             return
-        peer.state = PeerState.OPENING
+        peer.state = PathState.OPENING
         self._transfer.meet(peer.endpoint)

@@ -28,12 +28,12 @@ from baton.event_loop import EndSignals, loop_factory, prepare_to_serve
 from baton.gpu_slots import NoSlotError, claimed_for
 from baton.release import stamp
 from baton.router_addresses import RouterAddresses
-from baton.settings import Role, WorkerSettings
 from baton.worker.v1 import worker_pb2
 from baton.worker_announcer import announced_as_loading
 from baton.worker_engine import engine_config
 from baton.worker_loading import loading_progress, terminal
 from baton.worker_server import ROLES, Worker
+from baton.worker_settings import Role, WorkerSettings
 from engine.engine import Engine, EngineError
 from engine.model import ModelError
 from kv_transfer.types import TransportError

@@ -26,13 +26,13 @@ from baton.grpc_options import server_options
 from baton.grpc_services import add_health_and_reflection
 from baton.release import stamp
 from baton.router_addresses import RouterAddresses
-from baton.settings import Role, WorkerSettings
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from baton.worker_announcer import announce_forever
-from baton.worker_load import PrefillRoom, load_message
+from baton.worker_load import PrefillRoom, Report, load_message
 from baton.worker_outbox import LoopInbox
-from baton.worker_peers import Peers
+from baton.worker_peers import PeerPaths
 from baton.worker_quiesce import QuiesceRelay
+from baton.worker_settings import Role, WorkerSettings
 from baton.worker_stream import Services, WorkerServicer
 from baton.worker_watchdog import Watchdog, device_lost
 from baton.worker_wire import endpoint_message, model_message
@@ -46,7 +46,7 @@ from prefill_service.service import PrefillService
 from telemetry.admin import AdminServer
 from telemetry.gpu import gpu_reader
 from telemetry.loop_lag import EventLoopLag
-from telemetry.metrics import WorkerMetrics
+from telemetry.worker_metrics import WorkerMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class Worker:
         self.services = self._make_services()
         self.services.peers.held_against = self.services.peers_to_avoid
         self.metrics.watch_overdue(self.services.overdue)
-        self.servicer = WorkerServicer(self.identity, self.services, self.load)
+        self.servicer = WorkerServicer(self.identity, self.services, self.report)
         self.admin = AdminServer(settings.admin, self.metrics.registry, self._is_ready)
         self._server = grpc.aio.server(options=server_options())
         self._health: health.aio.HealthServicer
@@ -109,19 +109,17 @@ class Worker:
         )
         self._watching: asyncio.Task[None] | None = None
 
-    def load(self) -> worker_pb2.Load:
-        """The load report of this moment."""
+    def report(self) -> Report:
+        """The load report of this moment, from one snapshot of the engine."""
         load = self.engine.load()
-        prefill, decode = self.services.prefill, self.services.decode
-        local = max(0, decode.stats.queued_tokens - load.begun_prefill_tokens)
         room = PrefillRoom(
-            queued=prefill.stats.queued_tokens + local,
-            ungranted=prefill.stats.ungranted_tokens,
+            queued=load.queued_prefill_tokens,
+            ungranted=self.services.prefill.stats.ungranted_tokens,
             step=self.engine.max_step_tokens,
             page=self.engine.model.page_size_tokens,
         )
         draining, peers = self.servicer.draining, self.services.peers.health()
-        return load_message(load, room, draining=draining, peers=peers)
+        return Report(load_message(load, room, draining=draining, peers=peers), load.requests)
 
     async def start(self) -> None:
         """Starts all threads, binds, serves, and begins to announce.
@@ -197,7 +195,9 @@ class Worker:
 
     def _make_services(self) -> Services:
         page_size_tokens = self.engine.model.page_size_tokens
-        peers = Peers(self.identity, self.transfer, slow_gigabytes_per_s=self._slow_gigabytes_per_s)
+        peers = PeerPaths(
+            self.identity, self.transfer, slow_gigabytes_per_s=self._slow_gigabytes_per_s
+        )
         self.metrics.watch_peers(peers.paths)
         prefill = PrefillService(
             self.engine,
@@ -210,7 +210,7 @@ class Worker:
         decode = DecodeService(
             self.engine,
             self.transfer,
-            self.inbox.hop,
+            self.inbox.call_on_loop,
             self.metrics,
             epoch=self.epoch,
             agent_name=self.agent_name,
@@ -235,7 +235,7 @@ class Worker:
 
     def _on_transfer(self, event: TransferEvent) -> None:
         """On the transfer thread."""
-        self.inbox.hop(partial(self._dispatch, event))
+        self.inbox.call_on_loop(partial(self._dispatch, event))
 
     def _dispatch(self, event: TransferEvent) -> None:
         self.services.peers.on_transfer(event)

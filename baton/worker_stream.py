@@ -23,13 +23,14 @@ import grpc
 
 from baton.release import refusal
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
+from baton.worker_load import Report
 from baton.worker_outbox import Outbox
 from baton.worker_overdue import Overdue, overdue, peers_to_avoid
 from baton.worker_wire import MalformedMessage, failed_message
 from telemetry import failpoints
 
 if TYPE_CHECKING:
-    from baton.worker_peers import Peers
+    from baton.worker_peers import PeerPaths
     from baton.worker_quiesce import QuiesceRelay
     from decode_service.service import DecodeService
     from prefill_service.service import PrefillService
@@ -52,13 +53,17 @@ class Services:
 
     prefill: PrefillService
     decode: DecodeService
-    peers: Peers
+    peers: PeerPaths
     relay: QuiesceRelay
 
     @property
     def active(self) -> int:
         """Legs under way, without those in quarantine."""
         return self.prefill.stats.active + self.decode.stats.active
+
+    def is_held(self, attempt_id: bytes) -> bool:
+        """Whether the worker still has the attempt."""
+        return self.prefill.holds(attempt_id) or self.decode.holds(attempt_id)
 
     def overdue(self) -> Overdue:
         """Counts the transfers that are overdue."""
@@ -85,13 +90,13 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self,
         identity: worker_pb2.WorkerIdentity,
         services: Services,
-        make_load: Callable[[], worker_pb2.Load],
+        make_report: Callable[[], Report],
     ) -> None:
         self.draining = False
         """Set by the owner: new work is refused."""
         self._identity = identity
         self._services = services
-        self._make_load = make_load
+        self._make_report = make_report
         self._outboxes: set[Outbox] = set()
 
     @property
@@ -107,7 +112,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         overflowed = asyncio.Event()
         outbox = Outbox(on_overflow=overflowed.set)
         self._outboxes.add(outbox)
-        outbox.report(self._make_load())
+        outbox.report(self._make_report().load, lambda _: True)
         tasks: list[asyncio.Task[object]] = [
             asyncio.create_task(self._read(request_iterator, outbox)),
             asyncio.create_task(_write(context, outbox)),
@@ -150,9 +155,9 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
 
     def report(self) -> None:
         """Sends a load report to every router."""
-        load = self._make_load()
+        made, is_held = self._make_report(), self._services.is_held
         for outbox in self._outboxes:
-            outbox.report(load)
+            outbox.report(made.load, lambda one: one in made.requests or not is_held(one))
 
     def tell_routers(self, message: worker_pb2.WorkResponse) -> None:
         """Sends every router a message that belongs to no leg."""
@@ -211,7 +216,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 logger.warning("a router sent a message that this version does not know")
 
     def _submit(self, submit: worker_pb2.Submit, outbox: Outbox) -> None:
-        outbox.submits += 1
+        outbox.submitted(submit.attempt_id)
         refusal = self._refusal(submit)
         if refusal is not None:
             outbox.send(failed_message(submit.attempt_id, refusal))

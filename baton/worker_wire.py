@@ -112,7 +112,7 @@ def request_of(submit: worker_pb2.Submit) -> Request:
         tenant=submit.tenant,
         cache_salt=submit.cache_salt,
         prompt_logprobs=submit.prompt_logprobs,
-        local_prefill_tokens=submit.local_prefill_tokens,
+        takeover_tokens=submit.takeover_tokens,
     )
 
 

@@ -32,14 +32,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from engine.bounds import UNBOUNDED
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.types import (
-    ChoiceEnded,
     Event,
     Request,
     RequestFailed,
     SamplingParams,
+    SequenceEnded,
     StopRules,
 )
 
@@ -126,7 +127,7 @@ class Watch:
         for event in events:
             if isinstance(event, RequestFailed):
                 self.failed = True
-            if isinstance(event, ChoiceEnded | RequestFailed):
+            if isinstance(event, SequenceEnded | RequestFailed):
                 self._left -= 1
         if self._left == 0:
             self.done.set()
@@ -218,7 +219,7 @@ def build(arguments: argparse.Namespace, page_size: int) -> Engine:
         page_size=page_size,
         max_sequences=arguments.sequences,
         max_step_tokens=arguments.step_tokens,
-        mixed_prefill_tokens=arguments.mixed_tokens,
+        mixed_prefill_tokens=arguments.mixed_tokens or UNBOUNDED,
         prefix_cache=False,
         gpu_memory_utilization=0.85,
         cuda_graphs=not arguments.no_graphs,

@@ -18,7 +18,7 @@ import numpy as np
 
 from engine.admission import admit
 from engine.blocks import BlockManager
-from engine.bounds import SchedulerConfig
+from engine.bounds import Bounds
 from engine.executor import NullExecutor
 from engine.planning import plan_step
 from engine.sampling import Sampler
@@ -49,7 +49,7 @@ class Waste(NamedTuple):
 
 def build(page_size: int, pool_tokens: int, longest: int) -> Scheduler:
     """A scheduler over a pool of so many tokens."""
-    config = SchedulerConfig(
+    config = Bounds(
         max_sequences=SEQUENCES,
         max_step_tokens=2048,
         mixed_prefill_tokens=2048,
@@ -81,7 +81,7 @@ def measure(page_size: int, pool_tokens: int, lengths: Sequence[tuple[int, int]]
     submit_all(scheduler, lengths)
     steps = slots = tokens = 0
     previous: StepPlan | None = None
-    while scheduler.jobs or previous is not None:
+    while scheduler.requests or previous is not None:
         admit(scheduler)
         plan = plan_step(scheduler)
         if previous is not None:

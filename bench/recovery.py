@@ -51,7 +51,7 @@ class Stream:
         return next(came_s for came_s in self.came_s if came_s > since_s) - since_s
 
 
-def busiest(plan: up.Plan) -> str:
+def busiest(plan: up.UpPlan) -> str:
     """The decode worker that runs the most sequences."""
     running = {}
     for name, address in plan.worker_admin_addresses:
@@ -64,7 +64,7 @@ def busiest(plan: up.Plan) -> str:
     return max(running, key=lambda name: running[name])
 
 
-def strike(plan: up.Plan, pids: dict[str, int], streams: Sequence[Stream]) -> float:
+def strike(plan: up.UpPlan, pids: dict[str, int], streams: Sequence[Stream]) -> float:
     """Kills the busiest once every stream is under way; returns when."""
     while min(len(stream.came_s) for stream in streams) < KILL_AFTER_TOKENS:
         time.sleep(POLL_S)

@@ -29,7 +29,7 @@ from baton.worker_outbox import Action, Outbox
 from decode_service.service import DecodeService
 from engine.admission import admit
 from engine.blocks import BlockManager
-from engine.bounds import SchedulerConfig
+from engine.bounds import Bounds
 from engine.executor import NullExecutor
 from engine.planning import plan_step
 from engine.sampling import Sampler
@@ -44,7 +44,7 @@ from router.dispatch import JobDispatcher
 from router.jobs import Job, JobEvent, JobTokens, ServedModel
 from router.link import WorkerLink
 from router.settings import RouterSettings
-from telemetry.metrics import WorkerMetrics
+from telemetry.worker_metrics import WorkerMetrics
 
 PROMPT, PAGE_SIZE, VOCAB = 32, 16, 128_256
 BLOCK = 50
@@ -56,7 +56,7 @@ class Engine:
     """The scheduler, with an executor that computes nothing. Also the transfers: there are none."""
 
     def __init__(self, sequences: int, steps: int) -> None:
-        config = SchedulerConfig(
+        config = Bounds(
             max_sequences=sequences,
             max_step_tokens=64 * sequences,
             mixed_prefill_tokens=64 * sequences,
@@ -144,7 +144,7 @@ class Link(WorkerLink):
         )
         self._worker = worker
         super().__init__(identity, "r", dispatcher, stale_after_s=60, attach_timeout_s=60)
-        self.ledger.report(load)
+        self.estimate.report(load)
 
     def send(self, message: worker_pb2.WorkRequest) -> None:
         """Hands a Submit over; nothing else matters here."""

@@ -2,14 +2,14 @@
 
 python -m bench.step_time [--rows 4 40 64] [--context 1100] [--spread 0] [--pieces 0 192]
                           [--behind 0 4000 7800] [--repeats 20] [--model FOLDER] [--no-graphs]
-                          [--profile] [--json FILE]
+                          [--profile] [--uncut] [--json FILE]
 
 A table, in ms: the median step of `rows` rows of `context` tokens each, alone and with `pieces`
 tokens of one prompt of which `behind` tokens are computed, and how long the host is busy launching
 it (`--no-graphs`: kernel by kernel). Dummy weights, random KV, greedy; each step is launched while
 the one before it runs, as the step loop does. `--spread`: the rows' tokens are the quantiles of a
 log-normal distribution of this sigma, around `context`, up to MOST_TOKENS. `--profile` adds the
-kernels of the last step.
+kernels of the last step. `--uncut`: decode attention does not cut contexts into parts.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -29,8 +29,10 @@ import torch
 from bench.engine import SHAPE
 from engine.attention import choose_backend
 from engine.attention.paged import PagedAttention
+from engine.bounds import Bounds
+from engine.cuda import decode_attention
+from engine.cuda.decode_attention import BLOCK_TOKENS, Parts
 from engine.cuda.executor import CudaExecutor
-from engine.executor import Limits
 from engine.kv_pool import KvPool
 from engine.model import load_model
 from engine.sampling import Sampler
@@ -67,9 +69,11 @@ class Stepper:
             )
         attention = choose_backend(backend, self._pool, shape.windows)
         assert isinstance(attention, PagedAttention), f"{backend} reads no pages"
-        limits = Limits(SLOTS, step_tokens, MOST_TOKENS)
+        bounds = Bounds(
+            max_sequences=SLOTS, max_step_tokens=step_tokens, max_context_tokens=MOST_TOKENS
+        )
         torch.cuda.synchronize()
-        self.executor = CudaExecutor(loaded.model, self._pool, attention, self._sampler, limits)
+        self.executor = CudaExecutor(loaded.model, self._pool, attention, self._sampler, bounds)
         if graphs:
             self.executor.capture()
 
@@ -146,6 +150,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", default=str(SHAPE))
     parser.add_argument("--attention", default="fa3")
     parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--uncut", action="store_true")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -160,6 +165,8 @@ def main() -> None:
     contexts = {rows: lengths(rows, arguments.context, arguments.spread) for rows in arguments.rows}
     most_tokens = max(map(sum, contexts.values())) + max(arguments.behind) + max(arguments.pieces)
     graphs = not arguments.no_graphs
+    if arguments.uncut:
+        decode_attention.parts_of = lambda rows, kv_heads: Parts(1, BLOCK_TOKENS)
     step_tokens = max(2048, SLOTS + max(arguments.pieces))
     stepper = Stepper(arguments.model, most_tokens, step_tokens, arguments.attention, graphs)
     found = []

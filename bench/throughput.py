@@ -30,7 +30,7 @@ import torch
 from baton import demo_model
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.types import ChoiceEnded, Event, Request, RequestFailed, SamplingParams, StopRules
+from engine.types import Event, Request, RequestFailed, SamplingParams, SequenceEnded, StopRules
 
 CROWD = 32
 SHORTEST, LONGEST = 24, 128
@@ -62,7 +62,7 @@ class Ours:
         def sink(events: Sequence[Event]) -> None:
             nonlocal left
             assert not any(isinstance(event, RequestFailed) for event in events)
-            left -= sum(isinstance(event, ChoiceEnded) for event in events)
+            left -= sum(isinstance(event, SequenceEnded) for event in events)
             if left == 0:
                 done.set()
 

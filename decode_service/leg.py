@@ -11,7 +11,7 @@ from baton.worker.v1 import worker_pb2
 from baton.worker_legs import WorkerLeg
 from baton.worker_outbox import Outbox
 from baton.worker_wire import pack_ids
-from engine.types import ChoiceEnded, Mode, PageIds
+from engine.types import Mode, PageIds, SequenceEnded
 from kv_transfer.events import Delivered
 
 
@@ -134,12 +134,12 @@ class DecodeLeg(WorkerLeg):
             self.abort_wanted = False
             answer_abort(self.stream, self.id, already_ready=already_ready)
 
-    def tell_end(self, event: ChoiceEnded) -> None:
+    def tell_end(self, event: SequenceEnded) -> None:
         """Tells the router that a choice ended."""
         timings = self._timings(event) if event.last else None
         self.tell_finished(event.choice, event.reason, event.output_tokens, timings)
 
-    def _timings(self, event: ChoiceEnded) -> worker_pb2.WorkTimings:
+    def _timings(self, event: SequenceEnded) -> worker_pb2.WorkTimings:
         return worker_pb2.WorkTimings(
             received_unix_ns=self.received_ns,
             prefill_started_unix_ns=self.started_ns,

@@ -40,7 +40,7 @@ from typing import Final
 
 from baton.worker.v1 import worker_pb2
 from baton.worker_legs import CANCELLED, EXPIRED, KV_TRANSFER, LegService
-from baton.worker_outbox import Hop, Outbox
+from baton.worker_outbox import CallOnLoop, Outbox
 from baton.worker_ports import LegEngine, ReceivingThread
 from baton.worker_wire import (
     MalformedMessage,
@@ -57,16 +57,16 @@ from decode_service.peer_pages import PeerPages
 from decode_service.stats import DecodeStats
 from decode_service.token_stream import TokenStream
 from engine.types import (
-    ChoiceEnded,
     Event,
     EventOfOne,
     Joined,
     NewTokens,
+    PrefillStarted,
     PromptScored,
     RequestFailed,
     Reserved,
+    SequenceEnded,
     Sink,
-    Started,
     TakenOver,
 )
 from kv_transfer.events import (
@@ -78,7 +78,7 @@ from kv_transfer.events import (
 )
 from kv_transfer.specs import TRANSFER_ID_BYTES, ReceiveSpec
 from telemetry import failpoints
-from telemetry.metrics import WorkerMetrics
+from telemetry.worker_metrics import WorkerMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class DecodeService(LegService[DecodeLeg]):
         self,
         engine: LegEngine,
         transfer: ReceivingThread,
-        hop: Hop,
+        call_on_loop: CallOnLoop,
         metrics: WorkerMetrics,
         *,
         epoch: int,
@@ -107,7 +107,7 @@ class DecodeService(LegService[DecodeLeg]):
         super().__init__(clock)
         self._engine = engine
         self._transfer = transfer
-        self._hop = hop
+        self._call_on_loop = call_on_loop
         self._epoch = epoch
         self._agent_name = agent_name
         self._page_bytes = page_bytes
@@ -168,7 +168,7 @@ class DecodeService(LegService[DecodeLeg]):
 
     def _on_step(self, events: Sequence[Event]) -> None:
         """The sink, on the step thread."""
-        self._hop(partial(self._take_events, events))
+        self._call_on_loop(partial(self._take_events, events))
 
     def _take_events(self, events: Sequence[Event]) -> None:
         """Takes the events of one step. Its tokens leave in one message for each router."""
@@ -188,7 +188,7 @@ class DecodeService(LegService[DecodeLeg]):
                 self._reserved(leg, event)
             case TakenOver():
                 self._take_over(leg, event)
-            case Started():
+            case PrefillStarted():
                 leg.started_ns = event.at_ns
                 leg.cached_tokens = event.cached_tokens
             case PromptScored():
@@ -196,7 +196,7 @@ class DecodeService(LegService[DecodeLeg]):
             case Joined():
                 leg.state = DecodeState.RUNNING
                 leg.joined_ns = event.at_ns
-            case ChoiceEnded():
+            case SequenceEnded():
                 self._token_stream.choice_ended(leg, event)
                 if event.last:
                     self._end(leg, was_ready=True)

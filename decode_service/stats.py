@@ -6,7 +6,6 @@ from collections import Counter
 
 from baton.worker_legs import LegTable
 from baton.worker_overdue import Unended
-from baton.worker_wire import kv_tokens
 from decode_service.leg import DecodeLeg, DecodeState
 
 
@@ -38,15 +37,6 @@ class DecodeStats:
         for leg in self._in_quarantine():
             pages[leg.peer] += leg.num_pages
         return [peer for peer, held in pages.items() if held >= self._max_pages_per_peer]
-
-    @property
-    def queued_tokens(self) -> int:
-        """Tokens that are still to be computed of prompts that are computed here."""
-        return sum(
-            kv_tokens(leg.request) - leg.cached_tokens
-            for leg in self._legs
-            if leg.is_whole and leg.state is DecodeState.WAITING
-        )
 
     def _in_quarantine(self) -> list[DecodeLeg]:
         return [leg for leg in self._legs if leg.state is DecodeState.QUARANTINED]

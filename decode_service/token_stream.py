@@ -10,9 +10,9 @@ from baton.worker_legs import LegTable
 from baton.worker_outbox import Outbox
 from baton.worker_wire import tokens_message
 from decode_service.leg import DecodeLeg
-from engine.types import ChoiceEnded, NewTokens
+from engine.types import NewTokens, SequenceEnded
 from telemetry import failpoints
-from telemetry.metrics import WorkerMetrics
+from telemetry.worker_metrics import WorkerMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class TokenStream:
             stream.send(worker_pb2.WorkResponse(tokens=message))
         return broken
 
-    def choice_ended(self, leg: DecodeLeg, event: ChoiceEnded) -> None:
+    def choice_ended(self, leg: DecodeLeg, event: SequenceEnded) -> None:
         """Tells the router that a choice ended. The last one ends the counting, too."""
         leg.preemptions += event.preemptions
         if event.last:

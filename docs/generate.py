@@ -1,9 +1,8 @@
-"""Writes the reference pages from what they describe: `python docs/generate.py [OUTPUT_FOLDER]`.
+"""Writes the reference pages: `python docs/generate.py [OUTPUT_FOLDER]`.
 
 `configuration.md` comes from the settings models, `commands.md` from the command line, `api.md`
-and `worker-api.md` from the protos and their comments, one table of `sizing.md` from models'
-shapes. The output folder defaults to this one; a test compares the pages here with what would be
-written now.
+and `worker-api.md` from the protos and their comments, and one table of `sizing.md` from the shapes
+of models. The output folder defaults to this one. A test checks that the pages here are up to date.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ import sys
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
-# What lies beside this file, and the packages of this checkout.
+# The folder of this file, and the root of this checkout.
 sys.path[:0] = [str(DOCS), str(DOCS.parent)]
 
 from reference import commands, protos, settings, shapes  # noqa: E402 - found by the line above
 
 
 def pages() -> dict[str, str]:
-    """Contents by file name."""
+    """The contents of all pages, by file name."""
     return {
         "configuration.md": settings.page(),
         "commands.md": commands.page(),
@@ -31,7 +30,7 @@ def pages() -> dict[str, str]:
 
 
 def _filled_in(name: str, mark: str, content: str) -> str:
-    """A page of ours, with new content between `<!-- MARK: ... -->` and `<!-- /MARK -->`."""
+    """Replaces the part of a page between `<!-- MARK: ... -->` and `<!-- /MARK -->`."""
     page = (DOCS / name).read_text(encoding="utf-8")
     between = re.compile(f"(<!-- {mark}: .*-->\n).*?(<!-- /{mark} -->)", re.DOTALL)
     filled, count = between.subn(lambda found: f"{found[1]}\n{content}\n{found[2]}", page)

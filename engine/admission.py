@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from engine.prefix import prompt_keys
 from engine.scheduler import Scheduler
-from engine.sequences import Job, PrefillTask, RequestState, Sequence
+from engine.sequences import ActiveRequest, PrefillTask, RequestState, Sequence
 from engine.slots import SlotState
 from engine.types import Mode, Request, Reserved, TakenOver
 
@@ -39,15 +39,17 @@ def admit(scheduler: Scheduler) -> None:
         pass
     if scheduler.preempted or not scheduler.waiting or scheduler.slots.num_free == 0:
         return
-    active = [job for job in scheduler.jobs.values() if job.state in IN_SLOTS]
-    ordered = scheduler.policy.order(scheduler.waiting, active)
-    for job in sorted(ordered, key=lambda job: not job.request.generated):
-        if _try_admit(scheduler, job):
-            scheduler.waiting.remove(job)
-            scheduler.policy.admitted(job)
+    in_slots = [active for active in scheduler.requests.values() if active.state in IN_SLOTS]
+    ordered = scheduler.policy.order(scheduler.waiting, in_slots)
+    for active in sorted(ordered, key=lambda active: not active.request.generated):
+        if _try_admit(scheduler, active):
+            scheduler.waiting.remove(active)
+            scheduler.policy.admitted(active)
             for older in scheduler.waiting:
-                older.passed_over += older.seniority < job.seniority
-        elif job.passed_over >= scheduler.config.max_passed_over or scheduler.slots.num_free == 0:
+                older.passed_over += older.seniority < active.seniority
+        elif (
+            active.passed_over >= scheduler.config.max_passed_over or scheduler.slots.num_free == 0
+        ):
             break
 
 
@@ -83,57 +85,59 @@ def _readmit(scheduler: Scheduler, sequence: Sequence) -> bool:
         return False
     tokens = sequence.tokens()
     pages = -(-len(tokens) // scheduler.config.page_size)
-    wanted = pages + _growth(scheduler, sequence.job.request, pages)
+    wanted = pages + _growth(scheduler, sequence.active.request, pages)
     reserve = growth_reserve(scheduler, wanted)
     if scheduler.slots.num_free == 0 or wanted > scheduler.blocks.available - reserve:
         return False
     scheduler.preempted.remove(sequence)
-    job = sequence.job
-    keys = prompt_keys(scheduler.config, job.request, tokens, job.keys)
+    active = sequence.active
+    keys = prompt_keys(scheduler.config, active.request, tokens, active.keys)
     _start_prefill(scheduler, [sequence], tokens, keys)
     return True
 
 
-def _try_admit(scheduler: Scheduler, job: Job) -> bool:
-    request = job.request
+def _try_admit(scheduler: Scheduler, active: ActiveRequest) -> bool:
+    request = active.request
     if request.mode is not Mode.RECEIVE and not _has_prefill_room(scheduler):
         return False
     num_sequences = request.choices if request.mode is not Mode.PREFILL else 1
-    outputs = job.initial_outputs
+    outputs = active.initial_outputs
     tokens = np.concatenate([request.prompt_ids, outputs[0]])
-    job.keys = prompt_keys(scheduler.config, request, tokens, job.keys)
+    active.keys = prompt_keys(scheduler.config, request, tokens, active.keys)
     pages = -(-len(tokens) // scheduler.config.page_size)
     spare = num_sequences - 1 if len(tokens) % scheduler.config.page_size else 0
     growth = 0 if request.mode is Mode.PREFILL else _growth(scheduler, request, pages)
-    cached = scheduler.blocks.count_cached(job.keys)
-    wanted = pages - cached + scheduler.blocks.count_evictable(job.keys)
+    cached = scheduler.blocks.count_cached(active.keys)
+    wanted = pages - cached + scheduler.blocks.count_evictable(active.keys)
     wanted += spare + growth * num_sequences
     largest = int(scheduler.slots.growth().max(initial=0))
     kept_back = max(growth_reserve(scheduler, wanted), largest)
     if num_sequences > scheduler.slots.num_free or wanted > scheduler.blocks.available - kept_back:
         return False
-    job.sequences = [Sequence(job, i, outputs[i]) for i in range(num_sequences)]
+    active.sequences = [Sequence(active, i, outputs[i]) for i in range(num_sequences)]
     if num_sequences > 1 and request.generated:
-        _admit_resumed(scheduler, job)
+        _admit_resumed(scheduler, active)
         return True
-    job.spare_pages = scheduler.blocks.allocate_apart(spare)
-    if request.mode is Mode.RECEIVE and not _take_over(scheduler, job, len(tokens), cached):
-        _reserve(scheduler, job, tokens)
+    active.spare_pages = scheduler.blocks.allocate_apart(spare)
+    if request.mode is Mode.RECEIVE and not _take_over(scheduler, active, len(tokens), cached):
+        _reserve(scheduler, active, tokens)
     else:
-        job.state = RequestState.ACTIVE
-        _start_prefill(scheduler, job.sequences, tokens, job.keys)
+        active.state = RequestState.ACTIVE
+        _start_prefill(scheduler, active.sequences, tokens, active.keys)
     return True
 
 
-def _take_over(scheduler: Scheduler, job: Job, num_tokens: int, cached_pages: int) -> bool:
+def _take_over(
+    scheduler: Scheduler, active: ActiveRequest, num_tokens: int, cached_pages: int
+) -> bool:
     """Whether the prompt of a RECEIVE request is computed here: most of it is held, a short rest is
     left, and the next step may begin that."""
     held = cached_pages * scheduler.config.page_size
-    if num_tokens - held > min(job.request.local_prefill_tokens, held):
+    if num_tokens - held > min(active.request.takeover_tokens, held):
         return False
     if not _has_prefill_room(scheduler):
         return False
-    scheduler.emit(job.sink, TakenOver(job.request.id, held))
+    scheduler.emit(active.sink, TakenOver(active.request.id, held))
     return True
 
 
@@ -143,21 +147,21 @@ def _growth(scheduler: Scheduler, request: Request, pages: int) -> int:
     return min(1, -(-longest // scheduler.config.page_size) - pages)
 
 
-def _admit_resumed(scheduler: Scheduler, job: Job) -> None:
+def _admit_resumed(scheduler: Scheduler, active: ActiveRequest) -> None:
     """Choices that differ already are computed one by one, as if they had been preempted. They have
     only the prompt's keys in common."""
-    del job.keys[len(job.request.prompt_ids) // scheduler.config.page_size :]
-    job.state = RequestState.ACTIVE
-    scheduler.preempted.extend(job.sequences)
+    del active.keys[len(active.request.prompt_ids) // scheduler.config.page_size :]
+    active.state = RequestState.ACTIVE
+    scheduler.preempted.extend(active.sequences)
 
 
-def _reserve(scheduler: Scheduler, job: Job, tokens: NDArray[np.int32]) -> None:
-    for sequence in job.sequences:
+def _reserve(scheduler: Scheduler, active: ActiveRequest, tokens: NDArray[np.int32]) -> None:
+    for sequence in active.sequences:
         scheduler.enter_slot(sequence, SlotState.RESERVED)
-    held = _allocate_prompt(scheduler, job.sequences[0].slot, len(tokens), job.keys)
-    job.state = RequestState.RESERVED
-    pages = scheduler.slots.pages(job.sequences[0].slot)
-    scheduler.emit(job.sink, Reserved(job.request.id, pages, held))
+    held = _allocate_prompt(scheduler, active.sequences[0].slot, len(tokens), active.keys)
+    active.state = RequestState.RESERVED
+    pages = scheduler.slots.pages(active.sequences[0].slot)
+    scheduler.emit(active.sink, Reserved(active.request.id, pages, held))
 
 
 def _start_prefill(
@@ -174,7 +178,7 @@ def _start_prefill(
         PrefillTask(
             leader=leader,
             followers=sequences[1:],
-            token_ids=tokens,
+            num_tokens=len(tokens),
             keys=keys,
             cursor=cached,
             cached_tokens=cached,
@@ -194,4 +198,4 @@ def _allocate_prompt(scheduler: Scheduler, slot: int, num_tokens: int, keys: lis
 
 
 def _age(sequence: Sequence) -> tuple[int, int]:
-    return (sequence.job.seniority, sequence.choice)
+    return (sequence.active.seniority, sequence.choice)

@@ -1,33 +1,44 @@
-"""What the scheduler is bounded by, and which requests can be held within that at all."""
+"""What the engine is bounded by, and which requests can be held within that at all."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from engine.types import Mode, Request
 
+UNBOUNDED: Final = 1 << 31
+"""Tokens: more than any step has."""
 
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """Bounds of the scheduler."""
 
-    max_sequences: int
-    """Slots."""
-    max_step_tokens: int
-    """Most new tokens in one step: the chunk budget of prefill."""
-    mixed_prefill_tokens: int
-    """Most prefill tokens in a step that also decodes."""
-    max_context_tokens: int
-    """Prompt and output of one sequence."""
-    page_size: int
-    eos_token_ids: frozenset[int]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """Bounds of the engine. `Engine.build` fills in what is 0."""
+
+    max_sequences: int = 64
+    """Slots of the batch."""
+    max_step_tokens: int = 0
+    """New tokens in a step: the chunk budget of prefill; 0: 512 on CPU, elsewhere 2048 where
+    sequences are decoded and 4096 where not."""
+    mixed_prefill_tokens: int = UNBOUNDED
+    """Prompt tokens in a step that also decodes."""
+    full_step_tokens: int = UNBOUNDED
+    """Prompt tokens that keep the device busy. A prompt that would make a step longer than that
+    waits for the next one, unless it is the step's first."""
+    max_context_tokens: int = 0
+    """Prompt and output of one sequence; 0: what the model takes, or less where the pool is
+    smaller."""
+    page_size: int = 16
+    """Tokens in a page."""
+    decodes: bool = True
+    """Whether sequences are decoded here; if not, no graphs are made for it."""
+    eos_token_ids: frozenset[int] = frozenset()
+    """Set by `Engine.build` from the model."""
     reserve_pages: int = 1
     """Pages kept back at admission for the growth of each active sequence."""
     page_watermark: float = 0.9
-    """Share of the pages in use above which more is kept back (`engine.admission`); 1: never."""
-    full_step_tokens: int = 1 << 31
-    """Prompt tokens beyond which no further prompt is added to a step: it would delay those before
-    it, and the device computes no more tokens a second."""
+    """Share of the pages in use above which fewer sequences are admitted, in (0, 1]; 1: never
+    fewer. See `engine.admission.growth_reserve`."""
     max_passed_over: int = 16
     """How often smaller requests may be admitted before one that does not fit yet."""
     prefix_cache: bool = True

@@ -15,10 +15,9 @@ import torch
 from engine.attention import AttentionBackend, AttentionError, choose_backend
 from engine.attention.paged import PagedAttention
 from engine.blocks import BlockManager, CacheEvent
-from engine.bounds import SchedulerConfig
 from engine.config import EngineConfig
 from engine.eviction import EVICTION_POLICIES
-from engine.executor import Executor, Limits, TorchExecutor
+from engine.executor import Executor, TorchExecutor
 from engine.kv_pool import LAYOUT_VERSION, KvPool
 from engine.model import LoadedModel, load_model
 from engine.poison import PagePoison
@@ -70,10 +69,15 @@ class Engine:
         )
         pool = _build_pool(config, loaded, device)
         info = _model_info(config, loaded, pool)
+        config = replace(
+            config,
+            max_context_tokens=info.max_context_tokens,
+            eos_token_ids=frozenset(info.eos_token_ids),
+        )
         sampler = Sampler(config.max_sequences, info.vocab_size, device, info.eos_token_ids)
-        executor = _build_executor(config, loaded, info, pool, sampler, progress)
+        executor = _build_executor(config, loaded, pool, sampler, progress)
         profiler = StepProfiler(nvtx=device.type == "cuda")
-        scheduler = _scheduler(config, info, pool, sampler)
+        scheduler = _scheduler(config, pool, sampler)
         return cls(info, pool, StepLoop(scheduler, executor, profiler))
 
     @property
@@ -146,11 +150,10 @@ def _resolve(config: EngineConfig) -> EngineConfig:
             f"max_step_tokens {step_tokens} must be at least max_sequences {config.max_sequences}"
             f" plus page_size {config.page_size}"
         )
-    mixed_tokens = config.mixed_prefill_tokens or step_tokens
-    if mixed_tokens < config.page_size:
+    if config.mixed_prefill_tokens < config.page_size:
         raise EngineError(
-            f"mixed_prefill_tokens {mixed_tokens} must be at least page_size {config.page_size}:"
-            " prompts are computed in whole pages"
+            f"mixed_prefill_tokens {config.mixed_prefill_tokens} must be at least page_size"
+            f" {config.page_size}: prompts are computed in whole pages"
         )
     return replace(
         config,
@@ -158,8 +161,6 @@ def _resolve(config: EngineConfig) -> EngineConfig:
         dtype=("float32" if on_cpu else "bfloat16") if config.dtype == "auto" else config.dtype,
         name=config.name or Path(config.model).name,
         max_step_tokens=step_tokens,
-        mixed_prefill_tokens=mixed_tokens,
-        full_step_tokens=config.full_step_tokens or step_tokens,
     )
 
 
@@ -229,9 +230,9 @@ def _memory_left(config: EngineConfig, loaded: LoadedModel, device: torch.device
         return DEFAULT_KV_BYTES
     from engine.cuda.memory import bytes_left
 
-    limits = _limits(config, loaded.config.max_position_embeddings)
+    bounds = replace(config, max_context_tokens=loaded.config.max_position_embeddings)
     share = config.gpu_memory_utilization
-    return bytes_left(loaded.model, scratch, backend, limits, share)
+    return bytes_left(loaded.model, scratch, backend, bounds, share)
 
 
 def _backend(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> AttentionBackend:
@@ -241,14 +242,9 @@ def _backend(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> Attenti
         raise EngineError(str(error)) from error
 
 
-def _limits(config: EngineConfig, max_context_tokens: int) -> Limits:
-    return Limits(config.max_sequences, config.max_step_tokens, max_context_tokens, config.decodes)
-
-
 def _build_executor(
     config: EngineConfig,
     loaded: LoadedModel,
-    info: ModelInfo,
     pool: KvPool,
     sampler: Sampler,
     progress: Progress | None,
@@ -260,8 +256,7 @@ def _build_executor(
         return TorchExecutor(loaded.model, pool, backend, sampler, config.max_sequences, device)
     from engine.cuda.executor import CudaExecutor
 
-    limits = _limits(config, info.max_context_tokens)
-    executor = CudaExecutor(loaded.model, pool, backend, sampler, limits)
+    executor = CudaExecutor(loaded.model, pool, backend, sampler, config)
     if config.cuda_graphs:
         executor.capture(progress)
     return executor
@@ -302,18 +297,7 @@ def _model_info(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> Mode
     )
 
 
-def _scheduler(config: EngineConfig, info: ModelInfo, pool: KvPool, sampler: Sampler) -> Scheduler:
-    bounds = SchedulerConfig(
-        max_sequences=config.max_sequences,
-        max_step_tokens=config.max_step_tokens,
-        mixed_prefill_tokens=config.mixed_prefill_tokens,
-        full_step_tokens=config.full_step_tokens,
-        max_context_tokens=info.max_context_tokens,
-        page_size=config.page_size,
-        eos_token_ids=frozenset(info.eos_token_ids),
-        page_watermark=config.page_watermark,
-        prefix_cache=config.prefix_cache,
-    )
+def _scheduler(config: EngineConfig, pool: KvPool, sampler: Sampler) -> Scheduler:
     watch = PagePoison(pool.tensor) if config.poison_freed_pages else None
     blocks = BlockManager(pool.num_pages, EVICTION_POLICIES[config.eviction](), watch)
-    return Scheduler(bounds, blocks, sampler, POLICIES[config.scheduling]())
+    return Scheduler(config, blocks, sampler, POLICIES[config.scheduling]())

@@ -8,7 +8,7 @@ same rules as on a GPU.
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -26,26 +26,8 @@ SCORE_ROWS = 256
 """Positions whose logits are held at once when a prompt is scored."""
 
 
-class Limits(NamedTuple):
-    """The largest step."""
-
-    max_sequences: int
-    max_step_tokens: int
-    max_context_tokens: int
-    decodes: bool = True
-    """Whether there are steps that decode."""
-
-
-class Launched(Protocol):
-    """A step on its way."""
-
-    def result(self, timeout: float | None = None) -> StepResult:
-        """Waits for the step. Raises TimeoutError, or what went wrong on the device."""
-        ...
-
-    def done(self) -> bool:
-        """Whether the device is through with it, one way or the other."""
-        ...
+Launched = Future[StepResult]
+"""A step on its way: it is done when the device is, and raises what went wrong there."""
 
 
 class Executor(Protocol):

@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from engine.rates import StepRates
 from engine.scheduler import Scheduler
 from engine.sequences import RequestState
+from engine.step import StepPlan
 from engine.types import EngineLoad, Mode
 
 
 def load_of(
-    scheduler: Scheduler, rates: StepRates, *, progress: int, long_step_ms: float
+    scheduler: Scheduler,
+    rates: StepRates,
+    in_flight: Sequence[StepPlan],
+    *,
+    progress: int,
+    long_step_ms: float,
 ) -> EngineLoad:
     """The load now. To be called on the step loop's thread, like all that looks at the scheduler.
 
     Args:
         scheduler: what it holds.
         rates: what its steps took.
+        in_flight: steps launched and not settled.
         progress: of the step loop.
         long_step_ms: how long the step in flight may take, if that is long.
     """
     blocks = scheduler.blocks
     return EngineLoad(
         progress=progress,
-        queued_prefill_tokens=_queued_prefill_tokens(scheduler),
-        begun_prefill_tokens=begun_prefill_tokens(scheduler),
+        queued_prefill_tokens=_queued_prefill_tokens(scheduler, in_flight),
+        requests=frozenset(scheduler.requests),
         waiting_requests=len(scheduler.waiting) + len(scheduler.preempted),
+        wanted_pages=_wanted_pages(scheduler),
+        wanted_sequences=_wanted_sequences(scheduler),
         running_sequences=scheduler.slots.num_used,
         max_sequences=scheduler.config.max_sequences,
         total_pages=blocks.total,
@@ -45,31 +56,34 @@ def load_of(
     )
 
 
-def _queued_prefill_tokens(scheduler: Scheduler) -> int:
-    """Prompt tokens accepted and not launched yet."""
+def _queued_prefill_tokens(scheduler: Scheduler, in_flight: Iterable[StepPlan]) -> int:
+    """Prompt tokens accepted and not computed yet."""
     waiting = sum(
-        len(job.request.prompt_ids)
-        for job in scheduler.waiting
-        if job.request.mode is not Mode.RECEIVE
+        len(active.request.prompt_ids)
+        for active in scheduler.waiting
+        if active.request.mode is not Mode.RECEIVE
     )
-    return waiting + sum(task.remaining for task in scheduler.prefills)
+    admitted = sum(task.remaining for task in scheduler.prefills)
+    return waiting + admitted + sum(plan.prompt_tokens for plan in in_flight)
 
 
-def begun_prefill_tokens(scheduler: Scheduler) -> int:
-    """Launched of prompts that are begun and not through, for requests that will decode here. One
-    that was in the batch already, and is computed again, is not of those queued."""
-    return sum(
-        task.cursor - task.cached_tokens
-        for task in scheduler.prefills
-        if not task.leader.job.joined and task.leader.job.request.mode is not Mode.PREFILL
-    )
+def _wanted_pages(scheduler: Scheduler) -> int:
+    """Pages of the prompts that wait."""
+    size = scheduler.config.page_size
+    return sum(-(-len(active.request.prompt_ids) // size) for active in scheduler.waiting)
+
+
+def _wanted_sequences(scheduler: Scheduler) -> int:
+    """Slots of the requests that wait to decode here."""
+    decoding = [one for one in scheduler.waiting if one.request.mode is not Mode.PREFILL]
+    return sum(active.request.choices for active in decoding)
 
 
 def _pages_in(scheduler: Scheduler, state: RequestState) -> int:
     """Pages of RECEIVE requests in this state: RESERVED are granted, HELD quarantined."""
     count = 0
-    for job in scheduler.jobs.values():
-        if job.request.mode is Mode.RECEIVE and job.state is state:
-            held = len(job.held_pages)
-            count += held or int(scheduler.slots.page_count[job.sequences[0].slot])
+    for active in scheduler.requests.values():
+        if active.request.mode is Mode.RECEIVE and active.state is state:
+            held = len(active.held_pages)
+            count += held or int(scheduler.slots.page_count[active.sequences[0].slot])
     return count

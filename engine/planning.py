@@ -25,7 +25,7 @@ from engine.scheduler import Scheduler
 from engine.sequences import PrefillTask, Sequence
 from engine.slots import SlotState
 from engine.step import ChunkPlan, Int32s, ScorePlan, StepPlan
-from engine.types import Mode, Started
+from engine.types import Mode, PrefillStarted
 
 Slots = NDArray[np.intp]
 
@@ -102,12 +102,12 @@ def _preemptible(scheduler: Scheduler) -> list[Sequence]:
     leaders = {id(task.leader) for task in scheduler.prefills}
     found = []
     for sequence in scheduler.owners:
-        if sequence is None or sequence.job.request.mode is Mode.PREFILL:
+        if sequence is None or sequence.active.request.mode is Mode.PREFILL:
             continue
         state = scheduler.slots.state[sequence.slot]
         if state == SlotState.RUNNING or id(sequence) in leaders:
             found.append(sequence)
-    return sorted(found, key=lambda sequence: (sequence.job.seniority, sequence.choice))
+    return sorted(found, key=lambda sequence: (sequence.active.seniority, sequence.choice))
 
 
 # -- chunks -------------------------------------------------------------------------------------
@@ -122,8 +122,8 @@ def _cut_chunks(scheduler: Scheduler, rows: Slots) -> tuple[list[ChunkPlan], lis
     scores: list[ScorePlan] = []
     first_token, first_sample = int(rows.size), int(rows.size)
     for task in scheduler.prefills:
-        end = min(len(task.token_ids), task.cursor + budget)
-        last = end == len(task.token_ids)
+        end = min(task.num_tokens, task.cursor + budget)
+        last = end == task.num_tokens
         if not last:
             end -= end % config.page_size
         if end <= task.cursor:
@@ -141,26 +141,28 @@ def _cut_chunks(scheduler: Scheduler, rows: Slots) -> tuple[list[ChunkPlan], lis
 
 def _score_plan(task: PrefillTask, end: int, first_token: int) -> ScorePlan | None:
     """Positions of this chunk whose next prompt token wants a log probability."""
-    request = task.leader.job.request
+    request = task.leader.active.request
     next_ids = request.prompt_ids[task.cursor + 1 : end + 1]
-    if not request.prompt_logprobs or task.leader.job.joined or next_ids.size == 0:
+    if not request.prompt_logprobs or task.leader.active.joined or next_ids.size == 0:
         return None
     return ScorePlan(first_token, next_ids, request.sampling.top_logprobs or 0)
 
 
 def _advance(scheduler: Scheduler, chunk: ChunkPlan) -> None:
     """The chunk is planned: move its task on, and its sequences into the batch after the last."""
-    task, job = chunk.task, chunk.task.leader.job
-    if not job.started:
-        job.started = True
-        scheduler.emit(job.sink, Started(job.request.id, task.cached_tokens, time.time_ns()))
+    task, active = chunk.task, chunk.task.leader.active
+    if not active.started:
+        active.started = True
+        scheduler.emit(
+            active.sink, PrefillStarted(active.request.id, task.cached_tokens, time.time_ns())
+        )
     task.cursor = chunk.end
     scheduler.slots.kv_len[task.leader.slot] = chunk.end
     if task.remaining == 0:
         scheduler.prefills.remove(task)
-        if job.request.mode is not Mode.PREFILL:
+        if active.request.mode is not Mode.PREFILL:
             scheduler.fork(task.sequences)
-            scheduler.join(job)
+            scheduler.join(active)
 
 
 # -- building -----------------------------------------------------------------------------------
@@ -173,7 +175,7 @@ def _build(
     row_slots = np.concatenate([rows, [c.task.leader.slot for c in chunks]]).astype(np.int32)
     starts = np.concatenate([slots.kv_len[rows], [c.start for c in chunks]]).astype(np.int32)
     contexts = np.concatenate([slots.kv_len[rows] + 1, [c.end for c in chunks]]).astype(np.int32)
-    prompt_ids = [c.task.token_ids[c.start : c.end] for c in chunks]
+    prompt_ids = [c.task.leader.tokens()[c.start : c.end] for c in chunks]
     prompt_positions = [np.arange(c.start, c.end, dtype=np.int32) for c in chunks]
     samples = _samples(scheduler, rows, chunks)
     copies, writes = scheduler.take_transfers()
@@ -225,7 +227,7 @@ def _samples(scheduler: Scheduler, rows: Slots, chunks: list[ChunkPlan]) -> _Sam
 def _first_draws(task: PrefillTask) -> list[Sequence]:
     """One entry per token drawn from the prompt's last logits. A PREFILL request has one slot,
     which stands for all its choices."""
-    request = task.leader.job.request
+    request = task.leader.active.request
     if request.mode is Mode.PREFILL:
         return [task.leader] * request.choices
     return task.sequences

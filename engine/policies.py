@@ -6,19 +6,21 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from engine.sequences import Job
+from engine.sequences import ActiveRequest
 
 
 class SchedulingPolicy(Protocol):
     """Orders waiting requests. Admission may still pass over one that does not fit, a bounded
     number of times."""
 
-    def order(self, waiting: Sequence[Job], active: Iterable[Job]) -> Sequence[Job]:
-        """The waiting requests (given in order of arrival), most urgent first. `active` are those
+    def order(
+        self, waiting: Sequence[ActiveRequest], in_slots: Iterable[ActiveRequest]
+    ) -> Sequence[ActiveRequest]:
+        """The waiting requests (given in order of arrival), most urgent first. `in_slots` are those
         in slots: that run, or whose KV is awaited."""
         ...
 
-    def admitted(self, job: Job) -> None:
+    def admitted(self, active: ActiveRequest) -> None:
         """The request left those that wait for a slot."""
         return
 
@@ -26,7 +28,9 @@ class SchedulingPolicy(Protocol):
 class Fcfs(SchedulingPolicy):
     """First come, first served."""
 
-    def order(self, waiting: Sequence[Job], active: Iterable[Job]) -> Sequence[Job]:
+    def order(
+        self, waiting: Sequence[ActiveRequest], in_slots: Iterable[ActiveRequest]
+    ) -> Sequence[ActiveRequest]:
         """As they came."""
         return waiting
 
@@ -38,12 +42,14 @@ class PriorityWithAgeing(SchedulingPolicy):
     def __init__(self, ageing: int = 64) -> None:
         self._ageing = ageing
 
-    def order(self, waiting: Sequence[Job], active: Iterable[Job]) -> Sequence[Job]:
+    def order(
+        self, waiting: Sequence[ActiveRequest], in_slots: Iterable[ActiveRequest]
+    ) -> Sequence[ActiveRequest]:
         """By priority plus age; ties by arrival."""
-        newest = max((job.seniority for job in waiting), default=0)
+        newest = max((active.seniority for active in waiting), default=0)
 
-        def urgency(job: Job) -> float:
-            return -(job.request.priority + (newest - job.seniority) / self._ageing)
+        def urgency(active: ActiveRequest) -> float:
+            return -(active.request.priority + (newest - active.seniority) / self._ageing)
 
         return sorted(waiting, key=urgency)
 
@@ -54,12 +60,14 @@ class ShortestFirst(SchedulingPolicy):
     def __init__(self, tokens_forgiven_per_arrival: int = 16) -> None:
         self._forgiven = tokens_forgiven_per_arrival
 
-    def order(self, waiting: Sequence[Job], active: Iterable[Job]) -> Sequence[Job]:
+    def order(
+        self, waiting: Sequence[ActiveRequest], in_slots: Iterable[ActiveRequest]
+    ) -> Sequence[ActiveRequest]:
         """By aged length; ties by arrival."""
-        newest = max((job.seniority for job in waiting), default=0)
+        newest = max((active.seniority for active in waiting), default=0)
 
-        def length(job: Job) -> int:
-            return len(job.request.prompt_ids) - self._forgiven * (newest - job.seniority)
+        def length(active: ActiveRequest) -> int:
+            return len(active.request.prompt_ids) - self._forgiven * (newest - active.seniority)
 
         return sorted(waiting, key=length)
 
@@ -74,20 +82,22 @@ class FairByTenant(SchedulingPolicy):
         self._last_turn: dict[str, int] = {}
         """By tenant. Whoever runs the router names the tenants: they are few."""
 
-    def order(self, waiting: Sequence[Job], active: Iterable[Job]) -> Sequence[Job]:
+    def order(
+        self, waiting: Sequence[ActiveRequest], in_slots: Iterable[ActiveRequest]
+    ) -> Sequence[ActiveRequest]:
         """Deals the tenants' requests out in turns."""
-        held = Counter(job.request.tenant for job in active)
+        held = Counter(active.request.tenant for active in in_slots)
         dealt = []
-        for job in waiting:
-            tenant = job.request.tenant
-            dealt.append((held[tenant], self._last_turn.get(tenant, 0), job.seniority, job))
+        for active in waiting:
+            tenant = active.request.tenant
+            dealt.append((held[tenant], self._last_turn.get(tenant, 0), active.seniority, active))
             held[tenant] += 1
-        return [job for *_, job in sorted(dealt, key=lambda entry: entry[:3])]
+        return [active for *_, active in sorted(dealt, key=lambda entry: entry[:3])]
 
-    def admitted(self, job: Job) -> None:
+    def admitted(self, active: ActiveRequest) -> None:
         """Notes the tenant's turn."""
         self._turns += 1
-        self._last_turn[job.request.tenant] = self._turns
+        self._last_turn[active.request.tenant] = self._turns
 
 
 POLICIES: dict[str, type[Fcfs | PriorityWithAgeing | ShortestFirst | FairByTenant]] = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-from engine.bounds import SchedulerConfig
+from engine.bounds import Bounds
 from engine.types import Request, TokenIds
 
 
@@ -31,7 +31,7 @@ def page_keys(
 
 
 def prompt_keys(
-    config: SchedulerConfig, request: Request, tokens: TokenIds, known: Sequence[bytes] = ()
+    config: Bounds, request: Request, tokens: TokenIds, known: Sequence[bytes] = ()
 ) -> list[bytes]:
     """Keys of the pages of `tokens`, a request's prompt and what follows it, that may be looked up
     before they are computed: at least one token is left to compute. `known` as for `page_keys`."""

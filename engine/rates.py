@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 from engine.step import StepPlan
 
@@ -32,57 +33,37 @@ class _MovingRate:
 
 
 class StepRates:
-    """How long steps take, and what they compute: told of each one that is launched and settled."""
+    """How long steps take, and what they compute: told of each one that is settled."""
 
     def __init__(self) -> None:
         self.step_s = 0.0
         self.prefill = _MovingRate()
         self.prompt_tokens = 0
         self.tokens_sampled = 0
-        self._began: dict[int, float] = {}
-        self._prompts: dict[int, int] = {}
-        """Prompt tokens of each step in flight that has so many that they tell."""
         self._last_done = 0.0
 
-    def launched(self, plan: StepPlan) -> None:
-        """The step is about to be launched."""
-        self._began[plan.number] = time.monotonic()
-        if (prompt := plan.num_tokens - plan.num_decodes) >= TELLING_TOKENS:
-            self._prompts[plan.number] = prompt
+    def began(self, launched_at: float) -> float:
+        """When a step began: at its launch, or when the step before it was done."""
+        return max(launched_at, self._last_done)
 
-    def began(self, plan: StepPlan) -> float:
-        """When a launched step began: at its launch, or when the step before it was done."""
-        return max(self._began[plan.number], self._last_done)
-
-    def settled(self, plan: StepPlan) -> None:
+    def settled(self, plan: StepPlan, launched_at: float) -> None:
         """The step is done."""
         now = time.monotonic()
-        self.step_s = now - self.began(plan)
-        self._landed(plan)
+        self.step_s = now - self.began(launched_at)
         self._last_done = now
-        prompt = plan.num_tokens - plan.num_decodes
-        self.prompt_tokens += prompt
+        self.prompt_tokens += plan.prompt_tokens
         self.tokens_sampled += len(plan.sample_slots)
-        if prompt >= TELLING_TOKENS:
-            self.prefill.add(prompt, self.step_s)
-
-    def failed(self, plan: StepPlan) -> None:
-        """The step did not run: it says nothing about rates."""
-        self._landed(plan)
-
-    def _landed(self, plan: StepPlan) -> None:
-        del self._began[plan.number]
-        self._prompts.pop(plan.number, None)
+        if plan.prompt_tokens >= TELLING_TOKENS:
+            self.prefill.add(plan.prompt_tokens, self.step_s)
 
     def usual_s(self, plan: StepPlan) -> float:
-        """How long a step's prompts usually take; 0: nobody knows."""
+        """How long a step's prompts usually take; 0 while unknown."""
         rate = self.prefill.tokens_per_s
-        return (plan.num_tokens - plan.num_decodes) / rate if rate else 0.0
+        return plan.prompt_tokens / rate if rate else 0.0
 
-    def expected_s(self) -> float:
-        """How long the steps in flight may take, if that is longer than usual."""
-        if not self._prompts:
-            return 0.0
-        if self.prefill.tokens_per_s == 0:
+    def expected_s(self, plans: Iterable[StepPlan]) -> float:
+        """How long steps in flight may take, if that is longer than usual."""
+        tokens = sum(p.prompt_tokens for p in plans if p.prompt_tokens >= TELLING_TOKENS)
+        if tokens and not self.prefill.tokens_per_s:
             return UNKNOWN_STEP_S
-        return 2 * sum(self._prompts.values()) / self.prefill.tokens_per_s
+        return 2 * tokens / self.prefill.tokens_per_s if tokens else 0.0

@@ -43,16 +43,16 @@ def recover(scheduler: Scheduler, plan: StepPlan, error: Exception) -> None:
     if lacks_memory and scheduler.failed_steps <= MAX_SHRINKS:
         _shrink(scheduler, plan, touched)
     else:
-        for job in {owner.job for owner in touched}:
-            scheduler.fail(job, FailureReason.INTERNAL)
+        for active in {owner.active for owner in touched}:
+            scheduler.fail(active, FailureReason.INTERNAL)
 
 
 def _shrink(scheduler: Scheduler, plan: StepPlan, touched: list[Sequence]) -> None:
     for sequence in touched:
         if sequence.slot < 0:
             continue  # it went with its leader
-        if sequence.job.request.mode is Mode.PREFILL:
-            scheduler.fail(sequence.job, FailureReason.INTERNAL)
+        if sequence.active.request.mode is Mode.PREFILL:
+            scheduler.fail(sequence.active, FailureReason.INTERNAL)
         elif scheduler.slots.state[sequence.slot] == SlotState.PREFILLING:
             scheduler.preempt(sequence)
         else:
@@ -77,4 +77,4 @@ def _touched(scheduler: Scheduler, plan: StepPlan) -> list[Sequence]:
             slots.add(slot)
     owners = [scheduler.owners[slot] for slot in slots]
     found = [owner for owner in owners if owner is not None]
-    return sorted(found, key=lambda sequence: (sequence.job.seniority, sequence.choice))
+    return sorted(found, key=lambda sequence: (sequence.active.seniority, sequence.choice))

@@ -25,15 +25,14 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from engine.blocks import BlockManager
-from engine.bounds import SchedulerConfig
+from engine.bounds import Bounds
 from engine.policies import Fcfs, SchedulingPolicy
 from engine.prefix import page_keys
 from engine.sampling import Sampler
-from engine.sequences import Job, PrefillTask, RequestState, Sequence
+from engine.sequences import ActiveRequest, PrefillTask, RequestState, Sequence
 from engine.slots import SlotState, SlotTable
 from engine.stopping import end_ids, end_reason
 from engine.types import (
-    ChoiceEnded,
     EndReason,
     Event,
     FailureReason,
@@ -42,6 +41,7 @@ from engine.types import (
     PageIds,
     Request,
     RequestFailed,
+    SequenceEnded,
     Sink,
     TokenIds,
     TokenRecord,
@@ -55,7 +55,7 @@ class Scheduler:
 
     def __init__(
         self,
-        config: SchedulerConfig,
+        config: Bounds,
         blocks: BlockManager,
         sampler: Sampler,
         policy: SchedulingPolicy | None = None,
@@ -71,8 +71,8 @@ class Scheduler:
         )
         self.owners: list[Sequence | None] = [None] * config.max_sequences
         """The sequence in each slot."""
-        self.jobs: dict[bytes, Job] = {}
-        self.waiting: list[Job] = []
+        self.requests: dict[bytes, ActiveRequest] = {}
+        self.waiting: list[ActiveRequest] = []
         self.preempted: list[Sequence] = []
         self.prefills: list[PrefillTask] = []
         """Tasks with tokens left to launch, in order of admission."""
@@ -91,37 +91,37 @@ class Scheduler:
         self._outbox: list[tuple[Sink, Event]] = []
         self._delivered: list[tuple[Sequence, int, int]] = []
         """Leaders whose prompts' pages are not keyed yet, their slots and generations."""
-        self._left: list[tuple[Job, TokenIds, PageIds]] = []
+        self._left: list[tuple[ActiveRequest, TokenIds, PageIds]] = []
         """Of sequences that ended: outputs whose KV is known, and pages that are still held."""
 
     # -- intake ---------------------------------------------------------------------------------
 
     def submit(self, request: Request, sink: Sink, keys: Iterable[bytes] = ()) -> None:
         """A new request, of whose prompt these keys are known, from the first on."""
-        job = Job(request, sink, self._arrivals, keys=list(keys))
+        active = ActiveRequest(request, sink, self._arrivals, keys=list(keys))
         self._arrivals += 1
-        if request.id in self.jobs:
-            self.emit(job.sink, RequestFailed(request.id, FailureReason.INTERNAL))
+        if request.id in self.requests:
+            self.emit(active.sink, RequestFailed(request.id, FailureReason.INTERNAL))
         elif not self.config.can_ever_hold(request, self.blocks.total):
-            self.emit(job.sink, RequestFailed(request.id, FailureReason.TOO_LARGE))
+            self.emit(active.sink, RequestFailed(request.id, FailureReason.TOO_LARGE))
         else:
-            self.jobs[request.id] = job
-            self.waiting.append(job)
+            self.requests[request.id] = active
+            self.waiting.append(active)
 
     def deliver(self, request_id: bytes, records: Seq[TokenRecord]) -> None:
         """RECEIVE: the KV of the prompt is in its pages; `records` are the choices' next tokens."""
-        job = self.jobs.get(request_id)
-        if job is None or job.state is not RequestState.RESERVED:
+        active = self.requests.get(request_id)
+        if active is None or active.state is not RequestState.RESERVED:
             return
-        job.state = RequestState.ACTIVE
-        leader = job.sequences[0]
+        active.state = RequestState.ACTIVE
+        leader = active.sequences[0]
         self.slots.kv_len[leader.slot] = len(leader.tokens())
         if self.config.prefix_cache:
             generation = int(self.slots.generation[leader.slot])
             self._delivered.append((leader, leader.slot, generation))
-        self.fork(job.sequences)
-        self.join(job)
-        for sequence, record in zip(list(job.sequences), records, strict=True):
+        self.fork(active.sequences)
+        self.join(active)
+        for sequence, record in zip(list(active.sequences), records, strict=True):
             self._accept_delivered(sequence, record)
 
     def publish_delivered(self) -> None:
@@ -131,13 +131,13 @@ class Scheduler:
         delivered, self._delivered = self._delivered, []
         for sequence, slot, generation in delivered:
             if self.slots.generation[slot] == generation:
-                self._publish(sequence.job, sequence.tokens(), self.slots.pages(slot))
+                self._publish(sequence.active, sequence.tokens(), self.slots.pages(slot))
 
     def _accept_delivered(self, sequence: Sequence, record: TokenRecord) -> None:
         slot, index = sequence.slot, len(sequence.outputs)
         self.slots.outputs[slot, index] = record.token_id
         self.slots.output_len[slot] = index + 1
-        stop = sequence.job.request.stop
+        stop = sequence.active.request.stop
         reason = end_reason(record.token_id, index, stop, self.config.eos_token_ids, context_room=1)
         if reason is None:
             self._assign_sampler(sequence)
@@ -148,74 +148,74 @@ class Scheduler:
 
     def cancel(self, request_id: bytes) -> None:
         """Ends a request at any point. Pages that others may write or read wait for release."""
-        job = self.jobs.get(request_id)
-        if job is None or job.state is RequestState.HELD:
+        active = self.requests.get(request_id)
+        if active is None or active.state is RequestState.HELD:
             return
-        if job.state is RequestState.WAITING:
-            self.waiting.remove(job)
-            del self.jobs[request_id]
-        elif job.state is RequestState.RESERVED or job.request.mode is Mode.PREFILL:
-            self.hold(job)
+        if active.state is RequestState.WAITING:
+            self.waiting.remove(active)
+            del self.requests[request_id]
+        elif active.state is RequestState.RESERVED or active.request.mode is Mode.PREFILL:
+            self.hold(active)
         else:
-            self.drop(job)
+            self.drop(active)
 
     def release(self, request_id: bytes) -> None:
         """Nothing outside touches the pages of this request any more."""
-        job = self.jobs.get(request_id)
-        if job is not None and job.state is RequestState.HELD:
-            self.blocks.release(job.held_pages)
-            del self.jobs[request_id]
+        active = self.requests.get(request_id)
+        if active is not None and active.state is RequestState.HELD:
+            self.blocks.release(active.held_pages)
+            del self.requests[request_id]
 
-    def hold(self, job: Job) -> None:
+    def hold(self, active: ActiveRequest) -> None:
         """Takes a request out of its slots and keeps its pages until `release`."""
-        self.blocks.release(job.spare_pages)
-        job.spare_pages = NO_IDS
-        job.held_pages = self.slots.pages(job.sequences[0].slot)
-        for sequence in job.sequences:
+        self.blocks.release(active.spare_pages)
+        active.spare_pages = NO_IDS
+        active.held_pages = self.slots.pages(active.sequences[0].slot)
+        for sequence in active.sequences:
             self._leave_slot(sequence)
-        job.sequences.clear()
-        job.state = RequestState.HELD
+        active.sequences.clear()
+        active.state = RequestState.HELD
 
-    def drop(self, job: Job) -> None:
+    def drop(self, active: ActiveRequest) -> None:
         """Frees all that a request holds and forgets it."""
-        self.blocks.release(job.spare_pages)
-        self.preempted = [s for s in self.preempted if s.job is not job]
-        for sequence in job.sequences:
+        self.blocks.release(active.spare_pages)
+        self.preempted = [s for s in self.preempted if s.active is not active]
+        for sequence in active.sequences:
             if sequence.slot >= 0:
                 self.blocks.release(self.slots.pages(sequence.slot))
                 self._leave_slot(sequence)
-        job.sequences.clear()
-        del self.jobs[job.request.id]
+        active.sequences.clear()
+        del self.requests[active.request.id]
 
-    def fail(self, job: Job, reason: FailureReason) -> None:
+    def fail(self, active: ActiveRequest, reason: FailureReason) -> None:
         """Gives a request up, and says so. Pages that others may read wait for release."""
-        if job.request.mode is Mode.PREFILL and job.state is RequestState.ACTIVE:
-            self.hold(job)
+        if active.request.mode is Mode.PREFILL and active.state is RequestState.ACTIVE:
+            self.hold(active)
         else:
-            self.drop(job)
-        self.emit(job.sink, RequestFailed(job.request.id, reason))
+            self.drop(active)
+        self.emit(active.sink, RequestFailed(active.request.id, reason))
 
     # -- slots ----------------------------------------------------------------------------------
 
     def enter_slot(self, sequence: Sequence, state: SlotState) -> None:
         """Gives a sequence a slot; its pages are the caller's to set."""
-        job = sequence.job
-        request = job.request
+        active = sequence.active
+        request = active.request
         slot = self.slots.take(
-            state, len(request.prompt_ids), sequence.outputs, request.stop, job.seniority
+            state, len(request.prompt_ids), sequence.outputs, request.stop, active.seniority
         )
         if request.mode is Mode.PREFILL:
             self.slots.limit_len[slot] = len(request.prompt_ids)
         self.slots.choice[slot] = sequence.choice
         self.slots.noise_choice[slot] = sequence.noise_choice
-        self.slots.request_id[slot], self.slots.sink[slot] = request.id, job.sink
+        self.slots.request_id[slot], self.slots.sink[slot] = request.id, active.sink
         self.slots.set_stop_ids(slot, sorted(end_ids(request.stop, self.config.eos_token_ids)))
         sequence.slot = slot
         self.owners[slot] = sequence
         self._assign_sampler(sequence)
 
     def _assign_sampler(self, sequence: Sequence) -> None:
-        request, slot = sequence.job.request, sequence.slot
+        request, slot = sequence.active.request, sequence.slot
         self.sampler.assign(
             slot,
             request.sampling,
@@ -242,17 +242,17 @@ class Scheduler:
 
     # -- joining and ending ---------------------------------------------------------------------
 
-    def join(self, job: Job) -> None:
+    def join(self, active: ActiveRequest) -> None:
         """Tells once that the request's sequences are in the batch."""
-        if not job.joined and job.request.mode is not Mode.PREFILL:
-            job.joined = True
-            self.emit(job.sink, Joined(job.request.id, time.time_ns()))
+        if not active.joined and active.request.mode is not Mode.PREFILL:
+            active.joined = True
+            self.emit(active.sink, Joined(active.request.id, time.time_ns()))
 
     def fork(self, sequences: list[Sequence]) -> None:
         """The leader's KV is computed, or will be by the step just planned: every sequence runs
         from it. Full pages are shared, the partial one is copied before the next step."""
         leader, *followers = sequences
-        job = leader.job
+        active = leader.active
         self.slots.state[leader.slot] = SlotState.RUNNING
         pages = self.slots.pages(leader.slot)
         length = int(self.slots.kv_len[leader.slot])
@@ -260,7 +260,7 @@ class Scheduler:
         for i, follower in enumerate(followers):
             own = pages.copy()
             if partial:
-                own[-1] = job.spare_pages[i]
+                own[-1] = active.spare_pages[i]
                 self._copies[int(own[-1])] = int(pages[-1])
             self.blocks.share(pages[: len(pages) - partial])
             self.slots.set_pages(follower.slot, own)
@@ -269,23 +269,23 @@ class Scheduler:
         if followers and partial:
             # The page copied from counts as well: its sequence may end before that step has run,
             # and it must not be anybody else's until then.
-            self.blocks.mark_written(np.append(job.spare_pages, pages[-1:]), self.next_step)
-            job.spare_pages = NO_IDS
+            self.blocks.mark_written(np.append(active.spare_pages, pages[-1:]), self.next_step)
+            active.spare_pages = NO_IDS
 
     def end(self, sequence: Sequence, reason: EndReason) -> None:
         """A sequence ended by itself. Its pages are held until `let_go`: to give back those of
         8,000 tokens takes half a millisecond, for which the batch's tokens are not to wait."""
-        job, slot = sequence.job, sequence.slot
+        active, slot = sequence.active, sequence.slot
         outputs = self.slots.output_ids(slot)
         # The last token's KV was never needed, and a step in flight may still write it.
-        self._left.append((job, outputs[:-1], self.slots.pages(slot)))
+        self._left.append((active, outputs[:-1], self.slots.pages(slot)))
         self._leave_slot(sequence)
-        job.sequences.remove(sequence)
-        last = not job.sequences
+        active.sequences.remove(sequence)
+        last = not active.sequences
         self.emit(
-            job.sink,
-            ChoiceEnded(
-                job.request.id,
+            active.sink,
+            SequenceEnded(
+                active.request.id,
                 sequence.choice,
                 reason,
                 len(outputs),
@@ -295,22 +295,22 @@ class Scheduler:
             ),
         )
         if last:
-            del self.jobs[job.request.id]
+            del self.requests[active.request.id]
 
     def let_go(self) -> None:
         """Gives back the pages of sequences that ended. Those that they filled are keyed, for the
         next turn of a conversation."""
         left, self._left = self._left, []
-        for job, outputs, pages in left:
+        for active, outputs, pages in left:
             if self.config.prefix_cache:
-                self._publish(job, np.concatenate([job.request.prompt_ids, outputs]), pages)
+                self._publish(active, np.concatenate([active.request.prompt_ids, outputs]), pages)
             self.blocks.release(pages)
 
-    def _publish(self, job: Job, tokens: TokenIds, pages: PageIds) -> None:
+    def _publish(self, active: ActiveRequest, tokens: TokenIds, pages: PageIds) -> None:
         """Keys the complete pages of `tokens`, which begin a sequence."""
         size = self.config.page_size
         complete = len(tokens) // size
-        keys = page_keys(tokens[: complete * size], size, job.request.cache_salt, job.keys)
+        keys = page_keys(tokens[: complete * size], size, active.request.cache_salt, active.keys)
         self.blocks.publish(pages[:complete], keys)
 
     # -- preemption -----------------------------------------------------------------------------
@@ -319,8 +319,8 @@ class Scheduler:
         """Takes a sequence out of the batch, to be computed again when there is room."""
         if self.slots.state[sequence.slot] == SlotState.PREFILLING:
             task = next(t for t in self.prefills if t.leader is sequence)
-            self.blocks.release(sequence.job.spare_pages)
-            sequence.job.spare_pages = NO_IDS
+            self.blocks.release(sequence.active.spare_pages)
+            sequence.active.spare_pages = NO_IDS
             for member in task.sequences:
                 self.finish_preemption(member)
         elif self.slots.in_flight[sequence.slot] == 0:
@@ -370,10 +370,10 @@ class Scheduler:
         holders = np.zeros(self.blocks.num_pages, np.int32)
         used = 0
         assert not self._left, "pages of an ended sequence are still held"
-        for job in self.jobs.values():
-            np.add.at(holders, job.held_pages, 1)
-            np.add.at(holders, job.spare_pages, 1)
-            for sequence in job.sequences:
+        for active in self.requests.values():
+            np.add.at(holders, active.held_pages, 1)
+            np.add.at(holders, active.spare_pages, 1)
+            for sequence in active.sequences:
                 if sequence.slot >= 0:
                     used += 1
                     assert self.owners[sequence.slot] is sequence, "slot has another owner"

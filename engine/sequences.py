@@ -22,7 +22,7 @@ class RequestState(enum.Enum):
 
 
 @dataclass(eq=False, slots=True)
-class Job:
+class ActiveRequest:
     """A request and what the scheduler knows of it."""
 
     request: Request
@@ -56,7 +56,7 @@ class Job:
 class Sequence:
     """One choice of a request."""
 
-    job: Job
+    active: ActiveRequest
     choice: int
     outputs: TokenIds
     """Tokens generated, while the sequence is out of a slot."""
@@ -67,11 +67,11 @@ class Sequence:
     @property
     def noise_choice(self) -> int:
         """Which choice the noise is keyed by."""
-        return self.job.request.first_choice + self.choice
+        return self.active.request.first_choice + self.choice
 
     def tokens(self) -> TokenIds:
         """Prompt and output: what a prefill of this sequence computes."""
-        return np.concatenate([self.job.request.prompt_ids, self.outputs])
+        return np.concatenate([self.active.request.prompt_ids, self.outputs])
 
 
 @dataclass(eq=False, slots=True)
@@ -82,7 +82,8 @@ class PrefillTask:
     """Its slot holds the pages."""
     followers: list[Sequence]
     """Sequences that fork off it when the last chunk is launched."""
-    token_ids: TokenIds
+    num_tokens: int
+    """Of the leader's prompt and of the outputs that it had before."""
     keys: list[bytes]
     """Prefix-cache keys of the complete pages."""
     cursor: int
@@ -100,7 +101,7 @@ class PrefillTask:
     @property
     def remaining(self) -> int:
         """Tokens not launched yet."""
-        return len(self.token_ids) - self.cursor
+        return self.num_tokens - self.cursor
 
     @property
     def sequences(self) -> list[Sequence]:

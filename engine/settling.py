@@ -75,7 +75,7 @@ def _fail_rows(scheduler: Scheduler, plan: StepPlan, bad: Bools) -> None:
     for slot in set(plan.sample_slots[bad].tolist()):
         owner = scheduler.owners[slot]
         if owner is not None:
-            scheduler.fail(owner.job, FailureReason.NUMERICAL)
+            scheduler.fail(owner.active, FailureReason.NUMERICAL)
 
 
 # -- tokens -------------------------------------------------------------------------------------
@@ -155,13 +155,13 @@ def _owner(scheduler: Scheduler, slot: int) -> Sequence:
 def _reason(scheduler: Scheduler, owner: Sequence, token: int, stopped: bool) -> EndReason:
     if not stopped:
         return EndReason.LENGTH
-    is_eos = token in scheduler.config.eos_token_ids and not owner.job.request.stop.ignore_eos
+    is_eos = token in scheduler.config.eos_token_ids and not owner.active.request.stop.ignore_eos
     return EndReason.END_OF_SEQUENCE if is_eos else EndReason.STOP_TOKEN
 
 
 def token_record(owner: Sequence, result: StepResult, row: int) -> TokenRecord:
     """The token of a row with what its request asked for about it."""
-    token, top_n = int(result.tokens[row]), owner.job.request.sampling.top_logprobs
+    token, top_n = int(result.tokens[row]), owner.active.request.sampling.top_logprobs
     if top_n is None or result.logprobs is None:
         return TokenRecord(token)
     logprob = float(result.logprobs[row])
@@ -175,15 +175,15 @@ def token_record(owner: Sequence, result: StepResult, row: int) -> TokenRecord:
 
 
 def _tell_chunk(scheduler: Scheduler, chunk: ChunkPlan, result: StepResult, now_ns: int) -> None:
-    task, job = chunk.task, chunk.task.leader.job
+    task, active = chunk.task, chunk.task.leader.active
     if chunk.score >= 0:
         task.scores.extend(_score_records(result.scores[chunk.score]))
     if chunk.is_last and task.scores:
-        scheduler.emit(job.sink, PromptScored(job.request.id, tuple(task.scores)))
-    if job.request.mode is not Mode.PREFILL or job.state is not RequestState.ACTIVE:
+        scheduler.emit(active.sink, PromptScored(active.request.id, tuple(task.scores)))
+    if active.request.mode is not Mode.PREFILL or active.state is not RequestState.ACTIVE:
         return
     pages = scheduler.slots.pages(task.leader.slot)
-    scheduler.emit(job.sink, ChunkComputed(job.request.id, chunk.end, pages, now_ns))
+    scheduler.emit(active.sink, ChunkComputed(active.request.id, chunk.end, pages, now_ns))
     if chunk.is_last:
         _tell_prefilled(scheduler, chunk, result, now_ns)
 
@@ -191,9 +191,13 @@ def _tell_chunk(scheduler: Scheduler, chunk: ChunkPlan, result: StepResult, now_
 def _keep_chunk(scheduler: Scheduler, chunk: ChunkPlan) -> None:
     """The prefix cache has the pages; those of a whole prompt wait for whoever sends them."""
     _publish(scheduler, chunk)
-    job = chunk.task.leader.job
-    if chunk.is_last and job.request.mode is Mode.PREFILL and job.state is RequestState.ACTIVE:
-        scheduler.hold(job)
+    active = chunk.task.leader.active
+    if (
+        chunk.is_last
+        and active.request.mode is Mode.PREFILL
+        and active.state is RequestState.ACTIVE
+    ):
+        scheduler.hold(active)
 
 
 def _publish(scheduler: Scheduler, chunk: ChunkPlan) -> None:
@@ -202,12 +206,12 @@ def _publish(scheduler: Scheduler, chunk: ChunkPlan) -> None:
     complete = chunk.end // config.page_size
     if not config.prefix_cache or complete <= task.published_pages:
         return
-    job = task.leader.job
+    active = task.leader.active
     task.keys = (
         page_keys(
-            task.token_ids[: complete * config.page_size],
+            task.leader.tokens()[: complete * config.page_size],
             config.page_size,
-            job.request.cache_salt,
+            active.request.cache_salt,
             task.keys[:complete],
         )
         + task.keys[complete:]
@@ -223,16 +227,16 @@ def _tell_prefilled(
 ) -> None:
     """PREFILL: the first tokens are known."""
     leader = chunk.task.leader
-    job = leader.job
-    stop, index = job.request.stop, len(leader.outputs)
+    active = leader.active
+    stop, index = active.request.stop, len(leader.outputs)
     records, ends = [], []
-    for row in range(chunk.first_sample, chunk.first_sample + job.request.choices):
+    for row in range(chunk.first_sample, chunk.first_sample + active.request.choices):
         record = token_record(leader, result, row)
         records.append(record)
         ends.append(
             end_reason(record.token_id, index, stop, scheduler.config.eos_token_ids, context_room=1)
         )
-    scheduler.emit(job.sink, Prefilled(job.request.id, tuple(records), tuple(ends), now_ns))
+    scheduler.emit(active.sink, Prefilled(active.request.id, tuple(records), tuple(ends), now_ns))
 
 
 def _score_records(score: ScoreResult) -> list[TokenRecord]:

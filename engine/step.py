@@ -71,6 +71,16 @@ class StepPlan:
         """T."""
         return len(self.token_ids)
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of prompts."""
+        return len(self.token_ids) - self.num_decodes
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether the step decodes and does nothing else: such steps take about equally long."""
+        return 0 < self.num_tokens == self.num_decodes
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
@@ -87,7 +97,7 @@ class ChunkPlan:
     @property
     def is_last(self) -> bool:
         """Whether the prompt is computed with this chunk."""
-        return self.end == len(self.task.token_ids)
+        return self.end == self.task.num_tokens
 
 
 @dataclass(frozen=True, slots=True)

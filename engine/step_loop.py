@@ -1,10 +1,10 @@
-"""The step loop: `pace -> receive -> admit -> plan -> launch -> settle(previous)`, for ever.
+"""The step loop: `receive -> admit -> plan -> launch -> settle(previous)`, for ever.
 
 One step is always in flight while the host settles the one before it, and the next is launched
-shortly before that one ends (`engine.pacing`); until then who arrives is received and admitted.
-Where there is none yet, who comes while a prompt is computed is launched behind it, not once it is
-settled. The loop is the only one to touch the scheduler; others talk to it through `post`, and read
-`load`.
+shortly before that one ends (`engine.pacing`). The loop waits in one place, for its queue: others
+post commands there, and a step that has ended posts its end. Requests that arrive while the loop
+waits get slots and pages at once. The loop is the only one to touch the scheduler; others talk to
+it through `post`, and read `load`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from engine.admission import admit
 from engine.executor import Executor, Launched
 from engine.load import load_of
-from engine.pacing import LOOK_S, NEARLY, LaunchPacer, is_decode, look_s
+from engine.pacing import LaunchPacer
 from engine.planning import plan_step
 from engine.prefix import prompt_keys
 from engine.profiling import StepProfiler
@@ -50,6 +52,19 @@ STOP_S = 60.0
 """How long the end waits for the step in flight."""
 
 
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A step that was launched."""
+
+    plan: StepPlan
+    at_s: float
+    """When it was launched, `time.monotonic`."""
+    launched: Launched = field(init=False)
+    """Set by the launch."""
+    ended: bool = False
+    """The loop was told that the device is through with it."""
+
+
 class StepLoop:
     """Owns the scheduler and the executor, on a thread of its own."""
 
@@ -62,7 +77,9 @@ class StepLoop:
         self._scheduler = scheduler
         self._executor = executor
         # No SimpleQueue: its timed `get` never ends where the time is up before it begins to wait.
-        self._commands: queue.Queue[Command] = queue.Queue()
+        self._commands: queue.Queue[Command | _Flight] = queue.Queue()
+        self._flights: deque[_Flight] = deque()
+        """Steps launched and not settled, oldest first: at most two."""
         self._stopping = False
         self._on_step: OnStep = _unobserved
         self._on_lost: OnLost = _unanswered
@@ -100,108 +117,134 @@ class StepLoop:
         self._commands.put(command)
 
     def _run(self) -> None:
-        previous: tuple[StepPlan, Launched] | None = None
-        idle, verb = False, self.profiler.verb
         while not self._stopping:
-            if previous is not None:
-                self._pace(*previous)
-            self._pacer.woke()
-            with verb("receive"):
-                self._receive(IDLE_TURN_S if idle else 0.0)
-            failpoints.hit("engine.turn")
-            with verb("admit"):
-                admit(self._scheduler)
-            with verb("plan"):
-                plan = plan_step(self._scheduler)
-                self._flush()
+            self._turn()
+        for flight in self._flights:
+            flight.launched.exception()  # It may hang, and `stop` is waited for no longer then.
+
+    def _turn(self) -> None:
+        verb = self.profiler.verb
+        with verb("receive"):
+            self._receive_until_due()
+        self._pacer.woke()
+        failpoints.hit("engine.turn")
+        with verb("admit"):
+            admit(self._scheduler)
+        with verb("plan"):
+            plan = plan_step(self._scheduler)
+            self._flush()
+        if plan is not None:
             with verb("launch"):
-                launched = self._launch(plan) if plan is not None else None
-            with verb("settle"):
-                if previous is not None and (launched or not self._interrupted(*previous)):
-                    self._settle(*previous)
-                    previous = None
-                self._scheduler.publish_delivered()
-            # A command that came in the middle of a step is no sign that the step will ever end.
-            self._progress += previous is None
-            if plan is not None and launched is not None:
-                previous = plan, launched
-            idle = previous is None
-            if idle:
-                self._scheduler.blocks.inspect()
-            if self.profiler.is_over():
-                self._progress += 1
-                self._publish_load(PROFILE_END_S)
-                self.profiler.end()
-            self._publish_load()
+                self._launch(plan)
+        with verb("settle"):
+            self._settle_previous(launched=plan is not None)
+        if not self._flights:
+            self._progress += 1
+            self._scheduler.blocks.inspect()
+        if self.profiler.is_over():
+            self._progress += 1
+            self._publish_load(PROFILE_END_S)
+            self.profiler.end()
+        self._publish_load()
 
-    def _pace(self, in_flight: StepPlan, launched: Launched) -> None:
-        """Lets the step in flight come close to its end: who arrives until then joins the next, and
-        gets pages at once: to find those of 8,000 tokens may take a millisecond, for which the next
-        launch would be late, and the tokens of the step in flight with it."""
-        began = self._rates.began(in_flight)
-        while wait_s := self._pacer.wait_s(in_flight, began):
-            if self._receive(min(wait_s, LOOK_S)):
-                with self.profiler.verb("admit"):
-                    admit(self._scheduler)
-                    self._flush()
-            if launched.done():
-                self._pacer.overslept()
+    # -- waiting --------------------------------------------------------------------------------
+
+    def _receive_until_due(self) -> None:
+        """Receives commands until the next step should be prepared."""
+        if not self._flights:
+            self._receive(IDLE_TURN_S)
+            return
+        flight = self._flights[0]
+        if flight.plan.only_decodes:
+            self._receive_beside(flight, until_due=True)
+        self._receive(0.0)
+
+    def _settle_previous(self, *, launched: bool) -> None:
+        """Waits for the end of the oldest step and settles it. A step that nothing could be
+        launched behind is left in flight where commands may have brought something."""
+        has_previous = len(self._flights) > launched
+        if has_previous:
+            flight = self._flights[0]
+            self._receive_beside(flight, until_due=False, until_work=not launched)
+            if flight.ended:
+                self._flights.popleft()
+                self._settle(flight)
+        self._scheduler.publish_delivered()
+
+    def _receive_beside(
+        self, flight: _Flight, *, until_due: bool, until_work: bool = False
+    ) -> None:
+        """Receives commands while a step is in flight, until it has ended.
+
+        Args:
+            flight: the oldest step in flight.
+            until_due: no longer than until the next one should be prepared.
+            until_work: the same, once a command came.
+        """
+        while not (flight.ended or self._stopping):
+            wait_s = self._due_s(flight) if until_due else None
+            if wait_s == 0.0:
                 return
+            until_due |= self._receive(wait_s) and until_work
 
-    def _interrupted(self, in_flight: StepPlan, launched: Launched) -> bool:
-        """Nothing can be launched behind the step in flight: waits until it is done, or until it
-        nearly is and commands were received, which may have brought what can."""
-        received = False
-        while not is_decode(in_flight) and (expected_s := self._rates.usual_s(in_flight)):
-            if launched.done():
-                break
-            ran_s = time.monotonic() - self._rates.began(in_flight)
-            if received and ran_s >= NEARLY * expected_s:
-                return True
-            received |= self._receive(look_s(ran_s, expected_s))
-        return False
+    def _due_s(self, flight: _Flight) -> float:
+        """Seconds until the step behind this one should be prepared."""
+        began, prompts_s = self._rates.began(flight.at_s), self._rates.usual_s(flight.plan)
+        return self._pacer.wait_s(flight.plan, began, prompts_s)
 
-    def _receive(self, wait_s: float) -> bool:
-        """Runs the commands that are there or come until then; whether one was."""
+    def _receive(self, wait_s: float | None) -> bool:
+        """Runs the commands that are there, or that come within `wait_s` (None: whenever one does),
+        and admits the requests that they brought; returns whether there was one."""
         received = False
         for command in self._pending(wait_s):
+            if isinstance(command, _Flight):
+                command.ended = True
+                continue
             received = True
             try:
                 command(self._scheduler)
             except Exception:
                 log.exception("a command failed")
+        if received:
+            admit(self._scheduler)
+            self._publish_load()
         self._flush()
         return received
 
-    def _pending(self, wait_s: float) -> Iterator[Command]:
+    def _pending(self, wait_s: float | None) -> Iterator[Command | _Flight]:
         try:
-            yield self._commands.get(timeout=wait_s) if wait_s else self._commands.get_nowait()
+            if wait_s != 0.0:
+                yield self._commands.get(timeout=wait_s)
             while True:
                 yield self._commands.get_nowait()
         except queue.Empty:
             return
 
-    def _launch(self, plan: StepPlan) -> Launched:
-        self._rates.launched(plan)
+    # -- steps ----------------------------------------------------------------------------------
+
+    def _launch(self, plan: StepPlan) -> None:
+        flight = _Flight(plan, time.monotonic())
+        self._flights.append(flight)
         self._progress += 1
         self._publish_load()
         self.profiler.launching()
-        launched = self._executor.launch(plan)
+        flight.launched = self._executor.launch(plan)
+        flight.launched.add_done_callback(lambda _: self._commands.put(flight))
         self._pacer.launched()
-        return launched
 
-    def _settle(self, plan: StepPlan, launched: Launched) -> None:
+    def _settle(self, flight: _Flight) -> None:
+        plan = flight.plan
+        self._progress += 1
         try:
-            result = launched.result()
+            result = flight.launched.result()
         except Exception as error:
             log.exception("step %d failed", plan.number)
-            self._rates.failed(plan)
             recover(self._scheduler, plan, error)
             if is_lost(self._scheduler, error):
                 self._on_lost()
             self._flush()
         else:
-            self._rates.settled(plan)
+            self._rates.settled(plan, flight.at_s)
             self._pacer.settled(plan, self._rates.step_s)
             settle_step(self._scheduler, plan, result, self._hand_over)
             self._on_step(self._rates.step_s, plan.num_decodes)
@@ -219,10 +262,12 @@ class StepLoop:
         hand_out(self._scheduler.take_events())
 
     def _publish_load(self, profile_s: float = 0.0) -> None:
-        long_step_s = profile_s + self._rates.expected_s()
+        plans = [flight.plan for flight in self._flights]
+        long_step_s = profile_s + self._rates.expected_s(plans)
         self.load = load_of(
             self._scheduler,
             self._rates,
+            plans,
             progress=self._progress,
             long_step_ms=1e3 * long_step_s if long_step_s > LONG_STEP_S else 0.0,
         )

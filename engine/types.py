@@ -28,7 +28,7 @@ class Mode(enum.Enum):
     """Prefill, sample the first tokens, then hold the prompt's pages until `Engine.release`."""
     RECEIVE = "receive"
     """Reserve slots and pages; decode after `Engine.deliver` says that the pages are filled. Where
-    `Request.local_prefill_tokens` allows it, take the prompt over instead."""
+    `Request.takeover_tokens` allows it, take the prompt over instead."""
 
 
 class EndReason(enum.Enum):
@@ -95,7 +95,7 @@ class Request:
     tenant: str = ""
     cache_salt: bytes = b""
     prompt_logprobs: bool = False
-    local_prefill_tokens: int = 0
+    takeover_tokens: int = 0
     """RECEIVE: where the prefix cache holds the larger part of the prompt and at most so many
     tokens are left, they are computed here, and no delivery is waited for."""
 
@@ -129,7 +129,7 @@ class TakenOver:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class PrefillStarted:
     """The first chunk of the prompt was launched."""
 
     request_id: bytes
@@ -199,7 +199,7 @@ class PromptScored:
 
 
 @dataclass(frozen=True, slots=True)
-class ChoiceEnded:
+class SequenceEnded:
     """A sequence ended by itself; after the last choice's the engine holds nothing of it."""
 
     request_id: bytes
@@ -224,12 +224,12 @@ class RequestFailed:
 EventOfOne = (
     Reserved
     | TakenOver
-    | Started
+    | PrefillStarted
     | ChunkComputed
     | Prefilled
     | Joined
     | PromptScored
-    | ChoiceEnded
+    | SequenceEnded
     | RequestFailed
 )
 """What happens to one request."""
@@ -246,9 +246,14 @@ class EngineLoad:
     progress: int = 0
     """Turns of the step loop, idle ones included (at least one in 0.5 s)."""
     queued_prefill_tokens: int = 0
-    begun_prefill_tokens: int = 0
-    """Launched of prompts that are begun and not through, for sequences that decode here."""
+    """Of prompts to be computed here, those of steps in flight included."""
+    requests: frozenset[bytes] = frozenset()
+    """Those that the engine holds, and that the other figures contain."""
     waiting_requests: int = 0
+    wanted_pages: int = 0
+    """That requests wait for which have none yet."""
+    wanted_sequences: int = 0
+    """Slots that such requests wait for."""
     running_sequences: int = 0
     max_sequences: int = 0
     total_pages: int = 0

@@ -74,7 +74,7 @@ class Exchange:
         """Pushes that have not ended, those of self-tests included."""
         return self.sender.in_progress + self.peers.probes_in_progress
 
-    def obey(self, command: Callable[[Exchange], None]) -> None:
+    def run_command(self, command: Callable[[Exchange], None]) -> None:
         """Runs one command."""
         self._guard(command, self)
 

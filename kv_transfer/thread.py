@@ -151,7 +151,7 @@ class TransferThread:
     def _turn(self, exchange: Exchange) -> None:
         self.turns += 1
         try:
-            self._obey(exchange, self._pause_s(exchange))
+            self._run_commands(exchange, self._pause_s(exchange))
             exchange.work()
         except Exception as error:
             self._log_once(describe(error))
@@ -169,7 +169,7 @@ class TransferThread:
         pause_s = exchange.pause_s()
         return LONGEST_PAUSE_S if pause_s is None else min(pause_s, LONGEST_PAUSE_S)
 
-    def _obey(self, exchange: Exchange, pause_s: float) -> None:
+    def _run_commands(self, exchange: Exchange, pause_s: float) -> None:
         """Waits up to `pause_s` for a command, looks for notifications, and runs every command that
         waits by then.
 
@@ -177,10 +177,10 @@ class TransferThread:
         but none is found whose `expect` is not queued yet.
         """
         with contextlib.suppress(queue.Empty):
-            exchange.obey(self._commands.get(timeout=pause_s))
+            exchange.run_command(self._commands.get(timeout=pause_s))
         exchange.look()
         for _ in range(self._commands.qsize()):
-            exchange.obey(self._commands.get_nowait())
+            exchange.run_command(self._commands.get_nowait())
 
     def _is_over(self, exchange: Exchange) -> bool:
         if self._stop_at_s is None:

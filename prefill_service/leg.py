@@ -10,7 +10,7 @@ from baton.worker_legs import WorkerLeg
 from baton.worker_wire import resumed_tokens
 from engine.types import Prefilled
 from kv_transfer.events import SendStats
-from prefill_service.outgoing import Outgoing
+from prefill_service.outgoing import OutgoingPrompt
 
 
 class PrefillState(enum.IntEnum):
@@ -26,7 +26,7 @@ class PrefillState(enum.IntEnum):
 class PrefillLeg(WorkerLeg):
     """One prefill leg. Its states are those of `prefill_service.service`."""
 
-    outgoing: Outgoing = field(init=False)
+    outgoing: OutgoingPrompt = field(init=False)
     """The prompt's KV on its way out. The service sets it before the leg is under way."""
     state: PrefillState = PrefillState.RECEIVED
     computed_tokens: int = 0

@@ -61,7 +61,7 @@ class _Chunk:
     payload: bytes | None
 
 
-class Outgoing:
+class OutgoingPrompt:
     """One prompt on its way out. Thread-safe."""
 
     def __init__(

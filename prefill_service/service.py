@@ -41,19 +41,19 @@ from engine.types import (
     EventOfOne,
     NewTokens,
     Prefilled,
+    PrefillStarted,
     PromptScored,
     RequestFailed,
     Sink,
-    Started,
 )
 from kv_transfer.events import SendFailed, SendQuiesced, SendStats, Sent, TransferEvent
 from kv_transfer.specs import TRANSFER_ID_BYTES
 from prefill_service import spans
 from prefill_service.leg import PrefillLeg, PrefillState
-from prefill_service.outgoing import Destination, Outgoing
+from prefill_service.outgoing import Destination, OutgoingPrompt
 from prefill_service.stats import PrefillStats
 from telemetry import failpoints
-from telemetry.metrics import WorkerMetrics
+from telemetry.worker_metrics import WorkerMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class PrefillService(LegService[PrefillLeg]):
             return
         leg = PrefillLeg.received(submit, stream, self._legs.clock())
         leg.deadline_s = leg.expires_s
-        leg.outgoing = Outgoing(
+        leg.outgoing = OutgoingPrompt(
             self._transfer, kv_tokens(leg.request), self._page_size_tokens, leg.traceparent
         )
         self._legs.add(leg)
@@ -187,7 +187,7 @@ class PrefillService(LegService[PrefillLeg]):
         if leg.state is PrefillState.QUIESCING:
             return
         match event:
-            case Started():
+            case PrefillStarted():
                 leg.state = PrefillState.COMPUTING
                 leg.started_ns = event.at_ns
                 leg.cached_tokens = leg.computed_tokens = event.cached_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from baton.worker_legs import LegTable
 from baton.worker_overdue import Unended
 from baton.worker_wire import kv_tokens
-from prefill_service.leg import PrefillLeg, PrefillState
+from prefill_service.leg import PrefillLeg
 
 
 class PrefillStats:
@@ -18,15 +18,6 @@ class PrefillStats:
     def active(self) -> int:
         """Legs under way, quiescing ones included."""
         return len(self._legs)
-
-    @property
-    def queued_tokens(self) -> int:
-        """Prompt tokens taken on and not computed yet."""
-        return sum(
-            kv_tokens(leg.request) - leg.computed_tokens
-            for leg in self._legs
-            if leg.state in (PrefillState.RECEIVED, PrefillState.COMPUTING)
-        )
 
     @property
     def ungranted_tokens(self) -> int:

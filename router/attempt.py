@@ -15,7 +15,7 @@ decode worker's death: else two could run at once. Where the prompt's log probab
 and have not come, only the lost leg could have told them; the client has been sent nothing yet, so
 the attempt is over at once.
 
-An attempt at a share that was begun before is a *resume*: what was generated goes along, is
+An attempt at a group that was begun before is a *resume*: what was generated goes along, is
 computed behind the prompt and never sampled again. Nothing else about it differs.
 """
 
@@ -33,13 +33,13 @@ from router.clocks import Clocks
 from router.faults import Fault
 from router.jobs import ChoiceEnded, JobTimings
 from router.leg import Leg
-from router.local_prefill import LocalReason
+from router.placing import LocalReason
 
 if TYPE_CHECKING:
+    from router.choice_group import ChoiceGroup
     from router.jobs import JobTokens
     from router.link import WorkerLink
     from router.routing import Route
-    from router.share import Share
 
 ATTEMPT_ID_BYTES: Final = 16
 
@@ -54,18 +54,18 @@ class Phase(enum.IntEnum):
 
 
 class Attempt:
-    """Runs a share on a route. `on_over` is called once, where it failed."""
+    """Runs a group on a route. `on_over` is called once, where it failed."""
 
     def __init__(
-        self, share: Share, route: Route, on_over: Callable[[Attempt, Fault], None]
+        self, group: ChoiceGroup, route: Route, on_over: Callable[[Attempt, Fault], None]
     ) -> None:
         self.id = secrets.token_bytes(ATTEMPT_ID_BYTES)
-        self.share = share
-        self.run = share.run
+        self.group = group
+        self.run = group.run
         self.phase = Phase.PREFILLING
         self.prefill, self.decode = self._legs(route)
-        self._first_indexes = [len(tokens) for tokens in share.generated] or [0] * len(
-            share.choices
+        self._first_indexes = [len(tokens) for tokens in group.generated] or [0] * len(
+            group.choices
         )
         """Index of each choice's first new token."""
         self._is_computed = False
@@ -73,7 +73,7 @@ class Attempt:
         self._fault: Fault | None = None
         self._first_ids: list[int] = []
         """Each choice's first new token, as the prefill worker drew it."""
-        self._clocks = Clocks(share.waits_since_ns)
+        self._clocks = Clocks(group.waits_since_ns)
 
     @property
     def legs(self) -> list[Leg]:
@@ -126,7 +126,7 @@ class Attempt:
 
     def tokens(self, worker: WorkerLink, tokens: JobTokens) -> None:
         """Takes tokens of one choice, counted as in the attempt, from one of its workers."""
-        leg, choices = self._leg_of(worker), self.share.choices
+        leg, choices = self._leg_of(worker), self.group.choices
         if self.phase is Phase.ENDED or leg is None or tokens.choice >= len(choices):
             return
         if leg.mode == worker_pb2.WORK_MODE_WHOLE:
@@ -161,17 +161,17 @@ class Attempt:
         return self._clocks.timings()
 
     def _legs(self, route: Route) -> tuple[Leg | None, Leg | None]:
-        share = self.share
+        group = self.group
         if route.whole:
-            whole = Leg(route.prefill, worker_pb2.WORK_MODE_WHOLE, share, self.id, None)
+            whole = Leg(route.prefill, worker_pb2.WORK_MODE_WHOLE, group, self.id, None)
             if route.local_reason is not None:
-                whole.is_local(route.local_reason)
+                whole.mark_local(route.local_reason)
             return None, whole
-        prefill = Leg(route.prefill, worker_pb2.WORK_MODE_PREFILL, share, self.id, route.decode)
+        prefill = Leg(route.prefill, worker_pb2.WORK_MODE_PREFILL, group, self.id, route.decode)
         if route.decode is None:
             return prefill, None
         mode, peer = worker_pb2.WORK_MODE_DECODE, route.prefill
-        return prefill, Leg(route.decode, mode, share, self.id, peer, route.local_tokens)
+        return prefill, Leg(route.decode, mode, group, self.id, peer, route.takeover_tokens)
 
     def _had_in_hand(self, leg: Leg) -> bool:
         """Whether the worker may have run any of it: one that only kept room for it did not."""
@@ -194,7 +194,7 @@ class Attempt:
 
         While ABORTING, its answer to the Abort is still to come, and will be that it goes on.
         """
-        leg.is_local(LocalReason.CACHED)
+        leg.mark_local(LocalReason.CACHED)
         if self.prefill is not None:
             self.prefill.cancel()
         if self.phase is Phase.PREFILLING:
@@ -215,13 +215,13 @@ class Attempt:
         if leg is self.prefill:
             self._first_ids = [record.token_id for record in first.records]
         self.run.first_known(first.cached_prompt_tokens)
-        self.run.add(merge.first_tokens(first, self.share.choices, self._first_indexes))
+        self.run.add(merge.first_tokens(first, self.group.choices, self._first_indexes))
 
     def _prompt_computed(self, leg: Leg) -> None:
         """Noticed at the first token that comes: a resume that runs whole gives no other sign."""
         if not self._is_computed:
             self._is_computed = True
-            leg.worker.ledger.prefilled(self.id)
+            leg.worker.estimate.prefilled(self.id)
 
     def _prefill_done(self, leg: Leg, done: worker_pb2.PrefillDone) -> None:
         self._clocks.prefill = done
@@ -231,11 +231,11 @@ class Attempt:
     def _finished(self, leg: Leg, finished: worker_pb2.Finished) -> None:
         if finished.HasField("timings"):
             self._clocks.work = finished.timings
-        if finished.choice_index < len(self.share.choices):
-            choice = self.share.choices[finished.choice_index]
+        if finished.choice_index < len(self.group.choices):
+            choice = self.group.choices[finished.choice_index]
             self.run.end_choice(ChoiceEnded(choice, finished.reason, finished.output_tokens))
             leg.finished.add(finished.choice_index)
-        if leg is self.decode and len(leg.finished) == len(self.share.choices):
+        if leg is self.decode and len(leg.finished) == len(self.group.choices):
             leg.close()
 
     def _leg_failed(self, leg: Leg, fault: Fault) -> None:

@@ -11,10 +11,10 @@ import asyncio
 import math
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Final, NoReturn, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -25,16 +25,20 @@ from opentelemetry.context import Context
 from router import errors
 from router.access import AccessRecord
 from router.auth import AUTHORIZATION, OPEN, Gate
+from router.deadlines import UnreadError, read_by
 from router.events import NO_EVENTS, RouterEvents
 from telemetry.tracing import trace_id_of
+
+if TYPE_CHECKING:
+    from google.protobuf.descriptor import Descriptor
+
+    from router.bounds import BodyShape
 
 DETAILS_KEY: Final = "grpc-status-details-bin"
 PUSHBACK_KEY: Final = "grpc-retry-pushback-ms"
 """When a channel that retries by itself may send the call again; negative: not at all."""
 MAX_PUSHBACK_S: Final = 5.0
 """A longer wait is not the channel's to sit out unseen: its caller is told, with RetryInfo."""
-_MALFORMED: Final = object()
-"""Stands for a request whose bytes did not parse."""
 _DEADLINE_SLACK_S: Final = 0.1
 """A caller meets its deadline before we do, by the time that its call took to get here."""
 
@@ -51,6 +55,8 @@ class Call:
     arrived_ns: int = field(default_factory=time.time_ns)
     time_left_s: float | None = None
     """Until the caller's deadline; None where there is none."""
+    longest_s: float = math.inf
+    """Until the router's own."""
     context: Context = field(default_factory=Context)
     """Holds the span of the call."""
     tenant: str = ""
@@ -75,10 +81,8 @@ class Call:
 
     def left(self) -> errors.RouterError:
         """Why the caller is gone: gRPC tells a deadline and a cancellation in the same way."""
-        is_overdue = self.time_left_s is not None and (
-            self.passed_s > self.time_left_s - _DEADLINE_SLACK_S
-        )
-        if is_overdue:
+        left_s = self.longest_s if self.time_left_s is None else self.time_left_s
+        if self.passed_s > min(left_s, self.longest_s) - _DEADLINE_SLACK_S:
             return errors.deadline_exceeded(self.record.output_tokens)
         return errors.cancelled()
 
@@ -113,11 +117,51 @@ StreamMethod = Callable[[Request, Call], AsyncGenerator[Response, None]]
 
 
 class Edge:
-    """Stands around every method: who may call, what becomes of errors, the access log."""
+    """Stands around every method: who may call, what becomes of errors, the access log.
 
-    def __init__(self, gate: Gate = OPEN, events: RouterEvents = NO_EVENTS) -> None:
+    Args:
+        shape: judges the bytes of requests.
+        longest_s: deadline of calls that have none, and the longest allowed.
+        gate: knows the callers' tokens.
+        events: hears of refusals, and of answers that nobody read.
+    """
+
+    def __init__(
+        self,
+        shape: BodyShape,
+        longest_s: float,
+        gate: Gate = OPEN,
+        events: RouterEvents = NO_EVENTS,
+    ) -> None:
+        self._shape = shape
+        self._longest_s = longest_s
         self._gate = gate
         self._events = events
+
+    def service(
+        self, name: str, methods: Mapping[str, grpc.RpcMethodHandler[Any, Any]]
+    ) -> grpc.GenericRpcHandler:
+        """What a server is given of a service: its methods, by name, behind the gate."""
+        return _Service(name, methods, self)
+
+    def stopped(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Answers in place of the method where the caller may not call it; None where it may. Of a
+        caller without a token nothing is read but its headers."""
+        try:
+            self._gate.tenant_of(_authorization(details.invocation_metadata))
+        except errors.RouterError as error:
+            return self._refusing(details.method.lstrip("/"), error)
+        return None
+
+    def _refusing(self, name: str, error: errors.RouterError) -> grpc.RpcMethodHandler[Any, Any]:
+        """Handler that reads no message: that is why it is one of streams, whatever the method."""
+        refused = _Refused(error)
+
+        async def handle(_: object, context: ServerContext) -> None:
+            async with self._around(name, refused, context):
+                pass
+
+        return grpc.stream_stream_rpc_method_handler(handle)
 
     def unary(
         self, name: str, request_type: type[Request], method: UnaryMethod[Request, Response]
@@ -129,7 +173,7 @@ class Edge:
                 return await method(request, call)
 
         return grpc.unary_unary_rpc_method_handler(
-            handle, request_deserializer=_parser(request_type), response_serializer=_serialize
+            handle, request_deserializer=self._parser(request_type), response_serializer=_serialize
         )
 
     def stream(
@@ -139,6 +183,7 @@ class Edge:
 
         async def handle(request: Request, context: ServerContext) -> None:
             async with (
+                self._read_in_time(),
                 self._around(name, request, context) as call,
                 aclosing(method(request, call)) as responses,
             ):
@@ -146,15 +191,27 @@ class Edge:
                     await _write(response, context)
 
         return grpc.unary_stream_rpc_method_handler(
-            handle, request_deserializer=_parser(request_type), response_serializer=_serialize
+            handle, request_deserializer=self._parser(request_type), response_serializer=_serialize
         )
+
+    @asynccontextmanager
+    async def _read_in_time(self) -> AsyncIterator[None]:
+        """Around a stream: its caller may go on reading until a little after the deadline. gRPC has
+        no way to end a call behind a message that is not taken: it is left to the bound on the age
+        of its connection, and holds nothing else until then."""
+        try:
+            async with read_by(self._longest_s):
+                yield
+        except UnreadError:
+            self._events.unread()
+            raise asyncio.CancelledError from None
 
     @asynccontextmanager
     async def _around(
         self, name: str, request: object, context: ServerContext
     ) -> AsyncIterator[Call]:
         """Around one call: admits it, turns what ends it into a status, and logs it."""
-        call = _call(name, context)
+        call = _call(name, context, self._longest_s)
         ended: errors.RouterError | None = None
         try:
             yield self._admitted(call, request, context)
@@ -178,13 +235,53 @@ class Edge:
             RouterError: UNAUTHENTICATED or MALFORMED_REQUEST.
         """
         try:
-            call = call.admitted(self._gate, _metadata(context).get(AUTHORIZATION))
-            if request is _MALFORMED:
-                raise errors.malformed_request()
+            if isinstance(request, _Refused):
+                raise request.error
+            call = call.admitted(self._gate, _authorization(context.invocation_metadata()))
         except errors.RouterError as error:
             self._events.rejected(error.reason)
             raise
         return call
+
+    def _parser(self, message_type: type[Request]) -> Callable[[bytes], Request]:
+        """Bytes to message, or to what the handler refuses: gRPC has no words for the reason."""
+
+        kind = cast("Descriptor", message_type.DESCRIPTOR)
+
+        def parse(data: bytes) -> Request:
+            try:
+                self._shape.check_message(data, kind)
+                return message_type.FromString(data)
+            except errors.RouterError as error:
+                return cast("Request", _Refused(error))
+            except DecodeError:
+                return cast("Request", _Refused(errors.malformed_request()))
+
+        return parse
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """Stands for a request that was not parsed."""
+
+    error: errors.RouterError
+
+
+class _Service(grpc.GenericRpcHandler):
+    """Methods behind an edge's gate."""
+
+    def __init__(
+        self, name: str, methods: Mapping[str, grpc.RpcMethodHandler[Any, Any]], edge: Edge
+    ) -> None:
+        self._methods = {f"/{name}/{method}": handler for method, handler in methods.items()}
+        self._edge = edge
+
+    def service(
+        self, handler_call_details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Who answers a call."""
+        handler = self._methods.get(handler_call_details.method)
+        return handler and (self._edge.stopped(handler_call_details) or handler)
 
 
 class _CallerLeftError(Exception):
@@ -206,28 +303,20 @@ async def _write(response: Message, context: ServerContext) -> None:
         raise _CallerLeftError from None
 
 
-def _call(name: str, context: ServerContext) -> Call:
+def _call(name: str, context: ServerContext, longest_s: float) -> Call:
     current = otel_context.get_current()
     return Call(
         id=trace_id_of(current) or uuid.uuid4().hex,
         time_left_s=context.time_remaining(),
+        longest_s=longest_s,
         context=current,
         record=AccessRecord(method=name),
     )
 
 
-def _metadata(context: ServerContext) -> dict[str, str]:
-    return {key: str(value) for key, value in context.invocation_metadata() or ()}
-
-
-def _parser(message_type: type[Request]) -> Callable[[bytes], Request]:
-    def parse(data: bytes) -> Request:
-        try:
-            return message_type.FromString(data)
-        except DecodeError:
-            return cast("Request", _MALFORMED)
-
-    return parse
+def _authorization(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | None:
+    found = [value for key, value in metadata or () if key == AUTHORIZATION]
+    return str(found[-1]) if found else None
 
 
 def _serialize(message: Message) -> bytes:

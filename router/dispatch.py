@@ -6,9 +6,9 @@ Life of a job:
 2. Waiting (`router.waiting`) until a route has room: credit at a prefill worker, slots and pages at
    a decode worker. Anything that may make room (a load report, a new worker, the end of an
    attempt) triggers `_pump`.
-3. Running: its shares (`router.share`), one attempt at a time each. An attempt that failed is
-   followed by another, before the first token was sent and after it: the tokens already sent travel
-   with it, and the stream continues behind them.
+3. Running: its groups (`router.choice_group`), one attempt at a time each. An attempt that failed
+   is followed by another, before the first token was sent and after it: the tokens already sent
+   travel with it, and the stream continues behind them.
 4. Over: finished, failed, or left by its reader; its attempts are ended at every worker involved.
 
 How often an attempt is followed by another: `max_retries` times after a refusal or an error, and
@@ -32,19 +32,19 @@ from router.attempt import Attempt
 from router.events import NO_EVENTS, RouterEvents
 from router.faults import Fault, error_of, refusal
 from router.job_run import JobRun
-from router.jobs import Job, JobEvent, ServedModel
-from router.local_prefill import LocalPrefill, LocalReason
+from router.jobs import Demand, Job, JobEvent, ServedModel
 from router.models import Models
+from router.placing import LocalReason
 from router.policies import POLICIES
-from router.waiting import WaitingShares, now_s
+from router.waiting import WaitingGroups, now_s
 from telemetry.names import Attr, SpanName
 from telemetry.tracing import write_span
 
 if TYPE_CHECKING:
+    from router.choice_group import ChoiceGroup
     from router.link import LinkState, Loss, WorkerLink
     from router.routing import Route
     from router.settings import RouterSettings
-    from router.share import Share
 
 CLOSING_GRACE_S: Final = 0.05
 """A prefill worker's last word, with its timings, is waited for this long after the last token."""
@@ -57,10 +57,10 @@ class JobDispatcher:
         self._settings = settings
         self._events = events
         self._policy = POLICIES[settings.debug.policy]()
-        self._local = LocalPrefill.of(settings)
+        self._local = settings.local_prefill
         self._workers: list[WorkerLink] = []
         self._models = Models(self._workers, self._local)
-        self._waiting = WaitingShares(settings, self._refusal, self._fail)
+        self._waiting = WaitingGroups(settings, self._refusal, self._fail)
         self._queue = self._waiting.queue
         self._runs: dict[Job, JobRun] = {}
         self._attempts: dict[bytes, Attempt] = {}
@@ -115,14 +115,14 @@ class JobDispatcher:
 
     def largest_pool_tokens(self, job: Job) -> int | None:
         """See `router.jobs.Dispatcher.largest_pool_tokens`."""
-        return routing.largest_pool_tokens(job, self._workers, self._local)
+        return routing.largest_pool_tokens(Demand.of(job), self._workers, self._local)
 
     async def run(self, job: Job, tell: Callable[[JobEvent], None]) -> None:
         """Runs a job; see `router.jobs.Dispatcher.run`."""
         run = self._runs[job] = JobRun(job, tell)
         self._idle.clear()
         try:
-            self._admit_or_reject(run.shares[0])
+            self._admit_or_reject(run.groups[0])
             await run.wait()
         finally:
             self._leave(run)
@@ -136,9 +136,9 @@ class JobDispatcher:
         if run is None or run.over or choice >= len(run.choices):
             return
         run.choices[choice].close()
-        share = run.share_of(choice)
-        if share is not None and share.complete:
-            self._finish(share)
+        group = run.group_of(choice)
+        if group is not None and group.complete:
+            self._finish(group)
 
     # What the server calls when it ends.
 
@@ -205,23 +205,23 @@ class JobDispatcher:
 
     # Waiting.
 
-    def _admit_or_reject(self, share: Share) -> None:
+    def _admit_or_reject(self, group: ChoiceGroup) -> None:
         try:
-            self._admit(share)
+            self._admit(group)
         except errors.RouterError as error:
             self._events.rejected(error.reason)
             raise
 
-    def _admit(self, share: Share) -> None:
+    def _admit(self, group: ChoiceGroup) -> None:
         if self._draining:
             raise errors.draining()
-        if (error := self._refusal(share)) is not None:
+        if (error := self._refusal(group)) is not None:
             raise error
-        self._waiting.check_deadline(share)
-        self._enqueue(share, bounded=True)
+        self._waiting.check_deadline(group)
+        self._enqueue(group, bounded=True)
 
-    def _enqueue(self, share: Share, *, bounded: bool) -> None:
-        self._waiting.begin(share, bounded=bounded)
+    def _enqueue(self, group: ChoiceGroup, *, bounded: bool) -> None:
+        self._waiting.begin(group, bounded=bounded)
         self._pump()
 
     def _pump_soon(self) -> None:
@@ -231,117 +231,117 @@ class JobDispatcher:
             asyncio.get_running_loop().call_soon(self._pump)
 
     def _pump(self) -> None:
-        """Dispatches from the head of every lane for as long as there is room."""
+        """Dispatches from the head of every queue for as long as there is room."""
         self._pump_due = False
         heads = self._queue.heads()
         while heads:
-            heads = [share for share in heads if self._try_dispatch(share)]
+            heads = [group for group in heads if self._try_dispatch(group)]
             if heads:
                 heads = self._queue.heads()
 
-    def _try_dispatch(self, share: Share) -> bool:
-        route = routing.choose(share.demand, self._workers, self._policy, share.failed, self._local)
+    def _try_dispatch(self, group: ChoiceGroup) -> bool:
+        route = routing.choose(group.demand, self._workers, self._policy, group.failed, self._local)
         if route is None:
             return False
-        self._events.waited(self._waiting.take(share))
-        self._dispatch(share, route)
+        self._events.waited(self._waiting.take(group))
+        self._dispatch(group, route)
         return True
 
     # Running.
 
-    def _dispatch(self, share: Share, route: Route) -> None:
+    def _dispatch(self, group: ChoiceGroup, route: Route) -> None:
         chosen: dict[str, str | int] = {
             Attr.ROUTE_POLICY: self._policy.name,
             Attr.ROUTE_PREFILL: route.prefill.worker_id,
             Attr.ROUTE_DECODE: route.decode.worker_id if route.decode else "",
-            Attr.ROUTE_ATTEMPT: share.attempts + 1,
+            Attr.ROUTE_ATTEMPT: group.attempts + 1,
         }
         if route.local_reason is not None:
             chosen[Attr.ROUTE_LOCAL_REASON] = route.local_reason
             self._events.prefilled_locally(route.local_reason)
         now_ns = time.time_ns()
-        write_span(SpanName.ROUTE, share.run.job.context, now_ns, now_ns, chosen)
-        attempt = Attempt(share, route, self._attempt_failed)
-        share.run.job.workers.extend(leg.worker.worker_id for leg in attempt.legs)
-        self._attempts[attempt.id] = share.attempt = attempt
-        share.run.begin_attempt(share)
+        write_span(SpanName.ROUTE, group.run.job.context, now_ns, now_ns, chosen)
+        attempt = Attempt(group, route, self._attempt_failed)
+        group.run.job.workers.extend(leg.worker.worker_id for leg in attempt.legs)
+        self._attempts[attempt.id] = group.attempt = attempt
+        group.run.begin_attempt(group)
         attempt.start()
 
     def _attempt_failed(self, attempt: Attempt, fault: Fault) -> None:
-        share, run = attempt.share, attempt.run
+        group, run = attempt.group, attempt.run
         del self._attempts[attempt.id]
-        share.end_attempt(fault)
+        group.end_attempt(fault)
         if run.over:
             return
-        run.end_by_tokens(share)
-        if share.complete:  # at most its prefill worker's last word was still awaited
-            self._finish(share)
-        elif not self._may_go_on(share, fault):
-            self._fail(run, error_of(share, fault, self._settings.debug.max_workers_lost))
+        run.end_by_tokens(group)
+        if group.complete:  # at most its prefill worker's last word was still awaited
+            self._finish(group)
+        elif not self._may_go_on(group, fault):
+            self._fail(run, error_of(group, fault, self._settings.debug.max_workers_lost))
         else:
             (self._events.failed_over if run.started else self._events.retried)(fault.name)
-            for part in share.split():
+            for part in group.split():
                 self._enqueue(part, bounded=False)
 
-    def _may_go_on(self, share: Share, fault: Fault) -> bool:
+    def _may_go_on(self, group: ChoiceGroup, fault: Fault) -> bool:
         """Whether another attempt follows."""
         return (
             not fault.final
-            and len(share.run.lost) < self._settings.debug.max_workers_lost
-            and share.refusals <= self._settings.debug.max_retries
-            and (share.run.started or self._refusal(share) is None)
+            and len(group.run.lost) < self._settings.debug.max_workers_lost
+            and group.refusals <= self._settings.debug.max_retries
+            and (group.run.started or self._refusal(group) is None)
         )
 
     def _settle(self, attempt: Attempt) -> None:
-        """Finishes the share once every choice of it has ended.
+        """Finishes the group once every choice of it has ended.
 
         The decode worker is let go at once (a first token may have ended them all). The prefill
         worker is about to say how long it took, if it has not yet; that is worth a short wait.
         """
-        share = attempt.share
-        if not share.complete or share.run.over or share.attempt is not attempt:
+        group = attempt.group
+        if not group.complete or group.run.over or group.attempt is not attempt:
             return
         attempt.decode_enough()
         if not attempt.prefill_open:
-            self._finish(share)
-        elif not share.has_timer:
-            share.set_timer(CLOSING_GRACE_S, self._finish)
+            self._finish(group)
+        elif not group.has_timer:
+            group.set_timer(CLOSING_GRACE_S, self._finish)
 
     # Over.
 
-    def _finish(self, share: Share) -> None:
-        """Every choice of the share has ended, and with the last share the job."""
-        timings = share.timings()
-        self._release(share)
-        if share.run.complete:
-            share.run.finish(timings)
+    def _finish(self, group: ChoiceGroup) -> None:
+        """Every choice of the group has ended, and with the last group the job."""
+        timings = group.timings()
+        self._release(group)
+        if group.run.complete:
+            group.run.finish(timings)
 
     def _fail(self, run: JobRun, error: errors.RouterError) -> None:
-        if not any(share.attempts for share in run.shares):
+        if not any(group.attempts for group in run.groups):
             self._events.rejected(error.reason)
         run.fail(error)
-        for share in run.shares:
-            self._release(share, error.reason)
+        for group in run.groups:
+            self._release(group, error.reason)
 
     def _leave(self, run: JobRun) -> None:
         """The reader is done, for whatever reason."""
         run.over = True
-        for share in run.shares:
-            self._release(share, "cancelled")
-        run.shares.clear()  # They name the run: a circle that only a garbage collection would find.
+        for group in run.groups:
+            self._release(group, "cancelled")
+        run.groups.clear()  # They name the run: a circle that only a garbage collection would find.
         del self._runs[run.job]
         if not self._runs:
             self._idle.set()
 
-    def _release(self, share: Share, fault: str = "") -> None:
-        """Frees all that the share holds, wherever it is; what is free already stays so."""
-        self._waiting.end(share, fault)
-        if share.attempt is not None:
-            share.attempt.end(fault)
-            del self._attempts[share.attempt.id]
-            share.attempt = None
+    def _release(self, group: ChoiceGroup, fault: str = "") -> None:
+        """Frees all that the group holds, wherever it is; what is free already stays so."""
+        self._waiting.end(group, fault)
+        if group.attempt is not None:
+            group.attempt.end(fault)
+            del self._attempts[group.attempt.id]
+            group.attempt = None
             self._pump_soon()
 
-    def _refusal(self, share: Share) -> errors.RouterError | None:
-        is_loading = self._models.is_loading(share.run.job.model.name, now_s())
-        return refusal(share, self._workers, self._local, is_loading=is_loading)
+    def _refusal(self, group: ChoiceGroup) -> errors.RouterError | None:
+        is_loading = self._models.is_loading(group.run.job.model.name, now_s())
+        return refusal(group, self._workers, self._local, is_loading=is_loading)

@@ -69,29 +69,40 @@ def malformed_request(message: str = "the request could not be parsed") -> Route
     return RouterError(grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_REQUEST", message)
 
 
-def invalid_fields(violations: Sequence[Violation]) -> RouterError:
-    """Fields out of range, an empty prompt, ids outside the vocabulary: all of them at once."""
-    shown = violations[:MAX_VIOLATIONS]
+def invalid_fields(violations: Sequence[Violation], count: int | None = None) -> RouterError:
+    """Fields out of range, an empty prompt, ids outside the vocabulary: all at once; `count` is how
+    many there are where not all are given."""
+    count = len(violations) if count is None else count
+    shown = [
+        Violation(one.field[:_MAX_VALUE_CHARS], one.description)
+        for one in violations[:MAX_VIOLATIONS]
+    ]
     first = shown[0]
-    others = f" (and {len(violations) - 1} more)" if len(violations) > 1 else ""
+    others = f" (and {count - 1} more)" if count > 1 else ""
     return RouterError(
         grpc.StatusCode.INVALID_ARGUMENT,
         "INVALID_FIELD",
         f"{first.field}: {first.description}{others}",
-        {"field": first.field, "violations": str(len(violations))},
+        {"field": first.field, "violations": str(count)},
         violations=shown,
     )
 
 
 def context_length_exceeded(
-    prompt_tokens: int, max_tokens: int, limit_tokens: int, limit_of: str = "the context"
+    prompt_tokens: int,
+    max_tokens: int,
+    limit_tokens: int,
+    limit_of: str = "the context",
+    *,
+    at_least: bool = False,
 ) -> RouterError:
-    """Prompt and `max_tokens` together do not fit the context, or the largest pool."""
+    """Prompt and `max_tokens` together do not fit the context, or the largest pool; `at_least`
+    where the prompt was not tokenized, as its bytes show that it has as many tokens or more."""
     if prompt_tokens >= limit_tokens:  # whatever max_tokens is, where the client set it at all
         at_fault = "input"
         message = (
-            f"{prompt_tokens} prompt tokens leave none of the {limit_tokens} tokens of {limit_of} "
-            "for output, which is at least 1"
+            f"{'at least ' * at_least}{prompt_tokens} prompt tokens leave none of the "
+            f"{limit_tokens} tokens of {limit_of} for output, which is at least 1"
         )
     else:
         at_fault = "input.stop.max_tokens"
@@ -148,6 +159,13 @@ def queue_full(queued_requests: int, retry_after_s: float) -> RouterError:
         {"queued_requests": str(queued_requests)},
         retry_after_s,
     )
+
+
+def router_busy(held_bytes: int, retry_after_s: float = 1.0) -> RouterError:
+    """Requests that are being read fill the room that there is for them."""
+    code, metadata = grpc.StatusCode.RESOURCE_EXHAUSTED, {"held_bytes": str(held_bytes)}
+    message = f"{held_bytes} bytes of other requests are being read"
+    return RouterError(code, "ROUTER_BUSY", message, metadata, retry_after_s)
 
 
 def queue_timeout(waited_s: float, retry_after_s: float) -> RouterError:

@@ -1,6 +1,6 @@
 """What a router tells whoever counts: each thing once, when it happens.
 
-`telemetry.metrics.RouterMetrics` counts; `NO_EVENTS` is for those who need no figures.
+`telemetry.router_metrics.RouterMetrics` counts; `NO_EVENTS` is for those who need no figures.
 """
 
 from __future__ import annotations
@@ -47,6 +47,10 @@ class RouterEvents(Protocol):
 
     def tokens(self, model: str, count: int, seconds_since_last: float | None) -> None:
         """A message of tokens left for the client; None for its choice's first."""
+        return
+
+    def unread(self) -> None:
+        """An answer was given up a little after its deadline, because its client did not read."""
         return
 
     def ended(

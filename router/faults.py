@@ -11,9 +11,9 @@ from router import errors, routing
 from router.registry import DECODES, PREFILLS
 
 if TYPE_CHECKING:
+    from router.choice_group import ChoiceGroup
     from router.link import WorkerLink
-    from router.local_prefill import LocalPrefill
-    from router.share import Share
+    from router.settings import LocalPrefill
 
 _FINAL: Final = frozenset(
     {worker_pb2.FAILURE_REASON_TOO_LARGE, worker_pb2.FAILURE_REASON_NUMERICAL}
@@ -56,9 +56,9 @@ class Fault:
         return self.reason in _OF_HAND_OFF
 
 
-def error_of(share: Share, fault: Fault, max_workers_lost: int) -> errors.RouterError:
+def error_of(group: ChoiceGroup, fault: Fault, max_workers_lost: int) -> errors.RouterError:
     """What the client is told when no attempt follows."""
-    run = share.run
+    run = group.run
     if len(run.lost) >= max_workers_lost:
         return errors.poison_request(len(run.lost), run.tokens_sent, started=run.started)
     match fault.reason:
@@ -67,7 +67,7 @@ def error_of(share: Share, fault: Fault, max_workers_lost: int) -> errors.Router
         case worker_pb2.FAILURE_REASON_INTERNAL:
             return errors.internal()
         case worker_pb2.FAILURE_REASON_TOO_LARGE:
-            job, room = run.job, fault.worker.room()
+            job, room = run.job, fault.worker.capacity()
             limit_tokens = room.total_pages * job.model.page_size_tokens
             return errors.context_length_exceeded(
                 job.prompt_tokens, job.stopping.max_tokens, limit_tokens, _KV_POOL
@@ -76,31 +76,33 @@ def error_of(share: Share, fault: Fault, max_workers_lost: int) -> errors.Router
         return errors.worker_lost_mid_stream(run.tokens_sent)
     match fault.reason:
         case None | worker_pb2.FAILURE_REASON_DRAINING:
-            return errors.worker_lost(share.attempts)
+            return errors.worker_lost(group.attempts)
         case worker_pb2.FAILURE_REASON_QUEUE_FULL:
             return errors.queue_full(0, retry_after_s=1.0)
         case _:
-            return errors.kv_transfer_failed(share.attempts)
+            return errors.kv_transfer_failed(group.attempts)
 
 
 def refusal(
-    share: Share, workers: Sequence[WorkerLink], local: LocalPrefill, *, is_loading: bool
+    group: ChoiceGroup, workers: Sequence[WorkerLink], local: LocalPrefill, *, is_loading: bool
 ) -> errors.RouterError | None:
-    """Why none of the workers could run the share even if it had room; None where one could."""
-    job = share.run.job
-    limit_tokens = routing.largest_pool_tokens(share.demand, workers, local)
+    """Why none of the workers could run the group even if it had room; None where one could."""
+    job = group.run.job
+    limit_tokens = routing.largest_pool_tokens(group.demand, workers, local)
     if limit_tokens is None:
-        return _nobody(share, workers, is_loading=is_loading)
+        return _nobody(group, workers, is_loading=is_loading)
     max_tokens = job.stopping.max_tokens
     if job.prompt_tokens + max_tokens > limit_tokens:
         return errors.context_length_exceeded(job.prompt_tokens, max_tokens, limit_tokens, _KV_POOL)
     return None
 
 
-def _nobody(share: Share, workers: Sequence[WorkerLink], *, is_loading: bool) -> errors.RouterError:
-    model = share.run.job.model.name
-    if share.attempts:
-        return errors.worker_lost(share.attempts)
+def _nobody(
+    group: ChoiceGroup, workers: Sequence[WorkerLink], *, is_loading: bool
+) -> errors.RouterError:
+    model = group.run.job.model.name
+    if group.attempts:
+        return errors.worker_lost(group.attempts)
     if is_loading:
         return errors.model_loading(model)
     named = [worker for worker in workers if worker.identity.model.name == model]

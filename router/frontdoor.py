@@ -15,6 +15,7 @@ import grpc.aio
 
 from baton.inference.v1 import inference_pb2 as api
 from router.auth import OPEN, Gate
+from router.bounds import BodyShape
 from router.calls import Call, Edge
 from router.events import NO_EVENTS, RouterEvents
 from router.generation import GenerationRequest, Generations
@@ -39,10 +40,11 @@ class InferenceService:
         events: RouterEvents = NO_EVENTS,
         gate: Gate = OPEN,
     ) -> None:
-        self._edge = Edge(gate, events)
+        self._limits = limits or Limits()
+        longest_s = self._limits.max_request_duration_s
+        self._edge = Edge(BodyShape(dispatcher.models), longest_s, gate, events)
         self._dispatcher = dispatcher
         self._tokenizers = tokenizers
-        self._limits = limits or Limits()
         self._generations = Generations(dispatcher, tokenizers, self._limits, events)
 
     def add_to_server(self, server: grpc.aio.Server) -> None:
@@ -56,9 +58,7 @@ class InferenceService:
             "Tokenize": edge.unary(path + "Tokenize", api.TokenizeRequest, self.tokenize),
             "ListModels": edge.unary(path + "ListModels", api.ListModelsRequest, self.list_models),
         }
-        server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),)
-        )
+        server.add_generic_rpc_handlers((edge.service(SERVICE_NAME, handlers),))
 
     async def stream_generate(
         self, request: GenerationRequest, call: Call

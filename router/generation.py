@@ -3,8 +3,8 @@
 1. Admit: validate, find the model and its tokenizer. All violations are reported at once.
 2. Tokenize, fill in every default, draw a seed: a `Job`.
 3. Run: the dispatcher tells what comes, from within the handler of a worker's message; stop texts
-   are judged and an `Outbox` is filled there and then, so that a client that reads slowly holds up
-   neither the dispatcher nor its own stop texts.
+   are judged and an `OutputBuffer` is filled there and then, so that a client that reads slowly
+   holds up neither the dispatcher nor its own stop texts.
 4. The outputs are taken out at the client's pace: all that a token wakes is the client's own task.
 
 However it ends, the dispatcher is done with the job before `Generations.stream` returns.
@@ -13,8 +13,7 @@ However it ends, the dispatcher is done with the job before `Generations.stream`
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -22,6 +21,7 @@ import numpy as np
 
 from baton.inference.v1 import inference_pb2 as api
 from router import errors, validation
+from router.deadlines import until
 from router.detokenization import CONTEXT_TOKENS, Detokenizer, StopTexts
 from router.errors import Violation
 from router.events import NO_EVENTS, RouterEvents
@@ -40,12 +40,18 @@ from router.outputs import (
     FINISH_REASONS,
     ChoiceOutput,
     Finished,
-    Outbox,
     Output,
+    OutputBuffer,
     Started,
 )
 from router.request_span import RequestSpan
-from router.tokenization import ChatTemplateError, PromptIds, Tokenizer, Tokenizers
+from router.tokenization import (
+    ChatTemplateError,
+    PromptIds,
+    PromptTooLongError,
+    Tokenizer,
+    Tokenizers,
+)
 from telemetry.names import SpanName
 
 if TYPE_CHECKING:
@@ -81,12 +87,13 @@ class Generations:
                 with span.step(SpanName.ADMIT):
                     model, tokenizer = await self._admit(request)
                 with span.step(SpanName.TOKENIZE):
-                    prompt_ids = await self._tokenize(request.input, tokenizer, "input")
+                    most = model.max_context_tokens
+                    prompt_ids = await self._tokenize(request.input, tokenizer, "input", most)
                     job = self._job(request.input, call, span, model, prompt_ids)
             if not request.input.stop.HasField("max_tokens"):
                 self._shorten(job)
             span.describe_job(job)
-            outbox = Outbox(self._limits.max_unread_tokens, whole=call.whole)
+            outbox = OutputBuffer(self._limits.max_unread_tokens, whole=call.whole)
             generation = _Generation(self._dispatcher, job, request.input, tokenizer, outbox)
             async with generation.running():
                 while (output := await outbox.take()) is not None:
@@ -102,7 +109,7 @@ class Generations:
         Raises:
             RouterError: DEADLINE_EXCEEDED.
         """
-        return _until(self._deadline_ns(call), int)
+        return until(self._deadline_ns(call), int)
 
     async def tokenize(self, request: api.TokenizeRequest) -> api.TokenizeResponse:
         """Token ids of a text or of chat turns, and their texts where these are asked for.
@@ -151,6 +158,7 @@ class Generations:
         if tokenizer is None:
             validation.check_without_tokenizer(found, request.input)
         found.raise_if_any()
+        validation.check_prompt_ids(request.input, model)
         return model, tokenizer
 
     async def _tokenize(
@@ -158,7 +166,9 @@ class Generations:
         holder: api.GenerationInput | api.TokenizeRequest,
         tokenizer: Tokenizer | None,
         path: str,
+        max_tokens: int | None = None,
     ) -> PromptIds:
+        """The prompt's ids; where it surely has more than `max_tokens`, it is refused instead."""
         kind = holder.WhichOneof("prompt")
         if isinstance(holder, api.GenerationInput) and kind == "token_ids":
             return np.array(holder.token_ids.ids, dtype=np.uint32)
@@ -169,9 +179,13 @@ class Generations:
             special = holder.add_special_tokens
         try:
             prompt = holder.chat if kind == "chat" else holder.text
-            prompt_ids = await self._tokenizers.encode(tokenizer, prompt, special)
+            prompt_ids = await self._tokenizers.encode(tokenizer, prompt, special, max_tokens)
         except ChatTemplateError as error:
             raise errors.invalid_fields([Violation(field, error.rule)]) from None
+        except PromptTooLongError as error:
+            raise errors.context_length_exceeded(
+                error.least_tokens, 1, error.max_tokens, at_least=True
+            ) from None
         if not len(prompt_ids):
             raise errors.invalid_fields([Violation(field, "has no tokens")])
         return prompt_ids
@@ -228,7 +242,7 @@ class _Generation:
         job: Job,
         generation: api.GenerationInput,
         tokenizer: Tokenizer | None,
-        outbox: Outbox,
+        outbox: OutputBuffer,
     ) -> None:
         self._dispatcher = dispatcher
         self._job = job
@@ -253,7 +267,7 @@ class _Generation:
     async def _run(self) -> None:
         """Runs the job to its end, and closes the outbox whatever happens."""
         try:
-            async with _until(self._job.deadline_ns, lambda: self._outbox.tokens_put):
+            async with until(self._job.deadline_ns, lambda: self._outbox.tokens_put):
                 await self._dispatcher.run(self._job, self._hear)
             if not self._finished:
                 raise RuntimeError("the dispatcher returned before JobFinished")
@@ -319,22 +333,6 @@ class _Generation:
         self._outbox.put(
             Finished(self._last.choice, self._last.reason, self._last.stop_text, usage, timings)
         )
-
-
-@asynccontextmanager
-async def _until(deadline_ns: int, tokens_sent: Callable[[], int]) -> AsyncIterator[None]:
-    """Around what must be over by the deadline, Unix nanoseconds.
-
-    Raises:
-        RouterError: DEADLINE_EXCEEDED, with the tokens that were sent until then.
-    """
-    try:
-        async with asyncio.timeout((deadline_ns - time.time_ns()) / 1e9) as timer:
-            yield
-    except TimeoutError:
-        if timer.expired():
-            raise errors.deadline_exceeded(tokens_sent()) from None
-        raise
 
 
 def _choice_output(

@@ -1,8 +1,8 @@
 """A job between `Dispatcher.run` and its last event: what its reader is told.
 
-Life: its shares (`router.share`) wait, run and are done -> OVER: finished, failed, or left by its
-reader. What happens to the attempts stays hidden: the reader sees one start, tokens without gap or
-duplicate, and one end.
+Life: its groups (`router.choice_group`) wait, run and are done -> OVER: finished, failed, or left
+by its reader. What happens to the attempts stays hidden: the reader sees one start, tokens without
+gap or duplicate, and one end.
 
 Invariant: nothing is told before `JobStarted`, and nothing after the last event.
 """
@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from router.choice_group import ChoiceGroup
 from router.jobs import (
     ChoiceEnded,
     Job,
@@ -22,10 +23,9 @@ from router.jobs import (
     JobStarted,
     JobTimings,
     JobTokens,
-    TokenLogprobs,
+    TokenScore,
 )
 from router.merge import ChoiceMerger
-from router.share import Share
 from router.stopping import end_of
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class JobRun:
         self.choices = [ChoiceMerger(choice) for choice in range(job.choices)]
         self.started = False
         self.over = False
-        self.shares = [Share(self, tuple(range(job.choices)))]
+        self.groups = [ChoiceGroup(self, tuple(range(job.choices)))]
         self.lost: set[WorkerLink] = set()
         """Workers that were lost while they had it in hand."""
         self._tell = tell
@@ -52,7 +52,7 @@ class JobRun:
         self._held: list[JobEvent] = []
         """What is known before the start; nothing waits after it."""
         self._cached_prompt_tokens = 0
-        self._prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+        self._prompt_logprobs: tuple[TokenScore, ...] | None = None
 
     @property
     def age_s(self) -> float:
@@ -74,28 +74,28 @@ class JobRun:
         """Every choice has ended."""
         return all(choice.ended for choice in self.choices)
 
-    def share_of(self, choice: int) -> Share | None:
-        """The share that an open choice belongs to."""
-        return next((share for share in self.shares if choice in share.choices), None)
+    def group_of(self, choice: int) -> ChoiceGroup | None:
+        """The group that an open choice belongs to."""
+        return next((group for group in self.groups if choice in group.choices), None)
 
-    def begin_attempt(self, share: Share) -> None:
+    def begin_attempt(self, group: ChoiceGroup) -> None:
         """An attempt begins: what an earlier one left out of order is void.
 
         Before the start the choices begin anew; after it what was sent stays, and the attempt goes
         on behind it.
         """
-        share.attempts += 1
+        group.attempts += 1
         self._held.clear()
         if self.started:
-            for choice in share.choices:
+            for choice in group.choices:
                 self.choices[choice].forget_waiting()
         else:
             self.choices = [ChoiceMerger(choice.choice) for choice in self.choices]
             self._prompt_logprobs = None
 
-    def end_by_tokens(self, share: Share) -> None:
+    def end_by_tokens(self, group: ChoiceGroup) -> None:
         """Ends choices whose last token came and whose end was lost with a worker."""
-        for index in share.choices if self.started else ():
+        for index in group.choices if self.started else ():
             choice = self.choices[index]
             reason = end_of(choice.token_ids, self.job.stopping, self.job.model.eos_token_ids)
             if reason is not None:
@@ -111,7 +111,7 @@ class JobRun:
         """The prefill side knows the first token."""
         self._cached_prompt_tokens = cached_prompt_tokens
 
-    def scored(self, prompt_logprobs: tuple[TokenLogprobs, ...]) -> None:
+    def scored(self, prompt_logprobs: tuple[TokenScore, ...]) -> None:
         """The prefill side knows the prompt's log probabilities."""
         self._prompt_logprobs = prompt_logprobs
         self._pass_on(())

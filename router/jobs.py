@@ -88,7 +88,35 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class Demand:
+    """What a job, or a part of it that goes on, wants of workers: numbers alone."""
+
+    model: ServedModel
+    prompt_tokens: int
+    max_tokens: int
+    """Of each choice, beyond the prompt."""
+    choices: int
+    prompt_logprobs: bool = False
+
+    @classmethod
+    def of(cls, job: Job) -> Self:
+        """That of a whole job."""
+        return cls(
+            model=job.model,
+            prompt_tokens=job.prompt_tokens,
+            max_tokens=job.stopping.max_tokens,
+            choices=job.choices,
+            prompt_logprobs=job.prompt_logprobs,
+        )
+
+    @property
+    def whole_tokens(self) -> int:
+        """Prompt and output of a choice."""
+        return self.prompt_tokens + self.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScore:
     """Log probability of one token and of the likeliest alternatives, best first."""
 
     logprob: float
@@ -100,7 +128,7 @@ class JobStarted(NamedTuple):
     """The first token is known."""
 
     cached_prompt_tokens: int = 0
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenScore, ...] = ()
     """Of the prompt's tokens from the second on, where the job asks for them."""
 
 
@@ -111,7 +139,7 @@ class JobTokens(NamedTuple):
     first_index: int
     """Index of the first of them in the choice's whole output."""
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: tuple[TokenScore, ...] = ()
     """One per token where `sampling.top_logprobs` is set, else empty."""
 
 

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 
 from baton.worker.v1 import worker_pb2
 from router import merge
-from router.local_prefill import LocalReason
-from router.routing import decode_charge, prefill_charge
+from router.routing import decode_reservation, prefill_reservation
 from telemetry.names import Attr, SpanName
 from telemetry.tracing import SpanKind, end_span, start_span, traceparent_of
 
 if TYPE_CHECKING:
-    from router.ledger import Charge
+    from router.choice_group import ChoiceGroup
     from router.link import WorkerLink
-    from router.share import Share
+    from router.load_estimate import Reservation
+    from router.placing import LocalReason
 
 
 class Leg:
@@ -30,25 +30,24 @@ class Leg:
         self,
         worker: WorkerLink,
         mode: worker_pb2.WorkMode.ValueType,
-        share: Share,
+        group: ChoiceGroup,
         attempt_id: bytes,
         peer: WorkerLink | None,
-        local_tokens: int = 0,
+        takeover_tokens: int = 0,
     ) -> None:
         self.worker = worker
         self.mode = mode
         self.open = False
         self.finished: set[int] = set()
         """Choices of the attempt that ended here."""
-        self._share = share
+        self._group = group
         self._attempt_id = attempt_id
         self._peer = peer
-        self._local_tokens = local_tokens
-        self._local_reason: LocalReason | None = None
+        self._takeover_tokens = takeover_tokens
         prefills = mode == worker_pb2.WORK_MODE_PREFILL
         self._span = start_span(
             SpanName.PREFILL if prefills else SpanName.DECODE,
-            share.run.job.context,
+            group.run.job.context,
             {
                 Attr.WORKER_ID: worker.worker_id,
                 Attr.ATTEMPT_ID: attempt_id.hex(),
@@ -58,14 +57,13 @@ class Leg:
         )
 
     def submit(self) -> None:
-        """Hands the worker its part, and charges it."""
+        """Hands the worker its part, and reservations it."""
         self.open = True
-        self.worker.ledger.charge(self._attempt_id, self._charge())
+        self.worker.estimate.reserve(self._attempt_id, self._reservation())
         self.worker.send(worker_pb2.WorkRequest(submit=self._message()))
 
-    def is_local(self, reason: LocalReason) -> None:
+    def mark_local(self, reason: LocalReason) -> None:
         """This decode worker computes the prompt by itself."""
-        self._local_reason = reason
         self._span.set_attribute(Attr.ROUTE_LOCAL_REASON, reason)
 
     def cancel(self, fault: str = "") -> None:
@@ -80,44 +78,44 @@ class Leg:
         if not self.open:
             return
         self.open = False
-        self.worker.ledger.release(self._attempt_id)
+        self.worker.estimate.release(self._attempt_id)
         end_span(self._span, error=fault)
 
-    def _charge(self) -> Charge:
-        demand = self._share.demand
+    def _reservation(self) -> Reservation:
+        demand = self._group.demand
         match self.mode:
             case worker_pb2.WORK_MODE_PREFILL:
-                return prefill_charge(demand)
+                return prefill_reservation(demand)
             case worker_pb2.WORK_MODE_DECODE:
-                return decode_charge(demand)
+                return decode_reservation(demand)
             case _:
-                prompt = prefill_charge(demand).prefill_tokens
-                return decode_charge(demand)._replace(prefill_tokens=prompt)
+                prompt = prefill_reservation(demand).prefill_tokens
+                return decode_reservation(demand)._replace(prefill_tokens=prompt)
 
     def _message(self) -> worker_pb2.Submit:
-        share, job = self._share, self._share.run.job
-        scores_wanted = job.prompt_logprobs and not share.run.started
+        group, job = self._group, self._group.run.job
+        scores_wanted = job.prompt_logprobs and not group.run.started
         return worker_pb2.Submit(
             attempt_id=self._attempt_id,
             mode=self.mode,
             prompt_ids=job.prompt_ids.astype("<u4").tobytes(),
             generated=[
                 worker_pb2.GeneratedTokens(token_ids=merge.pack_ids(token_ids))
-                for token_ids in share.generated
+                for token_ids in group.generated
             ],
             sampling=job.sampling,
             stopping=job.stopping,
-            choices=len(share.choices),
-            first_choice=share.choices[0],
+            choices=len(group.choices),
+            first_choice=group.choices[0],
             priority=job.priority,
             cache_salt=job.cache_salt,
             traceparent=traceparent_of(self._span),
             deadline_unix_ns=job.deadline_ns,
-            time_left_ms=max(0, round(share.run.left_s * 1e3)),
+            time_left_ms=max(0, round(group.run.left_s * 1e3)),
             peer_agent_name=self._peer.agent_name if self._peer else "",
             prompt_logprobs=scores_wanted and self.mode != worker_pb2.WORK_MODE_DECODE,
             tenant=job.tenant,
-            local_prefill_tokens=self._local_tokens,
+            takeover_tokens=self._takeover_tokens,
         )
 
 

@@ -26,7 +26,7 @@ import grpc
 from baton.grpc_options import channel_options
 from baton.release import stamp
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
-from router.ledger import Ledger, Room
+from router.load_estimate import Capacity, LoadEstimate
 from telemetry import failpoints
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class LinkOwner(Protocol):
         ...
 
 
-class Outbox:
+class SendQueue:
     """Messages to be written, in order, but with Cancel and Abort first.
 
     Invariant: nothing of an attempt is behind its own Cancel or Abort: what these overtake is
@@ -163,10 +163,10 @@ class WorkerLink:
         """Its stable name; set by the registry where another of that name is attached."""
         self.state = LinkState.CONNECTING
         self._clock = asyncio.get_running_loop().time
-        self.ledger = Ledger(self._clock)
+        self.estimate = LoadEstimate()
         self._owner = owner
         self._stale_after_s = stale_after_s
-        self._outbox = Outbox()
+        self._outbox = SendQueue()
         self._lost = asyncio.Event()
         self.progress = known_progress
         """The step loop's counter, as last reported."""
@@ -207,15 +207,15 @@ class WorkerLink:
     @property
     def draining(self) -> bool:
         """The worker takes no new work."""
-        return self.ledger.load.draining
+        return self.estimate.load.draining
 
     def left_in_order(self, loss: Loss) -> bool:
         """Whether such an end was to be expected, or is this router's own: nobody need look."""
         return loss is Loss.CLOSED or (loss is Loss.STREAM_ENDED and self.draining)
 
-    def room(self) -> Room:
+    def capacity(self) -> Capacity:
         """What the worker has, by the router's estimate."""
-        return self.ledger.room()
+        return self.estimate.capacity()
 
     def send(self, message: worker_pb2.WorkRequest) -> None:
         """Queues a message; to a lost worker, drops it."""
@@ -272,8 +272,6 @@ class WorkerLink:
         try:
             while True:
                 message = await self._outbox.get()
-                if message.HasField("submit"):
-                    self.ledger.sent(message.submit.attempt_id)
                 await call.write(message)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             return  # the stream is over; its reader learns why
@@ -313,7 +311,7 @@ class WorkerLink:
     def _report(self, load: worker_pb2.Load) -> None:
         """A counter that moves is a sign of life; a long step is announced before it begins."""
         now_s = self._clock()
-        self.ledger.report(load)
+        self.estimate.report(load)
         self._complaints = {peer.agent_name: peer.cause for peer in load.peers if peer.cause}
         if load.progress != self.progress:
             self.progress = load.progress

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from router.jobs import ChoiceEnded, JobEvent, JobTokens, TokenLogprobs
+from router.jobs import ChoiceEnded, JobEvent, JobTokens, TokenScore
 
 if TYPE_CHECKING:
     from baton.worker.v1 import worker_pb2
@@ -103,7 +103,7 @@ def step_tokens(message: worker_pb2.Tokens) -> Iterable[tuple[bytes, JobTokens]]
         yield attempt_id, JobTokens(choice, index, (token_id,), logprobs)
 
 
-def prompt_logprobs(message: worker_pb2.PromptLogprobs) -> tuple[TokenLogprobs, ...]:
+def prompt_logprobs(message: worker_pb2.PromptLogprobs) -> tuple[TokenScore, ...]:
     """Log probabilities of the prompt's tokens from the second on."""
     return _logprobs(message.records)
 
@@ -126,9 +126,9 @@ def _without_first(run: JobTokens, count: int) -> JobTokens:
     )
 
 
-def _logprobs(records: Sequence[worker_pb2.TokenRecord]) -> tuple[TokenLogprobs, ...]:
+def _logprobs(records: Sequence[worker_pb2.TokenRecord]) -> tuple[TokenScore, ...]:
     return tuple(
-        TokenLogprobs(
+        TokenScore(
             record.logprob,
             unpack_ids(record.top_ids),
             struct.unpack(f"<{len(record.top_logprobs) // 4}f", record.top_logprobs),

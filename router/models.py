@@ -22,7 +22,7 @@ from router.jobs import ServedModel
 if TYPE_CHECKING:
     from baton.worker.v1 import worker_pb2
     from router.link import WorkerLink
-    from router.local_prefill import LocalPrefill
+    from router.settings import LocalPrefill
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,9 @@
 """One generation's output on its way to the client.
 
-1. `ChoiceOutput` turns the tokens of one choice into `Delta`s: text, stop texts, log probabilities.
-2. `Outbox` holds what the client has not taken yet: one token a message while the client keeps up,
-   merged while it does not, and an error once too much waits.
+1. `ChoiceOutput` turns the tokens of one choice into `TextDelta`s: text, stop texts, log
+   probabilities.
+2. `OutputBuffer` holds what the client has not taken yet: one token a message while the client
+   keeps up, merged while it does not, and an error once too much waits.
 3. `Messages` turns what is taken out into messages of the gRPC API.
 """
 
@@ -20,7 +21,7 @@ from google.protobuf import duration_pb2
 from baton.inference.v1 import inference_pb2 as api
 from baton.worker.v1 import worker_pb2
 from router import errors
-from router.jobs import Job, JobTimings, JobTokens, TokenLogprobs
+from router.jobs import Job, JobTimings, JobTokens, TokenScore
 
 if TYPE_CHECKING:
     from router.detokenization import Detokenizer, StopTexts
@@ -44,21 +45,21 @@ class Started(NamedTuple):
 
     job: Job
     cached_prompt_tokens: int
-    prompt_logprobs: Sequence[TokenLogprobs]
+    prompt_logprobs: Sequence[TokenScore]
     """As `JobStarted` has them."""
 
 
 @dataclass(slots=True)
-class Delta:
+class TextDelta:
     """New tokens of one choice, and the text that became complete with them."""
 
     choice: int
     first_index: int
     token_ids: list[int]
     texts: list[str]
-    logprobs: list[TokenLogprobs]
+    logprobs: list[TokenScore]
 
-    def extend(self, later: Delta) -> None:
+    def extend(self, later: TextDelta) -> None:
         """Takes in the tokens that follow these."""
         self.token_ids += later.token_ids
         self.texts += later.texts
@@ -76,7 +77,7 @@ class Finished:
     timings: JobTimings | None = None
 
 
-Output = Started | Delta | Finished
+Output = Started | TextDelta | Finished
 
 
 class ChoiceOutput:
@@ -105,7 +106,7 @@ class ChoiceOutput:
         self._min_tokens = job.stopping.min_tokens
         self._silent_ids = frozenset() if include_stop else _ending_ids(job)
 
-    def push(self, event: JobTokens) -> Delta:
+    def push(self, event: JobTokens) -> TextDelta:
         """Takes new tokens, up to the one that completes a stop text."""
         if event.first_index != self.num_tokens:
             raise RuntimeError("tokens are missing or doubled")
@@ -118,16 +119,16 @@ class ChoiceOutput:
                 break
         count = self.num_tokens - event.first_index
         token_ids, logprobs = list(event.token_ids[:count]), list(event.logprobs[:count])
-        return Delta(self.choice, event.first_index, token_ids, texts, logprobs)
+        return TextDelta(self.choice, event.first_index, token_ids, texts, logprobs)
 
-    def rest(self) -> Delta | None:
+    def rest(self) -> TextDelta | None:
         """Text still held back when the choice has ended; a delta without tokens."""
         text = self._stop_texts.finish() if self._stop_texts is not None else ""
         if self._detokenizer is not None and self.stop_text is None:
             text += self._detokenizer.finish()
         if not text or self._omit_text:
             return None
-        return Delta(self.choice, self.num_tokens, [], [text], [])
+        return TextDelta(self.choice, self.num_tokens, [], [text], [])
 
     def _text(self, token_id: int) -> str:
         if self._detokenizer is None:
@@ -147,7 +148,7 @@ def _ending_ids(job: Job) -> frozenset[int]:
     return ids if job.stopping.ignore_eos else ids.union(job.model.eos_token_ids)
 
 
-class Outbox:
+class OutputBuffer:
     """What waits for the client. One writer, which never waits; one reader.
 
     Invariants: outputs leave in the order they came, those of one choice without gap; at most
@@ -160,7 +161,7 @@ class Outbox:
         self._max_tokens = max_tokens
         self._whole = whole
         self._waiting: deque[Output] = deque()
-        self._open_deltas: dict[int, Delta] = {}
+        self._open_deltas: dict[int, TextDelta] = {}
         self._tokens_waiting = 0
         self._tokens_taken = 0
         self._closed = False
@@ -179,7 +180,7 @@ class Outbox:
         Raises:
             RouterError: READER_TOO_SLOW.
         """
-        if isinstance(output, Delta):
+        if isinstance(output, TextDelta):
             self._put_delta(output)
             if self._whole:
                 return
@@ -206,7 +207,7 @@ class Outbox:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
         output = self._waiting.popleft()
-        if isinstance(output, Delta):
+        if isinstance(output, TextDelta):
             del self._open_deltas[output.choice]
             self._tokens_waiting -= len(output.token_ids)
             self._tokens_taken += len(output.token_ids)
@@ -216,7 +217,7 @@ class Outbox:
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
 
-    def _put_delta(self, delta: Delta) -> None:
+    def _put_delta(self, delta: TextDelta) -> None:
         waiting = self._tokens_waiting + len(delta.token_ids)
         if waiting > self._max_tokens:
             self._waiting.clear()
@@ -240,7 +241,7 @@ class Messages:
     def of(self, output: Output) -> api.StreamGenerateResponse:
         """The message of the next output that leaves for the client."""
         match output:
-            case Delta():
+            case TextDelta():
                 self._first_token_ns = self._first_token_ns or time.time_ns()
                 return _delta_message(output)
             case Started(job):
@@ -264,7 +265,7 @@ def _started_message(job: Job, started: Started) -> api.StreamGenerateResponse:
     return api.StreamGenerateResponse(started=message)
 
 
-def _delta_message(delta: Delta) -> api.StreamGenerateResponse:
+def _delta_message(delta: TextDelta) -> api.StreamGenerateResponse:
     return api.StreamGenerateResponse(
         delta=api.TokenDelta(
             choice_index=delta.choice,
@@ -299,7 +300,7 @@ def _finished_message(
     return api.StreamGenerateResponse(finished=message)
 
 
-def _logprobs(records: Sequence[TokenLogprobs]) -> list[api.TokenLogprobs]:
+def _logprobs(records: Sequence[TokenScore]) -> list[api.TokenLogprobs]:
     return [
         api.TokenLogprobs(
             logprob=record.logprob,

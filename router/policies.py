@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
+from router.placing import rate_of_unmeasured, soonest
+
 if TYPE_CHECKING:
-    from router.ledger import Room
+    from router.load_estimate import Capacity
 
 
 class Choosable(Protocol):
@@ -17,7 +19,7 @@ class Choosable(Protocol):
         """Its stable name."""
         ...
 
-    def room(self) -> Room:
+    def capacity(self) -> Capacity:
         """What it has, by the router's estimate."""
         ...
 
@@ -27,8 +29,8 @@ class Policy(Protocol):
 
     name: str
 
-    def prefill(self, candidates: Sequence[Choosable]) -> int:
-        """Index of the worker that computes the prompt."""
+    def prefill(self, candidates: Sequence[Choosable], tokens: int) -> int:
+        """Index of the worker that computes a prompt of so many tokens."""
         ...
 
     def decode(self, candidates: Sequence[Choosable]) -> int:
@@ -39,9 +41,7 @@ class Policy(Protocol):
 class LeastWork:
     """The worker that gets to the job first.
 
-    Prefill: the shortest queue in seconds: queued tokens over tokens per second. Workers that have
-    not measured their rate yet are given the fastest known one, so that a new worker gets work; of
-    equals the first. In tokens alone, a slow worker would get as much as a fast one.
+    Prefill: the one that computes the prompt soonest (`router.placing`).
 
     Decode: the emptiest, by whichever of slots and pages is scarcer there. A step's time grows with
     the batch, and pages run out before slots where contexts are long: the larger of the two shares
@@ -50,18 +50,14 @@ class LeastWork:
 
     name = "least_work"
 
-    def prefill(self, candidates: Sequence[Choosable]) -> int:
-        """Index of the worker with the shortest queue."""
-        rooms = [worker.room() for worker in candidates]
-        fastest = max(room.prefill_tokens_per_s for room in rooms) or 1.0
-        waits_s = [
-            room.queued_prefill_tokens / (room.prefill_tokens_per_s or fastest) for room in rooms
-        ]
-        return waits_s.index(min(waits_s))
+    def prefill(self, candidates: Sequence[Choosable], tokens: int) -> int:
+        """Index of the worker that computes the prompt soonest."""
+        capacities = [worker.capacity() for worker in candidates]
+        return soonest(capacities, tokens, rate_of_unmeasured(capacities))
 
     def decode(self, candidates: Sequence[Choosable]) -> int:
         """Index of the worker under the least pressure."""
-        pressures = [_pressure(worker.room()) for worker in candidates]
+        pressures = [_pressure(worker.capacity()) for worker in candidates]
         return pressures.index(min(pressures))
 
 
@@ -73,7 +69,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._last = {"prefill": "", "decode": ""}
 
-    def prefill(self, candidates: Sequence[Choosable]) -> int:
+    def prefill(self, candidates: Sequence[Choosable], tokens: int) -> int:
         """Index of the next worker."""
         return self._next("prefill", candidates)
 
@@ -93,7 +89,7 @@ POLICIES: Final[dict[str, type[LeastWork] | type[RoundRobin]]] = {
 }
 
 
-def _pressure(room: Room) -> tuple[float, int]:
-    used_slots = room.running_sequences / max(1, room.max_sequences)
-    used_pages = 1 - room.free_pages / max(1, room.total_pages)
-    return max(used_slots, used_pages), room.running_sequences
+def _pressure(capacity: Capacity) -> tuple[float, int]:
+    used_slots = capacity.running_sequences / max(1, capacity.max_sequences)
+    used_pages = 1 - capacity.free_pages / max(1, capacity.total_pages)
+    return max(used_slots, used_pages), capacity.running_sequences

@@ -1,8 +1,8 @@
 """The admission queue: jobs that wait for a worker with room.
 
 Life of an entry: pushed (or refused at once) -> at the head -> taken, removed by its owner, or
-timed out. Each model has a lane of its own, so that a busy model holds up nobody else's requests;
-within a lane resumed work goes first, then higher priority, then the earlier arrival.
+timed out. Each model has a queue of its own, so that a busy model holds up nobody else's requests;
+within a queue resumed work goes first, then higher priority, then the earlier arrival.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Waiting(Protocol):
     """What can wait."""
 
     @property
-    def lane(self) -> str:
+    def model(self) -> str:
         """The model it needs."""
         ...
 
@@ -85,7 +85,7 @@ class _Place(NamedTuple):
     pushed_s: float
 
 
-class _Lane(Generic[Entry]):
+class _ModelQueue(Generic[Entry]):
     """What waits for one model, and how fast that goes.
 
     Invariant: `tokens` is the sum over the entries, which are sorted by place.
@@ -128,33 +128,33 @@ class _Lane(Generic[Entry]):
 
 
 class AdmissionQueue(Generic[Entry]):
-    """A lane for each model, bounded by entries and by prompt tokens: a model that is swamped
-    refuses its own requests only. An empty lane is kept for the drain rate that it has measured.
+    """A queue for each model, bounded by entries and by prompt tokens: a model that is swamped
+    refuses its own requests only. An empty queue is kept for the drain rate that it has measured.
     """
 
     def __init__(self, max_entries: int, max_tokens: int) -> None:
         self._max_entries = max_entries
         self._max_tokens = max_tokens
-        self._lanes: dict[str, _Lane[Entry]] = {}
+        self._queues: dict[str, _ModelQueue[Entry]] = {}
         self._tickets = 0
 
     def __len__(self) -> int:
-        return sum(len(lane.waiting) for lane in self._lanes.values())
+        return sum(len(queue.waiting) for queue in self._queues.values())
 
     def __iter__(self) -> Iterator[Entry]:
-        return iter([entry for lane in self._lanes.values() for _, entry in lane.waiting])
+        return iter([entry for queue in self._queues.values() for _, entry in queue.waiting])
 
     @property
     def tokens(self) -> int:
-        """Prompt tokens waiting in all lanes."""
-        return sum(lane.tokens for lane in self._lanes.values())
+        """Prompt tokens waiting in all queues."""
+        return sum(queue.tokens for queue in self._queues.values())
 
-    def ahead(self, lane: str) -> tuple[int, int]:
-        """Entries and prompt tokens that wait in a lane."""
-        return len(self._lane(lane).waiting), self._lane(lane).tokens
+    def ahead(self, model: str) -> tuple[int, int]:
+        """Entries and prompt tokens that wait in a queue."""
+        return len(self._queue_of(model).waiting), self._queue_of(model).tokens
 
     def push(self, entry: Entry, now_s: float, *, bounded: bool = True) -> None:
-        """Adds an entry behind its equals. An empty lane has room for an entry of any size.
+        """Adds an entry behind its equals. An empty queue has room for an entry of any size.
 
         Args:
             entry: what waits.
@@ -164,45 +164,45 @@ class AdmissionQueue(Generic[Entry]):
         Raises:
             RouterError: QUEUE_FULL.
         """
-        lane = self._lane(entry.lane)
-        depth = len(lane.waiting)
-        full = depth >= self._max_entries or lane.tokens + entry.tokens > self._max_tokens
+        queue = self._queue_of(entry.model)
+        depth = len(queue.waiting)
+        full = depth >= self._max_entries or queue.tokens + entry.tokens > self._max_tokens
         if bounded and full and depth > 0:
-            raise errors.queue_full(depth, self.retry_after_s(entry.lane, now_s))
+            raise errors.queue_full(depth, self.retry_after_s(entry.model, now_s))
         self._tickets += 1
-        lane.add(_Place(entry.order, self._tickets, now_s), entry)
+        queue.add(_Place(entry.order, self._tickets, now_s), entry)
 
     def heads(self) -> list[Entry]:
-        """The next entry of each lane."""
-        return [lane.waiting[0][1] for lane in self._lanes.values() if lane.waiting]
+        """The next entry of each queue."""
+        return [queue.waiting[0][1] for queue in self._queues.values() if queue.waiting]
 
     def take(self, entry: Entry, now_s: float) -> float:
         """Removes an entry that is dispatched now; returns how long it waited, seconds."""
         place = self.remove(entry, now_s)
         waited_s = now_s - place.pushed_s if place is not None else 0.0
         if waited_s > AT_ONCE_S:
-            self._lane(entry.lane).drained(entry.tokens)
+            self._queue_of(entry.model).drained(entry.tokens)
         return waited_s
 
     def remove(self, entry: Entry, now_s: float) -> _Place | None:
         """Removes an entry, if it is there; returns the place it had."""
-        return self._lane(entry.lane).remove(entry, now_s)
+        return self._queue_of(entry.model).remove(entry, now_s)
 
-    def wait_s(self, lane: str, now_s: float) -> float | None:
-        """How long what waits in a lane takes to drain; None while nothing was measured."""
-        return self._lane(lane).wait_s(now_s)
+    def wait_s(self, model: str, now_s: float) -> float | None:
+        """How long what waits for a model takes to drain; None while nothing was measured."""
+        return self._queue_of(model).wait_s(now_s)
 
     def waits_s(self, now_s: float) -> dict[str, float]:
-        """`wait_s` of every lane where it is known."""
-        waits = {name: lane.wait_s(now_s) for name, lane in self._lanes.items()}
+        """`wait_s` of every queue where it is known."""
+        waits = {name: queue.wait_s(now_s) for name, queue in self._queues.items()}
         return {name: wait_s for name, wait_s in waits.items() if wait_s is not None}
 
-    def retry_after_s(self, lane: str, now_s: float) -> float:
+    def retry_after_s(self, model: str, now_s: float) -> float:
         """When a refused client may find room, by the measured drain rate."""
-        wait_s = self.wait_s(lane, now_s)
+        wait_s = self.wait_s(model, now_s)
         if wait_s is None:
             return MAX_RETRY_AFTER_S
         return min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, wait_s))
 
-    def _lane(self, name: str) -> _Lane[Entry]:
-        return self._lanes.setdefault(name, _Lane())
+    def _queue_of(self, name: str) -> _ModelQueue[Entry]:
+        return self._queues.setdefault(name, _ModelQueue())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from baton.inference.v1 import inference_pb2 as api
 from router.errors import RouterError
-from router.outputs import FINISH_WORDS, Delta, Finished, Output, Started
+from router.outputs import FINISH_WORDS, Finished, Output, Started, TextDelta
 from telemetry.names import Attr, SpanName
 from telemetry.tracing import context_of, end_span, start_span, trace_id_of
 
@@ -132,7 +132,7 @@ class RequestSpan:
         """Takes note of what left for the client, so long after the request's arrival. Said when it
         is on its way: a first token does not wait for its figures."""
         match output:
-            case Delta():
+            case TextDelta():
                 self._observe_tokens(output, left_s)
             case Started():
                 cached = output.cached_prompt_tokens
@@ -141,7 +141,7 @@ class RequestSpan:
             case Finished():
                 self._observe_end(output)
 
-    def _observe_tokens(self, delta: Delta, now_s: float) -> None:
+    def _observe_tokens(self, delta: TextDelta, now_s: float) -> None:
         if not delta.token_ids:  # Text that was held back.
             return
         if self._first_token_s is None:

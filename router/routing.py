@@ -1,8 +1,8 @@
-"""Which workers can run a job, and which of them shall.
+"""Which workers can run a demand, and which of them shall.
 
 A route names one worker for each part: two for a hand-off, the prefill worker alone where one token
 is wanted, and the same worker twice where one runs the job whole: one that does both, or a decode
-worker for one of the reasons in `router.local_prefill`.
+worker for one of the reasons in `router.placing`.
 """
 
 from __future__ import annotations
@@ -12,20 +12,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from baton.worker.v1 import worker_pb2
-from router.ledger import Charge, Room
-from router.local_prefill import (
-    LocalPrefill,
-    LocalReason,
-    break_even_tokens,
-)
+from router.load_estimate import Reservation
+from router.placing import LocalReason, finish_s, rate_of_unmeasured, soonest, takeover_tokens
 from router.registry import PREFILLS, can_hand_off
 
 if TYPE_CHECKING:
-    from router.jobs import Job, ServedModel
+    from router.jobs import Demand, ServedModel
     from router.link import WorkerLink
     from router.policies import Policy
+    from router.settings import LocalPrefill
 
-Test = Callable[["WorkerLink", "Job"], bool]
+Test = Callable[["WorkerLink", "Demand"], bool]
 Pairs = Mapping["WorkerLink", Sequence["WorkerLink | None"]]
 """By who begins, with whom: None where nobody has to decode."""
 
@@ -38,8 +35,9 @@ class Route(NamedTuple):
     """None: nothing to decode, the first token is the last."""
     local_reason: LocalReason | None = None
     """Why a decode worker runs it whole; None where it does not."""
-    local_tokens: int = 0
-    """Where it is handed off: longest rest of the prompt that the decode worker may compute."""
+    takeover_tokens: int = 0
+    """Where it is handed off: how many tokens of the prompt the decode worker may compute instead,
+    where it holds the larger part."""
 
     @property
     def whole(self) -> bool:
@@ -60,30 +58,32 @@ class Failed:
         return Failed(set(self.workers), set(self.pairs))
 
 
-def prefill_charge(job: Job) -> Charge:
+def prefill_reservation(demand: Demand) -> Reservation:
     """What the prompt takes of the worker that computes it."""
-    return Charge(prefill_tokens=job.prompt_tokens)
+    return Reservation(prefill_tokens=demand.prompt_tokens)
 
 
-def decode_charge(job: Job) -> Charge:
+def decode_reservation(demand: Demand) -> Reservation:
     """What the job takes of the worker that decodes: the prompt's pages, and one more for each
     choice that will need one."""
-    size = job.model.page_size_tokens
-    prompt_pages = -(-job.prompt_tokens // size)
-    all_pages = -(-(job.prompt_tokens + job.stopping.max_tokens) // size)
+    size = demand.model.page_size_tokens
+    prompt_pages = -(-demand.prompt_tokens // size)
+    all_pages = -(-(demand.whole_tokens) // size)
     growth = min(1, all_pages - prompt_pages)
-    return Charge(pages=prompt_pages + growth * job.choices, sequences=job.choices)
+    return Reservation(pages=prompt_pages + growth * demand.choices, sequences=demand.choices)
 
 
-def largest_pool_tokens(job: Job, workers: Sequence[WorkerLink], local: LocalPrefill) -> int | None:
+def largest_pool_tokens(
+    demand: Demand, workers: Sequence[WorkerLink], local: LocalPrefill
+) -> int | None:
     """Prompt and output tokens that the roomiest route could ever hold; None without a route."""
     limits = [
-        _route_tokens(job, first, partner)
-        for first in _starters(job, workers, _anyone)
-        for partner in _partners(first, job, workers, _anyone)
+        _route_tokens(demand, first, partner)
+        for first in _starters(demand, workers, _anyone)
+        for partner in _partners(first, demand, workers, _anyone)
     ]
-    if local.allowed:
-        limits += [_pool_tokens(job, worker) for worker in _decoders(job, workers, _anyone)]
+    if local != "never":
+        limits += [_pool_tokens(demand, worker) for worker in _decoders(demand, workers, _anyone)]
     return max(limits, default=None)
 
 
@@ -97,101 +97,95 @@ def can_run(workers: Sequence[WorkerLink], local: LocalPrefill) -> bool:
     """Whether these workers of one model could run a job from prompt to last token."""
     return any(
         first.identity.role == worker_pb2.WORKER_ROLE_BOTH
-        or (local.allowed and first.identity.role == worker_pb2.WORKER_ROLE_DECODE)
+        or (local != "never" and first.identity.role == worker_pb2.WORKER_ROLE_DECODE)
         or any(can_hand_off(first, second) for second in workers)
         for first in workers
     )
 
 
 def choose(
-    job: Job,
+    demand: Demand,
     workers: Sequence[WorkerLink],
     policy: Policy,
     failed: Failed,
     local: LocalPrefill,
 ) -> Route | None:
-    """The policy's choice among the workers that have room now; None where there is none.
+    """The route that is done soonest among those that have room now; None where there is none.
 
     A prefill worker or a pair that failed this job before is taken, like a pair that complains of
     more than a slow path, only where no other could run the job, not even later, and no decode
     worker by itself: an attempt there fails at once, and there are not many. A pair whose path is
     slow is taken where no other has room.
     """
-    fit = _fit(job, workers, failed)
+    fit = _fit(demand, workers, failed)
     avoid = failed.workers
-    if local.allowed:
-        route = _local_route(job, workers, policy, avoid, local, list(fit))
-        if route is not None:
+    if local != "never":
+        if not fit:
+            if (route := _alone(demand, workers, policy, avoid)) is not None:
+                return route
+            if _decoders(demand, workers, _could_hold):
+                return None
+        elif local == "auto" and (route := _sooner_alone(demand, workers, avoid, list(fit))):
             return route
-        if not fit and _decoders(job, workers, _could_hold):
-            return None
-    route = _usual_route(job, workers, policy, avoid, fit)
+    route = _usual_route(demand, workers, policy, avoid, fit)
     if route is None or route.decode is None or route.whole:
         return route
-    return route._replace(local_tokens=_rest_tokens(job, route, local))
+    if local == "never" or demand.prompt_logprobs:
+        return route  # Log probabilities of a prompt need every token of it computed.
+    prefill, decode = route.prefill.capacity(), route.decode.capacity()
+    return route._replace(takeover_tokens=takeover_tokens(prefill, decode, demand.prompt_tokens))
 
 
-def _local_route(
-    job: Job,
-    workers: Sequence[WorkerLink],
-    policy: Policy,
-    avoid: Collection[WorkerLink],
-    local: LocalPrefill,
-    prefills: Sequence[WorkerLink],
+def _alone(
+    demand: Demand, workers: Sequence[WorkerLink], policy: Policy, avoid: Collection[WorkerLink]
 ) -> Route | None:
-    """A decode worker that runs the job whole, where there is a reason for that."""
-    if prefills and not local.weighs_queues:
+    """A decode worker that runs the job whole, as no prefill worker is left."""
+    decoders = _decoders(demand, workers, _has_both)
+    if not decoders:
         return None
-    candidates: Sequence[WorkerLink] = _decoders(job, workers, _has_both)
-    reason = LocalReason.NO_PREFILL_WORKER
-    if prefills:
-        rooms = [worker.room() for worker in prefills]
-        reason, candidates = _sooner_alone(job, rooms, candidates)
-    if not candidates:
-        return None
-    candidates = _preferred(candidates, avoid)
+    candidates = _preferred(decoders, avoid)
     worker = candidates[policy.decode(candidates)]
-    return Route(worker, worker, reason)
+    return Route(worker, worker, LocalReason.NO_PREFILL_WORKER)
 
 
 def _sooner_alone(
-    job: Job,
-    prefills: Sequence[Room],
-    decoders: Sequence[WorkerLink],
-) -> tuple[LocalReason, Sequence[WorkerLink]]:
-    """Those by which a prompt is sooner computed than by any prefill worker, and why."""
-    tokens = job.prompt_tokens
-    sooner = [one for one in decoders if tokens <= break_even_tokens(prefills, one.room())]
-    return LocalReason.FASTER, sooner
-
-
-def _rest_tokens(job: Job, route: Route, local: LocalPrefill) -> int:
-    """How much of the prompt the decode worker may compute where it holds the larger part. Nothing
-    where log probabilities of the whole prompt are wanted: those need every token computed."""
-    if not local.allowed or job.prompt_logprobs or route.decode is None:
-        return 0
-    if not local.weighs_queues:
-        return local.rest_tokens
-    sooner = break_even_tokens([route.prefill.room()], route.decode.room())
-    return max(local.rest_tokens, sooner)
+    demand: Demand,
+    workers: Sequence[WorkerLink],
+    avoid: Collection[WorkerLink],
+    prefills: Sequence[WorkerLink],
+) -> Route | None:
+    """The decode worker that computes the prompt sooner than any prefill worker would, those
+    included that have no credit now: they may have some later."""
+    decoders = _decoders(demand, workers, _has_both)
+    if not decoders:
+        return None
+    candidates = _preferred(decoders, avoid)
+    tokens, rivals = demand.prompt_tokens, [worker.capacity() for worker in prefills]
+    unmeasured = rate_of_unmeasured(rivals)
+    capacities = [worker.capacity() for worker in candidates]
+    first = soonest(capacities, tokens, unmeasured)
+    rival_s = min(finish_s(rival, tokens, unmeasured) for rival in rivals)
+    if finish_s(capacities[first], tokens, unmeasured) >= rival_s:
+        return None
+    return Route(candidates[first], candidates[first], LocalReason.FASTER)
 
 
 def _usual_route(
-    job: Job,
+    demand: Demand,
     workers: Sequence[WorkerLink],
     policy: Policy,
     avoid: Collection[WorkerLink],
     fit: Pairs,
 ) -> Route | None:
     """A prefill worker and its partner, or one that does both; of those that fit, if any do."""
-    pairs = _pairs(job, workers, _has_credit, _has_room)
+    pairs = _pairs(demand, workers, _has_credit, _has_room)
     if fit:
         pairs = _only(pairs, lambda first, partner: partner in fit.get(first, ()))
     if not pairs:
         return None
     pairs = _only(pairs, _is_sound) or pairs
     candidates = _preferred(pairs, avoid)
-    first = candidates[policy.prefill(candidates)]
+    first = candidates[policy.prefill(candidates, demand.prompt_tokens)]
     decoders = [partner for partner in pairs[first] if partner is not None]
     if not decoders:
         return Route(first, None)
@@ -199,26 +193,28 @@ def _usual_route(
     return Route(first, candidates[policy.decode(candidates)])
 
 
-def _fit(job: Job, workers: Sequence[WorkerLink], failed: Failed) -> Pairs:
+def _fit(demand: Demand, workers: Sequence[WorkerLink], failed: Failed) -> Pairs:
     """Pairs that could run the job if they had room, and that nothing speaks against."""
-    tokens = job.prompt_tokens + job.stopping.max_tokens
+    tokens = demand.whole_tokens
 
     def test(first: WorkerLink, partner: WorkerLink | None) -> bool:
-        if first in failed.workers or tokens > _route_tokens(job, first, partner):
+        if first in failed.workers or tokens > _route_tokens(demand, first, partner):
             return False
         return partner is None or not (
             (first, partner) in failed.pairs or first.gave_up(partner) or partner.gave_up(first)
         )
 
-    return _only(_pairs(job, workers, _anyone, _anyone), test)
+    return _only(_pairs(demand, workers, _anyone, _anyone), test)
 
 
-def _pairs(job: Job, workers: Sequence[WorkerLink], first_test: Test, partner_test: Test) -> Pairs:
-    """Who could begin the job, and with whom each."""
+def _pairs(
+    demand: Demand, workers: Sequence[WorkerLink], first_test: Test, partner_test: Test
+) -> Pairs:
+    """Who could begin the demand, and with whom each."""
     return {
         first: partners
-        for first in _starters(job, workers, first_test)
-        if (partners := _partners(first, job, workers, partner_test))
+        for first in _starters(demand, workers, first_test)
+        if (partners := _partners(first, demand, workers, partner_test))
     }
 
 
@@ -231,40 +227,40 @@ def _only(pairs: Pairs, test: Callable[[WorkerLink, WorkerLink | None], bool]) -
     }
 
 
-def _decoders(job: Job, workers: Sequence[WorkerLink], test: Test) -> list[WorkerLink]:
+def _decoders(demand: Demand, workers: Sequence[WorkerLink], test: Test) -> list[WorkerLink]:
     """Workers that decode and do nothing else, as long as they are let."""
     return [
         worker
         for worker in workers
         if worker.identity.role == worker_pb2.WORKER_ROLE_DECODE
-        and _serves(worker, job)
-        and test(worker, job)
+        and _serves(worker, demand)
+        and test(worker, demand)
     ]
 
 
-def _starters(job: Job, workers: Sequence[WorkerLink], test: Test) -> list[WorkerLink]:
+def _starters(demand: Demand, workers: Sequence[WorkerLink], test: Test) -> list[WorkerLink]:
     return [
         worker
         for worker in workers
-        if worker.identity.role in PREFILLS and _serves(worker, job) and test(worker, job)
+        if worker.identity.role in PREFILLS and _serves(worker, demand) and test(worker, demand)
     ]
 
 
 def _partners(
-    first: WorkerLink, job: Job, workers: Sequence[WorkerLink], test: Test
+    first: WorkerLink, demand: Demand, workers: Sequence[WorkerLink], test: Test
 ) -> list[WorkerLink | None]:
     """Who can decode what `first` computed; [None] where nobody has to.
 
     A worker that does both keeps its own: a hand-off would only cost.
     """
     if first.identity.role == worker_pb2.WORKER_ROLE_BOTH:
-        return [first] if test(first, job) else []
-    if job.stopping.max_tokens == 1:
+        return [first] if test(first, demand) else []
+    if demand.max_tokens == 1:
         return [None]
     return [
         worker
         for worker in workers
-        if can_hand_off(first, worker) and _serves(worker, job) and test(worker, job)
+        if can_hand_off(first, worker) and _serves(worker, demand) and test(worker, demand)
     ]
 
 
@@ -273,51 +269,55 @@ def _is_sound(first: WorkerLink, partner: WorkerLink | None) -> bool:
     return partner is None or not (first.avoids(partner) or partner.avoids(first))
 
 
-def _route_tokens(job: Job, first: WorkerLink, partner: WorkerLink | None) -> int:
+def _route_tokens(demand: Demand, first: WorkerLink, partner: WorkerLink | None) -> int:
     """A prefill worker holds the prompt alone; a last token has no KV where nobody decodes."""
-    first_tokens = _pool_tokens(job, first)
+    first_tokens = _pool_tokens(demand, first)
     if partner is None:
         return first_tokens + 1
-    return first_tokens if job.prompt_tokens > first_tokens else _pool_tokens(job, partner)
+    return first_tokens if demand.prompt_tokens > first_tokens else _pool_tokens(demand, partner)
 
 
-def _pool_tokens(job: Job, worker: WorkerLink) -> int:
+def _pool_tokens(demand: Demand, worker: WorkerLink) -> int:
     """Tokens of a choice that the empty pool holds; what the context holds while it is unknown."""
-    pages = worker.room().total_pages
-    shared = 2 * (job.choices - 1)  # Pages in which choices begin to differ.
-    return (pages - shared) * job.model.page_size_tokens if pages else job.model.max_context_tokens
+    pages = worker.capacity().total_pages
+    shared = 2 * (demand.choices - 1)  # Pages in which choices begin to differ.
+    return (
+        (pages - shared) * demand.model.page_size_tokens
+        if pages
+        else demand.model.max_context_tokens
+    )
 
 
-def _serves(worker: WorkerLink, job: Job) -> bool:
-    return holds(worker, job.model) and not worker.draining
+def _serves(worker: WorkerLink, demand: Demand) -> bool:
+    return holds(worker, demand.model) and not worker.draining
 
 
-def _anyone(_worker: WorkerLink, _job: Job) -> bool:
+def _anyone(_worker: WorkerLink, _demand: Demand) -> bool:
     return True
 
 
-def _has_credit(worker: WorkerLink, job: Job) -> bool:
+def _has_credit(worker: WorkerLink, demand: Demand) -> bool:
     """Any credit will do: no prompt is so long that a worker could not begin it."""
-    fits = job.prompt_tokens <= _pool_tokens(job, worker)
-    return fits and worker.room().prefill_credit_tokens > 0
+    fits = demand.prompt_tokens <= _pool_tokens(demand, worker)
+    return fits and worker.capacity().prefill_credit_tokens > 0
 
 
-def _has_room(worker: WorkerLink, job: Job) -> bool:
+def _has_room(worker: WorkerLink, demand: Demand) -> bool:
     """Slots and pages, in a pool that can hold the whole of it."""
-    room, need = worker.room(), decode_charge(job)
-    if room.free_sequences < min(need.sequences, max(1, room.max_sequences)):
+    capacity, need = worker.capacity(), decode_reservation(demand)
+    if capacity.free_sequences < min(need.sequences, max(1, capacity.max_sequences)):
         return False
-    whole_tokens = job.prompt_tokens + job.stopping.max_tokens
-    return need.pages <= room.free_pages and whole_tokens <= _pool_tokens(job, worker)
+    whole_tokens = demand.whole_tokens
+    return need.pages <= capacity.free_pages and whole_tokens <= _pool_tokens(demand, worker)
 
 
-def _could_hold(worker: WorkerLink, job: Job) -> bool:
+def _could_hold(worker: WorkerLink, demand: Demand) -> bool:
     """In a pool that is empty."""
-    return job.prompt_tokens + job.stopping.max_tokens <= _pool_tokens(job, worker)
+    return demand.whole_tokens <= _pool_tokens(demand, worker)
 
 
-def _has_both(worker: WorkerLink, job: Job) -> bool:
-    return _has_credit(worker, job) and _has_room(worker, job)
+def _has_both(worker: WorkerLink, demand: Demand) -> bool:
+    return _has_credit(worker, demand) and _has_room(worker, demand)
 
 
 def _preferred(

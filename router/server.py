@@ -25,10 +25,11 @@ import grpc.aio
 from grpc_health.v1 import health_pb2
 
 from baton.event_loop import EndSignals, loop_factory, prepare_to_serve
-from baton.grpc_options import server_options
+from baton.grpc_options import public_server_options, server_options
 from baton.grpc_services import add_health_and_reflection
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from router.auth import TokensFileError, gate_of
+from router.bounds import UNREAD_GRACE_S, most_connections
 from router.discovery import discovery_route
 from router.dispatch import JobDispatcher
 from router.frontdoor import SERVICE_NAME, InferenceService
@@ -41,8 +42,8 @@ from telemetry import failpoints, garbage
 from telemetry.admin import AdminServer, metrics_route
 from telemetry.logs import log_loop_errors, setup_logging
 from telemetry.loop_lag import EventLoopLag
-from telemetry.metrics import RouterLoad, RouterMetrics, WorkerUp
 from telemetry.names import Service
+from telemetry.router_metrics import RouterLoad, RouterMetrics, WorkerUp
 from telemetry.rpc import ServerSpans
 from telemetry.tracing import setup_tracing
 
@@ -86,7 +87,12 @@ class RouterServer:
             reuse_port=settings.reuse_port,
         )
         self._public = grpc.aio.server(
-            interceptors=[ServerSpans()], options=server_options(reuse_port=settings.reuse_port)
+            interceptors=[ServerSpans()],
+            options=public_server_options(
+                most_connections().grpc,
+                settings.max_request_duration_s + 2 * UNREAD_GRACE_S,
+                reuse_port=settings.reuse_port,
+            ),
         )
         self._internal = grpc.aio.server(options=server_options())
         self._health: health.aio.HealthServicer

@@ -17,6 +17,9 @@ from baton.settings import (
 )
 from telemetry.failpoints import check as check_failpoints
 
+LocalPrefill = Literal["never", "cached", "auto"]
+"""When decode workers compute prompts."""
+
 
 class RouterDebug(BaseModel):
     """Rarely needed settings of a router: the table `[router.debug]`, `BATON_DEBUG_*`, no flags.
@@ -27,23 +30,24 @@ class RouterDebug(BaseModel):
     model_config = SETTINGS
 
     policy: Literal["least_work", "round_robin"] = "least_work"
-    """How workers are chosen. `round_robin` ignores load: good for comparisons only."""
+    """Chooses how workers are picked. `round_robin` ignores load and is for comparisons only."""
     max_choices: int = Field(default=16, ge=1, le=1024)
-    """Largest number of choices of a request."""
+    """Limits the number of choices of a request."""
     max_retries: int = Field(default=2, ge=0, le=10)
-    """Further attempts at a request after a refusal or an error that cost no worker."""
+    """Limits the further attempts at a request after a refusal or an error without a lost
+    worker."""
     max_workers_lost: int = Field(default=2, ge=1, le=10)
-    """Workers that may be lost with a request in hand; then it ends: it may be what kills them."""
+    """Ends a request that has lost this many workers: it may be the cause of their deaths."""
     stale_after_s: float = Field(default=3, ge=1)
-    """A worker whose progress counter stands still this long is taken for frozen, seconds."""
+    """Takes a worker for frozen when its progress counter stands still this long, seconds."""
     attach_timeout_s: float = Field(default=3, gt=0)
-    """Longest wait for a worker's answer when a stream to it is opened, seconds."""
+    """Limits the wait for a worker's answer when a stream to it is opened, seconds."""
     tokenizer_threads: int = Field(default=2, ge=1)
-    """Threads that tokenize prompts: long ones must not hold up the event loop."""
+    """Sets the number of threads that tokenize prompts. Texts over 64 KB share one more."""
     max_stored_traces: int = Field(default=256, ge=1)
-    """Traces kept by the trace store; older ones go first."""
+    """Limits the number of traces in the trace store. The oldest are dropped first."""
     failpoints: Annotated[str, AfterValidator(check_failpoints)] = ""
-    """Where this process fails on purpose, for tests alone: NAME=ACTION[:ARG][~KEY][@NTH],..."""
+    """Makes this process fail on purpose, for tests alone: NAME=ACTION[:ARG][~KEY][@NTH],..."""
 
 
 class RouterSettings(BaseModel):
@@ -52,53 +56,59 @@ class RouterSettings(BaseModel):
     model_config = SETTINGS
 
     name: str = Field(default_factory=lambda: f"router-{socket.gethostname()}", min_length=1)
-    """Name in logs, traces and the workers' lists of routers."""
+    """Names the router in logs, traces and the workers' lists of routers."""
     listen: Address = ROUTER_ADDRESS
-    """Where clients reach the gRPC API."""
+    """Sets the address of the gRPC API for clients."""
     internal_listen: Address = ROUTER_INTERNAL_ADDRESS
-    """Where workers announce themselves. Whoever reaches it can join: keep it off public nets."""
+    """Sets the address at which workers announce themselves. Any process that reaches it can join,
+    so keep it off public networks."""
     http_listen: Address = "127.0.0.1:8000"
-    """Where clients reach the OpenAI-compatible HTTP API."""
+    """Sets the address of the OpenAI-compatible HTTP API for clients."""
     reuse_port: bool = False
-    """Share `listen` and `http_listen` with other routers of this host that do so, too: each new
-    connection goes to one of them (`SO_REUSEPORT`). It listens there once it can run a model."""
+    """Shares `listen` and `http_listen` with other routers of this host that set this, too. Each
+    new connection goes to one of them (`SO_REUSEPORT`). The router listens there once it can run a
+    model."""
     admin: Address = "127.0.0.1:9090"
-    """Where metrics, health and traces are served."""
+    """Sets the address for metrics, health and traces."""
     auth_tokens_file: str = ""
-    """TOML file of `"token" = "tenant"` lines: who may call, and as whom. Empty: everybody may."""
+    """Names a TOML file with lines `"token" = "tenant"`: only callers with one of these tokens are
+    served, each as its tenant. Empty: every caller is served."""
 
-    local_prefill: Literal["never", "cached", "auto"] = "cached"
-    """When a decode worker computes a prompt by itself. `cached`: it holds the larger part already,
-    or no prefill worker is left. `auto`: also when it would be sooner than the queue at prefill."""
-    local_prefill_tokens: int = Field(default=192, ge=0, le=MOST_TOKENS)
-    """Longest rest of a prompt that a decode worker computes where it holds the larger part."""
+    local_prefill: LocalPrefill = "cached"
+    """Sets when a decode worker computes a new prompt itself. `cached`: if it holds the larger part
+    already and would finish the rest sooner than a prefill worker the whole, or if no prefill
+    worker is left. `auto`: also if it would finish sooner than any prefill worker. `never`: in no
+    case."""
     max_queued_requests: int = Field(default=1024, ge=1)
-    """Requests of one model waiting in the router; one more is refused at once."""
+    """Limits the requests of one model that wait in the router. Further ones are refused at
+    once."""
     max_queued_tokens: int = Field(default=2_000_000, ge=1)
-    """Prompt tokens of one model waiting in the router: bounds the wait where prompts are long."""
+    """Limits the prompt tokens of one model that wait in the router. This bounds the wait if
+    prompts are long."""
     queue_timeout_s: float = Field(default=60, gt=0)
-    """Longest wait in the router's queue, seconds."""
+    """Limits the wait in the router's queue, seconds."""
     resume_grace_s: float = Field(default=10, ge=0)
-    """How long a stream whose tokens were sent waits, where no worker is left, for one to come."""
+    """Sets how long a begun stream waits for a new worker if none is left, seconds."""
 
     max_request_duration_s: float = Field(default=600, gt=0)
-    """Deadline of requests whose client set none, and the longest allowed, seconds."""
+    """Limits the duration of every request, and is the deadline of those that set none, seconds."""
     default_max_tokens: int = Field(default=1024, ge=1, le=MOST_TOKENS)
-    """`max_tokens` of requests that set none, where the context leaves as many."""
+    """Sets `max_tokens` of requests that set none. The context may leave fewer."""
     max_output_tokens: int = Field(default=32_768, ge=1, le=MOST_TOKENS)
-    """Largest `max_tokens` accepted, where the context leaves as many."""
+    """Limits `max_tokens` of a request. The context may leave fewer."""
 
     otlp_endpoint: OtlpEndpoint = ""
-    """OTLP/gRPC address for spans, such as http://127.0.0.1:4317. Empty: no spans."""
+    """Sets the OTLP/gRPC address for spans, such as http://127.0.0.1:4317. Empty: no spans."""
     trace_store: bool = False
-    """Keep the latest traces in memory; the internal port then takes spans over OTLP."""
+    """Keeps the latest traces in memory. The internal port then accepts spans over OTLP."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severe line that is logged."""
+    """Sets the lowest level that is logged."""
     log_format: Literal["text", "json"] = "text"
-    """`json` writes one object a line, for log collectors."""
+    """Sets the form of the log. `json` writes one object a line, for log collectors."""
     drain_grace_s: float = Field(default=1, ge=0)
-    """Seconds of serving on after SIGTERM, while health already sends new clients elsewhere."""
+    """Sets how long the router accepts requests after SIGTERM, seconds. Its health check already
+    fails, so that new clients go elsewhere."""
     drain_s: float = Field(default=30, ge=0)
-    """Seconds that running requests get to finish after that."""
+    """Sets how long running requests may continue after that, seconds."""
     debug: RouterDebug = Field(default_factory=RouterDebug)
-    """Rarely needed settings: the table `[router.debug]`."""
+    """Holds rarely needed settings: the table `[router.debug]`."""

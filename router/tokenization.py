@@ -1,12 +1,13 @@
 """Text to token ids: the tokenizer and chat template of a served model.
 
-Built on `tokenizers` and `jinja2` alone. `transformers.AutoTokenizer` reads the same files through
-the same Rust library, but importing it takes seconds and pulls torch in wherever torch is
-installed, and a router holds no torch. The template gets the variables and helpers that chat
-templates are written against, in a sandbox: it comes with a checkpoint, from anywhere.
+Built on `tokenizers` and `jinja2` alone (`router.chat_template`). `transformers.AutoTokenizer`
+reads the same files through the same Rust library, but importing it takes seconds and pulls torch
+in wherever torch is installed, and a router holds no torch.
 
-A model folder is read once, before the first request for it if it was warmed. Encoding releases the
-GIL and runs on a small pool, so that a prompt of a megabyte does not hold up anybody else's tokens.
+A model folder is read once, before the first request for it if it was warmed. Batches, of one as
+well, are encoded and decoded without the GIL. They run on a small pool, and long ones on a thread
+of their own, so that a prompt of a megabyte holds up neither anybody's tokens nor shorter prompts.
+What waits there for a caller who has left is not begun.
 """
 
 from __future__ import annotations
@@ -14,28 +15,30 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, NoReturn, Protocol, cast
+from typing import Any, Final, TypeVar, cast
 
-import jinja2
-import jinja2.nodes
-import jinja2.parser
 import numpy as np
 import tokenizers
 from google.protobuf.json_format import MessageToDict
-from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from numpy.typing import NDArray
 
 from baton.inference.v1 import inference_pb2 as api
+from router.chat_template import Template, compile_template, template_source
+from router.longest_token import longest_token_bytes
 
 PromptIds = NDArray[np.uint32]
+Result = TypeVar("Result")
 
 _INLINE_CHARS: Final = 2048
 """Texts up to this length take less time to encode than handing them to a thread does."""
+_LONG_CHARS: Final = 65_536
+"""Longer texts take some hundredths of a second, and wait for each other."""
+_LONG_IDS: Final = 16_384
+"""The same of ids that are decoded."""
 _TURN_CHARS: Final = 32
 """What a turn of a conversation costs to render, however short it is, in characters of text."""
 
@@ -54,12 +57,13 @@ class ChatTemplateError(Exception):
         self.rule = rule
 
 
-class Template(Protocol):
-    """A compiled chat template."""
+class PromptTooLongError(Exception):
+    """The text cannot fit, by its bytes alone."""
 
-    def render(self, **variables: object) -> str:
-        """Text of a conversation."""
-        ...
+    def __init__(self, least_tokens: int, max_tokens: int) -> None:
+        super().__init__(f"at least {least_tokens} tokens, and room for {max_tokens}")
+        self.least_tokens = least_tokens
+        self.max_tokens = max_tokens
 
 
 class Tokenizer:
@@ -84,6 +88,7 @@ class Tokenizer:
             if token.special
         )
         """Ids that have no text."""
+        self._longest_token_bytes = longest_token_bytes(backend)
 
     @classmethod
     def load(cls, folder: str) -> Tokenizer | None:
@@ -95,21 +100,26 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         config = _read_json(path / "tokenizer_config.json")
-        source = _template_source(path, config)
-        template = _compile_template(source) if source is not None else None
+        source = template_source(path, config)
+        template = compile_template(source) if source is not None else None
         return cls(backend, template, _special_tokens(config), source)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> PromptIds:
         """Ids of a raw text, with what the model expects around one (a beginning of text)."""
-        return _ids(self._backend.encode(text, add_special_tokens=add_special_tokens))
+        batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return _ids(batch[0])
 
-    def encode_chat(self, chat: api.ChatPrompt, add_special_tokens: bool = False) -> PromptIds:
-        """Ids of a conversation up to where the assistant speaks.
+    def check_length(self, text: str, max_tokens: int) -> None:
+        """Looks at the bytes of a text that must not have more tokens.
 
         Raises:
-            ChatTemplateError: there is no template, or it does not take these turns.
+            PromptTooLongError: it has more, whatever it says.
         """
-        return self.encode(self.render_chat(chat), add_special_tokens)
+        if (longest := self._longest_token_bytes) is None or len(text) * 4 <= max_tokens * longest:
+            return
+        least_tokens = -(-len(text.encode(errors="surrogatepass")) // longest)
+        if least_tokens > max_tokens:
+            raise PromptTooLongError(least_tokens, max_tokens)
 
     def render_chat(self, chat: api.ChatPrompt) -> str:
         """Text of a conversation up to where the assistant speaks, or goes on speaking.
@@ -129,7 +139,8 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ids; special tokens have none, or their names; half characters are U+FFFD."""
-        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        batch = [token_ids]
+        return self._backend.decode_batch(batch, skip_special_tokens=skip_special_tokens)[0]
 
     def token_text(self, token_id: int) -> str:
         """Text of one token as it stands inside a text; a special one's name."""
@@ -145,6 +156,7 @@ class Tokenizers:
 
     def __init__(self, threads: int = 2) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="baton-tokenize")
+        self._long_pool = ThreadPoolExecutor(1, thread_name_prefix="baton-tokenize-long")
         self._loads: dict[str, asyncio.Future[Tokenizer | None]] = {}
 
     async def get(self, folder: str) -> Tokenizer | None:
@@ -166,43 +178,50 @@ class Tokenizers:
         tokenizer: Tokenizer,
         prompt: str | api.ChatPrompt,
         add_special_tokens: bool | None = None,
+        max_tokens: int | None = None,
     ) -> PromptIds:
-        """Ids of a text or a conversation; long ones are encoded on the pool.
+        """Ids of a text or a conversation; all but short ones are encoded on threads.
 
         Args:
             tokenizer: of the model.
             prompt: what to encode.
             add_special_tokens: None: as generating needs it, for a text and not for a conversation.
+            max_tokens: a prompt that surely has more need not be encoded; None: any is.
 
         Raises:
             ChatTemplateError: the conversation cannot be rendered.
+            PromptTooLongError: the prompt has more than `max_tokens`, as its bytes show.
         """
         if add_special_tokens is None:
             add_special_tokens = isinstance(prompt, str)
-        if _chars(prompt) <= _INLINE_CHARS:
-            return _encode(tokenizer, prompt, add_special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._pool, _encode, tokenizer, prompt, add_special_tokens
-        )
+        if isinstance(prompt, str) and max_tokens is not None:
+            tokenizer.check_length(prompt, max_tokens)
+        work = partial(_encode, tokenizer, prompt, add_special_tokens, max_tokens)
+        if (chars := _chars(prompt)) <= _INLINE_CHARS:
+            return work()
+        return await self._run(work, is_long=chars > _LONG_CHARS)
 
     async def texts(self, tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
         """Text of each token, as `Tokenizer.token_text` has it, read on the pool."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._pool, _texts, tokenizer, token_ids)
+        work = partial(_texts, tokenizer, token_ids)
+        return await self._run(work, is_long=len(token_ids) > _LONG_IDS)
 
     async def decode(
         self, tokenizer: Tokenizer, token_ids: Sequence[int], skip_special_tokens: bool = True
     ) -> str:
         """Text of ids, as `Tokenizer.decode` has it, read on the pool."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._pool, tokenizer.decode, token_ids, skip_special_tokens
-        )
+        work = partial(tokenizer.decode, token_ids, skip_special_tokens)
+        return await self._run(work, is_long=len(token_ids) > _LONG_IDS)
 
     def close(self) -> None:
         """Lets the threads go, once what they run is done."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._long_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self, work: Callable[[], Result], *, is_long: bool) -> Result:
+        """What work on a thread gives. Cancelled before it has begun, it never does."""
+        pool = self._long_pool if is_long else self._pool
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
 
 
 def _variables(chat: api.ChatPrompt) -> dict[str, Any]:
@@ -241,11 +260,17 @@ def _plain(value: Any) -> Any:
 
 
 def _encode(
-    tokenizer: Tokenizer, prompt: str | api.ChatPrompt, add_special_tokens: bool
+    tokenizer: Tokenizer,
+    prompt: str | api.ChatPrompt,
+    add_special_tokens: bool,
+    max_tokens: int | None,
 ) -> PromptIds:
     if isinstance(prompt, str):
         return tokenizer.encode(prompt, add_special_tokens)
-    return tokenizer.encode_chat(prompt, add_special_tokens)
+    text = tokenizer.render_chat(prompt)
+    if max_tokens is not None:
+        tokenizer.check_length(text, max_tokens)
+    return tokenizer.encode(text, add_special_tokens)
 
 
 def _texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
@@ -278,50 +303,3 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         if name.endswith("_token") and isinstance(token, str):
             tokens[name] = token
     return tokens
-
-
-def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The default chat template: a file of its own, or an entry of the config."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    found = config.get("chat_template")
-    if isinstance(found, list):
-        found = {entry["name"]: entry["template"] for entry in found}.get("default")
-    return found if isinstance(found, str) else None
-
-
-def _compile_template(source: str) -> Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=["jinja2.ext.loopcontrols", _GenerationBlock],
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment.from_string(source)
-
-
-class _GenerationBlock(Extension):
-    """`{% generation %}`, which marks the assistant's words for training, renders as its body."""
-
-    tags = {"generation"}  # noqa: RUF012 - declared so by the base class
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """Returns the statements inside."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _to_json(value: object, indent: int | None = None, **options: Any) -> str:
-    # Jinja's own filter escapes for HTML, which a model was never trained on.
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)

@@ -18,6 +18,7 @@ import numpy as np
 from baton.inference.v1 import inference_pb2 as api
 from baton.worker.v1 import worker_pb2
 from router import errors
+from router.bounds import MAX_TURNS
 from router.errors import Violation
 
 if TYPE_CHECKING:
@@ -115,13 +116,27 @@ def check_against_model(
 ) -> None:
     """Ids that the model does not have."""
     ids = {
-        "input.token_ids.ids": generation.token_ids.ids,
-        "input.stop.token_ids": generation.stop.token_ids,
+        "input.token_ids.ids": (generation.token_ids.ids, model.max_context_tokens),
+        "input.stop.token_ids": (generation.stop.token_ids, MAX_STOP_TOKENS),
     }
-    for path, values in ids.items():
-        check_ids(found, path, values, model.vocab_size)
+    for path, (values, most) in ids.items():
+        if len(values) <= most:  # More are refused for their number.
+            check_ids(found, path, values, model.vocab_size)
+    if len(generation.sampling.logit_bias) > MAX_LOGIT_BIASES:
+        return
     for token_id in _first_outside(sorted(generation.sampling.logit_bias), model.vocab_size):
         found.add(f"input.sampling.logit_bias[{token_id}]", _vocabulary_rule(model.vocab_size))
+
+
+def check_prompt_ids(generation: api.GenerationInput, model: ServedModel) -> None:
+    """Counts the ids of a prompt before anything is made of them.
+
+    Raises:
+        RouterError: CONTEXT_LENGTH_EXCEEDED.
+    """
+    if (tokens := len(generation.token_ids.ids)) >= model.max_context_tokens:
+        most = model.max_context_tokens
+        raise errors.context_length_exceeded(tokens, generation.stop.max_tokens or 1, most)
 
 
 def check_without_tokenizer(found: Violations, generation: api.GenerationInput) -> None:
@@ -197,12 +212,16 @@ def _check_prompt(
 
 def _check_chat(found: Violations, chat: api.ChatPrompt, path: str) -> None:
     found.unless(bool(chat.messages), f"{path}.messages", "must not be empty")
+    if len(chat.messages) > MAX_TURNS:
+        found.add(f"{path}.messages", f"must have at most {MAX_TURNS} turns")
+        return
     known = set(api.Role.values()) - {api.ROLE_UNSPECIFIED}
     for index, message in enumerate(chat.messages):
         ok = message.role in known
         found.unless(ok, f"{path}.messages[{index}].role", "must be a known role")
-    for name in sorted(TEMPLATE_OWN & chat.template_variables.fields.keys()):
-        found.add(f"{path}.template_variables.{name}", "is set by the server")
+    for name in sorted(TEMPLATE_OWN):
+        if name in chat.template_variables.fields:
+            found.add(f"{path}.template_variables.{name}", "is set by the server")
     last = chat.messages[-1].role if chat.messages else api.ROLE_UNSPECIFIED
     ok = not chat.continue_last or last == api.ROLE_ASSISTANT
     found.unless(ok, f"{path}.continue_last", "needs a last turn of the assistant's")
@@ -230,8 +249,9 @@ def _check_sampling(found: Violations, sampling: api.SamplingOptions) -> None:
 
 def _check_logit_bias(found: Violations, sampling: api.SamplingOptions) -> None:
     path = "input.sampling.logit_bias"
-    ok = len(sampling.logit_bias) <= MAX_LOGIT_BIASES
-    found.unless(ok, path, f"must have at most {MAX_LOGIT_BIASES} entries")
+    if len(sampling.logit_bias) > MAX_LOGIT_BIASES:
+        found.add(path, f"must have at most {MAX_LOGIT_BIASES} entries")
+        return
     outside = sorted(
         token_id
         for token_id, bias in sampling.logit_bias.items()

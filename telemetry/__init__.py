@@ -1,1 +1,1 @@
-"""Spans, metrics and logs; every name in one file."""
+"""Spans, metrics and logs. `telemetry.names` has all names."""

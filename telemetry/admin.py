@@ -1,6 +1,6 @@
-"""The admin port of a process: metrics, health, and what else the process shows there.
+"""The admin port of a process: metrics, health, and further pages of the process.
 
-Nothing here needs a token: bind it to an address that only operators and Prometheus reach.
+It asks for no token: bind it to an address that only operators and Prometheus reach.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class AdminServer(EmbeddedHttpServer):
 
     Args:
         listen: HOST:PORT; port 0 takes a free one.
-        registry: what /metrics shows.
+        registry: the metrics that /metrics shows.
         ready: whether /health/ready answers 200, else 503. /health/live answers as long as the
             event loop runs.
-        routes: beside these.
+        routes: further routes.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class AdminServer(EmbeddedHttpServer):
 
 
 def metrics_route(registry: CollectorRegistry) -> Route:
-    """`/metrics`, in the form that the caller accepts.
+    """Makes the route `/metrics`, which answers in a format that the caller accepts.
 
-    It collects on the event loop, where the snapshots that it asks for are kept.
+    It collects on the event loop, to which the snapshots belong.
     """
 
     async def page(request: Request) -> Response:
@@ -64,7 +64,7 @@ def metrics_route(registry: CollectorRegistry) -> Route:
 
 
 def _failpoints_route() -> Route:
-    """`/failpoints`: arms others, tells how often each was hit and has fired. See `failpoints`."""
+    """Makes the route `/failpoints`: POST arms failpoints, GET counts hits. See `failpoints`."""
 
     async def page(request: Request) -> Response:
         if request.method == "POST":

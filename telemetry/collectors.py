@@ -1,4 +1,4 @@
-"""Collectors of metrics that are read when Prometheus asks, not counted when something happens."""
+"""Collectors of metrics that are read when Prometheus asks, instead of counted with each event."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class Row(NamedTuple):
 
 
 class Snapshot(Collector):
-    """Rows of a snapshot that is taken once for all of them; none while there is no snapshot."""
+    """Collects rows from one snapshot. Without a snapshot there are no rows."""
 
     def __init__(self, take: Callable[[], object], rows: Sequence[Row]) -> None:
         self._take = take
         self._rows = rows
 
     def describe(self) -> Iterable[Family]:
-        """Without a snapshot."""
+        """Returns the metrics without taking a snapshot."""
         return [_family(name) for name in dict.fromkeys(row.metric for row in self._rows)]
 
     def collect(self) -> Iterable[Family]:
-        """Every row."""
+        """Takes a snapshot and returns every row."""
         snapshot = self._take()
         if snapshot is None:
             return []
@@ -45,18 +45,18 @@ class Snapshot(Collector):
 
 
 class Samples(Collector):
-    """One metric whose labels come and go."""
+    """Collects one metric with changing labels."""
 
     def __init__(self, metric: str, take: Callable[[], Mapping[Labels, float]]) -> None:
         self._metric = metric
         self._take = take
 
     def describe(self) -> Iterable[Family]:
-        """Without a sample."""
+        """Returns the metric without a sample."""
         return [_family(self._metric)]
 
     def collect(self) -> Iterable[Family]:
-        """Every sample that there is now."""
+        """Returns all present samples."""
         family = _family(self._metric)
         for labels, value in sorted(self._take().items()):
             family.add_metric(labels, value)

@@ -1,7 +1,7 @@
-"""An HTTP server in the process's own event loop, whose signals it leaves to the process.
+"""An HTTP server in the process's own event loop. The process keeps its signal handlers.
 
-Life: bound and serving after `start`; after `leave_port` requests under way go on; after `stop` the
-port is free, and they have had a second to end.
+Life: `start` binds the port and serves. `leave_port` stops listening; requests under way go on.
+`stop` frees the port and gives requests under way a second to end.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import asyncio
 import contextlib
 import math
 import socket
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final, cast
 
 import uvicorn
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 LAST_WORDS_S: Final = 1
 STOP_TIMEOUT_S: Final = 2.0
 KEEP_ALIVE_S: Final = 75
-"""Longer than clients keep idle connections, so that none is closed under a request."""
+"""Seconds that idle connections stay open. Clients close theirs earlier, so none is closed just
+when a request comes."""
 _POLL_S: Final = 0.005
 
 
@@ -30,13 +31,20 @@ class EmbeddedHttpServer:
 
     Args:
         listen: HOST:PORT or [V6]:PORT; port 0 takes a free one.
-        application: what is served.
-        name: of its task.
-        reuse_port: share the port with other processes that do so.
+        application: the application to serve.
+        name: name of the server's task.
+        reuse_port: whether to share the port with other processes that set this.
+        protocol: makes what uvicorn takes for the class of its protocol; None for its own.
     """
 
     def __init__(
-        self, listen: str, application: ASGIApp, name: str, *, reuse_port: bool = False
+        self,
+        listen: str,
+        application: ASGIApp,
+        name: str,
+        *,
+        reuse_port: bool = False,
+        protocol: Callable[..., asyncio.Protocol] | None = None,
     ) -> None:
         self._host, _, self._port = listen.rpartition(":")
         self._name = name
@@ -46,6 +54,7 @@ class EmbeddedHttpServer:
         self._server = _SignalsLeftAlone(
             uvicorn.Config(
                 application,
+                http=cast("type[asyncio.Protocol]", protocol) if protocol else "auto",
                 log_config=None,
                 access_log=False,
                 lifespan="off",
@@ -75,13 +84,13 @@ class EmbeddedHttpServer:
             await self._task
 
     def leave_port(self, grace_s: float) -> None:
-        """Listens no more and closes idle connections; the others close when the request under way
-        has ended, which may take `grace_s` seconds."""
+        """Stops listening and closes idle connections. The others close when their request has
+        ended, after `grace_s` seconds at the latest."""
         self._server.config.timeout_graceful_shutdown = math.ceil(grace_s)
         self._server.should_exit = True
 
     async def stop(self) -> None:
-        """Ends it."""
+        """Stops the server."""
         if self._task is None:
             return
         self._server.should_exit = True
@@ -91,7 +100,7 @@ class EmbeddedHttpServer:
 
 
 class _SignalsLeftAlone(uvicorn.Server):
-    """Takes no signal handler away."""
+    """A server that installs no signal handlers."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""The way of a span out of the process: a bounded queue, one thread, one exporter.
+"""Exports spans: a bounded queue, one thread, one exporter.
 
 Invariant: ended = dropped + exported + failed + waiting. Ending a span never waits for anything.
 """
@@ -21,18 +21,18 @@ MAX_BATCH_SPANS: Final = 512
 
 
 class ExportCounts(NamedTuple):
-    """Spans since the start, by what became of them."""
+    """Number of spans since the start, by outcome."""
 
     exported: int
     dropped: int
-    """Found the queue full."""
+    """Spans that found the queue full."""
     failed: int
-    """Were in a batch that the receiver did not take."""
+    """Spans in batches that the receiver did not accept."""
     waiting: int
 
 
 class QueueingProcessor(BatchSpanProcessor):
-    """The SDK's batching, with a count of everything, and no complaint where the queue is full."""
+    """Batches spans as the SDK does, counts all of them, and drops without a log line if full."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class QueueingProcessor(BatchSpanProcessor):
         self._dropped = 0
         super().__init__(
             self._counting,
-            # Ours is the tighter bound, so that theirs drops nothing uncounted.
+            # Our own bound is smaller, so the SDK drops no span uncounted.
             max_queue_size=max_queued_spans + MAX_BATCH_SPANS,
             schedule_delay_millis=schedule_delay_ms,
             max_export_batch_size=MAX_BATCH_SPANS,
@@ -56,18 +56,18 @@ class QueueingProcessor(BatchSpanProcessor):
 
     @property
     def counts(self) -> ExportCounts:
-        """What became of the spans that ended."""
+        """Number of ended spans, by outcome."""
         with self._lock:
             exported, failed = self._counting.exported, self._counting.failed
             waiting = self._accepted - exported - failed
             return ExportCounts(exported, self._dropped, failed, waiting)
 
     def on_end(self, span: ReadableSpan) -> None:
-        """Queues a span that is recorded, or drops it."""
+        """Queues a recorded span, or drops it if the queue is full."""
         if span.context is None or not span.context.trace_flags.sampled:
             return
         with self._lock:
-            # Spans handed to the exporter are out of the queue, even if it holds them long.
+            # Spans that the exporter has taken no longer count, even if it is slow.
             if self._accepted - self._counting.taken >= self._max_queued_spans:
                 self._dropped += 1
                 return
@@ -75,14 +75,14 @@ class QueueingProcessor(BatchSpanProcessor):
         super().on_end(span)
 
     def give_up(self) -> None:
-        """Ends the exporter, whatever it is doing."""
+        """Ends the exporter, even in the middle of a batch."""
         self._counting.shutdown()
 
 
 class _CountingExporter(SpanExporter):
-    """Counts what its exporter did, and says once when it begins to fail and when it is back.
+    """Counts its exporter's spans. Logs once when the exporter begins to fail and when it recovers.
 
-    `receiver` is where it sends, for those lines.
+    These lines name `receiver`, the address of the receiver.
     """
 
     def __init__(self, exporter: SpanExporter, receiver: str) -> None:
@@ -130,9 +130,9 @@ class _CountingExporter(SpanExporter):
 
 
 def otlp_exporter(endpoint: str, timeout_s: float) -> SpanExporter:
-    """The SDK's OTLP/gRPC exporter, whose own log lines are silenced: ours say it once.
+    """Makes the SDK's OTLP/gRPC exporter and silences its log, which repeats each failure.
 
-    `endpoint` without a scheme is spoken to in plain text.
+    An `endpoint` without a scheme is used without TLS.
     """
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 

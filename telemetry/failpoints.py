@@ -1,18 +1,19 @@
 """Failpoints: named places in the code where a test makes this process fail.
 
-The setting `failpoints` (`BATON_DEBUG_FAILPOINTS`) arms them, and nothing else does:
+Only the setting `failpoints` (`BATON_DEBUG_FAILPOINTS`) arms them:
 
     name=action[:argument][~key][@nth], separated by commas
 
-- action: `kill` (SIGKILL to this process), `stop` (SIGSTOP: it stands until a SIGCONT), `sleep:S`
-  (the thread sleeps S seconds), `hang` (it sleeps for ever), `gil:S` (it sleeps S whole seconds
-  with the GIL held, so that no other thread runs), `raise` (an error that the place chose).
-- key: only a hit with this key counts, such as a prompt of so many tokens or a peer.
-- nth: fires at the nth hit that counts, once; without it, at every one of them.
-- `live` as an item of its own: the admin port takes another specification (POST /failpoints), and
-  tells how often each point was hit (GET /failpoints).
+- action: `kill` (SIGKILL to this process), `stop` (SIGSTOP: it stands still until a SIGCONT),
+  `sleep:S` (the thread sleeps S seconds), `hang` (it sleeps for ever), `gil:S` (it sleeps S whole
+  seconds with the GIL held, so that no other thread runs), `raise` (it raises an error that the
+  place chose).
+- key: only hits with this key count. A key is, for example, a prompt's number of tokens or a peer.
+- nth: the point fires once, at the nth hit that counts. Without nth it fires at each such hit.
+- `live` as an item of its own: the admin port accepts another specification (POST /failpoints) and
+  shows how often each point was hit (GET /failpoints).
 
-Not armed, a hit costs one look at an empty dict.
+If none is armed, a hit costs one look into an empty dict.
 """
 
 from __future__ import annotations
@@ -31,44 +32,44 @@ logger = logging.getLogger(__name__)
 
 LIVE: Final = "live"
 POINTS: Final[Mapping[str, str]] = {
-    # Prefill worker, on the event loop unless said otherwise.
+    # Prefill worker, on the event loop unless another thread is named.
     "prefill.submitted": "an attempt came; key: tokens of its prompt",
-    "prefill.granted": "its grant came, and nothing is done with it yet",
-    "prefill.chunk": "a chunk's step has settled, its push is not asked for yet (step thread); "
+    "prefill.granted": "its grant came, and is not handled yet",
+    "prefill.chunk": "a chunk's step has settled, and its push is not requested yet (step thread); "
     "key: tokens of the prompt",
-    "prefill.first_token": "the first tokens are known and not yet told; key: tokens of the prompt",
-    "prefill.grant_wait": "how long computed KV waits for its grant; `raise`: a tenth of a second",
-    "prefill.sent": "every push is done, the router not told yet",
+    "prefill.first_token": "the first tokens are known and not yet sent; key: tokens of the prompt",
+    "prefill.grant_wait": "computed KV begins to wait for its grant; `raise`: for 0.1 s at most",
+    "prefill.sent": "every push is done, and the router is not told yet",
     # Decode worker, on the event loop.
     "decode.submitted": "an attempt came; key: tokens of its prompt",
-    "decode.before_grant": "pages are reserved, the transfer thread does not expect them yet",
-    "decode.grant_timeout": "how long a grant lasts is settled; `raise`: a tenth of a second",
+    "decode.before_grant": "pages are reserved, and the transfer thread does not expect them yet",
+    "decode.grant_timeout": "a grant's lifetime is set; `raise`: to 0.1 s",
     "decode.after_grant": "the grant waits in the stream's outbox",
-    "decode.delivered": "all pages have landed, and neither engine nor router know it",
-    "decode.tokens": "a step's tokens are about to be told; key: tokens of the prompt",
+    "decode.delivered": "all pages have landed, and neither engine nor router knows it",
+    "decode.tokens": "a step's tokens are about to be sent; key: tokens of the prompt",
     "decode.ended": "the last choice ended, and the router is not told yet",
     "decode.quarantined": "a granted attempt was given up",
-    # Work stream of any worker, on the event loop: a message is with the connection.
-    "worker.received": "a message of the router is about to be obeyed; key: its kind; `raise` ends "
-    "the stream while the data path lives",
+    # Work stream of any worker, on the event loop.
+    "worker.received": "a message of the router is about to be handled; key: its kind; `raise` "
+    "ends the stream while the data path lives",
     "worker.wrote": "a message to the router was written; key: its kind, such as first_token",
     # Transfer thread.
     "transfer.path": "something is about to go straight to a peer: a push, a self-test, a "
     "notification; key: the peer's name; `raise`: the path to it is cut",
     "transfer.before_push": "a chunk's pages are about to be posted; `raise`: the path is broken",
     "transfer.before_last_push": "as above, for a transfer's last push",
-    "transfer.pushed": "a chunk's write is posted and not yet seen to be done",
-    "transfer.last_pushed": "the last write is posted; it is notified of when seen done",
-    "transfer.done": "every push is done and notified of; `Sent` is not told yet",
+    "transfer.pushed": "a chunk's write is posted, and its end is not seen yet",
+    "transfer.last_pushed": "the last write is posted, and its notification is not sent yet",
+    "transfer.done": "every push is done and every notification is sent; `Sent` is not told yet",
     "transfer.chunk_landed": "decode side: a notification came, and is not counted yet",
-    "transfer.before_quiesced": "the answer to a quiesce is about to leave, its tombstone is set",
+    "transfer.before_quiesced": "the answer to a quiesce is about to leave; its tombstone is set",
     # Engine.
     "engine.turn": "the step loop begins a turn (step thread)",
     "engine.step": "a step is about to run (the device's thread)",
     # Router, on the event loop.
-    "router.received": "a worker's message is about to be obeyed; key: its kind",
+    "router.received": "a worker's message is about to be handled; key: its kind",
 }
-"""Every failpoint, and what is true when it is hit."""
+"""Every failpoint, with the state of the process at its hit."""
 
 _ITEM: Final = re.compile(
     r"(?P<name>[\w.]+)=(?P<action>kill|stop|hang|raise|sleep|gil)(:(?P<argument>[\d.]+))?"
@@ -79,15 +80,15 @@ _HURRIED_S: Final = 0.1
 
 
 class FailpointError(Exception):
-    """What `raise` raises, where the place of the failpoint has chosen nothing else."""
+    """The error of `raise`, unless the place of the failpoint chose another."""
 
 
 class FailpointsError(ValueError):
-    """A specification that says nothing sensible."""
+    """A specification is malformed."""
 
 
 class _Point:
-    """One failpoint of a process where some are armed."""
+    """One failpoint, in a process with armed failpoints."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -98,7 +99,7 @@ class _Point:
         self._lock = threading.Lock()
 
     def arm(self, action: str, argument: float, key: str, nth: int) -> None:
-        """Adds an action. `key` empty: whatever the key; `nth` 0: every time."""
+        """Adds an action. An empty `key` fits every key; `nth` 0 means every hit."""
 
         def act(error: Callable[[str], Exception]) -> None:
             logger.warning("failpoint fires", extra={"failpoint": self.name, "action": action})
@@ -108,7 +109,7 @@ class _Point:
         self._counted.append(0)
 
     def hit(self, key: object, error: Callable[[str], Exception]) -> None:
-        """The code passes here."""
+        """Counts a hit and runs the actions that are due."""
         with self._lock:
             self.hits += 1
             due = []
@@ -128,20 +129,22 @@ _live = False
 
 
 def hit(name: str, key: object = None, error: Callable[[str], Exception] = FailpointError) -> None:
-    """The code passes a failpoint.
+    """Marks a failpoint in the code.
 
     Args:
         name: one of `POINTS`.
-        key: what a specification can ask for.
-        error: makes what `raise` raises, from the point's name.
+        key: the key of this hit, which a specification can select.
+        error: makes the error of `raise` from the point's name.
     """
     if _points:
         _points[name].hit(key, error)
 
 
 def wait_s(name: str, usual_s: float) -> float:
-    """How long something is waited for: as usual, or a tenth of a second where this failpoint is
-    armed to `raise`, by a test that wants to see the wait end."""
+    """Returns a time to wait: `usual_s`, or 0.1 s if this failpoint is armed with `raise`.
+
+    Tests use it to see the end of a long wait.
+    """
     try:
         hit(name)
     except FailpointError:
@@ -150,10 +153,10 @@ def wait_s(name: str, usual_s: float) -> float:
 
 
 def arm(specification: str) -> None:
-    """Arms what the specification says, and nothing else any more; empty disarms everything.
+    """Arms the failpoints of a specification and disarms all others. Empty disarms all.
 
     Raises:
-        FailpointsError: it cannot be read.
+        FailpointsError: the specification is malformed.
     """
     global _points, _live
     items = [item.strip() for item in specification.split(",") if item.strip()]
@@ -170,7 +173,7 @@ def arm(specification: str) -> None:
 
 
 def check(specification: str) -> str:
-    """The specification, where it can be read. Raises FailpointsError."""
+    """Returns the specification if it is well formed. Raises FailpointsError otherwise."""
     points = {name: _Point(name) for name in POINTS}
     for item in specification.split(","):
         if item.strip() not in ("", LIVE):
@@ -184,7 +187,7 @@ def is_live() -> bool:
 
 
 def counts() -> dict[str, tuple[int, int]]:
-    """Per failpoint: how often it was hit, how often it fired. Empty where none is armed."""
+    """Number of hits and of firings, by failpoint. Empty if none is armed."""
     return {name: (point.hits, point.fired) for name, point in _points.items()}
 
 
@@ -211,7 +214,7 @@ def _act(action: str, argument: float, name: str, error: Callable[[str], Excepti
         case "hang":
             time.sleep(_HANG_S)
         case "gil":
-            # libc's own sleep, called without the GIL being given up.
+            # A PyDLL call does not release the GIL.
             ctypes.PyDLL(None).sleep(max(1, round(argument)))
         case _:
             raise error(name)

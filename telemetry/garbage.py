@@ -1,9 +1,8 @@
-"""Python's garbage collector in a process that must not stand still.
+"""Shortens the pauses of Python's garbage collector.
 
-A full collection looks at every object there is, and nothing else in the process runs meanwhile: a
-tenth of a second in a router or a worker, most of it for modules and classes that live as long as
-the process. Once a process is ready these are set apart, and a full collection looks only at what
-came since.
+A full collection looks at every object and stops the whole process: for a tenth of a second in a
+router or a worker. Most of these objects are modules and classes that live as long as the process.
+Once a process is ready, they are excluded: later collections look only at newer objects.
 """
 
 from __future__ import annotations
@@ -12,6 +11,6 @@ import gc
 
 
 def set_apart() -> None:
-    """No later collection looks at what is there now. Called when a process is ready."""
+    """Excludes all present objects from later collections. Called when a process is ready."""
     gc.collect()
     gc.freeze()

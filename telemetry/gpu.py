@@ -1,4 +1,4 @@
-"""What NVML says of one GPU: nothing where there is no driver or no `pynvml`."""
+"""Reads the load of one GPU from NVML. Without a driver or without `pynvml` there is none."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ class GpuLoad(NamedTuple):
     """One reading."""
 
     utilization: float
-    """Share of the last moments in which some kernel ran, in [0, 1]: says nothing about how much
-    of the GPU it used."""
+    """Share of recent time in which some kernel ran, in [0, 1]. A kernel may use little of the
+    GPU."""
     memory_used_bytes: int
-    """By all processes."""
+    """Memory in use by all processes."""
     memory_total_bytes: int
     power_watts: float
 
 
 def gpu_reader(uuid: str, nvml: Any = None) -> Callable[[], GpuLoad | None]:
-    """Reads the GPU of that UUID ("GPU-...") whenever it is called; None where that fails.
+    """Makes a function that reads a GPU's load; it returns None if that fails.
 
     Args:
-        uuid: as NVML knows it: indices mean other GPUs where CUDA_VISIBLE_DEVICES is set.
+        uuid: UUID of the GPU ("GPU-..."). NVML's indices ignore CUDA_VISIBLE_DEVICES.
         nvml: the module `pynvml`; None imports it.
     """
     try:
         nvml = nvml or importlib.import_module("pynvml")
         nvml.nvmlInit()
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
-    except Exception as error:  # Not installed, no driver, no such GPU: NVML has a class for each.
-        logger.info("no figures of the GPU", extra={"error_type": type(error).__qualname__})
+    except Exception as error:  # NVML has many classes: not installed, no driver, no such GPU.
+        details = {"error_type": type(error).__qualname__}
+        logger.info("figures of the GPU cannot be read", extra=details)
         return lambda: None
     return lambda: _read(nvml, handle)
 

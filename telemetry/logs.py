@@ -1,8 +1,8 @@
-"""Logs: one line per record, as JSON or to be read by people, with trace id and process name.
+"""Writes logs: one line a record, as JSON or as text, with trace id and process name.
 
-What a record says is `message` and the fields given as `extra`; neither may hold a prompt, an
-output, or what an exception says. Tracebacks are logged as the class of each exception and the
-frames it passed, since the texts of exceptions quote their arguments.
+A record consists of `message` and of the fields given as `extra`. Neither may hold a prompt, an
+output, or the text of an exception, since such texts quote their arguments. A traceback is logged
+as the class of each exception and the frames that it passed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Format = Literal["text", "json"]
 _OWN_FIELDS: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _TRACE_ID: Final = "trace_id"
 _QUIET: Final = ("asyncio", "urllib3", "httpx", "filelock", "uvicorn.error", "transformers")
-"""Libraries whose everyday lines say nothing that ours do not."""
+"""Libraries whose informational lines only repeat Baton's own."""
 _COLORS: Final = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.DEBUG: "\x1b[2m"}
 _DIM: Final = "\x1b[2m"
 _RESET: Final = "\x1b[0m"
@@ -41,16 +41,16 @@ def setup_logging(
     log_format: Format = "text",
     stream: TextIO | None = None,
 ) -> None:
-    """Sends this process's records to `stream` (standard error), instead of to where they went.
+    """Sends all records of this process to one stream, in place of earlier handlers.
 
-    Exceptions that end a thread are logged too.
+    Exceptions that end a thread are logged, too.
 
     Args:
         service_name: one of `names.Service`.
         instance_id: the process's own name, such as "prefill-0".
-        level: least that is shown.
-        log_format: "text" is coloured where the stream is a terminal.
-        stream: where to.
+        level: lowest level that is logged.
+        log_format: "json" or "text"; text is coloured on a terminal.
+        stream: the stream; None: standard error.
     """
     stream = stream or sys.stderr
     handler = logging.StreamHandler(stream)
@@ -67,7 +67,7 @@ def setup_logging(
 
 
 def log_loop_errors(loop: asyncio.AbstractEventLoop) -> None:
-    """Logs exceptions that nobody awaits on this loop without quoting them, as asyncio would."""
+    """Logs unawaited exceptions of this loop without their texts; asyncio would quote them."""
     loop.set_exception_handler(_log_loop_error)
 
 
@@ -79,7 +79,7 @@ class JsonFormatter(logging.Formatter):
         self._process = {Attr.SERVICE_NAME: service_name, Attr.SERVICE_INSTANCE_ID: instance_id}
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as JSON; fields that JSON has no form for are named by their class."""
+        """Writes a record as JSON. A value that JSON cannot express becomes its class's name."""
         found = {
             "time": _utc(record),
             "level": record.levelname.lower(),
@@ -94,14 +94,14 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """One line per record, with the frames of an exception below it."""
+    """One line a record, with the frames of an exception below it."""
 
     def __init__(self, *, colored: bool) -> None:
         super().__init__()
         self._colored = colored
 
     def format(self, record: logging.LogRecord) -> str:
-        """Time, level, message, fields."""
+        """Writes time, level, message and fields."""
         fields = " ".join(f"{key}={_short(value)}" for key, value in _fields(record).items())
         at = f"{time.strftime('%H:%M:%S', time.localtime(record.created))}.{record.msecs:03.0f}"
         line = (
@@ -120,8 +120,10 @@ class TextFormatter(logging.Formatter):
 
 
 def describe(error: BaseException) -> list[str]:
-    """An exception and its causes: the class of each one, then the frames it passed, innermost
-    last; never a text."""
+    """Describes an exception and its causes without their texts.
+
+    Each has a line with its class, then the frames that it passed, the innermost last.
+    """
     seen: set[int] = set()
     lines: list[str] = []
     chain: BaseException | None = error
@@ -143,7 +145,7 @@ def _class(error: BaseException) -> str:
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """What was given as `extra`; the trace id of the current span where none was given."""
+    """The fields given as `extra`, and the trace id, by default that of the current span."""
     fields = {key: value for key, value in vars(record).items() if key not in _OWN_FIELDS}
     if _TRACE_ID not in fields and (trace_id := _current_trace_id()):
         fields[_TRACE_ID] = trace_id
@@ -169,8 +171,11 @@ def _short(value: object) -> str:
 
 
 def _json(value: object) -> str:
-    """JSON on one line. What a caller chose, such as a tag, may hold control characters that JSON
-    allows and that a terminal would obey: then everything beyond ASCII is escaped."""
+    """Writes JSON on one line. If a value has control characters, all non-ASCII is escaped.
+
+    A caller may choose values, such as a tag. JSON allows some control characters that a terminal
+    would act on.
+    """
     text = json.dumps(value, default=_class_name, ensure_ascii=False)
     return text if text.isprintable() else json.dumps(value, default=_class_name)
 
@@ -189,7 +194,7 @@ def _log_thread_end(args: threading.ExceptHookArgs) -> None:
         return
     name = args.thread.name if args.thread is not None else ""
     logger.error(
-        "a thread ended by an exception", exc_info=args.exc_value, extra={"thread_name": name}
+        "an exception ended a thread", exc_info=args.exc_value, extra={"thread_name": name}
     )
 
 
@@ -197,7 +202,7 @@ def _log_loop_error(loop: asyncio.AbstractEventLoop, context: Mapping[str, Any])
     task = context.get("task") or context.get("future")
     name = task.get_name() if isinstance(task, asyncio.Task) else ""
     logger.error(
-        "an exception that nobody awaits",
+        "a task failed and nothing awaits it",
         exc_info=context.get("exception"),
         extra={"task": name},
     )

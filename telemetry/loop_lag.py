@@ -1,4 +1,4 @@
-"""How late an event loop wakes up: what every message that passes through it waits."""
+"""Measures how late an event loop wakes up. Every message through the loop waits as long."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class EventLoopLag:
         self._task = asyncio.create_task(self._measure(), name="event-loop-lag")
 
     def stop(self) -> None:
-        """Ends it."""
+        """Ends the measuring."""
         if self._task is not None:
             self._task.cancel()
 

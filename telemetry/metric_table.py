@@ -1,6 +1,7 @@
-"""Every metric: its kind, its help, its labels, its buckets.
+"""Declares every metric: its kind, its help, its labels, its buckets.
 
-Names without a unit are counted in what they name; `telemetry.metrics` says who counts.
+A metric without a unit in its name counts the things that it names. `telemetry.router_metrics` and
+`telemetry.worker_metrics` count.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def _seconds(*milliseconds: float) -> tuple[float, ...]:
 _FINE_MS: Final = (0.5, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 20, 25, 30, 40, 50, 75)
 _COARSE_MS: Final = (1, 2.5, 5, 7.5, 10, 15, 20, 30, 40, 50, 75, 100, 150, 200, 300, 400, 500, 750)
 _STEP_S: Final = _seconds(*_FINE_MS, 100, 150, 250, 500, 1_000, 2_500)
-"""Fine where decode steps are: 1 ms apart up to 10 ms."""
+"""Bounds for steps: 1 ms apart up to 10 ms, since decode steps take as long."""
 _LATENCY_S: Final = _seconds(*_COARSE_MS, 1_000, 1_500, 2_000, 3_000, 5_000, 10_000, 30_000)
 _DURATION_S: Final = (
     *(0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 15, 20, 30),
@@ -39,15 +40,15 @@ OWN_FAULTS: Final = (
     "WORKER_LOST",
     "WORKER_LOST_MID_STREAM",
 )
-"""Outcomes of requests that neither the caller nor the load is to blame for."""
+"""Outcomes of requests that are Baton's own fault: neither the caller's nor the load's."""
 OVERLOADED: Final = ("DEADLINE_UNREACHABLE", "NO_WORKERS", "QUEUE_FULL", "QUEUE_TIMEOUT")
-"""Reasons of refusals that more workers would help."""
+"""Reasons of refusals that more workers would avoid."""
 LOSS_CAUSES: Final = ("congested", "frozen", "socket_closed", "stream_ended")
-"""How a router loses a worker that was attached; `router.link.Loss` explains them."""
+"""Causes of a worker's loss; `router.link.Loss` explains them."""
 
 
 class Declared(NamedTuple):
-    """What a metric is."""
+    """The declaration of a metric."""
 
     kind: Literal["counter", "gauge", "histogram"]
     help: str
@@ -71,6 +72,9 @@ DECLARED: Final[Mapping[str, Declared]] = {
     ),
     Metric.REQUESTS: Declared("counter", "Requests ended, by outcome.", ("model", "outcome")),
     Metric.REJECTIONS: Declared("counter", "Requests refused before any work.", ("reason",)),
+    Metric.UNREAD_STREAMS: Declared(
+        "counter", "Answers given up after their deadline, because their clients did not read."
+    ),
     Metric.PROMPT_TOKENS: Declared(
         "counter", "Prompt tokens of requests that began to answer.", ("model",)
     ),
@@ -83,20 +87,20 @@ DECLARED: Final[Mapping[str, Declared]] = {
     Metric.LOCAL_PREFILLS: Declared(
         "counter", "Prompts that a decode worker computed by itself, by reason.", ("reason",)
     ),
-    # Router, as it stands.
+    # Router, its present state.
     Metric.INFLIGHT: Declared("gauge", "Requests waiting or running."),
     Metric.QUEUE_DEPTH: Declared("gauge", "Requests in the router's queue."),
     Metric.QUEUE_TOKENS: Declared("gauge", "Prompt tokens in the router's queue."),
     Metric.QUEUE_DRAIN: Declared(
-        "gauge", "How long what waits takes at the rate measured; none while unknown.", ("model",)
+        "gauge", "Time to empty the queue at the measured rate; absent while unknown.", ("model",)
     ),
     Metric.WORKER_UP: Declared(
         "gauge",
-        "1 while the worker's stream stands; 0 for an hour after it left.",
+        "1 while the worker is attached; 0 for an hour after it left.",
         ("worker", "role", "model"),
     ),
     Metric.WORKERS_LOST: Declared(
-        "counter", "Workers lost without having said that they leave.", ("role", "cause")
+        "counter", "Workers lost that had not announced their leave.", ("role", "cause")
     ),
     # Worker: engine.
     Metric.PROGRESS: Declared("counter", "Turns of the step loop, idle ones included."),
@@ -117,7 +121,7 @@ DECLARED: Final[Mapping[str, Declared]] = {
     Metric.KV_PAGES: Declared("gauge", "Pages of the KV pool, by state.", ("state",)),
     Metric.KV_PAGES_TOTAL: Declared("gauge", "Pages of the KV pool that can be granted."),
     Metric.KV_DAMAGED_PAGES: Declared(
-        "counter", "Free pages that were written to; watched for with poison_freed_pages alone."
+        "counter", "Free pages that were written to; counted only with poison_freed_pages."
     ),
     # Worker: KV transfer.
     Metric.SECOND_TOKEN_GAP: Declared(
@@ -155,21 +159,19 @@ DECLARED: Final[Mapping[str, Declared]] = {
     Metric.GPU_POWER: Declared("gauge", "Power that the GPU draws."),
     # Worker: its peers.
     Metric.PEER_HEALTHY: Declared(
-        "gauge", "0 where routers avoid the path to the peer, for the cause.", ("peer", "cause")
+        "gauge", "0 while routers avoid the path to the peer, for the cause.", ("peer", "cause")
     ),
     Metric.PEER_BANDWIDTH: Declared(
-        "gauge", "Of the path to the peer, measured when they met.", ("peer", "transport")
+        "gauge", "Bandwidth to the peer, measured when the two met.", ("peer", "transport")
     ),
     Metric.PEER_LATENCY: Declared(
-        "gauge", "Of one page to the peer, measured when they met.", ("peer", "transport")
+        "gauge", "Latency of one page to the peer, measured when they met.", ("peer", "transport")
     ),
     # Worker: its routers.
     Metric.WORK_STREAMS: Declared("gauge", "Routers attached."),
     # Every process.
-    Metric.DRAIN_SECONDS: Declared("gauge", "Since the process began to drain; 0 before."),
+    Metric.DRAIN_SECONDS: Declared("gauge", "Time since the process began to drain; 0 before."),
     Metric.LOOP_TASKS: Declared("gauge", "Tasks of the event loop."),
-    Metric.LOOP_LAG: Declared(
-        "histogram", "How much later than asked for the event loop woke up.", (), _STEP_S
-    ),
-    Metric.SPANS: Declared("counter", "Spans ended, by what became of them.", ("outcome",)),
+    Metric.LOOP_LAG: Declared("histogram", "Delay of the event loop's wake-ups.", (), _STEP_S),
+    Metric.SPANS: Declared("counter", "Spans ended, by outcome.", ("outcome",)),
 }

@@ -1,11 +1,11 @@
 """Every name that leaves a process in a span, a metric or a log.
 
-Names of OpenTelemetry's semantic conventions are used where they exist (`SCHEMA_URL` says which
-version); what they do not cover starts with `baton.`, and with `baton_` in metrics. Units are in
-the names. No name here is for a prompt, an output or the text of an exception, and what is not
-named here does not belong into a span: see `undeclared`.
+OpenTelemetry's semantic conventions (version in `SCHEMA_URL`) give the names where they can. Other
+names start with `baton.`, or with `baton_` in metrics. Names contain units. No name here is for a
+prompt, an output or the text of an exception. Spans have no other attributes than those named here:
+see `undeclared`.
 
-The spans of one request, and who writes them:
+The spans of one request, by the process that writes them:
 
     [router]   baton.inference.v1.InferenceService/StreamGenerate       SERVER
                or POST /v1/completions, /v1/chat/completions
@@ -23,8 +23,9 @@ The spans of one request, and who writes them:
                      kv.receive                                         links to kv.send
                      decode.generate
 
-A whole attempt has only the leg `decode`; prefill.queue and prefill.compute are below it then. So
-they are where the decode worker took the prompt over; the leg `prefill` has then ended early.
+An attempt that one worker runs whole has only the leg `decode`. Then prefill.queue and
+prefill.compute are below that leg. If the decode worker took the prompt over, they are below it,
+too, and the leg `prefill` has ended early.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from typing import Final
 
 SCHEMA_URL: Final = "https://opentelemetry.io/schemas/1.44.0"
 SCOPE: Final = "baton"
-"""Instrumentation scope of all spans."""
+"""The instrumentation scope of all spans."""
 
 
 class Service:
-    """`service.name`; the process itself is `service.instance.id`, such as "prefill-0"."""
+    """Values of `service.name`. `service.instance.id` names the process, such as "prefill-0"."""
 
     ROUTER: Final = "baton-router"
     PREFILL: Final = "baton-prefill"
@@ -48,7 +49,7 @@ class Service:
 
 
 class SpanName:
-    """Names of spans. RPC spans are named `package.Service/Method`, HTTP spans `METHOD route`."""
+    """Names of spans. RPC spans have names `package.Service/Method`, HTTP spans `METHOD route`."""
 
     ADMIT: Final = "router.admit"
     TOKENIZE: Final = "router.tokenize"
@@ -70,7 +71,7 @@ class SpanName:
 
 
 class Attr:
-    """Keys of span attributes, and the few fixed values that conventions ask for."""
+    """Keys of span attributes, and a few fixed values of the conventions."""
 
     # Resource.
     SERVICE_NAME: Final = "service.name"
@@ -117,7 +118,7 @@ class Attr:
     ROUTE_DECODE: Final = "baton.route.decode"
     ROUTE_ATTEMPT: Final = "baton.route.attempt"
     ROUTE_LOCAL_REASON: Final = "baton.route.local_reason"
-    """Why a decode worker computes the prompt by itself; on its leg, too."""
+    """Reason why a decode worker computes the prompt itself; its leg has it, too."""
 
     # The legs, prefill and decode.
     WORKER_ID: Final = "baton.worker.id"
@@ -133,7 +134,7 @@ class Attr:
     # kv.grant, kv.send, kv.receive.
     TRANSFER_ID: Final = "baton.transfer.id"
     KV_PAGES: Final = "baton.kv.pages"
-    """Granted, sent or received, without those held already."""
+    """Pages granted, sent or received, without those held already."""
     KV_HELD_PAGES: Final = "baton.kv.held_pages"
     """Pages of the prompt that the decode worker had already."""
     KV_BYTES: Final = "baton.kv.bytes"
@@ -148,7 +149,7 @@ class Attr:
     """From the end of the last chunk's compute to the last push done."""
     KV_GIGABYTES_PER_S: Final = "baton.kv.gigabytes_per_s"
     KV_WAITED_MS: Final = "baton.kv.waited_ms"
-    """Waiting for pages and a slot before the grant."""
+    """Wait for pages and a slot before the grant."""
 
     # decode.generate.
     DECODE_TOKENS: Final = "baton.decode.tokens"
@@ -157,13 +158,13 @@ class Attr:
     DECODE_ITL_P99_MS: Final = "baton.decode.itl_p99_ms"
     DECODE_PREEMPTIONS: Final = "baton.decode.preemptions"
     DECODE_JOIN_WAIT_MS: Final = "baton.decode.join_wait_ms"
-    """From the KV being complete to joining the batch."""
+    """Time between complete KV and joining the batch."""
     DECODE_SECOND_TOKEN_GAP_MS: Final = "baton.decode.second_token_gap_ms"
     """From the first token, sampled at the prefill worker, to the second."""
 
 
 class Metric:
-    """Names of metrics; `telemetry.metrics` declares what they count."""
+    """Names of metrics; `telemetry.metric_table` declares them."""
 
     TIME_TO_FIRST_TOKEN: Final = "gen_ai_server_time_to_first_token_seconds"
     TIME_PER_OUTPUT_TOKEN: Final = "gen_ai_server_time_per_output_token_seconds"
@@ -171,6 +172,7 @@ class Metric:
 
     REQUESTS: Final = "baton_requests"
     REJECTIONS: Final = "baton_rejections"
+    UNREAD_STREAMS: Final = "baton_unread_streams"
     INFLIGHT: Final = "baton_requests_inflight"
     PROMPT_TOKENS: Final = "baton_prompt_tokens"
     OUTPUT_TOKENS: Final = "baton_output_tokens"
@@ -241,5 +243,5 @@ DECLARED_ATTRIBUTES: Final = frozenset(
 
 
 def undeclared(keys: Iterable[str]) -> set[str]:
-    """Attribute keys that are not named here; tests of what is exported expect none."""
+    """Returns the attribute keys that are not named here. Tests expect none in exported spans."""
     return set(keys) - DECLARED_ATTRIBUTES

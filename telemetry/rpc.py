@@ -1,12 +1,12 @@
-"""Spans of gRPC calls, with the status that the call really had.
+"""Writes spans of gRPC calls, with the call's true status.
 
-`ServerSpans` writes a SERVER span per call, below the caller's span where its metadata name one,
-and makes it the current span of the handler.
+`ServerSpans` writes a SERVER span a call and makes it the current span of the handler. If the
+call's metadata name a span of the caller, that one is the parent.
 
-How a call ended is told by gRPC in three ways: a code set or aborted with, an exception, or the
-cancelling of the handler's task. The last happens both when the caller cancels and when its
-deadline is met, and a caller whose deadline is met cancels a little before the server's own clock
-says so: a call cancelled that near to its deadline counts as DEADLINE_EXCEEDED.
+A call can end in three ways: with a code that the handler set or aborted with, with an exception,
+or by cancelling the handler's task. gRPC cancels the task when the caller cancels and also when the
+deadline passes. A caller may notice its deadline a little before the server does. So a call that is
+cancelled shortly before its deadline counts as DEADLINE_EXCEEDED.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ UNTRACED: Final = (
     "/opentelemetry.",
     "/baton.worker.v1.",
 )
-"""Probes, spans themselves, and the workers' protocol: its stream outlives requests by days, and
-each message that belongs to a trace names it."""
+"""Calls without a span: probes, exports of spans, and the workers' protocol. A worker's stream
+lives for days, and each of its messages names its trace itself."""
 
 _SERVER_FAULTS: Final = frozenset(
     {
@@ -49,10 +49,10 @@ _SERVER_FAULTS: Final = frozenset(
         grpc.StatusCode.DATA_LOSS,
     }
 )
-"""Codes that the RPC conventions count as an error of the server; the rest are the caller's."""
+"""Codes that the RPC conventions count as the server's errors; others are the caller's."""
 _DEADLINE_SLACK_S: Final = 0.02
 _DEADLINE_ROUNDING: Final = 0.01
-"""A deadline is sent as a duration rounded up, by at most this share of it."""
+"""Callers send a deadline as a duration, rounded up by at most this share."""
 
 _KINDS: Final = {
     "unary_unary": grpc.unary_unary_rpc_method_handler,
@@ -63,11 +63,11 @@ _KINDS: Final = {
 
 
 class ServerSpans(grpc.aio.ServerInterceptor):
-    """Writes a SERVER span per call of a server; put it first, around all other interceptors.
+    """Writes a SERVER span for each call of a server. Put it first, around other interceptors.
 
-    Handlers must be coroutines, which write their streams by `context.write`; others are left as
-    they are. To one that reads a stream of requests, a caller that cancels may look like one that
-    sent its last: where the handler then returns without complaint, its call counts as OK.
+    Handlers must be coroutines that write their streams with `context.write`; others get no span. A
+    handler that reads a stream of requests may take a cancellation for the end of the stream. If it
+    then returns normally, its call counts as OK.
     """
 
     def __init__(self, untraced: Sequence[str] = UNTRACED) -> None:
@@ -78,7 +78,7 @@ class ServerSpans(grpc.aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
-        """Puts the span around the handler that is found."""
+        """Puts the span around the call's handler."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
         if handler is None or method.startswith(self._untraced):
@@ -111,7 +111,7 @@ def _server_span(method: str, metadata: Any, context: Any) -> Iterator[None]:
         yield
         code = context.code() or grpc.StatusCode.OK
     except (asyncio.CancelledError, grpc.aio.InternalError):
-        # The latter, where the call ended while a message was on its way out.
+        # InternalError: the call ended while a message was being written.
         code = context.code() or _code_of_cancelled(allowed_s, context.time_remaining())
         raise
     except BaseException:

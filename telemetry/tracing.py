@@ -1,15 +1,15 @@
-"""Spans: how a process sends them, and the few ways in which the rest of the code writes them.
+"""Writes and sends the spans of a process.
 
 Life of a process's tracing:
 
-1. Before `setup_tracing`, and in a process that exports nothing, every call here is a cheap no-op
-   that still passes the caller's trace context on.
-2. `setup_tracing`: spans that ended wait in a bounded queue; one background thread sends them.
-   A span that finds the queue full is dropped and counted: nothing that serves ever waits.
-3. `Tracing.shutdown` sends what waits, for a bounded time, and returns to 1.
+1. Before `setup_tracing`, and in a process without an exporter, every call here is a cheap no-op.
+   It still passes the caller's trace context on.
+2. After `setup_tracing`, ended spans wait in a bounded queue, and one background thread sends them.
+   If the queue is full, a span is dropped and counted: requests never wait for it.
+3. `Tracing.shutdown` sends the waiting spans, for a bounded time, and returns to 1.
 
-Invariant: the text of an exception is never recorded. Spans hold no events, and a failed span says
-why by one short stable word, given by whoever knows it.
+Invariant: the text of an exception is never recorded. Spans have no events. A failed span has one
+short stable word as its reason; the code that ends the span chooses it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from telemetry.names import SCHEMA_URL, SCOPE, Attr
 
 Attributes = Mapping[str, AttributeValue]
 Parent = Context | Span | str | None
-"""Of a span: a context that holds one, one itself, a W3C traceparent, or None for a root."""
+"""Parent of a span: a context with a span, a span, a W3C traceparent, or None for a root."""
 
 SHUTDOWN_TIMEOUT_S: Final = 3.0
 _LIMITS: Final = SpanLimits(max_events=0, max_links=8, max_attributes=48, max_attribute_length=256)
@@ -50,16 +50,18 @@ class Tracing:
 
     @property
     def counts(self) -> ExportCounts:
-        """What became of the spans that ended."""
+        """Number of ended spans, by outcome."""
         return self._processor.counts
 
     def flush(self) -> None:
-        """Sends what waits; blocks until the exporter took it or gave it up."""
+        """Sends the waiting spans. Blocks until the exporter took them or gave up."""
         self._provider.force_flush()
 
     def shutdown(self, timeout_s: float = SHUTDOWN_TIMEOUT_S) -> None:
-        """Sends what waits and ends the exporter; blocks no longer than the timeout. What could
-        not be sent by then is lost."""
+        """Sends the waiting spans and ends the exporter. Blocks no longer than the timeout.
+
+        Spans that are unsent by then are lost.
+        """
         _switch.leave(self._provider)
         flusher = threading.Thread(target=self._provider.shutdown, name="spans-last", daemon=True)
         flusher.start()
@@ -84,11 +86,11 @@ def setup_tracing(
         service_name: one of `names.Service`.
         instance_id: the process's own name, such as "prefill-0".
         otlp_endpoint: host:port or URL of the receiver; "" sends nothing and returns None.
-        sample_ratio: share of the traces begun here that are recorded; callers' decisions stand.
-        schedule_delay_ms: a span is sent at most so long after it ended, if the receiver is well.
-        max_queued_spans: more than these waiting are dropped.
-        export_timeout_s: a batch that the receiver has not taken by then is dropped.
-        exporter: used instead of OTLP; for tests.
+        sample_ratio: share of traces begun here that are recorded. Callers decide about theirs.
+        schedule_delay_ms: longest time between a span's end and its sending, if the receiver works.
+        max_queued_spans: number of waiting spans above which further ones are dropped.
+        export_timeout_s: time after which an unaccepted batch is dropped.
+        exporter: replaces OTLP; for tests.
 
     Raises:
         RuntimeError: tracing is set up already.
@@ -121,7 +123,7 @@ def start_span(
     start_ns: int | None = None,
     links: Sequence[Link] = (),
 ) -> Span:
-    """Starts a span whose id is needed before its end; end it with `end_span`."""
+    """Starts a span. Use it where the id is needed before the end; end it with `end_span`."""
     return _switch.tracer.start_span(
         name,
         context_of(parent),
@@ -141,9 +143,9 @@ def end_span(
     *,
     error: str = "",
 ) -> None:
-    """Ends a span. `error` is a short stable word, "" where all went well; never a message.
+    """Ends a span. `error` is a short stable word, never a message; "" for success.
 
-    Where the clock was set back meanwhile, it ends when it began.
+    If the clock was set back meanwhile, the span ends at its start.
     """
     if attributes:
         span.set_attributes(attributes)
@@ -165,7 +167,7 @@ def write_span(
     links: Sequence[Link] = (),
     error: str = "",
 ) -> Span:
-    """Writes a span afterwards, from stored Unix nanoseconds; `error` as in `end_span`."""
+    """Writes a span afterwards, from stored Unix nanoseconds. For `error` see `end_span`."""
     if not _switch.active:
         return trace.INVALID_SPAN
     span = start_span(name, parent, attributes, kind=kind, start_ns=start_ns, links=links)
@@ -174,9 +176,9 @@ def write_span(
 
 
 def context_of(parent: Parent) -> Context:
-    """The context under which a child of `parent` is started; an empty one for a root.
+    """Returns the context in which a child of `parent` starts; an empty one for a root.
 
-    A traceparent that is none counts as a root.
+    A malformed traceparent counts as a root.
     """
     match parent:
         case None | "":
@@ -190,7 +192,7 @@ def context_of(parent: Parent) -> Context:
 
 
 def traceparent_of(parent: Parent) -> str:
-    """W3C traceparent of a span or of the span in a context; "" where there is none."""
+    """Returns the W3C traceparent of a span or of the span in a context; "" without a span."""
     span = _span_context(parent)
     if not span.is_valid:
         return ""
@@ -199,21 +201,21 @@ def traceparent_of(parent: Parent) -> str:
 
 
 def trace_id_of(parent: Parent) -> str:
-    """Trace id, 32 hex digits; "" where there is none."""
+    """Returns the trace id, 32 hex digits; "" without a span."""
     span = _span_context(parent)
     return trace.format_trace_id(span.trace_id) if span.is_valid else ""
 
 
 def span_id_bytes(span: Span) -> bytes:
-    """The 8 bytes of a span's id, for messages between workers; b"" of a span that is none."""
+    """Returns a span's id as 8 bytes, for messages between workers; b"" for an invalid span."""
     context = span.get_span_context()
     return context.span_id.to_bytes(8, "big") if context.is_valid else b""
 
 
 def link_from(parent: Parent, span_id: bytes) -> tuple[Link, ...]:
-    """Link to the span of that id in `parent`'s trace; empty where there is no such span.
+    """Makes a link to a span of `parent`'s trace, by its id; empty without a valid id.
 
-    Meant for `write_span(..., links=link_from(traceparent, send_span_id))`.
+    Use: `write_span(..., links=link_from(traceparent, send_span_id))`.
     """
     here = _span_context(parent)
     if not here.is_valid or len(span_id) != 8 or not any(span_id):
@@ -234,7 +236,7 @@ def _resource(service_name: str, instance_id: str) -> Resource:
 
 
 class _SwitchedTracer(trace.Tracer):
-    """Starts spans at whichever provider is set up now, and never records an exception's text."""
+    """Starts spans at the present provider. It never records the text of an exception."""
 
     def start_span(
         self,
@@ -252,7 +254,7 @@ class _SwitchedTracer(trace.Tracer):
         )
 
     @contextmanager
-    def start_as_current_span(  # type: ignore[override]  # Theirs serves coroutines, too.
+    def start_as_current_span(  # type: ignore[override]  # The base class's serves coroutines, too.
         self,
         name: str,
         context: Context | None = None,
@@ -278,7 +280,7 @@ class _SwitchedTracer(trace.Tracer):
 
 
 class _Switch(trace.TracerProvider):
-    """The global provider: set once, as the API wants it, and in use only while tracing is on."""
+    """The global provider. The API lets it be set once; it is in use only while tracing is on."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -288,11 +290,11 @@ class _Switch(trace.TracerProvider):
 
     @property
     def active(self) -> bool:
-        """Whether spans go anywhere."""
+        """Whether spans are exported."""
         return self._provider is not None
 
     def enter(self, provider: TracerProvider) -> None:
-        """From now on spans go to `provider`."""
+        """Sends spans to `provider` from now on."""
         with self._lock:
             if self._provider is not None:
                 raise RuntimeError("tracing is set up already")
@@ -302,14 +304,14 @@ class _Switch(trace.TracerProvider):
             self.tracer = provider.get_tracer(SCOPE, schema_url=SCHEMA_URL)
 
     def leave(self, provider: TracerProvider) -> None:
-        """From now on spans go nowhere, unless somebody else's turn has come."""
+        """Stops sending spans to `provider`, if it is still the present one."""
         with self._lock:
             if self._provider is provider:
                 self._provider = None
                 self.tracer = self._off
 
     def get_tracer(self, *args: object, **kwargs: object) -> trace.Tracer:
-        """All code of a process shares one scope."""
+        """Returns a tracer. All code of a process shares one scope."""
         return _SwitchedTracer()
 
 

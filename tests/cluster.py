@@ -70,7 +70,7 @@ def spawn(argv: Sequence[str], environment: Mapping[str, str], log: Path) -> Pro
 class Cluster:
     """Processes of a plan, started and killed one by one."""
 
-    plan: up.Plan
+    plan: up.UpPlan
     logs: Path
     environment: Mapping[str, str]
     launch: Launch

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from baton.settings import DEBUG, WorkerSettings, debug_settings, fields
+from baton.settings import DEBUG, debug_settings, fields
+from baton.worker_settings import WorkerSettings
 from router.settings import RouterSettings
 
 Kind = TypeVar("Kind", WorkerSettings, RouterSettings)

@@ -26,13 +26,13 @@ from waiting import WAIT_S, until
 
 from baton.worker.v1 import worker_pb2
 from baton.worker_outbox import LoopInbox, Outbox
-from baton.worker_peers import Peers
+from baton.worker_peers import PeerPaths
 from baton.worker_quiesce import QuiesceRelay
 from baton.worker_stream import Services
 from baton.worker_wire import endpoint_message, model_message, pack_ids, unpack_ids
 from decode_service.service import DecodeService
 from engine.blocks import BlockManager
-from engine.bounds import SchedulerConfig
+from engine.bounds import Bounds
 from engine.engine import Engine
 from engine.eviction import EVICTION_POLICIES
 from engine.sampling import Sampler
@@ -45,7 +45,7 @@ from kv_transfer.loopback import LoopbackTransport
 from kv_transfer.pool import PoolMemory
 from kv_transfer.thread import TransferThread
 from prefill_service.service import PrefillService
-from telemetry.metrics import WorkerMetrics
+from telemetry.worker_metrics import WorkerMetrics
 
 PAGE_TOKENS = 4
 STEP_TOKENS = 16
@@ -163,7 +163,7 @@ class Node:
         )
         self.metrics = WorkerMetrics(self.engine.load, lambda: self.transfer.counters)
         self.transport: LoopbackTransport
-        self.peers = Peers(self.identity, self.transfer)
+        self.peers = PeerPaths(self.identity, self.transfer)
         self.prefill = PrefillService(
             self.engine,
             self.transfer,
@@ -176,7 +176,7 @@ class Node:
         self.decode = DecodeService(
             self.engine,
             self.transfer,
-            self.inbox.hop,
+            self.inbox.call_on_loop,
             self.metrics,
             epoch=self.epoch,
             agent_name=self.name,
@@ -245,7 +245,7 @@ class Node:
         return self.transport
 
     def _on_transfer(self, event: TransferEvent) -> None:
-        self.inbox.hop(partial(self._dispatch, event))
+        self.inbox.call_on_loop(partial(self._dispatch, event))
 
     def _dispatch(self, event: TransferEvent) -> None:
         self.peers.on_transfer(event)
@@ -383,7 +383,7 @@ class Attempted:
         time_left_ms: int | None = None,
         seed: int | None = None,
         traceparent: str = "",
-        local_prefill_tokens: int = 0,
+        takeover_tokens: int = 0,
     ) -> None:
         rng = np.random.default_rng(seed if seed is not None else next(_serial))
         self.id = secrets.token_bytes(16)
@@ -394,7 +394,7 @@ class Attempted:
         self.deadline_unix_ns = deadline_unix_ns
         self.time_left_ms = time_left_ms
         self.traceparent = traceparent
-        self.local_prefill_tokens = local_prefill_tokens
+        self.takeover_tokens = takeover_tokens
         self.abort_asked: Ear | None = None
 
     @property
@@ -426,7 +426,7 @@ class Attempted:
             deadline_unix_ns=self.deadline_unix_ns,
             time_left_ms=self.time_left_ms,
             traceparent=self.traceparent,
-            local_prefill_tokens=self.local_prefill_tokens,
+            takeover_tokens=self.takeover_tokens,
         )
 
 
@@ -450,7 +450,7 @@ async def a_pair(**options: Any) -> AsyncIterator[Pair]:
 
 
 def _scheduler(num_pages: int, max_sequences: int) -> Scheduler:
-    config = SchedulerConfig(
+    config = Bounds(
         max_sequences=max_sequences,
         max_step_tokens=STEP_TOKENS,
         mixed_prefill_tokens=STEP_TOKENS,

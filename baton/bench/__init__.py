@@ -1,16 +1,16 @@
-"""`baton bench`: open-loop load on a gRPC or OpenAI endpoint, and what its clients saw.
+"""`baton bench`: puts open-loop load on a gRPC or OpenAI endpoint and measures it as a client.
 
 Life of a run:
 
-1. `workload` plans every request before anything is sent: when it is due, how long its prompt is,
-   how many tokens it asks for. The same seed plans the same requests.
-2. `fleet` deals them out to sender processes, which write every request out in full and warm up.
-3. At one instant all begin. A request is sent when it is due, whatever became of those before; a
-   message that comes back is stamped and kept as it is.
-4. When the last has ended, senders read the messages that they kept, and send back one `Outcome`
-   a request with how late they were themselves.
-5. `summary` takes percentiles, `goodput` repeats all that at other rates, `report` draws it.
+1. `workload` plans every request before anything is sent: its due time, its prompt's length, its
+   number of output tokens. The same seed plans the same requests.
+2. `fleet` deals the requests out to sender processes. They write every request in full and warm up.
+3. All senders begin at one instant. Each request is sent when it is due; a slow answer delays no
+   later request. Answers are stamped and kept unread.
+4. When the last answer has ended, each sender reads its answers. It sends back one `Outcome` a
+   request, and how late it was itself.
+5. `summary` takes percentiles, `goodput` repeats the run at other rates, `report` draws it.
 
-What is a figure of the client and not of the server is reported beside it, and where it is too
-large the result says of itself that it is not valid.
+Delays of the client itself are reported beside the figures. If they are too large, the result says
+that it is not valid.
 """

@@ -21,7 +21,7 @@ from baton.bench.queue_simulation import single_server_waits_s
 from baton.bench.servers import served
 from baton.bench.spans import span_figures
 from baton.bench.summary import Percentiles, Slo, Summary, gathered, percentiles, summarize
-from baton.bench.workload import Plan, Workload, shared_prefix_tokens
+from baton.bench.workload import LoadPlan, Workload, shared_prefix_tokens
 from baton.commands.output import rounded
 
 LATENCIES: Final[Mapping[str, str]] = {
@@ -31,12 +31,12 @@ LATENCIES: Final[Mapping[str, str]] = {
     "tpot_ms": "TPOT",
     "e2e_ms": "E2E",
 }
-"""Fields of a summary and what they are called."""
+"""Fields of a summary, and their names for people."""
 
 
 @dataclass(frozen=True, slots=True)
 class SearchOptions:
-    """How goodput is searched; see `goodput.search`."""
+    """Options of a search for goodput; see `goodput.search`."""
 
     wanted_attainment: float = 0.9
     tolerance: float = 0.05
@@ -44,19 +44,19 @@ class SearchOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """What to measure."""
+class BenchOptions:
+    """The options of a benchmark."""
 
     targets: tuple[Target, ...]
     """Requests go to them in turn."""
     workload: Workload
     rate: float = 0.0
-    """As in `Workload.plan`; of a search, where it begins."""
+    """Requests a second, as in `Workload.plan`. A search begins at this rate."""
     repeats: int = 1
     seed: int = field(default_factory=lambda: secrets.randbits(31))
-    """Of the first run; later ones count on from it."""
+    """Seed of the first run; later runs count up from it."""
     model: str = ""
-    """"": the only one served."""
+    """"": the only model served."""
     api_key: str = ""
     vocabulary: int = 32_000
     force_length: bool = True
@@ -65,13 +65,13 @@ class Options:
     timeout_s: float = 120.0
     slo: Slo = field(default_factory=Slo)
     search: SearchOptions | None = None
-    """None: `repeats` runs at `rate`."""
+    """None: no search, but `repeats` runs at `rate`."""
     idle_ttft_ms: float | None = None
-    """Simulate a queue of one server that takes this long."""
+    """Simulate a queue before one server that takes this long for each request."""
     max_lag_ms: float = 5.0
-    """The client may be this late, at the 99th percentile."""
+    """Largest delay of the client, at the 99th percentile, in a valid result."""
     admin: str = ""
-    """HOST:PORT of a router's admin port, to read spans from."""
+    """HOST:PORT of a router's admin port; spans are read there."""
 
     def __post_init__(self) -> None:
         if self.search and not self.slo.given:
@@ -91,23 +91,23 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What was measured."""
+    """The result of a benchmark."""
 
-    options: Options
+    options: BenchOptions
     model: str
     dropped_rows: int
     """Requests of the trace that the model's context cannot hold."""
     shared_prefix_share: float
-    """Of the first run's prompt tokens, what an ideal prefix cache would find."""
+    """Share of the first run's prompt tokens that an ideal prefix cache would find."""
     runs: tuple[Run, ...]
-    """Of a search: its probes."""
+    """All runs; the probes of a search."""
     found: Goodput | None = None
     spans: Mapping[str, Any] = field(default_factory=dict)
     began_unix_s: float = 0.0
 
     @property
     def complaints(self) -> tuple[str, ...]:
-        """Why the figures are the client's and not the server's."""
+        """Reasons why the figures measure the client and not the server."""
         return tuple(
             f"run {number}: {complaint}"
             for number, run in enumerate(self.runs, 1)
@@ -116,7 +116,7 @@ class Result:
 
     @property
     def unserved(self) -> str:
-        """What became of the requests where not a single one was served; else empty."""
+        """One line about the ends of all requests if none was served; else empty."""
         if any(run.summary.ok for run in self.runs):
             return ""
         became: Counter[str] = Counter()
@@ -127,14 +127,14 @@ class Result:
 
     @property
     def shown(self) -> tuple[Run, ...]:
-        """Runs worth a look: all, or of a search the one that it settled on."""
+        """The runs to show: all, or the one at which a search ended."""
         if self.found is None:
             return self.runs
         best = [run for run in self.runs if run.summary.offered_rate == self.found.rate]
         return tuple(best[-1:]) or self.runs[-1:]
 
     def ranges(self) -> dict[str, dict[str, tuple[float, float]]]:
-        """Least and largest over the runs, of each percentile of each latency."""
+        """The smallest and largest value of each percentile of each latency over the runs."""
         return {
             name: {
                 quantile: (min(values), max(values))
@@ -147,23 +147,23 @@ class Result:
 
 
 class Watcher:
-    """Hears how a benchmark goes on; this one does nothing."""
+    """Is told about the progress of a benchmark; this one does nothing."""
 
-    def run_begins(self, plan: Plan) -> None:
+    def run_begins(self, plan: LoadPlan) -> None:
         """Requests are being written and connections warmed up."""
 
     def told(self, sent: int, ended: int) -> None:
-        """So many requests were sent, and so many have ended."""
+        """Reports the number of requests sent and ended so far."""
 
     def run_ended(self, summary: Summary) -> None:
         """A run is over."""
 
 
-def measure(options: Options, watcher: Watcher | None = None) -> Result:
+def measure(options: BenchOptions, watcher: Watcher | None = None) -> Result:
     """Runs a benchmark.
 
     Raises:
-        BenchError: it cannot be run, or a sender did not come to its end.
+        BenchError: the benchmark cannot run, or a sender process did not end.
         BatonError: a router does not answer.
     """
     watcher = watcher or Watcher()
@@ -206,7 +206,7 @@ def measure(options: Options, watcher: Watcher | None = None) -> Result:
 
 
 def _fitting(workload: Workload, context: int) -> tuple[Workload, int]:
-    """Without the trace's requests that no context holds, and how many those are."""
+    """Drops requests of the trace that exceed the context; returns how many were dropped."""
     if not workload.trace or not context:
         return workload, 0
     rows = workload.trace
@@ -216,13 +216,17 @@ def _fitting(workload: Workload, context: int) -> tuple[Workload, int]:
     return replace(workload, trace=fit), len(rows) - len(fit)
 
 
-def _shared_share(plan: Plan) -> float:
+def _shared_share(plan: LoadPlan) -> float:
     tokens = sum(request.prompt_tokens for request in plan.requests)
     return shared_prefix_tokens(plan.requests) / tokens
 
 
 def _run(
-    fleet: Fleet, plan: Plan, rate: float, options: Options, told: Callable[[int, int], None]
+    fleet: Fleet,
+    plan: LoadPlan,
+    rate: float,
+    options: BenchOptions,
+    told: Callable[[int, int], None],
 ) -> Run:
     reports = fleet.run(plan, told)
     simulated = _simulated(reports, options.idle_ttft_ms)
@@ -231,7 +235,7 @@ def _run(
 
 
 def _simulated(reports: Sequence[SenderReport], idle_ttft_ms: float | None) -> Percentiles | None:
-    """TTFT of a queue of one server, for the times at which requests were really sent."""
+    """TTFT of one server with one queue, if requests came when they were really sent."""
     if idle_ttft_ms is None:
         return None
     sent_s = sorted(outcome.sent_s for outcome in gathered(reports))
@@ -240,7 +244,7 @@ def _simulated(reports: Sequence[SenderReport], idle_ttft_ms: float | None) -> P
 
 
 def as_json(result: Result) -> dict[str, Any]:
-    """The result without the single requests."""
+    """The result as JSON, without single requests."""
     options = result.options
     workload = options.workload
     complaints = [*filter(None, [result.unserved]), *result.complaints]

@@ -1,4 +1,4 @@
-"""A result as pictures: matplotlib figures, drawn without a display."""
+"""Draws a result as matplotlib figures. No display is needed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _BINS: Final = 60
 
 
 def figures(result: Result) -> Mapping[str, Figure]:
-    """Every picture that the result gives, by name."""
+    """All pictures of a result, by name."""
     shown = result.shown
     slo = result.options.slo
     with rc_context(_STYLE):
@@ -63,7 +63,7 @@ def _figure(rows: int, columns: int, height_in: float) -> tuple[Figure, list[Axe
 
 
 def _latency(runs: Sequence[Run], slo: Slo) -> Figure:
-    """Shares of requests, or of gaps, up to a latency: one line a run."""
+    """Cumulative shares of requests and of gaps over the latency: one line a run."""
     figure, (first, gap, rest) = _figure(1, 3, 3.6)
     for run in runs:
         good = [outcome for outcome in run.outcomes if outcome.ok]
@@ -96,13 +96,13 @@ def _share(axes: Axes, seconds: ArrayLike, colour: str, label: str) -> None:
 
 
 def _zoom(axes: Axes, gaps_s: Sequence[float]) -> None:
-    """Leaves the longest one in a thousand out of sight: they would flatten all others."""
+    """Hides the longest one in a thousand gaps: they would flatten all others."""
     if gaps_s:
         axes.set_xlim(0, 1.3e3 * float(np.percentile(gaps_s, 99.9)))
 
 
 def _limit(axes: Axes, limit_ms: float | None) -> None:
-    """Marks a service level; one far beyond all that was measured is told of at the edge."""
+    """Marks a service level. A level far beyond all measured values is written at the edge."""
     if limit_ms is None:
         return
     _, right = axes.get_xlim()
@@ -116,7 +116,7 @@ def _limit(axes: Axes, limit_ms: float | None) -> None:
 
 
 def _beside(axes: Axes, at: float, text: str, colour: str, **style: Any) -> None:
-    """Writes at the foot of an upright line, on the side that has room."""
+    """Writes beside the foot of an upright line, on the side with more room."""
     is_right = at < sum(axes.get_xlim()) / 2
     axes.annotate(
         text,
@@ -130,7 +130,7 @@ def _beside(axes: Axes, at: float, text: str, colour: str, **style: Any) -> None
 
 
 def _timeline(run: Run, slo: Slo) -> Figure:
-    """First token of each request, requests under way, and tokens a second, over the run."""
+    """Three charts over time: first tokens, requests under way, tokens a second."""
     figure, (first, running, tokens) = _figure(3, 1, 6.4)
     good = [outcome for outcome in run.outcomes if outcome.ok]
     bad = [outcome for outcome in run.outcomes if not outcome.ok]
@@ -165,7 +165,9 @@ def _under_way(outcomes: Sequence[Outcome]) -> tuple[Sequence[float], Sequence[i
 
 
 def _token_rates(outcomes: Sequence[Outcome], until_s: float) -> tuple[ArrayLike, ArrayLike]:
-    """Edges of bins and tokens a second in each; messages of a request count alike."""
+    """Bin edges in seconds, and tokens a second in each bin.
+
+    A request's tokens are spread evenly over its messages."""
     edges = np.linspace(0.0, until_s, _BINS + 1)
     rates = np.zeros(_BINS)
     for outcome in outcomes:
@@ -175,7 +177,7 @@ def _token_rates(outcomes: Sequence[Outcome], until_s: float) -> tuple[ArrayLike
 
 
 def _goodput(found: Goodput) -> Figure:
-    """Attainment and tail latencies over the rate."""
+    """Two charts over the rate: attainment and tail latencies."""
     figure, (share, tail) = _figure(1, 2, 3.8)
     probes = found.by_rate()
     rates = [probe.offered_rate for probe in probes]

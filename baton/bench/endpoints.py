@@ -1,7 +1,7 @@
-"""The two kinds of endpoint under load: our gRPC API, and the OpenAI API of anyone.
+"""The two kinds of endpoint under load: Baton's gRPC API, and the OpenAI API of any server.
 
-While a run lasts, a message is stamped and kept and nothing else: no parsing, no checking. What it
-said is read when the run is over, so that a sender's time goes into sending and receiving.
+During a run a message is only stamped and kept: it is neither parsed nor checked. It is read when
+the run is over, so that a sender spends its time on sending and receiving.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from baton.channels import TLS_SCHEME
 
 
 class EndpointError(Exception):
-    """A request failed; the status is the word to count it under."""
+    """A request failed. Failures are counted by `status`, a short word."""
 
     def __init__(self, status: str, message: str = "") -> None:
         super().__init__(message)
@@ -26,45 +26,45 @@ class EndpointError(Exception):
 
 @dataclass(slots=True)
 class Kept:
-    """An answer as it came: when, and what."""
+    """An unread answer: its parts and their arrival times."""
 
     at_s: list[float] = field(default_factory=list)
-    """Of `time.perf_counter`, one for each part."""
+    """Arrival of each part, by `time.perf_counter`."""
     parts: list[bytes] = field(default_factory=list)
     trace_id: str = ""
 
 
 class Reading(NamedTuple):
-    """An answer, read."""
+    """The contents of an answer."""
 
     arrivals_s: list[float]
-    """Of messages that carried tokens."""
+    """Arrival of each message that carried tokens."""
     tokens: int
     trace_id: str = ""
     whole: bool = True
-    """Whether its end was there, and nothing was missing before."""
+    """Whether the answer reached its end with nothing missing."""
 
 
 class Asked(NamedTuple):
-    """How requests are written."""
+    """Properties that all requests share."""
 
     model: str
-    """"": the only one, where that is allowed."""
+    """"": the only model, where the server allows that."""
     force_length: bool
-    """Go on past the end of sequence until the length asked for."""
+    """Whether to generate past the end of sequence up to the requested length."""
     timeout_s: float
     api_key: str = ""
 
 
-class Endpoint(Protocol):
-    """One server's address and how to speak to it. Belongs to the running loop."""
+class BenchEndpoint(Protocol):
+    """Speaks to one server. Belongs to the running event loop."""
 
     def write(self, prompt: list[int], output_tokens: int) -> bytes:
-        """A request in full."""
+        """Returns a request, serialized."""
         ...
 
     async def send(self, request: bytes, kept: Kept) -> None:
-        """Sends it and keeps what comes back.
+        """Sends a request and keeps its answer unread.
 
         Raises:
             EndpointError: the request failed, perhaps after a part of the answer.
@@ -72,16 +72,16 @@ class Endpoint(Protocol):
         ...
 
     def read(self, kept: Kept) -> Reading:
-        """What the answer said."""
+        """Reads an answer."""
         ...
 
     async def close(self) -> None:
-        """Hangs up."""
+        """Closes the connection."""
         ...
 
 
 class Target(NamedTuple):
-    """Where an endpoint is."""
+    """Protocol and address of an endpoint."""
 
     protocol: str
     """"grpc" or "openai"."""
@@ -90,10 +90,10 @@ class Target(NamedTuple):
 
 
 def parse_url(url: str) -> Target:
-    """`grpc(s)://HOST:PORT`, `HOST:PORT`, or an `http(s)` URL whose path is or ends in `/v1`.
+    """Reads `grpc(s)://HOST:PORT`, `HOST:PORT`, or an `http(s)` URL with or without `/v1`.
 
     Raises:
-        WrongUseError: it is none of these.
+        WrongUseError: the URL is none of these.
     """
     parts = urlsplit(url if "://" in url else f"grpc://{url}")
     try:
@@ -109,7 +109,7 @@ def parse_url(url: str) -> Target:
 
 
 def timed_out(timeout_s: float) -> EndpointError:
-    """The client gave up."""
+    """The error of a request that the client gave up."""
     return EndpointError(TIMEOUT, f"no end after {timeout_s:g} s")
 
 

@@ -1,11 +1,11 @@
-"""What keeps a benchmark from being run."""
+"""Errors of a benchmark."""
 
 from __future__ import annotations
 
 
 class BenchError(Exception):
-    """It cannot be run, or did not come to its end; the message says why and what to do."""
+    """A benchmark cannot run, or did not end. The message says why and what to do."""
 
 
 class WrongUseError(BenchError):
-    """What was asked for cannot be measured, whatever the server does."""
+    """The options make no sense, whatever the server does."""

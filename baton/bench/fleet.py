@@ -1,7 +1,7 @@
-"""The sender processes of a benchmark, seen from the process that leads it.
+"""Starts and leads the sender processes of a benchmark.
 
-They are started once and carry out one plan after another. Requests are dealt out in turn. Every
-wait is bounded: by the time limits of the requests themselves and a margin on top.
+The processes start once and run one plan after another. Requests are dealt out in turn. Every wait
+is bounded by the time limits of the requests and a margin.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from baton.bench import sender
 from baton.bench.endpoints import Asked, Target
 from baton.bench.errors import BenchError
 from baton.bench.outcome import UNREACHABLE, SenderReport
-from baton.bench.sender import NotReady, Order, Progress, Ready, Start
-from baton.bench.workload import Plan
+from baton.bench.sender import NotReady, Progress, Ready, RunOrder, Start
+from baton.bench.workload import LoadPlan
 
 START_DELAY_S: Final = 0.1
-"""For the signal to begin to reach every sender."""
+"""Delay of the start, so that its message reaches every sender in time."""
 SPAWN_S: Final = 60.0
 WRITING_S_PER_MILLION_TOKENS: Final = 20.0
 END_S: Final = 5.0
@@ -33,21 +33,23 @@ _MOST_SENDERS: Final = 8
 
 
 class Sending(NamedTuple):
-    """What is the same for all requests of a benchmark."""
+    """Properties that all runs of a benchmark share."""
 
     targets: tuple[Target, ...]
     asked: Asked
     vocabulary: int
     warm_ups: int
-    """Requests of each sender to each target before a run."""
+    """Number of requests that each sender sends to each target before a run."""
 
 
 Told = Callable[[int, int], None]
-"""Of (requests sent, requests ended)."""
+"""A callback that takes the number of requests sent and the number ended."""
 
 
 def usual_senders() -> int:
-    """A quarter of the cores, for the server may need the others, and at most `_MOST_SENDERS`."""
+    """The default number of senders: a quarter of the cores, at most `_MOST_SENDERS`.
+
+    The server may need the other cores."""
     return min(_MOST_SENDERS, max(1, (os.cpu_count() or 1) // _CORES_PER_SENDER))
 
 
@@ -84,11 +86,11 @@ class Fleet:
                 process.kill()
                 process.join()
 
-    def run(self, plan: Plan, told: Told = lambda sent, ended: None) -> list[SenderReport]:
-        """Sends all requests of a plan and returns what each sender saw, when the last has ended.
+    def run(self, plan: LoadPlan, told: Told = lambda sent, ended: None) -> list[SenderReport]:
+        """Sends all requests of a plan. Returns each sender's report when the last has ended.
 
         Raises:
-            BenchError: a warm-up request failed, or a sender is gone or does not come to an end.
+            BenchError: a warm-up request failed, or a sender process died or does not end.
         """
         used = self._pipes[:1] if plan.in_turn else self._pipes[: len(plan.requests)]
         for number, pipe in enumerate(used):
@@ -100,9 +102,9 @@ class Fleet:
             self._send(pipe, start)
         return self._await_reports(used, plan, told)
 
-    def _order(self, plan: Plan, requests: Any, senders: int) -> Order:
+    def _order(self, plan: LoadPlan, requests: Any, senders: int) -> RunOrder:
         at = self._sending
-        return Order(
+        return RunOrder(
             at.targets,
             at.asked,
             requests,
@@ -113,7 +115,7 @@ class Fleet:
             at.warm_ups,
         )
 
-    def _await_ready(self, pipes: list[Connection], plan: Plan) -> None:
+    def _await_ready(self, pipes: list[Connection], plan: LoadPlan) -> None:
         tokens = sum(request.prompt_tokens for request in plan.requests)
         warm_ups = self._sending.warm_ups * len(self._sending.targets)
         limit_s = SPAWN_S + warm_ups * self._sending.asked.timeout_s
@@ -130,7 +132,9 @@ class Fleet:
         if failed is not None:
             raise _not_ready(failed, self._sending.targets)
 
-    def _await_reports(self, pipes: list[Connection], plan: Plan, told: Told) -> list[SenderReport]:
+    def _await_reports(
+        self, pipes: list[Connection], plan: LoadPlan, told: Told
+    ) -> list[SenderReport]:
         timeout_s = self._sending.asked.timeout_s
         last_s = plan.requests[-1].due_s
         limit_s = timeout_s * len(plan.requests) if plan.in_turn else last_s + timeout_s

@@ -1,13 +1,13 @@
 """Goodput: the highest rate at which enough requests keep the service levels, by bisection.
 
-1. From the first rate on, rates double while they are sustained, or halve while they are not: now
-   one is known that is, and a higher one that is not. Halving ends where requests hardly meet any
-   more: what an idle server misses, no lower rate will mend.
-2. The interval between them is halved, in ratio, until it is narrow enough.
+1. Beginning at the first rate, the search doubles the rate while it is sustained, or halves it
+   while it is not. Then one sustained rate and one higher, missed rate are known. Halving stops
+   when requests hardly overlap: a lower rate cannot help an idle server.
+2. The search tries the geometric mean of the two rates until they are close enough.
 
-Every probe is a run of its own with a seed of its own. Arrivals are random, so a rate near the edge
-may fall on either side; the width of the interval says how exact the answer is, and the number of
-requests of a probe how sure.
+Every probe is a run with a seed of its own. Arrivals are random, so a rate near the limit may be
+sustained or missed by chance. The width of the interval is the precision of the answer; more
+requests a probe make it more certain.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from typing import Final
 from baton.bench.summary import Summary
 
 RANGE: Final = 256.0
-"""Rates this many times above and below the first one are tried."""
+"""The search tries rates up to this many times above and below the first one."""
 IDLE: Final = 0.1
-"""Fewer requests under way than this, on average, are as good as one by one."""
+"""With fewer requests under way on average, the server counts as idle."""
 
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """What a search found."""
+    """The result of a search."""
 
     rate: float
-    """The highest rate known to be sustained, requests a second; 0: none was."""
+    """The highest sustained rate, requests a second; 0: none was sustained."""
     missed_rate: float | None
-    """The lowest known not to be; None: all were."""
+    """The lowest rate that was not sustained; None: all were."""
     wanted_attainment: float
     probes: tuple[Summary, ...]
-    """In the order in which they were run."""
+    """All runs, in their order."""
 
     def by_rate(self) -> list[Summary]:
-        """The probes, the lowest rate first."""
+        """All runs, the lowest rate first."""
         return sorted(self.probes, key=lambda probe: probe.offered_rate)
 
 
@@ -49,14 +49,14 @@ def search(
     tolerance: float,
     max_probes: int,
 ) -> Goodput:
-    """Searches the rate.
+    """Searches the highest sustained rate.
 
     Args:
         probe: runs a load at a rate.
-        first_rate: where to begin, requests a second.
+        first_rate: rate of the first run, requests a second.
         wanted_attainment: share of the requests that must keep the service levels.
-        tolerance: the interval is narrow enough when its ends differ by this share.
-        max_probes: the search ends there, whatever is left of the interval.
+        tolerance: the search ends when sustained and missed rate differ by at most this share.
+        max_probes: the search ends after this many runs at the latest.
     """
     probes: list[Summary] = []
 
@@ -85,7 +85,7 @@ def search(
 
 
 def _idle(probe: Summary) -> bool:
-    """Whether requests hardly ever met."""
+    """Whether requests hardly ever overlapped."""
     return probe.e2e_ms is not None and probe.offered_rate * probe.e2e_ms.mean / 1e3 < IDLE
 
 

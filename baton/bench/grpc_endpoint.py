@@ -1,7 +1,7 @@
-"""`InferenceService/StreamGenerate`, by bytes.
+"""An endpoint that calls `InferenceService/StreamGenerate` with serialized messages.
 
-The requests are those of `baton.client`, and the answers pass through the same checks; only the
-moment differs: they are written before the run and read after it.
+Requests and checks are those of `baton.client`. Requests are written before the run, and answers
+are read after it.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from baton.bench.endpoints import Asked, EndpointError, Kept, Reading, timed_out
 from baton.bench.outcome import UNREACHABLE
 from baton.channels import open_aio_channel
 from baton.errors import ProtocolError, UnreachableError, from_rpc_error
-from baton.generation import Gathering, Options, generation_input
+from baton.generation import Gathering, Options
 from baton.grpc_options import channel_options
 from baton.inference.v1 import inference_pb2 as pb
+from baton.requests import generation_input
 
 _SERVICE: Final = pb.DESCRIPTOR.services_by_name["InferenceService"]
 _METHOD: Final = f"/{_SERVICE.full_name}/{_SERVICE.methods_by_name['StreamGenerate'].name}"
 
 
 class GrpcEndpoint:
-    """A router's gRPC door."""
+    """The gRPC API of a router."""
 
     def __init__(self, address: str, asked: Asked) -> None:
         self._asked = asked
@@ -35,7 +36,7 @@ class GrpcEndpoint:
         self._call = self._channel.unary_stream(_METHOD)
 
     def write(self, prompt: list[int], output_tokens: int) -> bytes:
-        """A request in full."""
+        """Returns a request, serialized."""
         options = Options(model=self._asked.model, max_tokens=output_tokens, temperature=0.0)
         if self._asked.force_length:
             options["min_tokens"] = output_tokens
@@ -44,7 +45,7 @@ class GrpcEndpoint:
         return pb.StreamGenerateRequest(input=request).SerializeToString()
 
     async def send(self, request: bytes, kept: Kept) -> None:
-        """Sends it and keeps what comes back."""
+        """Sends a request and keeps its answer unread."""
         at_s, parts, now = kept.at_s, kept.parts, time.perf_counter
         try:
             async for part in self._call(
@@ -64,7 +65,7 @@ class GrpcEndpoint:
         return EndpointError(error.reason or error.code.name, error.message)
 
     def read(self, kept: Kept) -> Reading:
-        """What the answer said; the tokens up to the first one out of order count."""
+        """Reads an answer. Counts the tokens before the first one that is out of order."""
         gathering = Gathering()
         arrivals_s: list[float] = []
         tokens = 0
@@ -80,5 +81,5 @@ class GrpcEndpoint:
         return Reading(arrivals_s, tokens, gathering.trace_id)
 
     async def close(self) -> None:
-        """Hangs up."""
+        """Closes the connection."""
         await self._channel.close()

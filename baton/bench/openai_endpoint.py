@@ -1,7 +1,7 @@
-"""`/v1/completions` of any server, ids in and events out.
+"""An endpoint that sends token ids to `/v1/completions` of any server and reads its events.
 
-Lengths are forced by `ignore_eos` and `min_tokens`, as vLLM, SGLang and this project's own server
-understand them. An event is stamped when the read that completed it returned.
+`ignore_eos` and `min_tokens` force lengths, as vLLM, SGLang and Baton's own server understand them.
+The time stamp of an event is that of the read that completed it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DONE: Final = b"[DONE]"
 
 
 class OpenAiEndpoint:
-    """A server's base URL, `/v1` included."""
+    """The OpenAI API of a server, at a base URL that ends with `/v1`."""
 
     def __init__(self, base_url: str, asked: Asked) -> None:
         self._asked = asked
@@ -40,7 +40,7 @@ class OpenAiEndpoint:
         )
 
     def write(self, prompt: list[int], output_tokens: int) -> bytes:
-        """A request in full."""
+        """Returns a request, serialized."""
         body: JSON = {
             "model": self._asked.model,
             "prompt": prompt,
@@ -54,7 +54,7 @@ class OpenAiEndpoint:
         return json.dumps(body, separators=(",", ":")).encode()
 
     async def send(self, request: bytes, kept: Kept) -> None:
-        """Sends it and keeps what comes back."""
+        """Sends a request and keeps its answer unread."""
         at_s, parts, now = kept.at_s, kept.parts, time.perf_counter
         try:
             async with self._session.post(self._url, data=request) as response:
@@ -66,13 +66,13 @@ class OpenAiEndpoint:
                     parts.append(part)
         except aiohttp.ClientConnectorError as error:
             raise EndpointError(UNREACHABLE, str(error)) from None
-        except asyncio.TimeoutError:  # noqa: UP041 - aiohttp's own are of this name
+        except asyncio.TimeoutError:  # noqa: UP041 - aiohttp raises this name
             raise timed_out(self._asked.timeout_s) from None
         except aiohttp.ClientError as error:
             raise EndpointError("BROKEN_OFF", str(error)) from None
 
     def read(self, kept: Kept) -> Reading:
-        """What the answer said. Tokens are counted by its usage, else one for each event."""
+        """Reads an answer. Takes the token count from its usage, else counts one an event."""
         arrivals_s: list[float] = []
         tokens, done, failed = 0, False, False
         for at_s, data in _events(kept):
@@ -92,12 +92,12 @@ class OpenAiEndpoint:
         return Reading(arrivals_s, tokens or len(arrivals_s), kept.trace_id, whole)
 
     async def close(self) -> None:
-        """Hangs up."""
+        """Closes the connection."""
         await self._session.close()
 
 
 def _events(kept: Kept) -> Iterator[tuple[float, bytes]]:
-    """The data of each server-sent event and when its last byte had come."""
+    """Yields the arrival time and the data of each server-sent event."""
     rest = b""
     for at_s, part in zip(kept.at_s, kept.parts, strict=True):
         *lines, rest = (rest + part).split(b"\n")
@@ -107,7 +107,7 @@ def _events(kept: Kept) -> Iterator[tuple[float, bytes]]:
 
 
 def _has_tokens(choice: dict[str, Any]) -> bool:
-    """Half a character is a token without text; an end without text is none."""
+    """Whether an event brought tokens. A token may have no text yet; a bare end has no token."""
     return bool(choice.get("text")) or choice.get("finish_reason") is None
 
 

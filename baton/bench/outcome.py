@@ -1,4 +1,4 @@
-"""What a client saw of one request, and what a sender process says of itself."""
+"""One request as its client saw it, and the report of one sender process."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 OK: Final = "OK"
 SHORT: Final = "SHORT"
-"""The answer ended well, with fewer tokens than were forced."""
+"""The answer ended without an error, but with fewer tokens than were forced."""
 PROTOCOL: Final = "PROTOCOL"
-"""The answer cannot be understood, or tokens in it are missing or doubled."""
+"""The answer is malformed, or tokens in it are missing or doubled."""
 TIMEOUT: Final = "TIMEOUT"
 UNREACHABLE: Final = "UNREACHABLE"
 
@@ -22,48 +22,48 @@ class Outcome:
     """One request. Times are seconds after the start of the run."""
 
     number: int
-    """In the order in which requests are due."""
+    """Number of the request, in the order of due times."""
     due_s: float
     sent_s: float
     prompt_tokens: int
     arrivals_s: NDArray[np.float64]
-    """Of messages that carried tokens."""
+    """Arrival of each message that carried tokens."""
     ended_s: float
-    """When nothing more came, whatever the status."""
+    """End of the answer, whatever the status."""
     tokens: int
-    """Received."""
+    """Number of tokens received."""
     status: str
-    """`OK`, one of the words above, or the server's own: a gRPC reason, `HTTP 429`."""
+    """`OK`, one of the words above, or the server's own word: a gRPC reason, `HTTP 429`."""
     trace_id: str = ""
 
     @property
     def ok(self) -> bool:
-        """Whether it got all it asked for, in more than no token."""
+        """Whether the answer was complete and had at least one token."""
         return self.status == OK and len(self.arrivals_s) > 0
 
     @property
     def lag_s(self) -> float:
-        """How late it was sent."""
+        """Delay between due time and sending, seconds."""
         return self.sent_s - self.due_s
 
     @property
     def ttft_s(self) -> float:
-        """From sending it to its first token."""
+        """Seconds from sending to the first token."""
         return float(self.arrivals_s[0]) - self.sent_s
 
     @property
     def e2e_s(self) -> float:
-        """From sending it to its last token."""
+        """Seconds from sending to the last token."""
         return float(self.arrivals_s[-1]) - self.sent_s
 
     @property
     def gaps_s(self) -> NDArray[np.float64]:
-        """Between messages; the first is the one that a hand-off stretches."""
+        """Seconds between messages. A hand-off lengthens the first gap."""
         return np.diff(self.arrivals_s)
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time of a token after the first message; None where nothing followed it."""
+        """Mean seconds a token after the first message; None without a second message."""
         if self.tokens < 2 or len(self.arrivals_s) < 2:
             return None
         return float(self.arrivals_s[-1] - self.arrivals_s[0]) / (self.tokens - 1)
@@ -71,11 +71,11 @@ class Outcome:
 
 @dataclass(slots=True)
 class SenderReport:
-    """What one sender process did, and how it did."""
+    """The report of one sender process: its requests, and its own load."""
 
     outcomes: list[Outcome] = field(default_factory=list)
     loop_lags_s: list[float] = field(default_factory=list)
-    """How late its event loop woke up, sampled: how late a message may have been stamped."""
+    """Samples of how late its event loop woke up: a message may be stamped as late."""
     cpu_s: float = 0.0
-    """CPU time of the process during the run."""
+    """CPU seconds of the process during the run."""
     wall_s: float = 0.0

@@ -1,7 +1,7 @@
-"""What queueing alone makes of the time to first token: one server, first come, first served.
+"""Computes the time to first token that queueing alone causes: one server, first come first served.
 
-A prompt of the same length takes the server the same time, the idle TTFT; what a loaded server adds
-to that can be told from what any server with one queue must add.
+Each prompt occupies the simulated server for the idle TTFT. A real server's TTFT above this result
+is its own doing; any server with one queue has the rest.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Sequence
 
 
 def single_server_waits_s(arrivals_s: Sequence[float], service_s: Sequence[float]) -> list[float]:
-    """Time in the system of each arrival: its wait and its own service.
+    """Returns each arrival's time in the system: its wait and its service, seconds.
 
     Args:
-        arrivals_s: when each came, in order.
-        service_s: how long the server takes for each.
+        arrivals_s: arrival times, in order.
+        service_s: service time of each arrival.
     """
     free_s = 0.0
     times = []

@@ -1,4 +1,4 @@
-"""A result as one HTML file that needs nothing beside it, and its plots as PNG files."""
+"""Writes a result as one self-contained HTML file, and its plots as PNG files."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _warning(why: str, complaints: Sequence[str]) -> str:
 
 
 def _cards(result: Result) -> str:
-    """The figures to see first, of the last run, or of the one that a search settled on."""
+    """The most important figures of the last run, or of the run at which a search ended."""
     summary = result.shown[-1].summary
     shown = [("requests served", f"{summary.ok:,} of {summary.requests:,}")]
     if result.found is not None:

@@ -1,8 +1,13 @@
-"""One sender process: writes its requests, sends each when it is due, stamps what comes back.
+"""One sender process: writes its requests, sends each when it is due, stamps the answers.
 
-Life: idle -> (`Order`) every request is written, connections are made and warmed up, `Ready` ->
-(`Start`) all are sent, `Progress` four times a second, `SenderReport` -> idle again. An order that
-cannot be carried out is answered with `NotReady`; the process ends when the other side hangs up.
+Life:
+
+1. Idle until a `RunOrder` comes. It writes every request, connects, warms up, and answers `Ready`,
+   or `NotReady` if a warm-up request failed.
+2. On `Start` it sends all requests. It sends `Progress` four times a second and `SenderReport` at
+   the end. Then it is idle again.
+
+The process ends when the other side closes the pipe.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from baton.bench.endpoints import Asked, Endpoint, EndpointError, Kept, Target
+from baton.bench.endpoints import Asked, BenchEndpoint, EndpointError, Kept, Target
 from baton.bench.outcome import OK, PROTOCOL, SHORT, Outcome, SenderReport
 from baton.bench.workload import WARM_UPS, Planned, prompt_ids
 from baton.event_loop import loop_factory
@@ -30,44 +35,44 @@ PROGRESS_INTERVAL_S: Final = 0.25
 LAG_INTERVAL_S: Final = 0.01
 
 
-class Order(NamedTuple):
-    """What a sender is to send."""
+class RunOrder(NamedTuple):
+    """One plan's requests for one sender."""
 
     targets: tuple[Target, ...]
-    """In turn, as `target_of` says."""
+    """Requests go to them in turn; see `target_of`."""
     asked: Asked
     requests: tuple[Planned, ...]
     seed: int
     vocabulary: int
-    """Token ids are drawn below it."""
+    """Drawn token ids are below it."""
     in_turn: bool
-    """As in `Plan`."""
+    """See `Plan.in_turn`."""
     senders: int
-    """Among which the plan is dealt out, request by request."""
+    """Number of senders that share the plan's requests."""
     warm_ups: int
-    """Requests to each target first, with the lengths of the first to come."""
+    """Number of warm-up requests to each target, as long as the first planned ones."""
 
 
 class Ready(NamedTuple):
-    """Everything is written and warm."""
+    """All requests are written, and the connections are warm."""
 
 
 class NotReady(NamedTuple):
-    """A request of the warm-up failed."""
+    """A warm-up request failed."""
 
     status: str
     message: str
 
 
 class Start(NamedTuple):
-    """Begin."""
+    """Tells a sender to begin."""
 
     at_s: float
-    """Of `time.perf_counter`, the same for all processes of a machine."""
+    """When to begin, by `time.perf_counter`, which all processes of a machine share."""
 
 
 class Progress(NamedTuple):
-    """Requests so far."""
+    """Number of requests sent and ended so far."""
 
     sent: int
     ended: int
@@ -76,26 +81,27 @@ class Progress(NamedTuple):
 class _Sent(NamedTuple):
     request: Planned
     sent_s: float
-    """Of `time.perf_counter`, as is the next."""
+    """By `time.perf_counter`, as is the next."""
     ended_s: float
     kept: Kept
     status: str
 
 
 def main(connection: Connection) -> None:
-    """A sender process."""
+    """Runs a sender process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The process that started it ends it.
     with asyncio.Runner(loop_factory=loop_factory()) as runner, _hung_up():
         while True:
-            runner.run(_obey(connection, connection.recv()))
+            runner.run(_run_command(connection, connection.recv()))
 
 
 def _hung_up() -> contextlib.suppress:
-    """Ends the process's work when the one that started it is gone."""
+    """Suppresses the errors that say that the leading process is gone."""
     return contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError)
 
 
-async def _obey(connection: Connection, order: Order) -> None:
+async def _run_command(connection: Connection, order: RunOrder) -> None:
+    """Runs one order and sends its report."""
     endpoints = [connect(target, order.asked) for target in order.targets]
     try:
         load = _Load(order, endpoints)
@@ -114,7 +120,7 @@ async def _obey(connection: Connection, order: Order) -> None:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """A collection among thousands of kept messages takes longer than a decode step."""
+    """Stops the garbage collector: with thousands of kept messages it takes over a decode step."""
     gc.collect()
     gc.disable()
     try:
@@ -124,27 +130,26 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def target_of(number: int, senders: int, targets: int) -> int:
-    """Which target gets a request. They take turns, and every sender uses each of them.
+    """Returns the number of a request's target. Targets take turns; every sender uses every target.
 
-    Where both counts have a factor in common, a sender would meet the same targets for ever: its
-    own turn comes round in step with theirs. So the turns move on by one each time that would
-    begin again.
+    If the two counts have a common factor, plain turns would give a sender the same targets for
+    ever. So the turns are shifted by one whenever the pattern would repeat.
     """
     rounds = number // math.lcm(senders, targets)
     return (number + rounds % math.gcd(senders, targets)) % targets
 
 
 class _Load:
-    """One order, being carried out."""
+    """Runs one order."""
 
-    def __init__(self, order: Order, endpoints: Sequence[Endpoint]) -> None:
+    def __init__(self, order: RunOrder, endpoints: Sequence[BenchEndpoint]) -> None:
         self._order = order
         self._endpoints = endpoints
         self._written = [self._write(request) for request in order.requests]
         self._sent: list[_Sent] = []
         self._begun = 0
 
-    def _at(self, request: Planned) -> Endpoint:
+    def _at(self, request: Planned) -> BenchEndpoint:
         order = self._order
         return self._endpoints[target_of(request.number, order.senders, len(order.targets))]
 
@@ -153,7 +158,7 @@ class _Load:
         return self._at(request).write(ids.tolist(), request.output_tokens)
 
     async def warm_up(self) -> None:
-        """Sends requests like those to come, one after another, to every endpoint."""
+        """Sends requests like the planned ones, one after another, to every endpoint."""
         own = self._order.requests[0].number if self._order.requests else 0
         likes = itertools.cycle(self._order.requests)
         for number, endpoint in itertools.product(range(self._order.warm_ups), self._endpoints):
@@ -168,7 +173,7 @@ class _Load:
                 raise EndpointError(PROTOCOL, "the answer to a warm-up request was not whole")
 
     async def run(self, start_s: float, connection: Connection) -> SenderReport:
-        """Sends everything, and returns when the last answer has ended."""
+        """Sends all requests. Returns when the last answer has ended."""
         report = SenderReport()
         await asyncio.sleep(max(0.0, start_s - time.perf_counter()))
         begun_s, cpu_s = time.perf_counter(), time.process_time()
@@ -231,8 +236,8 @@ class _Load:
         )
 
 
-def connect(target: Target, asked: Asked) -> Endpoint:
-    """An endpoint; nothing is sent yet."""
+def connect(target: Target, asked: Asked) -> BenchEndpoint:
+    """Makes an endpoint. It sends nothing yet."""
     if target.protocol == "grpc":
         from baton.bench.grpc_endpoint import GrpcEndpoint
 

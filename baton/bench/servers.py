@@ -1,4 +1,4 @@
-"""What a server under test says of itself before anything is measured."""
+"""Asks a server under test for its model, before anything is measured."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class Served(NamedTuple):
 
     model: str
     max_context_tokens: int
-    """Prompt and output together; 0 where the server does not say."""
+    """Longest prompt and output together; 0 where the server does not say."""
 
 
 def served(target: Target, model: str, api_key: str = "") -> Served:
-    """The model of that name, or the only one.
+    """Returns the named model, or the only one if no name is given.
 
     Raises:
-        BenchError: there is no such model, several and none is named, or nobody answers.
+        BenchError: the server has no such model, has several and none is named, or does not answer.
         BatonError: a router does not answer.
-        WrongUseError: no header can hold the key.
+        WrongUseError: a header cannot hold the API key.
     """
     found = _grpc(target, api_key) if target.protocol == "grpc" else _openai(target, api_key)
     chosen = [one for one in found if one.model == model or not model]

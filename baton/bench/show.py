@@ -1,4 +1,4 @@
-"""A benchmark in the terminal: how it goes on, and its tables at the end."""
+"""Shows a benchmark in the terminal: its progress, and its tables at the end."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from baton.bench.tables import (
     range_table,
     rate_text,
 )
-from baton.bench.workload import Plan
+from baton.bench.workload import LoadPlan
 from baton.commands.output import stderr
 
 
 class ProgressBar(Watcher):
-    """One bar a run, and a line when it is over."""
+    """Draws one bar a run, and prints a line at its end."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._task = progress.add_task("connecting", total=None, running=0)
         self._runs = 0
 
-    def run_begins(self, plan: Plan) -> None:
-        """Shows what comes."""
+    def run_begins(self, plan: LoadPlan) -> None:
+        """Starts a new bar."""
         self._runs += 1
         text = f"run {self._runs}: {rate_text(plan.rate)}"
         self._progress.reset(self._task, description=text, total=len(plan.requests), running=0)
@@ -46,13 +46,13 @@ class ProgressBar(Watcher):
         self._progress.update(self._task, completed=ended, running=sent - ended)
 
     def run_ended(self, summary: Summary) -> None:
-        """Leaves one line behind."""
+        """Prints one line about the run."""
         self._progress.console.print(f"run {self._runs}: {one_line(summary)}", style="dim")
 
 
 @contextmanager
 def progress_bar() -> Iterator[Watcher]:
-    """A watcher that draws on stderr."""
+    """Yields a watcher that draws on stderr."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -65,7 +65,7 @@ def progress_bar() -> Iterator[Watcher]:
 
 
 def one_line(summary: Summary) -> str:
-    """A run in one line."""
+    """One line about a run."""
     parts = [rate_text(summary.offered_rate), f"{summary.ok} of {summary.requests} served"]
     parts += [
         f"{LATENCIES[name]} p50 {found.p50:.1f}, p99 {found.p99:.1f} ms"
@@ -78,7 +78,7 @@ def one_line(summary: Summary) -> str:
 
 
 def render(result: Result) -> RenderableType:
-    """All of a result."""
+    """All tables of a result."""
     parts: list[RenderableType] = []
     if result.found is not None:
         parts.append(_table(probe_table(result.found, result.options.slo)))

@@ -1,4 +1,4 @@
-"""What the servers' spans say of the requests of a run, summed up."""
+"""Sums up the servers' spans of a run's requests."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from baton import traces
 from telemetry.names import Attr
 
 TRACES_READ: Final = 48
-"""Requests whose spans are read, the last ones."""
+"""Number of requests whose spans are read: the last ones of a run."""
 _PATIENCE_S: Final = 1.0
 
 
 def span_figures(admin: str, trace_ids: Sequence[str]) -> dict[str, Any]:
-    """Per span name, median and largest of its duration and of each figure that it carries.
+    """Median and maximum of the duration and of each numeric attribute, by span name.
 
     Args:
         admin: HOST:PORT of the router's admin port.
-        trace_ids: of the requests; those that the router has forgotten are left out.
+        trace_ids: the requests' traces; traces that the router no longer has are skipped.
     """
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     transports = set()

@@ -1,7 +1,7 @@
-"""From outcomes to figures: percentiles, service levels, and whether the client was fast enough.
+"""Computes a run's figures: percentiles, service levels, and whether the client was fast enough.
 
-Percentiles are interpolated between the two nearest values. Latencies are those of requests that
-got everything they asked for; attainment counts the others as missed.
+Percentiles are interpolated between the two nearest values. Only complete requests count for
+latencies; attainment counts all others as missed.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from numpy.typing import ArrayLike
 from baton.bench.outcome import Outcome, SenderReport
 
 BUSY_SHARE: Final = 0.9
-"""A sender that used more of a core than this had no time to wait."""
+"""A sender that used a larger share of a core was too busy to be on time."""
 QUANTILES: Final = (50, 90, 95, 99)
 
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of some values, in their unit."""
+    """Percentiles of values, in their unit."""
 
     count: int
     mean: float
@@ -36,7 +36,7 @@ class Percentiles:
 
 
 def percentiles(values: ArrayLike) -> Percentiles | None:
-    """None of no values."""
+    """Returns the percentiles of values; None without a value."""
     array = np.asarray(values, dtype=np.float64)
     if array.size == 0:
         return None
@@ -46,29 +46,29 @@ def percentiles(values: ArrayLike) -> Percentiles | None:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a request must keep to count as served; None does not matter. Milliseconds."""
+    """Service levels of one request, milliseconds. None: no limit."""
 
     ttft_ms: float | None = None
     itl_p99_ms: float | None = None
-    """The 99th percentile of the request's own gaps."""
+    """Limit of the 99th percentile of the request's own gaps."""
     tpot_ms: float | None = None
     e2e_ms: float | None = None
 
     @property
     def given(self) -> dict[str, float]:
-        """Those that matter."""
+        """The limits that are set, by name."""
         pairs = ((field.name, getattr(self, field.name)) for field in fields(self))
         return {name: limit for name, limit in pairs if limit is not None}
 
     def kept_by(self, outcome: Outcome) -> bool:
-        """Whether the request got everything, in time."""
+        """Whether the request was complete and within every limit."""
         if not outcome.ok:
             return False
         return all(_of(outcome, name) <= limit for name, limit in self.given.items())
 
 
 def _of(outcome: Outcome, name: str) -> float:
-    """A request's own figure, ms; 0 where it has none, having had one message only."""
+    """One figure of a request, ms; 0 where a single message leaves it undefined."""
     match name:
         case "ttft_ms":
             return 1e3 * outcome.ttft_s
@@ -83,50 +83,50 @@ def _of(outcome: Outcome, name: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ClientFigures:
-    """How the client did."""
+    """Figures of the client itself."""
 
     senders: int
     lag_ms: Percentiles | None
-    """How late requests were sent."""
+    """Delay between a request's due time and its sending."""
     loop_lag_ms: Percentiles | None
-    """How late event loops woke up, and so how late messages may have been stamped."""
+    """Delay of event loops: time stamps of messages may be as late."""
     busiest_cpu_share: float
-    """Of a core, of the sender that used most."""
+    """Share of a core that the busiest sender used."""
     complaints: tuple[str, ...]
-    """Why the figures are the client's and not the server's; none: they are valid."""
+    """Reasons why the figures measure the client and not the server; none: they are valid."""
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One run. Latencies in ms, of requests that were served in full."""
+    """The figures of one run. Latencies are in ms and cover complete requests."""
 
     seed: int
     offered_rate: float
-    """Requests a second that were planned; 0: one after another."""
+    """Planned requests a second; 0: one after another."""
     requests: int
     ok: int
     statuses: Mapping[str, int]
     wall_s: float
-    """From the first request sent to the last message."""
+    """Seconds from the first request to the last message."""
     request_rate: float
-    """Requests served in full, a second."""
+    """Complete requests a second."""
     input_token_rate: float
     output_token_rate: float
     ttft_ms: Percentiles | None
     second_gap_ms: Percentiles | None
-    """From the first message to the second: where a hand-off shows."""
+    """From the first message to the second. A hand-off lengthens this gap."""
     itl_ms: Percentiles | None
     """Between two messages of a request."""
     tpot_ms: Percentiles | None
-    """Mean time of a token after the first, of each request."""
+    """Mean time of a request's tokens after the first."""
     e2e_ms: Percentiles | None
     tokens_per_message: float
     attainment: float | None
-    """Share of all requests that kept the service levels; None where none are set."""
+    """Share of all requests that kept the service levels; None where no level is set."""
     good_rate: float | None
-    """Requests a second that did."""
+    """Requests a second that kept the service levels."""
     simulated_ttft_ms: Percentiles | None
-    """TTFT of a single server with a given service time, on the same arrivals."""
+    """TTFT of one simulated server with a given service time, for the same arrivals."""
     client: ClientFigures
 
 
@@ -169,7 +169,7 @@ def summarize(
 
 
 def gathered(reports: Sequence[SenderReport]) -> list[Outcome]:
-    """All requests of a run, in the order in which they were due."""
+    """All requests of a run, in the order of due times."""
     outcomes = (outcome for report in reports for outcome in report.outcomes)
     return sorted(outcomes, key=lambda outcome: outcome.number)
 

@@ -1,4 +1,4 @@
-"""A result in words: what the terminal and the report both show."""
+"""Puts a result into tables and words, for the terminal and for the report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NONE: Final = "-"
 
 
 class Words(NamedTuple):
-    """A table."""
+    """A table of words."""
 
     title: str
     head: tuple[str, ...]
@@ -29,7 +29,7 @@ class Words(NamedTuple):
 
 
 def rate_text(rate: float) -> str:
-    """How requests came."""
+    """A rate in words."""
     if not rate:
         return "one by one"
     return "1 request/s" if rate == 1 else f"{rate:.3g} requests/s"
@@ -53,13 +53,13 @@ def _latency_row(label: str, found: Percentiles | None) -> tuple[str, ...]:
 
 
 def figure(value: float) -> str:
-    """Milliseconds, in about six characters."""
+    """Writes milliseconds in about six characters."""
     digits = 2 if value < 100 else 1 if value < 10_000 else 0
     return f"{value:.{digits}f}"
 
 
 def facts(summary: Summary, slo: Slo) -> tuple[tuple[str, str], ...]:
-    """What else there is to say of one run: names and sentences."""
+    """Further facts about one run: names and sentences."""
     said = [
         ("served", _served(summary)),
         (
@@ -93,7 +93,7 @@ def _client(summary: Summary) -> str:
 
 
 def limits(slo: Slo) -> str:
-    """The service levels."""
+    """The service levels in words."""
     return ", ".join(f"{SLO_NAMES[name]} <= {limit:g} ms" for name, limit in slo.given.items())
 
 
@@ -120,7 +120,7 @@ def _p50_p99(found: Percentiles | None) -> tuple[str, str]:
 
 
 def goodput_text(found: Goodput) -> str:
-    """What a search found."""
+    """The result of a search in one line."""
     if not found.rate:
         tried = found.by_rate()[0].offered_rate
         return f"no rate was sustained, down to {tried:.3g} requests/s"
@@ -129,7 +129,7 @@ def goodput_text(found: Goodput) -> str:
 
 
 def range_table(result: Result) -> Words:
-    """Least and largest over the runs."""
+    """The smallest and largest percentiles over the runs."""
     rows = (
         (
             LATENCIES[name],
@@ -142,7 +142,7 @@ def range_table(result: Result) -> Words:
 
 
 def conditions(result: Result) -> tuple[tuple[str, str], ...]:
-    """How a result came about: names and words."""
+    """The conditions of a measurement: names and words."""
     options, workload = result.options, result.options.workload
     lengths = f"{workload.prompt_tokens:,} prompt and {workload.output_tokens:,} output tokens"
     if workload.trace:

@@ -1,4 +1,4 @@
-"""Traces of real traffic: when requests came, how long they were, what their prompts shared."""
+"""Reads traces of real traffic: arrival times, lengths, shared prefixes."""
 
 from __future__ import annotations
 
@@ -13,33 +13,35 @@ from typing import Final, NamedTuple
 from baton.bench.errors import WrongUseError
 
 BLOCK_TOKENS: Final = 512
-"""Tokens of a block of a Mooncake trace."""
+"""Tokens in a block of a Mooncake trace."""
 _FOLDER: Final = Path(__file__).parent / "traces"
 BUILT_IN: Final[Mapping[str, Path]] = {
     "azure-conversation": _FOLDER / "azure_conversation_2023.csv.gz",
     "mooncake-conversation": _FOLDER / "mooncake_conversation_head.jsonl.gz",
 }
-"""Traces that come with Baton; their README says where they are from."""
+"""Traces that come with Baton. Their README names their sources."""
 
 
 class TraceRow(NamedTuple):
     """One request of a trace."""
 
     at_s: float
-    """When it came, from the first one on."""
+    """Arrival, seconds after the first request."""
     prompt_tokens: int
     output_tokens: int
     blocks: tuple[int, ...] = ()
-    """One id for each `BLOCK_TOKENS` of the prompt: prompts that begin with equal ids begin alike.
-    Empty: nothing is known of that."""
+    """One id for each `BLOCK_TOKENS` of the prompt. Prompts with equal first ids share a prefix.
+    Empty: prefixes are unknown."""
 
 
 def read_trace(name: str) -> tuple[TraceRow, ...]:
-    """A trace that comes with Baton, by its name, or a file: `.csv` as Azure's, `.jsonl` as
-    Mooncake's, gzipped or not.
+    """Reads a trace that comes with Baton, by name, or a file.
+
+    A `.csv` file has the form of Azure's trace, a `.jsonl` file that of Mooncake's. Both may be
+    gzipped.
 
     Raises:
-        WrongUseError: there is no such file, or it is no trace.
+        WrongUseError: there is no such file, or it is not a trace.
     """
     path = BUILT_IN.get(name, Path(name))
     form = path.name.removesuffix(".gz").rpartition(".")[2]
@@ -74,7 +76,7 @@ def _azure(lines: Iterable[str]) -> Iterable[TraceRow]:
 
 
 def _unix_s(timestamp: str) -> float:
-    """Seconds of a time with up to seven digits behind the point, one more than Python reads."""
+    """Unix seconds of a timestamp. It may have seven decimals, one more than Python reads."""
     whole, _, fraction = timestamp.partition(".")
     return datetime.fromisoformat(f"{whole}+00:00").timestamp() + float(f"0.{fraction or 0}")
 

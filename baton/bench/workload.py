@@ -1,8 +1,8 @@
-"""What to send, and when: planned in full before anything is sent.
+"""Plans the requests of a run and their times, before anything is sent.
 
-Every request's prompt is drawn for itself, from the run's seed and its own number, so that nothing
-but what a trace says is shared: no prefix cache helps by accident, and any process can write any
-request. The same seed gives the same prompts, so a second run with it would find them cached.
+Each prompt is drawn from the run's seed and the request's number. So prompts share only the
+prefixes that a trace names, and any process can write any request. The same seed gives the same
+prompts: a second run with it may find them in prefix caches.
 """
 
 from __future__ import annotations
@@ -17,55 +17,55 @@ from baton.bench.errors import WrongUseError
 from baton.bench.trace_files import BLOCK_TOKENS, TraceRow
 
 FIRST_ID: Final = 10
-"""Ids below it are often special."""
+"""Smallest token id that is drawn: lower ids are often special."""
 DEFAULT_NUM: Final = 100
 _ARRIVALS, _PROMPTS, _BLOCKS, WARM_UPS = range(4)
-"""Streams of random numbers of one seed."""
+"""Independent streams of random numbers from one seed."""
 
 
 class Planned(NamedTuple):
-    """One request to come."""
+    """One planned request."""
 
     number: int
-    """In the order in which requests are due."""
+    """Number of the request, in the order of due times."""
     due_s: float
-    """After the start of the run."""
+    """Due time, seconds after the start of the run."""
     prompt_tokens: int
     output_tokens: int
     blocks: tuple[int, ...] = ()
-    """As in `TraceRow`."""
+    """See `TraceRow.blocks`."""
 
 
-class Plan(NamedTuple):
-    """All requests of one run, in the order in which they are due."""
+class LoadPlan(NamedTuple):
+    """All requests of one run, in the order of due times."""
 
     requests: tuple[Planned, ...]
     seed: int
     in_turn: bool = False
-    """Each is sent when the one before has ended; `due_s` means nothing."""
+    """Whether each request waits for the end of the one before; `due_s` is then unused."""
 
     @property
     def rate(self) -> float:
-        """Requests a second, over the gaps between them; 0 in turn or for a single one."""
+        """Mean requests a second; 0 in turn or for a single request."""
         last_s = self.requests[-1].due_s
         return 0.0 if self.in_turn or last_s <= 0 else len(self.requests) / last_s
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Lengths of requests and how they arrive."""
+    """Lengths and arrivals of requests."""
 
     num: int
-    """Requests of a run. 0: all of the trace that fit."""
+    """Number of requests in a run. 0: all requests of the trace that fit."""
     prompt_tokens: int = 1024
     output_tokens: int = 128
     trace: tuple[TraceRow, ...] = ()
-    """Lengths, and prefixes where it has any, come from it; empty: all are as above."""
+    """Source of lengths and shared prefixes. Empty: all requests have the lengths above."""
     trace_arrivals: bool = False
-    """Requests come when the trace says, from its first one on. Else arrivals are a Poisson
-    process and the run takes the trace's lengths in order from a row drawn by its seed."""
+    """Whether requests come at the trace's times. Otherwise arrivals are a Poisson process, and
+    lengths are consecutive rows of the trace from a random row on."""
     duration_s: float = 0.0
-    """Requests due later are left out. 0: none are."""
+    """Requests due later are left out. 0: no request is."""
 
     def __post_init__(self) -> None:
         if self.trace and self.num > len(self.trace):
@@ -77,15 +77,15 @@ class Workload:
         if not self.trace and not self.num:
             raise WrongUseError("a run needs requests: --num")
 
-    def plan(self, rate: float, seed: int) -> Plan:
-        """The requests of one run.
+    def plan(self, rate: float, seed: int) -> LoadPlan:
+        """Plans the requests of one run.
 
         Args:
-            rate: requests a second, on average. 0: the trace's own times, else one after another.
-            seed: of arrivals and of prompts.
+            rate: mean requests a second. 0: the trace's own times, else one after another.
+            seed: seed of arrivals and prompts.
 
         Raises:
-            WrongUseError: `duration_s` leaves nothing.
+            WrongUseError: `duration_s` leaves no request.
         """
         rng = np.random.default_rng((seed, _ARRIVALS))
         rows = self._rows(rng)
@@ -102,7 +102,7 @@ class Workload:
         )
         if not requests:
             raise WrongUseError(f"no request is due within {self.duration_s} s")
-        return Plan(requests, seed, in_turn=rate <= 0 and not self.trace_arrivals)
+        return LoadPlan(requests, seed, in_turn=rate <= 0 and not self.trace_arrivals)
 
     def _rows(self, rng: np.random.Generator) -> tuple[TraceRow, ...]:
         if not self.trace:
@@ -113,7 +113,7 @@ class Workload:
 
 
 def _stretched(at_s: list[float], rate: float) -> list[float]:
-    """Times with the same pattern at another mean rate; 0 leaves them."""
+    """Scales times to another mean rate; a rate of 0 leaves them unchanged."""
     if rate <= 0 or at_s[-1] <= 0:
         return at_s
     factor = len(at_s) / rate / at_s[-1]
@@ -121,14 +121,14 @@ def _stretched(at_s: list[float], rate: float) -> list[float]:
 
 
 def scaled(trace: tuple[TraceRow, ...], factor: float) -> tuple[TraceRow, ...]:
-    """A trace whose gaps are `factor` times as long."""
+    """Returns a trace whose gaps are `factor` times as long."""
     return tuple(row._replace(at_s=row.at_s * factor) for row in trace)
 
 
 def prompt_ids(
     request: Planned, seed: int, vocabulary: int, stream: int = _PROMPTS
 ) -> NDArray[np.int64]:
-    """The tokens of a prompt: new in every run and for every request, but for shared blocks."""
+    """Draws the tokens of a prompt. Only shared blocks repeat within a run."""
     if not request.blocks:
         rng = np.random.default_rng((seed, stream, request.number))
         return rng.integers(FIRST_ID, vocabulary, request.prompt_tokens)
@@ -140,7 +140,7 @@ def prompt_ids(
 
 
 def shared_prefix_tokens(requests: tuple[Planned, ...]) -> int:
-    """Prompt tokens that an ideal prefix cache would find, in whole blocks."""
+    """Counts the prompt tokens that an ideal prefix cache would find, in whole blocks."""
     seen: set[int] = set()
     shared = 0
     for request in requests:

@@ -20,7 +20,7 @@ from baton.settings import ROUTER_ADDRESS
 
 
 def _checked(check: Callable[[str], str]) -> Callable[[str], str]:
-    """An option's callback: what `check` refuses is wrong use."""
+    """Makes an option's callback that reports a ValueError of `check` as wrong use."""
 
     def callback(value: str) -> str:
         try:
@@ -80,7 +80,7 @@ def generate(
 ) -> None:
     """Ask a running router and stream the answer.
 
-    The text goes to stdout, everything about it to stderr. Ctrl-C cancels the generation.
+    The text goes to stdout, all else to stderr. Ctrl-C cancels the generation.
 
     Example: [cyan]baton generate "Write a haiku about a relay race" --temperature 0.8 --seed 7[/]
 
@@ -110,7 +110,7 @@ def generate(
 
 
 def turns(text: str, system: str = "") -> list[Message]:
-    """A chat of one question."""
+    """Makes a chat of one question."""
     asked: list[Message] = [{"role": "user", "content": text}]
     return [{"role": "system", "content": system}, *asked] if system else asked
 
@@ -124,12 +124,12 @@ def stream_answer(
     timeout_s: float | None = None,
     echo: bool = True,
 ) -> Generation:
-    """Streams one answer, shows it as it comes, and sums it up on stderr."""
+    """Streams one answer to stdout, and writes a summary to stderr."""
     started = time.monotonic()
     first_text_s = 0.0
     try:
         stream = client.stream(prompt, messages=messages, timeout_s=timeout_s, **options)
-    except ValueError as error:  # a number too large, or text that is not UTF-8
+    except ValueError as error:  # A number is too large, or text is not UTF-8.
         raise typer.BadParameter(str(error)) from None
     with stream:
         try:
@@ -139,7 +139,7 @@ def stream_answer(
                     sys.stdout.write(delta.text)
                     sys.stdout.flush()
         finally:
-            if echo and first_text_s:  # what comes next, an error too, has a line of its own
+            if echo and first_text_s:  # Later output, or an error, begins a new line.
                 sys.stdout.write("\n")
                 sys.stdout.flush()
         generation = stream.result

@@ -1,4 +1,4 @@
-"""`baton bench`: load on a server, and what its clients saw."""
+"""`baton bench`: puts load on a server and measures it as a client."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from baton.commands.settings_options import takes_options
 from baton.settings import MOST_TOKENS, ROUTER_ADDRESS
 
 if TYPE_CHECKING:
-    from baton.bench.benchmark import Options, Result
+    from baton.bench.benchmark import BenchOptions, Result
     from baton.bench.endpoints import Target
     from baton.bench.workload import Workload
 
 NOT_VALID = 1
-"""Exit code where nothing was served, or the client was the bottleneck."""
+"""Exit code if nothing was served, or if the client was the bottleneck."""
 PROBE_S = 60.0
-"""Requests of a run of a search are due within this time, unless told otherwise."""
+"""Default duration of each run of a search."""
 _load, _slo, _client = (
     partial(typer.Option, rich_help_panel=panel) for panel in ("Load", "Service levels", "Client")
 )
 
 
 class Arrivals(StrEnum):
-    """How requests come."""
+    """Kinds of arrivals."""
 
     POISSON = "poisson"
     TRACE = "trace"
@@ -42,7 +42,7 @@ class Arrivals(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The options, as the command line has them."""
+    """The options of the command line."""
 
     url: Annotated[
         list[str],
@@ -55,9 +55,7 @@ class Given:
     model: Annotated[str, typer.Option(help="Model name. Default: the only one served.")] = ""
     rate: Annotated[
         float,
-        _load(
-            min=0, help="Requests a second. 0: at the trace's own times, else one after another."
-        ),
+        _load(min=0, help="Requests a second. 0: the trace's own times, else one after another."),
     ] = 0.0
     num: Annotated[
         int | None,
@@ -67,7 +65,7 @@ class Given:
         float | None,
         _load(
             min=0,
-            help="Leave out what is due later. Default: nothing; of each run of a search, 60.",
+            help="Leave out requests due later. Default: no limit; in a search, 60 a run.",
         ),
     ] = None
     prompt_tokens: Annotated[int, _load(min=1, max=MOST_TOKENS, help="Length of every prompt.")] = (
@@ -86,8 +84,8 @@ class Given:
     arrivals: Annotated[
         Arrivals | None,
         _load(
-            help="`trace`: its own times, stretched to --rate if that is set. Default: `trace` "
-            "where there is a trace and no rate."
+            help="How requests arrive. `trace` uses the trace's own times, stretched to --rate if "
+            "that is set. Default: `trace` where there is a trace and no rate."
         ),
     ] = None
     time_scale: Annotated[
@@ -98,8 +96,8 @@ class Given:
         int | None,
         _load(
             min=0,
-            help="Of arrivals and prompts. Default: a fresh one. The same again finds its "
-            "prompts in prefix caches.",
+            help="Seed of arrivals and prompts. Default: a fresh one. A seed used before finds "
+            "its prompts in prefix caches.",
         ),
     ] = None
     vocabulary: Annotated[int, _load(min=16, max=1 << 31, help="Token ids are drawn below it.")] = (
@@ -109,7 +107,9 @@ class Given:
         bool, _load("--force-length/--natural-length", help="Go on past the end of sequence.")
     ] = True
     slo_ttft_ms: Annotated[float | None, _slo(help="Time to first token.")] = None
-    slo_itl_p99_ms: Annotated[float | None, _slo(help="Of each request's own gaps.")] = None
+    slo_itl_p99_ms: Annotated[
+        float | None, _slo(help="99th percentile of each request's own gaps.")
+    ] = None
     slo_tpot_ms: Annotated[float | None, _slo(help="Mean time of a token after the first.")] = None
     slo_e2e_ms: Annotated[float | None, _slo(help="Time to the last token.")] = None
     goodput: Annotated[
@@ -122,7 +122,7 @@ class Given:
     attainment: Annotated[
         float, _slo(min=0.01, max=1, help="Share of the requests that must keep them.")
     ] = 0.9
-    tolerance: Annotated[float, _slo(min=0.001, help="How exact goodput shall be.")] = 0.05
+    tolerance: Annotated[float, _slo(min=0.001, help="Precision of goodput, as a share.")] = 0.05
     max_probes: Annotated[int, _slo(min=1, help="Most runs of a search.")] = 16
     simulate_idle_ttft_ms: Annotated[
         float | None,
@@ -137,7 +137,9 @@ class Given:
         _client(min=1, help="Sender processes. Default: a quarter of the cores, at most 8."),
     ] = None
     warm_ups: Annotated[int, _client(min=0, help="Requests of each sender before a run.")] = 4
-    timeout_s: Annotated[float, _client(min=0.1, max=LONGEST_S, help="Of one request.")] = 120.0
+    timeout_s: Annotated[float, _client(min=0.1, max=LONGEST_S, help="Limit of one request.")] = (
+        120.0
+    )
     max_lag_ms: Annotated[
         float, _client(help="A client later than this at p99 makes the result invalid.")
     ] = 5.0
@@ -161,7 +163,7 @@ class Given:
 
     @property
     def seconds(self) -> float:
-        """Requests due later are left out; 0: none are."""
+        """Requests due later are left out; 0: no request is."""
         if self.duration_s is not None:
             return self.duration_s
         return PROBE_S if self.goodput else 0.0
@@ -171,8 +173,8 @@ class Given:
 def bench(given: Given) -> None:
     """Put load on a server and measure it as its clients see it.
 
-    Requests are sent when they are due, whatever became of those before: a slow server is not
-    spared. Prompts are random token ids, new for every request.
+    Each request is sent when it is due, even if earlier ones are still running: a slow server is
+    not spared. Prompts are random token ids, new for every request.
 
     Example: [cyan]baton bench --rate 4 --num 300 --prompt-tokens 1024 --output-tokens 256[/]
 
@@ -202,13 +204,13 @@ def _need(module: str) -> None:
         raise BenchError(f"this needs {module}: pip install 'baton-llm[bench]'")
 
 
-def _options(given: Given, targets: tuple[Target, ...]) -> Options:
-    from baton.bench.benchmark import Options, SearchOptions
+def _options(given: Given, targets: tuple[Target, ...]) -> BenchOptions:
+    from baton.bench.benchmark import BenchOptions, SearchOptions
     from baton.bench.fleet import usual_senders
     from baton.bench.summary import Slo
 
     search = SearchOptions(given.attainment, given.tolerance, given.max_probes)
-    return Options(
+    return BenchOptions(
         targets=targets,
         workload=_workload(given),
         rate=given.rate,

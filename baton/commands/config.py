@@ -1,4 +1,4 @@
-"""`baton config`: what a process would run with, and why."""
+"""`baton config`: prints the settings of a process and where each comes from."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ def config(
 ) -> None:
     """Print the settings that a process would start with, as TOML.
 
-    Flags beat the environment, the environment beats the file, the file beats the defaults. What is
-    no default says where it came from. The output is a settings file: save it as baton.toml.
+    Flags beat the environment, the environment beats the file, the file beats the defaults. A
+    comment names the source of each value that is not a default. The output is a settings file:
+    save it as baton.toml.
 
     Example: [cyan]BATON_MAX_SEQUENCES=8 baton config worker[/]
     """
@@ -37,7 +38,7 @@ def config(
 
 
 def to_toml(table: str, resolved: Resolved[Any]) -> str:
-    """The settings as a TOML table; values that are no defaults name their source."""
+    """Writes settings as a TOML table. A comment names the source of each changed value."""
     values = resolved.settings.model_dump(mode="json")
     debug = values.pop(DEBUG)
     lines = [f"[{table}]"]
@@ -55,5 +56,5 @@ def _line(name: str, value: object, source: str) -> str:
 
 
 def _literal(value: object) -> str:
-    """TOML's form of what settings are made of: JSON's, but for non-ASCII text."""
+    """Writes a value in TOML: as in JSON, but with non-ASCII text unescaped."""
     return json.dumps(value, ensure_ascii=False)

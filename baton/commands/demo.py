@@ -1,4 +1,4 @@
-"""`baton demo`: one question through the whole system, and where its time went."""
+"""`baton demo`: sends one question through the whole system and shows where its time went."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from baton.generation import Options
 
 LOG_TAIL_LINES = 30
 KV_MEMORY_GIB = 0.25
-"""Enough for one question, and quick to allocate: pools are zeroed at start."""
+"""Enough for one question. A small pool starts fast, since pools are zeroed at start."""
 
 
 def demo(
@@ -32,9 +32,8 @@ def demo(
 ) -> None:
     """Start a router, a prefill and a decode worker, ask one question, stop everything.
 
-    The three run as separate processes on free ports: the prompt is computed in one worker, its KV
-    pages travel to the other, which generates the answer. The waterfall is drawn from the spans
-    that the three sent.
+    The three are separate processes on free ports. One worker computes the prompt and sends its KV
+    pages to the other, which generates the answer. The waterfall is drawn from their spans.
 
     Example: [cyan]baton demo "Why is the sky blue?"[/]
     """
@@ -57,7 +56,7 @@ def demo(
             raise up.UpError(f"{error}\n\n{_tail(log)}\n\nThe whole log: {log}") from None
 
 
-async def _demo(plan: up.Plan, prompt: str, max_tokens: int, log: TextIO) -> None:
+async def _demo(plan: up.UpPlan, prompt: str, max_tokens: int, log: TextIO) -> None:
     def write(name: str, line: str) -> None:
         log.write(f"{name:>9} | {line}\n")
 
@@ -75,7 +74,7 @@ async def _demo(plan: up.Plan, prompt: str, max_tokens: int, log: TextIO) -> Non
         await asyncio.to_thread(_ask, plan, prompt, max_tokens)
 
 
-def _ask(plan: up.Plan, prompt: str, max_tokens: int) -> None:
+def _ask(plan: up.UpPlan, prompt: str, max_tokens: int) -> None:
     stdout.print(f"> {prompt}", style="bold", markup=False)
     options = Options(max_tokens=max_tokens, temperature=0.0)
     with Client(plan.router_address) as client:

@@ -1,4 +1,4 @@
-"""`baton doctor`: what is wrong here, and what to do about it."""
+"""`baton doctor`: finds problems and says what to do about them."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def doctor(
         bool, typer.Option(help="Push pages between two agents on this machine.")
     ] = True,
 ) -> None:
-    """Look for what keeps Baton from working here, or from working fast, and say what to do.
+    """Look for problems that stop Baton or slow it down here, and say what to do.
 
-    It looks at this machine, measures the KV transport on it, and then at the cluster behind a
-    router: its workers, the paths between them, and what is stuck. Exit code 1 means an error.
+    It checks this machine, measures the KV transport on it, and checks the cluster behind a router:
+    its workers, the paths between them, and transfers that hang. Exit code 1 means an error.
 
     Example: [cyan]baton doctor --admin ROUTER:9090[/]
     """
@@ -69,7 +69,7 @@ def _show_cluster(admin: str | None) -> Counter[Level]:
 
 
 def _show(title: str, findings: Iterable[Finding]) -> Counter[Level]:
-    """Prints findings as they come; returns how many there were of each level."""
+    """Prints findings as they come. Returns the number of findings of each level."""
     stdout.print(f"\n[bold]{escape(title)}[/]")
     levels: Counter[Level] = Counter()
     for finding in findings:

@@ -1,4 +1,4 @@
-"""`baton health`: whether a process serves."""
+"""`baton health`: asks whether a process serves."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def health(
     ] = "",
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds.")] = 2.0,
 ) -> None:
-    """Ask a router or a worker whether it serves; exit code 0 means that it does.
+    """Ask a router or a worker whether it serves. Exit code 0 means yes.
 
-    Probes run [cyan]python -m baton.health ADDRESS[/], which is the same and starts faster.
+    Probes run [cyan]python -m baton.health ADDRESS[/], which does the same and starts faster.
 
     Example: [cyan]baton health HOST:50051 --service baton.inference.v1.InferenceService[/]
     """

@@ -1,7 +1,7 @@
-"""Help of commands that have many options with long names.
+"""Prints help of commands that have many options with long names.
 
-Typer's table has columns for names, negations and types: at 80 columns it cuts names off and leaves
-17 characters for what they mean. Here each option has a line of its own, and its text stands below.
+Typer's table has columns for names, negations and types. At 80 columns it cuts names off and leaves
+17 characters for their meaning. Here each option has a line of its own, with its text below.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typer.core import TyperCommand
 from baton.commands.output import stdout
 
 WIDEST: Final = 100
-"""Columns; longer lines are hard to read."""
+"""Maximum line length in columns: longer lines are hard to read."""
 
 
 class LongHelp(TyperCommand):
-    """A command that is explained like that."""
+    """A command with help in this form."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Prints it; nothing is left to the formatter."""
+        """Prints the help itself; the formatter has nothing left to do."""
         stdout.print()
         _show(f"[bold]Usage:[/] {self.get_usage(ctx).removeprefix('Usage: ')}", 1)
         for paragraph in (self.help or "").split("\n\n"):
@@ -36,7 +36,7 @@ class LongHelp(TyperCommand):
 
 
 def _show(text: str | Text, indent: int) -> None:
-    """Wraps rich's markup to the terminal."""
+    """Prints rich's markup, wrapped to the terminal."""
     content = Text.from_markup(text) if isinstance(text, str) else text
     width = min(stdout.width, WIDEST)
     stdout.print(Padding(content, (0, 0, 0, indent)), width=width, soft_wrap=False)

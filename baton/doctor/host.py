@@ -1,4 +1,4 @@
-"""This machine: what is installed, what the kernel allows, what is free."""
+"""Checks this machine: installed packages, permissions of the kernel, free memory and ports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from baton.doctor.finding import Finding, error, ok, warning
 
 MIN_PYTHON: Final = (3, 11)
 MIN_SHM_BYTES: Final = 256 << 20
-"""UCX keeps its queues there; containers get 64 MiB unless told otherwise."""
+"""UCX keeps its queues there. Containers get 64 MiB by default."""
 MIN_MEMLOCK_BYTES: Final = 1 << 30
 MIN_DISK_BYTES: Final = 2 << 30
 PORTS: Final[Mapping[int, str]] = {
@@ -29,14 +29,14 @@ PORTS: Final[Mapping[int, str]] = {
     9090: "the router's metrics",
 }
 ALLOCATOR_VARIABLES: Final = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""The second is the newer name."""
+"""Variables of torch's allocator; the second is the newer name."""
 PTRACE_SCOPE: Final = Path("/proc/sys/kernel/yama/ptrace_scope")
 RDMA_DEVICES: Final = Path("/dev/infiniband")
 SHM: Final = Path("/dev/shm")
 
 
 def check_host() -> Iterator[Finding]:
-    """Every check of this machine."""
+    """Runs all checks of this machine."""
     checks: tuple[Callable[[], Iterator[Finding]], ...] = (
         _python,
         _torch,
@@ -169,7 +169,7 @@ def _locked_memory() -> Iterator[Finding]:
 
 
 def _tracing() -> Iterator[Finding]:
-    """UCX copies between processes with process_vm_writev where the kernel lets it."""
+    """Checks ptrace: where the kernel allows it, UCX copies between processes directly."""
     try:
         scope = int(PTRACE_SCOPE.read_text())
     except (OSError, ValueError):

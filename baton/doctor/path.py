@@ -1,6 +1,6 @@
-"""The self-test by hand: two transfer agents in this process push pages to each other.
+"""Tests the KV transport: two transfer agents in this process push pages to each other.
 
-It is what workers do when they meet (`kv_transfer.peers`), so what it finds is what they will.
+Workers run the same test when they meet (`kv_transfer.peers`), so they will find the same.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ SLOW_GIGABYTES_PER_S: Final = 0.2
 def check_path() -> Iterator[Finding]:
     """Measures the transport between two agents on this host."""
     try:
-        import torch  # noqa: F401 - what follows needs it
+        import torch  # noqa: F401 - the code below needs it
 
         from kv_transfer.types import TransportError
     except ImportError:
-        return  # said already
+        return  # Another check has reported it already.
     try:
         transport, gigabytes_per_s, latency_us = _measure()
     except TransportError as failed:
@@ -44,7 +44,7 @@ _BUSY: Final = "is the machine busy? else look at what stands above about UCX_TL
 
 
 def _measure() -> tuple[str, float, float]:
-    """Path, GB/s and microseconds; zeros where it took too long. Raises TransportError."""
+    """Returns path, GB/s and microseconds; zeros if it took too long. Raises TransportError."""
     import torch
 
     from kv_transfer.events import PeerFailed, PeerOpened, TransferCounters, TransferEvent

@@ -1,8 +1,8 @@
-"""`baton top`: a router and its workers, live.
+"""`baton top`: shows a router and its workers, live.
 
-Everything comes from the metrics that the processes serve anyway. The router is asked first: its
-`/discovery` says where the workers' are. Rates and percentiles are of what changed between two
-scrapes, so nothing has to be kept by the servers.
+It reads the metrics of all processes. The router comes first, since its `/discovery` has the
+workers' addresses. Rates and percentiles are computed from the difference of two scrapes, so
+servers keep no history.
 
 `scrape` reads, `view` turns two scrapes into figures, `screen` draws them.
 """

@@ -1,4 +1,4 @@
-"""The metrics of routers and of their workers, read over HTTP at one moment."""
+"""Reads the metrics of routers and of their workers over HTTP, all at one moment."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ _AT_ONCE: Final = 16
 
 Labels = frozenset[tuple[str, str]]
 Bucket = tuple[float, float]
-"""Upper bound and how many values are at or below it."""
+"""Upper bound, and the number of values at or below it."""
 
 
 class TopError(Exception):
-    """There is nothing to show; the message says why and what to do."""
+    """There is nothing to show. The message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
-class Samples:
-    """What one process said of itself."""
+class Scraped:
+    """The metrics of one process."""
 
     at_s: float
-    """Of `time.monotonic`."""
+    """Time of reading, by `time.monotonic`."""
     values: Mapping[str, Mapping[Labels, float]]
-    """By name, then by labels."""
+    """Values by name, then by labels."""
 
     def total(self, name: str, **labels: str) -> float:
-        """Sum over all samples of the name that have these labels; 0 of none."""
+        """Sums all samples of a name that have these labels; 0 without a sample."""
         wanted = set(labels.items())
         found = self.values.get(name, {})
         return sum(value for have, value in found.items() if wanted <= have)
 
     def has(self, name: str) -> bool:
-        """Whether there is any sample of the name."""
+        """Whether a sample of the name exists."""
         return bool(self.values.get(name))
 
     def by_label(self, name: str, label: str) -> dict[str, float]:
-        """Sums by the value of one label."""
+        """Sums the samples of a name by the value of one label."""
         sums: dict[str, float] = {}
         for have, value in self.values.get(name, {}).items():
             key = dict(have).get(label, "")
@@ -55,12 +55,12 @@ class Samples:
         return sums
 
     def buckets(self, name: str) -> list[Bucket]:
-        """Of a histogram, summed over its labels, by bound; the last bound is infinite."""
+        """Buckets of a histogram, summed over its labels, by bound. The last bound is infinite."""
         sums = self.by_label(f"{name}_bucket", "le")
         return sorted((float(bound), count) for bound, count in sums.items())
 
 
-NOTHING: Final = Samples(0.0, {})
+NOTHING: Final = Scraped(0.0, {})
 
 
 class Known(NamedTuple):
@@ -69,7 +69,7 @@ class Known(NamedTuple):
     name: str
     role: str
     admin: str
-    """"": unknown."""
+    """HOST:PORT of its admin port; "": unknown."""
     attached: bool
 
 
@@ -78,28 +78,28 @@ class Scrape:
     """Routers and their workers at one moment."""
 
     at_s: float
-    router: Samples
-    """Of several, the sums."""
+    router: Scraped
+    """The router's metrics; the sums if there are several routers."""
     workers: Sequence[Known] = ()
-    samples: Mapping[str, Samples] = field(default_factory=dict)
-    """By worker; those that did not answer are missing."""
+    samples: Mapping[str, Scraped] = field(default_factory=dict)
+    """Metrics by worker, without the workers that did not answer."""
     routers: int = 1
-    """That were asked."""
+    """Number of routers that were read."""
 
     def routers_of(self, worker: str) -> int | None:
-        """How many a worker is attached to; None where it does not say."""
+        """Number of routers that a worker is attached to; None if unknown."""
         found = self.samples.get(worker, NOTHING)
         return int(found.total(Metric.WORK_STREAMS)) if found.has(Metric.WORK_STREAMS) else None
 
 
 def scrape(admin: str) -> Scrape:
-    """Reads the router, then all workers that it knows, at once.
+    """Reads the router, then all workers that it knows, in parallel.
 
     Args:
-        admin: HOST:PORT of the router's admin port; of several, with commas between.
+        admin: HOST:PORT of the router's admin port; several are separated by commas.
 
     Raises:
-        TopError: one of them is no router.
+        TopError: one of them is not a router.
     """
     admins = admin.split(",")
     router = _together([_parse(_get(f"http://{one}/metrics")) for one in admins])
@@ -114,19 +114,19 @@ def scrape(admin: str) -> Scrape:
     return Scrape(time.monotonic(), router, known, samples, len(admins))
 
 
-def _together(routers: Sequence[Samples]) -> Samples:
-    """The sums of what several counted: what is read of a router are counts."""
+def _together(routers: Sequence[Scraped]) -> Scraped:
+    """Sums the metrics of several routers: all metrics that are shown of a router are counts."""
     values: dict[str, dict[Labels, float]] = {}
     for samples in routers:
         for name, counted in samples.values.items():
             sums = values.setdefault(name, {})
             for labels, value in counted.items():
                 sums[labels] = sums.get(labels, 0.0) + value
-    return Samples(routers[-1].at_s, values)
+    return Scraped(routers[-1].at_s, values)
 
 
 def _targets(admin: str) -> dict[str, str]:
-    """Admin addresses of the workers that are attached, by name."""
+    """Admin addresses of the attached workers, by name."""
     try:
         listed = json.loads(_get(f"http://{admin}/discovery"))
         return {one["labels"]["worker"]: one["targets"][0] for one in listed}
@@ -134,8 +134,8 @@ def _targets(admin: str) -> dict[str, str]:
         raise TopError(f"http://{admin} is no router's admin port") from None
 
 
-def _known(router: Samples, where: Mapping[str, str]) -> list[Known]:
-    """Every worker of `baton_worker_up`, prefill first, those that left last."""
+def _known(router: Scraped, where: Mapping[str, str]) -> list[Known]:
+    """All workers in `baton_worker_up`: prefill first; workers that left are last."""
     found = []
     for labels, up in router.values.get(Metric.WORKER_UP, {}).items():
         have = dict(labels)
@@ -146,8 +146,8 @@ def _known(router: Samples, where: Mapping[str, str]) -> list[Known]:
     return found
 
 
-def _samples(admin: str) -> Samples | None:
-    """Of a worker; None where it does not answer."""
+def _samples(admin: str) -> Scraped | None:
+    """Metrics of a worker; None if it does not answer."""
     try:
         return _parse(_get(f"http://{admin}/metrics")) if admin else None
     except TopError:
@@ -165,11 +165,11 @@ def _get(url: str) -> str:
         raise TopError(f"{url} does not answer: does the router run there?") from None
 
 
-def _parse(page: str) -> Samples:
-    """Prometheus' text format.
+def _parse(page: str) -> Scraped:
+    """Parses Prometheus' text format.
 
     Raises:
-        TopError: it is something else.
+        TopError: the page has another format.
     """
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -184,4 +184,4 @@ def _parse(page: str) -> Samples:
         raise TopError(
             "what answers there are no metrics: is this a router's admin port?"
         ) from None
-    return Samples(time.monotonic(), values)
+    return Scraped(time.monotonic(), values)

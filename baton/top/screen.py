@@ -1,4 +1,4 @@
-"""The figures on a terminal of 100 columns or more."""
+"""Draws the figures on a terminal of at least 100 columns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.text import Text
 from baton.top.view import View, WorkerView
 
 WIDTH: Final = 100
-"""What it is laid out for."""
+"""Width of the layout, columns."""
 _NAME_WIDTH: Final = 12
 _BAR_CELLS: Final = 8
 _UNKNOWN: Final = "-"
@@ -23,13 +23,13 @@ _PAGE_LOOKS: Final = {
     "quarantined": ("X", "red"),
     "cached": ("▒", "bright_black"),
 }
-"""Told apart without colours, too."""
+"""Glyph and colour by state. The glyphs differ, for terminals without colours."""
 _ROLE_COLOURS: Final = {"prefill": "magenta", "decode": "green", "both": "magenta"}
 _STATE_COLOURS: Final = {"unreachable": "yellow", "gone": "red"}
 
 
 def draw(view: View, admin: str) -> RenderableType:
-    """Everything."""
+    """Draws the whole screen."""
     return Group(
         _head(view, admin),
         Text(),
@@ -125,7 +125,7 @@ def _row(worker: WorkerView) -> list[RenderableType]:
 
 
 def _pages(pages: dict[str, int]) -> Text:
-    """A bar of who holds the pool, and the share that nobody can be granted."""
+    """A bar of the pool's pages by state, and the share that cannot be granted."""
     total = max(1, sum(pages.values()))
     bar = Text()
     for state, (glyph, colour) in _PAGE_LOOKS.items():
@@ -138,7 +138,7 @@ def _pages(pages: dict[str, int]) -> Text:
 
 
 def _notes(view: View) -> list[Text]:
-    """How to read the bar, and whatever went wrong."""
+    """A legend of the bar, and a line for each problem."""
     legend = Text("\n")
     for state, (glyph, colour) in _PAGE_LOOKS.items():
         legend.append(f"{glyph} ", colour).append(f"{state}  ", "dim")
@@ -167,14 +167,14 @@ def _alarm(text: str, wrong: bool, colour: str = "red") -> Text:
 
 
 def rate(value: float | None) -> str:
-    """A second, in at most six characters."""
+    """Writes a rate a second in at most six characters."""
     if value is None:
         return _UNKNOWN
     return f"{value:.1f}" if value < 100 else short(value)
 
 
 def short(value: float) -> str:
-    """A count in at most six characters."""
+    """Writes a count in at most six characters."""
     for limit, divisor, unit in ((1e5, 1, ""), (1e8, 1e3, "k"), (1e11, 1e6, "M")):
         if value < limit:
             return f"{value / divisor:,.0f}{unit}"
@@ -182,7 +182,7 @@ def short(value: float) -> str:
 
 
 def milliseconds(value: float | None) -> str:
-    """In at most six characters."""
+    """Writes milliseconds in at most six characters."""
     if value is None:
         return _UNKNOWN
     digits = 2 if value < 10 else 1 if value < 1000 else 0
@@ -190,7 +190,7 @@ def milliseconds(value: float | None) -> str:
 
 
 def _bytes_a_second(value: float | None) -> str:
-    """In at most nine characters."""
+    """Writes bytes a second in at most nine characters."""
     if value is None:
         return _UNKNOWN
     units = ["B/s", "kB/s", "MB/s"]

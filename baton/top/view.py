@@ -1,7 +1,7 @@
-"""Figures from two scrapes: what is so now, and what happened between them.
+"""Computes figures from two scrapes: the present state, and the changes between them.
 
-Where there is no earlier scrape of a process, or it was started anew since, everything since its
-start counts for percentiles, and there are no rates.
+If a process has no earlier scrape, or has restarted since, percentiles cover the time since its
+start, and rates are unknown.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from baton.top.scrape import NOTHING, Bucket, Known, Samples, Scrape
+from baton.top.scrape import NOTHING, Bucket, Known, Scrape, Scraped
 from telemetry.names import Metric
 
 LATENCIES: Final = (
@@ -21,19 +21,19 @@ LATENCIES: Final = (
     ("E2E", Metric.REQUEST_DURATION),
     ("queue", Metric.QUEUE_WAIT),
 )
-"""The router's histograms and what they are called here."""
+"""The router's histograms, with the names shown."""
 HAND_OFF: Final = (
     ("second-token gap", Metric.SECOND_TOKEN_GAP),
     ("hand-off, exposed", Metric.TRANSFER_EXPOSED),
     ("hand-off, pushes", Metric.TRANSFER_SECONDS),
 )
-"""Of the workers."""
+"""The workers' histograms of the hand-off, with the names shown."""
 PAGE_STATES: Final = ("used", "granted", "quarantined", "cached", "free")
 
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Of a histogram, milliseconds; None where nothing was counted."""
+    """Percentiles of a histogram, milliseconds; None if nothing was counted."""
 
     count: int
     p50_ms: float | None = None
@@ -43,39 +43,39 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """One worker. Rates are a second, None while unknown."""
+    """Figures of one worker. Rates are a second; None: unknown."""
 
     name: str
     role: str
     state: str
-    """"up", "unreachable" where its admin port does not answer, "gone"."""
+    """"up", "gone", or "unreachable" if its admin port does not answer."""
     admin: str
     running: int = 0
     max_running: int = 0
     waiting: int = 0
     queued_prompt_tokens: int = 0
     prompt_token_rate: float | None = None
-    """Computed, without what prefix caches gave."""
+    """Computed prompt tokens, without those from prefix caches."""
     output_token_rate: float | None = None
     step: Quantiles = field(default_factory=lambda: Quantiles(0))
     pages: dict[str, int] = field(default_factory=dict)
-    """By state."""
+    """Number of KV pages by state."""
     sent_byte_rate: float | None = None
     transfers: dict[str, int] = field(default_factory=dict)
-    """Since its start, by outcome."""
+    """Number of transfers since its start, by outcome."""
     exposed: Quantiles = field(default_factory=lambda: Quantiles(0))
     preemptions: int = 0
     overdue: dict[str, int] = field(default_factory=dict)
-    """Transfers that do not end: "quarantines" and "sends"."""
+    """Number of transfers that do not end, by kind: "quarantines" and "sends"."""
     gpu_share: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A router and its workers. Rates are a second, None while unknown."""
+    """Figures of a router and its workers. Rates are a second; None: unknown."""
 
     window_s: float | None
-    """What rates and percentiles are of; None: since the processes' start."""
+    """Time that percentiles cover, seconds; None: since the processes' start."""
     inflight: int
     queued_requests: int
     queued_tokens: int
@@ -89,20 +89,20 @@ class View:
     latencies: dict[str, Quantiles]
     workers: list[WorkerView]
     routers: int = 1
-    """Whose requests these are."""
+    """Number of routers whose requests are counted."""
     most_routers: int = 1
-    """That a worker is attached to: the others' requests are not seen."""
+    """Largest number of routers that a worker is attached to. Requests of others are not seen."""
     silent_s: float = 0.0
-    """How long the router has not answered: all else is of before that."""
+    """Seconds since the router's last answer. All other figures are from then."""
 
 
 def view(now: Scrape, earlier: Scrape | None = None, rates: Scrape | None = None) -> View:
-    """The figures of a moment.
+    """Computes the figures of a scrape.
 
     Args:
-        now: this moment.
-        earlier: percentiles are of what came after it; None: since the processes' start.
-        rates: rates are since it; None: since `earlier`.
+        now: the scrape.
+        earlier: percentiles cover the time since this scrape; None: since the processes' start.
+        rates: rates cover the time since this scrape; None: since `earlier`.
     """
     before = earlier or Scrape(now.at_s, NOTHING)
     since = rates or before
@@ -176,22 +176,22 @@ def _worker(known: Known, now: Scrape, before: Scrape, since: Scrape) -> WorkerV
     )
 
 
-def _same_process(now: Samples, earlier: Samples) -> Samples:
-    """The earlier samples, or none if the process was started anew since."""
+def _same_process(now: Scraped, earlier: Scraped) -> Scraped:
+    """Returns the earlier samples, or `NOTHING` if the process has restarted since."""
     started = "process_start_time_seconds"
     return earlier if now.total(started) == earlier.total(started) else NOTHING
 
 
-def _rate(now: Samples, earlier: Samples, name: str, **labels: str) -> float | None:
-    """Of a counter, a second."""
+def _rate(now: Scraped, earlier: Scraped, name: str, **labels: str) -> float | None:
+    """Increase of a counter a second; None: unknown."""
     if earlier is NOTHING or now.at_s <= earlier.at_s:
         return None
     grown = now.total(name, **labels) - earlier.total(name, **labels)
     return max(0.0, grown) / (now.at_s - earlier.at_s)
 
 
-def _quantiles(pairs: Sequence[tuple[Samples, Samples]], name: str) -> Quantiles:
-    """Of what a histogram counted between two scrapes of each process, ms."""
+def _quantiles(pairs: Sequence[tuple[Scraped, Scraped]], name: str) -> Quantiles:
+    """Percentiles of the values counted between two scrapes of each process, ms."""
     sums: dict[float, float] = {}
     for now, earlier in pairs:
         before = dict(earlier.buckets(name))
@@ -206,11 +206,11 @@ def _quantiles(pairs: Sequence[tuple[Samples, Samples]], name: str) -> Quantiles
 
 
 def quantile(buckets: Sequence[Bucket], share: float) -> float:
-    """A quantile by interpolation within its bucket; above all bounds, the largest of them.
+    """Interpolates a quantile within its bucket. Above all finite bounds it is the largest one.
 
     Args:
-        buckets: cumulative, by bound, the last bound infinite; not empty, and something counted.
-        share: in [0, 1].
+        buckets: cumulative counts by bound, the last bound infinite; at least one value counted.
+        share: the quantile, in [0, 1].
     """
     wanted = share * buckets[-1][1]
     low, below = 0.0, 0.0

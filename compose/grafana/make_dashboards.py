@@ -1,8 +1,8 @@
-"""Writes the Grafana dashboards from the tables below: one entry a panel.
+"""Writes the Grafana dashboards from the tables below. Each entry is a panel.
 
     python compose/grafana/make_dashboards.py [FOLDER]
 
-Latency panels carry exemplars: a dot is one request, and a click on it opens its trace in Jaeger.
+Latency panels have exemplars: a dot is one request, and a click on it opens its trace in Jaeger.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OVERVIEW: Final = [
     stat("All tokens a second", "baton:total_tokens:rate1m"),
     stat("First token, p99", quantiles(TTFT, of=(99,))[0][0], "s"),
     stat("In flight", "sum(baton_requests_inflight)"),
-    # Each once, however many routers it is attached to.
+    # A worker counts once, even if it is attached to several routers.
     stat(
         "Workers",
         "count by (role) (max by (role, worker) (baton_worker_up) == 1)",
@@ -35,7 +35,7 @@ OVERVIEW: Final = [
         "Requests by outcome",
         [("baton:requests:rate1m", "{{outcome}}")],
         "reqps",
-        "OK, or the reason that the caller was told.",
+        "OK, or the reason in the caller's error.",
         stacked=True,
     ),
     Panel(
@@ -64,7 +64,7 @@ OVERVIEW: Final = [
         "Time to empty the queue",
         [("max by (model) (baton_queue_drain_seconds)", "{{model}}")],
         "s",
-        "At the rate measured; what callers are told to wait before they try again.",
+        "At the measured rate. Refused callers are told to wait this long.",
     ),
     Panel(
         "Refused before any work",
@@ -84,14 +84,14 @@ OVERVIEW: Final = [
     Panel(
         "Workers lost",
         [("sum by (role, cause) (increase(baton_workers_lost_total[1m]))", "{{role}}: {{cause}}")],
-        help="In a minute, those that had not said that they leave.",
+        help="Number in a minute, without workers that announced their leave.",
         stacked=True,
     ),
     Panel(
         "Event loops",
         quantiles("baton_event_loop_lag_seconds", "job", of=(99,)),
         "s",
-        "How late they wake up. Above some 10 ms a process is short of CPU.",
+        "Delay of their wake-ups. Above about 10 ms a process is short of CPU.",
     ),
 ]
 
@@ -121,14 +121,14 @@ BALANCE: Final = [
         "Prompts that decode workers compute",
         [rate("baton_local_prefills", "reason")],
         "ops",
-        "By themselves, and why.",
+        "Prompts that decode workers compute themselves, by reason.",
         stacked=True,
     ),
     Panel("Wait in the router's queue", quantiles("baton_queue_wait_seconds"), "s"),
     Panel(
         "Requests that wait at workers",
         [("sum by (worker) (baton_waiting_requests)", "{{worker}}")],
-        help="For pages or a slot.",
+        help="They wait for pages or for a slot.",
     ),
     Panel(
         "Prompt tokens a second",
@@ -156,7 +156,7 @@ BALANCE: Final = [
         "Step time",
         quantiles("baton_engine_step_seconds", "worker", of=(50, 99)),
         "s",
-        "Launch to settled. On a decode worker it is the time between tokens.",
+        "From launch to settled. On a decode worker this is the time between tokens.",
     ),
     Panel("Sampled tokens a second", [rate("baton_sampled_tokens", "worker")], stacked=True),
     Panel(
@@ -168,13 +168,13 @@ BALANCE: Final = [
         "Preemptions",
         [rate("baton_preemptions", "worker")],
         "ops",
-        "Sequences thrown out of the batch because pages ran out, and computed again.",
+        "Sequences that left the batch because pages ran out. They are computed again.",
     ),
     Panel(
         "GPUs",
         [("max by (worker) (baton_gpu_utilization_ratio)", "{{worker}}")],
         "percentunit",
-        "Share of time in which some kernel ran: 1 says busy, not efficient.",
+        "Share of time in which some kernel ran. 1 means busy, not efficient.",
     ),
     Panel("GPU power", [("max by (worker) (baton_gpu_power_watts)", "{{worker}}")], "watt"),
     Panel(
@@ -202,21 +202,21 @@ HANDOFF: Final = [
         "Exposed",
         quantiles("baton_kv_transfer_exposed_seconds", "transport"),
         "s",
-        "From the last chunk computed to its push done: what the hand-off adds to a request.",
+        "From the last chunk computed to its push done: the delay that the hand-off adds.",
         limit=0.05,
     ),
     Panel(
         "First token to second",
         quantiles("baton_second_token_gap_seconds"),
         "s",
-        "What a client sees of the hand-off: the pause after its first token.",
+        "The pause after the first token, which a client sees.",
         limit=0.1,
     ),
     Panel(
         "Whole transfer",
         quantiles("baton_kv_transfer_seconds", "transport"),
         "s",
-        "From the first push to the last one done; most of it hides behind compute.",
+        "From the first push to the last one done. Most of it overlaps with compute.",
     ),
     Panel(
         "Descriptors a transfer",
@@ -227,7 +227,7 @@ HANDOFF: Final = [
                 "{{worker}}",
             )
         ],
-        help="After merging neighbours; each costs some microseconds.",
+        help="Number after merging neighbours. Each costs some microseconds.",
     ),
     Panel(
         "Failures",
@@ -243,7 +243,7 @@ HANDOFF: Final = [
                 "{{worker}}: pages",
             ),
         ],
-        help="Pages that a lost peer may still write. They come back on its word or on its death.",
+        help="Pages that a lost peer may still write. The peer's word or its death frees them.",
     ),
     Panel(
         "Fences at work",
@@ -261,7 +261,7 @@ HANDOFF: Final = [
             ("max by (worker) (baton_kv_send_oldest_seconds)", "{{worker}}: send"),
         ],
         "s",
-        "Age of the oldest. Both are over within milliseconds where all is well.",
+        "Age of the oldest. In a healthy cluster both end within milliseconds.",
         limit=60,
     ),
     Panel(
@@ -273,7 +273,7 @@ HANDOFF: Final = [
             )
         ],
         "Bps",
-        "Measured when the two met.",
+        "Bandwidth, measured when two workers met.",
     ),
     Panel(
         "Paths that routers avoid",
@@ -283,7 +283,7 @@ HANDOFF: Final = [
                 "{{worker}} to {{peer}}: {{cause}}",
             )
         ],
-        help="1 while one is avoided, and for what.",
+        help="1 while a path is avoided, by cause.",
     ),
     Panel(
         "Pushes in progress",
@@ -296,7 +296,7 @@ OBJECTIVES: Final = [
         "First token within 0.5 s",
         [("baton:ttft_met:ratio5m", "5 min"), ("baton:ttft_met:ratio1h", "1 h")],
         "percentunit",
-        "The objective is 95 %. Its threshold stands in recording.yml.",
+        "The objective is 95 %. recording.yml has its threshold.",
         limit=0.95,
     ),
     Panel(
@@ -310,7 +310,7 @@ OBJECTIVES: Final = [
         "Goodput",
         [("baton:goodput:rate5m", "met both"), ("sum(baton:requests:rate1m)", "all")],
         "reqps",
-        "Requests a second that met both objectives, from below.",
+        "Requests a second that met both objectives: a lower bound.",
     ),
     Panel("Time to first token", quantiles(TTFT), "s", exemplars=True, limit=0.5),
     Panel("Time per output token", quantiles(TPOT), "s", exemplars=True, limit=0.05),
@@ -332,7 +332,7 @@ OBJECTIVES: Final = [
         "Spans",
         [rate("baton_spans", "outcome")],
         "ops",
-        "Dropped or failed: traces have holes.",
+        "Dropped or failed spans leave holes in traces.",
     ),
 ]
 
@@ -345,7 +345,7 @@ DASHBOARDS: Final = {
 
 
 def write(folder: Path) -> None:
-    """All dashboards, as JSON files."""
+    """Writes all dashboards as JSON files."""
     folder.mkdir(parents=True, exist_ok=True)
     for uid, (title, panels) in DASHBOARDS.items():
         text = json.dumps(dashboard(uid, title, panels), indent=1, ensure_ascii=False)

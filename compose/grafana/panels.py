@@ -1,4 +1,4 @@
-"""A panel in a few words, and Grafana's form of it."""
+"""Converts a short description of a panel to Grafana's form."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ DATASOURCE: Final = {"type": "prometheus", "uid": "prometheus"}
 GRID_COLUMNS: Final = 24
 
 Query = tuple[str, str]
-"""PromQL and the legend, where {{label}} stands for a label."""
+"""PromQL and a legend; {{label}} stands for a label."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Panel:
     exemplars: bool = False
     stacked: bool = False
     limit: float | None = None
-    """A red line, in the panel's unit."""
+    """Value of a red line, in the panel's unit."""
     width: int = 12
     height: int = 8
 
 
 def quantiles(metric: str, by: str = "", *, of: Sequence[int] = (50, 90, 99)) -> list[Query]:
-    """Percentiles of a histogram, apart for each value of the label `by`."""
+    """Makes queries of a histogram's percentiles, one for each value of the label `by`."""
     labels = f"le, {by}" if by else "le"
     legend = f" {{{{{by}}}}}" if by else ""
     return [
@@ -44,18 +44,18 @@ def quantiles(metric: str, by: str = "", *, of: Sequence[int] = (50, 90, 99)) ->
 
 
 def rate(metric: str, *by: str) -> Query:
-    """A counter's rate by labels."""
+    """Makes a query of a counter's rate, by labels."""
     legend = " ".join(f"{{{{{label}}}}}" for label in by)
     return f"sum by ({', '.join(by)}) (rate({metric}_total[1m]))", legend
 
 
 def stat(title: str, query: str, unit: str = "short", legend: str = "") -> Panel:
-    """One number."""
+    """Makes a panel with one number."""
     return Panel(title, [(query, legend)], unit, kind="stat", width=4, height=4)
 
 
 def dashboard(uid: str, title: str, panels: Sequence[Panel]) -> dict[str, Any]:
-    """Grafana's form of a dashboard."""
+    """Makes a dashboard in Grafana's form."""
     return {
         "uid": f"baton-{uid}",
         "title": title,
@@ -73,7 +73,7 @@ def dashboard(uid: str, title: str, panels: Sequence[Panel]) -> dict[str, Any]:
 
 
 def _places(panels: Sequence[Panel]) -> list[dict[str, int]]:
-    """Left to right, then down; a row is as high as its first panel."""
+    """Places panels from left to right, then down. The highest panel sets a row's height."""
     places, x, y, row_height = [], 0, 0, 0
     for panel in panels:
         if x + panel.width > GRID_COLUMNS:

@@ -1,4 +1,4 @@
-"""`commands.md`: every command with its arguments and options, from the command line itself."""
+"""Writes `commands.md`: every command, with its arguments and options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from baton.cli import app
 from reference import GENERATED, table
 
 SETTINGS = {"router": "router", "worker": "worker", "prefill": "worker", "decode": "worker"}
-"""Commands whose options are settings, which have a page of their own."""
+"""Commands that take settings as options. Settings have a page of their own."""
 INTRODUCTION = f"""\
 # Commands
 
@@ -59,6 +59,6 @@ def _default(parameter: Any) -> str:
 
 
 def _plain(text: str) -> str:
-    """Rich's markup as Markdown's."""
+    """Converts Rich's markup to Markdown."""
     text = re.sub(r"\[cyan\](.+?)\[/\]", r"`\1`", text)
     return re.sub(r"\\\[", "[", re.sub(r"\[/?\w*\]", "", text))

@@ -1,4 +1,4 @@
-"""`api.md` and `worker-api.md`: services, messages, fields and enums, from the protos' comments."""
+"""Writes `api.md` and `worker-api.md` from the protos and their comments."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ WELL_KNOWN = Path(protoc.__file__).parent / "_proto"
 CLIENTS = """\
 # API for clients
 
-What a client says to a router over gRPC; [clients](clients.md) shows how in several languages,
-[errors](errors.md) what can go wrong. Over HTTP the router speaks OpenAI's API instead, on these
-paths: `/v1/models`, `/v1/completions`, `/v1/chat/completions`; and beside them `/tokenize`,
-`/detokenize` and `/tokenizer_info`, as vLLM's server has them.
+Clients speak this API to a router over gRPC. [Clients](clients.md) has examples in several
+languages, and [errors](errors.md) lists the errors. Over HTTP the router speaks OpenAI's API on the
+paths `/v1/models`, `/v1/completions` and `/v1/chat/completions`. It also has `/tokenize`,
+`/detokenize` and `/tokenizer_info`, as vLLM's server does.
 """
 WORKERS = """\
 # API between router and workers
 
-Not for clients: what a router and its workers say to each other. [Architecture](architecture.md)
-has the reasons, [the hand-off protocol](protocol.md) the order of things. KV pages and the
-notifications that go with them travel beside it.
+A router and its workers speak this API to each other; it is not for clients.
+[Architecture](architecture.md) has the reasons, [the hand-off protocol](protocol.md) the order of
+messages. KV pages and their notifications do not use this API: they go directly between workers.
 """
 
 Field = descriptor_pb2.FieldDescriptorProto
@@ -36,7 +36,7 @@ SCALARS = {number: name.removeprefix("TYPE_").lower() for name, number in Field.
 
 
 def page(package: str, introduction: str) -> str:
-    """The page of one package."""
+    """Writes the page of one package."""
     file = _described(package)
     comments = {
         tuple(location.path): " ".join(location.leading_comments.split())
@@ -59,7 +59,7 @@ def page(package: str, introduction: str) -> str:
 
 
 def _described(package: str) -> descriptor_pb2.FileDescriptorProto:
-    """The package's one file, comments included."""
+    """Reads the package's only file, with its comments."""
     source = next((PROTOS / package.replace(".", "/")).glob("*.proto"))
     with tempfile.NamedTemporaryFile() as out:
         arguments = ["protoc", f"-I{PROTOS}", f"-I{WELL_KNOWN}", "--include_source_info"]
@@ -104,7 +104,7 @@ def _message(message: Any, path: tuple[int, ...], comments: dict[Any, str]) -> I
 
 
 def _type(field: Any, message: Any) -> str:
-    """As in the proto, with links; fields of a oneof name it."""
+    """The type of a field as in the proto, with links. A field of a oneof names the oneof."""
     for entry in message.nested_type:
         if entry.options.map_entry and field.type_name.endswith(f".{entry.name}"):
             key, value = (SCALARS[part.type] for part in entry.field)
@@ -120,7 +120,7 @@ def _type(field: Any, message: Any) -> str:
 
 
 def _link(type_name: str) -> str:
-    """To the type's heading, where it is on the page."""
+    """Links to the type's heading on the page. Google's types have no link."""
     name = type_name.rpartition(".")[2]
     return (
         f"`{type_name[1:]}`" if type_name.startswith(".google.") else f"[{name}](#{name.lower()})"

@@ -1,4 +1,4 @@
-"""`configuration.md`: every setting of a worker and of a router, from the models themselves."""
+"""Writes `configuration.md`: every setting of a worker and of a router, from their models."""
 
 from __future__ import annotations
 
@@ -10,15 +10,8 @@ from unittest import mock
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from baton.settings import (
-    CONFIG_VARIABLE,
-    DEBUG,
-    DEFAULT_FILE,
-    Role,
-    WorkerSettings,
-    debug_settings,
-    fields,
-)
+from baton.settings import CONFIG_VARIABLE, DEBUG, DEFAULT_FILE, debug_settings, fields
+from baton.worker_settings import Role, WorkerSettings
 from reference import GENERATED, table
 from router.settings import RouterSettings
 
@@ -29,11 +22,11 @@ INTRODUCTION = f"""\
 
 Every process reads its settings once, when it starts. Flags beat the environment, the environment
 beats the file, the file beats the defaults. The file is TOML with a table for each kind of process,
-`[router]` and `[worker]`: the one that `--config FILE` names, else `{CONFIG_VARIABLE}`, else
-`{DEFAULT_FILE}` in the working directory. `baton config` prints what a process would start with
-and where each value came from, in the form of that file. An unknown key or a value out of its
-bounds ends the process with a message that names it; a `BATON_*` variable that is no setting is
-ignored with a warning.
+`[router]` and `[worker]`. `--config FILE` names it, else `{CONFIG_VARIABLE}` does, else it is
+`{DEFAULT_FILE}` in the working directory. `baton config` prints the settings of a process, and the
+source of each value, in the form of that file. An unknown key or a value out of its bounds ends the
+process with a message that names it. A `BATON_*` variable that is no setting is ignored with a
+warning.
 
 ```toml
 # baton.toml
@@ -48,8 +41,9 @@ Each setting has three names: `max_sequences` in the file, `--max-sequences` as 
 `BATON_MAX_SEQUENCES` in the environment. A switch is `--trace-store` or `--no-trace-store` as a
 flag, `true` or `false` elsewhere; a list is separated by commas.
 
-A few settings are for experts and tests. They are in the tables `[router.debug]` and
-`[worker.debug]` of the file and in `BATON_DEBUG_*`, and no flags. They may change with any release.
+Some settings are for experts and tests. They are in the tables `[router.debug]` and
+`[worker.debug]` of the file and in `BATON_DEBUG_*`. They have no flags, and may change with any
+release.
 """
 
 COLUMNS = ("setting", "takes", "default", "what it is for")
@@ -112,7 +106,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _made(factory: Any) -> str:
-    """What a factory makes, for each role where it depends on that."""
+    """The value that a factory makes; one for each role if it depends on the role."""
     if not inspect.signature(factory).parameters:
         return f"`{factory()}`"
     made = {str(role): factory({"role": role}) for role in Role}

@@ -1,4 +1,4 @@
-"""The table in `sizing.md`: what weights and KV take, from the shapes of well-known models."""
+"""Writes the table in `sizing.md`: memory of weights and KV for well-known models."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from reference import table
 
 GIB = 1 << 30
 BYTES = 2
-"""Of a bfloat16 number."""
+"""Size of a bfloat16 number."""
 GPUS_GB = (24, 48, 80, 141)
 UTILIZATION = 0.9
 """The default of `gpu_memory_utilization`."""
 
 
 class Shape(NamedTuple):
-    """What a decoder of the Llama family is made of; as in its config.json."""
+    """The shape of a decoder of the Llama family, as in its config.json."""
 
     name: str
     layers: int
@@ -29,14 +29,14 @@ class Shape(NamedTuple):
 
     @property
     def parameters(self) -> int:
-        """Matrices alone: norms and biases are a thousandth of it."""
+        """Number of parameters in matrices. Norms and biases add only a thousandth."""
         attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
         layer = attention + 3 * self.hidden * self.intermediate
         return self.layers * layer + self.vocab * self.hidden * (1 if self.tied else 2)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """A key and a value for each layer and KV head."""
+        """Bytes of a token's KV: a key and a value for each layer and KV head."""
         return 2 * self.layers * self.kv_heads * self.head_dim * BYTES
 
 
@@ -55,7 +55,7 @@ SHAPES = (
 
 
 def shapes_table() -> str:
-    """Weights, KV and the tokens that fit, in bfloat16."""
+    """Writes weights, KV, and the number of tokens that fit, all in bfloat16."""
     head = ("model", "parameters", "weights", "KV a token", *(f"{gb} GB" for gb in GPUS_GB))
     rows = [
         (
@@ -71,7 +71,7 @@ def shapes_table() -> str:
 
 
 def _tokens(shape: Shape, gpu_gb: int) -> str:
-    """KV tokens beside the weights; "-" where not even a thousand fit."""
+    """Number of KV tokens that fit beside the weights; "-" below a thousand."""
     room = UTILIZATION * gpu_gb * 1e9 - shape.parameters * BYTES
     thousands = int(room / shape.kv_bytes_per_token / 1000)
     return f"{thousands:,},000" if thousands > 0 else "-"

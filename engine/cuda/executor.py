@@ -8,7 +8,7 @@ A step's life:
    prompts fill the chip, so their launches hide behind them.
 3. Tokens are drawn, put into the token table (which the next step reads, on the device) and
    copied to pinned memory; an event marks the end.
-4. `result` waits for the event and reads the pinned memory.
+4. A thread waits for the event, reads the pinned memory and completes the step's future.
 
 Invariant: everything that touches the pool, the token table or the packed inputs is queued on one
 stream, in the order launched.
@@ -17,7 +17,8 @@ stream, in the order launched.
 # mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
 
-import time
+import queue
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -27,13 +28,14 @@ import torch
 from torch import Tensor
 
 from engine.attention.paged import PagedAttention, PagedStep
+from engine.bounds import Bounds
 from engine.cuda.forward import FusedForward, RowEnds
 from engine.cuda.inputs import Inputs, attention_of, ends_of
 from engine.cuda.kernels import greedy
 from engine.cuda.packing import PackedStep, pack, rows_of, stores_of
 from engine.cuda.shapes import PROMPT_ROWS, Shape, Shapes
-from engine.cuda.staging import Int32s, Staging
-from engine.executor import SCORE_ROWS, Launched, Limits
+from engine.cuda.staging import Int32s, StepStaging
+from engine.executor import SCORE_ROWS, Launched
 from engine.kv_pool import KvPool
 from engine.model import Model
 from engine.sampling import SamplePlan, Sampler, SampleResult, Scores, score
@@ -43,7 +45,6 @@ from telemetry import failpoints
 Progress = Callable[[str, int, int], None]
 Read = Callable[[], StepResult]
 """Makes the result of what is in pinned memory, once it is there."""
-POLL_S = 50e-6
 SPARE_INTEGERS = 1 << 16
 """Room in the staging buffer for copies, samples of many choices and gaps between sections."""
 
@@ -54,29 +55,45 @@ class _Graph(NamedTuple):
     """[R, vocab]; the next replay of any shape may overwrite it."""
 
 
-class CudaStep:
-    """A step on its way: an event, and how to read what it left in pinned memory."""
+class _InFlight(NamedTuple):
+    """A step that the device works at or will."""
 
-    def __init__(self, done: torch.cuda.Event, read: Read) -> None:
-        self._done = done
-        self._read = read
+    done: torch.cuda.Event
+    read: Read
+    future: Launched
 
-    def result(self, timeout: float | None = None) -> StepResult:
-        """See `Launched`."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while deadline is not None and not self._done.query():
-            if time.monotonic() > deadline:
-                raise TimeoutError
-            time.sleep(POLL_S)
-        self._done.synchronize()
-        return self._read()
 
-    def done(self) -> bool:
-        """See `Launched`."""
-        try:
-            return bool(self._done.query())
-        except torch.AcceleratorError:
-            return True  # `result` says what it is.
+class StepWaiter:
+    """Completes the futures of steps, in order, on a thread of its own.
+
+    The thread sleeps in the driver until a step's event has come, with the interpreter released.
+    """
+
+    def __init__(self) -> None:
+        self._steps: queue.SimpleQueue[_InFlight | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="baton-step-waiter", daemon=True)
+        self._thread.start()
+
+    def add(self, done: torch.cuda.Event, read: Read) -> Launched:
+        """Takes a step that was launched; returns its future."""
+        step = _InFlight(done, read, Future())
+        self._steps.put(step)
+        return step.future
+
+    def stop(self) -> None:
+        """Ends the thread behind the steps that it was given."""
+        self._steps.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (step := self._steps.get()) is not None:
+            try:
+                step.done.synchronize()
+                result = step.read()
+            except BaseException as error:
+                step.future.set_exception(error)
+            else:
+                step.future.set_result(result)
 
 
 class CudaExecutor:
@@ -88,24 +105,25 @@ class CudaExecutor:
         pool: KvPool,
         attention: PagedAttention,
         sampler: Sampler,
-        limits: Limits,
+        bounds: Bounds,
     ) -> None:
         device = pool.tensor.device
-        max_pages = -(-limits.max_context_tokens // pool.page_size)
+        max_pages = -(-bounds.max_context_tokens // pool.page_size)
         self._pool = pool
         self._attention = attention
         self._sampler = sampler
-        self._forward = FusedForward(model, pool, attention, limits.max_context_tokens)
+        self._forward = FusedForward(model, pool, attention, bounds.max_context_tokens)
         self.stream = torch.cuda.Stream(device)
-        self._nobody = limits.max_sequences
+        self._nobody = bounds.max_sequences
         """Slot of padding rows: the token table's last."""
         self._token_table = torch.zeros(self._nobody + 1, dtype=torch.int32, device=device)
-        self._shapes = Shapes(limits)
+        self._shapes = Shapes(bounds)
         shapes = self._shapes.all
-        self._staging = Staging(_most_integers(limits, shapes[0], max_pages), device)
+        self._staging = StepStaging(_most_integers(bounds, shapes[0], max_pages), device)
         most_rows = max(shape.rows for shape in shapes)
         self._inputs = Inputs(shapes[0], most_rows, max_pages, device)
         self._graphs: dict[Shape, _Graph] = {}
+        self._waiter = StepWaiter()
 
     def capture(self, progress: Progress | None = None) -> None:
         """Makes every shape's graph. Blocks.
@@ -149,7 +167,7 @@ class CudaExecutor:
 
     def shutdown(self) -> None:
         """Waits for the steps launched."""
-        self.stream.synchronize()
+        self._waiter.stop()
 
     def _launch(self, plan: StepPlan) -> Launched:
         if plan.copy_source.size or plan.write_slots.size:
@@ -171,10 +189,10 @@ class CudaExecutor:
         if plan.write_slots.size:
             self._token_table[slots.long()] = tokens
 
-    def _finish(self, read: Read) -> CudaStep:
+    def _finish(self, read: Read) -> Launched:
         done = torch.cuda.Event(blocking=True)
         done.record(self.stream)
-        return CudaStep(done, read)
+        return self._waiter.add(done, read)
 
     # -- steps of a shape -----------------------------------------------------------------------
 
@@ -316,7 +334,7 @@ def _read_sampled(drawn: SampleResult, scores: list[_HostScores]) -> StepResult:
     )
 
 
-def _most_integers(limits: Limits, largest: Shape, max_pages: int) -> int:
+def _most_integers(bounds: Bounds, largest: Shape, max_pages: int) -> int:
     per_row = max_pages + 8
-    tokens = max(limits.max_step_tokens, largest.tokens)
-    return (limits.max_sequences + PROMPT_ROWS) * per_row + 3 * tokens + SPARE_INTEGERS
+    tokens = max(bounds.max_step_tokens, largest.tokens)
+    return (bounds.max_sequences + PROMPT_ROWS) * per_row + 3 * tokens + SPARE_INTEGERS

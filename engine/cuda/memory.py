@@ -6,9 +6,9 @@ import torch
 
 from engine.attention.paged import PagedAttention, PagedStep
 from engine.blocks import SCRATCH_PAGE
+from engine.bounds import Bounds
 from engine.cuda.forward import FusedForward
 from engine.cuda.shapes import LONGEST_GRAPH
-from engine.executor import Limits
 from engine.kv_pool import KvPool
 from engine.model import Model
 
@@ -20,7 +20,7 @@ SAMPLING_COPIES = 6
 
 @torch.inference_mode()
 def bytes_left(
-    model: Model, scratch: KvPool, attention: PagedAttention, limits: Limits, utilization: float
+    model: Model, scratch: KvPool, attention: PagedAttention, bounds: Bounds, utilization: float
 ) -> int:
     """Bytes that a pool may have; negative where the model alone is too much.
 
@@ -28,33 +28,33 @@ def bytes_left(
         model: loaded.
         scratch: a pool of the scratch page only, with the model's shape.
         attention: over `scratch`.
-        limits: the largest step.
+        bounds: what the largest step holds.
         utilization: share of the device's memory that this process may use, in all.
     """
     device = scratch.tensor.device
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_reserved(device)
-    _run_largest(model, scratch, attention, limits)
+    _run_largest(model, scratch, attention, bounds)
     torch.cuda.synchronize(device)
     step = torch.cuda.max_memory_reserved(device) - before
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    sampling = SAMPLING_COPIES * 4 * limits.max_sequences * model.config.vocab_size
-    graphs = GRAPH_BYTES + step * min(1.0, LONGEST_GRAPH / limits.max_step_tokens)
+    sampling = SAMPLING_COPIES * 4 * bounds.max_sequences * model.config.vocab_size
+    graphs = GRAPH_BYTES + step * min(1.0, LONGEST_GRAPH / bounds.max_step_tokens)
     return int(total * utilization - (total - free) - step - sampling - graphs)
 
 
-def _run_largest(model: Model, scratch: KvPool, attention: PagedAttention, limits: Limits) -> None:
+def _run_largest(model: Model, scratch: KvPool, attention: PagedAttention, bounds: Bounds) -> None:
     """One prompt as long as a step may be; every token is stored in the scratch page."""
-    size, device = limits.max_step_tokens, scratch.tensor.device
+    size, device = bounds.max_step_tokens, scratch.tensor.device
     positions = torch.arange(size, dtype=torch.int32, device=device)
-    positions %= limits.max_context_tokens
+    positions %= bounds.max_context_tokens
     lens = torch.full((1,), size, dtype=torch.int32, device=device)
     table = torch.full((1, 1), SCRATCH_PAGE, dtype=torch.int32, device=device)
     starts = torch.nn.functional.pad(lens, (1, 0))
     attention.prepare(PagedStep(0, lens, table, starts, size, all_fresh=True))
-    forward = FusedForward(model, scratch, attention, limits.max_context_tokens)
+    forward = FusedForward(model, scratch, attention, bounds.max_context_tokens)
     stores = SCRATCH_PAGE * scratch.page_size + positions % scratch.page_size
     hidden = forward.hidden(torch.zeros_like(positions), positions, stores)
-    forward.logits(hidden[: limits.max_sequences])
+    forward.logits(hidden[: bounds.max_sequences])

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.blocks import SCRATCH_PAGE
 from engine.cuda.shapes import Shape
-from engine.cuda.staging import Int32s, Staging
+from engine.cuda.staging import Int32s, StepStaging
 from engine.step import StepPlan
 
 
@@ -54,7 +54,7 @@ class PackedStep(NamedTuple):
 
 
 def pack(
-    plan: StepPlan | None, shape: Shape, staging: Staging, nobody: int, page_size: int
+    plan: StepPlan | None, shape: Shape, staging: StepStaging, nobody: int, page_size: int
 ) -> PackedStep:
     """Adds a step's sections to the staging buffer. `plan` None: a step of padding only.
 

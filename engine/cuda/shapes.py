@@ -17,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import NamedTuple
 
-from engine.executor import Limits
+from engine.bounds import Bounds
 from engine.step import StepPlan
 
 SMALL = (1, 2, 4)
@@ -57,11 +57,11 @@ class Shape(NamedTuple):
 class Shapes:
     """The shapes of an executor, and which of them a step takes."""
 
-    def __init__(self, limits: Limits) -> None:
-        most, decodes = limits.max_sequences, limits.decodes
+    def __init__(self, bounds: Bounds) -> None:
+        most, decodes = bounds.max_sequences, bounds.decodes
         self._decodes = bucket_sizes(most) if decodes else ()
         self._beside = bucket_sizes(most, (SPACING,), MIXED_SPACING) if decodes else ()
-        self._alone = _prompt_sizes(limits.max_step_tokens)
+        self._alone = _prompt_sizes(bounds.max_step_tokens)
 
     @property
     def all(self) -> list[Shape]:
@@ -73,14 +73,13 @@ class Shapes:
 
     def of(self, plan: StepPlan) -> Shape | None:
         """The smallest that holds the step; None: it takes none, its kernels run one by one."""
-        prompt_tokens = plan.num_tokens - plan.num_decodes
-        if prompt_tokens == 0:
+        if plan.prompt_tokens == 0:
             decodes = bucket_of(plan.num_decodes, self._decodes)
             return None if decodes is None else Shape(decodes)
         if plan.scores or len(plan.row_slots) - plan.num_decodes > PROMPT_ROWS:
             return None
         decodes = bucket_of(plan.num_decodes, self._beside) if plan.num_decodes else 0
-        tokens = bucket_of(prompt_tokens, PIECES if decodes else self._alone)
+        tokens = bucket_of(plan.prompt_tokens, PIECES if decodes else self._alone)
         return None if decodes is None or tokens is None else _with_prompts(decodes, tokens)
 
 

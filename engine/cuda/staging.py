@@ -28,7 +28,7 @@ class StagingError(Exception):
     """A step needs more room than the buffers were made with."""
 
 
-class Staging:
+class StepStaging:
     """Two pinned buffers on the host, one on the device."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:

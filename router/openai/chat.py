@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from baton.inference.v1 import inference_pb2 as api
 from router.openai.logprobs import chat_logprobs
-from router.openai.reply import Order, Piece, Reply
+from router.openai.reply import Reply, ReplyOrder, ReplyPart
 from router.openai.schema import StreamOptions, parse
 from router.openai.turns import ChatRequest
 
@@ -25,12 +25,12 @@ class ChatForm:
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def choice(self, piece: Piece) -> JSON:
+    def choice(self, piece: ReplyPart) -> JSON:
         """A whole choice."""
         message = {"role": "assistant", "content": piece.text, "refusal": None}
         return self._with("message", message, piece)
 
-    def delta(self, piece: Piece) -> JSON:
+    def delta(self, piece: ReplyPart) -> JSON:
         """A piece of one. The role comes with the first text: a chunk more would be timed as a
         token by load generators."""
         delta: JSON = {"role": "assistant"} if piece.first else {}
@@ -38,7 +38,7 @@ class ChatForm:
             delta["content"] = piece.text
         return self._with("delta", delta, piece)
 
-    def _with(self, name: str, content: JSON, piece: Piece) -> JSON:
+    def _with(self, name: str, content: JSON, piece: ReplyPart) -> JSON:
         return {
             "index": piece.choice,
             name: content,
@@ -69,7 +69,7 @@ class ChatCompletions:
             model = self._dispatcher.model(request.model)
             tokenizer = await self._tokenizers.get(model.path)
         kind = api.StreamGenerateRequest if request.stream else api.GenerateRequest
-        order = Order(
+        order = ReplyOrder(
             [kind(input=_generation(request), client_tag=client_tag)],
             ChatForm(),
             request.stream_options or StreamOptions(),

@@ -8,10 +8,11 @@ from baton.inference.v1 import inference_pb2 as api
 from router import errors
 from router.errors import Violation
 from router.openai.logprobs import completion_logprobs
-from router.openai.reply import Echo, Order, Piece, Reply
+from router.openai.reply import Echo, Reply, ReplyOrder, ReplyPart
 from router.openai.schema import CompletionRequest, Prompt, StreamOptions, parse
 
 if TYPE_CHECKING:
+    from router.bounds import BodyShape
     from router.calls import Call
     from router.generation import GenerationRequest, Generations
     from router.jobs import Dispatcher
@@ -26,7 +27,7 @@ class CompletionForm:
     whole_object = "text_completion"
     chunk_object = "text_completion"
 
-    def choice(self, piece: Piece) -> JSON:
+    def choice(self, piece: ReplyPart) -> JSON:
         """A whole choice."""
         return {
             "index": piece.choice,
@@ -42,11 +43,16 @@ class Completions:
     """The method."""
 
     def __init__(
-        self, generations: Generations, dispatcher: Dispatcher, tokenizers: Tokenizers
+        self,
+        generations: Generations,
+        dispatcher: Dispatcher,
+        tokenizers: Tokenizers,
+        shape: BodyShape,
     ) -> None:
         self._generations = generations
         self._dispatcher = dispatcher
         self._tokenizers = tokenizers
+        self._shape = shape
 
     async def __call__(self, body: bytes, call: Call, client_tag: str) -> Reply:
         """Reads a request; nothing runs before the reply is read.
@@ -54,7 +60,7 @@ class Completions:
         Raises:
             RouterError: the request cannot be understood, or its prompts not be echoed.
         """
-        request = parse(CompletionRequest, body)
+        request = parse(CompletionRequest, body, self._shape.most_elements())
         tokenizer = None
         if request.echo or request.logprobs is not None:
             model = self._dispatcher.model(request.model)
@@ -67,7 +73,7 @@ class Completions:
             _generation(request, prompt, echo, client_tag)
             for prompt, echo in zip(request.prompt, echoes, strict=True)
         ]
-        order = Order(
+        order = ReplyOrder(
             requests,
             CompletionForm(),
             request.stream_options or StreamOptions(),

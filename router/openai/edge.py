@@ -1,14 +1,15 @@
-"""Where HTTP begins: one `Endpoint` for each method that generates.
+"""Where HTTP begins: one `HttpEndpoint` for each method that generates.
 
 Life of a request:
 
 1. A SERVER span, below the caller's where `traceparent` names one; its trace id is the answer's
-   `x-request-id`. Its token is looked at, and the body is read, whole, for a bounded time.
+   `x-request-id`. Its token is looked at, and then the body is read, whole (`bodies`).
 2. The method makes an `Answer` of it. Nothing is sent before its first part is there, that is, in
    a stream, before the first token: a request that is refused has its own status.
 3. The answer goes out at the client's pace. An error behind the first part of a stream is its last
    event; a stream that is complete ends with `[DONE]`.
-4. A client that leaves, at any point, cancels the work at once, and counts as 499.
+4. A client that leaves, at any point, cancels the work at once, and counts as 499. One that stays
+   and does not read loses its connection a little after the deadline.
 5. One line in the access log.
 
 Around each method this is the only place where errors become statuses.
@@ -20,7 +21,7 @@ import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from opentelemetry.trace import SpanKind
 from pydantic_core import to_json
@@ -28,8 +29,11 @@ from starlette.requests import ClientDisconnect, Request
 
 from router import errors
 from router.access import AccessRecord
-from router.auth import AUTHORIZATION, OPEN, Gate
+from router.auth import AUTHORIZATION, Gate
 from router.calls import Call
+from router.deadlines import UnreadError, read_by
+from router.openai.bodies import Bodies, Body
+from router.openai.connections import connection_of
 from router.openai.statuses import CLIENT_LEFT, JSON, error_body, http_status, retry_headers
 from router.validation import MAX_CLIENT_TAG_BYTES
 from telemetry.names import Attr
@@ -41,10 +45,6 @@ if TYPE_CHECKING:
 
     from router.events import RouterEvents
 
-MAX_BODY_BYTES: Final = 64 * 1024 * 1024
-"""As for gRPC messages: room for the longest prompts."""
-BODY_TIMEOUT_S: Final = 120.0
-"""A body of that size takes half of it at 10 Mbit/s."""
 REQUEST_ID: Final = "x-request-id"
 """Of a request: the caller's own tag, for logs. Of an answer: the trace id."""
 _JSON_TYPE: Final = "application/json"
@@ -70,34 +70,54 @@ Method = Callable[[bytes, Call, str], Awaitable[Answer]]
 """Of (body, call, the caller's tag); may raise any RouterError."""
 
 
-class Endpoint:
+class Guards(NamedTuple):
+    """What a request meets before its method does, and when its answer is given up."""
+
+    bodies: Bodies
+    gate: Gate
+    longest_s: float
+    """From a request's arrival to its deadline."""
+
+
+class HttpEndpoint:
     """An ASGI application around one method."""
 
-    def __init__(self, route: str, method: Method, events: RouterEvents, gate: Gate = OPEN) -> None:
+    def __init__(self, route: str, method: Method, guards: Guards, events: RouterEvents) -> None:
         self._route = route
         self._method = method
+        self._guards = guards
         self._events = events
-        self._gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one request."""
-        request = Request(scope, receive)
-        response = _Response(self._route, request, send)
+        response = _Response(self._route, Request(scope, receive), send)
         try:
-            response.admit(self._gate)
-            body = await _body(request)
-            await _while_there(self._serve(body, request, response), response, receive)
+            async with read_by(self._guards.longest_s):
+                await self._answer(response, receive)
+        except UnreadError:
+            self._events.unread()
+            response.give_up()
+            connection_of(scope).abort()
+        finally:
+            response.close()
+
+    async def _answer(self, response: _Response, receive: Receive) -> None:
+        try:
+            response.admit(self._guards.gate)
+            with self._guards.bodies.one() as body:
+                await body.read(response.request)
+                await _while_there(self._serve(body, response), response, receive)
         except ClientDisconnect:
             response.status = CLIENT_LEFT
         except Exception as error:
             if isinstance(error, errors.RouterError) and not response.begun:
                 self._events.rejected(error.reason)
             await response.fail(error)
-        finally:
-            response.close()
 
-    async def _serve(self, body: bytes, request: Request, response: _Response) -> None:
-        answer = await self._method(body, response.call, _client_tag(request))
+    async def _serve(self, body: Body, response: _Response) -> None:
+        tag = _client_tag(response.request)
+        answer = await self._method(body.take(), response.call, tag)
+        body.let_go()
         response.begun = True
         if not answer.stream:
             await response.whole(await answer.whole())
@@ -112,7 +132,7 @@ class _Response:
     """What goes out, and what is recorded of it."""
 
     def __init__(self, route: str, request: Request, send: Send) -> None:
-        self._request = request
+        self.request = request
         self._send = send
         self._error = ""
         self._span = start_span(
@@ -141,7 +161,7 @@ class _Response:
         Raises:
             RouterError: UNAUTHENTICATED.
         """
-        self.call = self.call.admitted(gate, self._request.headers.get(AUTHORIZATION))
+        self.call = self.call.admitted(gate, self.request.headers.get(AUTHORIZATION))
 
     async def whole(self, content: JSON, status: int = 200, **headers: str) -> None:
         """Sends all of an answer."""
@@ -171,6 +191,10 @@ class _Response:
         else:
             await self.whole(content, status, **retry_headers(described))
 
+    def give_up(self) -> None:
+        """Notes that the client did not read its answer by the deadline."""
+        self._error = errors.deadline_exceeded(self.call.record.output_tokens).reason
+
     def close(self) -> None:
         """Ends the span, and writes the request's line in the access log."""
         status = self.status or CLIENT_LEFT
@@ -192,28 +216,6 @@ class _Response:
     async def _write(self, data: bytes, last: bool = False) -> None:
         self.complete = last
         await self._send({"type": "http.response.body", "body": data, "more_body": not last})
-
-
-async def _body(request: Request) -> bytes:
-    """The whole body.
-
-    Raises:
-        ClientDisconnect: the client left before its end.
-        RouterError: MALFORMED_REQUEST, over `MAX_BODY_BYTES`; DEADLINE_EXCEEDED, over
-            `BODY_TIMEOUT_S`.
-    """
-    parts, size_bytes = [], 0
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for part in request.stream():
-                size_bytes += len(part)
-                if size_bytes > MAX_BODY_BYTES:
-                    limit = f"the body exceeds {MAX_BODY_BYTES >> 20} MiB"
-                    raise errors.malformed_request(limit)
-                parts.append(part)
-    except TimeoutError:
-        raise errors.deadline_exceeded(tokens_sent=0) from None
-    return b"".join(parts)
 
 
 def _client_tag(request: Request) -> str:

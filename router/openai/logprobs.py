@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from router.openai.statuses import JSON
 
 if TYPE_CHECKING:
-    from router.jobs import TokenLogprobs
+    from router.jobs import TokenScore
     from router.tokenization import Tokenizer
 
 _LEAST: Final = -9999.0
@@ -41,7 +41,7 @@ class Scorer:
         self._special_ids = tokenizer.special_ids if tokenizer is not None else frozenset[int]()
 
     def score(
-        self, token_ids: Iterable[int], records: Iterable[TokenLogprobs | None]
+        self, token_ids: Iterable[int], records: Iterable[TokenScore | None]
     ) -> list[ScoredToken]:
         """Takes the next tokens; the first of a prompt has no record."""
         scored = []
@@ -52,7 +52,7 @@ class Scorer:
             self.offset += 0 if token_id in self._special_ids else len(text)
         return scored
 
-    def _top(self, record: TokenLogprobs | None) -> tuple[tuple[str, float], ...]:
+    def _top(self, record: TokenScore | None) -> tuple[tuple[str, float], ...]:
         if record is None:
             return ()
         return tuple(

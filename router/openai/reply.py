@@ -1,7 +1,7 @@
 """Answers a request: runs its generations, one for each prompt, and puts the pieces together.
 
 Choice `c` of prompt `p` is the reply's choice `p * n + c`. All generations run at once; one that
-fails, or a caller that leaves, ends the others. What comes back is a run of `Piece`s, in order
+fails, or a caller that leaves, ends the others. What comes back is a run of `ReplyPart`s, in order
 within each choice. `Reply.whole` adds them up, `Reply.chunks` sends each on as it comes.
 """
 
@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from baton.inference.v1 import inference_pb2 as api
 from router.openai.logprobs import ScoredToken, Scorer
-from router.outputs import FINISH_WORDS, Delta, Finished, Started
+from router.outputs import FINISH_WORDS, Finished, Started, TextDelta
 
 if TYPE_CHECKING:
     from router.calls import Call
     from router.generation import GenerationRequest, Generations
-    from router.jobs import TokenLogprobs
+    from router.jobs import TokenScore
     from router.openai.schema import StreamOptions
     from router.openai.statuses import JSON
     from router.tokenization import Tokenizer
@@ -29,7 +29,7 @@ Item = TypeVar("Item")
 
 
 @dataclass(slots=True)
-class Piece:
+class ReplyPart:
     """What one output adds to one choice of a reply."""
 
     choice: int
@@ -45,7 +45,7 @@ class Piece:
         """All of its text."""
         return "".join(self.texts)
 
-    def extend(self, later: Piece) -> None:
+    def extend(self, later: ReplyPart) -> None:
         """Takes in what follows."""
         self.texts += later.texts
         if self.scored is not None and later.scored is not None:
@@ -60,11 +60,11 @@ class Form(Protocol):
     whole_object: str
     chunk_object: str
 
-    def choice(self, piece: Piece) -> JSON:
+    def choice(self, piece: ReplyPart) -> JSON:
         """A whole choice."""
         ...
 
-    def delta(self, piece: Piece) -> JSON:
+    def delta(self, piece: ReplyPart) -> JSON:
         """A piece of one, in a stream."""
         ...
 
@@ -78,7 +78,7 @@ class Echo(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class ReplyOrder:
     """What a reply consists of."""
 
     requests: Sequence[GenerationRequest]
@@ -102,7 +102,7 @@ class Order:
 class Reply:
     """The answer to one request; `whole` or `chunks` is called once."""
 
-    def __init__(self, generations: Generations, order: Order, call: Call) -> None:
+    def __init__(self, generations: Generations, order: ReplyOrder, call: Call) -> None:
         self.stream = order.stream
         self._order = order
         self._call = call
@@ -119,7 +119,7 @@ class Reply:
         Raises:
             RouterError: why there is none.
         """
-        whole: dict[int, Piece] = {}
+        whole: dict[int, ReplyPart] = {}
         async with aclosing(self._pieces()) as pieces:
             async for piece in pieces:
                 if (earlier := whole.get(piece.choice)) is not None:
@@ -146,14 +146,14 @@ class Reply:
         if options.include_usage:
             yield {**self._head, "choices": [], "usage": self._usage.json()}
 
-    async def _pieces(self) -> AsyncGenerator[Piece, None]:
+    async def _pieces(self) -> AsyncGenerator[ReplyPart, None]:
         async with aclosing(merged(self._streams)) as outputs:
             async for prompt, output in outputs:
                 first = prompt * self._choices_per_prompt
                 match output:
-                    case Delta() if self._order.echo_only:
+                    case TextDelta() if self._order.echo_only:
                         pass
-                    case Delta():
+                    case TextDelta():
                         self._usage.output_tokens += len(output.token_ids)
                         yield self._choices[first + output.choice].add(output)
                     case Started():
@@ -162,7 +162,7 @@ class Reply:
                     case Finished():
                         yield self._choices[first + output.choice].finish(output)
 
-    def _start(self, prompt: int, started: Started) -> list[Piece]:
+    def _start(self, prompt: int, started: Started) -> list[ReplyPart]:
         """Notes what is known of a prompt's generation; the pieces that echo the prompt."""
         self._usage.prompt_tokens += started.job.prompt_tokens
         self._usage.cached_tokens += started.cached_prompt_tokens
@@ -185,7 +185,7 @@ class Reply:
 class _Choice:
     """One choice of a reply, while its pieces come."""
 
-    def __init__(self, index: int, order: Order) -> None:
+    def __init__(self, index: int, order: ReplyOrder) -> None:
         self.index = index
         self._begun = False
         self._echo_only = order.echo_only
@@ -193,30 +193,30 @@ class _Choice:
         if order.requests[0].input.output.logprobs:
             self._scorer = Scorer(order.tokenizer, order.tokens_as_ids)
 
-    def echo(self, echo: Echo, records: Sequence[TokenLogprobs]) -> Piece:
+    def echo(self, echo: Echo, records: Sequence[TokenScore]) -> ReplyPart:
         """The prompt, whose first token has no log probability."""
         piece = self._piece([echo.text])
         if self._scorer is not None:
             piece.scored = self._scorer.score(echo.token_ids, [None, *records])
         return piece
 
-    def add(self, delta: Delta) -> Piece:
+    def add(self, delta: TextDelta) -> ReplyPart:
         """New tokens. One without text is a piece, too: clients count and time them."""
         piece = self._piece(delta.texts)
         if self._scorer is not None:
             piece.scored = self._scorer.score(delta.token_ids, delta.logprobs)
         return piece
 
-    def finish(self, finished: Finished) -> Piece:
+    def finish(self, finished: Finished) -> ReplyPart:
         """The end."""
         piece = self._piece([])
         reason = api.FINISH_REASON_LENGTH if self._echo_only else finished.reason
         piece.finish_reason = FINISH_WORDS[reason]
         return piece
 
-    def _piece(self, texts: list[str]) -> Piece:
+    def _piece(self, texts: list[str]) -> ReplyPart:
         first, self._begun = not self._begun, True
-        return Piece(self.index, texts, first=first)
+        return ReplyPart(self.index, texts, first=first)
 
 
 @dataclass(slots=True)

@@ -4,13 +4,14 @@ A request passes through here once: `parse` reads it, and `sampling`, `stopping`
 the same in the words of `inference.proto`, whose rules `router.validation` then judges. What is
 judged here is only what those words could not hold. `null` means that a field is not set.
 
-Unknown fields are ignored, as everywhere in this API's world. Those known to change the result
-that cannot be honoured are refused by name, unless they are set to what happens anyway.
+Unknown fields are ignored, as everywhere in this API's world, and nothing of them is kept. Those
+known to change the result that cannot be honoured are refused by name, unless they are set to what
+happens anyway; of these it is kept whether they were set.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Final, TypeVar
 
 from pydantic import (
@@ -18,15 +19,23 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
     PlainValidator,
     ValidationError,
+    ValidationInfo,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from baton.inference.v1 import inference_pb2 as api
 from router import errors
+from router.bounds import LEAST_ELEMENTS
 from router.errors import Violation
-from router.validation import MAX_TOP_LOGPROBS
+from router.validation import (
+    MAX_LOGIT_BIASES,
+    MAX_STOP_TEXTS,
+    MAX_STOP_TOKENS,
+    MAX_TOP_LOGPROBS,
+)
 
 MAX_PROMPTS: Final = 256
 """Prompts of one request: each is a generation of its own."""
@@ -36,26 +45,67 @@ Prompt = str | list[int]
 """A text, or token ids."""
 
 
-def _prompts(value: object) -> list[Prompt]:
+def _prompts(value: object, info: ValidationInfo) -> list[Prompt]:
     """One prompt or several, each a text or token ids; ids are what a list of numbers means."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and len(value) >= 1:
         if isinstance(value[0], int):
-            return [_ids(value)]
+            return [_ids(value, info)]
         if len(value) <= MAX_PROMPTS:
-            return [one if isinstance(one, str) else _ids(one) for one in value]
+            return [one if isinstance(one, str) else _ids(one, info) for one in value]
     rule = "must be a text, a list of token ids, or a list of at most {most} of these"
     raise PydanticCustomError("prompt", rule, {"most": MAX_PROMPTS})
 
 
-def _ids(value: object) -> list[int]:
+def _ids(value: object, info: ValidationInfo) -> list[int]:
     # Not by pydantic: prompts are long, and it would report each wrong element.
+    most: int = (info.context or {})["most_ids"]
+    if isinstance(value, list) and len(value) > most:
+        raise PydanticCustomError("prompt", "must have at most {most} ids", {"most": most})
     if isinstance(value, list) and set(map(type, value)) <= {int}:
         ids: list[int] = value
         if not ids or (min(ids) >= 0 and max(ids) < 1 << 32):
             return ids
     raise PydanticCustomError("prompt", "token ids must be integers of 32 bits")
+
+
+@dataclass(frozen=True, slots=True)
+class AtMost:
+    """Counts the entries of an object, or of what else a validator is given, before any is looked
+    at: each wrong one would be reported. Of lists pydantic's own `max_length` does the same."""
+
+    most: int
+    what: str
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """What pydantic asks for."""
+        return core_schema.no_info_before_validator_function(self._count, handler(source))
+
+    def _count(self, value: object) -> object:
+        if isinstance(value, list | dict) and len(value) > self.most:
+            rule = "must have at most {most} {what}"
+            raise PydanticCustomError("count", rule, {"most": self.most, "what": self.what})
+        return value
+
+
+class Unless:
+    """Marks a field that cannot be honoured: it is true where it was set to something else than
+    null and the values given, which ask for nothing."""
+
+    def __init__(self, *neutral: object) -> None:
+        self._neutral = neutral
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """What pydantic asks for."""
+        return core_schema.no_info_plain_validator_function(self._is_set)
+
+    def _is_set(self, value: object) -> bool:
+        return value is not None and value not in self._neutral
 
 
 def _name(value: object) -> object:
@@ -80,45 +130,46 @@ class StreamOptions(BaseModel):
     """Counts so far in every chunk, where `include_usage` is set."""
 
 
-class ModelRequest(BaseModel):
-    """What every method's request has."""
+class ChatMessage(BaseModel):
+    """An object of the API, with fields that cannot be honoured."""
 
-    model_config = ConfigDict(extra="allow")
-    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
-    """By name, the values beside null that ask for nothing."""
+    model_config = ConfigDict(extra="ignore")
+    unsupported: ClassVar[frozenset[str]] = frozenset()
+    """Names of the fields that are marked `Unless`."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        """Finds them."""
+        super().__pydantic_init_subclass__(**options)
+        cls.unsupported = frozenset(
+            name
+            for name, info in cls.model_fields.items()
+            if any(isinstance(one, Unless) for one in info.metadata)
+        )
+
+    def refusals(self, path: str) -> list[Violation]:
+        """Fields that are set and cannot be honoured, their names behind a path."""
+        given = self.model_fields_set & self.unsupported
+        return [
+            Violation(path + name, "is not supported")
+            for name in sorted(given)
+            if getattr(self, name)
+        ]
+
+
+class ModelRequest(ChatMessage):
+    """What every method's request has."""
 
     model: Annotated[str, BeforeValidator(_name)] = ""
     """May be left out where just one model is served."""
 
     def refused(self) -> list[Violation]:
-        """Fields that are set and cannot be honoured."""
-        return refusals(self, "", self.unsupported)
+        """What cannot be honoured, or does not fit together."""
+        return self.refusals("")
 
 
 class GenerationRequest(ModelRequest):
     """The fields that both methods that generate share."""
-
-    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "add_special_tokens": (True,),
-        "allowed_token_ids": ([],),
-        "bad_words": ([],),
-        "ebnf": (),
-        "guided_choice": (),
-        "guided_grammar": (),
-        "guided_json": (),
-        "guided_regex": (),
-        "json_schema": (),
-        "length_penalty": (1,),
-        "logits_processors": ([],),
-        "prompt_logprobs": (),
-        "regex": (),
-        "response_format": ({"type": "text"},),
-        "skip_special_tokens": (True,),
-        "structural_tag": (),
-        "structured_outputs": (),
-        "truncate_prompt_tokens": (),
-        "use_beam_search": (False,),
-    }
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -133,9 +184,9 @@ class GenerationRequest(ModelRequest):
     repetition_penalty: float | None = None
     seed: int | None = None
     """Any integer; the lowest 64 bits count."""
-    logit_bias: dict[UInt32, float] | None = None
-    stop: Annotated[list[str], BeforeValidator(_texts)] = []
-    stop_token_ids: list[UInt32] | None = None
+    logit_bias: Annotated[dict[UInt32, float] | None, AtMost(MAX_LOGIT_BIASES, "entries")] = None
+    stop: Annotated[list[str], AtMost(MAX_STOP_TEXTS, "texts"), BeforeValidator(_texts)] = []
+    stop_token_ids: Annotated[list[UInt32], Field(max_length=MAX_STOP_TOKENS)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: UInt32 | None = None
@@ -143,6 +194,26 @@ class GenerationRequest(ModelRequest):
     """Lower runs first, as in vLLM: the opposite of the gRPC API."""
     return_tokens_as_token_ids: bool | None = None
     """Tokens beside log probabilities read `token_id:7` instead of their text."""
+
+    add_special_tokens: Annotated[bool, Unless(True)] = False
+    allowed_token_ids: Annotated[bool, Unless([])] = False
+    bad_words: Annotated[bool, Unless([])] = False
+    ebnf: Annotated[bool, Unless()] = False
+    guided_choice: Annotated[bool, Unless()] = False
+    guided_grammar: Annotated[bool, Unless()] = False
+    guided_json: Annotated[bool, Unless()] = False
+    guided_regex: Annotated[bool, Unless()] = False
+    json_schema: Annotated[bool, Unless()] = False
+    length_penalty: Annotated[bool, Unless(1)] = False
+    logits_processors: Annotated[bool, Unless([])] = False
+    prompt_logprobs: Annotated[bool, Unless()] = False
+    regex: Annotated[bool, Unless()] = False
+    response_format: Annotated[bool, Unless({"type": "text"})] = False
+    skip_special_tokens: Annotated[bool, Unless(True)] = False
+    structural_tag: Annotated[bool, Unless()] = False
+    structured_outputs: Annotated[bool, Unless()] = False
+    truncate_prompt_tokens: Annotated[bool, Unless()] = False
+    use_beam_search: Annotated[bool, Unless(False)] = False
 
     def input(
         self, max_tokens: int | None, top_logprobs: int | None, **prompt: Any
@@ -193,12 +264,6 @@ class GenerationRequest(ModelRequest):
 class CompletionRequest(GenerationRequest):
     """Of /v1/completions."""
 
-    unsupported = {
-        **GenerationRequest.unsupported,
-        "prompt_embeds": (),
-        "suffix": ("",),
-    }
-
     prompt: Annotated[list[Prompt], PlainValidator(_prompts)]
     max_tokens: UInt32 | None = 16
     """16 where it is left out, as the API has it; null for the server's default; 0 beside `echo`
@@ -206,6 +271,9 @@ class CompletionRequest(GenerationRequest):
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
     best_of: int | None = None
+
+    prompt_embeds: Annotated[bool, Unless()] = False
+    suffix: Annotated[bool, Unless("")] = False
 
     @property
     def echo_only(self) -> bool:
@@ -229,14 +297,19 @@ class DetokenizeRequest(ModelRequest):
 Request = TypeVar("Request", bound=ModelRequest)
 
 
-def parse(kind: type[Request], body: bytes) -> Request:
-    """Reads a request.
+def parse(kind: type[Request], body: bytes, most_ids: int = LEAST_ELEMENTS) -> Request:
+    """Reads a request whose shape was judged (`router.bounds.BodyShape`).
+
+    Args:
+        kind: of request.
+        body: JSON.
+        most_ids: that a prompt may have.
 
     Raises:
         RouterError: MALFORMED_REQUEST, or INVALID_FIELD with every violation.
     """
     try:
-        request = kind.model_validate_json(body)
+        request = kind.model_validate_json(body, context={"most_ids": most_ids})
     except ValidationError as error:
         raise _refusal(error) from None
     if found := request.refused():
@@ -244,25 +317,13 @@ def parse(kind: type[Request], body: bytes) -> Request:
     return request
 
 
-def refusals(
-    model: BaseModel, path: str, unsupported: Mapping[str, tuple[object, ...]]
-) -> list[Violation]:
-    """Fields of the model that are set and not supported."""
-    extra = model.model_extra or {}
-    return [
-        Violation(path + name, "is not supported")
-        for name, neutral in unsupported.items()
-        if extra.get(name) is not None and extra[name] not in neutral
-    ]
-
-
 def _refusal(error: ValidationError) -> errors.RouterError:
     details = error.errors(include_url=False, include_context=False, include_input=False)
     if any(detail["type"] == "json_invalid" for detail in details):
         return errors.malformed_request("the body is not JSON")
-    return errors.invalid_fields(
-        [Violation(_path(detail["loc"]), detail["msg"]) for detail in details]
-    )
+    shown = details[: errors.MAX_VIOLATIONS]
+    found = [Violation(_path(detail["loc"]), detail["msg"]) for detail in shown]
+    return errors.invalid_fields(found, len(details))
 
 
 def _path(location: tuple[int | str, ...]) -> str:

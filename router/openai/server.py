@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
@@ -19,13 +20,16 @@ from starlette.routing import BaseRoute, Route
 
 from router import errors
 from router.auth import AUTHORIZATION, OPEN, Gate
+from router.bounds import BodyShape, most_connections
 from router.errors import Violation
 from router.events import NO_EVENTS, RouterEvents
 from router.generation import Generations
 from router.openai import statuses
+from router.openai.bodies import Bodies
 from router.openai.chat import ChatCompletions
 from router.openai.completions import Completions
-from router.openai.edge import Endpoint, Method
+from router.openai.connections import Connections
+from router.openai.edge import Guards, HttpEndpoint, Method
 from router.openai.tokens import Tokens
 from telemetry.embedded_http import EmbeddedHttpServer
 
@@ -77,14 +81,17 @@ class OpenAiServer(EmbeddedHttpServer):
     ) -> None:
         self._pages = _Pages(dispatcher, tokenizers, gate)
         generations = Generations(dispatcher, tokenizers, limits, events)
-        completions = Completions(generations, dispatcher, tokenizers)
+        shape = BodyShape(dispatcher.models)
+        completions = Completions(generations, dispatcher, tokenizers, shape)
         chat = ChatCompletions(generations, dispatcher, tokenizers)
-        tokens = Tokens(generations, dispatcher)
+        tokens = Tokens(generations, dispatcher, shape)
+        longest_s = limits.max_request_duration_s
+        method = partial(_method, Guards(Bodies(shape), gate, longest_s), events)
         api = (
-            _method(COMPLETIONS, completions, events, gate),
-            _method(CHAT_COMPLETIONS, chat, events, gate),
-            _method(TOKENIZE, tokens.tokenize, events, gate),
-            _method(DETOKENIZE, tokens.detokenize, events, gate),
+            method(COMPLETIONS, completions),
+            method(CHAT_COMPLETIONS, chat),
+            method(TOKENIZE, tokens.tokenize),
+            method(DETOKENIZE, tokens.detokenize),
             Route(MODELS, self._pages.models),
             Route(f"{MODELS}/", self._pages.models),
             Route(f"{MODELS}/{{name:path}}", self._pages.model),
@@ -95,15 +102,22 @@ class OpenAiServer(EmbeddedHttpServer):
             routes=[*api, *routes],
             exception_handlers={HTTPException: _not_served, errors.RouterError: _refused},
         )
-        super().__init__(listen, application, "openai-server", reuse_port=reuse_port)
+        connections = Connections(most_connections().http)
+        super().__init__(
+            listen,
+            connections.around(application),
+            "openai-server",
+            reuse_port=reuse_port,
+            protocol=connections.protocol,
+        )
 
     def drain(self) -> None:
         """From now on /health sends clients elsewhere; requests are refused by the dispatcher."""
         self._pages.draining = True
 
 
-def _method(path: str, method: Method, events: RouterEvents, gate: Gate) -> Route:
-    return Route(path, Endpoint(path, method, events, gate), methods=["POST"])
+def _method(guards: Guards, events: RouterEvents, path: str, method: Method) -> Route:
+    return Route(path, HttpEndpoint(path, method, guards, events), methods=["POST"])
 
 
 class _Pages:

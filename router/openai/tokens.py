@@ -10,6 +10,7 @@ from router.openai.schema import DetokenizeRequest, parse
 from router.openai.turns import TokenizeRequest
 
 if TYPE_CHECKING:
+    from router.bounds import BodyShape
     from router.calls import Call
     from router.generation import Generations
     from router.jobs import Dispatcher
@@ -36,9 +37,10 @@ class Said:
 class Tokens:
     """Both methods; they raise RouterError where a request cannot be understood or answered."""
 
-    def __init__(self, generations: Generations, dispatcher: Dispatcher) -> None:
+    def __init__(self, generations: Generations, dispatcher: Dispatcher, shape: BodyShape) -> None:
         self._generations = generations
         self._dispatcher = dispatcher
+        self._shape = shape
 
     async def tokenize(self, body: bytes, call: Call, client_tag: str) -> Said:
         """The ids that generating would run."""
@@ -66,7 +68,7 @@ class Tokens:
 
     async def detokenize(self, body: bytes, call: Call, client_tag: str) -> Said:
         """The text of ids."""
-        asked = parse(DetokenizeRequest, body)
+        asked = parse(DetokenizeRequest, body, self._shape.most_elements())
         async with self._generations.deadline(call):
             text = await self._generations.detokenize(asked.model, asked.tokens)
         return Said({"prompt": text})

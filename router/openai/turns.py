@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Annotated, ClassVar, Final, Literal
+from collections.abc import Iterable
+from itertools import chain, islice
+from typing import Annotated, Final, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue
 from pydantic_core import PydanticCustomError
 
 from baton.inference.v1 import inference_pb2 as api
+from router.bounds import MAX_CONTENT_PARTS, MAX_TEMPLATE_VALUES, MAX_TURNS
 from router.errors import Violation
-from router.openai.schema import GenerationRequest, ModelRequest, UInt32, refusals
+from router.openai.schema import (
+    ChatMessage,
+    GenerationRequest,
+    ModelRequest,
+    UInt32,
+    Unless,
+)
 
 _ROLES: Final = {
     "system": api.ROLE_SYSTEM,
@@ -28,6 +36,9 @@ def _content(value: object) -> object:
     """Text of a turn: a string, or the text parts of a list, a line each."""
     if not isinstance(value, list):
         return value
+    if len(value) > MAX_CONTENT_PARTS:
+        rule = "must have at most {most} parts"
+        raise PydanticCustomError("content", rule, {"most": MAX_CONTENT_PARTS})
     texts: list[str] = []
     for part in value:
         text = part.get("text") if isinstance(part, dict) else None
@@ -39,9 +50,12 @@ def _content(value: object) -> object:
 
 def _fit(value: JsonValue) -> JsonValue:
     """Messages of the gRPC API nest a few times as deep as the JSON that they hold, to a bound."""
-    level = [value]
+    level, room = [value], MAX_TEMPLATE_VALUES
     for _ in range(MAX_DEPTH):
-        level = [one for holder in level for one in _inside(holder)]
+        level = list(islice(chain.from_iterable(map(_inside, level)), room + 1))
+        if (room := room - len(level)) < 0:
+            rule = "must hold at most {most} values"
+            raise PydanticCustomError("count", rule, {"most": MAX_TEMPLATE_VALUES})
         if any(isinstance(one, int) and abs(one) > MAX_INTEGER for one in level):
             raise PydanticCustomError("integer", "must hold no integer beyond 2^53")
     if level:
@@ -59,23 +73,20 @@ def _inside(value: JsonValue) -> Iterable[JsonValue]:
             return ()
 
 
-class ChatTurn(BaseModel):
+class ChatTurn(ChatMessage):
     """One message."""
-
-    model_config = ConfigDict(extra="allow")
-    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "audio": (),
-        "function_call": (),
-        "tool_calls": ([],),
-    }
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str | None, BeforeValidator(_content)] = None
     """Only the assistant may have said nothing."""
 
+    audio: Annotated[bool, Unless()] = False
+    function_call: Annotated[bool, Unless()] = False
+    tool_calls: Annotated[bool, Unless([])] = False
+
     def refused(self, path: str) -> list[Violation]:
         """Fields that are set and cannot be honoured, and a content that was forgotten."""
-        found = refusals(self, path, self.unsupported)
+        found = self.refusals(path)
         if self.content is None and self.role != "assistant":
             found.append(Violation(path + "content", "must be a text or a list of text parts"))
         return found
@@ -84,18 +95,16 @@ class ChatTurn(BaseModel):
 class TurnsRequest(ModelRequest):
     """What makes a prompt of turns."""
 
-    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "chat_template": (),
-        "tools": ([],),
-    }
-
-    messages: list[ChatTurn]
+    messages: Annotated[list[ChatTurn], Field(max_length=MAX_TURNS)]
     chat_template_kwargs: Annotated[dict[str, JsonValue] | None, AfterValidator(_fit)] = None
     """Variables for the chat template."""
     continue_final_message: bool | None = None
     """The last turn has only begun: the answer goes on where it ends."""
     add_generation_prompt: bool | None = None
     """The opposite of that; clients that continue a turn say so, too."""
+
+    chat_template: Annotated[bool, Unless()] = False
+    tools: Annotated[bool, Unless([])] = False
 
     def refused(self) -> list[Violation]:
         """Fields that are set and cannot be honoured."""
@@ -125,27 +134,23 @@ class TurnsRequest(ModelRequest):
 class ChatRequest(TurnsRequest, GenerationRequest):
     """Of /v1/chat/completions."""
 
-    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **GenerationRequest.unsupported,
-        **TurnsRequest.unsupported,
-        "add_special_tokens": (False,),
-        "audio": (),
-        "documents": ([],),
-        "echo": (False,),
-        "function_call": ("none",),
-        "functions": ([],),
-        "modalities": (["text"],),
-        "reasoning_effort": ("none",),
-        "tool_choice": ("none", "auto"),
-        "verbosity": ("medium",),
-        "web_search_options": (),
-    }
-
     max_completion_tokens: UInt32 | None = None
     max_tokens: UInt32 | None = None
     """The older name of the same."""
     logprobs: bool | None = None
     top_logprobs: UInt32 | None = None
+
+    add_special_tokens: Annotated[bool, Unless(False)] = False
+    audio: Annotated[bool, Unless()] = False
+    documents: Annotated[bool, Unless([])] = False
+    echo: Annotated[bool, Unless(False)] = False
+    function_call: Annotated[bool, Unless("none")] = False
+    functions: Annotated[bool, Unless([])] = False
+    modalities: Annotated[bool, Unless(["text"])] = False
+    reasoning_effort: Annotated[bool, Unless("none")] = False
+    tool_choice: Annotated[bool, Unless("none", "auto")] = False
+    verbosity: Annotated[bool, Unless("medium")] = False
+    web_search_options: Annotated[bool, Unless()] = False
 
     def refused(self) -> list[Violation]:
         """Fields that are set and cannot be honoured."""
@@ -159,7 +164,7 @@ class TokenizeRequest(TurnsRequest):
     """Of /tokenize: a text or turns."""
 
     prompt: str | None = None
-    messages: Annotated[list[ChatTurn], Field(default_factory=list)]
+    messages: Annotated[list[ChatTurn], Field(default_factory=list, max_length=MAX_TURNS)]
     add_special_tokens: bool | None = None
     """Where it is left out: for a text and not for turns, as generating has it."""
     return_token_strs: bool | None = None

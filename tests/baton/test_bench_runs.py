@@ -15,7 +15,7 @@ from bench_server import CONTEXT_TOKENS, DOUBLED, MODEL, REFUSED, SHORT, SILENT,
 from typer.testing import CliRunner, Result
 
 from baton import __version__
-from baton.bench.benchmark import Options, Run, SearchOptions, measure
+from baton.bench.benchmark import BenchOptions, Run, SearchOptions, measure
 from baton.bench.endpoints import Target
 from baton.bench.errors import BenchError
 from baton.bench.summary import Slo
@@ -32,9 +32,9 @@ TIMEOUT_S = 3.0
 """Long beside the answers that come, even from a machine that stands still for a second."""
 
 
-def options(server: KnownServer, workload: Workload, **changes: object) -> Options:
+def options(server: KnownServer, workload: Workload, **changes: object) -> BenchOptions:
     target = Target("grpc", server.address)
-    return Options((target,), workload, max_lag_ms=ANY_LAG_MS, **changes)
+    return BenchOptions((target,), workload, max_lag_ms=ANY_LAG_MS, **changes)
 
 
 def bench(*arguments: str) -> Result:

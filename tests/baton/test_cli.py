@@ -21,7 +21,8 @@ from baton.addresses import CannotListenError, check_free
 from baton.cli import app, explain
 from baton.errors import BatonError, InvalidRequestError, OverloadedError
 from baton.ports import ANY_PORT, PortPicker, PortTakenError
-from baton.settings import DEBUG, WorkerSettings
+from baton.settings import DEBUG
+from baton.worker_settings import WorkerSettings
 
 NOBODY = "127.0.0.1:1"
 

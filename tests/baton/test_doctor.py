@@ -13,7 +13,7 @@ from baton.cli import app
 from baton.doctor import cluster, host
 from baton.doctor.finding import Level
 from baton.doctor.path import check_path
-from baton.top.scrape import Known, Samples, Scrape, TopError
+from baton.top.scrape import Known, Scrape, Scraped, TopError
 from telemetry.names import Metric
 
 NOBODY = "127.0.0.1:1"
@@ -105,8 +105,8 @@ def seen(*workers: Known, **values: dict[tuple[tuple[str, str], ...], float]) ->
         getattr(Metric, metric): {frozenset(labels): value for labels, value in found.items()}
         for metric, found in values.items()
     }
-    samples = {one.name: Samples(0.0, named) for one in workers if one.attached}
-    return Scrape(0.0, Samples(0.0, {}), workers, samples)
+    samples = {one.name: Scraped(0.0, named) for one in workers if one.attached}
+    return Scrape(0.0, Scraped(0.0, {}), workers, samples)
 
 
 def look(monkeypatch: pytest.MonkeyPatch, what: Scrape):
@@ -155,7 +155,7 @@ def test_who_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_foreign_write_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     damage = {f"{Metric.KV_DAMAGED_PAGES}_total": {frozenset[tuple[str, str]](): 3.0}}
-    one = Scrape(0.0, Samples(0.0, {}), (D,), {"decode-0": Samples(0.0, damage)})
+    one = Scrape(0.0, Scraped(0.0, {}), (D,), {"decode-0": Scraped(0.0, damage)})
     assert any(f.level is Level.ERROR and "3 free" in f.found for f in look(monkeypatch, one)[1])
 
 

@@ -10,8 +10,9 @@ from pydantic import ValidationError
 from settings_kit import settings_of
 
 from baton.commands.config import to_toml
-from baton.settings import DEBUG, Role, SettingsError, WorkerSettings, fields, resolve
+from baton.settings import DEBUG, SettingsError, fields, resolve
 from baton.worker_engine import engine_config
+from baton.worker_settings import Role, WorkerSettings
 from router.settings import RouterSettings
 
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from baton.cli import FAILED, app
 from baton.commands.top import _looks
-from baton.top.scrape import Samples, Scrape, TopError, scrape
+from baton.top.scrape import Scrape, Scraped, TopError, scrape
 from baton.top.screen import WIDTH, _bytes_a_second, draw, milliseconds, rate, short
 from baton.top.view import LATENCIES, quantile, view
 from telemetry.names import Metric
@@ -211,7 +211,7 @@ def test_figures_fit_their_columns(value: float) -> None:
 
 def test_samples_add_up_over_labels() -> None:
     labels = [frozenset({("a", "1"), ("b", "x")}), frozenset({("a", "2"), ("b", "x")})]
-    samples = Samples(0.0, {"n": dict(zip(labels, (1.0, 2.0), strict=True))})
+    samples = Scraped(0.0, {"n": dict(zip(labels, (1.0, 2.0), strict=True))})
     assert samples.total("n") == 3
     assert samples.total("n", a="2") == 2
     assert samples.by_label("n", "b") == {"x": 3}

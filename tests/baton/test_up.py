@@ -59,7 +59,7 @@ def routers(request: pytest.FixtureRequest) -> Iterator[list[Pages]]:
 
 
 @pytest.fixture
-def plan(monkeypatch: pytest.MonkeyPatch, routers: list[Pages]) -> up.Plan:
+def plan(monkeypatch: pytest.MonkeyPatch, routers: list[Pages]) -> up.UpPlan:
     """A real plan whose processes are fakes."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     options = up.UpOptions("/m", routers=len(routers), grpc_port=0, http_port=0, admin_port=0)
@@ -75,7 +75,7 @@ def plan(monkeypatch: pytest.MonkeyPatch, routers: list[Pages]) -> up.Plan:
 
 
 async def test_up_waits_for_all_and_drains_the_routers_first(
-    plan: up.Plan, routers: list[Pages]
+    plan: up.UpPlan, routers: list[Pages]
 ) -> None:
     lines: list[tuple[str, str]] = []
     waited_for: list[str] = []
@@ -99,7 +99,7 @@ def said(lines: list[tuple[str, str]], what: str) -> set[str]:
     return {name for name, line in lines if line == what}
 
 
-async def test_a_worker_that_cannot_start_is_an_error_at_once(plan: up.Plan) -> None:
+async def test_a_worker_that_cannot_start_is_an_error_at_once(plan: up.UpPlan) -> None:
     broken = ProcessSpec("decode-0", [sys.executable, "-c", "raise SystemExit('no such model')"])
     plan = replace(plan, specs=(*plan.specs[:-1], broken))
     lines: list[tuple[str, str]] = []

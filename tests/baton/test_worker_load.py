@@ -32,14 +32,14 @@ def test_no_credit_beyond_the_pages_there_are() -> None:
 def test_the_report_carries_the_engines_snapshot() -> None:
     load = EngineLoad(
         progress=7, running_sequences=3, long_step_ms=5000.0, quarantined_pages=2,
-        late_prefill_tokens=4000, late_prefill_tokens_per_s=30_000.0,
+        prefill_tokens_per_s=30_000.0, prefill_rate_age_s=2.5, wanted_pages=4, wanted_sequences=1,
     )  # fmt: skip
     message = load_message(load, room(queued=5), draining=True)
     assert message.progress == 7
     assert message.running_sequences == 3
     assert message.long_step_ms == 5000.0
     assert message.quarantined_pages == 2
-    assert message.late_prefill_tokens == 4000
-    assert message.late_prefill_tokens_per_s == 30_000.0
+    assert (message.prefill_tokens_per_s, message.prefill_rate_age_s) == (30_000.0, 2.5)
+    assert (message.wanted_pages, message.wanted_sequences) == (4, 1)
     assert message.queued_prefill_tokens == 5
     assert message.draining

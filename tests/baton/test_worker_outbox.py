@@ -11,7 +11,7 @@ from baton.worker.v1 import worker_pb2
 from baton.worker_outbox import LoopInbox, Outbox
 from baton.worker_wire import tokens_message, unpack_ids
 from engine.types import NewTokens, TokenRecord
-from router.jobs import JobTokens, TokenLogprobs
+from router.jobs import JobTokens, TokenScore
 from router.merge import step_tokens
 
 
@@ -49,7 +49,7 @@ async def test_tokens_that_wait_merge_and_keep_their_place() -> None:
     first, between, last = await drain(outbox)
     assert list(step_tokens(first.tokens)) == [
         (b"a", JobTokens(0, 0, (100,))),
-        (b"b", JobTokens(0, 3, (103,), (TokenLogprobs(-0.5),))),
+        (b"b", JobTokens(0, 3, (103,), (TokenScore(-0.5),))),
         (b"a", JobTokens(0, 1, (101,))),
     ]
     assert between == delivered(b"c")
@@ -71,12 +71,12 @@ async def test_a_slow_router_gets_many_steps_in_one_message() -> None:
 
 async def test_only_the_newest_load_report_waits() -> None:
     outbox = Outbox(never)
-    outbox.report(worker_pb2.Load(progress=1))
+    outbox.report(worker_pb2.Load(progress=1), lambda _: True)
     outbox.send(delivered(b"a"))
-    outbox.report(worker_pb2.Load(progress=2))
+    outbox.report(worker_pb2.Load(progress=2), lambda _: True)
     messages = await drain(outbox)
     assert [message.load.progress for message in messages] == [2, 0]
-    outbox.report(worker_pb2.Load(progress=3))
+    outbox.report(worker_pb2.Load(progress=3), lambda _: True)
     assert [message.load.progress for message in await drain(outbox)] == [3]
 
 
@@ -118,10 +118,10 @@ async def test_actions_of_a_thread_keep_their_order_and_survive_a_failing_one() 
 
     def work() -> None:
         for index in range(1000):
-            inbox.hop(lambda index=index: seen.append(index))
+            inbox.call_on_loop(lambda index=index: seen.append(index))
             if index == 500:
-                inbox.hop(lambda: 1 // 0)
-        inbox.hop(done.set)
+                inbox.call_on_loop(lambda: 1 // 0)
+        inbox.call_on_loop(done.set)
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -137,8 +137,25 @@ async def test_what_is_put_has_its_place_and_runs_with_the_next_wake_up() -> Non
     inbox.put(lambda: seen.append(0))
     await asyncio.sleep(0.01)
     assert not seen, "nobody was woken"
-    inbox.hop(lambda: seen.append(1))
+    inbox.call_on_loop(lambda: seen.append(1))
     inbox.put(lambda: seen.append(2))
     inbox.wake()
     await asyncio.sleep(0)
     assert seen == [0, 1, 2]
+
+
+async def test_an_attempt_is_told_as_known_once_by_the_report_that_contains_it() -> None:
+    """Also where a newer report takes the place of that one before it is written."""
+    outbox = Outbox(never)
+    for attempt_id in (b"a", b"b", b"c"):
+        outbox.submitted(attempt_id)
+    outbox.report(worker_pb2.Load(progress=1), lambda one: one == b"a")
+    outbox.report(worker_pb2.Load(progress=2), lambda one: one == b"b")
+    message = await outbox.get()
+    assert message is not None
+    assert message.load.progress == 2
+    assert sorted(message.load.known_attempts) == [b"a", b"b"]
+    outbox.report(worker_pb2.Load(progress=3), lambda _: True)
+    message = await outbox.get()
+    assert message is not None
+    assert list(message.load.known_attempts) == [b"c"]

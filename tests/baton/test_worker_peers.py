@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from baton.worker.v1 import worker_pb2
-from baton.worker_peers import ALONE_S, FIRST_RETRY_S, Peers
+from baton.worker_peers import ALONE_S, FIRST_RETRY_S, PeerPaths
 from kv_transfer.events import PeerFailed, PeerOpened
 from kv_transfer.types import Endpoint
 
@@ -37,7 +37,9 @@ class World:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.heard = Recorder()
-        self.peers = Peers(worker("me"), self.heard, lambda: self.now_s, slow_gigabytes_per_s=1.0)
+        self.peers = PeerPaths(
+            worker("me"), self.heard, lambda: self.now_s, slow_gigabytes_per_s=1.0
+        )
 
 
 def test_a_peer_is_usable_from_the_meeting_on() -> None:

@@ -24,10 +24,10 @@ from worker_kit import DECODE, PREFILL, WHOLE, until
 
 from baton.grpc_options import server_options
 from baton.router_addresses import RouterAddresses
-from baton.settings import Role, WorkerSettings
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from baton.worker_engine import engine_config
 from baton.worker_server import SERVICE_NAME, Worker
+from baton.worker_settings import Role, WorkerSettings
 from baton.worker_watchdog import EXIT_HUNG
 from baton.worker_wire import pack_ids
 from engine.engine import Engine
@@ -139,7 +139,7 @@ async def test_two_workers_hand_off_what_one_computes_whole(tiny: Path) -> None:
 
 
 def _all_back(worker: Worker) -> bool:
-    load = worker.load()
+    load = worker.report().load
     return load.free_pages + load.evictable_pages == load.total_pages and not worker.services.active
 
 
@@ -153,8 +153,8 @@ async def test_health_metrics_and_credit_of_an_idle_worker(tiny: Path) -> None:
         page = await asyncio.to_thread(_read, f"http://{worker.admin.address}/metrics")
         assert "baton_kv_pages_capacity 79.0" in page
         assert await asyncio.to_thread(_read, f"http://{worker.admin.address}/health/ready")
-        assert worker.load().prefill_credit_tokens == 64
-        assert not worker.load().draining
+        assert worker.report().load.prefill_credit_tokens == 64
+        assert not worker.report().load.draining
 
 
 def _read(url: str) -> str:

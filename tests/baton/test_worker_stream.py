@@ -15,7 +15,7 @@ from worker_kit import DECODE, PREFILL, WAIT_S, WHOLE, Attempted, Node, a_pair, 
 from baton.grpc_options import channel_options, server_options
 from baton.release import stamp
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
-from baton.worker_load import PrefillRoom, load_message
+from baton.worker_load import PrefillRoom, Report, load_message
 from baton.worker_stream import WorkerServicer
 from telemetry import failpoints
 
@@ -63,13 +63,14 @@ class Served:
 
     def __init__(self, node: Node) -> None:
         self.node = node
-        self.servicer = WorkerServicer(node.identity, node.services, self.load)
+        self.servicer = WorkerServicer(node.identity, node.services, self.report)
         node.tell_routers = self.servicer.tell_routers
         self.address = ""
 
-    def load(self) -> worker_pb2.Load:
-        room = PrefillRoom(self.node.prefill.stats.queued_tokens, 0, 16, 4)
-        return load_message(self.node.engine.load(), room, draining=self.servicer.draining)
+    def report(self) -> Report:
+        load = self.node.engine.load()
+        room = PrefillRoom(load.queued_prefill_tokens, 0, 16, 4)
+        return Report(load_message(load, room, draining=self.servicer.draining), load.requests)
 
 
 @asynccontextmanager

@@ -21,13 +21,13 @@ from engine.engine import Engine
 from engine.executor import Launched
 from engine.step import StepPlan
 from engine.types import (
-    ChoiceEnded,
     EndReason,
     Event,
     NewTokens,
     Request,
     RequestFailed,
     SamplingParams,
+    SequenceEnded,
     StopRules,
 )
 
@@ -90,7 +90,7 @@ class _Run:
                 case NewTokens():
                     for choice, token in zip(event.choices, event.token_ids, strict=True):
                         self._tokens[choice].append(int(token))
-                case ChoiceEnded():
+                case SequenceEnded():
                     self._reasons[event.choice] = REASONS[event.reason]
                     if event.last:
                         self.done.set()
@@ -136,7 +136,7 @@ class _Margins:
         """See `Executor`."""
         if plan.sample is not None:
             self._rows[id(plan.sample)] = [
-                (owner.job.request.id, owner.choice, int(index))
+                (owner.active.request.id, owner.choice, int(index))
                 for slot, index in zip(plan.sample_slots, plan.sample_indices, strict=True)
                 if (owner := self._scheduler.owners[slot]) is not None
             ]

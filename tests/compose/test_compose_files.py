@@ -15,7 +15,7 @@ import pytest
 import yaml
 from compose_kit import COMPOSE, ROOT, run_tool, seconds, services
 
-from baton.settings import WorkerSettings
+from baton.worker_settings import WorkerSettings
 from router.settings import RouterSettings
 from telemetry.metric_table import DECLARED
 

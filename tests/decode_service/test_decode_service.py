@@ -424,7 +424,6 @@ async def test_runs_an_attempt_whole() -> None:
     async with a_pair() as pair:
         attempt = Attempted(LONG, choices=2, max_tokens=8)
         pair.d.decode.submit(attempt.message(WHOLE), pair.from_d.outbox)
-        assert pair.d.decode.stats.queued_tokens == LONG
         first = await pair.from_d.heard("first_token", attempt.id)
         assert len(first.records) == 2
         await until(lambda: len(pair.from_d.all("finished", attempt.id)) == 2)
@@ -432,7 +431,7 @@ async def test_runs_an_attempt_whole() -> None:
             assert pair.from_d.tokens[attempt.id, choice] == attempt.expected
         times = pair.from_d.all("finished")[1].timings
         assert times.received_unix_ns <= times.prefill_started_unix_ns <= times.ready_unix_ns
-        assert pair.d.decode.stats.queued_tokens == 0
+        await until(lambda: pair.d.engine.load().queued_prefill_tokens == 0)
         await pair.quiet()
 
 

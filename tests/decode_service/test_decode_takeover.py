@@ -24,7 +24,7 @@ async def a_second_turn(
     async with a_pair(**options) as pair:
         first = Attempted(LONG, max_tokens=4)
         await pair.run(first)
-        turn = Attempted(REST, choices=choices, max_tokens=max_tokens, local_prefill_tokens=192)
+        turn = Attempted(REST, choices=choices, max_tokens=max_tokens, takeover_tokens=192)
         turn.prompt = [*first.prompt, *turn.prompt]
         yield pair, turn
 
@@ -53,7 +53,7 @@ async def test_a_taken_over_attempt_runs_whole(choices: int) -> None:
 
 async def test_one_token_too_many_is_received() -> None:
     async with a_second_turn() as (pair, turn):
-        turn.local_prefill_tokens = REST - 1
+        turn.takeover_tokens = REST - 1
         await pair.run(turn)
         assert pair.from_d.kinds(turn.id) == ["granted", "delivered", "finished"]
         assert pair.from_d.tokens[turn.id, 0] == turn.expected
@@ -149,5 +149,5 @@ def _step(pair: Pair) -> None:
 def _preempt(pair: Pair, attempt: Attempted) -> None:
     """On the step loop's thread, as planning does where pages run out."""
     pair.d.engine._loop.post(
-        lambda scheduler: scheduler.preempt(scheduler.jobs[attempt.id].sequences[0])
+        lambda scheduler: scheduler.preempt(scheduler.requests[attempt.id].sequences[0])
     )

@@ -14,7 +14,8 @@ import yaml
 from docs_kit import DOCS, PAGES, ROOT, blocks, commands, spans
 
 from baton.cli import app
-from baton.settings import WorkerSettings, fields
+from baton.settings import fields
+from baton.worker_settings import WorkerSettings
 from router.settings import RouterSettings
 from telemetry.metric_table import DECLARED
 from telemetry.names import SpanName

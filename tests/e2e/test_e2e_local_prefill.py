@@ -288,20 +288,3 @@ def test_a_busy_prefill_worker_is_helped(tiny, tmp_path, reference):
     with running(tiny, tmp_path, **options) as cluster, cluster.client() as client:
         client.generate(token_ids=prompt_of(500, seed=40), **GREEDY)  # rates are known from here on
         crowds(cluster, client, reference, "faster")
-
-
-def test_urgent_prompts_are_hurried_beside_streams(tiny, tmp_path, reference):
-    late = {"mixed_prefill_tokens": 16, "mixed_late_share": 0.05}
-    options = {"num_pages": 3000, "local_prefill": "auto", "own": LONG_QUEUE, **late}
-    with running(tiny, tmp_path, **options) as cluster, cluster.client() as client:
-        client.generate(token_ids=prompt_of(500, seed=70), **GREEDY)  # rates are known from here on
-        with ThreadPoolExecutor(4) as pool:
-            streamed = [prompt_of(9, seed=71 + i) for i in range(4)]
-            long = {**GREEDY, "max_tokens": 800, "timeout_s": 120}
-            streams = [pool.submit(client.generate, token_ids=ids, **long) for ids in streamed]
-            begun = Metric.SAMPLED_TOKENS + "_total"
-            scrape_until(cluster, "decode-0", lambda figures: figures.of(begun) > 40)
-            crowds(cluster, client, reference, "urgent")
-        for prompt, stream in zip(streamed, streams, strict=True):
-            assert list(stream.result().token_ids) == reference(prompt, 800)
-        cluster.check_baseline()

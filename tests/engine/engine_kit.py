@@ -16,7 +16,6 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.scheduler import Scheduler
 from engine.types import (
-    ChoiceEnded,
     Event,
     Mode,
     NewTokens,
@@ -26,6 +25,7 @@ from engine.types import (
     RequestFailed,
     Reserved,
     SamplingParams,
+    SequenceEnded,
     StopRules,
     TokenRecord,
 )
@@ -39,7 +39,7 @@ class Run:
     def __init__(self, request: Request) -> None:
         self.request = request
         self.records: list[list[TokenRecord]] = [[] for _ in range(request.choices)]
-        self.ends: dict[int, ChoiceEnded] = {}
+        self.ends: dict[int, SequenceEnded] = {}
         self.failed: RequestFailed | None = None
         self.reserved: Reserved | None = None
         self.prefilled: Prefilled | None = None
@@ -58,7 +58,7 @@ class Run:
                     for row, choice in enumerate(event.choices.tolist()):
                         assert event.request_ids[row] == self.request.id
                         self.records[choice].append(event.record(row))
-                case ChoiceEnded():
+                case SequenceEnded():
                     self.ends[event.choice] = event
                     if event.last:
                         self.done.set()
@@ -163,7 +163,7 @@ def prefill_pages(engine: Engine, run: Run) -> np.ndarray:
     ready = threading.Event()
 
     def look(scheduler) -> None:
-        found.append(scheduler.jobs[run.request.id].held_pages)
+        found.append(scheduler.requests[run.request.id].held_pages)
         ready.set()
 
     engine._loop.post(look)
@@ -179,7 +179,7 @@ def check_baseline(engine: Engine) -> None:
     def look(scheduler) -> None:
         try:
             scheduler.check_invariants()
-            assert not scheduler.jobs, "a request was left behind"
+            assert not scheduler.requests, "a request was left behind"
             assert scheduler.blocks.available == scheduler.blocks.total, "a page was left behind"
         except AssertionError as error:
             problems.append(error)

@@ -36,8 +36,8 @@ def test_full_pages_are_shared_and_a_partial_one_is_copied_for_each_but_one(
     assert len(sources) == len(targets) == copies
     assert len(set(sources)) == min(copies, 1)
     assert len({*sources, *targets}) == copies + (copies > 0)
-    (job,) = bench.scheduler.jobs.values()
-    tables = [bench.scheduler.slots.pages(one.slot).tolist() for one in job.sequences]
+    (active,) = bench.scheduler.requests.values()
+    tables = [bench.scheduler.slots.pages(one.slot).tolist() for one in active.sequences]
     assert len({tuple(pages[:full]) for pages in tables}) == 1, "shared"
     own = [page for pages in tables for page in pages[full:]]
     assert len(set(own)) == len(own), "each its own"

@@ -10,7 +10,7 @@ import torch
 from tiny_models import write_tiny_model
 
 from engine.attention import choose_backend
-from engine.executor import Limits
+from engine.bounds import Bounds
 from engine.kv_pool import KvPool
 from engine.model import load_model
 from engine.sampling import Sampler
@@ -47,9 +47,9 @@ class Device:
         for slot in range(SLOTS):
             self.sampler.assign(slot, wanted, StopRules(99), 0, NOTHING, NOTHING)
         backend = choose_backend("fa3", self.pool, model.windows)
-        limits = Limits(SLOTS, 1024, 2048, hurries=True)
+        bounds = Bounds(max_sequences=SLOTS, max_step_tokens=1024, max_context_tokens=2048)
         torch.cuda.synchronize()
-        self.executor = CudaExecutor(loaded.model, self.pool, backend, self.sampler, limits)
+        self.executor = CudaExecutor(loaded.model, self.pool, backend, self.sampler, bounds)
         if graphs:
             self.executor.capture()
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from engine.attention.fa3 import LONG_PIECE
+from engine.bounds import Bounds
 from engine.cuda.packing import PackedStep, pack
 from engine.cuda.shapes import (
     LONGEST_GRAPH,
@@ -17,8 +18,7 @@ from engine.cuda.shapes import (
     bucket_of,
     bucket_sizes,
 )
-from engine.cuda.staging import ALIGNMENT, Staging, StagingError
-from engine.executor import Limits
+from engine.cuda.staging import ALIGNMENT, StagingError, StepStaging
 from engine.step import ScorePlan, StepPlan
 
 PAGE_SIZE = 4
@@ -66,10 +66,15 @@ def step(decodes: int, *prompts: tuple[int, int], last: bool = True, scored: boo
     )  # fmt: skip
 
 
-def shapes_of(
-    max_sequences: int, max_step_tokens: int = 2048, decodes: bool = True, hurries: bool = False
-) -> Shapes:
-    return Shapes(Limits(max_sequences, max_step_tokens, 4096, decodes, hurries))
+def shapes_of(max_sequences: int, max_step_tokens: int = 2048, decodes: bool = True) -> Shapes:
+    return Shapes(
+        Bounds(
+            max_sequences=max_sequences,
+            max_step_tokens=max_step_tokens,
+            max_context_tokens=4096,
+            decodes=decodes,
+        )
+    )
 
 
 @pytest.mark.parametrize("most", [1, 3, 8, 40, 128])
@@ -104,32 +109,6 @@ def test_prompts_alone_have_graphs_up_to_the_longest_chunk(longest):
         assert tokens <= shape.tokens < tokens + 64
 
 
-@pytest.mark.parametrize("longest", [300, 2048, 8192])
-def test_who_may_hurry_has_graphs_for_whole_steps(longest):
-    shapes = shapes_of(40, longest, hurries=True)
-    for decodes in (1, 9, 40):
-        for tokens in (193, 256, 257, 1000, 2000, min(longest, 2048) - decodes):
-            shape = shapes.of(step(decodes, (0, tokens)))
-            if tokens > longest:
-                continue
-            assert shape in shapes.all
-            assert tokens <= shape.prompt_tokens < tokens + 256
-    assert shapes.of(step(2, (0, 2049))) is None
-    assert not any(
-        shape in shapes_of(40, longest).all
-        for shape in shapes.all
-        if shape.decodes and shape.prompt_tokens > 192
-    )
-
-
-def test_prompts_alone_have_no_graphs_for_more_than_such_a_step_holds():
-    shapes = Shapes(Limits(8, 8192, 16384, hurries=True, alone_prefill_tokens=512))
-    alone = [shape.tokens for shape in shapes.all if not shape.decodes]
-    assert max(alone) == 512
-    assert shapes.of(step(0, (0, 512))) in shapes.all
-    assert shapes.of(step(3, (0, 2000))) in shapes.all, "beside decode rows it is urgent"
-
-
 def test_attention_knows_the_longest_piece():
     assert PIECES[-1] == LONG_PIECE
 
@@ -152,7 +131,7 @@ def test_long_many_and_scored_prompts_have_none():
 
 
 def packed(plan: StepPlan | None, shape: Shape) -> PackedStep:
-    staging = Staging(1 << 14, torch.device("cpu"))
+    staging = StepStaging(1 << 14, torch.device("cpu"))
     staging.begin()
     found = pack(plan, shape, staging, NOBODY, PAGE_SIZE)
     staging.upload()
@@ -192,7 +171,7 @@ def test_a_piece_that_fills_its_shape_leaves_no_token_to_padding():
 
 @pytest.mark.parametrize("shape", shapes_of(8).all)
 def test_a_step_lies_where_the_graph_was_captured(shape):
-    staging = Staging(1 << 14, torch.device("cpu"))
+    staging = StepStaging(1 << 14, torch.device("cpu"))
     prompts = [[(0, 7)], [(4, 8), (0, 30)]] if shape.prompt_rows else [[], []]
     plans = [None, *(step(min(shape.decodes, n), *p) for n, p in zip((1, 8), prompts, strict=True))]
     addresses = []
@@ -212,7 +191,7 @@ def test_a_step_lies_where_the_graph_was_captured(shape):
 
 
 def test_sections_arrive_in_one_copy_at_addresses_their_sizes_decide():
-    staging = Staging(1024, torch.device("cpu"))
+    staging = StepStaging(1024, torch.device("cpu"))
     rng = np.random.default_rng(0)
     addresses = []
     for _ in range(5):
@@ -231,7 +210,7 @@ def test_sections_arrive_in_one_copy_at_addresses_their_sizes_decide():
 
 
 def test_a_step_that_does_not_fit_says_so():
-    staging = Staging(100, torch.device("cpu"))
+    staging = StepStaging(100, torch.device("cpu"))
     staging.begin()
     staging.add(np.zeros(90, np.int32))
     with pytest.raises(StagingError, match="100"):

@@ -17,7 +17,6 @@ from tiny_models import write_tiny_model
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.executor import Executor, Launched
-from engine.late_budget import WINDOW_TOKENS
 from engine.step import StepPlan
 from engine.types import Event, NewTokens, Request, SamplingParams, StopRules
 
@@ -35,7 +34,6 @@ class Stream:
     seeded: bool = False
     """Drawn at a temperature; else greedy."""
     choices: int = 1
-    urgent: bool = False
     cancel_after: int | None = None
     """Tokens of its first choice; None: never. 0: as soon as it is submitted."""
 
@@ -105,7 +103,6 @@ def start(engine: Engine, stream: Stream) -> Run:
         SEEDED if stream.seeded else GREEDY,
         StopRules(stream.max_tokens),
         choices=stream.choices,
-        urgent=stream.urgent,
     )
     run = Run(request)
 
@@ -216,21 +213,6 @@ def test_chunks_and_decodes_share_steps(path, solo):
     assert any(not chunk.is_last and chunk.start for plan in mixed for chunk in plan.chunks)
     assert all(plan.num_tokens - plan.num_decodes <= 64 for plan in mixed)
     assert len(mixed) >= 4 * 700 // 64, "prompts were not computed beside decodes"
-
-
-def test_urgent_prompts_fill_steps_that_decode(path, solo):
-    rng = np.random.default_rng(13)
-    streams = [Stream(prompt_of(rng, 5), 120) for _ in range(8)]
-    streams += [Stream(prompt_of(rng, 300 + 90 * i), 20, urgent=i % 2 == 1) for i in range(4)]
-    options = {"max_step_tokens": 160, "mixed_prefill_tokens": 32, "mixed_late_share": 0.01}
-    with running(path, **options) as (engine, plans):
-        check_survivors(streams, run_crowd(engine, streams), solo)
-    mixed = [plan for plan in plans if plan.num_decodes and plan.num_tokens > plan.num_decodes]
-    pieces = [plan.num_tokens - plan.num_decodes for plan in mixed]
-    assert max(pieces) > 128, "nobody hurried"
-    assert sum(pieces) >= 4 * 300
-    late = sum(plan.num_decodes for plan in mixed if plan.num_tokens - plan.num_decodes > 32)
-    assert late <= 0.01 * (WINDOW_TOKENS + 8 * 120 + 4 * 20) + 12
 
 
 def test_a_crowd_beside_hand_offs(path, solo):

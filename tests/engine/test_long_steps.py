@@ -11,7 +11,7 @@ from engine_fakes import VOCAB, HashExecutor
 from waiting import wait_until
 
 from engine.blocks import BlockManager
-from engine.bounds import SchedulerConfig
+from engine.bounds import Bounds
 from engine.rates import UNKNOWN_STEP_S
 from engine.sampling import Sampler
 from engine.scheduler import Scheduler
@@ -39,7 +39,7 @@ def device() -> Device:
 
 @pytest.fixture
 def loop(device: Device) -> Iterator[StepLoop]:
-    config = SchedulerConfig(
+    config = Bounds(
         max_sequences=SLOTS, max_step_tokens=CHUNK, mixed_prefill_tokens=CHUNK,
         max_context_tokens=PAGES * PAGE, page_size=PAGE, eos_token_ids=frozenset(),
     )  # fmt: skip

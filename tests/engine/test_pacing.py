@@ -6,14 +6,14 @@ import queue
 import threading
 import time
 from concurrent.futures import Future
-from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from timed_device import STEP_S, TimedExecutor, plan, running_loop, submit
 from waiting import WAIT_S, wait_until
 
-from engine.pacing import OFTEN_S, SELDOM_S, SLACK_S, LaunchPacer, look_s
+from engine.pacing import NEARLY, SLACK_S, LaunchPacer
 from engine.step import StepPlan, StepResult
 from engine.types import Mode, Request, SamplingParams, StopRules
 
@@ -36,7 +36,7 @@ def paced(clock: Clock, steps_s: list[float], launch_s: float) -> LaunchPacer:
     pacer = LaunchPacer(clock)
     pacer.woke()
     clock.now += launch_s
-    pacer.launched(plan(4, 4))
+    pacer.launched()
     for step_s in steps_s:
         pacer.settled(plan(4, 4), step_s)
     return pacer
@@ -44,43 +44,35 @@ def paced(clock: Clock, steps_s: list[float], launch_s: float) -> LaunchPacer:
 
 def test_waits_until_two_launches_before_the_predicted_end(clock: Clock) -> None:
     pacer = paced(clock, [0.010, 0.012], launch_s=0.001)
-    wait_s = pacer.wait_s(plan(4, 4), began=clock.now)
+    wait_s = pacer.wait_s(plan(4, 4), clock.now, 0.0)
     assert wait_s == pytest.approx(0.010 - 0.002 - SLACK_S)
 
 
 def test_nothing_is_waited_for_without_a_prediction(clock: Clock) -> None:
-    assert paced(clock, [], 0.001).wait_s(plan(4, 4), clock.now) == 0
-    assert paced(clock, [0.010], 0.001).wait_s(plan(4, 4), clock.now) == 0
+    assert paced(clock, [], 0.001).wait_s(plan(4, 4), clock.now, 0.0) == 0
+    assert paced(clock, [0.010], 0.001).wait_s(plan(4, 4), clock.now, 0.0) == 0
 
 
-def test_steps_with_prompts_are_neither_waited_for_nor_learnt_from(clock: Clock) -> None:
+def test_a_step_with_prompts_is_predicted_by_their_rate_alone(clock: Clock) -> None:
     pacer = paced(clock, [0.010, 0.010], 0.001)
-    assert pacer.wait_s(plan(64, 4), clock.now) == 0
+    assert pacer.wait_s(plan(64, 4), clock.now, 0.0) == 0
+    assert pacer.wait_s(plan(64, 4), clock.now, 0.02) == pytest.approx(NEARLY * 0.02)
     pacer.settled(plan(64, 4), 5.0)
     pacer.settled(plan(64, 4), 5.0)
-    assert pacer.wait_s(plan(4, 4), clock.now) < 0.010
+    assert pacer.wait_s(plan(4, 4), clock.now, 0.0) < 0.010
 
 
 def test_a_step_shorter_than_two_launches_is_not_waited_for(clock: Clock) -> None:
-    assert paced(clock, [0.002, 0.002], launch_s=0.001).wait_s(plan(4, 4), clock.now) == 0
+    assert paced(clock, [0.002, 0.002], launch_s=0.001).wait_s(plan(4, 4), clock.now, 0.0) == 0
 
 
 def test_one_slow_launch_is_remembered_for_a_while(clock: Clock) -> None:
     pacer = paced(clock, [0.010, 0.010], launch_s=0.004)
-    before = pacer.wait_s(plan(4, 4), clock.now)
+    before = pacer.wait_s(plan(4, 4), clock.now, 0.0)
     for _ in range(100):
         pacer.woke()
-        pacer.launched(plan(4, 4))
-    assert pacer.wait_s(plan(4, 4), clock.now) > before + 0.007
-
-
-def test_the_launch_of_a_long_step_says_nothing_of_others(clock: Clock) -> None:
-    pacer = paced(clock, [0.010, 0.010], launch_s=0.001)
-    before = pacer.wait_s(plan(4, 4), clock.now)
-    pacer.woke()
-    clock.now += 0.020
-    pacer.launched(replace(plan(4004, 4), is_long=True))
-    assert pacer.wait_s(plan(4, 4), clock.now) == pytest.approx(before)
+        pacer.launched()
+    assert pacer.wait_s(plan(4, 4), clock.now, 0.0) > before + 0.007
 
 
 def began_after(executor: TimedExecutor, arrived: float) -> int | None:
@@ -106,13 +98,19 @@ def test_a_few_slow_steps_do_not_slow_all_that_follow() -> None:
     assert loop.load.tokens_sampled == 45, "40 steps of 1 ms; at the old pace they take 8 s"
 
 
-def test_one_that_was_done_before_its_end_was_predicted_is_learnt_anew(clock: Clock) -> None:
-    pacer = paced(clock, [0.010, 0.010], 0.001)
-    pacer.overslept()
-    pacer.settled(plan(4, 4), 0.009)
-    assert pacer.wait_s(plan(4, 4), clock.now) == 0
-    pacer.settled(plan(4, 4), 0.004)
-    assert pacer.wait_s(plan(4, 4), clock.now) == pytest.approx(0.004 - 0.002 - SLACK_S)
+def test_a_step_that_ends_early_is_noticed_at_once() -> None:
+    """Its end is posted: nothing sleeps through it until the predicted time."""
+    loop, executor = running_loop()
+    executor.step_s = 0.5
+    submit(loop, 0, output=30)
+    wait_until(lambda: len(executor.plans) > 4)
+    executor.step_s = 0.01
+    wait_until(lambda: executor.plans[-1].number > 6)
+    began = list(executor.began)
+    loop.stop()
+    first_short = next(i for i in range(5, len(began)) if began[i] - began[i - 1] < 0.25)
+    gaps_s = [after - before for before, after in pairwise(began[first_short:])]
+    assert max(gaps_s, default=0.0) < 0.25, gaps_s
 
 
 def test_who_arrives_during_a_step_is_in_the_next_one() -> None:
@@ -235,11 +233,3 @@ def test_commands_in_the_middle_of_a_step_are_no_progress() -> None:
     wait_until(lambda: loop.load.tokens_sampled == 2 and loop.load.progress > launched + moved)
     loop.stop()
     assert moved <= 1, "the end of the turn that launched it"
-
-
-def test_a_step_with_prompts_is_looked_at_often_towards_its_end() -> None:
-    assert look_s(0.0, 0.020) == SELDOM_S
-    assert look_s(0.0146, 0.020) == pytest.approx(0.0004)
-    assert look_s(0.016, 0.020) == look_s(0.050, 0.020) == OFTEN_S
-    assert look_s(9.0, 10.0) == pytest.approx(0.02), "of ten seconds"
-    assert look_s(5.0, 0.020) == pytest.approx(0.01), "overdue"

@@ -59,8 +59,8 @@ def test_what_a_tenant_has_in_slots_counts(mode: Mode) -> None:
     bench.turn()
     ids = [bench.submit([5], 6, tenant=tenant) for tenant in "ab"]
     bench.turn()
-    (admitted,) = [job for job in bench.scheduler.jobs.values() if job.request.id in ids and
-                   job not in bench.scheduler.waiting]  # fmt: skip
+    known, waiting = bench.scheduler.requests.values(), bench.scheduler.waiting
+    (admitted,) = [one for one in known if one.request.id in ids and one not in waiting]
     assert admitted.request.tenant == "b"
     bench.scheduler.cancel(held)
     bench.scheduler.release(held)

@@ -11,7 +11,7 @@ from engine_fakes import VOCAB, HashExecutor, expected_output, next_token
 
 from engine.admission import admit
 from engine.blocks import BlockManager
-from engine.bounds import SchedulerConfig
+from engine.bounds import Bounds
 from engine.eviction import EVICTION_POLICIES
 from engine.planning import plan_step
 from engine.policies import POLICIES
@@ -21,7 +21,6 @@ from engine.sampling import Sampler
 from engine.scheduler import Scheduler
 from engine.settling import settle_step
 from engine.types import (
-    ChoiceEnded,
     ChunkComputed,
     EndReason,
     FailureReason,
@@ -32,6 +31,7 @@ from engine.types import (
     RequestFailed,
     Reserved,
     SamplingParams,
+    SequenceEnded,
     StopRules,
     TakenOver,
     TokenRecord,
@@ -44,7 +44,7 @@ class Bench:
     """A scheduler, a fake device and one step in flight, as in the step loop."""
 
     def __init__(self, *, num_pages=40, page_size=4, slots=6, step_tokens=16, seed=0, **options):
-        config = SchedulerConfig(
+        config = Bounds(
             max_sequences=slots,
             max_step_tokens=step_tokens,
             mixed_prefill_tokens=options.pop("mixed", step_tokens),
@@ -54,8 +54,6 @@ class Bench:
             prefix_cache=options.pop("prefix_cache", True),
             page_watermark=options.pop("watermark", 0.9),
             full_step_tokens=options.pop("full", step_tokens),
-            alone_prefill_tokens=options.pop("alone", step_tokens),
-            mixed_late_share=options.pop("late_share", 0.0),
         )
         eviction = EVICTION_POLICIES[options.pop("eviction", "lru")]()
         self.blocks = BlockManager(num_pages, eviction)
@@ -82,7 +80,7 @@ class Bench:
                     columns = (event.request_ids, event.choices, event.indices, event.token_ids)
                     for request_id, choice, index, token in zip(*columns, strict=True):
                         self.take(request_id, int(choice), int(index), int(token))
-                case ChoiceEnded():
+                case SequenceEnded():
                     assert (event.request_id, event.choice) not in self.ends
                     self.ends[event.request_id, event.choice] = event.reason
                 case Reserved():
@@ -152,7 +150,7 @@ class Bench:
         raise AssertionError("did not come to rest")
 
     def check_baseline(self):
-        assert not self.scheduler.jobs
+        assert not self.scheduler.requests
         assert self.scheduler.slots.num_used == 0
         assert self.blocks.available == self.blocks.total
 
@@ -340,7 +338,7 @@ def test_a_chunk_in_flight_is_void_where_its_sequence_began_again_in_another_slo
     bench = Bench(slots=6, num_pages=80, mixed=8)
     request_id = bench.submit(prompt_of(bench.random, 32), 4)
     bench.turn()
-    (sequence,) = bench.scheduler.jobs[request_id].sequences
+    (sequence,) = bench.scheduler.requests[request_id].sequences
     used, (other, _) = sequence.slot, bench.previous
     bench.scheduler.preempt(sequence)
     bench.scheduler.slots.generation[:] = other.chunks[0].task.generation
@@ -543,10 +541,9 @@ def test_random_operations_keep_every_promise(seed, lacks_memory):
         eviction=rng.choice(sorted(EVICTION_POLICIES)),
         prefix_cache=rng.random() < 0.8,
         watermark=rng.choice([0.05, 0.5, 0.9, 1.0]),
-        **hurries(rng),
+        mixed=rng.choice([8, 16]),
     )
     cancelled, delivered = set(), set()
-    room = rng.choice([0.0, 0.5, 1.0])
     for _ in range(150):
         action = rng.random()
         if action < 0.25:
@@ -557,8 +554,7 @@ def test_random_operations_keep_every_promise(seed, lacks_memory):
                 mode=rng.choice([Mode.WHOLE, Mode.WHOLE, Mode.PREFILL, Mode.RECEIVE]),
                 choices=rng.choice([1, 1, 2]),
                 stop=rng.sample(range(VOCAB), 40),
-                local_prefill_tokens=rng.choice([0, 8, 40]),
-                urgent=rng.random() < 0.3,
+                takeover_tokens=rng.choice([0, 8, 40]),
             )
         elif action < 0.35 and bench.requests:
             victim = rng.choice(list(bench.requests))
@@ -568,9 +564,7 @@ def test_random_operations_keep_every_promise(seed, lacks_memory):
             settle_transfers(bench, rng, cancelled, delivered)
         elif action < 0.6 and lacks_memory:
             bench.device.fail_next = torch.OutOfMemoryError()
-        bench.scheduler.mixed_has_room = rng.random() < room
         bench.turn()
-        assert bench.scheduler.late._left >= 0
     for _ in range(300):
         settle_transfers(bench, rng, cancelled, delivered, everything=True)
         bench.turn()
@@ -586,13 +580,6 @@ def test_random_operations_keep_every_promise(seed, lacks_memory):
             )
             for choice in range(request.choices):
                 assert bench.outputs.get((request_id, choice), []) == want[1:]
-
-
-def hurries(rng):
-    """A budget for none, a few or all of the urgent, beside short pieces."""
-    mixed, late_share = rng.choice([(8, 0.0), (8, 1e-4), (16, 0.5)])
-    alone = {"alone": 16} if late_share else {}
-    return {"mixed": mixed, "late_share": late_share, **alone}
 
 
 def settle_transfers(bench, rng, cancelled, delivered, everything=False):

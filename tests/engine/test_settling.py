@@ -6,7 +6,7 @@ from test_planning import planned
 from test_scheduler_property import Bench
 
 from engine.settling import settle_step
-from engine.types import ChoiceEnded, Event, NewTokens
+from engine.types import Event, NewTokens, SequenceEnded
 
 
 def test_tokens_do_not_wait_for_the_pages_of_who_ended() -> None:
@@ -21,7 +21,7 @@ def test_tokens_do_not_wait_for_the_pages_of_who_ended() -> None:
     bench.submit(range(100, 140), max_tokens=3)
     bench.submit(range(200, 220), max_tokens=9)
     free = scheduler.blocks.available
-    while not any(isinstance(event, ChoiceEnded) for events, _ in told for event in events):
+    while not any(isinstance(event, SequenceEnded) for events, _ in told for event in events):
         plan = planned(bench)
         assert plan is not None
         held = free - scheduler.blocks.available

@@ -27,7 +27,7 @@ def with_a_first_turn(**options) -> tuple[Bench, list[int]]:
 
 
 def receive(bench: Bench, prompt: list[int], allowed: int, output: int = 9, **more) -> bytes:
-    return bench.submit(prompt, output, mode=Mode.RECEIVE, local_prefill_tokens=allowed, **more)
+    return bench.submit(prompt, output, mode=Mode.RECEIVE, takeover_tokens=allowed, **more)
 
 
 @pytest.mark.parametrize("choices", [1, 3])
@@ -105,9 +105,11 @@ def test_preempted_while_its_rest_is_computed() -> None:
     request_id = receive(bench, [*first, *rest], HELD, 12)
     while request_id not in bench.taken_over:
         bench.turn()
-    (job,) = [job for job in bench.scheduler.jobs.values() if job.request.id == request_id]
-    assert job.state is RequestState.ACTIVE
-    (sequence,) = job.sequences
+    (active,) = [
+        active for active in bench.scheduler.requests.values() if active.request.id == request_id
+    ]
+    assert active.state is RequestState.ACTIVE
+    (sequence,) = active.sequences
     assert bench.scheduler.slots.state[sequence.slot] == SlotState.PREFILLING
     bench.scheduler.preempt(sequence)
     assert sequence in bench.scheduler.preempted

@@ -9,7 +9,7 @@ import numpy as np
 from engine_fakes import VOCAB, HashExecutor
 
 from engine.blocks import BlockManager
-from engine.bounds import SchedulerConfig
+from engine.bounds import Bounds
 from engine.sampling import Sampler
 from engine.scheduler import Scheduler
 from engine.step import StepPlan, StepResult
@@ -62,7 +62,7 @@ def running_loop(
     executor: TimedExecutor | None = None, mixed_prefill_tokens: int = 128, **config_of: float
 ) -> tuple[StepLoop, TimedExecutor]:
     """A loop over PAGES pages, for at most SLOTS sequences; steps of at most 128 tokens."""
-    config = SchedulerConfig(
+    config = Bounds(
         max_sequences=SLOTS, max_step_tokens=SLOTS + 128, mixed_prefill_tokens=mixed_prefill_tokens,
         max_context_tokens=PAGES * PAGE_TOKENS, page_size=PAGE_TOKENS,
         eos_token_ids=frozenset(), **config_of,

@@ -164,7 +164,7 @@ def test_a_grant_is_known_before_its_chunk_is_read() -> None:
 def test_a_grant_made_while_notifications_are_polled_is_known_before_its_chunk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As on a busy machine: the thread has obeyed its commands and is about to poll when a grant is
+    """As on a busy machine: the thread has run its commands and is about to poll when a grant is
     made, told, used, and its chunk arrives."""
     decode = LocalWorker("loopback", "slow-decode", 4, 4096, 1)
     prefill = LoopbackTransport(

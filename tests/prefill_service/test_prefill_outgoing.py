@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kv_transfer.specs import SendSpec
-from prefill_service.outgoing import Destination, Outgoing
+from prefill_service.outgoing import Destination, OutgoingPrompt
 
 PAGES = np.arange(1, 4, dtype=np.int32)
 ENDS = [4, 8, 10]
@@ -35,7 +35,7 @@ def destination() -> Destination:
     return Destination(b"t" * 16, "decode", 7, PAGES + 10, 0)
 
 
-def chunks(outgoing: Outgoing, ends: list[int]) -> None:
+def chunks(outgoing: OutgoingPrompt, ends: list[int]) -> None:
     for end in ends:
         outgoing.chunk(PAGES, end, b"first" if end == ENDS[-1] else None)
 
@@ -43,7 +43,7 @@ def chunks(outgoing: Outgoing, ends: list[int]) -> None:
 @pytest.mark.parametrize("before", range(4))
 def test_the_grant_may_come_at_any_time(before: int) -> None:
     heard = Recorder()
-    outgoing = Outgoing(heard, 10, 4, "")
+    outgoing = OutgoingPrompt(heard, 10, 4, "")
     chunks(outgoing, ENDS[:before])
     assert heard.calls == []
     outgoing.grant(destination())
@@ -57,13 +57,13 @@ def test_the_grant_may_come_at_any_time(before: int) -> None:
 
 def test_nothing_is_told_after_the_end() -> None:
     heard = Recorder()
-    outgoing = Outgoing(heard, 10, 4, "")
+    outgoing = OutgoingPrompt(heard, 10, 4, "")
     granted = destination()
     outgoing.grant(granted)
     assert outgoing.close() is granted
     chunks(outgoing, ENDS)
     assert heard.calls == []
-    ungranted = Outgoing(heard, 10, 4, "")
+    ungranted = OutgoingPrompt(heard, 10, 4, "")
     chunks(ungranted, ENDS)
     assert ungranted.close() is None
     ungranted.grant(destination())
@@ -72,7 +72,7 @@ def test_nothing_is_told_after_the_end() -> None:
 
 def test_the_source_pages_do_not_follow_the_engines_table() -> None:
     heard = Recorder()
-    outgoing = Outgoing(heard, 10, 4, "")
+    outgoing = OutgoingPrompt(heard, 10, 4, "")
     table = PAGES.copy()
     outgoing.chunk(table, 4, None)
     table[:] = 0
@@ -86,10 +86,10 @@ def test_the_source_pages_do_not_follow_the_engines_table() -> None:
 def test_two_threads_lose_nothing() -> None:
     for _ in range(200):
         heard = Recorder()
-        outgoing = Outgoing(heard, 10, 4, "")
+        outgoing = OutgoingPrompt(heard, 10, 4, "")
         ready = threading.Barrier(2)
 
-        def compute(outgoing: Outgoing = outgoing, ready: threading.Barrier = ready) -> None:
+        def compute(outgoing: OutgoingPrompt = outgoing, ready: threading.Barrier = ready) -> None:
             ready.wait()
             chunks(outgoing, ENDS)
 

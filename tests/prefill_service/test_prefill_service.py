@@ -418,16 +418,16 @@ async def test_says_how_much_is_queued_and_not_granted() -> None:
         pair.p.executor.holds = True
         attempt = Attempted(LONG)
         pair.submit(attempt)
-        assert pair.p.prefill.stats.queued_tokens == LONG
+        await until(lambda: pair.p.engine.load().queued_prefill_tokens == LONG)
         assert pair.p.prefill.stats.ungranted_tokens == LONG
         await pair.forward_grant(attempt)
         assert pair.p.prefill.stats.ungranted_tokens == 0
         await until(lambda: pair.p.executor.held)
         pair.p.executor.step()
-        await until(lambda: pair.p.prefill.stats.queued_tokens == LONG - STEP_TOKENS)
+        await until(lambda: pair.p.engine.load().queued_prefill_tokens == LONG - STEP_TOKENS)
         pair.p.executor.let_go()
         await pair.from_p.heard("first_token", attempt.id)
-        assert pair.p.prefill.stats.queued_tokens == 0
+        await until(lambda: pair.p.engine.load().queued_prefill_tokens == 0)
         await pair.from_d.heard("finished", attempt.id)
         await pair.quiet()
 

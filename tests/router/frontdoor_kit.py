@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from baton.grpc_options import channel_options, server_options
+from baton.grpc_options import channel_options, public_server_options
 from baton.inference.v1 import inference_pb2 as api
 from baton.inference.v1 import inference_pb2_grpc as api_grpc
 from baton.worker.v1 import worker_pb2
@@ -223,7 +223,9 @@ async def open_door(
     gate: Gate = OPEN,
 ) -> AsyncIterator[Door]:
     """Serves the front door on a free port."""
-    server = grpc.aio.server(options=server_options(), interceptors=list(interceptors))
+    server = grpc.aio.server(
+        options=public_server_options(64, 600), interceptors=list(interceptors)
+    )
     tokenizers_ = Tokenizers()
     service = InferenceService(dispatcher, tokenizers_, limits, events, gate)
     service.add_to_server(server)

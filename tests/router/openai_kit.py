@@ -20,7 +20,7 @@ from router.jobs import (
     JobFinished,
     JobStarted,
     JobTokens,
-    TokenLogprobs,
+    TokenScore,
 )
 from router.openai.server import OpenAiServer
 from router.tokenization import Tokenizer, Tokenizers
@@ -57,6 +57,7 @@ async def open_port(
     *,
     events: RouterEvents = NO_EVENTS,
     gate: Gate = OPEN,
+    limits: Limits | None = None,
     **client_options: object,
 ) -> AsyncIterator[Port]:
     """Serves a model with a tokenizer on a free port."""
@@ -65,7 +66,8 @@ async def open_port(
     assert tokenizer is not None
     dispatcher = ScriptedDispatcher([served_model(folder, max_context_tokens=256)], script)
     tokenizers = Tokenizers()
-    server = OpenAiServer("127.0.0.1:0", dispatcher, tokenizers, Limits(), events, gate=gate)
+    limits = limits or Limits()
+    server = OpenAiServer("127.0.0.1:0", dispatcher, tokenizers, limits, events, gate=gate)
     await server.start()
     url = f"http://{server.address}/v1"
     options = {"max_retries": 0, "timeout": 20.0, "api_key": "none", **client_options}
@@ -104,10 +106,10 @@ def answers(
     return script
 
 
-def score(job: Job, token_id: int, logprob: float | None = None) -> TokenLogprobs:
+def score(job: Job, token_id: int, logprob: float | None = None) -> TokenScore:
     """-id/100, and as alternatives the token itself and the ids below it."""
     top = range(token_id, token_id - job.sampling.top_logprobs, -1)
-    return TokenLogprobs(
+    return TokenScore(
         -token_id / 100 if logprob is None else logprob,
         tuple(top),
         tuple(-(token_id + index) / 100 for index in range(len(top))),

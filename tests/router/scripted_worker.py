@@ -75,7 +75,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.history: list[worker_pb2.WorkRequest] = []
         self.frozen = False
         self.reports_by_itself = True
-        self._submits = 0
+        self._known: list[bytes] = []
+        """Attempts that the next report names."""
         """On the stream there is."""
         self._inbox: dict[str, deque[Any]] = {}
         self._arrived = asyncio.Condition()
@@ -100,7 +101,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
     ) -> AsyncIterator[worker_pb2.WorkResponse]:
         await anext(request_iterator)
         yield worker_pb2.WorkResponse(attached=worker_pb2.Attached(worker=self.identity))
-        self._outbox, self._submits = asyncio.Queue(), 0
+        self._outbox, self._known = asyncio.Queue(), []
         self.report()
         tasks = [
             asyncio.create_task(self._receive(request_iterator)),
@@ -118,7 +119,9 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         for name, value in changes.items():
             setattr(self.load, name, value)
         self.load.progress += not self.frozen
-        self.load.submits = self._submits
+        self.load.ClearField("known_attempts")
+        self.load.known_attempts.extend(self._known)
+        self._known.clear()
         self._outbox.put_nowait(worker_pb2.WorkResponse(load=self.load))
 
     def say(self, **message: Any) -> None:
@@ -207,7 +210,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             assert kind is not None
             async with self._arrived:
                 self.history.append(request)
-                self._submits += kind == "submit"
+                if kind == "submit":
+                    self._known.append(request.submit.attempt_id)
                 self._inbox.setdefault(kind, deque()).append(getattr(request, kind))
                 self._arrived.notify_all()
 
@@ -240,7 +244,7 @@ class Cluster:
 
     def has_load(self, worker: ScriptedWorker) -> bool:
         return any(
-            link.identity.epoch == worker.identity.epoch and link.ledger.load.total_pages
+            link.identity.epoch == worker.identity.epoch and link.estimate.load.total_pages
             for link in self.registry.members
         )
 
@@ -272,7 +276,7 @@ class Cluster:
         assert self.dispatcher.active_jobs == 0
         assert self.dispatcher.active_attempts == 0
         assert self.dispatcher.queued_jobs == 0
-        assert all(link.ledger.open_charges == 0 for link in self.registry.members)
+        assert all(link.estimate.open_reservations == 0 for link in self.registry.members)
 
 
 class Reader:

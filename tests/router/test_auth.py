@@ -29,8 +29,8 @@ from router.auth import OPEN, TokenGate, TokensFileError, gate_of
 from router.errors import RouterError
 from router.server import main
 from router.settings import RouterSettings
-from telemetry.metrics import RouterLoad, RouterMetrics
 from telemetry.names import Metric
+from telemetry.router_metrics import RouterLoad, RouterMetrics
 
 GOOD, OTHER, BAD = "sk-good", "sk-other", "sk-bad"
 SHOWN = (("authorization", f"Bearer {GOOD}"),)

@@ -228,7 +228,7 @@ async def test_resumes_go_before_new_work(cluster: Cluster) -> None:
     await stream_three(reader, prefill, decode)
     prefill.report(prefill_credit_tokens=0)
     link = next(link for link in cluster.registry.members if link.worker_id == "p0")
-    await until(lambda: link.room().prefill_credit_tokens <= 0)
+    await until(lambda: link.capacity().prefill_credit_tokens <= 0)
     fresh = cluster.read(job(prompt_tokens=7))
     await until(lambda: cluster.dispatcher.queued_jobs == 1)
     await cluster.add("d1", DECODE)
@@ -374,8 +374,8 @@ async def test_a_resume_takes_the_room_that_its_tokens_need(cluster: Cluster) ->
         await cluster.caught_up(worker)
     await decode.stop()
     await other.heard("submit")
-    assert cluster.link(other).room().free_pages == 100 - 3
-    assert cluster.link(prefill).room().prefill_credit_tokens == 64 - 17
+    assert cluster.link(other).capacity().free_pages == 100 - 3
+    assert cluster.link(prefill).capacity().prefill_credit_tokens == 64 - 17
     assert np.asarray(reader.job.prompt_ids).size == 14
     await reader.leave()
 

@@ -284,7 +284,7 @@ async def test_queue_is_bounded_and_waits_end() -> None:
     cluster = Cluster(max_queued_requests=1, queue_timeout_s=1)
     prefill, _ = await cluster.pair()
     prefill.report(prefill_credit_tokens=0)
-    await until(lambda: not cluster.registry.members[0].room().prefill_credit_tokens)
+    await until(lambda: not cluster.registry.members[0].capacity().prefill_credit_tokens)
     waiting = cluster.read(job())
     await until(lambda: cluster.dispatcher.queued_jobs == 1)
     refused = await error_of(cluster.read(job()))
@@ -314,14 +314,14 @@ async def takes_and_frees_credit(cluster: Cluster, way_out: str) -> None:
     link = cluster.link(prefill)
     reader = cluster.read(job(prompt_tokens=64, max_tokens=2))
     attempt = (await prefill.heard("submit")).attempt_id
-    assert link.room().prefill_credit_tokens == 0
+    assert link.capacity().prefill_credit_tokens == 0
     match way_out:
         case "leave":
             await reader.leave()
         case "first token":
             prefill.first_token(attempt, 10)
             await reader.until(2)
-            assert link.ledger.open_charges == 1
+            assert link.estimate.open_reservations == 1
         case "decode failed":
             decode.failed(attempt, FAILURES.FAILURE_REASON_NUMERICAL)
             await error_of(reader)
@@ -330,7 +330,7 @@ async def takes_and_frees_credit(cluster: Cluster, way_out: str) -> None:
             await decode.heard("abort")
             decode.aborted(attempt, already_ready=False)
             await error_of(reader)
-    assert link.room().prefill_credit_tokens == 64
+    assert link.capacity().prefill_credit_tokens == 64
     await reader.leave()
 
 
@@ -338,14 +338,14 @@ async def test_deadline_that_the_backlog_leaves_no_time_for(cluster: Cluster) ->
     prefill, _decode = await cluster.pair()
     prefill.report(prefill_credit_tokens=0)
     link = next(link for link in cluster.registry.members if link.worker_id == "p0")
-    await until(lambda: not link.room().prefill_credit_tokens)
+    await until(lambda: not link.capacity().prefill_credit_tokens)
     waiting = [cluster.read(job(prompt_tokens=50)) for _ in range(3)]
     await until(lambda: cluster.dispatcher.queued_jobs == 3)
     await asyncio.sleep(0.2)
     prefill.report(prefill_credit_tokens=1)  # one leaves after 0.2 s: 250 tokens/s
     prefill.load.prefill_credit_tokens = 0  # the next report says so, and no other leaves
     await prefill.heard("submit")
-    await until(lambda: link.room().prefill_credit_tokens <= 0)
+    await until(lambda: link.capacity().prefill_credit_tokens <= 0)
     left = cluster.dispatcher.queued_jobs
     assert left >= 1
     error = await error_of(cluster.read(job(deadline_s=0.01)))
@@ -416,7 +416,7 @@ async def test_a_retry_waits_for_a_busy_worker_rather_than_fail_again(cluster: C
     other = await cluster.add("b1", BOTH)
     other.report(prefill_credit_tokens=0)
     links = {link.worker_id: link for link in cluster.registry.members}
-    await until(lambda: links["b1"].room().prefill_credit_tokens == 0)
+    await until(lambda: links["b1"].capacity().prefill_credit_tokens == 0)
     reader = cluster.read(job(max_tokens=1))
     attempt = (await both.heard("submit")).attempt_id
     both.failed(attempt, FAILURES.FAILURE_REASON_INTERNAL)

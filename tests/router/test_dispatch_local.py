@@ -10,10 +10,7 @@ from scripted_worker import BOTH, DECODE, PREFILL, Cluster, job, tokens_of, unti
 from baton.worker.v1 import worker_pb2
 from router.errors import RouterError
 from router.events import NoEvents
-from router.faults import Fault
-from router.job_run import JobRun
 from router.merge import unpack_ids
-from router.share import Share
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -146,7 +143,7 @@ async def test_a_busy_prefill_worker_is_waited_for(cluster: Cluster) -> None:
     prefill, decode = await cluster.pair()
     prefill.report(prefill_credit_tokens=0)
     link = link_of(cluster, "p0")
-    await until(lambda: link.room().prefill_credit_tokens == 0)
+    await until(lambda: link.capacity().prefill_credit_tokens == 0)
     reader = cluster.read(job())
     await until(lambda: cluster.dispatcher.queued_jobs == 1)
     assert decode.count("submit") == 0
@@ -162,7 +159,7 @@ async def test_never() -> None:
     prefill = await cluster.add("p0", PREFILL)
     reader = cluster.read(job())
     await prefill.heard("submit")
-    assert (await cluster.workers[0].heard("submit")).local_prefill_tokens == 0
+    assert (await cluster.workers[0].heard("submit")).takeover_tokens == 0
     await reader.leave()
     cluster.check_nothing_leaked()
     await cluster.close()
@@ -178,11 +175,11 @@ async def test_taken_over(cluster: Cluster, counted: Counted) -> None:
     link = cluster.link(prefill)
     reader = cluster.read(job(prompt_tokens=64, max_tokens=2))
     attempt = (await prefill.heard("submit")).attempt_id
-    assert (await decode.heard("submit")).local_prefill_tokens == 192
-    assert link.room().prefill_credit_tokens == 0
+    assert (await decode.heard("submit")).takeover_tokens == 64
+    assert link.capacity().prefill_credit_tokens == 0
     take_over(decode, attempt)
     assert (await prefill.heard("cancel")).attempt_id == attempt
-    assert link.room().prefill_credit_tokens == 64
+    assert link.capacity().prefill_credit_tokens == 64
     finish(decode, attempt)
     events = await reader.end()
     assert tokens_of(events) == [10, 11]
@@ -273,7 +270,7 @@ async def test_leaving_after_the_take_over_cancels_the_decode_worker(cluster: Cl
 async def test_log_probabilities_of_the_prompt_leave_nothing_to_take_over(cluster: Cluster) -> None:
     _, decode = await cluster.pair()
     reader = cluster.read(job(prompt_logprobs=True))
-    assert (await decode.heard("submit")).local_prefill_tokens == 0
+    assert (await decode.heard("submit")).takeover_tokens == 0
     await reader.leave()
 
 
@@ -289,11 +286,11 @@ async def busy(cluster: Cluster) -> tuple[ScriptedWorker, ScriptedWorker]:
     prefill.report(queued_prefill_tokens=4000, prefill_tokens_per_s=40, prefill_credit_tokens=-4)
     decode.report(
         running_sequences=2,
-        mixed_prefill_tokens_per_s=20,
+        prefill_tokens_per_s=20,
         prefill_credit_tokens=400,
     )
-    await until(lambda: link_of(cluster, "p0").room().queued_prefill_tokens == 4000)
-    await until(lambda: link_of(cluster, "d0").room().mixed_prefill_tokens_per_s)
+    await until(lambda: link_of(cluster, "p0").capacity().queued_prefill_tokens == 4000)
+    await until(lambda: link_of(cluster, "d0").capacity().prefill_tokens_per_s)
     return prefill, decode
 
 
@@ -308,39 +305,11 @@ async def test_a_decode_worker_helps_out(auto: Cluster, counted: Counted) -> Non
     assert counted.reasons == ["faster"]
 
 
-async def test_an_urgent_prompt_is_hurried(auto: Cluster, counted: Counted) -> None:
-    """Its 100 tokens would take 2.5 s by themselves, and wait at least 13 s wherever they go."""
-    _, decode = await busy(auto)
-    decode.report(queued_prefill_tokens=300, late_prefill_tokens=450, late_prefill_tokens_per_s=30)
-    await until(lambda: link_of(auto, "d0").room().late_prefill_tokens == 450)
-    readers = [auto.read(job(prompt_tokens=100)) for _ in range(2)]
-    await until(lambda: decode.count("submit") == 2)
-    urgent = [(await decode.heard("submit")).urgent for _ in readers]
-    assert urgent == [True, False], "450 are allowed"
-    assert counted.reasons == ["urgent", "faster"]
-    for reader in readers:
-        await reader.leave()
-
-
-async def test_a_resume_has_waited_since_its_worker_failed(cluster: Cluster) -> None:
-    """Not since its job came: a stream that ran for long would be urgent, whatever is queued."""
-    worker = await cluster.add("p0", PREFILL)
-    run = JobRun(job(), lambda _: None)
-    run._began_s -= 100
-    share, fault = Share(run, (0,)), Fault(cluster.link(worker), None)
-    share.end_attempt(fault)
-    assert share.waited_s >= 100, "its client has nothing yet"
-    run.started = True
-    share.end_attempt(fault)
-    assert share.waited_s < 100
-    assert share.split()[0].waited_s < 100
-
-
 async def test_it_takes_on_no_more_than_it_gets_done(auto: Cluster) -> None:
     """Each one lengthens its queue, until the prefill worker is as near."""
     _, decode = await busy(auto)
     decode.report(prefill_credit_tokens=5000, max_sequences=64, free_pages=1000, total_pages=1000)
-    await until(lambda: link_of(auto, "d0").room().prefill_credit_tokens == 5000)
+    await until(lambda: link_of(auto, "d0").capacity().prefill_credit_tokens == 5000)
     readers = [auto.read(job(prompt_tokens=200)) for _ in range(15)]
     await until(lambda: auto.dispatcher.active_jobs == 15)
     # The k-th one finds 200 (k - 1) tokens there: level at 4,000 - 2 x that, so ten find less.
@@ -353,7 +322,7 @@ async def test_it_takes_on_no_more_than_it_gets_done(auto: Cluster) -> None:
 async def test_an_idle_prefill_worker_keeps_its_work(auto: Cluster) -> None:
     prefill, decode = await busy(auto)
     prefill.report(queued_prefill_tokens=0, prefill_credit_tokens=4096)
-    await until(lambda: not link_of(auto, "p0").room().queued_prefill_tokens)
+    await until(lambda: not link_of(auto, "p0").capacity().queued_prefill_tokens)
     reader = auto.read(job(prompt_tokens=100))
     assert (await decode.heard("submit")).mode == HAND_OFF
     await reader.leave()
@@ -363,8 +332,8 @@ async def test_a_longer_rest_may_be_taken_over_while_prefill_is_busy(auto: Clust
     """What the queues say bounds what the decode worker may compute of a prompt it mostly holds."""
     prefill, decode = await busy(auto)
     prefill.report(prefill_credit_tokens=1, queued_prefill_tokens=240)
-    await until(lambda: link_of(auto, "p0").room().queued_prefill_tokens == 240)
+    await until(lambda: link_of(auto, "p0").capacity().queued_prefill_tokens == 240)
     reader = auto.read(job(prompt_tokens=250))
     submit = await decode.heard("submit")
-    assert (submit.mode, submit.local_prefill_tokens) == (HAND_OFF, 240)
+    assert (submit.mode, submit.takeover_tokens) == (HAND_OFF, 245)
     await reader.leave()

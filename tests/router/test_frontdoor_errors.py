@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import AsyncGenerator, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +260,7 @@ async def test_the_servers_longest_duration(dispatcher: ScriptedDispatcher) -> N
 async def test_the_deadline_holds_while_the_prompt_waits_to_be_tokenized(
     dispatcher: ScriptedDispatcher, method: str
 ) -> None:
+    dispatcher.served = [replace(dispatcher.served[0], max_context_tokens=4096)]
     tokenizers, busy = Tokenizers(threads=1), threading.Event()
     await tokenizers.warm([dispatcher.served[0].path])
     tokenizers._pool.submit(busy.wait)

@@ -35,7 +35,7 @@ from router.jobs import (
     JobFinished,
     JobStarted,
     JobTokens,
-    TokenLogprobs,
+    TokenScore,
 )
 from router.validation import Limits
 
@@ -182,8 +182,8 @@ async def test_a_tokenizer_that_cannot_be_read_hides_no_model(
 
 
 async def scored(job: Job) -> AsyncGenerator[JobEvent, None]:
-    def score(value: float) -> TokenLogprobs:
-        return TokenLogprobs(value, (5, 6), (-0.5, -1.5))
+    def score(value: float) -> TokenScore:
+        return TokenScore(value, (5, 6), (-0.5, -1.5))
 
     yield JobStarted(2, tuple(score(-1.0 - index) for index in range(job.prompt_tokens - 1)))
     yield JobTokens(0, 0, (70,), (score(-0.25),))
@@ -337,7 +337,7 @@ async def read_on(
 def endless(tokens: int, pace_s: float = 0.0) -> Script:
     async def script(job: Job) -> AsyncGenerator[JobEvent, None]:
         yield JobStarted()
-        logprob = TokenLogprobs(-1.0, tuple(range(20)), (0.0,) * 20)
+        logprob = TokenScore(-1.0, tuple(range(20)), (0.0,) * 20)
         for index in range(tokens):
             yield JobTokens(0, index, (70,), (logprob,) if job.sampling.top_logprobs else ())
             await asyncio.sleep(pace_s)

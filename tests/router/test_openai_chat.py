@@ -47,7 +47,9 @@ async def test_whole(tmp_path: Path) -> None:
             api.ChatMessage(role=api.ROLE_ASSISTANT),
             api.ChatMessage(role=api.ROLE_USER, content="a\nb"),
         ]
-        rendered = port.tokenizer.encode_chat(api.ChatPrompt(messages=turns))
+        rendered = port.tokenizer.encode(
+            port.tokenizer.render_chat(api.ChatPrompt(messages=turns)), False
+        )
         assert prompt_of(port.job) == rendered.tolist()
 
 

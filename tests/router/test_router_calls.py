@@ -13,6 +13,7 @@ import pytest
 from frontdoor_kit import access_lines
 
 from baton.inference.v1 import inference_pb2 as api
+from router.bounds import BodyShape
 from router.calls import Call, Edge
 
 
@@ -53,7 +54,7 @@ async def test_a_write_that_nobody_takes_is_a_cancellation(
             ends.append("left")
             raise
 
-    handler: Any = Edge().stream("m", api.StreamGenerateRequest, method)
+    handler: Any = Edge(BodyShape(list), 600).stream("m", api.StreamGenerateRequest, method)
     caller = LeavingCaller(error)
     with pytest.raises(asyncio.CancelledError):
         await handler.unary_stream(api.StreamGenerateRequest(), caller)

@@ -19,8 +19,8 @@ from router.frontdoor import InferenceService
 from router.link import Loss
 from router.tokenization import Tokenizers
 from telemetry.metric_table import LOSS_CAUSES
-from telemetry.metrics import RouterLoad, RouterMetrics
 from telemetry.names import Metric
+from telemetry.router_metrics import RouterLoad, RouterMetrics
 
 MODEL = {"model": "tiny"}
 LOST = Metric.WORKERS_LOST + "_total"
@@ -145,7 +145,7 @@ async def test_the_queue_refuses_and_keeps_waiting(counted: Counted) -> None:
     try:
         prefill, _ = await cluster.pair()
         prefill.report(prefill_credit_tokens=0)
-        await until(lambda: not cluster.registry.members[0].room().prefill_credit_tokens)
+        await until(lambda: not cluster.registry.members[0].capacity().prefill_credit_tokens)
         waits = cluster.read(job())
         await until(lambda: cluster.dispatcher.queued_jobs)
         with pytest.raises(RouterError):

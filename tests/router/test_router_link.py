@@ -14,8 +14,8 @@ import pytest
 from scripted_worker import DECODE, ScriptedWorker, until
 
 from baton.worker.v1 import worker_pb2
-from router.ledger import Charge
-from router.link import LinkState, Loss, Outbox, WorkerLink
+from router.link import LinkState, Loss, SendQueue, WorkerLink
+from router.load_estimate import Reservation
 from router.registry import process_is_gone
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def abort(attempt_id: bytes) -> worker_pb2.WorkRequest:
 
 
 async def test_cancel_and_abort_overtake_and_drop_what_they_end() -> None:
-    outbox = Outbox()
+    outbox = SendQueue()
     grant = worker_pb2.WorkRequest(grant=worker_pb2.Grant(attempt_id=A))
     for message in (submit(A), submit(B), grant, cancel(A), abort(b"c" * 16)):
         outbox.put(message)
@@ -102,7 +102,7 @@ async def test_attaches_and_carries_messages_both_ways(worker: ScriptedWorker) -
         worker.delivered(A)
         await until(lambda: owner.messages)
         assert owner.messages[0].delivered.attempt_id == A
-        assert link.room().max_sequences == 8
+        assert link.capacity().max_sequences == 8
         assert link.agent_name == worker.agent_name
 
 
@@ -111,14 +111,14 @@ async def test_a_submit_that_was_overtaken_shifts_no_count(worker: ScriptedWorke
     async with linked(worker.identity) as (link, owner):
         await owner.was_attached.wait()
         for attempt in (A, B):
-            link.ledger.charge(attempt, Charge(60))
+            link.estimate.reserve(attempt, Reservation(60))
             link.send(submit(attempt))
         link.send(cancel(A))
-        link.ledger.release(A)
+        link.estimate.release(A)
         assert (await worker.heard("submit")).attempt_id == B
-        assert link.room().queued_prefill_tokens == 60
+        assert link.capacity().queued_prefill_tokens == 60
         worker.report()
-        await until(lambda: link.room().queued_prefill_tokens == 0)
+        await until(lambda: link.capacity().queued_prefill_tokens == 0)
 
 
 async def test_another_epoch_answers(worker: ScriptedWorker) -> None:

@@ -8,7 +8,7 @@ import struct
 import pytest
 
 from baton.worker.v1 import worker_pb2
-from router.jobs import ChoiceEnded, JobTokens, TokenLogprobs
+from router.jobs import ChoiceEnded, JobTokens, TokenScore
 from router.merge import ChoiceMerger, first_tokens, pack_ids, step_tokens, unpack_ids
 
 END = worker_pb2.END_REASON_LENGTH
@@ -28,7 +28,7 @@ def test_in_order() -> None:
 
 def test_repeated_tokens_are_dropped_with_their_logprobs() -> None:
     merger = ChoiceMerger(0)
-    scores = tuple(TokenLogprobs(-float(index)) for index in range(3))
+    scores = tuple(TokenScore(-float(index)) for index in range(3))
     merger.add(run(0, 10))
     repeated = JobTokens(0, 0, (10, 11, 12), scores)
     assert merger.add(repeated) == [JobTokens(0, 1, (11, 12), scores[1:])]
@@ -93,7 +93,7 @@ def test_wire_forms() -> None:
     record = worker_pb2.TokenRecord(
         token_id=7, logprob=-0.5, top_ids=pack_ids([7, 8]), top_logprobs=struct.pack("<2f", -1, -2)
     )
-    scores = (TokenLogprobs(-0.5, (7, 8), (-1.0, -2.0)),)
+    scores = (TokenScore(-0.5, (7, 8), (-1.0, -2.0)),)
     first = worker_pb2.FirstToken(records=[record, worker_pb2.TokenRecord(token_id=9)])
     assert first_tokens(first, (0, 1), (0, 0)) == [
         JobTokens(0, 0, (7,), scores),

@@ -118,7 +118,7 @@ async def test_a_full_queue_is_full_for_its_model_only(cluster: Cluster) -> None
     busy, free = await add(cluster, "busy"), await add(cluster, "free")
     link = next(one for one in cluster.registry.members if one.worker_id == busy.identity.worker_id)
     busy.report(prefill_credit_tokens=0)
-    await until(lambda: not link.room().prefill_credit_tokens)
+    await until(lambda: not link.capacity().prefill_credit_tokens)
     waiting = cluster.read(job(model="busy"))
     await until(lambda: cluster.dispatcher.queued_jobs == 1)
     with pytest.raises(RouterError, match="QUEUE_FULL"):

@@ -3,154 +3,116 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from baton.worker.v1 import worker_pb2
 from router.errors import RouterError
-from router.ledger import REPORT_LAG_S, Charge, Ledger, Room
+from router.load_estimate import Capacity, LoadEstimate, Reservation
 from router.policies import LeastWork, RoundRobin
 from router.queue import MAX_RETRY_AFTER_S, AdmissionQueue
 
 A, B = b"a", b"b"
 
 
-def load(**fields: float) -> worker_pb2.Load:
+def load(**fields: Any) -> worker_pb2.Load:
     defaults = {"total_pages": 100, "free_pages": 100, "max_sequences": 8}
     return worker_pb2.Load(**(defaults | {"prefill_credit_tokens": 100} | fields))
 
 
-class Timed(Ledger):
-    """By a clock that stands still."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-        super().__init__(lambda: self.now_s)
-
-
-def submit(ledger: Timed, name: bytes, charge: Charge, now_s: float) -> None:
-    """Charged, and written to the worker at once."""
-    ledger.now_s = now_s
-    ledger.charge(name, charge)
-    ledger.sent(name)
-
-
-def report(ledger: Timed, load: worker_pb2.Load, now_s: float) -> None:
-    ledger.now_s = now_s
-    ledger.report(load)
-
-
 def test_a_burst_is_counted_before_the_next_report() -> None:
-    ledger = Timed()
-    report(ledger, load(), 0.0)
-    submit(ledger, A, Charge(60, 4, 1), 1.0)
-    submit(ledger, B, Charge(60, 4, 1), 1.0)
-    room = ledger.room()
-    assert (room.queued_prefill_tokens, room.prefill_credit_tokens) == (120, -20)
-    assert (room.running_sequences, room.free_pages) == (2, 92)
+    estimate = LoadEstimate()
+    estimate.report(load())
+    for attempt in (A, B):
+        estimate.reserve(attempt, Reservation(60, 4, 1))
+    capacity = estimate.capacity()
+    assert (capacity.queued_prefill_tokens, capacity.prefill_credit_tokens) == (120, -20)
+    assert (capacity.running_sequences, capacity.free_pages) == (2, 92)
+
+
+CONTAINS_A = {
+    "known_attempts": [A],
+    "queued_prefill_tokens": 60,
+    "prefill_credit_tokens": 40,
+    "running_sequences": 1,
+    "free_pages": 96,
+}
 
 
 def test_a_report_is_not_counted_twice() -> None:
-    ledger = Timed()
-    submit(ledger, A, Charge(60, 4, 1), 1.0)
-    report(
-        ledger,
-        load(
-            submits=1,
-            queued_prefill_tokens=60,
-            prefill_credit_tokens=40,
-            running_sequences=1,
-            free_pages=96,
-        ),
-        1.0 + REPORT_LAG_S,
-    )
-    room = ledger.room()
-    assert (room.queued_prefill_tokens, room.prefill_credit_tokens) == (60, 40)
-    assert (room.running_sequences, room.free_pages) == (1, 96)
+    estimate = LoadEstimate()
+    estimate.reserve(A, Reservation(60, 4, 1))
+    estimate.report(load(**CONTAINS_A))
+    capacity = estimate.capacity()
+    assert (capacity.queued_prefill_tokens, capacity.prefill_credit_tokens) == (60, 40)
+    assert (capacity.running_sequences, capacity.free_pages) == (1, 96)
+
+
+def test_an_attempt_that_one_report_named_stays_known() -> None:
+    estimate = LoadEstimate()
+    estimate.reserve(A, Reservation(60, 4, 1))
+    estimate.report(load(**CONTAINS_A))
+    estimate.report(load(**(CONTAINS_A | {"known_attempts": []})))
+    assert estimate.capacity().queued_prefill_tokens == 60
 
 
 def test_a_report_that_crossed_the_submit_does_not_hide_it() -> None:
-    ledger = Timed()
-    submit(ledger, A, Charge(60), 1.0)
-    report(ledger, load(), 1.0 + 2 * REPORT_LAG_S)
-    assert ledger.room().prefill_credit_tokens == 40
+    estimate = LoadEstimate()
+    estimate.reserve(A, Reservation(60))
+    estimate.report(load())
+    assert estimate.capacity().prefill_credit_tokens == 40
 
 
-def test_a_report_has_prompts_that_were_received_and_slots_and_pages_a_moment_later() -> None:
-    ledger = Timed()
-    for name in (A, B):
-        submit(ledger, name, Charge(60, 4, 1), 1.0)
-    queued = {"submits": 1, "queued_prefill_tokens": 60, "prefill_credit_tokens": 40}
-    report(ledger, load(**queued), 1.0 + REPORT_LAG_S / 2)
-    room = ledger.room()
-    assert (room.queued_prefill_tokens, room.prefill_credit_tokens) == (120, -20)
-    assert (room.running_sequences, room.free_pages) == (2, 92)
-    ledger.prefilled(A)
-    ledger.release(A)
-    room = ledger.room()
-    assert (room.queued_prefill_tokens, room.prefill_credit_tokens) == (60, 40)
-    assert (room.running_sequences, room.free_pages) == (1, 96)
+def test_of_two_attempts_a_report_contains_the_one_that_it_names() -> None:
+    estimate = LoadEstimate()
+    for attempt in (A, B):
+        estimate.reserve(attempt, Reservation(60, 4, 1))
+    estimate.report(load(**CONTAINS_A))
+    capacity = estimate.capacity()
+    assert (capacity.queued_prefill_tokens, capacity.prefill_credit_tokens) == (120, -20)
+    assert (capacity.running_sequences, capacity.free_pages) == (2, 92)
+    estimate.prefilled(A)
+    estimate.release(A)
+    capacity = estimate.capacity()
+    assert (capacity.queued_prefill_tokens, capacity.prefill_credit_tokens) == (60, 40)
+    assert (capacity.running_sequences, capacity.free_pages) == (1, 96)
+
+
+def test_what_waits_in_the_workers_own_queue_is_taken() -> None:
+    """It is known, and has no pages and no slot yet."""
+    estimate = LoadEstimate()
+    estimate.reserve(A, Reservation(60, 4, 1))
+    estimate.report(load(known_attempts=[A], wanted_pages=4, wanted_sequences=1))
+    capacity = estimate.capacity()
+    assert (capacity.running_sequences, capacity.free_pages) == (1, 96)
 
 
 def test_a_granted_slot_that_does_not_run_yet_is_taken() -> None:
-    ledger = Timed()
-    submit(ledger, A, Charge(0, 4, 3), 1.0)
-    report(ledger, load(submits=1, running_sequences=0), 2.0)
-    assert ledger.room().free_sequences == 5
+    estimate = LoadEstimate()
+    estimate.reserve(A, Reservation(0, 4, 3))
+    estimate.report(load(known_attempts=[A], running_sequences=0))
+    assert estimate.capacity().free_sequences == 5
 
 
 @pytest.mark.parametrize("known", [False, True])
 def test_every_release_restores_the_estimate(known: bool) -> None:
-    """Prefilled then released, or released alone, or twice: the room is what it was."""
+    """Prefilled then released, or released alone, or twice: the capacity is what it was."""
     for prefilled in (False, True):
-        ledger = Timed()
-        report(ledger, load(), 0.0)
-        before = ledger.room()
-        submit(ledger, A, Charge(60, 4, 2), 1.0)
+        estimate = LoadEstimate()
+        estimate.report(load())
+        before = estimate.capacity()
+        estimate.reserve(A, Reservation(60, 4, 2))
         if known:
-            taken = {"submits": 1, "queued_prefill_tokens": 60, "prefill_credit_tokens": 40}
-            report(ledger, load(**taken, running_sequences=2, free_pages=96), 2.0)
+            estimate.report(load(**(CONTAINS_A | {"running_sequences": 2})))
         if prefilled:
-            ledger.prefilled(A)
-            ledger.prefilled(A)
-            assert ledger.room().prefill_credit_tokens == 100
-        ledger.release(A)
-        ledger.release(A)
-        assert ledger.room() == before
-        assert ledger.open_charges == 0
-
-
-def test_a_submit_that_never_left_is_not_waited_for() -> None:
-    """Its own Cancel overtook it: the worker counts the ones behind it from where it was."""
-    ledger = Timed()
-    ledger.charge(A, Charge(60))
-    ledger.release(A)
-    submit(ledger, B, Charge(60), 1.0)
-    report(ledger, load(submits=1, queued_prefill_tokens=60, prefill_credit_tokens=40), 2.0)
-    assert ledger.room().queued_prefill_tokens == 60
-
-
-def test_the_head_is_the_oldest_prompt_and_what_a_report_says_is_computed_is_of_it() -> None:
-    ledger = Timed()
-    report(ledger, load(), 0.0)
-    assert ledger.room().head_tokens == 0
-    submit(ledger, A, Charge(60), 1.0)
-    submit(ledger, B, Charge(60), 2.0)
-    ledger.now_s = 3.0
-    assert ledger.room()[-3:] == (60, 0, 2.0)
-    report(ledger, load(submits=2, queued_prefill_tokens=80), 3.0)
-    assert ledger.room()[-3:] == (60, 40, 2.0)
-    assert ledger.room().queued_prefill_tokens == 80
-    ledger.now_s = 4.0
-    ledger.prefilled(A)
-    assert ledger.room().queued_prefill_tokens == 60, "what the report had of it is given back"
-    assert ledger.room()[-3:] == (60, 0, 0.0), "the next one is begun now"
-    ledger.now_s = 5.0
-    ledger.release(A)
-    assert ledger.room()[-3:] == (60, 0, 1.0)
-    ledger.release(B)
-    assert ledger.room()[-4:] == (100, 0, 0, 0.0)
-    assert ledger.room().queued_prefill_tokens == 0
+            estimate.prefilled(A)
+            estimate.prefilled(A)
+            assert estimate.capacity().prefill_credit_tokens == 100
+        estimate.release(A)
+        estimate.release(A)
+        assert estimate.capacity() == before
+        assert estimate.open_reservations == 0
 
 
 @dataclass
@@ -162,16 +124,12 @@ class Worker:
     free_pages: int = 100
     max_sequences: int = 10
 
-    def room(self) -> Room:
-        return Room(
+    def capacity(self) -> Capacity:
+        return Capacity(
             queued_prefill_tokens=self.queued_prefill_tokens,
             prefill_credit_tokens=100,
             prefill_tokens_per_s=self.prefill_tokens_per_s,
-            mixed_prefill_tokens=0,
-            mixed_prefill_tokens_per_s=0.0,
-            late_prefill_tokens=0,
-            late_prefill_tokens_per_s=0.0,
-            step_ms=0.0,
+            prefill_rate_age_s=0.0,
             running_sequences=self.running_sequences,
             max_sequences=self.max_sequences,
             free_pages=self.free_pages,
@@ -182,13 +140,13 @@ class Worker:
 def test_least_work_counts_seconds_not_tokens() -> None:
     slow = Worker("p0", queued_prefill_tokens=100, prefill_tokens_per_s=10)
     fast = Worker("p1", queued_prefill_tokens=200, prefill_tokens_per_s=100)
-    assert LeastWork().prefill([slow, fast]) == 1
+    assert LeastWork().prefill([slow, fast], 10) == 1
 
 
 def test_least_work_tries_a_worker_of_unknown_speed() -> None:
     known = Worker("p0", queued_prefill_tokens=100, prefill_tokens_per_s=100)
     unknown = Worker("p1", queued_prefill_tokens=50)
-    assert LeastWork().prefill([known, unknown]) == 1
+    assert LeastWork().prefill([known, unknown], 10) == 1
 
 
 def test_least_work_looks_at_the_scarcer_of_slots_and_pages() -> None:
@@ -207,15 +165,15 @@ def test_least_work_prefers_the_smaller_batch_of_equals() -> None:
 def test_round_robin_goes_on_when_workers_come_and_go() -> None:
     policy = RoundRobin()
     workers = [Worker("p0"), Worker("p1"), Worker("p2")]
-    assert [policy.prefill(workers) for _ in range(4)] == [0, 1, 2, 0]
+    assert [policy.prefill(workers, 10) for _ in range(4)] == [0, 1, 2, 0]
     assert policy.decode(workers) == 0  # the legs take turns apart
-    assert policy.prefill(workers[1:]) == 0
-    assert policy.prefill(workers) == 2
+    assert policy.prefill(workers[1:], 10) == 0
+    assert policy.prefill(workers, 10) == 2
 
 
 @dataclass(eq=False)
 class Waiting:
-    lane: str = "m"
+    model: str = "m"
     tokens: int = 10
     order: tuple[bool, int] = (True, 0)
 

@@ -43,7 +43,7 @@ async def break_unseen():
 async def start_and_tell(self):
     await start(self)
     asyncio.create_task(break_unseen())
-    print(self.address, self.internal_address, flush=True)
+    print(self.address, self.internal_address, self.admin.address, flush=True)
 
 server.RouterServer.start = start_and_tell
 drain_s, grace_s = map(float, sys.argv[1:])
@@ -61,6 +61,7 @@ class Running:
     channel: grpc.aio.Channel
     worker: ScriptedWorker
     stub: Any
+    admin: str
     call: Any = None
     attempt: bytes = b""
 
@@ -120,23 +121,28 @@ def _as_a_shell_starts_it(*command: str) -> list[str]:
 
 
 @asynccontextmanager
-async def a_router_process(drain_s: float, grace_s: float = 0.0) -> AsyncIterator[Running]:
+async def a_router_process(
+    drain_s: float, grace_s: float = 0.0, **model: Any
+) -> AsyncIterator[Running]:
+    """Serves one worker; `model` changes what that says of its model."""
     process = await asyncio.create_subprocess_exec(
         *_as_a_shell_starts_it(sys.executable, "-c", CODE, str(drain_s), str(grace_s)),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
     worker = ScriptedWorker("b0", BOTH)
+    worker.identity.model.MergeFrom(worker_pb2.ModelInfo(**model))
     await worker.start()
     try:
         assert process.stdout is not None
         told = await asyncio.wait_for(process.stdout.readline(), START_S)
-        address, internal = told.decode().split()
+        address, internal, admin = told.decode().split()
         async with grpc.aio.insecure_channel(internal) as channel:
             registry = worker_pb2_grpc.RegistryServiceStub(channel)
             await registry.Announce(worker_pb2.AnnounceRequest(worker=worker.identity))
         async with grpc.aio.insecure_channel(address, options=channel_options()) as channel:
-            running = Running(process, channel, worker, api_grpc.InferenceServiceStub(channel))
+            stub = api_grpc.InferenceServiceStub(channel)
+            running = Running(process, channel, worker, stub, admin)
             await running.until_health(serving=True)
             yield running
     finally:

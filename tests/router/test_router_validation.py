@@ -138,7 +138,7 @@ def test_all_broken_rules_at_once() -> None:
 
 def test_a_prompt_of_foreign_ids_names_a_few() -> None:
     message = request()
-    message.input.token_ids.ids[:] = range(512, 5000)
+    message.input.token_ids.ids[:] = range(512, 560)
     assert paths(message) == [f"input.token_ids.ids[{index}]" for index in range(8)]
 
 

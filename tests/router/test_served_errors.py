@@ -182,7 +182,7 @@ async def test_larger_than_any_pool(ask: Ask) -> None:
     """Refused at once, and not by whichever worker happens to be asked."""
     async with served() as (server, worker):
         worker.report(total_pages=3, free_pages=3)
-        await until(lambda: server.registry.members[0].room().total_pages == 3)
+        await until(lambda: server.registry.members[0].capacity().total_pages == 3)
         seen = await ask(server, prompt=45)
         reason = "CONTEXT_LENGTH_EXCEEDED"
         check(seen, "INVALID_ARGUMENT", reason, retry=False, max_context_tokens="48")
@@ -198,7 +198,7 @@ async def test_output_that_nobody_asked_for_fits_the_pool(choices: int, left: in
     """Choices need pages of their own, so several have less room than the context promises."""
     async with served() as (server, worker):
         worker.report(total_pages=6, free_pages=6)
-        await until(lambda: server.registry.members[0].room().total_pages == 6)
+        await until(lambda: server.registry.members[0].capacity().total_pages == 6)
         given = ids_input(*[1] * 10)
         given.choices = choices
         async with grpc.aio.insecure_channel(server.address, options=channel_options()) as channel:
@@ -215,7 +215,7 @@ async def test_output_that_nobody_asked_for_fits_the_pool(choices: int, left: in
 
 async def no_credit(server: RouterServer, worker: ScriptedWorker) -> None:
     worker.report(prefill_credit_tokens=0)
-    await until(lambda: server.registry.members[0].room().prefill_credit_tokens <= 0)
+    await until(lambda: server.registry.members[0].capacity().prefill_credit_tokens <= 0)
 
 
 async def backlog(server: RouterServer, worker: ScriptedWorker, tokens: int) -> asyncio.Task[Seen]:

@@ -19,7 +19,8 @@ from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 from waiting import wait_until
 
-from baton.settings import WorkerDebug, WorkerSettings, resolve
+from baton.settings import resolve
+from baton.worker_settings import WorkerDebug, WorkerSettings
 from router.settings import RouterDebug, RouterSettings
 from telemetry import failpoints
 from telemetry.admin import AdminServer

@@ -21,16 +21,10 @@ from telemetry.export import ExportCounts
 from telemetry.gpu import GpuLoad, gpu_reader
 from telemetry.loop_lag import EventLoopLag
 from telemetry.metric_table import DECLARED, OVERLOADED, OWN_FAULTS
-from telemetry.metrics import (
-    LEFT_SHOWN_S,
-    PeerPath,
-    ProcessMetrics,
-    RouterLoad,
-    RouterMetrics,
-    WorkerMetrics,
-    WorkerUp,
-)
+from telemetry.metrics import ProcessMetrics
 from telemetry.names import Metric
+from telemetry.router_metrics import LEFT_SHOWN_S, RouterLoad, RouterMetrics, WorkerUp
+from telemetry.worker_metrics import PeerPath, WorkerMetrics
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 

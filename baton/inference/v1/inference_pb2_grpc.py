@@ -31,7 +31,8 @@ class InferenceServiceStub:
     cancelling it stops the generation and frees every KV page it held. Errors
     are gRPC statuses with google.rpc.ErrorInfo in the details, never events;
     INVALID_ARGUMENT lists every violation in google.rpc.BadRequest, and what
-    can be tried again has google.rpc.RetryInfo. Messages have up to 64 MiB.
+    can be tried again has google.rpc.RetryInfo. Answers have up to 64 MiB,
+    requests up to 8 MiB: less where no context served is as long.
     """
 
     def __init__(self, channel):
@@ -68,7 +69,8 @@ class InferenceServiceServicer:
     cancelling it stops the generation and frees every KV page it held. Errors
     are gRPC statuses with google.rpc.ErrorInfo in the details, never events;
     INVALID_ARGUMENT lists every violation in google.rpc.BadRequest, and what
-    can be tried again has google.rpc.RetryInfo. Messages have up to 64 MiB.
+    can be tried again has google.rpc.RetryInfo. Answers have up to 64 MiB,
+    requests up to 8 MiB: less where no context served is as long.
     """
 
     def Generate(self, request, context):
@@ -138,7 +140,8 @@ class InferenceService:
     cancelling it stops the generation and frees every KV page it held. Errors
     are gRPC statuses with google.rpc.ErrorInfo in the details, never events;
     INVALID_ARGUMENT lists every violation in google.rpc.BadRequest, and what
-    can be tried again has google.rpc.RetryInfo. Messages have up to 64 MiB.
+    can be tried again has google.rpc.RetryInfo. Answers have up to 64 MiB,
+    requests up to 8 MiB: less where no context served is as long.
     """
 
     @staticmethod

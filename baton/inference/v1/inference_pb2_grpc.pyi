@@ -32,7 +32,8 @@ class InferenceServiceStub:
     cancelling it stops the generation and frees every KV page it held. Errors
     are gRPC statuses with google.rpc.ErrorInfo in the details, never events;
     INVALID_ARGUMENT lists every violation in google.rpc.BadRequest, and what
-    can be tried again has google.rpc.RetryInfo. Messages have up to 64 MiB.
+    can be tried again has google.rpc.RetryInfo. Answers have up to 64 MiB,
+    requests up to 8 MiB: less where no context served is as long.
     """
 
     @_typing.overload
@@ -58,7 +59,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     cancelling it stops the generation and frees every KV page it held. Errors
     are gRPC statuses with google.rpc.ErrorInfo in the details, never events;
     INVALID_ARGUMENT lists every violation in google.rpc.BadRequest, and what
-    can be tried again has google.rpc.RetryInfo. Messages have up to 64 MiB.
+    can be tried again has google.rpc.RetryInfo. Answers have up to 64 MiB,
+    requests up to 8 MiB: less where no context served is as long.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -80,7 +82,8 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     cancelling it stops the generation and frees every KV page it held. Errors
     are gRPC statuses with google.rpc.ErrorInfo in the details, never events;
     INVALID_ARGUMENT lists every violation in google.rpc.BadRequest, and what
-    can be tried again has google.rpc.RetryInfo. Messages have up to 64 MiB.
+    can be tried again has google.rpc.RetryInfo. Answers have up to 64 MiB,
+    requests up to 8 MiB: less where no context served is as long.
     """
 
     @_abc_1.abstractmethod

@@ -597,7 +597,7 @@ class Submit(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     FIRST_CHOICE_FIELD_NUMBER: _builtins.int
-    LOCAL_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    TAKEOVER_TOKENS_FIELD_NUMBER: _builtins.int
     TIME_LEFT_MS_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.bytes
     """Names the attempt everywhere; random, 16 bytes."""
@@ -630,10 +630,11 @@ class Submit(_message.Message):
     the output index it keys the noise. Workers count choices from 0 all the
     same, in every message.
     """
-    local_prefill_tokens: _builtins.int
+    takeover_tokens: _builtins.int
     """DECODE: the worker computes the prompt by itself, and answers taken_over
     instead of granted, where its prefix cache holds the larger part and at most
-    so many tokens are left; 0 for never.
+    so many tokens are left: it is sooner done with them than the prefill worker
+    with the whole; 0 for never.
     """
     time_left_ms: _builtins.int
     """How long the request may take from its receipt on, milliseconds; unset for
@@ -669,12 +670,12 @@ class Submit(_message.Message):
         prompt_logprobs: _builtins.bool = ...,
         tenant: _builtins.str = ...,
         first_choice: _builtins.int = ...,
-        local_prefill_tokens: _builtins.int = ...,
+        takeover_tokens: _builtins.int = ...,
         time_left_ms: _builtins.int | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms", "sampling", b"sampling", "stopping", b"stopping", "time_left_ms", b"time_left_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms", "attempt_id", b"attempt_id", "cache_salt", b"cache_salt", "choices", b"choices", "deadline_unix_ns", b"deadline_unix_ns", "first_choice", b"first_choice", "generated", b"generated", "local_prefill_tokens", b"local_prefill_tokens", "mode", b"mode", "peer_agent_name", b"peer_agent_name", "priority", b"priority", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stopping", b"stopping", "tenant", b"tenant", "time_left_ms", b"time_left_ms", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms", "attempt_id", b"attempt_id", "cache_salt", b"cache_salt", "choices", b"choices", "deadline_unix_ns", b"deadline_unix_ns", "first_choice", b"first_choice", "generated", b"generated", "mode", b"mode", "peer_agent_name", b"peer_agent_name", "priority", b"priority", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stopping", b"stopping", "takeover_tokens", b"takeover_tokens", "tenant", b"tenant", "time_left_ms", b"time_left_ms", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__time_left_ms: _TypeAlias = _typing.Literal["time_left_ms"]  # noqa: Y015
     _WhichOneofArgType__time_left_ms: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms"]  # noqa: Y015
@@ -1065,13 +1066,15 @@ class Load(_message.Message):
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     PREFILL_RATE_AGE_S_FIELD_NUMBER: _builtins.int
     PEERS_FIELD_NUMBER: _builtins.int
-    SUBMITS_FIELD_NUMBER: _builtins.int
+    KNOWN_ATTEMPTS_FIELD_NUMBER: _builtins.int
+    WANTED_PAGES_FIELD_NUMBER: _builtins.int
+    WANTED_SEQUENCES_FIELD_NUMBER: _builtins.int
     progress: _builtins.int
     """Counts steps and idle turns of the step loop; one that stands still for
     3 s means a frozen worker.
     """
     queued_prefill_tokens: _builtins.int
-    """Prompt tokens submitted and not computed yet."""
+    """Prompt tokens taken on and not computed yet."""
     waiting_requests: _builtins.int
     """Requests waiting for pages or a slot."""
     running_sequences: _builtins.int
@@ -1102,13 +1105,19 @@ class Load(_message.Message):
     """
     prefill_rate_age_s: _builtins.float
     """Seconds since a step last added to that rate."""
-    submits: _builtins.int
-    """How many submits the worker has received on this stream: prompts of those
-    are counted in queued_prefill_tokens until they are computed.
-    """
+    wanted_pages: _builtins.int
+    """Pages that requests wait for which have none yet."""
+    wanted_sequences: _builtins.int
+    """Slots that such requests wait for."""
     @_builtins.property
     def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerHealth]:
         """The workers that this one was introduced to."""
+
+    @_builtins.property
+    def known_attempts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Attempts of this stream that this report contains and the one before it did
+        not: prompt, pages and slots of each are counted in the figures here.
+        """
 
     def __init__(
         self,
@@ -1130,11 +1139,13 @@ class Load(_message.Message):
         prefill_tokens_per_s: _builtins.float = ...,
         prefill_rate_age_s: _builtins.float = ...,
         peers: _abc.Iterable[Global___PeerHealth] | None = ...,
-        submits: _builtins.int = ...,
+        known_attempts: _abc.Iterable[_builtins.bytes] | None = ...,
+        wanted_pages: _builtins.int = ...,
+        wanted_sequences: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "evictable_pages", b"evictable_pages", "free_pages", b"free_pages", "granted_pages", b"granted_pages", "long_step_ms", b"long_step_ms", "max_sequences", b"max_sequences", "peers", b"peers", "prefill_credit_tokens", b"prefill_credit_tokens", "prefill_rate_age_s", b"prefill_rate_age_s", "prefill_tokens_per_s", b"prefill_tokens_per_s", "progress", b"progress", "quarantined_pages", b"quarantined_pages", "queued_prefill_tokens", b"queued_prefill_tokens", "running_sequences", b"running_sequences", "step_ms", b"step_ms", "submits", b"submits", "total_pages", b"total_pages", "waiting_requests", b"waiting_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "evictable_pages", b"evictable_pages", "free_pages", b"free_pages", "granted_pages", b"granted_pages", "known_attempts", b"known_attempts", "long_step_ms", b"long_step_ms", "max_sequences", b"max_sequences", "peers", b"peers", "prefill_credit_tokens", b"prefill_credit_tokens", "prefill_rate_age_s", b"prefill_rate_age_s", "prefill_tokens_per_s", b"prefill_tokens_per_s", "progress", b"progress", "quarantined_pages", b"quarantined_pages", "queued_prefill_tokens", b"queued_prefill_tokens", "running_sequences", b"running_sequences", "step_ms", b"step_ms", "total_pages", b"total_pages", "waiting_requests", b"waiting_requests", "wanted_pages", b"wanted_pages", "wanted_sequences", b"wanted_sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

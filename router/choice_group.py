@@ -1,27 +1,23 @@
-"""A share of a job: the choices that one attempt at a time runs.
+"""A group of a job: the choices that one attempt at a time runs.
 
 Life: WAITING in the queue -> an attempt -> done, or, where the attempt failed, WAITING again.
 
-A job begins as one share of all its choices, since they have the prompt in common. Once tokens were
-sent the choices differ: after a failure each one that goes on becomes a share of its own, whose
+A job begins as one group of all its choices, since they have the prompt in common. Once tokens were
+sent the choices differ: after a failure each one that goes on becomes a group of its own, whose
 prompt is followed by what was generated. To a worker that is a request of one choice, and what the
 choices still have in common is found by its prefix cache.
 
-Invariant: an open choice belongs to exactly one share.
+Invariant: an open choice belongs to exactly one group.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from baton.worker.v1 import worker_pb2
-from router.jobs import JobTimings
+from router.jobs import Demand, JobTimings
 from router.routing import Failed
 
 if TYPE_CHECKING:
@@ -30,19 +26,20 @@ if TYPE_CHECKING:
     from router.attempt import Attempt
     from router.faults import Fault
     from router.job_run import JobRun
-    from router.jobs import Job
 
 
-class Share:
+class ChoiceGroup:
     """Some choices of one job, and how their attempts went. The dispatcher sets the fields."""
 
-    def __init__(self, run: JobRun, choices: tuple[int, ...], former: Share | None = None) -> None:
-        """A share that waits.
+    def __init__(
+        self, run: JobRun, choices: tuple[int, ...], former: ChoiceGroup | None = None
+    ) -> None:
+        """A group that waits.
 
         Args:
             run: the job.
             choices: their indices in the job.
-            former: the share that these choices belonged to.
+            former: the group that these choices belonged to.
         """
         self.run = run
         self.choices = choices
@@ -62,12 +59,11 @@ class Share:
         self.earlier: JobTimings = former.earlier if former else JobTimings()
         """Where the time of earlier attempts went."""
         self.demand = self._demand()
-        """The job as workers have to make room for it: generated tokens count as prompt, since they
-        are computed again behind it."""
+        """What workers have to make room for."""
 
     @property
-    def lane(self) -> str:
-        """Where it queues: jobs of one model compete with each other only."""
+    def model(self) -> str:
+        """Which queue it waits in: jobs of one model compete with each other only."""
         return self.run.job.model.name
 
     @property
@@ -97,8 +93,8 @@ class Share:
         """Whether something is to happen to it after a while."""
         return self._timer is not None
 
-    def set_timer(self, after_s: float, then: Callable[[Share], None]) -> None:
-        """`then` is called with the share after so long, unless another timer is set meanwhile."""
+    def set_timer(self, after_s: float, then: Callable[[ChoiceGroup], None]) -> None:
+        """`then` is called with the group after so long, unless another timer is set meanwhile."""
         self.clear_timer()
         self._timer = asyncio.get_running_loop().call_later(after_s, then, self)
 
@@ -118,15 +114,15 @@ class Share:
         self.waits_since_ns = time.time_ns()
         self.demand = self._demand()
 
-    def split(self) -> list[Share]:
-        """The shares that go on after a failed attempt."""
+    def split(self) -> list[ChoiceGroup]:
+        """The groups that go on after a failed attempt."""
         run = self.run
         if not run.started or len(self.choices) == 1:
             return [self]
         open_choices = [choice for choice in self.choices if not run.choices[choice].ended]
-        shares = [Share(run, (choice,), self) for choice in open_choices]
-        run.shares = [share for share in run.shares if share is not self] + shares
-        return shares
+        groups = [ChoiceGroup(run, (choice,), self) for choice in open_choices]
+        run.groups = [group for group in run.groups if group is not self] + groups
+        return groups
 
     def timings(self) -> JobTimings:
         """Where the time went, over all attempts."""
@@ -134,10 +130,14 @@ class Share:
             return self.earlier
         return self.earlier + self.attempt.timings()
 
-    def _demand(self) -> Job:
+    def _demand(self) -> Demand:
+        """Generated tokens count as prompt, since they are computed again behind it."""
         job, generated = self.run.job, self.generated
-        if not generated:
-            return job
-        prompt = np.concatenate([job.prompt_ids, np.asarray(generated[0], job.prompt_ids.dtype)])
-        rest = worker_pb2.Stopping(max_tokens=job.stopping.max_tokens - len(generated[0]))
-        return dataclasses.replace(job, prompt_ids=prompt, choices=len(self.choices), stopping=rest)
+        done = len(generated[0]) if generated else 0
+        return Demand(
+            model=job.model,
+            prompt_tokens=job.prompt_tokens + done,
+            max_tokens=job.stopping.max_tokens - done,
+            choices=len(self.choices),
+            prompt_logprobs=job.prompt_logprobs,
+        )
