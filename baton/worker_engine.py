@@ -54,7 +54,7 @@ def _step_tokens(settings: WorkerSettings) -> int:
 
 
 def _mixed_prefill_tokens(settings: WorkerSettings) -> int:
-    """Most prompt tokens beside decode rows."""
+    """Most prompt tokens in a step that also decodes."""
     if settings.debug.mixed_prefill_tokens:
         return settings.debug.mixed_prefill_tokens
     if settings.role is not Role.DECODE:

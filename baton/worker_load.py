@@ -15,11 +15,11 @@ UNGRANTED_SHARE: Final = 0.25
 
 
 class Report(NamedTuple):
-    """A load report for every router, before each is told what is new to it."""
+    """A load report before each router's own part is added to it."""
 
     load: worker_pb2.Load
     requests: Container[bytes]
-    """Attempts in the engine, which its figures contain."""
+    """Attempts in the engine. The report's counts contain them."""
 
 
 class PrefillRoom(NamedTuple):

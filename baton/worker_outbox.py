@@ -40,7 +40,7 @@ class Outbox:
     def __init__(self, on_overflow: Action, max_entries: int = MAX_QUEUED_ENTRIES) -> None:
         self.closed = False
         self._untold: set[bytes] = set()
-        """Legs that no report has named as known yet."""
+        """Attempts that no report has named yet."""
         self._on_overflow = on_overflow
         self._max_entries = max_entries
         self._finished = False
@@ -65,11 +65,11 @@ class Outbox:
             self._on_overflow()
 
     def submitted(self, attempt_id: bytes) -> None:
-        """An attempt came from that router: a report will say so, once it contains the attempt."""
+        """Notes an attempt of that router. The first report that contains it will name it."""
         self._untold.add(attempt_id)
 
     def report(self, load: worker_pb2.Load, is_known: Callable[[bytes], bool]) -> None:
-        """Queues a load report, in the place of one that still waits.
+        """Queues a load report. It takes the place of one that still waits.
 
         Args:
             load: the same for all routers.

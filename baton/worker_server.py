@@ -110,7 +110,7 @@ class Worker:
         self._watching: asyncio.Task[None] | None = None
 
     def report(self) -> Report:
-        """How the worker stands now, all of it by one snapshot of the engine."""
+        """The load report of this moment, from one snapshot of the engine."""
         load = self.engine.load()
         room = PrefillRoom(
             queued=load.queued_prefill_tokens,
