@@ -52,7 +52,7 @@ class Served(NamedTuple):
     def adapted(self, text: str) -> str:
         """A command or program of a page, for the addresses and the model here."""
         text = text.replace("127.0.0.1:50051", self.grpc).replace("127.0.0.1:8000", self.http)
-        here = f'LLM("{self.model}", device="cpu", num_pages=400)'
+        here = f'LLM("{self.model}", device="cpu", debug={{"num_pages": 400}})'
         text = text.replace('LLM("demo")', here)
         return text.replace("baton demo", f"baton demo --model {self.model} --device cpu")
 
