@@ -30,13 +30,13 @@ from typing import TYPE_CHECKING, Final
 from baton.worker.v1 import worker_pb2
 from router import merge
 from router.clocks import Clocks
-from router.faults import Fault
+from router.fault import Fault
 from router.jobs import ChoiceEnded, JobTimings
 from router.leg import Leg
 from router.placing import LocalReason
 
 if TYPE_CHECKING:
-    from router.choice_group import ChoiceGroup
+    from router.job_run import ChoiceGroup
     from router.jobs import JobTokens
     from router.link import WorkerLink
     from router.routing import Route

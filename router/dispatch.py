@@ -6,7 +6,7 @@ Life of a job:
 2. Waiting (`router.waiting`) until a route has room: credit at a prefill worker, slots and pages at
    a decode worker. Anything that may make room (a load report, a new worker, the end of an
    attempt) triggers `_pump`.
-3. Running: its groups (`router.choice_group`), one attempt at a time each. An attempt that failed
+3. Running: its groups (`router.job_run`), one attempt at a time each. An attempt that failed
    is followed by another, before the first token was sent and after it: the tokens already sent
    travel with it, and the stream continues behind them.
 4. Over: finished, failed, or left by its reader; its attempts are ended at every worker involved.
@@ -30,18 +30,19 @@ from baton.worker.v1 import worker_pb2
 from router import errors, merge, routing
 from router.attempt import Attempt
 from router.events import NO_EVENTS, RouterEvents
-from router.faults import Fault, error_of, refusal
+from router.fault import Fault
 from router.job_run import JobRun
 from router.jobs import Demand, Job, JobEvent, ServedModel
 from router.models import Models
 from router.placing import LocalReason
 from router.policies import POLICIES
+from router.refusals import error_of, refusal
 from router.waiting import WaitingGroups, now_s
 from telemetry.names import Attr, SpanName
 from telemetry.tracing import write_span
 
 if TYPE_CHECKING:
-    from router.choice_group import ChoiceGroup
+    from router.job_run import ChoiceGroup
     from router.link import LinkState, Loss, WorkerLink
     from router.routing import Route
     from router.settings import RouterSettings

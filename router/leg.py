@@ -17,7 +17,7 @@ from telemetry.names import Attr, SpanName
 from telemetry.tracing import SpanKind, end_span, start_span, traceparent_of
 
 if TYPE_CHECKING:
-    from router.choice_group import ChoiceGroup
+    from router.job_run import ChoiceGroup
     from router.link import WorkerLink
     from router.load_estimate import Reservation
     from router.placing import LocalReason

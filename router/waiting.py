@@ -18,8 +18,7 @@ from telemetry.names import Attr, SpanName
 from telemetry.tracing import end_span, start_span
 
 if TYPE_CHECKING:
-    from router.choice_group import ChoiceGroup
-    from router.job_run import JobRun
+    from router.job_run import ChoiceGroup, JobRun
     from router.settings import RouterSettings
 
 

@@ -1,9 +1,8 @@
-"""Why no attempt begins, or a part of one failed, and what the client is then told."""
+"""What the client is told where no attempt begins or follows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from baton.worker.v1 import worker_pb2
@@ -11,49 +10,12 @@ from router import errors, routing
 from router.registry import DECODES, PREFILLS
 
 if TYPE_CHECKING:
-    from router.choice_group import ChoiceGroup
+    from router.fault import Fault
+    from router.job_run import ChoiceGroup
     from router.link import WorkerLink
     from router.settings import LocalPrefill
 
-_FINAL: Final = frozenset(
-    {worker_pb2.FAILURE_REASON_TOO_LARGE, worker_pb2.FAILURE_REASON_NUMERICAL}
-)
-_OF_HAND_OFF: Final = frozenset(
-    {
-        worker_pb2.FAILURE_REASON_KV_TRANSFER,
-        worker_pb2.FAILURE_REASON_BAD_PEER,
-        worker_pb2.FAILURE_REASON_EXPIRED,
-    }
-)
-
 _KV_POOL: Final = "a worker's KV pool"
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """Why a leg failed."""
-
-    worker: WorkerLink
-    reason: worker_pb2.FailureReason.ValueType | None
-    """None: the worker was lost."""
-
-    @property
-    def name(self) -> str:
-        """A short stable word."""
-        if self.reason is None:
-            return "worker_lost"
-        name = worker_pb2.FailureReason.Name(self.reason)
-        return name.removeprefix("FAILURE_REASON_").lower()
-
-    @property
-    def final(self) -> bool:
-        """Any other worker would fail in the same way."""
-        return self.reason in _FINAL
-
-    @property
-    def of_hand_off(self) -> bool:
-        """It arose between two workers: either of them may be the cause, or their path."""
-        return self.reason in _OF_HAND_OFF
 
 
 def error_of(group: ChoiceGroup, fault: Fault, max_workers_lost: int) -> errors.RouterError:
