@@ -235,24 +235,37 @@ def decode_attention(
         num_warps=WARPS,
         num_stages=STAGES,
     )
-    if whole:
-        return out
+    if not whole:
+        _merge(out, partial, sums, contexts, seen, Parts(most, least), kv_heads)
+    return out
+
+
+def _merge(
+    out: Tensor,
+    partial: Tensor,
+    sums: Tensor,
+    contexts: Tensor,
+    seen: int,
+    parts: Parts,
+    kv_heads: int,
+) -> None:
+    """Merges the parts of every row into [B, Hq, D]."""
+    rows, heads, dim = out.shape
     launch(
         _merge_parts,
-        (rows * kv_heads, group),
+        (rows * kv_heads, heads // kv_heads),
         partial,
         sums,
         contexts,
         out,
         seen,
-        most,
-        least,
+        parts.most,
+        parts.least_tokens,
         kv_heads,
-        least == BLOCK_TOKENS,
-        triton.next_power_of_2(most),
-        group,
+        parts.least_tokens == BLOCK_TOKENS,
+        triton.next_power_of_2(parts.most),
+        heads // kv_heads,
         dim,
         BLOCK_TOKENS,
         num_warps=MERGE_WARPS,
     )
-    return out
