@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from baton.llm import LLM as LLM
+    from baton.local.llm import LLM as LLM
 
 __version__ = "0.1.0"
 
@@ -15,7 +15,7 @@ def __getattr__(name: str) -> Any:
     if name != "LLM":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        from baton.llm import LLM
+        from baton.local.llm import LLM
     except ModuleNotFoundError as error:
         error.add_note("LLM needs what servers need: pip install 'baton-llm[worker,router]'")
         raise

@@ -37,7 +37,7 @@ MAX_MESSAGE_BYTES: Final = 64 * 1024 * 1024
 """Room for the longest prompts as packed ids, and for log probabilities of all their tokens."""
 PUBLIC_MESSAGE_BYTES: Final = 8 * 1024 * 1024
 """Of a client's request. Routers refuse smaller ones, too, where no context has room for them
-(`router.bounds`); this much is read before anybody can look at it."""
+(`router.requests.bounds`); this much is read before anybody can look at it."""
 PUBLIC_HANDSHAKE_MS: Final = 10_000
 """For a client's first words: as long as for the headers of HTTP/1."""
 PUBLIC_IDLE_MS: Final = 75_000

@@ -7,7 +7,7 @@ their own for each load; the cases take turns on the same arrivals. Loads: chats
 of the Azure trace of 2023, and log-normal lengths with a mean of 2,048 tokens in and 28 out.
 
 - `launch at once`: the next step is launched as soon as the one before it is settled, without
-  waiting for requests that arrive until the predicted end (`engine.pacing`);
+  waiting for requests that arrive until the predicted end (`engine.loop.pacing`);
 - `pieces of N`: so many prompt tokens at most beside rows that decode.
 
 A table, in ms: time to the first token and between tokens, median and p99 over all turns. On a CPU
@@ -28,12 +28,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from baton.bench.trace_files import read_trace
+from baton.console.loadgen.trace_files import read_trace
 from bench.engine import GREEDY, SHAPE
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.pacing import LaunchPacer
-from engine.step import StepPlan
+from engine.loop.pacing import LaunchPacer
+from engine.schedule.step import StepPlan
 from engine.types import Event, NewTokens, Request, RequestFailed, SequenceEnded, StopRules
 
 PIECE = 192

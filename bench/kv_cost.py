@@ -43,7 +43,7 @@ from bench.kv_wire import (
 )
 from engine.config import EngineConfig
 from engine.engine import Engine
-from kv_transfer.lane_groups import RECEIVER
+from kv_transfer.nccl.groups import RECEIVER
 
 POLL_S = 2e-4
 """How often a worker's transfer thread polls."""

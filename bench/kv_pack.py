@@ -3,8 +3,8 @@
 python -m bench.kv_pack [--page-mib 2] [--piece-mib 64] [--pool-mib 4096] [--repeats 30]
                         [--device cuda] [--json FILE]
 
-    index       index_select and index_copy_ by words of 8 bytes, as `kv_transfer/lanes.py` does
-    foreach     one fused copy of all pages
+    index       index_select and index_copy_ by words of 8 bytes, as `kv_transfer/nccl/channels.py`
+    does foreach     one fused copy of all pages
     each        a copy a page
     triton N    a kernel of N programs that share the pages out: with few, most of the GPU's
                 processors are left to others, such as NCCL's kernels (GPU alone)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.blocks import BlockManager
+from engine.pages.blocks import BlockManager
 from engine.types import PageIds
 
 

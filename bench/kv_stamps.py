@@ -21,8 +21,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kv_transfer.lane_wire import LaneWire
-from kv_transfer.lanes import ReceiveLane, SendLane
+from kv_transfer.nccl.channels import ReceiveLane, SendLane
+from kv_transfer.nccl.wire import LaneWire
 
 Stamps = list[tuple[str, float]]
 """What was done, and when: by `time.perf_counter`, which the processes of a host share."""

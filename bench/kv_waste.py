@@ -16,16 +16,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.admission import admit
-from engine.blocks import BlockManager
 from engine.bounds import Bounds
-from engine.executor import NullExecutor
-from engine.planning import plan_step
+from engine.loop.executor import NullExecutor
+from engine.loop.step_loop import hand_out
+from engine.pages.blocks import BlockManager
 from engine.sampling import Sampler
-from engine.scheduler import Scheduler
-from engine.settling import settle_step
-from engine.step import StepPlan
-from engine.step_loop import hand_out
+from engine.schedule.admission import admit
+from engine.schedule.planning import plan_step
+from engine.schedule.scheduler import Scheduler
+from engine.schedule.settling import settle_step
+from engine.schedule.step import StepPlan
 from engine.types import Event, Request, SamplingParams, StopRules
 
 PAGE_SIZES = (16, 64, 128)

@@ -44,13 +44,13 @@ import numpy as np
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from baton.event_loop import prepare_to_serve
+from baton.process.event_loop import prepare_to_serve
 from bench import kv_stamps
-from kv_transfer.factory import make_transport
-from kv_transfer.lane_groups import RECEIVER, SENDER, form_group
-from kv_transfer.lane_staging import LaneOptions
-from kv_transfer.nccl import NcclTransport
-from kv_transfer.pool import PoolMemory
+from kv_transfer.nccl.groups import RECEIVER, SENDER, form_group
+from kv_transfer.nccl.staging import LaneOptions
+from kv_transfer.nccl.transport import NcclTransport
+from kv_transfer.transports.factory import make_transport
+from kv_transfer.transports.pool import PoolMemory
 from kv_transfer.types import KvTransport, PageIds, PushState
 
 POLL_S = 5e-5

@@ -20,8 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from baton import up
-from baton.client import Client
+from baton.client.clients import Client
+from baton.console import up
 
 KILL_AFTER_TOKENS = 20
 VOCABULARY = 300

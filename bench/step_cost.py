@@ -25,26 +25,26 @@ import numpy as np
 from opentelemetry.context import Context
 
 from baton.worker.v1 import worker_pb2
-from baton.worker_outbox import Action, Outbox
 from decode_service.service import DecodeService
-from engine.admission import admit
-from engine.blocks import BlockManager
 from engine.bounds import Bounds
-from engine.executor import NullExecutor
-from engine.planning import plan_step
+from engine.loop.executor import NullExecutor
+from engine.loop.step_loop import hand_out
+from engine.pages.blocks import BlockManager
 from engine.sampling import Sampler
-from engine.scheduler import Scheduler
-from engine.settling import settle_step
-from engine.step import StepPlan
-from engine.step_loop import hand_out
+from engine.schedule.admission import admit
+from engine.schedule.planning import plan_step
+from engine.schedule.scheduler import Scheduler
+from engine.schedule.settling import settle_step
+from engine.schedule.step import StepPlan
 from engine.types import EngineLoad
 from kv_transfer.events import TransferCounters
 from kv_transfer.specs import ReceiveSpec
-from router.dispatch import JobDispatcher
+from router.dispatch.dispatcher import JobDispatcher
 from router.jobs import Job, JobEvent, JobTokens, ServedModel
-from router.link import WorkerLink
 from router.settings import RouterSettings
-from telemetry.worker_metrics import WorkerMetrics
+from router.workers.link import WorkerLink
+from telemetry.metrics.worker import WorkerMetrics
+from worker_base.outbox import Action, Outbox
 
 PROMPT, PAGE_SIZE, VOCAB = 32, 16, 128_256
 BLOCK = 50

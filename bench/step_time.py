@@ -33,10 +33,10 @@ from engine.bounds import Bounds
 from engine.cuda import decode_attention
 from engine.cuda.decode_attention import BLOCK_TOKENS, Parts
 from engine.cuda.executor import CudaExecutor
-from engine.kv_pool import KvPool
 from engine.model import load_model
+from engine.pages.kv_pool import KvPool
 from engine.sampling import Sampler
-from engine.step import StepPlan
+from engine.schedule.step import StepPlan
 from engine.types import SamplingParams, StopRules
 
 PAGE_TOKENS = 16

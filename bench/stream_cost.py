@@ -32,24 +32,24 @@ from typing import Any, NamedTuple
 import grpc.aio
 import tokenizers
 
-from baton.event_loop import loop_factory
 from baton.grpc_options import channel_options, server_options
 from baton.inference.v1 import inference_pb2 as api
 from baton.inference.v1 import inference_pb2_grpc
-from baton.release import stamp
+from baton.process.event_loop import loop_factory
+from baton.process.release import stamp
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
-from router.frontdoor import InferenceService
+from router.dispatch.merge import pack_ids
+from router.doors.frontdoor import InferenceService
 from router.jobs import ChoiceEnded, Job, JobEvent, JobFinished, JobStarted, JobTokens, ServedModel
-from router.merge import pack_ids
+from router.requests.tokenization import Tokenizers
 from router.server import RouterServer
 from router.settings import RouterDebug, RouterSettings
-from router.tokenization import Tokenizers
 from telemetry.names import Metric
 
 MODEL = ServedModel("bench", "r", "/nowhere", 1 << 20, 1 << 16, (), 16)
 READER = """
 import sys
-from baton.client import Client
+from baton.client.clients import Client
 with Client(sys.argv[1]) as client:
     for _ in client.stream(token_ids=[1], max_tokens=int(sys.argv[2]), omit_text=True):
         pass

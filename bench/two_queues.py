@@ -4,10 +4,10 @@ python -m bench.two_queues [--load 1024@24 ...] [--without local known predictio
                            [--draws 400] [--requests 300] [--json FILE]
 
 On a virtual clock, nothing is computed: the router's own routing and load estimates
-(`router.routing`, `router.load_estimate`) place prompts on a prefill worker and a decode worker.
-Both are step machines with the step times of one H200 with an 8B model, as `bench.step_time`
-measured them. Submits take a millisecond, load reports are made every 100 ms and come 50 ms late.
-Arrivals are random, a fresh seed each draw.
+(`router.placement.routing`, `router.workers.load_estimate`) place prompts on a prefill worker and
+a decode worker. Both are step machines with the step times of one H200 with an 8B model, as
+`bench.step_time` measured them. Submits take a millisecond, load reports are made every 100 ms and
+come 50 ms late. Arrivals are random, a fresh seed each draw.
 
 A line for each load, in ms over all draws: the median of the p99s of the time to the first token,
 the same for `ideal` (each prompt goes where it is done first, both queues known exactly) and for
@@ -36,21 +36,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
-from baton.bench.trace_files import read_trace
+from baton.console.loadgen.trace_files import read_trace
 from baton.worker.v1 import worker_pb2
-from router import routing
 from router.jobs import Demand, ServedModel
-from router.load_estimate import Capacity, LoadEstimate, Reservation
-from router.policies import LeastWork
+from router.placement import routing
+from router.placement.policies import LeastWork
+from router.workers.load_estimate import Capacity, LoadEstimate, Reservation
 
 if TYPE_CHECKING:
-    from router.link import WorkerLink
     from router.settings import LocalPrefill
+    from router.workers.link import WorkerLink
 
 PREFILL_TOKEN_S = 25e-6
 """1,024 tokens took 25.4 ms and 8,000 took 201 (one H200, Llama-8B shape, 2026-11-22)."""
 FULL_STEP_TOKENS, MOST_STEP_TOKENS = 1024, 4096
-"""Of a prefill worker, as `baton.worker_engine` sets them."""
+"""Of a prefill worker, as `worker.engine_config` sets them."""
 DECODE_STEP_S = 6.4e-3
 """Of 40 rows of 1,100 tokens (`bench.step_time`, one H200, 2026-11-22)."""
 PIECE_TOKEN_S = 16e-6

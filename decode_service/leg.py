@@ -8,11 +8,11 @@ from array import array
 from dataclasses import dataclass, field
 
 from baton.worker.v1 import worker_pb2
-from baton.worker_legs import WorkerLeg
-from baton.worker_outbox import Outbox
-from baton.worker_wire import pack_ids
 from engine.types import Mode, PageIds, SequenceEnded
 from kv_transfer.events import Delivered
+from worker_base.legs import WorkerLeg
+from worker_base.messages import pack_ids
+from worker_base.outbox import Outbox
 
 
 class DecodeState(enum.IntEnum):

@@ -39,18 +39,6 @@ from functools import partial
 from typing import Final
 
 from baton.worker.v1 import worker_pb2
-from baton.worker_legs import CANCELLED, EXPIRED, KV_TRANSFER, LegService
-from baton.worker_outbox import CallOnLoop, Outbox
-from baton.worker_ports import LegEngine, ReceivingThread
-from baton.worker_wire import (
-    MalformedMessage,
-    decode_first_tokens,
-    first_tokens,
-    kv_tokens,
-    pages_of,
-    scores_message,
-    tokens_message,
-)
 from decode_service import spans
 from decode_service.leg import DecodeLeg, DecodeState, answer_abort
 from decode_service.peer_pages import PeerPages
@@ -78,7 +66,19 @@ from kv_transfer.events import (
 )
 from kv_transfer.specs import TRANSFER_ID_BYTES, ReceiveSpec
 from telemetry import failpoints
-from telemetry.worker_metrics import WorkerMetrics
+from telemetry.metrics.worker import WorkerMetrics
+from worker_base.legs import CANCELLED, EXPIRED, KV_TRANSFER, LegService
+from worker_base.messages import (
+    MalformedMessage,
+    decode_first_tokens,
+    first_tokens,
+    kv_tokens,
+    pages_of,
+    scores_message,
+    tokens_message,
+)
+from worker_base.outbox import CallOnLoop, Outbox
+from worker_base.ports import LegEngine, ReceivingThread
 
 logger = logging.getLogger(__name__)
 

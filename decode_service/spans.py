@@ -10,11 +10,11 @@ from __future__ import annotations
 import numpy as np
 from opentelemetry.util.types import AttributeValue
 
-from baton.worker_spans import milliseconds, write_prompt_spans
-from baton.worker_wire import kv_tokens
 from decode_service.leg import DecodeLeg
 from telemetry.names import Attr, SpanName
 from telemetry.tracing import link_from, write_span
+from worker_base.messages import kv_tokens
+from worker_base.spans import milliseconds, write_prompt_spans
 
 
 def write_spans(leg: DecodeLeg, page_bytes: int) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from baton.worker_legs import LegTable
-from baton.worker_overdue import Unended
 from decode_service.leg import DecodeLeg, DecodeState
+from worker_base.legs import LegTable
+from worker_base.overdue import Unended
 
 
 class DecodeStats:

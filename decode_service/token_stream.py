@@ -6,13 +6,13 @@ import logging
 from collections import defaultdict
 
 from baton.worker.v1 import worker_pb2
-from baton.worker_legs import LegTable
-from baton.worker_outbox import Outbox
-from baton.worker_wire import tokens_message
 from decode_service.leg import DecodeLeg
 from engine.types import NewTokens, SequenceEnded
 from telemetry import failpoints
-from telemetry.worker_metrics import WorkerMetrics
+from telemetry.metrics.worker import WorkerMetrics
+from worker_base.legs import LegTable
+from worker_base.messages import tokens_message
+from worker_base.outbox import Outbox
 
 logger = logging.getLogger(__name__)
 

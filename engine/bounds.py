@@ -38,7 +38,7 @@ class Bounds:
     """Pages kept back at admission for the growth of each active sequence."""
     page_watermark: float = 0.9
     """Share of the pages in use above which fewer sequences are admitted, in (0, 1]; 1: never
-    fewer. See `engine.admission.growth_reserve`."""
+    fewer. See `engine.schedule.admission.growth_reserve`."""
     max_passed_over: int = 16
     """How often smaller requests may be admitted before one that does not fit yet."""
     prefix_cache: bool = True

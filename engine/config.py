@@ -35,8 +35,8 @@ class EngineConfig(Bounds):
     cuda_graphs: bool = True
     """Whether steps on a GPU replay graphs, which are made at the start: `engine.cuda.shapes`."""
     scheduling: str = "fcfs"
-    """Who is admitted first, one of `engine.policies.POLICIES`."""
+    """Who is admitted first, one of `engine.schedule.policies.POLICIES`."""
     eviction: str = "lru"
-    """Which cached page goes first, one of `engine.eviction.EVICTION_POLICIES`."""
+    """Which cached page goes first, one of `engine.pages.eviction.EVICTION_POLICIES`."""
     poison_freed_pages: bool = False
     """Debugging: free pages carry a pattern, and are checked to carry it when they are used."""

@@ -14,18 +14,18 @@ import torch
 
 from engine.attention import AttentionBackend, AttentionError, choose_backend
 from engine.attention.paged import PagedAttention
-from engine.blocks import BlockManager, CacheEvent
 from engine.config import EngineConfig
-from engine.eviction import EVICTION_POLICIES
-from engine.executor import Executor, TorchExecutor
-from engine.kv_pool import LAYOUT_VERSION, KvPool
+from engine.loop.executor import Executor, TorchExecutor
+from engine.loop.profiling import StepProfiler
+from engine.loop.step_loop import OnLost, OnStep, StepLoop
 from engine.model import LoadedModel, load_model
-from engine.poison import PagePoison
-from engine.policies import POLICIES
-from engine.profiling import StepProfiler
+from engine.pages.blocks import BlockManager, CacheEvent
+from engine.pages.eviction import EVICTION_POLICIES
+from engine.pages.kv_pool import LAYOUT_VERSION, KvPool
+from engine.pages.poison import PagePoison
 from engine.sampling import Sampler
-from engine.scheduler import Scheduler
-from engine.step_loop import OnLost, OnStep, StepLoop
+from engine.schedule.policies import POLICIES
+from engine.schedule.scheduler import Scheduler
 from engine.types import EngineLoad, ModelInfo, Request, Sink, TokenRecord
 
 log = logging.getLogger("baton.engine")

@@ -13,14 +13,13 @@ import time
 from collections.abc import Callable
 from typing import ParamSpec
 
-from kv_transfer.aftermath import Aftermath
 from kv_transfer.events import QuiesceAnswered, TransferCounters, TransferEvent
 from kv_transfer.peers import Peers
-from kv_transfer.processes import ProcessWatch
 from kv_transfer.receiving import Receiver
 from kv_transfer.sending import Sender
+from kv_transfer.settling_writes import Aftermath
 from kv_transfer.tables import Clock
-from kv_transfer.trouble import describe
+from kv_transfer.transports.processes import ProcessWatch
 from kv_transfer.types import Endpoint, KvTransport, Notification, PushState
 from kv_transfer.wire import (
     Chunk,
@@ -31,6 +30,7 @@ from kv_transfer.wire import (
     decode,
 )
 from telemetry import failpoints
+from telemetry.trouble import describe
 
 logger = logging.getLogger(__name__)
 

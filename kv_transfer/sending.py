@@ -30,10 +30,10 @@ from kv_transfer.outgoing import Outgoing, PageRange, SendState, count_runs
 from kv_transfer.peers import Peers
 from kv_transfer.specs import SendSpec
 from kv_transfer.tables import BoundedMemory, Clock, Timers
-from kv_transfer.trouble import describe
 from kv_transfer.types import KvTransport, PushState, TransportError
 from kv_transfer.wire import Quiesce, Quiesced, encode
 from telemetry import failpoints
+from telemetry.trouble import describe
 
 logger = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from collections.abc import Callable
 from kv_transfer.events import TransferCounters, TransferEvent
 from kv_transfer.exchange import ACTIVE_POLL_S, IDLE_POLL_S, Exchange
 from kv_transfer.specs import ReceiveSpec, SendSpec
-from kv_transfer.trouble import describe
 from kv_transfer.types import Endpoint, KvTransport, TransportError
 from kv_transfer.wire import Quiesce, Quiesced
+from telemetry.trouble import describe
 
 logger = logging.getLogger(__name__)
 

@@ -57,7 +57,8 @@ class Endpoint:
     memory: str
     """"DRAM" or "VRAM"."""
     process: str = ""
-    """The owner's process, as `kv_transfer.processes` names it; empty: nobody can watch it."""
+    """The owner's process, as `kv_transfer.transports.processes` names it; empty: nobody can watch
+    it."""
 
 
 @dataclass(frozen=True, slots=True)

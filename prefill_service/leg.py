@@ -6,11 +6,11 @@ import enum
 from dataclasses import dataclass, field
 
 from baton.worker.v1 import worker_pb2
-from baton.worker_legs import WorkerLeg
-from baton.worker_wire import resumed_tokens
 from engine.types import Prefilled
 from kv_transfer.events import SendStats
 from prefill_service.outgoing import OutgoingPrompt
+from worker_base.legs import WorkerLeg
+from worker_base.messages import resumed_tokens
 
 
 class PrefillState(enum.IntEnum):

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from typing import Self
 
 from baton.worker.v1 import worker_pb2
-from baton.worker_ports import SendingThread
-from baton.worker_wire import MalformedMessage, pages_of, unpack_ids
 from engine.types import PageIds
 from kv_transfer.specs import TRANSFER_ID_BYTES, SendSpec
 from telemetry.names import SpanName
 from telemetry.tracing import Span, span_id_bytes, start_span
+from worker_base.messages import MalformedMessage, pages_of, unpack_ids
+from worker_base.ports import SendingThread
 
 
 @dataclass(frozen=True, slots=True, eq=False)

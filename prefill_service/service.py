@@ -31,10 +31,6 @@ from functools import partial
 from typing import Final
 
 from baton.worker.v1 import worker_pb2
-from baton.worker_legs import KV_TRANSFER, LegService
-from baton.worker_outbox import LoopInbox, Outbox
-from baton.worker_ports import LegEngine, SendingThread
-from baton.worker_wire import encode_first_tokens, kv_tokens, scores_message
 from engine.types import (
     ChunkComputed,
     Event,
@@ -53,7 +49,11 @@ from prefill_service.leg import PrefillLeg, PrefillState
 from prefill_service.outgoing import Destination, OutgoingPrompt
 from prefill_service.stats import PrefillStats
 from telemetry import failpoints
-from telemetry.worker_metrics import WorkerMetrics
+from telemetry.metrics.worker import WorkerMetrics
+from worker_base.legs import KV_TRANSFER, LegService
+from worker_base.messages import encode_first_tokens, kv_tokens, scores_message
+from worker_base.outbox import LoopInbox, Outbox
+from worker_base.ports import LegEngine, SendingThread
 
 logger = logging.getLogger(__name__)
 

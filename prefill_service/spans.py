@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from opentelemetry.util.types import AttributeValue
 
-from baton.worker_spans import milliseconds, write_prompt_spans
 from kv_transfer.events import SendStats
 from prefill_service.leg import PrefillLeg
 from telemetry.names import Attr
 from telemetry.tracing import end_span
+from worker_base.spans import milliseconds, write_prompt_spans
 
 
 def write_spans(leg: PrefillLeg, transport: str) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from baton.worker_legs import LegTable
-from baton.worker_overdue import Unended
-from baton.worker_wire import kv_tokens
 from prefill_service.leg import PrefillLeg
+from worker_base.legs import LegTable
+from worker_base.messages import kv_tokens
+from worker_base.overdue import Unended
 
 
 class PrefillStats:

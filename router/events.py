@@ -1,6 +1,6 @@
 """What a router tells whoever counts: each thing once, when it happens.
 
-`telemetry.router_metrics.RouterMetrics` counts; `NO_EVENTS` is for those who need no figures.
+`telemetry.metrics.router.RouterMetrics` counts; `NO_EVENTS` is for those who need no figures.
 """
 
 from __future__ import annotations

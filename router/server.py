@@ -24,26 +24,26 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2
 
-from baton.event_loop import EndSignals, loop_factory, prepare_to_serve
 from baton.grpc_options import public_server_options, server_options
-from baton.grpc_services import add_health_and_reflection
+from baton.process.event_loop import EndSignals, loop_factory, prepare_to_serve
+from baton.process.grpc_services import add_health_and_reflection
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
-from router.auth import TokensFileError, gate_of
-from router.bounds import UNREAD_GRACE_S, most_connections
-from router.discovery import discovery_route
-from router.dispatch import JobDispatcher
-from router.frontdoor import SERVICE_NAME, InferenceService
-from router.openai.server import OpenAiServer
-from router.registry import Registry, RegistryServicer
-from router.tokenization import Tokenizers
+from router.dispatch.dispatcher import JobDispatcher
+from router.doors.auth import TokensFileError, gate_of
+from router.doors.frontdoor import SERVICE_NAME, InferenceService
+from router.doors.openai.server import OpenAiServer
+from router.requests.bounds import UNREAD_GRACE_S, most_connections
+from router.requests.tokenization import Tokenizers
+from router.requests.validation import Limits
 from router.trace_store import TraceStore, add_trace_receiver, trace_routes
-from router.validation import Limits
+from router.workers.discovery import discovery_route
+from router.workers.registry import Registry, RegistryServicer
 from telemetry import failpoints, garbage
 from telemetry.admin import AdminServer, metrics_route
 from telemetry.logs import log_loop_errors, setup_logging
-from telemetry.loop_lag import EventLoopLag
+from telemetry.metrics.loop_lag import EventLoopLag
+from telemetry.metrics.router import RouterLoad, RouterMetrics, WorkerUp
 from telemetry.names import Service
-from telemetry.router_metrics import RouterLoad, RouterMetrics, WorkerUp
 from telemetry.rpc import ServerSpans
 from telemetry.tracing import setup_tracing
 

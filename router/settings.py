@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, Field
 
-from baton.settings import (
+from baton.process.settings import (
     MOST_TOKENS,
     ROUTER_ADDRESS,
     ROUTER_INTERNAL_ADDRESS,

@@ -134,7 +134,8 @@ class TraceStore:
     def trace(self, trace_id: str) -> dict[str, Any] | None:
         """One trace as JSON, its spans by start; None where it is not, or no longer, here.
 
-        Its form is that of `baton.traces.Trace`. May be called on any thread: it parses every span.
+        Its form is that of `baton.console.traces.Trace`. May be called on any thread: it parses
+        every span.
         """
         try:
             trace = self._traces.get(bytes.fromhex(trace_id))

@@ -53,7 +53,7 @@ class SpanName:
 
     ADMIT: Final = "router.admit"
     TOKENIZE: Final = "router.tokenize"
-    QUEUE: Final = "router.queue"
+    QUEUE: Final = "router.dispatch.queue"
     ROUTE: Final = "router.route"
     PREFILL: Final = "prefill"
     PREFILL_QUEUE: Final = "prefill.queue"
@@ -164,7 +164,7 @@ class Attr:
 
 
 class Metric:
-    """Names of metrics; `telemetry.metric_table` declares them."""
+    """Names of metrics; `telemetry.metrics.table` declares them."""
 
     TIME_TO_FIRST_TOKEN: Final = "gen_ai_server_time_to_first_token_seconds"
     TIME_PER_OUTPUT_TOKEN: Final = "gen_ai_server_time_per_output_token_seconds"

@@ -21,10 +21,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from settings_kit import variables_of
 from waiting import wait_until
 
-from baton import up
-from baton.client import Client
-from baton.release import stamp
-from baton.supervisor import ProcessSpec
+from baton.client.clients import Client
+from baton.console import up
+from baton.console.supervisor import ProcessSpec
+from baton.process.release import stamp
 from baton.worker.v1 import worker_pb2 as worker
 from baton.worker.v1 import worker_pb2_grpc as worker_grpc
 

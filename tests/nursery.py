@@ -32,10 +32,10 @@ ANSWER_S: Final = 100.0
 """Its first answer comes when it has imported everything: that took 60 on two cores that others
 use."""
 PRELOADED: Final = (
-    "baton.cli",
-    "baton.worker_process",
+    "baton.console.cli",
+    "worker.process",
     "router.server",
-    "kv_transfer.nixl",
+    "kv_transfer.transports.nixl",
     "nixl_cu13._bindings",
     "uvloop",
     # What loading a model imports on the way.
@@ -199,7 +199,7 @@ def _become(order: dict[str, Any]) -> None:
 
 def _run() -> int:
     """Runs `baton` with the arguments in `sys.argv`; its exit code."""
-    from baton.cli import main
+    from baton.console.cli import main
 
     try:
         main()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from baton.settings import DEBUG, debug_settings, fields
-from baton.worker_settings import WorkerSettings
+from baton.process.settings import DEBUG, debug_settings, fields
 from router.settings import RouterSettings
+from worker.settings import WorkerSettings
 
 Kind = TypeVar("Kind", WorkerSettings, RouterSettings)
 DEBUG_NAMES = {

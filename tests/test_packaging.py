@@ -92,7 +92,7 @@ sys.meta_path.insert(0, Blocker())
 COMMANDS = """
 import sys
 from typer.testing import CliRunner
-from baton.cli import app
+from baton.console.cli import app
 for arguments in {arguments!r}:
     result = CliRunner().invoke(app, arguments)
     print(result.exit_code, result.output)
@@ -115,7 +115,7 @@ def test_a_command_that_needs_more_says_which_extra() -> None:
 
 
 def test_a_model_in_ones_own_process_needs_what_servers_need() -> None:
-    assert "baton.llm" in run_with(("worker", "router"), "from baton import LLM; print(LLM)")
+    assert "baton.local.llm" in run_with(("worker", "router"), "from baton import LLM; print(LLM)")
     hint = """
 try:
     from baton import LLM

@@ -25,27 +25,27 @@ from engine_fakes import VOCAB, HashExecutor, expected_output
 from waiting import WAIT_S, until
 
 from baton.worker.v1 import worker_pb2
-from baton.worker_outbox import LoopInbox, Outbox
-from baton.worker_peers import PeerPaths
-from baton.worker_quiesce import QuiesceRelay
-from baton.worker_stream import Services
-from baton.worker_wire import endpoint_message, model_message, pack_ids, unpack_ids
 from decode_service.service import DecodeService
-from engine.blocks import BlockManager
 from engine.bounds import Bounds
 from engine.engine import Engine
-from engine.eviction import EVICTION_POLICIES
+from engine.loop.step_loop import StepLoop
+from engine.pages.blocks import BlockManager
+from engine.pages.eviction import EVICTION_POLICIES
 from engine.sampling import Sampler
-from engine.scheduler import Scheduler
-from engine.step import StepPlan, StepResult
-from engine.step_loop import StepLoop
+from engine.schedule.scheduler import Scheduler
+from engine.schedule.step import StepPlan, StepResult
 from engine.types import ModelInfo
 from kv_transfer.events import TransferEvent
-from kv_transfer.loopback import LoopbackTransport
-from kv_transfer.pool import PoolMemory
 from kv_transfer.thread import TransferThread
+from kv_transfer.transports.loopback import LoopbackTransport
+from kv_transfer.transports.pool import PoolMemory
 from prefill_service.service import PrefillService
-from telemetry.worker_metrics import WorkerMetrics
+from telemetry.metrics.worker import WorkerMetrics
+from worker.peers import PeerPaths
+from worker.quiesce import QuiesceRelay
+from worker.stream import Services
+from worker_base.messages import endpoint_message, model_message, pack_ids, unpack_ids
+from worker_base.outbox import LoopInbox, Outbox
 
 PAGE_TOKENS = 4
 STEP_TOKENS = 16

@@ -10,10 +10,10 @@ from unittest import mock
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from baton.settings import CONFIG_VARIABLE, DEBUG, DEFAULT_FILE, debug_settings, fields
-from baton.worker_settings import Role, WorkerSettings
+from baton.process.settings import CONFIG_VARIABLE, DEBUG, DEFAULT_FILE, debug_settings, fields
 from reference import GENERATED, table
 from router.settings import RouterSettings
+from worker.settings import Role, WorkerSettings
 
 INTRODUCTION = f"""\
 # Configuration

@@ -13,7 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.attention.paged import PagedAttention, PagedStep
-from engine.kv_pool import KvPool
+from engine.pages.kv_pool import KvPool
 
 LONG_PIECE = 192
 LONG_PIECE_SPLITS = 2

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBatch
 from engine.attention.beside import Beside
-from engine.kv_pool import KvPool
+from engine.pages.kv_pool import KvPool
 
 ALL = (-1, -1)
 """The library's window that hides nothing: positions before a token's own, and after it."""

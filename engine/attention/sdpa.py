@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.base import AttentionBatch
-from engine.kv_pool import KvPool
+from engine.pages.kv_pool import KvPool
 
 HIDDEN = float("-inf")
 

@@ -12,7 +12,7 @@ from engine.attention.base import AttentionBackend
 from engine.attention.fa2 import PAGE_MULTIPLE, Fa2Backend
 from engine.attention.fa3 import Fa3Backend
 from engine.attention.sdpa import SdpaBackend
-from engine.kv_pool import KvPool
+from engine.pages.kv_pool import KvPool
 
 log = logging.getLogger("baton.engine")
 

@@ -1,2 +1,2 @@
 """The fast path on NVIDIA GPUs: fused kernels, graphs of the decode step, an executor that never
-waits for the device while it launches. `engine.executor` says what an executor is."""
+waits for the device while it launches. `engine.loop.executor` says what an executor is."""

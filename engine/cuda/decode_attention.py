@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.cuda.kernels import launch
-from engine.kv_pool import KvPool
+from engine.pages.kv_pool import KvPool
 
 BLOCK_TOKENS = 64
 FEW_ITEMS = 64

@@ -35,11 +35,11 @@ from engine.cuda.kernels import greedy
 from engine.cuda.packing import PackedStep, pack, rows_of, stores_of
 from engine.cuda.shapes import PROMPT_ROWS, Shape, Shapes
 from engine.cuda.staging import Int32s, StepStaging
-from engine.executor import SCORE_ROWS, Launched
-from engine.kv_pool import KvPool
+from engine.loop.executor import SCORE_ROWS, Launched
 from engine.model import Model
+from engine.pages.kv_pool import KvPool
 from engine.sampling import SamplePlan, Sampler, SampleResult, Scores, score
-from engine.step import ScorePlan, ScoreResult, StepPlan, StepResult
+from engine.schedule.step import ScorePlan, ScoreResult, StepPlan, StepResult
 from telemetry import failpoints
 
 Progress = Callable[[str, int, int], None]
@@ -157,7 +157,7 @@ class CudaExecutor:
     def launch(self, plan: StepPlan) -> Launched:
         """Queues the step. What goes wrong here is told by its `result`, like what does there."""
         try:
-            failpoints.hit("engine.step")
+            failpoints.hit("engine.schedule.step")
             with torch.inference_mode(), torch.cuda.stream(self.stream):
                 return self._launch(plan)
         except Exception as error:

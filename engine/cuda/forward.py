@@ -15,9 +15,9 @@ from torch import Tensor
 from engine.attention.paged import PagedAttention
 from engine.cuda.kernels import HeadNorms, add_rms_norm, rms_norm, rope_store
 from engine.cuda.single_row import gated, linear
-from engine.kv_pool import KvPool
 from engine.model import Model
 from engine.model.llama import Layer
+from engine.pages.kv_pool import KvPool
 
 
 class RowEnds(NamedTuple):

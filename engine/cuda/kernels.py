@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kv_pool import KvPool
+from engine.pages.kv_pool import KvPool
 
 Kernel = Any
 """A launcher; Triton has no types."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from engine.attention.paged import PagedAttention, PagedStep
-from engine.blocks import SCRATCH_PAGE
 from engine.bounds import Bounds
 from engine.cuda.forward import FusedForward
 from engine.cuda.shapes import LONGEST_GRAPH
-from engine.kv_pool import KvPool
 from engine.model import Model
+from engine.pages.blocks import SCRATCH_PAGE
+from engine.pages.kv_pool import KvPool
 
 GRAPH_BYTES = 1 << 30
 """Kept back for graphs, staging and tables; what the largest graph works in comes on top."""

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from engine.blocks import SCRATCH_PAGE
 from engine.cuda.shapes import Shape
 from engine.cuda.staging import Int32s, StepStaging
-from engine.step import StepPlan
+from engine.pages.blocks import SCRATCH_PAGE
+from engine.schedule.step import StepPlan
 
 
 class PackedPrompts(NamedTuple):

@@ -18,7 +18,7 @@ from bisect import bisect_left
 from typing import NamedTuple
 
 from engine.bounds import Bounds
-from engine.step import StepPlan
+from engine.schedule.step import StepPlan
 
 SMALL = (1, 2, 4)
 SPACING = 8

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.noise import uniform
+from engine.sampling.noise import uniform
 from engine.sampling.plan import (
     I64,
     Adjustments,

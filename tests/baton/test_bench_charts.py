@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from test_bench_figures import outcome
 
-from baton.bench.charts import _figure, _limit, _share, _under_way
+from baton.console.loadgen.report.charts import _figure, _limit, _share, _under_way
 
 
 @pytest.mark.parametrize("limit_ms", [0.0, 10.0, 490.0, 510.0, 1_500.0, 1_999.0, 30_000.0])

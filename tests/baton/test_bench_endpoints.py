@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from baton.bench.endpoints import Asked, Kept, Target, parse_url
-from baton.bench.errors import BenchError
-from baton.bench.grpc_endpoint import GrpcEndpoint
-from baton.bench.openai_endpoint import OpenAiEndpoint
+from baton.console.loadgen.endpoints import Asked, Kept, Target, parse_url
+from baton.console.loadgen.errors import BenchError
+from baton.console.loadgen.grpc_endpoint import GrpcEndpoint
+from baton.console.loadgen.openai_endpoint import OpenAiEndpoint
 from baton.inference.v1 import inference_pb2 as pb
 
 ASKED = Asked(model="m", force_length=True, timeout_s=5.0, api_key="secret")

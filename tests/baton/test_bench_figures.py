@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from baton.bench import goodput
-from baton.bench.outcome import OK, SHORT, Outcome, SenderReport
-from baton.bench.queue_simulation import single_server_waits_s
-from baton.bench.summary import Percentiles, Slo, Summary, percentiles, summarize
+from baton.console.loadgen.outcome import OK, SHORT, Outcome, SenderReport
+from baton.console.loadgen.report import goodput
+from baton.console.loadgen.report.queue_simulation import single_server_waits_s
+from baton.console.loadgen.report.summary import Percentiles, Slo, Summary, percentiles, summarize
 
 
 def outcome(number: int, sent_s: float, arrivals_s: list[float], **changes: object) -> Outcome:

@@ -15,14 +15,14 @@ from bench_server import CONTEXT_TOKENS, DOUBLED, MODEL, REFUSED, SHORT, SILENT,
 from typer.testing import CliRunner, Result
 
 from baton import __version__
-from baton.bench.benchmark import BenchOptions, Run, SearchOptions, measure
-from baton.bench.endpoints import Target
-from baton.bench.errors import BenchError
-from baton.bench.summary import Slo
-from baton.bench.tables import figure
-from baton.bench.trace_files import TraceRow
-from baton.bench.workload import Workload
-from baton.cli import app
+from baton.console.cli import app
+from baton.console.loadgen.benchmark import BenchOptions, Run, SearchOptions, measure
+from baton.console.loadgen.endpoints import Target
+from baton.console.loadgen.errors import BenchError
+from baton.console.loadgen.report.summary import Slo
+from baton.console.loadgen.report.tables import figure
+from baton.console.loadgen.trace_files import TraceRow
+from baton.console.loadgen.workload import Workload
 
 ANY_LAG_MS = 10_000.0
 """Machines that run tests are busy: no result is called invalid for that."""

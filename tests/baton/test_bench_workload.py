@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from baton.bench.errors import BenchError
-from baton.bench.sender import target_of
-from baton.bench.trace_files import BLOCK_TOKENS, BUILT_IN, TraceRow, read_trace
-from baton.bench.workload import (
+from baton.console.loadgen.errors import BenchError
+from baton.console.loadgen.sender import target_of
+from baton.console.loadgen.trace_files import BLOCK_TOKENS, BUILT_IN, TraceRow, read_trace
+from baton.console.loadgen.workload import (
     FIRST_ID,
     Planned,
     Workload,

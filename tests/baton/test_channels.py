@@ -14,8 +14,8 @@ import pytest
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
-from baton.channels import check_address
-from baton.client import Client
+from baton.client.channels import check_address
+from baton.client.clients import Client
 from baton.grpc_options import server_options
 from baton.inference.v1 import inference_pb2 as pb
 from baton.inference.v1 import inference_pb2_grpc as pb_grpc
@@ -24,9 +24,9 @@ TRUST = "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH"
 """gRPC reads it once a process, so that each case here has a process of its own."""
 ASKS = """
 import asyncio, sys
-from baton.client import AsyncClient, Client
+from baton.client.clients import AsyncClient, Client
 from baton.errors import UnreachableError
-from baton.health import check
+from baton.console.health import check
 
 async def names(address):
     async with AsyncClient(address, retries=False) as client:

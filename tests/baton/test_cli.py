@@ -16,13 +16,13 @@ import grpc
 import pytest
 from typer.testing import CliRunner, Result
 
-from baton import up
 from baton.addresses import CannotListenError, check_free
-from baton.cli import app, explain
+from baton.console import up
+from baton.console.cli import app, explain
+from baton.console.ports import ANY_PORT, PortPicker, PortTakenError
 from baton.errors import BatonError, InvalidRequestError, OverloadedError
-from baton.ports import ANY_PORT, PortPicker, PortTakenError
-from baton.settings import DEBUG
-from baton.worker_settings import WorkerSettings
+from baton.process.settings import DEBUG
+from worker.settings import WorkerSettings
 
 NOBODY = "127.0.0.1:1"
 

@@ -22,8 +22,9 @@ from grpc_status import rpc_status
 from typer.testing import CliRunner
 from waiting import until
 
-from baton.cli import app
-from baton.client import AsyncClient, AsyncGenerationStream, Client
+from baton.client.clients import AsyncClient, AsyncGenerationStream, Client
+from baton.client.generation import FinishReason
+from baton.console.cli import app
 from baton.errors import (
     BatonError,
     BrokenOffError,
@@ -34,7 +35,6 @@ from baton.errors import (
     ProtocolError,
     UnreachableError,
 )
-from baton.generation import FinishReason
 from baton.grpc_options import server_options
 from baton.inference.v1 import inference_pb2 as pb
 from baton.inference.v1 import inference_pb2_grpc as pb_grpc
@@ -521,7 +521,7 @@ class Refuse:
         if name.split('.')[0] in {'torch', 'opentelemetry', 'transformers', 'numpy', 'engine'}:
             raise ImportError(name)
 sys.meta_path.insert(0, Refuse())
-from baton.client import AsyncClient, AsyncGenerationStream, Client
+from baton.client.clients import AsyncClient, AsyncGenerationStream, Client
 with Client('127.0.0.1:1') as client:
     try:
         client.generate('x')

@@ -9,11 +9,11 @@ import socket
 import pytest
 from typer.testing import CliRunner
 
-from baton.cli import app
-from baton.doctor import cluster, host
-from baton.doctor.finding import Level
-from baton.doctor.path import check_path
-from baton.top.scrape import Known, Scrape, Scraped, TopError
+from baton.console.cli import app
+from baton.console.doctor import cluster, host
+from baton.console.doctor.finding import Level
+from baton.console.doctor.path import check_path
+from baton.console.top.scrape import Known, Scrape, Scraped, TopError
 from telemetry.names import Metric
 
 NOBODY = "127.0.0.1:1"

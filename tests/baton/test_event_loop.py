@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from baton.event_loop import SWITCH_INTERVAL_S, TIMER_SLACK_NS
+from baton.process.event_loop import SWITCH_INTERVAL_S, TIMER_SLACK_NS
 
 ASK = """
 import ctypes, sys, threading
-from baton.event_loop import prepare_to_serve
+from baton.process.event_loop import prepare_to_serve
 
 PR_GET_TIMERSLACK = 30
 prepare_to_serve()

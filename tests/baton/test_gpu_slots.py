@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from baton.gpu_slots import NoSlotError, claimed, claimed_for, visible_gpus
+from baton.process.gpu_slots import NoSlotError, claimed, claimed_for, visible_gpus
 
 HOLDER = """
 import signal, sys
 from pathlib import Path
-from baton.gpu_slots import NoSlotError, claimed
+from baton.process.gpu_slots import NoSlotError, claimed
 folder, holder, *gpus = sys.argv[1:]
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 try:

@@ -15,9 +15,9 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 from typer.testing import CliRunner
 
 from baton.addresses import advertised, reachable
-from baton.cli import app
+from baton.console.cli import app
+from baton.console.health import check, main
 from baton.grpc_options import server_options
-from baton.health import check, main
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_the_address_may_stand_in_a_file(address: str, tmp_path: Path) -> None:
 
 def test_both_commands_say_the_same(address: str) -> None:
     patient = [address, "--timeout", "30", "--service"]
-    probe = [sys.executable, "-m", "baton.health", *patient]
+    probe = [sys.executable, "-m", "baton.console.health", *patient]
     for service, code in (("ready", 0), ("busy", 1)):
         probed = subprocess.run([*probe, service], capture_output=True, text=True, check=False)
         shown = CliRunner().invoke(app, ["health", *patient, service])

@@ -24,9 +24,10 @@ from rich.console import Console
 from tiny_models import generate_reference, write_tiny_model
 from waiting import wait_until
 
-import baton.engine_dispatcher
-import baton.llm
+import baton.local.engine_dispatcher
+import baton.local.llm
 from baton import LLM
+from baton.client.generation import FinishReason, Message
 from baton.errors import (
     BatonError,
     CancelledError,
@@ -35,8 +36,7 @@ from baton.errors import (
     NotFoundError,
     ServerError,
 )
-from baton.generation import FinishReason, Message
-from baton.settings import SettingsError
+from baton.process.settings import SettingsError
 from engine.engine import EngineError
 from engine.model import ModelError
 from telemetry import failpoints

@@ -12,8 +12,8 @@ import pytest
 from stand_in_names import Names
 from waiting import WAIT_S, wait_until
 
-from baton import router_addresses
-from baton.router_addresses import RouterAddresses
+from worker import router_addresses
+from worker.router_addresses import RouterAddresses
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def test_a_name_is_waited_for_and_followed(
     names: Names,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.INFO, "baton.router_addresses")
+    caplog.set_level(logging.INFO, "worker.router_addresses")
     missed = ("router:1", "Name or service not known")
     names["router"] = []
     with RouterAddresses(["router:1"]) as routers:

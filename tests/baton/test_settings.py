@@ -9,11 +9,11 @@ import pytest
 from pydantic import ValidationError
 from settings_kit import settings_of
 
-from baton.commands.config import to_toml
-from baton.settings import DEBUG, SettingsError, fields, resolve
-from baton.worker_engine import engine_config
-from baton.worker_settings import Role, WorkerSettings
+from baton.console.commands.config import to_toml
+from baton.process.settings import DEBUG, SettingsError, fields, resolve
 from router.settings import RouterSettings
+from worker.engine_config import engine_config
+from worker.settings import Role, WorkerSettings
 
 
 @pytest.fixture(autouse=True)
@@ -190,8 +190,8 @@ def test_every_setting_says_what_it_is() -> None:
 
 
 def test_an_operator_may_choose_every_policy_that_there_is() -> None:
-    from engine.eviction import EVICTION_POLICIES
-    from engine.policies import POLICIES
+    from engine.pages.eviction import EVICTION_POLICIES
+    from engine.schedule.policies import POLICIES
 
     for setting, known in (("scheduling", POLICIES), ("debug.eviction", EVICTION_POLICIES)):
         assert get_args(fields(WorkerSettings)[setting].annotation) == tuple(known)

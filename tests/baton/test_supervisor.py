@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from waiting import wait_until
 
-from baton import supervisor as module
-from baton.supervisor import ProcessSpec, Supervisor
+from baton.console import supervisor as module
+from baton.console.supervisor import ProcessSpec, Supervisor
 
 STOPPABLE = """
 import os, signal, sys, time
@@ -144,7 +144,7 @@ def test_children_do_not_outlive_a_killed_supervisor(tmp_path: Path) -> None:
     )
     code = f"""
 import asyncio, sys
-from baton.supervisor import ProcessSpec, Supervisor
+from baton.console.supervisor import ProcessSpec, Supervisor
 async def main():
     Supervisor([ProcessSpec('child', [sys.executable, '-c', {child!r}])], print).start()
     await asyncio.sleep(60)

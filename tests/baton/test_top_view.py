@@ -16,11 +16,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from rich.console import Console
 from typer.testing import CliRunner
 
-from baton.cli import FAILED, app
-from baton.commands.top import _looks
-from baton.top.scrape import Scrape, Scraped, TopError, scrape
-from baton.top.screen import WIDTH, _bytes_a_second, draw, milliseconds, rate, short
-from baton.top.view import LATENCIES, quantile, view
+from baton.console.cli import FAILED, app
+from baton.console.commands.top import _looks
+from baton.console.top.scrape import Scrape, Scraped, TopError, scrape
+from baton.console.top.screen import WIDTH, _bytes_a_second, draw, milliseconds, rate, short
+from baton.console.top.view import LATENCIES, quantile, view
 from telemetry.names import Metric
 
 BOUNDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)

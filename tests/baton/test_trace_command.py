@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 from typer.testing import CliRunner
 
-from baton import traces
-from baton.cli import FAILED, app
+from baton.console import traces
+from baton.console.cli import FAILED, app
 
 
 @pytest.fixture

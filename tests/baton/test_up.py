@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from waiting import until
 
-from baton import up
-from baton.supervisor import ProcessSpec
+from baton.console import up
+from baton.console.supervisor import ProcessSpec
 
 FAKE = str(Path(__file__).with_name("fake_process.py"))
 

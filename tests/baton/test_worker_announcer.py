@@ -14,11 +14,12 @@ import pytest
 from stand_in_names import Names
 from waiting import WAIT_S, until
 
-from baton import router_addresses, worker_announcer
 from baton.grpc_options import server_options
-from baton.router_addresses import RouterAddresses
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
-from baton.worker_announcer import announce_forever, announced_as_loading
+from worker import announcer as worker_announcer
+from worker import router_addresses
+from worker.announcer import announce_forever, announced_as_loading
+from worker.router_addresses import RouterAddresses
 
 WORKER = worker_pb2.WorkerIdentity(worker_id="w", epoch=7, address="127.0.0.1:1")
 

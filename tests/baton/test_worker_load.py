@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from baton.worker_load import PrefillRoom, load_message, prefill_credit
 from engine.types import EngineLoad
+from worker.load import PrefillRoom, load_message, prefill_credit
 
 IDLE = EngineLoad(total_pages=1000, free_pages=900, evictable_pages=100)
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from baton.worker_loading import loading_progress, terminal
+from worker.loading import loading_progress, terminal
 
 
 def load(progress) -> None:

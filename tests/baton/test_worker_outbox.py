@@ -8,11 +8,11 @@ import threading
 import numpy as np
 
 from baton.worker.v1 import worker_pb2
-from baton.worker_outbox import LoopInbox, Outbox
-from baton.worker_wire import tokens_message, unpack_ids
 from engine.types import NewTokens, TokenRecord
+from router.dispatch.merge import step_tokens
 from router.jobs import JobTokens, TokenScore
-from router.merge import step_tokens
+from worker_base.messages import tokens_message, unpack_ids
+from worker_base.outbox import LoopInbox, Outbox
 
 
 def delivered(attempt_id: bytes) -> worker_pb2.WorkResponse:

@@ -7,7 +7,7 @@ import time
 import pytest
 from worker_kit import Attempted, Pair, a_pair, until
 
-from baton.worker_overdue import OVERDUE_S, Unended, overdue, peers_to_avoid
+from worker_base.overdue import OVERDUE_S, Unended, overdue, peers_to_avoid
 
 
 def later(pair: Pair, seconds: float) -> None:

@@ -7,9 +7,9 @@ import logging
 import pytest
 
 from baton.worker.v1 import worker_pb2
-from baton.worker_peers import ALONE_S, FIRST_RETRY_S, PeerPaths
 from kv_transfer.events import PeerFailed, PeerOpened
 from kv_transfer.types import Endpoint
+from worker.peers import ALONE_S, FIRST_RETRY_S, PeerPaths
 
 
 class Recorder:
@@ -54,7 +54,7 @@ def test_a_peer_is_usable_from_the_meeting_on() -> None:
 
 
 def test_no_speed_is_logged_before_it_is_measured(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "baton.worker_peers")
+    caplog.set_level(logging.INFO, "worker.peers")
     world = World()
     world.peers.meet(worker("other"), "router")
     for gigabytes_per_s in (0.0, 1.5):

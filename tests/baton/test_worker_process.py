@@ -23,15 +23,15 @@ from tiny_models import write_tiny_model
 from worker_kit import DECODE, PREFILL, WHOLE, until
 
 from baton.grpc_options import server_options
-from baton.router_addresses import RouterAddresses
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
-from baton.worker_engine import engine_config
-from baton.worker_server import SERVICE_NAME, Worker
-from baton.worker_settings import Role, WorkerSettings
-from baton.worker_watchdog import EXIT_HUNG
-from baton.worker_wire import pack_ids
 from engine.engine import Engine
-from router.merge import step_tokens
+from router.dispatch.merge import step_tokens
+from worker.engine_config import engine_config
+from worker.router_addresses import RouterAddresses
+from worker.server import SERVICE_NAME, Worker
+from worker.settings import Role, WorkerSettings
+from worker.watchdog import EXIT_HUNG
+from worker_base.messages import pack_ids
 
 START_S = 150.0
 """It was seen to take 45 s beside twenty other busy processes on two cores."""

@@ -13,11 +13,11 @@ import pytest
 from worker_kit import DECODE, PREFILL, WAIT_S, WHOLE, Attempted, Node, a_pair, until
 
 from baton.grpc_options import channel_options, server_options
-from baton.release import stamp
+from baton.process.release import stamp
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
-from baton.worker_load import PrefillRoom, Report, load_message
-from baton.worker_stream import WorkerServicer
 from telemetry import failpoints
+from worker.load import PrefillRoom, Report, load_message
+from worker.stream import WorkerServicer
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ async def test_what_breaks_one_duty_is_logged_once_and_leaves_the_reports_alone(
 async def test_a_router_that_never_attaches_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("baton.worker_stream.ATTACH_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("worker.stream.ATTACH_TIMEOUT_S", 0.05)
     async with a_pair() as pair, served(pair.d) as worker:
         router = RouterEnd(worker.address)
         with pytest.raises(grpc.aio.AioRpcError) as caught:

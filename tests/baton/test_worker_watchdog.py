@@ -8,8 +8,8 @@ import sys
 import textwrap
 from collections.abc import Iterator
 
-from baton.worker_watchdog import EXIT_DEVICE_LOST, EXIT_HUNG, LOOK_EVERY_S, STUCK_AFTER, Watchdog
 from engine.types import EngineLoad
+from worker.watchdog import EXIT_DEVICE_LOST, EXIT_HUNG, LOOK_EVERY_S, STUCK_AFTER, Watchdog
 
 
 class Loop:
@@ -85,8 +85,8 @@ def run_worker_like(
     script = f"""
     import asyncio, ctypes, itertools, time
     from engine.types import EngineLoad
-    from baton import worker_watchdog
-    from baton.worker_watchdog import Watchdog, device_lost
+    from worker import watchdog as worker_watchdog
+    from worker.watchdog import Watchdog, device_lost
 
     worker_watchdog.STUCK_AFTER = {stuck_after}
     load = EngineLoad(progress=1)

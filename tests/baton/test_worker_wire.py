@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 
 from baton.worker.v1 import worker_pb2
-from baton.worker_wire import (
+from engine.types import Mode, TokenRecord
+from kv_transfer.types import Endpoint
+from kv_transfer.wire import MAX_PAYLOAD_BYTES as ROOM_BYTES
+from worker_base.messages import (
     MAX_PAYLOAD_BYTES,
     MalformedMessage,
     decode_first_tokens,
@@ -21,9 +24,6 @@ from baton.worker_wire import (
     resumed_tokens,
     unpack_ids,
 )
-from engine.types import Mode, TokenRecord
-from kv_transfer.types import Endpoint
-from kv_transfer.wire import MAX_PAYLOAD_BYTES as ROOM_BYTES
 
 
 def test_ids_survive_packing() -> None:

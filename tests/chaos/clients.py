@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import grpc
 import grpc.aio
 
+from baton.client.requests import generation_input
 from baton.errors import BatonError, UnreachableError, from_rpc_error
 from baton.grpc_options import client_options
 from baton.inference.v1 import inference_pb2 as pb
 from baton.inference.v1 import inference_pb2_grpc as pb_grpc
-from baton.requests import generation_input
 from chaos.checker import GRACE_S, UNREACHABLE
 from chaos.history import Ask, Event, History
 

@@ -18,8 +18,8 @@ from chaos.checker import Choice, Token
 from chaos.history import Ask
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.executor import Launched
-from engine.step import StepPlan
+from engine.loop.executor import Launched
+from engine.schedule.step import StepPlan
 from engine.types import (
     EndReason,
     Event,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from baton.client import AsyncClient
+from baton.client.clients import AsyncClient
 
 STREAMS = 4
 PROMPT = list(range(7, 107))

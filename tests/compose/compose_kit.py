@@ -24,8 +24,8 @@ import pytest
 import yaml
 from waiting import wait_until
 
-from baton.client import Client
-from baton.generation import Generation
+from baton.client.clients import Client
+from baton.client.generation import Generation
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 COMPOSE = ROOT / "compose"

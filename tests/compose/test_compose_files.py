@@ -15,9 +15,9 @@ import pytest
 import yaml
 from compose_kit import COMPOSE, ROOT, run_tool, seconds, services
 
-from baton.worker_settings import WorkerSettings
 from router.settings import RouterSettings
-from telemetry.metric_table import DECLARED
+from telemetry.metrics.table import DECLARED
+from worker.settings import WorkerSettings
 
 RULES = ("recording.yml", "alerts.yml")
 WORKERS = {"cpu": ("prefill-cpu", "decode-cpu"), "gpu": ("prefill", "decode")}

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from compose_kit import COMPOSE, ROOT
 
-from telemetry.metric_table import DECLARED, OVERLOADED, OWN_FAULTS
+from telemetry.metrics.table import DECLARED, OVERLOADED, OWN_FAULTS
 
 FROM_DISCOVERY: Final = {"job", "instance", "worker", "role", "model"}
 """What Prometheus adds: the first two to everything, the others to what a worker shows."""
@@ -29,7 +29,7 @@ SHOWN: Final = re.compile(r"\{\{ ?(?:or )?\$labels\.(\w+)")
 LEGEND: Final = re.compile(r"\{\{(\w+)\}\}")
 SOURCES: Final = "".join(
     path.read_text()
-    for room in ("baton", "router", "telemetry", "kv_transfer")
+    for room in ("baton", "router", "telemetry", "kv_transfer", "worker", "worker_base")
     for path in sorted((ROOT / room).rglob("*.py"))
     if path.name != "metric_table.py"
 )

@@ -24,8 +24,8 @@ from compose_kit import COMPOSE, Host, ask, tool
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import wait_until
 
+from baton.client.generation import Generation
 from baton.errors import BatonError
-from baton.generation import Generation
 from telemetry.names import Metric
 
 pytestmark = pytest.mark.timeout(300)  # several processes start, on a machine that may be shared

@@ -15,7 +15,7 @@ from compose_kit import MAX_TOKENS, Container, Host, ask
 from waiting import wait_until
 
 from baton import demo_model
-from baton.client import Client
+from baton.client.clients import Client
 
 pytestmark = pytest.mark.timeout(300)  # several processes start, on a machine that may be shared
 

@@ -7,7 +7,7 @@ import pytest
 from worker_kit import STEP_TOKENS, WHOLE, Attempted, Pair, a_pair, until
 
 from baton.worker.v1 import worker_pb2
-from baton.worker_wire import unpack_ids
+from worker_base.messages import unpack_ids
 
 EXPIRED = worker_pb2.FAILURE_REASON_EXPIRED
 KV_TRANSFER = worker_pb2.FAILURE_REASON_KV_TRANSFER

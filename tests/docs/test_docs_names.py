@@ -13,12 +13,12 @@ import typer
 import yaml
 from docs_kit import DOCS, PAGES, ROOT, blocks, commands, spans
 
-from baton.cli import app
-from baton.settings import fields
-from baton.worker_settings import WorkerSettings
+from baton.console.cli import app
+from baton.process.settings import fields
 from router.settings import RouterSettings
-from telemetry.metric_table import DECLARED
+from telemetry.metrics.table import DECLARED
 from telemetry.names import SpanName
+from worker.settings import WorkerSettings
 
 COMMANDS = typer.main.get_command(app).commands
 FLAGS = {
@@ -30,7 +30,8 @@ FOREIGN_FLAGS = {"--scale", "--summary", "--merge", "--profile", "--exact", "--h
 SOURCES = {
     path: path.read_text()
     for path in ROOT.rglob("*.py")
-    if path.relative_to(ROOT).parts[0] in {"baton", "router", "telemetry", "engine", "kv_transfer"}
+    if path.relative_to(ROOT).parts[0]
+    in {"baton", "router", "telemetry", "engine", "kv_transfer", "worker", "worker_base"}
 }
 
 

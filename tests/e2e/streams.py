@@ -10,9 +10,9 @@ import numpy as np
 from cluster import Cluster
 from waiting import wait_until
 
-from baton.client import Client
+from baton.client.clients import Client
+from baton.client.generation import Delta, Generation
 from baton.errors import BatonError
-from baton.generation import Delta, Generation
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

@@ -13,8 +13,8 @@ from scraping import Figures, scrape, scrape_until
 from tiny_models import write_tiny_model
 from waiting import wait_until
 
+from baton.client.generation import FinishReason
 from baton.errors import BatonError
-from baton.generation import FinishReason
 
 
 @pytest.fixture(scope="module")

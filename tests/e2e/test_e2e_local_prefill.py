@@ -15,8 +15,8 @@ from cluster import Cluster, make_cluster
 from scraping import SETTLED_S, Figures, scrape, scrape_until
 from tiny_models import write_tiny_model
 
-from baton.generation import Generation
-from baton.traces import fetch, missing_spans
+from baton.client.generation import Generation
+from baton.console.traces import fetch, missing_spans
 from telemetry.names import Attr, Metric
 
 MAX_TOKENS = 12

@@ -11,10 +11,10 @@ from cluster import make_cluster
 from scraping import SETTLED_S, Figures, read, scrape, scrape_until
 from tiny_models import write_tiny_model
 
+from baton.client.generation import Generation
+from baton.console.traces import DEFAULT_PATIENCE_S, fetch, missing_spans
 from baton.errors import BatonError
-from baton.generation import Generation
-from baton.traces import DEFAULT_PATIENCE_S, fetch, missing_spans
-from telemetry.metric_table import OWN_FAULTS
+from telemetry.metrics.table import OWN_FAULTS
 from telemetry.names import Metric
 
 PAGE_TOKENS = 16

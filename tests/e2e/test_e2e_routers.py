@@ -16,10 +16,10 @@ from tiny_models import write_tiny_model
 from typer.testing import CliRunner
 from waiting import wait_until
 
-from baton.cli import app
-from baton.client import Client
+from baton.client.clients import Client
+from baton.console.cli import app
+from baton.console.traces import fetch, missing_spans
 from baton.errors import BatonError
-from baton.traces import fetch, missing_spans
 
 OPTIONS = {"temperature": 0.0, "ignore_eos": True}
 MOST_CONNECTIONS = 64

@@ -18,9 +18,9 @@ from tiny_models import write_tiny_model
 from transformers import AutoModelForCausalLM
 from waiting import wait_until
 
+from baton.client.generation import Generation
 from baton.errors import BatonError
-from baton.generation import Generation
-from baton.worker_server import SERVICE_NAME
+from worker.server import SERVICE_NAME
 
 END_S = 30.0
 LONG_PROMPT = 3000

@@ -21,7 +21,7 @@ from cluster import Cluster, make_cluster, spawn
 from test_e2e_metrics import scrape
 from tiny_models import write_tiny_model
 
-from baton.client import AsyncClient
+from baton.client.clients import AsyncClient
 from baton.errors import BatonError
 from telemetry.names import Metric
 

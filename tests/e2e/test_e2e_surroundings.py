@@ -20,8 +20,8 @@ from streams import prompt_of, read
 from tiny_models import write_tiny_model
 from waiting import wait_until
 
+from baton.console.traces import fetch
 from baton.errors import BatonError
-from baton.traces import fetch
 
 HOUR_S = 3600
 COMPILER = shutil.which("cc") or ""
@@ -31,7 +31,7 @@ BUSY_S = 3.0
 """For processes that share this machine with others."""
 CLIENT = """
 import sys
-from baton.client import Client
+from baton.client.clients import Client
 from baton.errors import BatonError
 
 with Client(sys.argv[1], retries=False) as client:

@@ -11,8 +11,8 @@ from cluster import Cluster, make_cluster, spawn
 from streams import prompt_of
 from tiny_models import generate_reference, write_tiny_model
 
-from baton.client import Client
-from baton.generation import FinishReason
+from baton.client.clients import Client
+from baton.client.generation import FinishReason
 from engine.model.config import read_config
 
 TEXTS = [

@@ -16,9 +16,9 @@ from settings_kit import variables_of
 from tiny_models import write_tiny_model
 from waiting import wait_until
 
-from baton.client import Client
+from baton.client.clients import Client
 from baton.errors import BatonError
-from baton.worker_watchdog import EXIT_HUNG
+from worker.watchdog import EXIT_HUNG
 
 WAIT_S = 100.0
 

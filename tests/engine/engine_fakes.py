@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from engine.step import StepPlan, StepResult
+from engine.schedule.step import StepPlan, StepResult
 
 VOCAB = 997
 

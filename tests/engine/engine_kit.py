@@ -14,7 +14,7 @@ import torch
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.scheduler import Scheduler
+from engine.schedule.scheduler import Scheduler
 from engine.types import (
     Event,
     Mode,

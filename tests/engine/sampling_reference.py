@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.noise import uniform
+from engine.sampling.noise import uniform
 from engine.types import SamplingParams, StopRules
 
 if TYPE_CHECKING:

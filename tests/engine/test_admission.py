@@ -7,7 +7,7 @@ import pytest
 from engine_fakes import expected_output, next_token
 from test_scheduler_property import Bench, prompt_of
 
-from engine.admission import admit, growth_reserve
+from engine.schedule.admission import admit, growth_reserve
 from engine.types import Mode
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.attention import AttentionBackend, AttentionBatch, AttentionError, choose_backend
 from engine.attention.fa2 import Fa2Backend
-from engine.kv_pool import KvPool
+from engine.pages.kv_pool import KvPool
 
 CPU = torch.device("cpu")
 LAYERS, HEADS, KV_HEADS, DIM, PAGES = 3, 6, 2, 16, 96

@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.blocks import BlockManager, CacheEvent, CacheEventKind, OutOfPagesError
-from engine.eviction import EVICTION_POLICIES
-from engine.prefix import page_keys
+from engine.pages.blocks import BlockManager, CacheEvent, CacheEventKind, OutOfPagesError
+from engine.pages.eviction import EVICTION_POLICIES
+from engine.pages.prefix import page_keys
 
 
 class Blocks(RuleBasedStateMachine):

@@ -11,10 +11,10 @@ from tiny_models import write_tiny_model
 
 from engine.attention import choose_backend
 from engine.bounds import Bounds
-from engine.kv_pool import KvPool
 from engine.model import load_model
+from engine.pages.kv_pool import KvPool
 from engine.sampling import Sampler
-from engine.step import StepPlan, StepResult
+from engine.schedule.step import StepPlan, StepResult
 from engine.types import SamplingParams, StopRules
 
 pytestmark = pytest.mark.gpu

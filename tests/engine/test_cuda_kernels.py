@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from engine.attention import AttentionBatch, choose_backend
-from engine.kv_pool import KvPool
 from engine.model.llama import Linear, rotate
+from engine.pages.kv_pool import KvPool
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

@@ -19,7 +19,7 @@ from engine.cuda.shapes import (
     bucket_sizes,
 )
 from engine.cuda.staging import ALIGNMENT, StagingError, StepStaging
-from engine.step import ScorePlan, StepPlan
+from engine.schedule.step import ScorePlan, StepPlan
 
 PAGE_SIZE = 4
 NOBODY = 99

@@ -16,8 +16,8 @@ from tiny_models import write_tiny_model
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.executor import Executor, Launched
-from engine.step import StepPlan
+from engine.loop.executor import Executor, Launched
+from engine.schedule.step import StepPlan
 from engine.types import Event, NewTokens, Request, SamplingParams, StopRules
 
 PAGE = 16

@@ -10,9 +10,9 @@ from engine_kit import build, check_baseline, finish, hand_off, held, submit
 from tiny_models import write_tiny_model
 
 from engine.attention.fa2 import Fa2Backend
-from engine.blocks import CacheEvent, CacheEventKind
 from engine.engine import EngineError
 from engine.model.llama import Model
+from engine.pages.blocks import CacheEvent, CacheEventKind
 from engine.types import EndReason, FailureReason, Mode, SamplingParams
 
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 200)
@@ -280,7 +280,7 @@ def test_prompt_log_probabilities_read_no_cache_and_are_computed_in_row_chunks(
     whole = submit(engine, prompt, 4, prompt_logprobs=True)
     finish(whole)
     before = engine.load().prompt_tokens_cached
-    monkeypatch.setattr("engine.executor.SCORE_ROWS", 7)
+    monkeypatch.setattr("engine.loop.executor.SCORE_ROWS", 7)
     monkeypatch.setattr(Model, "logits", logits)
     chunked = submit(engine, prompt, 4, prompt_logprobs=True)
     finish(chunked)

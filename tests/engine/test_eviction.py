@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from engine.blocks import BlockManager
-from engine.eviction import EVICTION_POLICIES
-from engine.prefix import page_keys
+from engine.pages.blocks import BlockManager
+from engine.pages.eviction import EVICTION_POLICIES
+from engine.pages.prefix import page_keys
 
 PAGE = 16
 Keys = list[bytes]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.kv_pool import KvPool
+from engine.pages.kv_pool import KvPool
 
 PAGES, HEADS, LAYERS, SIZE, DIM = 7, 3, 4, 8, 16
 

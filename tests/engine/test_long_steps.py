@@ -10,12 +10,12 @@ import pytest
 from engine_fakes import VOCAB, HashExecutor
 from waiting import wait_until
 
-from engine.blocks import BlockManager
 from engine.bounds import Bounds
-from engine.rates import UNKNOWN_STEP_S
+from engine.loop.rates import UNKNOWN_STEP_S
+from engine.loop.step_loop import StepLoop
+from engine.pages.blocks import BlockManager
 from engine.sampling import Sampler
-from engine.scheduler import Scheduler
-from engine.step_loop import StepLoop
+from engine.schedule.scheduler import Scheduler
 from engine.types import Request, SamplingParams, StopRules
 
 PAGES, PAGE, SLOTS, CHUNK = 64, 16, 4, 128
@@ -99,7 +99,7 @@ def test_the_end_waits_for_a_step_that_hangs_no_longer_than_so_long(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("engine.step_loop.STOP_S", 0.05)
+    monkeypatch.setattr("engine.loop.step_loop.STOP_S", 0.05)
     monkeypatch.setattr(device, "shutdown", lambda: pytest.fail("it would wait, too"))
     submit(loop, CHUNK)
     wait_until(lambda: device.in_flight == 2)

@@ -8,8 +8,8 @@ import torch
 from tiny_models import write_tiny_model
 
 from engine.attention import AttentionBatch, choose_backend
-from engine.kv_pool import KvPool
 from engine.model import LoadedModel, UnsupportedModelError, load_model
+from engine.pages.kv_pool import KvPool
 
 CPU = torch.device("cpu")
 LLAMA3 = {

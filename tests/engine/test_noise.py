@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.noise import philox4x32, uniform
+from engine.sampling.noise import philox4x32, uniform
 
 WORD = st.integers(0, 2**32 - 1)
 
@@ -94,5 +94,5 @@ def test_never_zero_or_one(monkeypatch: pytest.MonkeyPatch) -> None:
     one = np.zeros(1, np.uint64)
     for word, low, high in ((0, 0.0, 2.0**-52), (2**32 - 1, 1 - 2.0**-52, 1.0)):
         answer = np.full((4, 1), word, np.uint64)
-        monkeypatch.setattr("engine.noise.philox4x32", lambda *_, answer=answer: answer)
+        monkeypatch.setattr("engine.sampling.noise.philox4x32", lambda *_, answer=answer: answer)
         assert low < uniform(one, one, one)[0] < high

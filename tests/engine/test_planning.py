@@ -7,10 +7,10 @@ import random
 import pytest
 from test_scheduler_property import Bench, prompt_of
 
-from engine.admission import admit
-from engine.planning import plan_step
-from engine.settling import settle_step
-from engine.step import StepPlan
+from engine.schedule.admission import admit
+from engine.schedule.planning import plan_step
+from engine.schedule.settling import settle_step
+from engine.schedule.step import StepPlan
 from engine.types import NewTokens
 
 PAGE, STEP, FULL = 4, 64, 32

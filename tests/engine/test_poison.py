@@ -13,9 +13,9 @@ from engine_kit import build, check_baseline, finish, hand_off, held, prefill_pa
 from tiny_models import write_tiny_model
 from waiting import wait_until
 
-from engine.blocks import SCRATCH_PAGE, BlockManager
 from engine.engine import Engine
-from engine.poison import PATTERN, PagePoison
+from engine.pages.blocks import SCRATCH_PAGE, BlockManager
+from engine.pages.poison import PATTERN, PagePoison
 from engine.types import Mode, SamplingParams, TokenRecord
 
 PROMPT = list(range(7, 60))

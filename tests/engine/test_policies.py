@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from test_scheduler_property import Bench
 
-from engine.policies import PriorityWithAgeing
+from engine.schedule.policies import PriorityWithAgeing
 from engine.types import Mode
 
 

@@ -10,8 +10,8 @@ import pytest
 from timed_device import PAGE_TOKENS, running_loop
 from waiting import wait_until
 
-from engine import prefix
-from engine.step_loop import StepLoop
+from engine.loop.step_loop import StepLoop
+from engine.pages import prefix
 from engine.types import Request, SamplingParams, StopRules, TokenIds
 
 PAGES = 6

@@ -9,17 +9,17 @@ import pytest
 import torch
 from engine_fakes import VOCAB, HashExecutor, expected_output, next_token
 
-from engine.admission import admit
-from engine.blocks import BlockManager
 from engine.bounds import Bounds
-from engine.eviction import EVICTION_POLICIES
-from engine.planning import plan_step
-from engine.policies import POLICIES
-from engine.prefix import page_keys, prompt_keys
-from engine.recovery import MAX_FAILED_STEPS, MAX_SHRINKS, is_lost, recover
+from engine.pages.blocks import BlockManager
+from engine.pages.eviction import EVICTION_POLICIES
+from engine.pages.prefix import page_keys, prompt_keys
 from engine.sampling import Sampler
-from engine.scheduler import Scheduler
-from engine.settling import settle_step
+from engine.schedule.admission import admit
+from engine.schedule.planning import plan_step
+from engine.schedule.policies import POLICIES
+from engine.schedule.recovery import MAX_FAILED_STEPS, MAX_SHRINKS, is_lost, recover
+from engine.schedule.scheduler import Scheduler
+from engine.schedule.settling import settle_step
 from engine.types import (
     ChunkComputed,
     EndReason,

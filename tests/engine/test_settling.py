@@ -5,7 +5,7 @@ from __future__ import annotations
 from test_planning import planned
 from test_scheduler_property import Bench
 
-from engine.settling import settle_step
+from engine.schedule.settling import settle_step
 from engine.types import Event, NewTokens, SequenceEnded
 
 

@@ -8,8 +8,8 @@ import pytest
 from engine_fakes import next_token
 from test_scheduler_property import Bench, prompt_of
 
-from engine.sequences import RequestState
-from engine.slots import SlotState
+from engine.schedule.sequences import RequestState
+from engine.schedule.slots import SlotState
 from engine.types import Mode, TokenRecord
 
 PAGE = 4

@@ -8,12 +8,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 from engine_fakes import VOCAB, HashExecutor
 
-from engine.blocks import BlockManager
 from engine.bounds import Bounds
+from engine.loop.step_loop import StepLoop
+from engine.pages.blocks import BlockManager
 from engine.sampling import Sampler
-from engine.scheduler import Scheduler
-from engine.step import StepPlan, StepResult
-from engine.step_loop import StepLoop
+from engine.schedule.scheduler import Scheduler
+from engine.schedule.step import StepPlan, StepResult
 from engine.types import Request, SamplingParams, StopRules
 
 PAGES, PAGE_TOKENS, SLOTS = 400, 16, 64

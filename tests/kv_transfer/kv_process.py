@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from kv_transfer.events import PeerOpened, TransferCounters, TransferEvent
-from kv_transfer.factory import make_transport
 from kv_transfer.thread import TransferThread
+from kv_transfer.transports.factory import make_transport
 from kv_transfer.types import Endpoint, KvTransport
 
 E = TypeVar("E", bound=TransferEvent)
@@ -25,7 +25,7 @@ WAIT_S = 30.0
 
 _PROCESSES = multiprocessing.get_context("forkserver")
 """Processes of their own, which share no more than the seconds that importing torch takes."""
-_PROCESSES.set_forkserver_preload(["torch", "kv_transfer.factory", "kv_transfer.thread"])
+_PROCESSES.set_forkserver_preload(["torch", "kv_transfer.transports.factory", "kv_transfer.thread"])
 
 
 class Events:

@@ -12,12 +12,12 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from kv_transfer.aftermath import AFTERMATH_S, LONGEST_TURN_S
 from kv_transfer.events import TransferCounters, TransferEvent
 from kv_transfer.exchange import Exchange
-from kv_transfer.factory import TRANSPORTS, make_transport
-from kv_transfer.loopback import LoopbackTransport
+from kv_transfer.settling_writes import AFTERMATH_S, LONGEST_TURN_S
 from kv_transfer.specs import ReceiveSpec, SendSpec
+from kv_transfer.transports.factory import TRANSPORTS, make_transport
+from kv_transfer.transports.loopback import LoopbackTransport
 
 KINDS = sorted(set(TRANSPORTS) - {"null"})
 """Every transport that moves pages: the protocol's tests run on each, whatever the factory knows.

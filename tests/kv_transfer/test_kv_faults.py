@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from kv_world import DECODE_EPOCH, World
 
-from kv_transfer.aftermath import AFTERMATH_S, LONGEST_TURN_S
 from kv_transfer.events import (
     Delivered,
     PeerFailed,
@@ -26,6 +25,7 @@ from kv_transfer.exchange import ACTIVE_POLL_S, FRESH_POLL_S, FRESH_S, IDLE_POLL
 from kv_transfer.outgoing import SendState
 from kv_transfer.peers import PARTED_S
 from kv_transfer.receiving import ReceiveState
+from kv_transfer.settling_writes import AFTERMATH_S, LONGEST_TURN_S
 from kv_transfer.tables import BoundedMemory, Timers
 from kv_transfer.types import TransportError
 from kv_transfer.wire import Quiesce, decode

@@ -17,20 +17,21 @@ import torch
 from kv_world import PAGE_TOKENS, a_world
 from waiting import wait_until
 
-from kv_transfer import lane_groups, lanes
 from kv_transfer.events import Delivered, Sent
-from kv_transfer.lane_staging import LaneOptions, Piece
-from kv_transfer.lanes import Lane, ReceiveLane, SendLane
-from kv_transfer.pool import PoolMemory
+from kv_transfer.nccl import channels as lanes
+from kv_transfer.nccl import groups as lane_groups
+from kv_transfer.nccl.channels import Lane, ReceiveLane, SendLane
+from kv_transfer.nccl.staging import LaneOptions, Piece
+from kv_transfer.transports.pool import PoolMemory
 
 SOON = timedelta(seconds=2)
 POOL = PoolMemory.of(torch.zeros(4, 64, dtype=torch.uint8), 64, 4)
 OPTIONS = LaneOptions(piece_bytes=64)
 STOPS_HALF_WAY = """
 import sys, time, torch
-from kv_transfer import lanes
-from kv_transfer.lane_staging import LaneOptions
-from kv_transfer.pool import PoolMemory
+from kv_transfer.nccl import channels as lanes
+from kv_transfer.nccl.staging import LaneOptions
+from kv_transfer.transports.pool import PoolMemory
 
 def stop(*_):
     print("met", flush=True)

@@ -17,14 +17,14 @@ import torch
 from kv_world import NUM_PAGES, PAGE_BYTES, PAGE_TOKENS, World, a_world
 from waiting import WAIT_S, wait_until
 
-from kv_transfer import lane_wire
 from kv_transfer.events import Delivered, Sent
-from kv_transfer.factory import TRANSPORTS
-from kv_transfer.lane_staging import LaneOptions, Piece, Staging, cut
-from kv_transfer.lane_wire import AT_ONCE_BYTES, KEY_BYTES, LaneWire, Push
-from kv_transfer.lanes import Lane, ReceiveLane, SendLane
-from kv_transfer.nccl import NcclTransport
-from kv_transfer.pool import PoolMemory
+from kv_transfer.nccl import wire as lane_wire
+from kv_transfer.nccl.channels import Lane, ReceiveLane, SendLane
+from kv_transfer.nccl.staging import LaneOptions, Piece, Staging, cut
+from kv_transfer.nccl.transport import NcclTransport
+from kv_transfer.nccl.wire import AT_ONCE_BYTES, KEY_BYTES, LaneWire, Push
+from kv_transfer.transports.factory import TRANSPORTS
+from kv_transfer.transports.pool import PoolMemory
 from kv_transfer.types import Notification, PushState, TransportError
 
 

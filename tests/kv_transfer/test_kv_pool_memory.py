@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from kv_transfer.nixl import path_name
-from kv_transfer.pool import in_expandable_segment
+from kv_transfer.transports.nixl import path_name
+from kv_transfer.transports.pool import in_expandable_segment
 
 SEGMENTS = [
     {"address": 1 << 20, "total_size": 1 << 20, "is_expandable": True},
@@ -18,7 +18,7 @@ SEGMENTS = [
 ]
 MAKE_TRANSPORT = """
 import torch
-from kv_transfer.factory import make_transport
+from kv_transfer.transports.factory import make_transport
 from kv_transfer.types import TransportError
 
 pool = torch.zeros(64, 1 << 20, dtype=torch.uint8, device="cuda")

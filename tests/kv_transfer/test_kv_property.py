@@ -18,7 +18,6 @@ import pytest
 import torch
 from kv_world import NUM_PAGES, PAGE_BYTES, PAGE_TOKENS, FakeClock
 
-from kv_transfer.aftermath import AFTERMATH_S, LONGEST_TURN_S
 from kv_transfer.events import (
     Delivered,
     ReceiveAborted,
@@ -29,10 +28,11 @@ from kv_transfer.events import (
     TransferEvent,
 )
 from kv_transfer.exchange import Exchange
-from kv_transfer.loopback import LoopbackTransport
-from kv_transfer.pool import PoolMemory
 from kv_transfer.receiving import ReceiveState
+from kv_transfer.settling_writes import AFTERMATH_S, LONGEST_TURN_S
 from kv_transfer.specs import ReceiveSpec, SendSpec
+from kv_transfer.transports.loopback import LoopbackTransport
+from kv_transfer.transports.pool import PoolMemory
 from kv_transfer.types import Notification, PageIds, PushState
 from kv_transfer.wire import Chunk, MalformedNotification, Quiesce, Quiesced, decode
 

@@ -15,11 +15,11 @@ from waiting import wait_until
 from kv_transfer import thread
 from kv_transfer.events import Delivered, PeerOpened, SendQuiesced, TransferEvent
 from kv_transfer.exchange import Exchange
-from kv_transfer.factory import make_transport
-from kv_transfer.loopback import LoopbackTransport
-from kv_transfer.pool import PoolMemory
 from kv_transfer.specs import ReceiveSpec, SendSpec
 from kv_transfer.thread import TransferThread
+from kv_transfer.transports.factory import make_transport
+from kv_transfer.transports.loopback import LoopbackTransport
+from kv_transfer.transports.pool import PoolMemory
 from kv_transfer.types import Notification, TransportError
 from kv_transfer.wire import Chunk, encode
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 
-from kv_transfer.processes import ProcessWatch, own_process
+from kv_transfer.transports.processes import ProcessWatch, own_process
 
 TELL = "import sys; from kv_transfer.processes import own_process; print(own_process(), flush=True)"
 
@@ -69,7 +69,7 @@ def test_a_process_that_is_hidden_from_this_one_is_not_taken_for_gone(monkeypatc
     child, process = start()
     watch = ProcessWatch()
     with monkeypatch.context() as hidden:
-        hidden.setattr("kv_transfer.processes._started_or_none", lambda pid: None)
+        hidden.setattr("kv_transfer.transports.processes._started_or_none", lambda pid: None)
         watch.watch("peer", process)
     assert watch.gone() == []
     child.kill()

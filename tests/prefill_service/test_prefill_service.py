@@ -10,7 +10,7 @@ import pytest
 from worker_kit import PAGE_TOKENS, STEP_TOKENS, VOCAB, Attempted, Pair, a_pair, until
 
 from baton.worker.v1 import worker_pb2
-from baton.worker_legs import DEADLINE_GRACE_S
+from worker_base.legs import DEADLINE_GRACE_S
 
 INTERNAL = worker_pb2.FAILURE_REASON_INTERNAL
 EXPIRED = worker_pb2.FAILURE_REASON_EXPIRED

@@ -23,10 +23,10 @@ from baton.inference.v1 import inference_pb2 as api
 from baton.inference.v1 import inference_pb2_grpc as api_grpc
 from baton.worker.v1 import worker_pb2
 from router import errors
-from router.auth import OPEN, Gate
-from router.calls import DETAILS_KEY
+from router.doors.auth import OPEN, Gate
+from router.doors.frontdoor import InferenceService
+from router.doors.grpc_edge import DETAILS_KEY
 from router.events import NO_EVENTS, RouterEvents
-from router.frontdoor import InferenceService
 from router.jobs import (
     ChoiceEnded,
     Job,
@@ -37,8 +37,8 @@ from router.jobs import (
     JobTokens,
     ServedModel,
 )
-from router.tokenization import Tokenizers
-from router.validation import Limits
+from router.requests.tokenization import Tokenizers
+from router.requests.validation import Limits
 
 Detail = TypeVar("Detail", bound=Message)
 

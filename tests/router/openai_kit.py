@@ -11,7 +11,8 @@ from frontdoor_kit import Script, ScriptedDispatcher, served_model, write_tokeni
 from openai import AsyncOpenAI
 
 from baton.worker.v1 import worker_pb2
-from router.auth import OPEN, Gate
+from router.doors.auth import OPEN, Gate
+from router.doors.openai.server import OpenAiServer
 from router.events import NO_EVENTS, RouterEvents
 from router.jobs import (
     ChoiceEnded,
@@ -22,9 +23,8 @@ from router.jobs import (
     JobTokens,
     TokenScore,
 )
-from router.openai.server import OpenAiServer
-from router.tokenization import Tokenizer, Tokenizers
-from router.validation import Limits
+from router.requests.tokenization import Tokenizer, Tokenizers
+from router.requests.validation import Limits
 
 
 @dataclass

@@ -15,19 +15,19 @@ from settings_kit import settings_of
 from waiting import WAIT_S, until
 
 from baton.grpc_options import server_options
-from baton.release import stamp
+from baton.process.release import stamp
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
-from router.dispatch import JobDispatcher
+from router.dispatch.dispatcher import JobDispatcher
+from router.dispatch.merge import pack_ids
 from router.events import NO_EVENTS, RouterEvents
 from router.jobs import Job, JobEvent, JobTokens, ServedModel
-from router.merge import pack_ids
-from router.registry import Registry
 from router.settings import RouterSettings
+from router.workers.registry import Registry
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from router.link import WorkerLink
+    from router.workers.link import WorkerLink
 
 BUSY_S = 3.0
 """What a busy machine may add to something that takes a time of its own."""

@@ -26,7 +26,7 @@ from openai_kit import open_port, says
 from router_kit import served
 from waiting import until
 
-from baton.client import AsyncClient
+from baton.client.clients import AsyncClient
 from baton.inference.v1 import inference_pb2 as api
 from router import errors
 from router.jobs import Job

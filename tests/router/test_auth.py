@@ -22,15 +22,15 @@ from frontdoor_kit import (
 )
 from openai_kit import open_port, says
 
-from baton.client import AsyncClient, Client
+from baton.client.clients import AsyncClient, Client
 from baton.errors import DeniedError
 from baton.inference.v1 import inference_pb2 as api
-from router.auth import OPEN, TokenGate, TokensFileError, gate_of
+from router.doors.auth import OPEN, TokenGate, TokensFileError, gate_of
 from router.errors import RouterError
 from router.server import main
 from router.settings import RouterSettings
+from telemetry.metrics.router import RouterLoad, RouterMetrics
 from telemetry.names import Metric
-from telemetry.router_metrics import RouterLoad, RouterMetrics
 
 GOOD, OTHER, BAD = "sk-good", "sk-other", "sk-bad"
 SHOWN = (("authorization", f"Bearer {GOOD}"),)

@@ -24,11 +24,11 @@ from baton import grpc_options
 from baton.grpc_options import channel_options, public_server_options
 from baton.inference.v1 import inference_pb2 as api
 from baton.inference.v1 import inference_pb2_grpc as api_grpc
-from router.frontdoor import InferenceService
-from router.tokenization import Tokenizers
-from router.validation import Limits
+from router.doors.frontdoor import InferenceService
+from router.requests.tokenization import Tokenizers
+from router.requests.validation import Limits
+from telemetry.metrics.router import RouterLoad, RouterMetrics
 from telemetry.names import Metric
-from telemetry.router_metrics import RouterLoad, RouterMetrics
 
 LONG_S = 20.0
 """Nothing here takes so long, but where a connection stays."""
@@ -44,7 +44,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second or so in place of longer bounds."""
     monkeypatch.setattr(grpc_options, "PUBLIC_HANDSHAKE_MS", 1000)
     monkeypatch.setattr(grpc_options, "PUBLIC_IDLE_MS", 1000)
-    monkeypatch.setattr("router.deadlines.UNREAD_GRACE_S", 0.5)
+    monkeypatch.setattr("router.requests.deadlines.UNREAD_GRACE_S", 0.5)
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:

@@ -14,11 +14,11 @@ from frontdoor_kit import hangs
 from openai_kit import Port, answers, open_port, says
 from waiting import until
 
-from router import bounds
-from router.bounds import FEWEST_CONNECTIONS, RESERVED_FILES, most_connections
-from router.validation import Limits
+from router.requests import bounds
+from router.requests.bounds import FEWEST_CONNECTIONS, RESERVED_FILES, most_connections
+from router.requests.validation import Limits
+from telemetry.metrics.router import RouterLoad, RouterMetrics
 from telemetry.names import Metric
-from telemetry.router_metrics import RouterLoad, RouterMetrics
 
 COMPLETIONS = "/v1/completions"
 SHORT_S = 0.3
@@ -30,7 +30,7 @@ GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.openai.connections.HEADERS_S", SHORT_S)
+    monkeypatch.setattr("router.doors.openai.connections.HEADERS_S", SHORT_S)
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ async def test_who_waited_longest_makes_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "router.openai.server.most_connections", lambda: bounds.ConnectionLimits(3, 3)
+        "router.doors.openai.server.most_connections", lambda: bounds.ConnectionLimits(3, 3)
     )
     async with open_port(tmp_path, says("a")) as port:
         silent = [await Client.of(port) for _ in range(2)]
@@ -140,7 +140,7 @@ async def test_who_waited_longest_makes_room(
 async def test_the_rest_of_an_unwanted_body_is_not_read_for_ever(
     port: Port, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.openai.connections.MOST_UNWANTED_BYTES", 1 << 20)
+    monkeypatch.setattr("router.doors.openai.connections.MOST_UNWANTED_BYTES", 1 << 20)
     client = await Client.of(port)
     assert await client.ask(post(f"content-length: {1 << 40}")) == 400
     ended, sent = asyncio.create_task(client.end()), 0
@@ -153,8 +153,8 @@ async def test_the_rest_of_an_unwanted_body_is_not_read_for_ever(
 
 
 async def test_a_body_comes_at_some_pace(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.openai.bodies.BODY_GRACE_S", SHORT_S)
-    monkeypatch.setattr("router.openai.bodies.BODY_BYTES_A_SECOND", 10_000)
+    monkeypatch.setattr("router.doors.openai.bodies.BODY_GRACE_S", SHORT_S)
+    monkeypatch.setattr("router.doors.openai.bodies.BODY_BYTES_A_SECOND", 10_000)
     body = b'{"prompt": "a", "max_tokens": 1}' + b" " * 19_968
     for piece_bytes, status in ((4000, 200), (40, 504)):
         client = await Client.of(port)
@@ -215,7 +215,7 @@ async def test_what_waits_for_its_turn_is_read_in_order(port: Port) -> None:
 async def test_an_answer_that_nobody_reads_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.deadlines.UNREAD_GRACE_S", SHORT_S)
+    monkeypatch.setattr("router.requests.deadlines.UNREAD_GRACE_S", SHORT_S)
     counted = RouterMetrics(RouterLoad)
     script = answers(lambda job, choice: [70] * 1000)
     limits = Limits(max_request_duration_s=2.0, max_unread_tokens=1 << 20)

@@ -11,10 +11,10 @@ import pytest
 from scripted_worker import BOTH, BUSY_S, DECODE, PREFILL, Cluster, job, tokens_of, until
 
 from baton.worker.v1 import worker_pb2
+from router.dispatch.merge import unpack_ids
 from router.errors import RouterError
 from router.jobs import ChoiceEnded, JobFinished, JobStarted
-from router.link import SLEPT_S
-from router.merge import unpack_ids
+from router.workers.link import SLEPT_S
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

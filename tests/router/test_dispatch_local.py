@@ -8,9 +8,9 @@ import pytest
 from scripted_worker import BOTH, DECODE, PREFILL, Cluster, job, tokens_of, until
 
 from baton.worker.v1 import worker_pb2
+from router.dispatch.merge import unpack_ids
 from router.errors import RouterError
 from router.events import NoEvents
-from router.merge import unpack_ids
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

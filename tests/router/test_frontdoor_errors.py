@@ -33,12 +33,12 @@ from google.rpc import error_details_pb2
 
 from baton.inference.v1 import inference_pb2 as api
 from router import errors
-from router.calls import Call
+from router.doors.frontdoor import InferenceService
+from router.doors.grpc_edge import Call
 from router.errors import RouterError
-from router.frontdoor import InferenceService
 from router.jobs import Job, JobEvent, JobFinished, JobStarted, JobTokens
-from router.tokenization import Tokenizers
-from router.validation import Limits
+from router.requests.tokenization import Tokenizers
+from router.requests.validation import Limits
 
 Code = grpc.StatusCode
 SECRET = "the prompt was: secret"

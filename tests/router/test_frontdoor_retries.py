@@ -13,12 +13,12 @@ import grpc
 import pytest
 from frontdoor_kit import Script, ScriptedDispatcher, fails, open_door, plays, served_model
 
-from baton import client as baton
+from baton.client import clients as baton
 from baton.errors import BatonError, BrokenOffError, OverloadedError, UnavailableError
 from baton.grpc_options import SERVICE_CONFIG
 from baton.inference.v1 import inference_pb2 as api
 from router import errors
-from router.calls import MAX_PUSHBACK_S
+from router.doors.grpc_edge import MAX_PUSHBACK_S
 from router.jobs import Job, JobEvent
 
 SOON_S = 0.05

@@ -13,10 +13,10 @@ from opentelemetry.trace import StatusCode
 
 from baton.inference.v1 import inference_pb2 as api
 from router import errors
-from router.access import AccessRecord
-from router.calls import Call
-from router.frontdoor import InferenceService
-from router.tokenization import Tokenizers
+from router.doors.access import AccessRecord
+from router.doors.frontdoor import InferenceService
+from router.doors.grpc_edge import Call
+from router.requests.tokenization import Tokenizers
 from telemetry.names import Attr, Service, undeclared
 from telemetry.tracing import (
     Tracing,

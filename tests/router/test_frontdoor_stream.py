@@ -37,7 +37,7 @@ from router.jobs import (
     JobTokens,
     TokenScore,
 )
-from router.validation import Limits
+from router.requests.validation import Limits
 
 TEXT = "naïve 🎉 fox jumps over 👩‍👩‍👧 great"
 SOON_S = 10.0

@@ -9,7 +9,7 @@ import tokenizers
 from frontdoor_kit import ScriptedDispatcher, open_door, plays, served_model, write_tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from baton.client import AsyncClient
+from baton.client.clients import AsyncClient
 from baton.inference.v1 import inference_pb2 as api
 
 TEXT = "naïve 🎉 fox"

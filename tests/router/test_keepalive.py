@@ -16,7 +16,7 @@ from router_kit import a_router, announce, served
 from scripted_worker import BOTH, BUSY_S, WAIT_S, until
 from test_router_link import worker_process
 
-from baton.client import AsyncClient
+from baton.client.clients import AsyncClient
 from baton.errors import BatonError
 from baton.grpc_options import DETECTION_MS, channel_options
 
@@ -25,7 +25,7 @@ NOTICED_S = 3.0
 START_S = 60.0
 CLIENT = """
 import sys
-from baton.client import Client
+from baton.client.clients import Client
 
 with Client(sys.argv[1]) as client:
     with client.stream(token_ids=[1, 2, 3], max_tokens=100, omit_text=True) as stream:

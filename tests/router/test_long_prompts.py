@@ -20,8 +20,8 @@ from test_router_shutdown import Running, a_router_process
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
 from baton.inference.v1 import inference_pb2 as api
-from router.longest_token import longest_token_bytes
-from router.tokenization import PromptTooLongError, Tokenizer, Tokenizers
+from router.requests.longest_token import longest_token_bytes
+from router.requests.tokenization import PromptTooLongError, Tokenizer, Tokenizers
 
 CONTEXT = 131_072
 PACE_S = 0.005

@@ -11,7 +11,7 @@ from openai_kit import answers, open_port, prompt_of, says
 
 from baton.inference.v1 import inference_pb2 as api
 from baton.worker.v1 import worker_pb2
-from router.openai.turns import MAX_DEPTH, MAX_INTEGER
+from router.doors.openai.turns import MAX_DEPTH, MAX_INTEGER
 
 MODEL = "tiny"
 TEXT = "The quick brown fox 🎉"

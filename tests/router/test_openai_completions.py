@@ -14,7 +14,7 @@ from openai_kit import Port, answers, open_port, prompt_of, says
 
 from baton.worker.v1 import worker_pb2
 from router.jobs import ChoiceEnded, Job, JobEvent, JobFinished, JobStarted, JobTokens
-from router.tokenization import Tokenizer
+from router.requests.tokenization import Tokenizer
 
 TEXT = "The quick brown fox — naïve café 🎉"
 MODEL = "tiny"

@@ -10,7 +10,7 @@ import pytest
 from frontdoor_kit import CHAT_TEMPLATE
 from openai_kit import Port, answers, open_port
 
-from router.auth import TokenGate
+from router.doors.auth import TokenGate
 
 TEXT = "naïve 🎉 fox"
 TURNS = [{"role": "user", "content": TEXT}]

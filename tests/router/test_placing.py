@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.load_estimate import Capacity
-from router.placing import (
+from router.placement.placing import (
     FRESH_S,
     NO_LIMIT,
     finish_s,
@@ -13,6 +12,7 @@ from router.placing import (
     soonest,
     takeover_tokens,
 )
+from router.workers.load_estimate import Capacity
 
 
 def capacity(queued: int = 0, rate: float = 40_000.0, age_s: float = 0.0) -> Capacity:

@@ -8,8 +8,8 @@ from frontdoor_kit import CORPUS, byte_fallback_tokenizer, byte_level_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.detokenization import Detokenizer, StopTexts
-from router.tokenization import Tokenizer
+from router.requests.detokenization import Detokenizer, StopTexts
+from router.requests.tokenization import Tokenizer
 
 BYTE_LEVEL = Tokenizer(byte_level_tokenizer())
 BYTE_FALLBACK = Tokenizer(byte_fallback_tokenizer())

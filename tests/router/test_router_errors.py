@@ -12,8 +12,8 @@ from google.rpc import error_details_pb2 as details
 from google.rpc import status_pb2
 
 from router import errors
+from router.doors.openai.statuses import http_status
 from router.errors import RouterError, Violation
-from router.openai.statuses import http_status
 
 Code = grpc.StatusCode
 Detail = TypeVar("Detail", bound=Message)

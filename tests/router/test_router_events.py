@@ -12,15 +12,15 @@ from scripted_worker import PREFILL, Cluster, job, until
 
 from baton.inference.v1 import inference_pb2 as api
 from router import errors
-from router.calls import Call
+from router.doors.frontdoor import InferenceService
+from router.doors.grpc_edge import Call
 from router.errors import RouterError
 from router.events import NO_EVENTS, RouterEvents
-from router.frontdoor import InferenceService
-from router.link import Loss
-from router.tokenization import Tokenizers
-from telemetry.metric_table import LOSS_CAUSES
+from router.requests.tokenization import Tokenizers
+from router.workers.link import Loss
+from telemetry.metrics.router import RouterLoad, RouterMetrics
+from telemetry.metrics.table import LOSS_CAUSES
 from telemetry.names import Metric
-from telemetry.router_metrics import RouterLoad, RouterMetrics
 
 MODEL = {"model": "tiny"}
 LOST = Metric.WORKERS_LOST + "_total"

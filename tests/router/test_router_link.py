@@ -14,9 +14,9 @@ import pytest
 from scripted_worker import DECODE, ScriptedWorker, until
 
 from baton.worker.v1 import worker_pb2
-from router.link import LinkState, Loss, SendQueue, WorkerLink
-from router.load_estimate import Reservation
-from router.registry import process_is_gone
+from router.workers.link import LinkState, Loss, SendQueue, WorkerLink
+from router.workers.load_estimate import Reservation
+from router.workers.registry import process_is_gone
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -250,7 +250,7 @@ async def test_a_dying_process_listens_a_little_longer() -> None:
 
 
 async def test_who_listens_and_says_nothing_may_be_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.registry._PROBE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("router.workers.registry._PROBE_TIMEOUT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = f"127.0.0.1:{listening.getsockname()[1]}"
         assert not await process_is_gone(address, Loss.SOCKET_CLOSED)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 from scripted_worker import BOTH, DECODE, PREFILL, Cluster, ScriptedWorker, job, tokens_of, until
 
-from router import models
 from router.errors import RouterError
+from router.placement import models
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -13,10 +13,10 @@ from router_kit import a_router
 from scripted_worker import BOTH, ScriptedWorker, until
 from stand_in_names import Names
 
-from baton import worker_announcer
-from baton.router_addresses import RouterAddresses
 from baton.worker.v1 import worker_pb2
 from router.server import RouterServer
+from worker import announcer as worker_announcer
+from worker.router_addresses import RouterAddresses
 
 
 class CountingWorker(ScriptedWorker):

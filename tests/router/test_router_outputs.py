@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from baton.inference.v1 import inference_pb2 as api
-from router.outputs import Finished, OutputBuffer, TextDelta
+from router.requests.outputs import Finished, OutputBuffer, TextDelta
 
 
 def token(index: int) -> TextDelta:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from baton.worker.v1 import worker_pb2
+from router.dispatch.queue import MAX_RETRY_AFTER_S, AdmissionQueue
 from router.errors import RouterError
-from router.load_estimate import Capacity, LoadEstimate, Reservation
-from router.policies import LeastWork, RoundRobin
-from router.queue import MAX_RETRY_AFTER_S, AdmissionQueue
+from router.placement.policies import LeastWork, RoundRobin
+from router.workers.load_estimate import Capacity, LoadEstimate, Reservation
 
 A, B = b"a", b"b"
 

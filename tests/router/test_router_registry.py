@@ -13,7 +13,7 @@ from scripted_worker import BOTH, DECODE, PREFILL, Cluster, ScriptedWorker, unti
 
 from baton.grpc_options import channel_options, server_options
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
-from router.registry import RegistryServicer
+from router.workers.registry import RegistryServicer
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -104,7 +104,7 @@ async def test_a_warning_is_for_those_who_said_nothing(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Not for who drained, as on every scaling down, nor for any at the router's own end."""
-    caplog.set_level(logging.INFO, "router.registry")
+    caplog.set_level(logging.INFO, "router.workers.registry")
     prefill, decode = await cluster.pair()
     other = await cluster.add("d1", DECODE)
     decode.report(draining=True)

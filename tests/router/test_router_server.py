@@ -13,12 +13,12 @@ from grpc_reflection.v1alpha import reflection_pb2
 from router_kit import served
 from scripted_worker import PREFILL, WAIT_S, until
 
-from baton.client import AsyncClient
+from baton.client.clients import AsyncClient
 from baton.grpc_options import channel_options
-from baton.grpc_services import REFLECTION_V1
 from baton.inference.v1 import inference_pb2, inference_pb2_grpc
-from router.frontdoor import SERVICE_NAME
-from router.tokenization import Tokenizer
+from baton.process.grpc_services import REFLECTION_V1
+from router.doors.frontdoor import SERVICE_NAME
+from router.requests.tokenization import Tokenizer
 
 
 def request(max_tokens: int = 2) -> inference_pb2.StreamGenerateRequest:

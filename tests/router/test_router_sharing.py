@@ -19,7 +19,7 @@ from router_kit import a_router, announce
 from scripted_worker import BOTH, ScriptedWorker
 from waiting import WAIT_S, until
 
-from baton.client import Client
+from baton.client.clients import Client
 from baton.grpc_options import client_options
 from baton.inference.v1 import inference_pb2 as api
 from baton.inference.v1 import inference_pb2_grpc as api_grpc

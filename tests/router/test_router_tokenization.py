@@ -11,7 +11,7 @@ import pytest
 from frontdoor_kit import CHAT_TEMPLATE, CORPUS, write_tokenizer
 
 from baton.inference.v1 import inference_pb2 as api
-from router.tokenization import ChatTemplateError, Tokenizer, Tokenizers
+from router.requests.tokenization import ChatTemplateError, Tokenizer, Tokenizers
 
 TURNS = [
     (api.ROLE_SYSTEM, "system", "Be brief & <polite>."),

@@ -9,9 +9,9 @@ import pytest
 from frontdoor_kit import served_model
 
 from baton.inference.v1 import inference_pb2 as api
-from router import validation
 from router.errors import RouterError, Violation
-from router.validation import Limits
+from router.requests import validation
+from router.requests.validation import Limits
 
 LIMITS = Limits(default_max_tokens=20, max_output_tokens=48, max_choices=4)
 MODEL = served_model("/nowhere")

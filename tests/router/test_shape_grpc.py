@@ -23,8 +23,8 @@ from frontdoor_kit import (
 )
 
 from baton.inference.v1 import inference_pb2 as api
-from router.auth import TokenGate
-from router.bounds import (
+from router.doors.auth import TokenGate
+from router.requests.bounds import (
     LEAST_ELEMENTS,
     LEAST_REQUEST_BYTES,
     MAX_TURNS,
@@ -32,8 +32,8 @@ from router.bounds import (
     MOST_REQUEST_BYTES,
     BodyShape,
 )
-from router.validation import MAX_LOGIT_BIASES, MAX_STOP_TOKENS
-from router.wire_shape import count_fields
+from router.requests.validation import MAX_LOGIT_BIASES, MAX_STOP_TOKENS
+from router.requests.wire_shape import count_fields
 
 GENERATE = "/baton.inference.v1.InferenceService/Generate"
 SOON_S = 1.0

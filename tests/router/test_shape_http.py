@@ -14,12 +14,12 @@ from frontdoor_kit import served_model
 from openai_kit import Port, open_port, says
 from waiting import until
 
-from router.auth import TokenGate
-from router.bounds import LEAST_ELEMENTS, MAX_TEMPLATE_VALUES, MAX_TURNS, BodyShape
+from router.doors.auth import TokenGate
+from router.doors.openai.bodies import Bodies
+from router.doors.openai.schema import CompletionRequest
+from router.doors.openai.turns import ChatRequest, ChatTurn
 from router.errors import RouterError
-from router.openai.bodies import Bodies
-from router.openai.schema import CompletionRequest
-from router.openai.turns import ChatRequest, ChatTurn
+from router.requests.bounds import LEAST_ELEMENTS, MAX_TEMPLATE_VALUES, MAX_TURNS, BodyShape
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SOON_S = 1.0
@@ -175,7 +175,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 async def test_all_bodies_together_are_bounded(
     port: Port, counts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.openai.bodies.MOST_HELD_BODY_BYTES", 300_000)
+    monkeypatch.setattr("router.doors.openai.bodies.MOST_HELD_BODY_BYTES", 300_000)
     _, held = await asyncio.open_connection(*port.address)
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: 250000\r\n\r\n"
     held.write(head.encode() + b" " * 249_999)

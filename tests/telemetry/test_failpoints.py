@@ -19,12 +19,12 @@ from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 from waiting import wait_until
 
-from baton.settings import resolve
-from baton.worker_settings import WorkerDebug, WorkerSettings
+from baton.process.settings import resolve
 from router.settings import RouterDebug, RouterSettings
 from telemetry import failpoints
 from telemetry.admin import AdminServer
 from telemetry.failpoints import FailpointError, FailpointsError
+from worker.settings import WorkerDebug, WorkerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -175,9 +175,9 @@ async def test_live_failpoints_are_armed_over_the_admin_port() -> None:
         assert (await asyncio.to_thread(post, opened.address, "nonsense"))[0] == 400
         status, told = await asyncio.to_thread(post, opened.address, "engine.step=raise@1")
         assert status == 200
-        assert json.loads(told)["engine.step"] == [0, 0]
+        assert json.loads(told)["engine.schedule.step"] == [0, 0]
         with pytest.raises(FailpointError):
-            failpoints.hit("engine.step")
+            failpoints.hit("engine.schedule.step")
         assert failpoints.is_live()
     finally:
         await closed.stop()
@@ -190,7 +190,16 @@ PASSING = ("failpoints.hit", "failpoints.wait_s")
 def test_the_table_is_the_failpoints_in_the_code() -> None:
     """Each is passed somewhere, and nothing is passed that the table does not know."""
     passed: Counter[str] = Counter()
-    for room in ("baton", "router", "prefill_service", "decode_service", "engine", "kv_transfer"):
+    for room in (
+        "baton",
+        "router",
+        "worker",
+        "worker_base",
+        "prefill_service",
+        "decode_service",
+        "engine",
+        "kv_transfer",
+    ):
         for path in (ROOT / room).rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.Call) and ast.unparse(node.func) in PASSING:

@@ -14,8 +14,8 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from telemetry.admin import AdminServer
+from telemetry.metrics.router import RouterLoad, RouterMetrics
 from telemetry.names import Metric
-from telemetry.router_metrics import RouterLoad, RouterMetrics
 
 
 class Process:

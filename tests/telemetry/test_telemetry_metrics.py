@@ -14,17 +14,17 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.worker_overdue import Overdue
 from engine.types import EngineLoad
 from kv_transfer.events import TransferCounters
 from telemetry.export import ExportCounts
-from telemetry.gpu import GpuLoad, gpu_reader
-from telemetry.loop_lag import EventLoopLag
-from telemetry.metric_table import DECLARED, OVERLOADED, OWN_FAULTS
-from telemetry.metrics import ProcessMetrics
+from telemetry.metrics.gpu import GpuLoad, gpu_reader
+from telemetry.metrics.loop_lag import EventLoopLag
+from telemetry.metrics.process import ProcessMetrics
+from telemetry.metrics.router import LEFT_SHOWN_S, RouterLoad, RouterMetrics, WorkerUp
+from telemetry.metrics.table import DECLARED, OVERLOADED, OWN_FAULTS
+from telemetry.metrics.worker import PeerPath, WorkerMetrics
 from telemetry.names import Metric
-from telemetry.router_metrics import LEFT_SHOWN_S, RouterLoad, RouterMetrics, WorkerUp
-from telemetry.worker_metrics import PeerPath, WorkerMetrics
+from worker_base.overdue import Overdue
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 

@@ -30,7 +30,7 @@ from sample_traces import (
     whole,
 )
 
-from baton.traces import (
+from baton.console.traces import (
     JAEGER_URL,
     Span,
     Trace,
@@ -40,7 +40,7 @@ from baton.traces import (
     from_store,
     missing_spans,
 )
-from baton.waterfall import draw
+from baton.console.waterfall import draw
 from router.trace_store import TraceStore
 from telemetry.names import Attr, SpanName
 

@@ -7,7 +7,7 @@ import time
 
 from streams import Reading, bring_back, busy, prompt_of, read
 
-from baton.generation import FinishReason
+from baton.client.generation import FinishReason
 from struck import DECODES
 
 NOISE = 1e-3

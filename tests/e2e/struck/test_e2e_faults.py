@@ -10,8 +10,8 @@ from streams import bring_back, busy, prompt_of, read
 from waiting import wait_until
 
 from baton.errors import DeadlineError
-from baton.worker_watchdog import EXIT_HUNG
 from struck import DECODES, PREFILLS
+from worker.watchdog import EXIT_HUNG
 
 POISONED = 77
 """Prompts of so many tokens kill who decodes them."""

@@ -10,7 +10,7 @@ from cluster import Cluster
 from streams import Reading, bring_back, busy, prompt_of, read
 from waiting import wait_until
 
-from baton.client import Client
+from baton.client.clients import Client
 from struck import DECODES, PREFILLS
 
 OPTIONS = {"temperature": 0.0, "max_tokens": 20}

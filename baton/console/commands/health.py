@@ -1,0 +1,40 @@
+"""`baton health`: asks whether a process serves."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from baton.output import stdout
+from baton.process.settings import ROUTER_ADDRESS
+
+
+def health(
+    address: Annotated[
+        str,
+        typer.Argument(
+            help="HOST:PORT of a router or worker (grpcs://HOST:PORT with TLS), or @FILE with it."
+        ),
+    ] = ROUTER_ADDRESS,
+    service: Annotated[
+        str, typer.Option(help="Full name of a gRPC service. Default: the process as such.")
+    ] = "",
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds.")] = 2.0,
+) -> None:
+    """Ask a router or a worker whether it serves. Exit code 0 means yes.
+
+    Probes run [cyan]python -m baton.console.health ADDRESS[/], which does the same and starts
+    faster.
+
+    Example: [cyan]baton health HOST:50051 --service baton.inference.v1.InferenceService[/]
+    """
+    from baton.console.health import SERVING, check_at
+
+    try:
+        status = check_at(address, service, timeout)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    stdout.print(status)
+    if status != SERVING:
+        raise typer.Exit(1)

@@ -1,0 +1,1 @@
+"""What a load run is summed up to."""

@@ -1,0 +1,341 @@
+"""Runs routers and their workers as processes of this machine, for `baton up` and `baton demo`.
+
+1. `plan` turns options into ports, devices, threads and command lines. It starts nothing.
+2. `running` starts the processes and yields at once.
+3. `wait_until_ready` returns when every worker serves, is attached to every router, and every
+   router can run a model. A process that dies before that is an error. One that dies later is
+   restarted, except for the only router.
+4. Leaving `running` drains the routers first, since their requests need the workers.
+
+Several routers share the addresses for clients. All processes send their spans to the first one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import sys
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple
+
+from baton.console.ports import PortPicker
+from baton.console.supervisor import ProcessSpec, Supervisor, Write
+from baton.process.gpu_slots import visible_gpus
+from worker.settings import Role
+
+GRPC_PORT: Final = 50051
+HTTP_PORT: Final = 8000
+INTERNAL_PORT: Final = 50050
+ADMIN_PORT: Final = 9090
+"""Admin port of the first router. Other routers follow, then workers."""
+POLL_S: Final = 0.1
+
+Device = Literal["auto", "cpu", "cuda"]
+_Flags = Mapping[str, str | float | None]
+
+
+class UpError(Exception):
+    """The wanted processes cannot run here, or did not start."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpOptions:
+    """The processes to run. Port 0: any free one; None: the usual port or the next free one."""
+
+    model: str
+    """Folder of the model; `demo` is already resolved."""
+    prefill: int = 1
+    decode: int = 1
+    both: int = 0
+    routers: int = 1
+    device: Device = "auto"
+    trace: bool = True
+    """Whether every process sends its spans to the first router's trace store."""
+    grpc_port: int | None = None
+    http_port: int | None = None
+    admin_port: int | None = None
+    kv_memory_gib: float | None = None
+    drain_s: float = 30.0
+    """Seconds that running requests may continue when everything is stopped."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpPlan:
+    """The processes, and their addresses."""
+
+    specs: tuple[ProcessSpec, ...]
+    router_address: str
+    """gRPC address for clients; all routers share it and `http_address`."""
+    http_address: str
+    router_admin_addresses: tuple[tuple[str, str], ...]
+    """Name and admin address of each router; the first has the traces."""
+    worker_addresses: tuple[tuple[str, str], ...]
+    """Name and address of each worker."""
+    worker_admin_addresses: tuple[tuple[str, str], ...]
+    """Name and admin address of each worker."""
+    drain_s: float
+    claims: tuple[socket.socket, ...] = ()
+    """Claims of its ports. No process listens there before a worker has loaded its model. Claims
+    last as long as the plan exists."""
+
+    @property
+    def admin_address(self) -> str:
+        """Admin address of the first router."""
+        return self.router_admin_addresses[0][1]
+
+
+def plan(options: UpOptions) -> UpPlan:
+    """Plans all processes, without starting one.
+
+    Raises:
+        UpError: the processes cannot run on this machine.
+        PortTakenError: another process has a wanted port.
+    """
+    roles = _roles(options)
+    gpus = [] if options.device == "cpu" else visible_gpus()
+    if options.device == "cuda" and not gpus:
+        raise UpError("there is no GPU here (--device cpu runs without one)")
+    with PortPicker() as ports:
+        at = _ClientAddresses(
+            grpc=ports.pick(options.grpc_port, GRPC_PORT),
+            http=ports.pick(options.http_port, HTTP_PORT),
+        )
+        names = (
+            [f"router-{i}" for i in range(options.routers)] if options.routers > 1 else ["router"]
+        )
+        admin_ports = [options.admin_port, *[_like(options.admin_port)] * (options.routers - 1)]
+        routers = [
+            _Router(
+                name=name,
+                internal=ports.pick(_like(options.grpc_port), INTERNAL_PORT),
+                admin=ports.pick(admin_port, ADMIN_PORT),
+            )
+            for name, admin_port in zip(names, admin_ports, strict=True)
+        ]
+        workers = [
+            _Worker(
+                name=name,
+                role=role,
+                address=ports.pick(0, 0),
+                admin=ports.pick(_like(options.admin_port), ADMIN_PORT + 1),
+                gpu=gpus[index % len(gpus)] if gpus else "",
+            )
+            for index, (name, role) in enumerate(roles)
+        ]
+    threads = max(1, (os.cpu_count() or 1) // len(workers))
+    return UpPlan(
+        specs=(
+            *(_router_spec(options, at, router, routers) for router in routers),
+            *(_worker_spec(options, routers, worker, threads) for worker in workers),
+        ),
+        router_address=at.grpc,
+        http_address=at.http,
+        router_admin_addresses=tuple((router.name, router.admin) for router in routers),
+        worker_addresses=tuple((worker.name, worker.address) for worker in workers),
+        worker_admin_addresses=tuple((worker.name, worker.admin) for worker in workers),
+        drain_s=options.drain_s,
+        claims=tuple(ports.claims),
+    )
+
+
+class _ClientAddresses(NamedTuple):
+    """Addresses of the routers for clients."""
+
+    grpc: str
+    http: str
+
+
+class _Router(NamedTuple):
+    """One planned router."""
+
+    name: str
+    internal: str
+    admin: str
+
+
+class _Worker(NamedTuple):
+    """One planned worker."""
+
+    name: str
+    role: Role
+    address: str
+    admin: str
+    gpu: str
+    """The GPU's name in `CUDA_VISIBLE_DEVICES`; "" for none."""
+
+
+def _router_spec(
+    options: UpOptions, at: _ClientAddresses, router: _Router, routers: Sequence[_Router]
+) -> ProcessSpec:
+    flags: _Flags = {
+        "--name": router.name,
+        "--listen": at.grpc,
+        "--internal-listen": router.internal,
+        "--http-listen": at.http,
+        "--admin": router.admin,
+        "--drain-grace-s": 0,  # No load balancer stands before it.
+        "--drain-s": options.drain_s,
+        "--otlp-endpoint": _spans_to(options, routers),
+    }
+    is_only = len(routers) == 1
+    switches = [] if is_only else ["--reuse-port"]
+    if options.trace and router is routers[0]:
+        switches.append("--trace-store")
+    return ProcessSpec(
+        name=router.name,
+        argv=[*_baton("router", flags), *switches],
+        environment=_quiet(),
+        essential=is_only,
+    )
+
+
+def _worker_spec(
+    options: UpOptions, routers: Sequence[_Router], worker: _Worker, threads: int
+) -> ProcessSpec:
+    flags: _Flags = {
+        "--name": worker.name,
+        "--role": worker.role.value,
+        "--model": options.model,
+        "--device": "cuda" if worker.gpu else "cpu",
+        "--threads": threads,
+        "--listen": worker.address,
+        "--routers": ",".join(router.internal for router in routers),
+        "--admin": worker.admin,
+        "--drain-s": options.drain_s,
+        "--kv-memory-gib": options.kv_memory_gib,
+        "--otlp-endpoint": _spans_to(options, routers),
+    }
+    device = {"CUDA_VISIBLE_DEVICES": worker.gpu} if worker.gpu else {}
+    return ProcessSpec(
+        name=worker.name,
+        argv=_baton("worker", flags),
+        environment={**_quiet(), **device, "OMP_NUM_THREADS": str(threads)},
+        stop_rank=1,
+    )
+
+
+def _baton(command: str, flags: _Flags) -> list[str]:
+    """Makes a command line. Flags of None are left out."""
+    given = [(flag, str(value)) for flag, value in flags.items() if value is not None]
+    return [sys.executable, "-m", "baton", command, *(word for pair in given for word in pair)]
+
+
+def _spans_to(options: UpOptions, routers: Sequence[_Router]) -> str | None:
+    return f"http://{routers[0].internal}" if options.trace else None
+
+
+def _quiet() -> dict[str, str]:
+    """Silences gRPC's own log, which has a line for every closed connection."""
+    return {"GRPC_VERBOSITY": os.environ.get("GRPC_VERBOSITY", "error")}
+
+
+def _roles(options: UpOptions) -> list[tuple[str, Role]]:
+    counts = {
+        Role.PREFILL: options.prefill,
+        Role.DECODE: options.decode,
+        Role.BOTH: options.both,
+    }
+    if options.prefill and not (options.decode or options.both):
+        raise UpError("prefill workers need decode workers (--decode or --both)")
+    roles = [(f"{role}-{i}", role) for role, count in counts.items() for i in range(count)]
+    if not roles:
+        raise UpError("there is no worker to run (--prefill, --decode, --both)")
+    return roles
+
+
+def _like(port: int | None) -> int | None:
+    """Chooses a further port: any free one if the given port is 0, else the usual one."""
+    return 0 if port == 0 else None
+
+
+@contextlib.asynccontextmanager
+async def running(what: UpPlan, write: Write) -> AsyncIterator[Supervisor]:
+    """Runs the plan's processes while the context is open, then drains them."""
+    supervisor = Supervisor(what.specs, write)
+    supervisor.start()
+    try:
+        yield supervisor
+    finally:
+        await supervisor.stop(what.drain_s)
+
+
+async def wait_until_ready(
+    what: UpPlan, supervisor: Supervisor, waiting_for: Callable[[str], None] = lambda names: None
+) -> None:
+    """Returns when all workers serve, are attached to all routers, and all routers run a model.
+
+    Args:
+        what: the running plan.
+        supervisor: the supervisor of its processes.
+        waiting_for: is called with the names of processes that are not ready, on each change.
+
+    Raises:
+        UpError: a process died first, or the supervisor was stopped.
+    """
+    ready = asyncio.create_task(_ready(what, waiting_for))
+    ended = asyncio.create_task(supervisor.ended.wait())
+    try:
+        await asyncio.wait([ready, ended], return_when=asyncio.FIRST_COMPLETED)
+        if not ready.done():
+            raise UpError(supervisor.failed or "stopped before everything was ready")
+        await ready
+    finally:
+        ready.cancel()
+        ended.cancel()
+    supervisor.settled = True
+
+
+async def _ready(what: UpPlan, waiting_for: Callable[[str], None]) -> None:
+    missing = dict(what.worker_addresses)
+    while missing:
+        waiting_for(", ".join(missing))
+        answers = await asyncio.gather(*map(_serves, missing.values()))
+        missing = {
+            name: address
+            for (name, address), serves in zip(missing.items(), answers, strict=True)
+            if not serves
+        }
+        await asyncio.sleep(POLL_S)
+    workers = {name for name, _ in what.worker_addresses}
+    for name, admin in what.router_admin_addresses:
+        waiting_for(name)
+        while not await asyncio.to_thread(_can_run_with, workers, admin):
+            await asyncio.sleep(POLL_S)
+
+
+def _can_run_with(workers: set[str], router_admin: str) -> bool:
+    """Whether a router can run a model and has a stream to every worker.
+
+    A router may run a model with some of the workers; ready means all of them.
+    """
+    try:
+        _get(f"http://{router_admin}/health/ready")
+        attached = json.loads(_get(f"http://{router_admin}/discovery"))
+    except (OSError, ValueError):
+        return False
+    return workers <= {target["labels"]["worker"] for target in attached}
+
+
+def _get(url: str) -> bytes:
+    """Reads a URL. Raises OSError if the status is an error."""
+    with urllib.request.urlopen(url, timeout=1.0) as answer:
+        return bytes(answer.read())
+
+
+async def _serves(address: str) -> bool:
+    """Whether the health check of the process at the address succeeds."""
+    import grpc.aio
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        try:
+            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=1.0)
+        except grpc.RpcError:
+            return False
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

@@ -1,0 +1,1 @@
+"""A model in the caller's process, without servers: a worker's engine behind a router's doors."""

@@ -1,0 +1,1 @@
+"""What every server process shares: settings, event loop, gRPC services, release, GPU slots."""

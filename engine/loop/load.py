@@ -1,0 +1,89 @@
+"""What an engine holds and has done, as others see it: workers report it, routers choose by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from engine.loop.rates import StepRates
+from engine.schedule.scheduler import Scheduler
+from engine.schedule.sequences import RequestState
+from engine.schedule.step import StepPlan
+from engine.types import EngineLoad, Mode
+
+
+def load_of(
+    scheduler: Scheduler,
+    rates: StepRates,
+    in_flight: Sequence[StepPlan],
+    *,
+    progress: int,
+    long_step_ms: float,
+) -> EngineLoad:
+    """The load now. To be called on the step loop's thread, like all that looks at the scheduler.
+
+    Args:
+        scheduler: what it holds.
+        rates: what its steps took.
+        in_flight: steps launched and not settled.
+        progress: of the step loop.
+        long_step_ms: how long the step in flight may take, if that is long.
+    """
+    blocks = scheduler.blocks
+    return EngineLoad(
+        progress=progress,
+        queued_prefill_tokens=_queued_prefill_tokens(scheduler, in_flight),
+        requests=frozenset(scheduler.requests),
+        waiting_requests=len(scheduler.waiting) + len(scheduler.preempted),
+        wanted_pages=_wanted_pages(scheduler),
+        wanted_sequences=_wanted_sequences(scheduler),
+        running_sequences=scheduler.slots.num_used,
+        max_sequences=scheduler.config.max_sequences,
+        total_pages=blocks.total,
+        free_pages=blocks.free,
+        evictable_pages=blocks.evictable,
+        granted_pages=_pages_in(scheduler, RequestState.RESERVED),
+        quarantined_pages=_pages_in(scheduler, RequestState.HELD),
+        damaged_pages=blocks.damaged,
+        step_ms=rates.step_s * 1e3,
+        prefill_tokens_per_s=rates.prefill.tokens_per_s,
+        prefill_rate_age_s=rates.prefill.age_s,
+        long_step_ms=long_step_ms,
+        steps=scheduler.next_step,
+        preemptions=scheduler.preemptions,
+        prompt_tokens_computed=rates.prompt_tokens,
+        prompt_tokens_cached=scheduler.cached_tokens,
+        tokens_sampled=rates.tokens_sampled,
+    )
+
+
+def _queued_prefill_tokens(scheduler: Scheduler, in_flight: Iterable[StepPlan]) -> int:
+    """Prompt tokens accepted and not computed yet."""
+    waiting = sum(
+        len(active.request.prompt_ids)
+        for active in scheduler.waiting
+        if active.request.mode is not Mode.RECEIVE
+    )
+    admitted = sum(task.remaining for task in scheduler.prefills)
+    return waiting + admitted + sum(plan.prompt_tokens for plan in in_flight)
+
+
+def _wanted_pages(scheduler: Scheduler) -> int:
+    """Pages of the prompts that wait."""
+    size = scheduler.config.page_size
+    return sum(-(-len(active.request.prompt_ids) // size) for active in scheduler.waiting)
+
+
+def _wanted_sequences(scheduler: Scheduler) -> int:
+    """Slots of the requests that wait to decode here."""
+    decoding = [one for one in scheduler.waiting if one.request.mode is not Mode.PREFILL]
+    return sum(active.request.choices for active in decoding)
+
+
+def _pages_in(scheduler: Scheduler, state: RequestState) -> int:
+    """Pages of RECEIVE requests in this state: RESERVED are granted, HELD quarantined."""
+    count = 0
+    for active in scheduler.requests.values():
+        if active.request.mode is Mode.RECEIVE and active.state is state:
+            held = len(active.held_pages)
+            count += held or int(scheduler.slots.page_count[active.sequences[0].slot])
+    return count

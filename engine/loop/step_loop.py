@@ -1,0 +1,295 @@
+"""The step loop: `receive -> admit -> plan -> launch -> settle(previous)`, for ever.
+
+One step is always in flight while the host settles the one before it, and the next is launched
+shortly before that one ends (`engine.loop.pacing`). The loop waits in one place, for its queue:
+others post commands there, and a step that has ended posts its end. Requests that arrive while the
+loop waits get slots and pages at once. The loop is the only one to touch the scheduler; others
+talk to it through `post`, and read `load`.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from engine.loop.executor import Executor, Launched
+from engine.loop.load import load_of
+from engine.loop.pacing import LaunchPacer
+from engine.loop.profiling import StepProfiler
+from engine.loop.rates import StepRates
+from engine.pages.prefix import prompt_keys
+from engine.schedule.admission import admit
+from engine.schedule.planning import plan_step
+from engine.schedule.recovery import is_lost, recover
+from engine.schedule.scheduler import Scheduler
+from engine.schedule.settling import settle_step
+from engine.schedule.step import StepPlan
+from engine.types import EngineLoad, Event, Prefilled, Request, Sink
+from telemetry import failpoints
+
+log = logging.getLogger("baton.engine")
+
+Command = Callable[[Scheduler], None]
+OnStep = Callable[[float, int], None]
+"""Hears of a settled step, on the loop's thread: its seconds, and how many sequences it decoded."""
+OnLost = Callable[[], None]
+"""Called on the loop's thread when the device will run no further step."""
+IDLE_TURN_S = 0.25
+"""How long an idle turn waits for a command: progress is shown at least this often."""
+LONG_STEP_S = 1.0
+"""A step expected to take longer is announced."""
+YIELD_S = 1e-4
+"""As long as a thread waits for the interpreter where this one does not let go of it. On a busy CPU
+of two cores the transfer thread took up a prompt's end 0.3 ms later than told, and 0.6 without."""
+PROFILE_END_S = 10.0
+"""Announced for the end of a profile: its events are gathered on the loop's thread."""
+STOP_S = 60.0
+"""How long the end waits for the step in flight."""
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A step that was launched."""
+
+    plan: StepPlan
+    at_s: float
+    """When it was launched, `time.monotonic`."""
+    launched: Launched = field(init=False)
+    """Set by the launch."""
+    ended: bool = False
+    """The loop was told that the device is through with it."""
+
+
+class StepLoop:
+    """Owns the scheduler and the executor, on a thread of its own."""
+
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, profiler: StepProfiler | None = None
+    ) -> None:
+        self.profiler = profiler or StepProfiler()
+        self.load = EngineLoad(max_sequences=scheduler.config.max_sequences)
+        self.max_step_tokens = scheduler.config.max_step_tokens
+        self._scheduler = scheduler
+        self._executor = executor
+        # No SimpleQueue: its timed `get` never ends where the time is up before it begins to wait.
+        self._commands: queue.Queue[Command | _Flight] = queue.Queue()
+        self._flights: deque[_Flight] = deque()
+        """Steps launched and not settled, oldest first: at most two."""
+        self._stopping = False
+        self._on_step: OnStep = _unobserved
+        self._on_lost: OnLost = _unanswered
+        self._thread = threading.Thread(target=self._run, name="baton-step-loop", daemon=True)
+        self._rates = StepRates()
+        self._pacer = LaunchPacer()
+        self._progress = 0
+
+    def start(self, on_step: OnStep | None = None, on_lost: OnLost | None = None) -> None:
+        """Starts the thread."""
+        self._on_step = on_step or _unobserved
+        self._on_lost = on_lost or _unanswered
+        self._publish_load()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the loop after the step in flight; requests still inside are dropped. One that hangs
+        is left to itself after STOP_S."""
+        self._stopping = True
+        self.post(lambda _: None)
+        self._thread.join(STOP_S)
+        if self._thread.is_alive():
+            log.error("the step in flight has not ended within %d s: it is left behind", STOP_S)
+        else:
+            self._executor.shutdown()
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Takes a request on. Its prompt's keys are made here, on the caller's thread: those of
+        8,000 tokens take some 0.4 ms, and no step is to wait for that."""
+        keys = prompt_keys(self._scheduler.config, request, request.prompt_ids)
+        self.post(lambda scheduler: scheduler.submit(request, sink, keys))
+
+    def post(self, command: Command) -> None:
+        """Runs `command` on the loop's thread before the next plan."""
+        self._commands.put(command)
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._turn()
+        for flight in self._flights:
+            flight.launched.exception()  # It may hang, and `stop` is waited for no longer then.
+
+    def _turn(self) -> None:
+        verb = self.profiler.verb
+        with verb("receive"):
+            self._receive_until_due()
+        self._pacer.woke()
+        failpoints.hit("engine.turn")
+        with verb("admit"):
+            admit(self._scheduler)
+        with verb("plan"):
+            plan = plan_step(self._scheduler)
+            self._flush()
+        if plan is not None:
+            with verb("launch"):
+                self._launch(plan)
+        with verb("settle"):
+            self._settle_previous(launched=plan is not None)
+        if not self._flights:
+            self._progress += 1
+            self._scheduler.blocks.inspect()
+        if self.profiler.is_over():
+            self._progress += 1
+            self._publish_load(PROFILE_END_S)
+            self.profiler.end()
+        self._publish_load()
+
+    # -- waiting --------------------------------------------------------------------------------
+
+    def _receive_until_due(self) -> None:
+        """Receives commands until the next step should be prepared."""
+        if not self._flights:
+            self._receive(IDLE_TURN_S)
+            return
+        flight = self._flights[0]
+        if flight.plan.only_decodes:
+            self._receive_beside(flight, until_due=True)
+        self._receive(0.0)
+
+    def _settle_previous(self, *, launched: bool) -> None:
+        """Waits for the end of the oldest step and settles it. A step that nothing could be
+        launched behind is left in flight where commands may have brought something."""
+        has_previous = len(self._flights) > launched
+        if has_previous:
+            flight = self._flights[0]
+            self._receive_beside(flight, until_due=False, until_work=not launched)
+            if flight.ended:
+                self._flights.popleft()
+                self._settle(flight)
+        self._scheduler.publish_delivered()
+
+    def _receive_beside(
+        self, flight: _Flight, *, until_due: bool, until_work: bool = False
+    ) -> None:
+        """Receives commands while a step is in flight, until it has ended.
+
+        Args:
+            flight: the oldest step in flight.
+            until_due: no longer than until the next one should be prepared.
+            until_work: the same, once a command came.
+        """
+        while not (flight.ended or self._stopping):
+            wait_s = self._due_s(flight) if until_due else None
+            if wait_s == 0.0:
+                return
+            until_due |= self._receive(wait_s) and until_work
+
+    def _due_s(self, flight: _Flight) -> float:
+        """Seconds until the step behind this one should be prepared."""
+        began, prompts_s = self._rates.began(flight.at_s), self._rates.usual_s(flight.plan)
+        return self._pacer.wait_s(flight.plan, began, prompts_s)
+
+    def _receive(self, wait_s: float | None) -> bool:
+        """Runs the commands that are there, or that come within `wait_s` (None: whenever one does),
+        and admits the requests that they brought; returns whether there was one."""
+        received = False
+        for command in self._pending(wait_s):
+            if isinstance(command, _Flight):
+                command.ended = True
+                continue
+            received = True
+            try:
+                command(self._scheduler)
+            except Exception:
+                log.exception("a command failed")
+        if received:
+            admit(self._scheduler)
+            self._publish_load()
+        self._flush()
+        return received
+
+    def _pending(self, wait_s: float | None) -> Iterator[Command | _Flight]:
+        try:
+            if wait_s != 0.0:
+                yield self._commands.get(timeout=wait_s)
+            while True:
+                yield self._commands.get_nowait()
+        except queue.Empty:
+            return
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    def _launch(self, plan: StepPlan) -> None:
+        flight = _Flight(plan, time.monotonic())
+        self._flights.append(flight)
+        self._progress += 1
+        self._publish_load()
+        self.profiler.launching()
+        flight.launched = self._executor.launch(plan)
+        flight.launched.add_done_callback(lambda _: self._commands.put(flight))
+        self._pacer.launched()
+
+    def _settle(self, flight: _Flight) -> None:
+        plan = flight.plan
+        self._progress += 1
+        try:
+            result = flight.launched.result()
+        except Exception as error:
+            log.exception("step %d failed", plan.number)
+            recover(self._scheduler, plan, error)
+            if is_lost(self._scheduler, error):
+                self._on_lost()
+            self._flush()
+        else:
+            self._rates.settled(plan, flight.at_s)
+            self._pacer.settled(plan, self._rates.step_s)
+            settle_step(self._scheduler, plan, result, self._hand_over)
+            self._on_step(self._rates.step_s, plan.num_decodes)
+
+    def _hand_over(self) -> None:
+        """Tells what is queued. Whoever sends the last chunk of a prompt has the interpreter for a
+        moment: the client waits for that, while the device has its next step already, or nobody
+        waits for this loop."""
+        events = self._scheduler.take_events()
+        hand_out(events)
+        if any(isinstance(event, Prefilled) for _, event in events):
+            time.sleep(YIELD_S)
+
+    def _flush(self) -> None:
+        hand_out(self._scheduler.take_events())
+
+    def _publish_load(self, profile_s: float = 0.0) -> None:
+        plans = [flight.plan for flight in self._flights]
+        long_step_s = profile_s + self._rates.expected_s(plans)
+        self.load = load_of(
+            self._scheduler,
+            self._rates,
+            plans,
+            progress=self._progress,
+            long_step_ms=1e3 * long_step_s if long_step_s > LONG_STEP_S else 0.0,
+        )
+
+
+def _unanswered() -> None:
+    """For callers that can do nothing about it."""
+
+
+def _unobserved(_seconds: float, _decoded_sequences: int) -> None:
+    """For callers that need no figures."""
+
+
+def hand_out(events: list[tuple[Sink, Event]]) -> None:
+    """Calls the sinks with their events, in order, one call for a run of the same sink."""
+    start = 0
+    for end in range(1, len(events) + 1):
+        if end < len(events) and events[end][0] == events[start][0]:
+            continue
+        sink = events[start][0]
+        try:
+            sink([event for _, event in events[start:end]])
+        except Exception:
+            log.exception("a sink failed")
+        start = end

@@ -1,0 +1,343 @@
+"""The block manager: who holds which page of the KV pool. Knows no tensor and no request.
+
+Every page but the scratch page is in exactly one state:
+
+    FREE      refcount 0, no key, no step in flight may write it: may be allocated
+    SETTLING  refcount 0, but a launched step may still write it: free (or evictable) once settled
+    EVICTABLE refcount 0, keyed: only the prefix cache holds it; allocated when FREE runs out
+    HELD      refcount > 0
+
+`free + evictable + settling + held == num_pages - 1`. A page with a key is complete, and no step
+in flight writes it; `by_key[key] == page` iff `key_of[page] == key`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.pages.eviction import EvictionPolicy, LruEviction
+from engine.types import PageIds
+
+SCRATCH_PAGE = 0
+AHEAD, AHEAD_SHARE = 8, 16
+"""For a run of pages at most so many times as many are evicted beyond what is needed, and at most
+one part in so many of the pool."""
+
+
+class OutOfPagesError(Exception):
+    """Fewer pages are free or evictable than were asked for; nothing was allocated."""
+
+
+class CacheEventKind(enum.Enum):
+    """What happened to a cached page."""
+
+    STORED = "stored"
+    HIT = "hit"
+    EVICTED = "evicted"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEvent:
+    """One event of the prefix cache; `sequence` counts them without gaps from 1."""
+
+    sequence: int
+    kind: CacheEventKind
+    key: bytes
+    page: int
+
+
+class PageWatch(Protocol):
+    """Hears of pages that become free and of pages that are free no more."""
+
+    damaged: int
+    """Pages found written while they were free: must stay 0."""
+
+    def freed(self, pages: PageIds) -> None:
+        """The pages are FREE from now on."""
+        return
+
+    def allocated(self, pages: PageIds) -> None:
+        """FREE pages are about to be HELD."""
+        return
+
+    def idle(self, is_free: NDArray[np.bool_]) -> None:
+        """There is time to look at FREE pages, given for every page of the pool."""
+        return
+
+
+class Unwatched(PageWatch):
+    """Looks at nothing."""
+
+    damaged = 0
+
+
+class BlockManager:
+    """Reference-counted pages, the prefix cache's index, and the last-writer rule."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        eviction: EvictionPolicy | None = None,
+        watch: PageWatch | None = None,
+    ) -> None:
+        if num_pages < 2:
+            raise ValueError("a pool has a scratch page and at least one more")
+        self.num_pages = num_pages
+        self._refcount = np.zeros(num_pages, np.int32)
+        self._last_writer = np.full(num_pages, -1, np.int64)
+        self._is_free = np.ones(num_pages, np.bool_)
+        self._is_free[SCRATCH_PAGE] = False
+        self._free = num_pages - 1
+        self._settling: list[int] = []
+        self._settled_step = -1
+        self._key_of: dict[int, tuple[bytes, int]] = {}
+        self._by_key: dict[bytes, int] = {}
+        self._evictable: EvictionPolicy = LruEviction() if eviction is None else eviction
+        self._listeners: list[Callable[[CacheEvent], None]] = []
+        self._event_sequence = 0
+        self._watch: PageWatch = watch or Unwatched()
+
+    @property
+    def total(self) -> int:
+        """Pages that can be allocated at all."""
+        return self.num_pages - 1
+
+    @property
+    def free(self) -> int:
+        """Pages in state FREE."""
+        return self._free
+
+    @property
+    def evictable(self) -> int:
+        """Pages in state EVICTABLE."""
+        return len(self._evictable)
+
+    @property
+    def available(self) -> int:
+        """Pages that `allocate` can give now."""
+        return self._free + len(self._evictable)
+
+    @property
+    def settling(self) -> int:
+        """Pages in state SETTLING."""
+        return len(self._settling)
+
+    @property
+    def damaged(self) -> int:
+        """Pages that were written while they were free, if they are watched for that."""
+        return self._watch.damaged
+
+    def subscribe(self, listener: Callable[[CacheEvent], None]) -> None:
+        """Calls `listener` for every event of the cache from now on, on the caller's thread."""
+        self._listeners.append(listener)
+
+    # -- allocation ---------------------------------------------------------------------------
+
+    def allocate(self, count: int) -> PageIds:
+        """Takes `count` pages with reference count 1, for a prompt: as one ascending run if that
+        takes evicting no more than some pages ahead of time, else as few runs.
+
+        Pages that lie side by side here and at the other end of a hand-off are sent as one. In a
+        pool that is full of cached pages, as it is after a while, there is no choice among as many
+        as are evicted: the page or two by which sequences grow would break up all runs in time.
+
+        Raises:
+            OutOfPagesError: fewer are available.
+        """
+        self._check_available(count)
+        most_free = count + min(AHEAD * count, self.total // AHEAD_SHARE)
+        while (run := self._fitting_run(count)) is None:
+            evicted = min(-(-count // 4), most_free - self._free, self.evictable)
+            if evicted <= 0:
+                break
+            self._evict(evicted)
+        return self._take(run if run is not None else self._out_of_runs(count, longest=True))
+
+    def allocate_apart(self, count: int) -> PageIds:
+        """Takes `count` pages with reference count 1 that may lie anywhere: they fill the gaps.
+
+        Raises:
+            OutOfPagesError: fewer are available.
+        """
+        if not count:  # As for most prompts: it takes no look at the pool.
+            return np.empty(0, np.int32)
+        self._check_available(count)
+        self._evict(max(0, count - self._free))
+        return self._take(self._out_of_runs(count, longest=False))
+
+    def _check_available(self, count: int) -> None:
+        if count > self.available:
+            raise OutOfPagesError(f"{count} pages wanted, {self.available} available")
+
+    def _take(self, pages: PageIds) -> PageIds:
+        self._watch.allocated(pages)
+        self._is_free[pages] = False
+        self._refcount[pages] = 1
+        self._free -= len(pages)
+        return pages
+
+    def _free_runs(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """[runs] starts and [runs] lengths; the scratch page, page 0, is never free."""
+        edges = np.flatnonzero(self._is_free[1:] != self._is_free[:-1]) + 1
+        if self._is_free[-1]:
+            edges = np.append(edges, self.num_pages)
+        return edges[::2], edges[1::2] - edges[::2]
+
+    def _fitting_run(self, count: int) -> PageIds | None:
+        """The beginning of the shortest run of free pages that has so many."""
+        starts, lengths = self._free_runs()
+        fitting = np.flatnonzero(lengths >= count)
+        if not fitting.size:
+            return None
+        start = starts[fitting[lengths[fitting].argmin()]]
+        return np.arange(start, start + count, dtype=np.int32)
+
+    def _out_of_runs(self, count: int, longest: bool) -> PageIds:
+        """So many free pages, from the longest runs or from the shortest, ascending."""
+        starts, lengths = self._free_runs()
+        order = np.argsort(-lengths if longest else lengths, kind="stable")
+        before = lengths[order].cumsum() - lengths[order]
+        used = order[before < count]
+        taken = np.minimum(lengths[used], count - before[: used.size])
+        by_place = starts[used].argsort()
+        firsts, taken = starts[used][by_place], taken[by_place]
+        offsets = np.arange(count) - np.repeat(taken.cumsum() - taken, taken)
+        pages: PageIds = (np.repeat(firsts, taken) + offsets).astype(np.int32)
+        return pages
+
+    def _evict(self, count: int) -> None:
+        pages = [self._evictable.pop() for _ in range(count)]
+        for page in pages:
+            key, _ = self._key_of.pop(page)
+            del self._by_key[key]
+            self._emit(CacheEventKind.EVICTED, key, page)
+        self._make_free(pages)
+
+    def share(self, pages: PageIds) -> None:
+        """One more holder for pages that are held already."""
+        self._refcount[pages] += 1
+
+    def release(self, pages: PageIds) -> None:
+        """One holder fewer. Give pages in sequence order: the tail is evicted first."""
+        self._refcount[pages] -= 1
+        left = pages[self._refcount[pages] == 0][::-1]
+        written = self._last_writer[left] > self._settled_step
+        self._settling.extend(left[written].tolist())
+        self._retire(left[~written].tolist())
+
+    def _retire(self, pages: list[int]) -> None:
+        unkeyed = []
+        for page in pages:
+            keyed = self._key_of.get(page)
+            if keyed is None:
+                unkeyed.append(page)
+            else:
+                self._evictable.add(page, keyed[1])
+        self._make_free(unkeyed)
+
+    def _make_free(self, pages: list[int]) -> None:
+        freed = np.array(pages, np.int32)
+        self._watch.freed(freed)
+        self._is_free[freed] = True
+        self._free += freed.size
+
+    # -- the last-writer rule -----------------------------------------------------------------
+
+    def mark_written(self, pages: PageIds, step: int) -> None:
+        """Step `step`, about to be launched, may write these pages."""
+        self._last_writer[pages] = step
+
+    def settle(self, step: int) -> None:
+        """Step `step` and all before it are done: what they wrote last is theirs no more."""
+        self._settled_step = step
+        if not self._settling:
+            return
+        settling = np.array(self._settling)
+        written = self._last_writer[settling] > step
+        self._settling = settling[written].tolist()
+        self._retire(settling[~written].tolist())
+
+    # -- the prefix cache ---------------------------------------------------------------------
+
+    def count_cached(self, keys: Sequence[bytes]) -> int:
+        """How many leading keys are in the cache."""
+        count = 0
+        for key in keys:
+            if key not in self._by_key:
+                break
+            count += 1
+        return count
+
+    def count_evictable(self, keys: Sequence[bytes]) -> int:
+        """How many of the leading cached pages only the cache holds: acquiring them makes that
+        many fewer available."""
+        pages = [self._by_key[key] for key in keys[: self.count_cached(keys)]]
+        return int((self._refcount[pages] == 0).sum()) if pages else 0
+
+    def acquire(self, keys: Sequence[bytes]) -> PageIds:
+        """Holds the pages of the leading keys that are cached, and returns them in order."""
+        pages = []
+        for key in keys:
+            page = self._by_key.get(key)
+            if page is None:
+                break
+            if self._refcount[page] == 0:
+                self._evictable.remove(page)
+            self._refcount[page] += 1
+            self._evictable.used(page)
+            pages.append(page)
+            self._emit(CacheEventKind.HIT, key, page)
+        return np.array(pages, np.int32)
+
+    def publish(self, pages: PageIds, keys: Sequence[bytes], first: int = 0) -> None:
+        """Keys complete, settled, held pages; `first` is the index of `pages[0]` in its sequence.
+
+        Pages that have a key already, and keys that have a page already, are left as they are.
+        """
+        assert (self._last_writer[pages] <= self._settled_step).all(), "page not settled"
+        for depth, (page, key) in enumerate(zip(pages.tolist(), keys, strict=True), first):
+            if page not in self._key_of and key not in self._by_key:
+                self._key_of[page] = (key, depth)
+                self._by_key[key] = page
+                self._emit(CacheEventKind.STORED, key, page)
+
+    def _emit(self, kind: CacheEventKind, key: bytes, page: int) -> None:
+        self._event_sequence += 1
+        if self._listeners:
+            event = CacheEvent(self._event_sequence, kind, key, page)
+            for listener in self._listeners:
+                listener(event)
+
+    def inspect(self) -> None:
+        """Gives the watch time to look at the free pages."""
+        self._watch.idle(self._is_free)
+
+    # -- integrity ----------------------------------------------------------------------------
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError where the module's invariant does not hold."""
+        held = self._refcount > 0
+        assert (self._refcount >= 0).all(), "negative reference count"
+        assert not held[SCRATCH_PAGE], "scratch page held"
+        assert not self._is_free[SCRATCH_PAGE], "scratch page free"
+        assert not (held & self._is_free).any(), "page both held and free"
+        assert int(self._is_free.sum()) == self._free, "free count is off"
+        assert len(set(self._settling)) == len(self._settling), "page settling twice"
+        assert not held[self._settling].any(), "page both held and settling"
+        states = self._free + len(self._evictable) + len(self._settling) + int(held.sum())
+        assert states == self.total, "a page is in no state or in two"
+        assert len(self._by_key) == len(self._key_of), "key index is off"
+        for key, page in self._by_key.items():
+            assert self._key_of[page][0] == key, "key index is off"
+            assert not self._is_free[page], "free page has a key"
+            assert self._last_writer[page] <= self._settled_step, "keyed page not settled"
+
+    def check_holders(self, holders: NDArray[np.int32]) -> None:
+        """Raises AssertionError where the counts differ from `holders` ([num_pages])."""
+        assert (self._refcount == holders).all(), "reference counts and holders differ"

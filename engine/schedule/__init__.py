@@ -1,0 +1,1 @@
+"""Which requests get slots and pages, and what the next step does."""

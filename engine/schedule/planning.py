@@ -1,0 +1,261 @@
+"""What the next step does.
+
+Planning runs one step ahead of what the host knows: when step N + 1 is planned, the tokens of
+step N are on the device only. So positions and page needs live in columns that move here, at
+planning, and ends of sequence are found when a step settles, one step late. A sequence that will
+have reached `max_tokens` is known ahead and not planned.
+
+Decode rows come first, one token each; the rest of the token budget goes to prompts in order of
+admission, in page-aligned chunks. Several prompts share a step up to `full_step_tokens`: beyond
+them a step takes longer in proportion, and all of its prompts would be done when the last one is.
+Beside decode rows they get `mixed_prefill_tokens` at most.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.pages.blocks import SCRATCH_PAGE
+from engine.sampling import SamplePlan
+from engine.schedule.scheduler import Scheduler
+from engine.schedule.sequences import PrefillTask, Sequence
+from engine.schedule.slots import SlotState
+from engine.schedule.step import ChunkPlan, Int32s, ScorePlan, StepPlan
+from engine.types import Mode, PrefillStarted
+
+Slots = NDArray[np.intp]
+
+
+class _Samples(NamedTuple):
+    """Columns of the tokens to draw."""
+
+    tokens: Int32s
+    slots: Int32s
+    indices: Int32s
+    choices: Int32s
+
+
+def plan_step(scheduler: Scheduler) -> StepPlan | None:
+    """Plans the next step and moves the scheduler's columns past it; None: nothing to do."""
+    rows = decode_rows(scheduler)
+    chunks, scores = _cut_chunks(scheduler, rows)
+    if rows.size == 0 and not chunks and not scheduler.has_transfers:
+        return None
+    plan = _build(scheduler, rows, chunks, scores)
+    scheduler.next_step += 1
+    slots = scheduler.slots
+    slots.kv_len[rows] += 1
+    slots.count_in_flight(plan.sample_slots, 1)
+    for chunk in chunks:
+        _advance(scheduler, chunk)
+    return plan
+
+
+# -- decode rows --------------------------------------------------------------------------------
+
+
+def decode_rows(scheduler: Scheduler) -> Slots:
+    """Slots that decode in the next step, each with a page for the token it stores."""
+    slots, blocks = scheduler.slots, scheduler.blocks
+    rows = slots.running()
+    rows = rows[slots.kv_len[rows] + 1 < slots.limit_len[rows]]
+    short = rows[slots.kv_len[rows] == slots.page_count[rows] * slots.page_size]
+    if short.size == 0:
+        return rows
+    if short.size > blocks.available:
+        oldest_first = short[np.argsort(slots.seniority[short], kind="stable")]
+        served = oldest_first[: blocks.available]
+        make_room(scheduler, short.size - blocks.available)
+        rows = np.setdiff1d(rows, np.setdiff1d(short, served))
+        rows = rows[slots.state[rows] == SlotState.RUNNING]
+        short = np.intersect1d(served, rows)
+    slots.page_table[short, slots.page_count[short]] = blocks.allocate_apart(short.size)
+    slots.page_count[short] += 1
+    return rows
+
+
+def make_room(scheduler: Scheduler, missing: int) -> None:
+    """Preempts the youngest sequences until `missing` more pages are free or about to be.
+
+    The oldest sequence is never preempted: it waits for the pages of the others, so one sequence
+    always gets to its end. Pages of a transfer in flight are not in question: they have no
+    sequence in the batch.
+    """
+    slots = scheduler.slots
+    leaving = np.flatnonzero(slots.state == SlotState.PREEMPTING)
+    coming = scheduler.blocks.settling + int(slots.page_count[leaving].sum())
+    candidates = _preemptible(scheduler)
+    for sequence in reversed(candidates[1:]):
+        if coming >= missing:
+            return
+        coming += int(slots.page_count[sequence.slot])
+        scheduler.preempt(sequence)
+
+
+def _preemptible(scheduler: Scheduler) -> list[Sequence]:
+    """Sequences whose pages may be taken, oldest first. Followers of a prompt that is still
+    computed have no pages of their own and go with their leader."""
+    leaders = {id(task.leader) for task in scheduler.prefills}
+    found = []
+    for sequence in scheduler.owners:
+        if sequence is None or sequence.active.request.mode is Mode.PREFILL:
+            continue
+        state = scheduler.slots.state[sequence.slot]
+        if state == SlotState.RUNNING or id(sequence) in leaders:
+            found.append(sequence)
+    return sorted(found, key=lambda sequence: (sequence.active.seniority, sequence.choice))
+
+
+# -- chunks -------------------------------------------------------------------------------------
+
+
+def _cut_chunks(scheduler: Scheduler, rows: Slots) -> tuple[list[ChunkPlan], list[ScorePlan]]:
+    config = scheduler.config
+    budget = scheduler.step_tokens - rows.size
+    if rows.size:
+        budget = min(budget, config.mixed_prefill_tokens)
+    chunks: list[ChunkPlan] = []
+    scores: list[ScorePlan] = []
+    first_token, first_sample = int(rows.size), int(rows.size)
+    for task in scheduler.prefills:
+        end = min(task.num_tokens, task.cursor + budget)
+        last = end == task.num_tokens
+        if not last:
+            end -= end % config.page_size
+        if end <= task.cursor:
+            break
+        score = _score_plan(task, end, first_token)
+        chunks.append(ChunkPlan(task, task.cursor, end, first_sample, len(scores) if score else -1))
+        if score:
+            scores.append(score)
+        first_token += end - task.cursor
+        first_sample += len(_first_draws(task)) if last else 0
+        full = config.full_step_tokens - (first_token - rows.size)
+        budget = min(budget - (end - task.cursor), full)
+    return chunks, scores
+
+
+def _score_plan(task: PrefillTask, end: int, first_token: int) -> ScorePlan | None:
+    """Positions of this chunk whose next prompt token wants a log probability."""
+    request = task.leader.active.request
+    next_ids = request.prompt_ids[task.cursor + 1 : end + 1]
+    if not request.prompt_logprobs or task.leader.active.joined or next_ids.size == 0:
+        return None
+    return ScorePlan(first_token, next_ids, request.sampling.top_logprobs or 0)
+
+
+def _advance(scheduler: Scheduler, chunk: ChunkPlan) -> None:
+    """The chunk is planned: move its task on, and its sequences into the batch after the last."""
+    task, active = chunk.task, chunk.task.leader.active
+    if not active.started:
+        active.started = True
+        scheduler.emit(
+            active.sink, PrefillStarted(active.request.id, task.cached_tokens, time.time_ns())
+        )
+    task.cursor = chunk.end
+    scheduler.slots.kv_len[task.leader.slot] = chunk.end
+    if task.remaining == 0:
+        scheduler.prefills.remove(task)
+        if active.request.mode is not Mode.PREFILL:
+            scheduler.fork(task.sequences)
+            scheduler.join(active)
+
+
+# -- building -----------------------------------------------------------------------------------
+
+
+def _build(
+    scheduler: Scheduler, rows: Slots, chunks: list[ChunkPlan], scores: list[ScorePlan]
+) -> StepPlan:
+    slots = scheduler.slots
+    row_slots = np.concatenate([rows, [c.task.leader.slot for c in chunks]]).astype(np.int32)
+    starts = np.concatenate([slots.kv_len[rows], [c.start for c in chunks]]).astype(np.int32)
+    contexts = np.concatenate([slots.kv_len[rows] + 1, [c.end for c in chunks]]).astype(np.int32)
+    prompt_ids = [c.task.leader.tokens()[c.start : c.end] for c in chunks]
+    prompt_positions = [np.arange(c.start, c.end, dtype=np.int32) for c in chunks]
+    samples = _samples(scheduler, rows, chunks)
+    copies, writes = scheduler.take_transfers()
+    _mark_written(scheduler, row_slots, starts, contexts)
+    return StepPlan(
+        number=scheduler.next_step,
+        token_ids=np.concatenate([np.zeros(rows.size, np.int32), *prompt_ids]),
+        positions=np.concatenate([starts[: rows.size], *prompt_positions]),
+        row_slots=row_slots,
+        query_lens=contexts - starts,
+        context_lens=contexts,
+        num_decodes=int(rows.size),
+        page_table=_page_table(scheduler, row_slots, contexts),
+        sample_tokens=samples.tokens,
+        sample_slots=samples.slots,
+        sample_generations=slots.generation[samples.slots],
+        sample_indices=samples.indices,
+        sample=_sample_plan(scheduler, samples),
+        copy_source=np.fromiter(copies.values(), np.int32, len(copies)),
+        copy_target=np.fromiter(copies.keys(), np.int32, len(copies)),
+        write_slots=np.fromiter(writes.keys(), np.int32, len(writes)),
+        write_tokens=np.fromiter(writes.values(), np.int32, len(writes)),
+        scores=tuple(scores),
+        chunks=tuple(chunks),
+    )
+
+
+def _samples(scheduler: Scheduler, rows: Slots, chunks: list[ChunkPlan]) -> _Samples:
+    """Every decode row draws one token, every last chunk one for each choice."""
+    slots = scheduler.slots
+    decode = rows.astype(np.int32)
+    tokens, where = [np.arange(rows.size, dtype=np.int32)], [decode]
+    indices = [slots.kv_len[rows] + 1 - slots.prompt_len[rows]]
+    choices = [slots.noise_choice[rows]]
+    last_token = rows.size - 1
+    for chunk in chunks:
+        last_token += chunk.end - chunk.start
+        if chunk.is_last:
+            drawn = _first_draws(chunk.task)
+            tokens.append(np.full(len(drawn), last_token, np.int32))
+            where.append(np.array([sequence.slot for sequence in drawn], np.int32))
+            indices.append(np.array([len(sequence.outputs) for sequence in drawn], np.int32))
+            choices.append(np.arange(len(drawn), dtype=np.int32) + drawn[0].noise_choice)
+    return _Samples(
+        *(np.concatenate(c).astype(np.int32) for c in (tokens, where, indices, choices))
+    )
+
+
+def _first_draws(task: PrefillTask) -> list[Sequence]:
+    """One entry per token drawn from the prompt's last logits. A PREFILL request has one slot,
+    which stands for all its choices."""
+    request = task.leader.active.request
+    if request.mode is Mode.PREFILL:
+        return [task.leader] * request.choices
+    return task.sequences
+
+
+def _sample_plan(scheduler: Scheduler, samples: _Samples) -> SamplePlan | None:
+    if samples.slots.size == 0:
+        return None
+    return scheduler.sampler.plan(samples.slots, samples.indices, samples.choices)
+
+
+def _page_table(scheduler: Scheduler, row_slots: Int32s, contexts: Int32s) -> Int32s:
+    """[R, P], wide enough for the longest row; the scratch page beyond each row's context."""
+    used = -(-contexts // scheduler.slots.page_size)
+    width = max(1, int(used.max(initial=1)))
+    table = scheduler.slots.page_table[row_slots, :width]
+    return np.where(np.arange(width, dtype=np.int32) < used[:, None], table, SCRATCH_PAGE)
+
+
+def _mark_written(
+    scheduler: Scheduler, row_slots: Int32s, starts: Int32s, contexts: Int32s
+) -> None:
+    """Pages of positions [start, context) of each row have this step as their last writer."""
+    size, table = scheduler.slots.page_size, scheduler.slots.page_table
+    single = contexts - starts == 1
+    pages = [table[row_slots[single], starts[single] // size]]
+    pages += [
+        table[row_slots[i], starts[i] // size : -(-contexts[i] // size)]
+        for i in np.flatnonzero(~single).tolist()
+    ]
+    scheduler.blocks.mark_written(np.concatenate(pages), scheduler.next_step)

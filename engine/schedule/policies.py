@@ -1,0 +1,108 @@
+"""In which order waiting requests are considered for admission."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+from engine.schedule.sequences import ActiveRequest
+
+
+class SchedulingPolicy(Protocol):
+    """Orders waiting requests. Admission may still pass over one that does not fit, a bounded
+    number of times."""
+
+    def order(
+        self, waiting: Sequence[ActiveRequest], in_slots: Iterable[ActiveRequest]
+    ) -> Sequence[ActiveRequest]:
+        """The waiting requests (given in order of arrival), most urgent first. `in_slots` are those
+        in slots: that run, or whose KV is awaited."""
+        ...
+
+    def admitted(self, active: ActiveRequest) -> None:
+        """The request left those that wait for a slot."""
+        return
+
+
+class Fcfs(SchedulingPolicy):
+    """First come, first served."""
+
+    def order(
+        self, waiting: Sequence[ActiveRequest], in_slots: Iterable[ActiveRequest]
+    ) -> Sequence[ActiveRequest]:
+        """As they came."""
+        return waiting
+
+
+class PriorityWithAgeing(SchedulingPolicy):
+    """Higher priority first; a request gains one level for every `ageing` requests that arrived
+    after it, so none starves."""
+
+    def __init__(self, ageing: int = 64) -> None:
+        self._ageing = ageing
+
+    def order(
+        self, waiting: Sequence[ActiveRequest], in_slots: Iterable[ActiveRequest]
+    ) -> Sequence[ActiveRequest]:
+        """By priority plus age; ties by arrival."""
+        newest = max((active.seniority for active in waiting), default=0)
+
+        def urgency(active: ActiveRequest) -> float:
+            return -(active.request.priority + (newest - active.seniority) / self._ageing)
+
+        return sorted(waiting, key=urgency)
+
+
+class ShortestFirst(SchedulingPolicy):
+    """Fewest prompt tokens first, each request's length shrinking as others arrive after it."""
+
+    def __init__(self, tokens_forgiven_per_arrival: int = 16) -> None:
+        self._forgiven = tokens_forgiven_per_arrival
+
+    def order(
+        self, waiting: Sequence[ActiveRequest], in_slots: Iterable[ActiveRequest]
+    ) -> Sequence[ActiveRequest]:
+        """By aged length; ties by arrival."""
+        newest = max((active.seniority for active in waiting), default=0)
+
+        def length(active: ActiveRequest) -> int:
+            return len(active.request.prompt_ids) - self._forgiven * (newest - active.seniority)
+
+        return sorted(waiting, key=length)
+
+
+class FairByTenant(SchedulingPolicy):
+    """The tenant with the fewest requests in slots goes first, of equals the one whose last turn
+    was longest ago, then by arrival. The second is for workers where little is ever in slots, such
+    as those that hand prompts off: by the first alone a flood of one tenant would go first."""
+
+    def __init__(self) -> None:
+        self._turns = 0
+        self._last_turn: dict[str, int] = {}
+        """By tenant. Whoever runs the router names the tenants: they are few."""
+
+    def order(
+        self, waiting: Sequence[ActiveRequest], in_slots: Iterable[ActiveRequest]
+    ) -> Sequence[ActiveRequest]:
+        """Deals the tenants' requests out in turns."""
+        held = Counter(active.request.tenant for active in in_slots)
+        dealt = []
+        for active in waiting:
+            tenant = active.request.tenant
+            dealt.append((held[tenant], self._last_turn.get(tenant, 0), active.seniority, active))
+            held[tenant] += 1
+        return [active for *_, active in sorted(dealt, key=lambda entry: entry[:3])]
+
+    def admitted(self, active: ActiveRequest) -> None:
+        """Notes the tenant's turn."""
+        self._turns += 1
+        self._last_turn[active.request.tenant] = self._turns
+
+
+POLICIES: dict[str, type[Fcfs | PriorityWithAgeing | ShortestFirst | FairByTenant]] = {
+    "fcfs": Fcfs,
+    "priority": PriorityWithAgeing,
+    "shortest": ShortestFirst,
+    "fair": FairByTenant,
+}

@@ -1,0 +1,132 @@
+"""One step, as the scheduler plans it and as the executor answers it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.sampling import SamplePlan
+from engine.schedule.sequences import PrefillTask
+
+Int32s = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class ScorePlan:
+    """Log probabilities wanted of some prompt tokens of this step."""
+
+    first_token: int
+    """Index, among the step's tokens, of the first position whose logits are read."""
+    next_ids: Int32s
+    """The prompt token that follows each position."""
+    top_n: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What the device does in one step: R rows, T new tokens, S tokens sampled.
+
+    The device works in this order: page copies, token table writes, the forward pass, sampling,
+    and the sampled tokens into the token table. Rows are decode rows first.
+    """
+
+    number: int
+    token_ids: Int32s
+    """[T]; the entries of decode rows are ignored: theirs are in the token table."""
+    positions: Int32s
+    """[T]"""
+    row_slots: Int32s
+    """[R]"""
+    query_lens: Int32s
+    """[R]; 1 for the first `num_decodes` rows."""
+    context_lens: Int32s
+    """[R]; tokens in KV after this step."""
+    num_decodes: int
+    page_table: Int32s
+    """[R, P]; entries beyond a row's context are the scratch page."""
+    sample_tokens: Int32s
+    """[S]; index among the step's tokens of the position whose logits are sampled."""
+    sample_slots: Int32s
+    """[S]"""
+    sample_generations: Int32s
+    """[S]; generation of the slot when this was planned."""
+    sample_indices: Int32s
+    """[S]; output index of the token drawn."""
+    sample: SamplePlan | None
+    """None where S is 0."""
+    copy_source: Int32s
+    copy_target: Int32s
+    """Pages to copy before the forward pass (copy-on-write)."""
+    write_slots: Int32s
+    write_tokens: Int32s
+    """Token table entries known to the host only (delivered first tokens)."""
+    scores: tuple[ScorePlan, ...] = ()
+    chunks: tuple[ChunkPlan, ...] = field(default=(), repr=False)
+    """Set by the scheduler for its own settling; the executor does not look."""
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.token_ids)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of prompts."""
+        return len(self.token_ids) - self.num_decodes
+
+    @property
+    def only_decodes(self) -> bool:
+        """Whether the step decodes and does nothing else: such steps take about equally long."""
+        return 0 < self.num_tokens == self.num_decodes
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlan:
+    """One prefill row: tokens [start, end) of a task."""
+
+    task: PrefillTask
+    start: int
+    end: int
+    first_sample: int
+    """Index among the step's samples of this row's first; meaningful on the last chunk."""
+    score: int
+    """Index among the step's scores; -1 for none."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the prompt is computed with this chunk."""
+        return self.end == self.task.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreResult:
+    """Log probabilities of L prompt tokens."""
+
+    token_ids: Int32s
+    """[L]"""
+    logprobs: NDArray[np.float32]
+    """[L]"""
+    top_ids: Int32s
+    """[L, N], likeliest first."""
+    top_logprobs: NDArray[np.float32]
+    """[L, N]"""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What came back from the device, on the host."""
+
+    tokens: Int32s
+    """[S]"""
+    finite: NDArray[np.bool_]
+    """[S]; False where a row's logits held NaN or infinity."""
+    logprobs: NDArray[np.float32] | None
+    """[S]"""
+    top_ids: Int32s | None
+    """[S, N], likeliest first; N is the most any row asked for."""
+    top_logprobs: NDArray[np.float32] | None
+    """[S, N]"""
+    scores: tuple[ScoreResult, ...] = ()
+    """One per ScorePlan."""

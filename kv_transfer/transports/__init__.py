@@ -1,0 +1,1 @@
+"""How bytes move: NIXL, loopback, or not at all."""

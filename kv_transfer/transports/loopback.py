@@ -1,0 +1,150 @@
+"""Pages moved between pools of one process: for tests, and for `--role both` experiments.
+
+Transports find each other by agent name in a registry of the process. A push lands at once, or
+`delay_s` after it was posted, or, with `holds`, when `land` or `fail` says so: enough to play every
+order of events that a network can.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from kv_transfer.transports.pool import PoolMemory, check_pages, check_payload, check_same_kind
+from kv_transfer.types import (
+    MAX_NOTIFICATION_BYTES,
+    Endpoint,
+    Notification,
+    PageIds,
+    PushState,
+    TransportError,
+)
+
+_registry: dict[str, LoopbackTransport] = {}
+_registry_lock = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Push:
+    peer: LoopbackTransport
+    source: PageIds
+    target: PageIds
+    payload: bytes
+    lands_s: float
+
+
+class LoopbackTransport:
+    """See the module."""
+
+    name = "loopback"
+    can_revoke = False
+
+    def __init__(self, agent_name: str, pool: PoolMemory) -> None:
+        self._agent_name = agent_name
+        self._pool = pool
+        self._endpoint = pool.endpoint(agent_name, self.name, b"")
+        self._peers: dict[str, LoopbackTransport] = {}
+        self._pushes: dict[int, _Push] = {}
+        self._ended: list[tuple[int, PushState]] = []
+        self._inbox: deque[Notification] = deque()
+        self._next_handle = 1
+        self.delay_s = 0.0
+        """Each push lands this long after it was posted."""
+        self.holds = False
+        """Whether pushes stay in progress until `land` or `fail`."""
+        with _registry_lock:
+            _registry[agent_name] = self
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """See `KvTransport`."""
+        return self._endpoint
+
+    @property
+    def held_pushes(self) -> list[int]:
+        """Handles in progress, oldest first."""
+        return list(self._pushes)
+
+    def open(self, peer: Endpoint) -> None:
+        """See `KvTransport`."""
+        check_same_kind(self._endpoint, peer)
+        with _registry_lock:
+            found = _registry.get(peer.agent_name)
+        if found is None:
+            raise TransportError("unreachable", "no such agent in this process")
+        self._peers[peer.agent_name] = found
+
+    def path(self, agent_name: str) -> str:
+        """See `KvTransport`."""
+        return self.name
+
+    def push(self, agent_name: str, source: PageIds, target: PageIds, payload: bytes) -> int:
+        """See `KvTransport`."""
+        check_payload(payload, MAX_NOTIFICATION_BYTES)
+        peer = self._peer(agent_name)
+        check_pages(source, self._pool.num_pages, target, peer._pool.num_pages)
+        handle = self._next_handle
+        self._next_handle += 1
+        lands_s = time.monotonic() + self.delay_s
+        self._pushes[handle] = _Push(peer, source.copy(), target.copy(), payload, lands_s)
+        return handle
+
+    def notify(self, agent_name: str, payload: bytes) -> None:
+        """See `KvTransport`."""
+        check_payload(payload, MAX_NOTIFICATION_BYTES)
+        self._peer(agent_name)._inbox.append(Notification(self._agent_name, payload))
+
+    def poll_pushes(self) -> list[tuple[int, PushState]]:
+        """See `KvTransport`."""
+        if not self.holds:
+            now_s = time.monotonic()
+            for handle in [h for h, push in self._pushes.items() if push.lands_s <= now_s]:
+                self.land(handle)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def poll_notifications(self) -> list[Notification]:
+        """See `KvTransport`."""
+        return [self._inbox.popleft() for _ in range(len(self._inbox))]
+
+    def close(self, agent_name: str) -> None:
+        """See `KvTransport`."""
+        self._peers.pop(agent_name, None)
+
+    def shutdown(self) -> None:
+        """See `KvTransport`."""
+        with _registry_lock:
+            if _registry.get(self._agent_name) is self:
+                del _registry[self._agent_name]
+
+    def land(self, handle: int) -> None:
+        """Ends a push in progress: its bytes, then its notification."""
+        self._copy(handle)
+        self._ended.append((handle, PushState.DONE))
+
+    def fail(self, handle: int, lands: bool) -> None:
+        """Ends a push in ERROR, which says nothing about whether it landed."""
+        if lands:
+            self._copy(handle)
+        else:
+            del self._pushes[handle]
+        self._ended.append((handle, PushState.ERROR))
+
+    def _copy(self, handle: int) -> None:
+        push = self._pushes.pop(handle)
+        self._move(push.source, push.peer._pool, push.target)
+        push.peer._inbox.append(Notification(self._agent_name, push.payload))
+
+    def _move(self, source: PageIds, target_pool: PoolMemory, target: PageIds) -> None:
+        pages = self._pool.pages[torch.from_numpy(source).long()]
+        target_pool.pages[torch.from_numpy(target).long()] = pages.to(target_pool.pages.device)
+
+    def _peer(self, agent_name: str) -> LoopbackTransport:
+        peer = self._peers.get(agent_name)
+        if peer is None:
+            raise TransportError("disconnected", "the peer is not open")
+        return peer

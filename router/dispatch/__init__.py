@@ -1,0 +1,1 @@
+"""Jobs on their way: queue, attempts, failover."""

@@ -1,0 +1,263 @@
+"""One attempt at a job: a prefill leg, a decode leg, and what ties them together.
+
+Life of an attempt that is handed off:
+
+1. PREFILLING: submitted to both workers under one random id. The decode worker's grant goes on to
+   the prefill worker; the first token comes from there.
+2. DELIVERED: the decode worker has the KV, or has taken the prompt over and computes it by itself;
+   then the prefill worker is let go, and what becomes of its leg no longer matters.
+3. ENDED: every leg still open is cancelled, what it was charged is released, its span is closed.
+
+When the prefill leg fails before delivery, the attempt is ABORTING: only the decode worker knows
+whether the KV made it, so it is asked to abort. It answers that it did, and the attempt is over; or
+that the KV is there, and the attempt is DELIVERED. No other attempt starts before the answer or the
+decode worker's death: else two could run at once. Where the prompt's log probabilities are wanted
+and have not come, only the lost leg could have told them; the client has been sent nothing yet, so
+the attempt is over at once.
+
+An attempt at a group that was begun before is a *resume*: what was generated goes along, is
+computed behind the prompt and never sampled again. Nothing else about it differs.
+"""
+
+from __future__ import annotations
+
+import enum
+import secrets
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from baton.worker.v1 import worker_pb2
+from router.dispatch import merge
+from router.dispatch.clocks import Clocks
+from router.dispatch.fault import Fault
+from router.dispatch.leg import Leg
+from router.jobs import ChoiceEnded, JobTimings
+from router.placement.placing import LocalReason
+
+if TYPE_CHECKING:
+    from router.dispatch.job_run import ChoiceGroup
+    from router.jobs import JobTokens
+    from router.placement.routing import Route
+    from router.workers.link import WorkerLink
+
+ATTEMPT_ID_BYTES: Final = 16
+
+
+class Phase(enum.IntEnum):
+    """State of an attempt; failure is the smallest."""
+
+    ENDED = 0
+    ABORTING = 1
+    PREFILLING = 2
+    DELIVERED = 3
+
+
+class Attempt:
+    """Runs a group on a route. `on_over` is called once, where it failed."""
+
+    def __init__(
+        self, group: ChoiceGroup, route: Route, on_over: Callable[[Attempt, Fault], None]
+    ) -> None:
+        self.id = secrets.token_bytes(ATTEMPT_ID_BYTES)
+        self.group = group
+        self.run = group.run
+        self.phase = Phase.PREFILLING
+        self.prefill, self.decode = self._legs(route)
+        self._first_indexes = [len(tokens) for tokens in group.generated] or [0] * len(
+            group.choices
+        )
+        """Index of each choice's first new token."""
+        self._is_computed = False
+        self._on_over = on_over
+        self._fault: Fault | None = None
+        self._first_ids: list[int] = []
+        """Each choice's first new token, as the prefill worker drew it."""
+        self._clocks = Clocks(group.waits_since_ns)
+
+    @property
+    def legs(self) -> list[Leg]:
+        """The one or two parts."""
+        return [leg for leg in (self.prefill, self.decode) if leg is not None]
+
+    @property
+    def pair(self) -> tuple[WorkerLink, WorkerLink] | None:
+        """Prefill and decode worker, where two take part."""
+        if self.prefill is None or self.decode is None:
+            return None
+        return self.prefill.worker, self.decode.worker
+
+    @property
+    def prefill_open(self) -> bool:
+        """The prefill worker is not done yet."""
+        return self.prefill is not None and self.prefill.open
+
+    def start(self) -> None:
+        """Submits to both workers together, first to the one whose token the client waits for."""
+        self._clocks.dispatched_ns = time.time_ns()
+        for leg in self.legs:
+            leg.submit()
+
+    def receive(self, worker: WorkerLink, message: worker_pb2.WorkResponse) -> None:
+        """Takes a message of one of its workers that is about it alone."""
+        leg = self._leg_of(worker)
+        if self.phase is Phase.ENDED or leg is None or not leg.open:
+            return
+        match message.WhichOneof("message"):
+            case "granted":
+                self._granted(message.granted)
+            case "taken_over":
+                self._taken_over(leg)
+            case "first_token":
+                self._first_token(leg, message.first_token)
+            case "prompt_logprobs":
+                self.run.scored(merge.prompt_logprobs(message.prompt_logprobs))
+            case "prefill_done":
+                self._prefill_done(leg, message.prefill_done)
+            case "delivered":
+                self.phase = Phase.DELIVERED
+                self._clocks.delivered_ns = message.delivered.delivered_unix_ns
+            case "finished":
+                self._finished(leg, message.finished)
+            case "failed":
+                self._leg_failed(leg, Fault(worker, message.failed.reason))
+            case "aborted":
+                self._aborted(leg, already_ready=message.aborted.already_ready)
+
+    def tokens(self, worker: WorkerLink, tokens: JobTokens) -> None:
+        """Takes tokens of one choice, counted as in the attempt, from one of its workers."""
+        leg, choices = self._leg_of(worker), self.group.choices
+        if self.phase is Phase.ENDED or leg is None or tokens.choice >= len(choices):
+            return
+        if leg.mode == worker_pb2.WORK_MODE_WHOLE:
+            self._prompt_computed(leg)
+        if self._contradicts(tokens):
+            self._over(Fault(worker, worker_pb2.FAILURE_REASON_KV_TRANSFER))
+            return
+        if (choice := choices[tokens.choice]) != tokens.choice:
+            tokens = tokens._replace(choice=choice)
+        self.run.add([tokens])
+
+    def worker_lost(self, worker: WorkerLink) -> None:
+        """A worker is gone, and its part with it."""
+        if (leg := self._leg_of(worker)) is not None and leg.open:
+            if self._had_in_hand(leg) and not worker.was_slept_through:
+                self.run.lost.add(worker)
+            self._leg_failed(leg, Fault(worker, None))
+
+    def decode_enough(self) -> None:
+        """No more tokens are needed."""
+        if self.decode is not None:
+            self.decode.cancel()
+
+    def end(self, fault: str = "") -> None:
+        """Ends the attempt at every worker that may still hold something of it."""
+        self.phase = Phase.ENDED
+        for leg in self.legs:
+            leg.cancel(fault)
+
+    def timings(self) -> JobTimings:
+        """Where the time went, as far as the workers said."""
+        return self._clocks.timings()
+
+    def _legs(self, route: Route) -> tuple[Leg | None, Leg | None]:
+        group = self.group
+        if route.whole:
+            whole = Leg(route.prefill, worker_pb2.WORK_MODE_WHOLE, group, self.id, None)
+            if route.local_reason is not None:
+                whole.mark_local(route.local_reason)
+            return None, whole
+        prefill = Leg(route.prefill, worker_pb2.WORK_MODE_PREFILL, group, self.id, route.decode)
+        if route.decode is None:
+            return prefill, None
+        mode, peer = worker_pb2.WORK_MODE_DECODE, route.prefill
+        return prefill, Leg(route.decode, mode, group, self.id, peer, route.takeover_tokens)
+
+    def _had_in_hand(self, leg: Leg) -> bool:
+        """Whether the worker may have run any of it: one that only kept room for it did not."""
+        if leg.mode == worker_pb2.WORK_MODE_DECODE:
+            return self.phase is Phase.DELIVERED
+        return leg.mode == worker_pb2.WORK_MODE_WHOLE or self.phase is Phase.PREFILLING
+
+    def _leg_of(self, worker: WorkerLink) -> Leg | None:
+        for leg in (self.prefill, self.decode):
+            if leg is not None and leg.worker is worker:
+                return leg
+        return None
+
+    def _granted(self, grant: worker_pb2.Grant) -> None:
+        if self.prefill is not None and self.prefill.open:
+            self.prefill.worker.send(worker_pb2.WorkRequest(grant=grant))
+
+    def _taken_over(self, leg: Leg) -> None:
+        """The decode worker holds most of the prompt, and computes the rest by itself.
+
+        While ABORTING, its answer to the Abort is still to come, and will be that it goes on.
+        """
+        leg.mark_local(LocalReason.CACHED)
+        if self.prefill is not None:
+            self.prefill.cancel()
+        if self.phase is Phase.PREFILLING:
+            self.phase = Phase.DELIVERED
+
+    def _contradicts(self, tokens: JobTokens) -> bool:
+        """Whether these tokens continue from a first token other than the one the client has.
+
+        The prefill worker may have drawn that one before it heard that it was not needed. The same
+        noise draws the same token, unless rounding decides between two.
+        """
+        if not self._first_ids or tokens.first_index != self._first_indexes[tokens.choice]:
+            return False
+        return tokens.token_ids[0] != self._first_ids[tokens.choice]
+
+    def _first_token(self, leg: Leg, first: worker_pb2.FirstToken) -> None:
+        self._prompt_computed(leg)
+        if leg is self.prefill:
+            self._first_ids = [record.token_id for record in first.records]
+        self.run.first_known(first.cached_prompt_tokens)
+        self.run.add(merge.first_tokens(first, self.group.choices, self._first_indexes))
+
+    def _prompt_computed(self, leg: Leg) -> None:
+        """Noticed at the first token that comes: a resume that runs whole gives no other sign."""
+        if not self._is_computed:
+            self._is_computed = True
+            leg.worker.estimate.prefilled(self.id)
+
+    def _prefill_done(self, leg: Leg, done: worker_pb2.PrefillDone) -> None:
+        self._clocks.prefill = done
+        self.run.prefill_over()
+        leg.close()
+
+    def _finished(self, leg: Leg, finished: worker_pb2.Finished) -> None:
+        if finished.HasField("timings"):
+            self._clocks.work = finished.timings
+        if finished.choice_index < len(self.group.choices):
+            choice = self.group.choices[finished.choice_index]
+            self.run.end_choice(ChoiceEnded(choice, finished.reason, finished.output_tokens))
+            leg.finished.add(finished.choice_index)
+        if leg is self.decode and len(leg.finished) == len(self.group.choices):
+            leg.close()
+
+    def _leg_failed(self, leg: Leg, fault: Fault) -> None:
+        leg.close(fault.name)
+        decode = self.decode
+        if leg is self.prefill and decode is not None and decode.open and not self.run.owes_scores:
+            if self.phase is Phase.PREFILLING:
+                self.phase, self._fault = Phase.ABORTING, fault
+                abort = worker_pb2.Abort(attempt_id=self.id)
+                decode.worker.send(worker_pb2.WorkRequest(abort=abort))
+            return
+        self._over(self._fault if self._fault and self.phase is Phase.ABORTING else fault)
+
+    def _aborted(self, leg: Leg, *, already_ready: bool) -> None:
+        if self.phase is not Phase.ABORTING or self._fault is None:
+            return
+        if already_ready:
+            self.phase = Phase.DELIVERED
+            return
+        leg.close(self._fault.name)
+        self._over(self._fault)
+
+    def _over(self, fault: Fault) -> None:
+        self.end(fault.name)
+        self._on_over(self, fault)

@@ -1,0 +1,350 @@
+"""The dispatcher: jobs in, events out, workers between.
+
+Life of a job:
+
+1. Admitted: refused at once where no worker could run it, or the queue is full.
+2. Waiting (`router.dispatch.waiting`) until a route has room: credit at a prefill worker, slots
+   and pages at a decode worker. Anything that may make room (a load report, a new worker, the end
+   of an attempt) triggers `_pump`.
+3. Running: its groups (`router.dispatch.job_run`), one attempt at a time each. An attempt that
+   failed is followed by another, before the first token was sent and after it: the tokens already
+   sent travel with it, and the stream continues behind them.
+4. Over: finished, failed, or left by its reader; its attempts are ended at every worker involved.
+
+How often an attempt is followed by another: `max_retries` times after a refusal or an error, and
+until `max_workers_lost` workers were lost while they had the job in hand. The job may be what kills
+them, so it is not passed on any further.
+
+Everything runs on the event loop, and every handler is synchronous: no state changes between two of
+its lines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from baton.worker.v1 import worker_pb2
+from router import errors
+from router.dispatch import merge
+from router.dispatch.attempt import Attempt
+from router.dispatch.fault import Fault
+from router.dispatch.job_run import JobRun
+from router.dispatch.refusals import error_of, refusal
+from router.dispatch.waiting import WaitingGroups, now_s
+from router.events import NO_EVENTS, RouterEvents
+from router.jobs import Demand, Job, JobEvent, ServedModel
+from router.placement import routing
+from router.placement.models import Models
+from router.placement.placing import LocalReason
+from router.placement.policies import POLICIES
+from telemetry.names import Attr, SpanName
+from telemetry.tracing import write_span
+
+if TYPE_CHECKING:
+    from router.dispatch.job_run import ChoiceGroup
+    from router.placement.routing import Route
+    from router.settings import RouterSettings
+    from router.workers.link import LinkState, Loss, WorkerLink
+
+CLOSING_GRACE_S: Final = 0.05
+"""A prefill worker's last word, with its timings, is waited for this long after the last token."""
+
+
+class JobDispatcher:
+    """`router.jobs.Dispatcher` over attached workers; also the `RegistryOwner`."""
+
+    def __init__(self, settings: RouterSettings, events: RouterEvents = NO_EVENTS) -> None:
+        self._settings = settings
+        self._events = events
+        self._policy = POLICIES[settings.debug.policy]()
+        self._local = settings.local_prefill
+        self._workers: list[WorkerLink] = []
+        self._models = Models(self._workers, self._local)
+        self._waiting = WaitingGroups(settings, self._refusal, self._fail)
+        self._queue = self._waiting.queue
+        self._runs: dict[Job, JobRun] = {}
+        self._attempts: dict[bytes, Attempt] = {}
+        self._pump_due = False
+        self._draining = False
+        self.membership_changed = asyncio.Event()
+        """Set when a worker joins or leaves; cleared by whoever looks after that."""
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def active_jobs(self) -> int:
+        """Jobs waiting or running."""
+        return len(self._runs)
+
+    @property
+    def active_attempts(self) -> int:
+        """Attempts under way."""
+        return len(self._attempts)
+
+    @property
+    def queued_jobs(self) -> int:
+        """Jobs waiting for room."""
+        return len(self._queue)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens of those."""
+        return self._queue.tokens
+
+    def queue_drain_s(self) -> dict[str, float]:
+        """By model, how long what waits takes at the rate measured, where that is known."""
+        return self._queue.waits_s(now_s())
+
+    # What the front doors call.
+
+    def models(self) -> Sequence[ServedModel]:
+        """Models that could be run now, by name: not those that half of a pair is attached for."""
+        return self._models.runnable()
+
+    def attached_models(self) -> Sequence[ServedModel]:
+        """Models that any worker is attached for, by name."""
+        return self._models.attached()
+
+    def model(self, name: str) -> ServedModel:
+        """The model of that name; an empty one selects the only one that can be run.
+
+        Raises:
+            RouterError: NO_WORKERS, MODEL_LOADING or MODEL_NOT_FOUND.
+        """
+        return self._models.find(name, now_s())
+
+    def largest_pool_tokens(self, job: Job) -> int | None:
+        """See `router.jobs.Dispatcher.largest_pool_tokens`."""
+        return routing.largest_pool_tokens(Demand.of(job), self._workers, self._local)
+
+    async def run(self, job: Job, tell: Callable[[JobEvent], None]) -> None:
+        """Runs a job; see `router.jobs.Dispatcher.run`."""
+        run = self._runs[job] = JobRun(job, tell)
+        self._idle.clear()
+        try:
+            self._admit_or_reject(run.groups[0])
+            await run.wait()
+        finally:
+            self._leave(run)
+
+    def end_choice(self, job: Job, choice: int) -> None:
+        """The choice needs no more tokens. Called from within a handler, and done after it."""
+        asyncio.get_running_loop().call_soon(self._end_choice, job, choice)
+
+    def _end_choice(self, job: Job, choice: int) -> None:
+        run = self._runs.get(job)
+        if run is None or run.over or choice >= len(run.choices):
+            return
+        run.choices[choice].close()
+        group = run.group_of(choice)
+        if group is not None and group.complete:
+            self._finish(group)
+
+    # What the server calls when it ends.
+
+    def drain(self) -> None:
+        """Refuses new jobs from now on; those already here go on."""
+        self._draining = True
+
+    async def idle(self) -> None:
+        """Returns when no job is left."""
+        await self._idle.wait()
+
+    def fail_all(self) -> None:
+        """Ends every job with DRAINING."""
+        for run in list(self._runs.values()):
+            self._fail(run, errors.draining())
+
+    # What the registry calls.
+
+    def attached(self, link: WorkerLink) -> None:
+        """A worker joins; it gets work with its first load report."""
+        self._workers.append(link)
+        self._workers.sort(key=lambda worker: worker.worker_id)
+        self._models.joined(link)
+        self._events.worker_attached(link.role, link.identity.model.name)
+        self.membership_changed.set()
+
+    def loading(self, worker: worker_pb2.WorkerIdentity) -> None:
+        """A worker says that it loads its model."""
+        self._models.loading(worker, now_s())
+
+    def loaded(self, _link: WorkerLink) -> None:
+        """A worker may have room."""
+        self._pump_soon()
+
+    def received(self, link: WorkerLink, message: worker_pb2.WorkResponse) -> None:
+        """Hands a message to its attempt; one for an attempt that is over is late, and dropped."""
+        kind = message.WhichOneof("message")
+        if kind == "tokens":
+            for drawn_for, tokens in merge.step_tokens(message.tokens):
+                if (attempt := self._attempts.get(drawn_for)) is not None:
+                    attempt.tokens(link, tokens)
+                    self._settle(attempt)
+        elif kind is not None and kind != "attached":
+            attempt_id: bytes = getattr(message, kind).attempt_id
+            if (attempt := self._attempts.get(attempt_id)) is not None:
+                attempt.receive(link, message)
+                if kind == "taken_over":
+                    self._events.prefilled_locally(LocalReason.CACHED)
+                self._settle(attempt)
+                self._pump_soon()
+
+    def lost(self, link: WorkerLink, loss: Loss, _was: LinkState) -> None:
+        """A worker left: its attempts end, and so do the waits of jobs that only it could run."""
+        if not link.left_in_order(loss):
+            self._events.worker_lost(link.role, loss.name.lower())
+        if link in self._workers:
+            self._workers.remove(link)
+            self._models.left(link, now_s())
+        self.membership_changed.set()
+        for attempt in list(self._attempts.values()):
+            attempt.worker_lost(link)
+        self._waiting.check()
+        self._pump_soon()
+
+    # Waiting.
+
+    def _admit_or_reject(self, group: ChoiceGroup) -> None:
+        try:
+            self._admit(group)
+        except errors.RouterError as error:
+            self._events.rejected(error.reason)
+            raise
+
+    def _admit(self, group: ChoiceGroup) -> None:
+        if self._draining:
+            raise errors.draining()
+        if (error := self._refusal(group)) is not None:
+            raise error
+        self._waiting.check_deadline(group)
+        self._enqueue(group, bounded=True)
+
+    def _enqueue(self, group: ChoiceGroup, *, bounded: bool) -> None:
+        self._waiting.begin(group, bounded=bounded)
+        self._pump()
+
+    def _pump_soon(self) -> None:
+        """Pumps once after all that is being handled now."""
+        if not self._pump_due and len(self._queue):
+            self._pump_due = True
+            asyncio.get_running_loop().call_soon(self._pump)
+
+    def _pump(self) -> None:
+        """Dispatches from the head of every queue for as long as there is room."""
+        self._pump_due = False
+        heads = self._queue.heads()
+        while heads:
+            heads = [group for group in heads if self._try_dispatch(group)]
+            if heads:
+                heads = self._queue.heads()
+
+    def _try_dispatch(self, group: ChoiceGroup) -> bool:
+        route = routing.choose(group.demand, self._workers, self._policy, group.failed, self._local)
+        if route is None:
+            return False
+        self._events.waited(self._waiting.take(group))
+        self._dispatch(group, route)
+        return True
+
+    # Running.
+
+    def _dispatch(self, group: ChoiceGroup, route: Route) -> None:
+        chosen: dict[str, str | int] = {
+            Attr.ROUTE_POLICY: self._policy.name,
+            Attr.ROUTE_PREFILL: route.prefill.worker_id,
+            Attr.ROUTE_DECODE: route.decode.worker_id if route.decode else "",
+            Attr.ROUTE_ATTEMPT: group.attempts + 1,
+        }
+        if route.local_reason is not None:
+            chosen[Attr.ROUTE_LOCAL_REASON] = route.local_reason
+            self._events.prefilled_locally(route.local_reason)
+        now_ns = time.time_ns()
+        write_span(SpanName.ROUTE, group.run.job.context, now_ns, now_ns, chosen)
+        attempt = Attempt(group, route, self._attempt_failed)
+        group.run.job.workers.extend(leg.worker.worker_id for leg in attempt.legs)
+        self._attempts[attempt.id] = group.attempt = attempt
+        group.run.begin_attempt(group)
+        attempt.start()
+
+    def _attempt_failed(self, attempt: Attempt, fault: Fault) -> None:
+        group, run = attempt.group, attempt.run
+        del self._attempts[attempt.id]
+        group.end_attempt(fault)
+        if run.over:
+            return
+        run.end_by_tokens(group)
+        if group.complete:  # at most its prefill worker's last word was still awaited
+            self._finish(group)
+        elif not self._may_go_on(group, fault):
+            self._fail(run, error_of(group, fault, self._settings.debug.max_workers_lost))
+        else:
+            (self._events.failed_over if run.started else self._events.retried)(fault.name)
+            for part in group.split():
+                self._enqueue(part, bounded=False)
+
+    def _may_go_on(self, group: ChoiceGroup, fault: Fault) -> bool:
+        """Whether another attempt follows."""
+        return (
+            not fault.final
+            and len(group.run.lost) < self._settings.debug.max_workers_lost
+            and group.refusals <= self._settings.debug.max_retries
+            and (group.run.started or self._refusal(group) is None)
+        )
+
+    def _settle(self, attempt: Attempt) -> None:
+        """Finishes the group once every choice of it has ended.
+
+        The decode worker is let go at once (a first token may have ended them all). The prefill
+        worker is about to say how long it took, if it has not yet; that is worth a short wait.
+        """
+        group = attempt.group
+        if not group.complete or group.run.over or group.attempt is not attempt:
+            return
+        attempt.decode_enough()
+        if not attempt.prefill_open:
+            self._finish(group)
+        elif not group.has_timer:
+            group.set_timer(CLOSING_GRACE_S, self._finish)
+
+    # Over.
+
+    def _finish(self, group: ChoiceGroup) -> None:
+        """Every choice of the group has ended, and with the last group the job."""
+        timings = group.timings()
+        self._release(group)
+        if group.run.complete:
+            group.run.finish(timings)
+
+    def _fail(self, run: JobRun, error: errors.RouterError) -> None:
+        if not any(group.attempts for group in run.groups):
+            self._events.rejected(error.reason)
+        run.fail(error)
+        for group in run.groups:
+            self._release(group, error.reason)
+
+    def _leave(self, run: JobRun) -> None:
+        """The reader is done, for whatever reason."""
+        run.over = True
+        for group in run.groups:
+            self._release(group, "cancelled")
+        run.groups.clear()  # They name the run: a circle that only a garbage collection would find.
+        del self._runs[run.job]
+        if not self._runs:
+            self._idle.set()
+
+    def _release(self, group: ChoiceGroup, fault: str = "") -> None:
+        """Frees all that the group holds, wherever it is; what is free already stays so."""
+        self._waiting.end(group, fault)
+        if group.attempt is not None:
+            group.attempt.end(fault)
+            del self._attempts[group.attempt.id]
+            group.attempt = None
+            self._pump_soon()
+
+    def _refusal(self, group: ChoiceGroup) -> errors.RouterError | None:
+        is_loading = self._models.is_loading(group.run.job.model.name, now_s())
+        return refusal(group, self._workers, self._local, is_loading=is_loading)

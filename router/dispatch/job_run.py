@@ -1,0 +1,332 @@
+"""A job between `Dispatcher.run` and its last event: what its reader is told.
+
+Life: its groups (`ChoiceGroup`) wait, run and are done -> OVER: finished, failed, or left
+by its reader. What happens to the attempts stays hidden: the reader sees one start, tokens without
+gap or duplicate, and one end.
+
+Invariant: nothing is told before `JobStarted`, and nothing after the last event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from router.dispatch.merge import ChoiceMerger
+from router.dispatch.stopping import end_of
+from router.jobs import (
+    ChoiceEnded,
+    Demand,
+    Job,
+    JobEvent,
+    JobFinished,
+    JobStarted,
+    JobTimings,
+    JobTokens,
+    TokenScore,
+)
+from router.placement.routing import Failed
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
+    from router.dispatch.fault import Fault
+    from router.workers.link import WorkerLink
+
+
+class RunningAttempt(Protocol):
+    """An attempt, as its group sees it (`router.dispatch.attempt`)."""
+
+    id: bytes
+
+    @property
+    def pair(self) -> tuple[WorkerLink, WorkerLink] | None:
+        """Prefill and decode worker, where two take part."""
+        ...
+
+    def timings(self) -> JobTimings:
+        """Where the time went."""
+        ...
+
+    def end(self, fault: str = "") -> None:
+        """Ends it at every worker."""
+        ...
+
+
+class JobRun:
+    """One job, its choices, and what its reader cannot be told yet."""
+
+    def __init__(self, job: Job, tell: Callable[[JobEvent], None]) -> None:
+        self.job = job
+        # Counted on a steady clock from here on: the other one may jump.
+        self._began_s = time.monotonic()
+        self._ends_s = self._began_s + (job.deadline_ns - job.arrived_ns) / 1e9
+        self.choices = [ChoiceMerger(choice) for choice in range(job.choices)]
+        self.started = False
+        self.over = False
+        self.groups = [ChoiceGroup(self, tuple(range(job.choices)))]
+        self.lost: set[WorkerLink] = set()
+        """Workers that were lost while they had it in hand."""
+        self._tell = tell
+        self._ended = asyncio.Event()
+        self._error: Exception | None = None
+        self._held: list[JobEvent] = []
+        """What is known before the start; nothing waits after it."""
+        self._cached_prompt_tokens = 0
+        self._prompt_logprobs: tuple[TokenScore, ...] | None = None
+
+    @property
+    def age_s(self) -> float:
+        """Since it came."""
+        return time.monotonic() - self._began_s
+
+    @property
+    def left_s(self) -> float:
+        """Until its deadline; less than 0 where that is over."""
+        return self._ends_s - time.monotonic()
+
+    @property
+    def tokens_sent(self) -> int:
+        """Over all choices."""
+        return sum(len(choice.token_ids) for choice in self.choices) if self.started else 0
+
+    @property
+    def complete(self) -> bool:
+        """Every choice has ended."""
+        return all(choice.ended for choice in self.choices)
+
+    def group_of(self, choice: int) -> ChoiceGroup | None:
+        """The group that an open choice belongs to."""
+        return next((group for group in self.groups if choice in group.choices), None)
+
+    def begin_attempt(self, group: ChoiceGroup) -> None:
+        """An attempt begins: what an earlier one left out of order is void.
+
+        Before the start the choices begin anew; after it what was sent stays, and the attempt goes
+        on behind it.
+        """
+        group.attempts += 1
+        self._held.clear()
+        if self.started:
+            for choice in group.choices:
+                self.choices[choice].forget_waiting()
+        else:
+            self.choices = [ChoiceMerger(choice.choice) for choice in self.choices]
+            self._prompt_logprobs = None
+
+    def end_by_tokens(self, group: ChoiceGroup) -> None:
+        """Ends choices whose last token came and whose end was lost with a worker."""
+        for index in group.choices if self.started else ():
+            choice = self.choices[index]
+            reason = end_of(choice.token_ids, self.job.stopping, self.job.model.eos_token_ids)
+            if reason is not None:
+                choice.forget_waiting()
+                self.end_choice(ChoiceEnded(index, reason, len(choice.token_ids)))
+
+    @property
+    def owes_scores(self) -> bool:
+        """The prompt's log probabilities are wanted, and have not come."""
+        return self.job.prompt_logprobs and self._prompt_logprobs is None
+
+    def first_known(self, cached_prompt_tokens: int) -> None:
+        """The prefill side knows the first token."""
+        self._cached_prompt_tokens = cached_prompt_tokens
+
+    def scored(self, prompt_logprobs: tuple[TokenScore, ...]) -> None:
+        """The prefill side knows the prompt's log probabilities."""
+        self._prompt_logprobs = prompt_logprobs
+        self._pass_on(())
+
+    def prefill_over(self) -> None:
+        """Nothing more comes from the prefill side: nothing is waited for any more."""
+        self._prompt_logprobs = self._prompt_logprobs or ()
+        self._pass_on(())
+
+    def add(self, runs: Iterable[JobTokens]) -> None:
+        """Takes tokens in any order."""
+        for run in runs:
+            if run.choice < len(self.choices):
+                self._pass_on(self.choices[run.choice].add(run))
+
+    def end_choice(self, end: ChoiceEnded) -> None:
+        """Takes a choice's end, which may overtake its tokens."""
+        if end.choice < len(self.choices):
+            self._pass_on(self.choices[end.choice].end(end))
+
+    def finish(self, timings: JobTimings) -> None:
+        """Tells the last event."""
+        if not self.over and not self.started:
+            self._start()
+        self._say(JobFinished(timings))
+        self._end()
+
+    def fail(self, error: Exception) -> None:
+        """Ends it with an error."""
+        self._end(error)
+
+    async def wait(self) -> None:
+        """Returns behind the last event.
+
+        Raises:
+            Exception: as given to `fail`, or raised by the reader.
+        """
+        await self._ended.wait()
+        if self._error is not None:
+            raise self._error
+
+    def _pass_on(self, events: Sequence[JobEvent]) -> None:
+        """Tells events; holds them while the prompt's log probabilities are owed first."""
+        if self.started:
+            for event in events:
+                self._say(event)
+            return
+        self._held += events
+        if self._held and not self.owes_scores:
+            self._start()
+
+    def _start(self) -> None:
+        self.started = True
+        self._say(JobStarted(self._cached_prompt_tokens, self._prompt_logprobs or ()))
+        for event in self._held:
+            self._say(event)
+        self._held.clear()
+
+    def _say(self, event: JobEvent) -> None:
+        if self.over:
+            return
+        try:
+            self._tell(event)
+        except Exception as error:
+            self._end(error)
+
+    def _end(self, error: Exception | None = None) -> None:
+        if not self.over:
+            self.over, self._error = True, error
+            self._ended.set()
+
+
+class ChoiceGroup:
+    """The choices of a job that one attempt at a time runs, and how their attempts went.
+
+    Life: WAITING in the queue -> an attempt -> done, or, where the attempt failed, WAITING again.
+
+    A job begins as one group of all its choices, since they have the prompt in common. Once tokens
+    were sent the choices differ: after a failure each one that goes on becomes a group of its own,
+    whose prompt is followed by what was generated. To a worker that is a request of one choice, and
+    what the choices still have in common is found by its prefix cache.
+
+    The dispatcher sets the fields. Invariant: an open choice belongs to exactly one group.
+    """
+
+    def __init__(
+        self, run: JobRun, choices: tuple[int, ...], former: ChoiceGroup | None = None
+    ) -> None:
+        """A group that waits.
+
+        Args:
+            run: the job.
+            choices: their indices in the job.
+            former: the group that these choices belonged to.
+        """
+        self.run = run
+        self.choices = choices
+        self.attempt: RunningAttempt | None = None
+        """The attempt under way."""
+        self.attempts: int = former.attempts if former else 0
+        """Attempts begun."""
+        self.refusals: int = former.refusals if former else 0
+        """Attempts that failed though no worker was lost that had it in hand."""
+        self.failed: Failed = former.failed.copy() if former else Failed()
+        self._timer: asyncio.TimerHandle | None = None
+        self.in_grace = False
+        """It waits though nobody could run it."""
+        self.queue_span: Span | None = None
+        """While it waits in the queue."""
+        self.waits_since_ns: int = former.waits_since_ns if former else run.job.arrived_ns
+        self.earlier: JobTimings = former.earlier if former else JobTimings()
+        """Where the time of earlier attempts went."""
+        self.demand = self._demand()
+        """What workers have to make room for."""
+
+    @property
+    def model(self) -> str:
+        """Which queue it waits in: jobs of one model compete with each other only."""
+        return self.run.job.model.name
+
+    @property
+    def tokens(self) -> int:
+        """What it weighs in the queue."""
+        return self.demand.prompt_tokens
+
+    @property
+    def order(self) -> tuple[bool, int]:
+        """Work that was begun before goes first, then the higher priority."""
+        return self.attempts == 0, -self.run.job.priority
+
+    @property
+    def complete(self) -> bool:
+        """Every choice of it has ended."""
+        return all(self.run.choices[choice].ended for choice in self.choices)
+
+    @property
+    def generated(self) -> list[list[int]]:
+        """Tokens of each choice that the client has: to be repeated, never sampled again."""
+        if not self.run.started:
+            return []
+        return [list(self.run.choices[choice].token_ids) for choice in self.choices]
+
+    @property
+    def has_timer(self) -> bool:
+        """Whether something is to happen to it after a while."""
+        return self._timer is not None
+
+    def set_timer(self, after_s: float, then: Callable[[ChoiceGroup], None]) -> None:
+        """`then` is called with the group after so long, unless another timer is set meanwhile."""
+        self.clear_timer()
+        self._timer = asyncio.get_running_loop().call_later(after_s, then, self)
+
+    def clear_timer(self) -> None:
+        """Nothing is waited for any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def end_attempt(self, fault: Fault) -> None:
+        """The attempt failed; what follows is another, or the end."""
+        if fault.of_hand_off and self.attempt is not None and (pair := self.attempt.pair):
+            self.failed.pairs.add(pair)
+        self.earlier, self.attempt = self.timings(), None
+        self.refusals += fault.worker not in self.run.lost
+        self.failed.workers.add(fault.worker)
+        self.waits_since_ns = time.time_ns()
+        self.demand = self._demand()
+
+    def split(self) -> list[ChoiceGroup]:
+        """The groups that go on after a failed attempt."""
+        run = self.run
+        if not run.started or len(self.choices) == 1:
+            return [self]
+        open_choices = [choice for choice in self.choices if not run.choices[choice].ended]
+        groups = [ChoiceGroup(run, (choice,), self) for choice in open_choices]
+        run.groups = [group for group in run.groups if group is not self] + groups
+        return groups
+
+    def timings(self) -> JobTimings:
+        """Where the time went, over all attempts."""
+        if self.attempt is None:
+            return self.earlier
+        return self.earlier + self.attempt.timings()
+
+    def _demand(self) -> Demand:
+        """Generated tokens count as prompt, since they are computed again behind it."""
+        job, generated = self.run.job, self.generated
+        done = len(generated[0]) if generated else 0
+        return Demand(
+            model=job.model,
+            prompt_tokens=job.prompt_tokens + done,
+            max_tokens=job.stopping.max_tokens - done,
+            choices=len(self.choices),
+            prompt_logprobs=job.prompt_logprobs,
+        )

@@ -1,0 +1,123 @@
+"""One worker's part in an attempt: what it is sent, and what it is charged for.
+
+Life: made -> `submit`: OPEN, until its worker said that it holds nothing of the attempt any more,
+was sent a Cancel, or was lost: `close`.
+
+Invariant: its worker is charged while it is open, and at no other time.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from baton.worker.v1 import worker_pb2
+from router.dispatch import merge
+from router.placement.routing import decode_reservation, prefill_reservation
+from telemetry.names import Attr, SpanName
+from telemetry.tracing import SpanKind, end_span, start_span, traceparent_of
+
+if TYPE_CHECKING:
+    from router.dispatch.job_run import ChoiceGroup
+    from router.placement.placing import LocalReason
+    from router.workers.link import WorkerLink
+    from router.workers.load_estimate import Reservation
+
+
+class Leg:
+    """One worker's part in an attempt."""
+
+    def __init__(
+        self,
+        worker: WorkerLink,
+        mode: worker_pb2.WorkMode.ValueType,
+        group: ChoiceGroup,
+        attempt_id: bytes,
+        peer: WorkerLink | None,
+        takeover_tokens: int = 0,
+    ) -> None:
+        self.worker = worker
+        self.mode = mode
+        self.open = False
+        self.finished: set[int] = set()
+        """Choices of the attempt that ended here."""
+        self._group = group
+        self._attempt_id = attempt_id
+        self._peer = peer
+        self._takeover_tokens = takeover_tokens
+        prefills = mode == worker_pb2.WORK_MODE_PREFILL
+        self._span = start_span(
+            SpanName.PREFILL if prefills else SpanName.DECODE,
+            group.run.job.context,
+            {
+                Attr.WORKER_ID: worker.worker_id,
+                Attr.ATTEMPT_ID: attempt_id.hex(),
+                Attr.WORK_MODE: _word(worker_pb2.WorkMode.Name(mode)),
+            },
+            kind=SpanKind.CLIENT,
+        )
+
+    def submit(self) -> None:
+        """Hands the worker its part, and reservations it."""
+        self.open = True
+        self.worker.estimate.reserve(self._attempt_id, self._reservation())
+        self.worker.send(worker_pb2.WorkRequest(submit=self._message()))
+
+    def mark_local(self, reason: LocalReason) -> None:
+        """This decode worker computes the prompt by itself."""
+        self._span.set_attribute(Attr.ROUTE_LOCAL_REASON, reason)
+
+    def cancel(self, fault: str = "") -> None:
+        """Ends the part at the worker, if it is still open there; a fault says why."""
+        if self.open:
+            cancel = worker_pb2.Cancel(attempt_id=self._attempt_id)
+            self.worker.send(worker_pb2.WorkRequest(cancel=cancel))
+            self.close(fault)
+
+    def close(self, fault: str = "") -> None:
+        """The worker holds nothing of the attempt any more; a fault says why."""
+        if not self.open:
+            return
+        self.open = False
+        self.worker.estimate.release(self._attempt_id)
+        end_span(self._span, error=fault)
+
+    def _reservation(self) -> Reservation:
+        demand = self._group.demand
+        match self.mode:
+            case worker_pb2.WORK_MODE_PREFILL:
+                return prefill_reservation(demand)
+            case worker_pb2.WORK_MODE_DECODE:
+                return decode_reservation(demand)
+            case _:
+                prompt = prefill_reservation(demand).prefill_tokens
+                return decode_reservation(demand)._replace(prefill_tokens=prompt)
+
+    def _message(self) -> worker_pb2.Submit:
+        group, job = self._group, self._group.run.job
+        scores_wanted = job.prompt_logprobs and not group.run.started
+        return worker_pb2.Submit(
+            attempt_id=self._attempt_id,
+            mode=self.mode,
+            prompt_ids=job.prompt_ids.astype("<u4").tobytes(),
+            generated=[
+                worker_pb2.GeneratedTokens(token_ids=merge.pack_ids(token_ids))
+                for token_ids in group.generated
+            ],
+            sampling=job.sampling,
+            stopping=job.stopping,
+            choices=len(group.choices),
+            first_choice=group.choices[0],
+            priority=job.priority,
+            cache_salt=job.cache_salt,
+            traceparent=traceparent_of(self._span),
+            deadline_unix_ns=job.deadline_ns,
+            time_left_ms=max(0, round(group.run.left_s * 1e3)),
+            peer_agent_name=self._peer.agent_name if self._peer else "",
+            prompt_logprobs=scores_wanted and self.mode != worker_pb2.WORK_MODE_DECODE,
+            tenant=job.tenant,
+            takeover_tokens=self._takeover_tokens,
+        )
+
+
+def _word(mode: str) -> str:
+    return mode.removeprefix("WORK_MODE_").lower()

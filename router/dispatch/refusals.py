@@ -1,0 +1,78 @@
+"""What the client is told where no attempt begins or follows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from baton.worker.v1 import worker_pb2
+from router import errors
+from router.placement import routing
+from router.workers.registry import DECODES, PREFILLS
+
+if TYPE_CHECKING:
+    from router.dispatch.fault import Fault
+    from router.dispatch.job_run import ChoiceGroup
+    from router.settings import LocalPrefill
+    from router.workers.link import WorkerLink
+
+_KV_POOL: Final = "a worker's KV pool"
+
+
+def error_of(group: ChoiceGroup, fault: Fault, max_workers_lost: int) -> errors.RouterError:
+    """What the client is told when no attempt follows."""
+    run = group.run
+    if len(run.lost) >= max_workers_lost:
+        return errors.poison_request(len(run.lost), run.tokens_sent, started=run.started)
+    match fault.reason:
+        case worker_pb2.FAILURE_REASON_NUMERICAL:
+            return errors.numerical_error()
+        case worker_pb2.FAILURE_REASON_INTERNAL:
+            return errors.internal()
+        case worker_pb2.FAILURE_REASON_TOO_LARGE:
+            job, room = run.job, fault.worker.capacity()
+            limit_tokens = room.total_pages * job.model.page_size_tokens
+            return errors.context_length_exceeded(
+                job.prompt_tokens, job.stopping.max_tokens, limit_tokens, _KV_POOL
+            )
+    if run.started:
+        return errors.worker_lost_mid_stream(run.tokens_sent)
+    match fault.reason:
+        case None | worker_pb2.FAILURE_REASON_DRAINING:
+            return errors.worker_lost(group.attempts)
+        case worker_pb2.FAILURE_REASON_QUEUE_FULL:
+            return errors.queue_full(0, retry_after_s=1.0)
+        case _:
+            return errors.kv_transfer_failed(group.attempts)
+
+
+def refusal(
+    group: ChoiceGroup, workers: Sequence[WorkerLink], local: LocalPrefill, *, is_loading: bool
+) -> errors.RouterError | None:
+    """Why none of the workers could run the group even if it had room; None where one could."""
+    job = group.run.job
+    limit_tokens = routing.largest_pool_tokens(group.demand, workers, local)
+    if limit_tokens is None:
+        return _nobody(group, workers, is_loading=is_loading)
+    max_tokens = job.stopping.max_tokens
+    if job.prompt_tokens + max_tokens > limit_tokens:
+        return errors.context_length_exceeded(job.prompt_tokens, max_tokens, limit_tokens, _KV_POOL)
+    return None
+
+
+def _nobody(
+    group: ChoiceGroup, workers: Sequence[WorkerLink], *, is_loading: bool
+) -> errors.RouterError:
+    model = group.run.job.model.name
+    if group.attempts:
+        return errors.worker_lost(group.attempts)
+    if is_loading:
+        return errors.model_loading(model)
+    named = [worker for worker in workers if worker.identity.model.name == model]
+    if any(worker.draining for worker in named):
+        return errors.workers_draining(model)
+    roles = {worker.identity.role for worker in named}
+    if roles & PREFILLS and roles & DECODES:
+        return errors.workers_differ(model)
+    missing = "" if not roles else "decode" if roles & PREFILLS else "prefill"
+    return errors.no_workers(model, missing=missing)

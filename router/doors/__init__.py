@@ -1,0 +1,1 @@
+"""How requests come in: gRPC, and HTTP in `openai`."""

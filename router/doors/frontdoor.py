@@ -1,0 +1,152 @@
+"""The public gRPC API, `baton.inference.v1.InferenceService`.
+
+Each method is a few lines: what a generation is lives in `router.requests.generation`, statuses and
+malformed bytes in `router.doors.grpc_edge`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+
+from baton.inference.v1 import inference_pb2 as api
+from router.doors.auth import OPEN, Gate
+from router.doors.grpc_edge import Call, Edge
+from router.events import NO_EVENTS, RouterEvents
+from router.requests.bounds import BodyShape
+from router.requests.generation import GenerationRequest, Generations
+from router.requests.outputs import Messages
+from router.requests.validation import Limits
+
+if TYPE_CHECKING:
+    from router.jobs import Dispatcher, ServedModel
+    from router.requests.tokenization import Tokenizers
+
+SERVICE_NAME = api.DESCRIPTOR.services_by_name["InferenceService"].full_name
+
+
+class InferenceService:
+    """The methods, free of gRPC."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        tokenizers: Tokenizers,
+        limits: Limits | None = None,
+        events: RouterEvents = NO_EVENTS,
+        gate: Gate = OPEN,
+    ) -> None:
+        self._limits = limits or Limits()
+        longest_s = self._limits.max_request_duration_s
+        self._edge = Edge(BodyShape(dispatcher.models), longest_s, gate, events)
+        self._dispatcher = dispatcher
+        self._tokenizers = tokenizers
+        self._generations = Generations(dispatcher, tokenizers, self._limits, events)
+
+    def add_to_server(self, server: grpc.aio.Server) -> None:
+        """Registers the service."""
+        edge, path = self._edge, f"{SERVICE_NAME}/"
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "Generate": edge.unary(path + "Generate", api.GenerateRequest, self.generate),
+            "StreamGenerate": edge.stream(
+                path + "StreamGenerate", api.StreamGenerateRequest, self.stream_generate
+            ),
+            "Tokenize": edge.unary(path + "Tokenize", api.TokenizeRequest, self.tokenize),
+            "ListModels": edge.unary(path + "ListModels", api.ListModelsRequest, self.list_models),
+        }
+        server.add_generic_rpc_handlers((edge.service(SERVICE_NAME, handlers),))
+
+    async def stream_generate(
+        self, request: GenerationRequest, call: Call
+    ) -> AsyncGenerator[api.StreamGenerateResponse, None]:
+        """StreamGenerate."""
+        messages = Messages()
+        async with aclosing(self._generations.stream(request, call)) as outputs:
+            async for output in outputs:
+                yield messages.of(output)
+
+    async def generate(self, request: api.GenerateRequest, call: Call) -> api.GenerateResponse:
+        """Generate: the stream, folded into one message."""
+        whole = _Whole()
+        async with aclosing(self.stream_generate(request, call)) as messages:
+            async for message in messages:
+                whole.add(message)
+        return whole.response()
+
+    async def tokenize(self, request: api.TokenizeRequest, call: Call) -> api.TokenizeResponse:
+        """Tokenize."""
+        async with self._generations.deadline(call):
+            return await self._generations.tokenize(request)
+
+    async def list_models(
+        self, request: api.ListModelsRequest, call: Call
+    ) -> api.ListModelsResponse:
+        """ListModels."""
+        models = [await self._describe(model) for model in self._dispatcher.models()]
+        return api.ListModelsResponse(models=models)
+
+    async def _describe(self, model: ServedModel) -> api.Model:
+        longest = min(model.max_context_tokens - 1, self._limits.max_output_tokens)
+        return api.Model(
+            name=model.name,
+            revision=model.revision,
+            max_context_tokens=model.max_context_tokens,
+            max_output_tokens=longest,
+            has_tokenizer=await self._has_tokenizer(model.path),
+        )
+
+    async def _has_tokenizer(self, folder: str) -> bool:
+        try:
+            return await self._tokenizers.get(folder) is not None
+        except Exception:  # Whoever asks for this model hears of it; the others are listed.
+            return False
+
+
+class _Whole:
+    """A stream's messages in one."""
+
+    def __init__(self) -> None:
+        self._response = api.GenerateResponse()
+        self._choices: dict[int, api.Choice] = {}
+        self._texts: dict[int, list[str]] = {}
+
+    def add(self, message: api.StreamGenerateResponse) -> None:
+        """Takes in the next message."""
+        match message.WhichOneof("event"):
+            case "started":
+                self._response.started.CopyFrom(message.started)
+            case "delta":
+                delta = message.delta
+                output = self._choice(delta.choice_index).output
+                output.token_ids.extend(delta.token_ids)
+                output.logprobs.extend(delta.logprobs)
+                self._texts[delta.choice_index].append(delta.text)
+            case "finished":
+                self._finish(message.finished)
+
+    def response(self) -> api.GenerateResponse:
+        """All of it, choices by index; texts are joined once."""
+        for index, choice in sorted(self._choices.items()):
+            choice.output.text = "".join(self._texts[index])
+            self._response.choices.append(choice)
+        return self._response
+
+    def _finish(self, finished: api.GenerationFinished) -> None:
+        choice = self._choice(finished.choice_index)
+        choice.finish_reason = finished.finish_reason
+        choice.stop_sequence = finished.stop_sequence
+        if finished.HasField("usage"):
+            self._response.usage.CopyFrom(finished.usage)
+            self._response.timings.CopyFrom(finished.timings)
+
+    def _choice(self, index: int) -> api.Choice:
+        if index not in self._choices:
+            self._choices[index] = api.Choice(
+                index=index, output=api.TokenDelta(choice_index=index)
+            )
+            self._texts[index] = []
+        return self._choices[index]

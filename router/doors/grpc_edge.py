@@ -1,0 +1,342 @@
+"""The edge of the gRPC API: what a method is given, and what may leave it.
+
+Methods are plain coroutines and generators of (request, `Call`). Around each one stands an `Edge`,
+the only place where errors become statuses. Without it gRPC answers bytes that do not parse with
+UNKNOWN and the name of a Python class, and any exception with its text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeVar, cast
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError, Message
+from opentelemetry import context as otel_context
+from opentelemetry.context import Context
+
+from router import errors
+from router.doors.access import AccessRecord
+from router.doors.auth import AUTHORIZATION, OPEN, Gate
+from router.events import NO_EVENTS, RouterEvents
+from router.requests.deadlines import UnreadError, read_by
+from telemetry.tracing import trace_id_of
+
+if TYPE_CHECKING:
+    from google.protobuf.descriptor import Descriptor
+
+    from router.requests.bounds import BodyShape
+
+DETAILS_KEY: Final = "grpc-status-details-bin"
+PUSHBACK_KEY: Final = "grpc-retry-pushback-ms"
+"""When a channel that retries by itself may send the call again; negative: not at all."""
+MAX_PUSHBACK_S: Final = 5.0
+"""A longer wait is not the channel's to sit out unseen: its caller is told, with RetryInfo."""
+_DEADLINE_SLACK_S: Final = 0.1
+"""A caller meets its deadline before we do, by the time that its call took to get here."""
+
+Request = TypeVar("Request", bound=Message)
+Response = TypeVar("Response", bound=Message)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a front door's method."""
+
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Trace id of the call's span, 32 hex digits; random where nothing is traced."""
+    arrived_ns: int = field(default_factory=time.time_ns)
+    time_left_s: float | None = None
+    """Until the caller's deadline; None where there is none."""
+    longest_s: float = math.inf
+    """Until the router's own."""
+    context: Context = field(default_factory=Context)
+    """Holds the span of the call."""
+    tenant: str = ""
+    """Whom the caller's token stands for; "" where nobody is asked for one."""
+    record: AccessRecord = field(default_factory=AccessRecord)
+    whole: bool = False
+    """The caller wants the answer whole: its tokens need not be read one by one."""
+
+    @property
+    def passed_s(self) -> float:
+        """Since its arrival."""
+        return (time.time_ns() - self.arrived_ns) / 1e9
+
+    def admitted(self, gate: Gate, authorization: str | None) -> Call:
+        """The call, as the tenant's whose token it shows.
+
+        Raises:
+            RouterError: UNAUTHENTICATED.
+        """
+        self.record.tenant = gate.tenant_of(authorization)
+        return replace(self, tenant=self.record.tenant)
+
+    def left(self) -> errors.RouterError:
+        """Why the caller is gone: gRPC tells a deadline and a cancellation in the same way."""
+        left_s = self.longest_s if self.time_left_s is None else self.time_left_s
+        if self.passed_s > min(left_s, self.longest_s) - _DEADLINE_SLACK_S:
+            return errors.deadline_exceeded(self.record.output_tokens)
+        return errors.cancelled()
+
+
+class ServerContext(Protocol):
+    """What is used of `grpc.aio.ServicerContext`."""
+
+    def time_remaining(self) -> float | None:
+        """Seconds until the caller's deadline."""
+        ...
+
+    def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None:
+        """What the caller sent beside the request."""
+        ...
+
+    async def write(self, message: Message) -> None:
+        """Sends one message of a stream; returns when the connection has taken it."""
+        ...
+
+    async def abort(
+        self,
+        code: grpc.StatusCode,
+        details: str,
+        trailing_metadata: tuple[tuple[str, str | bytes], ...],
+    ) -> NoReturn:
+        """Ends the call with a status."""
+        ...
+
+
+UnaryMethod = Callable[[Request, Call], Awaitable[Response]]
+StreamMethod = Callable[[Request, Call], AsyncGenerator[Response, None]]
+
+
+class Edge:
+    """Stands around every method: who may call, what becomes of errors, the access log.
+
+    Args:
+        shape: judges the bytes of requests.
+        longest_s: deadline of calls that have none, and the longest allowed.
+        gate: knows the callers' tokens.
+        events: hears of refusals, and of answers that nobody read.
+    """
+
+    def __init__(
+        self,
+        shape: BodyShape,
+        longest_s: float,
+        gate: Gate = OPEN,
+        events: RouterEvents = NO_EVENTS,
+    ) -> None:
+        self._shape = shape
+        self._longest_s = longest_s
+        self._gate = gate
+        self._events = events
+
+    def service(
+        self, name: str, methods: Mapping[str, grpc.RpcMethodHandler[Any, Any]]
+    ) -> grpc.GenericRpcHandler:
+        """What a server is given of a service: its methods, by name, behind the gate."""
+        return _Service(name, methods, self)
+
+    def stopped(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Answers in place of the method where the caller may not call it; None where it may. Of a
+        caller without a token nothing is read but its headers."""
+        try:
+            self._gate.tenant_of(_authorization(details.invocation_metadata))
+        except errors.RouterError as error:
+            return self._refusing(details.method.lstrip("/"), error)
+        return None
+
+    def _refusing(self, name: str, error: errors.RouterError) -> grpc.RpcMethodHandler[Any, Any]:
+        """Handler that reads no message: that is why it is one of streams, whatever the method."""
+        refused = _Refused(error)
+
+        async def handle(_: object, context: ServerContext) -> None:
+            async with self._around(name, refused, context):
+                pass
+
+        return grpc.stream_stream_rpc_method_handler(handle)
+
+    def unary(
+        self, name: str, request_type: type[Request], method: UnaryMethod[Request, Response]
+    ) -> grpc.RpcMethodHandler[Request, Response]:
+        """Handler of a method with one response."""
+
+        async def handle(request: Request, context: ServerContext) -> Response:
+            async with self._around(name, request, context) as call:
+                return await method(request, call)
+
+        return grpc.unary_unary_rpc_method_handler(
+            handle, request_deserializer=self._parser(request_type), response_serializer=_serialize
+        )
+
+    def stream(
+        self, name: str, request_type: type[Request], method: StreamMethod[Request, Response]
+    ) -> grpc.RpcMethodHandler[Request, Response]:
+        """Handler of a method with a stream of responses; `method` is closed however it ends."""
+
+        async def handle(request: Request, context: ServerContext) -> None:
+            async with (
+                self._read_in_time(),
+                self._around(name, request, context) as call,
+                aclosing(method(request, call)) as responses,
+            ):
+                async for response in responses:
+                    await _write(response, context)
+
+        return grpc.unary_stream_rpc_method_handler(
+            handle, request_deserializer=self._parser(request_type), response_serializer=_serialize
+        )
+
+    @asynccontextmanager
+    async def _read_in_time(self) -> AsyncIterator[None]:
+        """Around a stream: its caller may go on reading until a little after the deadline. gRPC has
+        no way to end a call behind a message that is not taken: it is left to the bound on the age
+        of its connection, and holds nothing else until then."""
+        try:
+            async with read_by(self._longest_s):
+                yield
+        except UnreadError:
+            self._events.unread()
+            raise asyncio.CancelledError from None
+
+    @asynccontextmanager
+    async def _around(
+        self, name: str, request: object, context: ServerContext
+    ) -> AsyncIterator[Call]:
+        """Around one call: admits it, turns what ends it into a status, and logs it."""
+        call = _call(name, context, self._longest_s)
+        ended: errors.RouterError | None = None
+        try:
+            yield self._admitted(call, request, context)
+        except (_CallerLeftError, asyncio.CancelledError) as error:
+            if not _is_ours(error):
+                ended = call.left()
+                raise asyncio.CancelledError from None
+            ended = errors.describe(error, call.id)
+            await _abort(ended, context, call)
+        except Exception as error:
+            ended = errors.describe(error, call.id)
+            await _abort(ended, context, call)
+        finally:
+            code = grpc.StatusCode.OK if ended is None else ended.code
+            call.record.write(call.id, call.arrived_ns, code.name, ended.reason if ended else "")
+
+    def _admitted(self, call: Call, request: object, context: ServerContext) -> Call:
+        """The call, with its tenant.
+
+        Raises:
+            RouterError: UNAUTHENTICATED or MALFORMED_REQUEST.
+        """
+        try:
+            if isinstance(request, _Refused):
+                raise request.error
+            call = call.admitted(self._gate, _authorization(context.invocation_metadata()))
+        except errors.RouterError as error:
+            self._events.rejected(error.reason)
+            raise
+        return call
+
+    def _parser(self, message_type: type[Request]) -> Callable[[bytes], Request]:
+        """Bytes to message, or to what the handler refuses: gRPC has no words for the reason."""
+
+        kind = cast("Descriptor", message_type.DESCRIPTOR)
+
+        def parse(data: bytes) -> Request:
+            try:
+                self._shape.check_message(data, kind)
+                return message_type.FromString(data)
+            except errors.RouterError as error:
+                return cast("Request", _Refused(error))
+            except DecodeError:
+                return cast("Request", _Refused(errors.malformed_request()))
+
+        return parse
+
+
+@dataclass(frozen=True, slots=True)
+class _Refused:
+    """Stands for a request that was not parsed."""
+
+    error: errors.RouterError
+
+
+class _Service(grpc.GenericRpcHandler):
+    """Methods behind an edge's gate."""
+
+    def __init__(
+        self, name: str, methods: Mapping[str, grpc.RpcMethodHandler[Any, Any]], edge: Edge
+    ) -> None:
+        self._methods = {f"/{name}/{method}": handler for method, handler in methods.items()}
+        self._edge = edge
+
+    def service(
+        self, handler_call_details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Who answers a call."""
+        handler = self._methods.get(handler_call_details.method)
+        return handler and (self._edge.stopped(handler_call_details) or handler)
+
+
+class _CallerLeftError(Exception):
+    """Nobody reads the stream any more."""
+
+
+async def _write(response: Message, context: ServerContext) -> None:
+    """Sends one message.
+
+    A caller that leaves cancels the handler's task; but where a write is in flight it may fail
+    first, with one of gRPC's own errors.
+
+    Raises:
+        _CallerLeftError: there is no one to send it to.
+    """
+    try:
+        await context.write(response)
+    except (grpc.aio.InternalError, grpc.aio.UsageError):
+        raise _CallerLeftError from None
+
+
+def _call(name: str, context: ServerContext, longest_s: float) -> Call:
+    current = otel_context.get_current()
+    return Call(
+        id=trace_id_of(current) or uuid.uuid4().hex,
+        time_left_s=context.time_remaining(),
+        longest_s=longest_s,
+        context=current,
+        record=AccessRecord(method=name),
+    )
+
+
+def _authorization(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | None:
+    found = [value for key, value in metadata or () if key == AUTHORIZATION]
+    return str(found[-1]) if found else None
+
+
+def _serialize(message: Message) -> bytes:
+    return message.SerializeToString()
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Whether a cancellation leaked out of something inside, and is not the caller's."""
+    task = asyncio.current_task()
+    cancelled = isinstance(error, asyncio.CancelledError)
+    return cancelled and task is not None and not task.cancelling()
+
+
+async def _abort(described: errors.RouterError, context: ServerContext, call: Call) -> NoReturn:
+    status = errors.to_status(described, call.id)
+    trailers: tuple[tuple[str, str | bytes], ...] = ((DETAILS_KEY, status.SerializeToString()),)
+    if described.retry_after_s is not None:
+        trailers += ((PUSHBACK_KEY, _pushback_ms(described.retry_after_s)),)
+    await context.abort(described.code, described.message, trailers)
+
+
+def _pushback_ms(retry_after_s: float) -> str:
+    return str(math.ceil(retry_after_s * 1e3) if retry_after_s <= MAX_PUSHBACK_S else -1)

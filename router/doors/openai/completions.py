@@ -1,0 +1,116 @@
+"""/v1/completions: texts or token ids in, text out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from baton.inference.v1 import inference_pb2 as api
+from router import errors
+from router.doors.openai.logprobs import completion_logprobs
+from router.doors.openai.reply import Echo, Reply, ReplyOrder, ReplyPart
+from router.doors.openai.schema import CompletionRequest, Prompt, StreamOptions, parse
+from router.errors import Violation
+
+if TYPE_CHECKING:
+    from router.doors.grpc_edge import Call
+    from router.doors.openai.statuses import JSON
+    from router.jobs import Dispatcher
+    from router.requests.bounds import BodyShape
+    from router.requests.generation import GenerationRequest, Generations
+    from router.requests.tokenization import Tokenizer, Tokenizers
+
+
+class CompletionForm:
+    """How a completion is written; a chunk has the form of the whole."""
+
+    id_prefix = "cmpl"
+    whole_object = "text_completion"
+    chunk_object = "text_completion"
+
+    def choice(self, piece: ReplyPart) -> JSON:
+        """A whole choice."""
+        return {
+            "index": piece.choice,
+            "text": piece.text,
+            "logprobs": None if piece.scored is None else completion_logprobs(piece.scored),
+            "finish_reason": piece.finish_reason,
+        }
+
+    delta = choice
+
+
+class Completions:
+    """The method."""
+
+    def __init__(
+        self,
+        generations: Generations,
+        dispatcher: Dispatcher,
+        tokenizers: Tokenizers,
+        shape: BodyShape,
+    ) -> None:
+        self._generations = generations
+        self._dispatcher = dispatcher
+        self._tokenizers = tokenizers
+        self._shape = shape
+
+    async def __call__(self, body: bytes, call: Call, client_tag: str) -> Reply:
+        """Reads a request; nothing runs before the reply is read.
+
+        Raises:
+            RouterError: the request cannot be understood, or its prompts not be echoed.
+        """
+        request = parse(CompletionRequest, body, self._shape.most_elements())
+        tokenizer = None
+        if request.echo or request.logprobs is not None:
+            model = self._dispatcher.model(request.model)
+            tokenizer = await self._tokenizers.get(model.path)
+        echoes: list[Echo | None] = [None] * len(request.prompt)
+        if request.echo:
+            async with self._generations.deadline(call):
+                echoes = [await self._echo(request, one, tokenizer) for one in request.prompt]
+        requests = [
+            _generation(request, prompt, echo, client_tag)
+            for prompt, echo in zip(request.prompt, echoes, strict=True)
+        ]
+        order = ReplyOrder(
+            requests,
+            CompletionForm(),
+            request.stream_options or StreamOptions(),
+            echoes,
+            tokenizer,
+            bool(request.return_tokens_as_token_ids),
+            request.echo_only,
+        )
+        return Reply(self._generations, order, call)
+
+    async def _echo(
+        self, request: CompletionRequest, prompt: Prompt, tokenizer: Tokenizer | None
+    ) -> Echo:
+        """The prompt as text, and as ids where their log probabilities are wanted."""
+        if isinstance(prompt, str):
+            if request.logprobs is None:
+                return Echo(prompt)
+            tokenized = await self._generations.tokenize(
+                api.TokenizeRequest(model=request.model, text=prompt)
+            )
+            return Echo(prompt, list(tokenized.token_ids))
+        if tokenizer is None:
+            raise errors.invalid_fields([Violation("echo", "the model has no tokenizer")])
+        return Echo(await self._tokenizers.decode(tokenizer, prompt), prompt)
+
+
+def _generation(
+    request: CompletionRequest, prompt: Prompt, echo: Echo | None, client_tag: str
+) -> GenerationRequest:
+    if isinstance(prompt, list):
+        chosen: JSON = {"token_ids": api.TokenIds(ids=prompt)}
+    elif echo is not None and echo.token_ids:
+        chosen = {"token_ids": api.TokenIds(ids=echo.token_ids)}
+    else:
+        chosen = {"text": prompt}
+    max_tokens = 1 if request.echo_only else request.max_tokens
+    generation = request.input(max_tokens, request.logprobs, **chosen)
+    generation.output.prompt_logprobs = echo is not None and request.logprobs is not None
+    kind = api.StreamGenerateRequest if request.stream else api.GenerateRequest
+    return kind(input=generation, client_tag=client_tag)

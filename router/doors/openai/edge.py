@@ -1,0 +1,253 @@
+"""Where HTTP begins: one `HttpEndpoint` for each method that generates.
+
+Life of a request:
+
+1. A SERVER span, below the caller's where `traceparent` names one; its trace id is the answer's
+   `x-request-id`. Its token is looked at, and then the body is read, whole (`bodies`).
+2. The method makes an `Answer` of it. Nothing is sent before its first part is there, that is, in
+   a stream, before the first token: a request that is refused has its own status.
+3. The answer goes out at the client's pace. An error behind the first part of a stream is its last
+   event; a stream that is complete ends with `[DONE]`.
+4. A client that leaves, at any point, cancels the work at once, and counts as 499. One that stays
+   and does not read loses its connection a little after the deadline.
+5. One line in the access log.
+
+Around each method this is the only place where errors become statuses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+
+from opentelemetry.trace import SpanKind
+from pydantic_core import to_json
+from starlette.requests import ClientDisconnect, Request
+
+from router import errors
+from router.doors.access import AccessRecord
+from router.doors.auth import AUTHORIZATION, Gate
+from router.doors.grpc_edge import Call
+from router.doors.openai.bodies import Bodies, Body
+from router.doors.openai.connections import connection_of
+from router.doors.openai.statuses import CLIENT_LEFT, JSON, error_body, http_status, retry_headers
+from router.requests.deadlines import UnreadError, read_by
+from router.requests.validation import MAX_CLIENT_TAG_BYTES
+from telemetry.names import Attr
+from telemetry.rpc import TRACEPARENT
+from telemetry.tracing import context_of, end_span, start_span, trace_id_of
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+    from router.events import RouterEvents
+
+REQUEST_ID: Final = "x-request-id"
+"""Of a request: the caller's own tag, for logs. Of an answer: the trace id."""
+_JSON_TYPE: Final = "application/json"
+_EVENTS_TYPE: Final = "text/event-stream; charset=utf-8"
+_LAST_EVENT: Final = b"[DONE]"
+
+
+class Answer(Protocol):
+    """What a method answers: `chunks` where `stream` is set, else `whole`."""
+
+    stream: bool
+
+    async def whole(self) -> JSON:
+        """All of it."""
+        ...
+
+    def chunks(self) -> AsyncGenerator[JSON, None]:
+        """One event each."""
+        ...
+
+
+Method = Callable[[bytes, Call, str], Awaitable[Answer]]
+"""Of (body, call, the caller's tag); may raise any RouterError."""
+
+
+class Guards(NamedTuple):
+    """What a request meets before its method does, and when its answer is given up."""
+
+    bodies: Bodies
+    gate: Gate
+    longest_s: float
+    """From a request's arrival to its deadline."""
+
+
+class HttpEndpoint:
+    """An ASGI application around one method."""
+
+    def __init__(self, route: str, method: Method, guards: Guards, events: RouterEvents) -> None:
+        self._route = route
+        self._method = method
+        self._guards = guards
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request."""
+        response = _Response(self._route, Request(scope, receive), send)
+        try:
+            async with read_by(self._guards.longest_s):
+                await self._answer(response, receive)
+        except UnreadError:
+            self._events.unread()
+            response.give_up()
+            connection_of(scope).abort()
+        finally:
+            response.close()
+
+    async def _answer(self, response: _Response, receive: Receive) -> None:
+        try:
+            response.admit(self._guards.gate)
+            with self._guards.bodies.one() as body:
+                await body.read(response.request)
+                await _while_there(self._serve(body, response), response, receive)
+        except ClientDisconnect:
+            response.status = CLIENT_LEFT
+        except Exception as error:
+            if isinstance(error, errors.RouterError) and not response.begun:
+                self._events.rejected(error.reason)
+            await response.fail(error)
+
+    async def _serve(self, body: Body, response: _Response) -> None:
+        tag = _client_tag(response.request)
+        answer = await self._method(body.take(), response.call, tag)
+        body.let_go()
+        response.begun = True
+        if not answer.stream:
+            await response.whole(await answer.whole())
+            return
+        async with aclosing(answer.chunks()) as chunks:
+            async for chunk in chunks:
+                await response.event(to_json(chunk))
+        await response.end(_LAST_EVENT)
+
+
+class _Response:
+    """What goes out, and what is recorded of it."""
+
+    def __init__(self, route: str, request: Request, send: Send) -> None:
+        self.request = request
+        self._send = send
+        self._error = ""
+        self._span = start_span(
+            f"{request.method} {route}",
+            request.headers.get(TRACEPARENT),
+            {Attr.HTTP_REQUEST_METHOD: request.method, Attr.HTTP_ROUTE: route},
+            kind=SpanKind.SERVER,
+        )
+        context = context_of(self._span)
+        self.call = Call(
+            id=trace_id_of(context) or uuid.uuid4().hex,
+            context=context,
+            record=AccessRecord(
+                method=f"{request.method} {route}", client_tag=_client_tag(request)
+            ),
+        )
+        self.begun = False
+        """Set when the method took the request: from then on generations count what they refuse."""
+        self.status = 0
+        """Set when the answer begins; 0 before."""
+        self.complete = False
+
+    def admit(self, gate: Gate) -> None:
+        """Lets the caller in.
+
+        Raises:
+            RouterError: UNAUTHENTICATED.
+        """
+        self.call = self.call.admitted(gate, self.request.headers.get(AUTHORIZATION))
+
+    async def whole(self, content: JSON, status: int = 200, **headers: str) -> None:
+        """Sends all of an answer."""
+        body = to_json(content)
+        headers["content-length"] = str(len(body))
+        await self._begin(status, _JSON_TYPE, headers)
+        await self._write(body, last=True)
+
+    async def event(self, data: bytes) -> None:
+        """Sends an event of a stream; returns when the connection has taken it."""
+        if not self.status:
+            await self._begin(200, _EVENTS_TYPE, {"cache-control": "no-cache"})
+        await self._write(b"data: %b\n\n" % data)
+
+    async def end(self, data: bytes) -> None:
+        """Sends a stream's last event."""
+        await self.event(data)
+        await self._write(b"", last=True)
+
+    async def fail(self, error: Exception) -> None:
+        """Sends an error in the way that is still open, and notes it."""
+        described = errors.describe(error, self.call.id)
+        self._error, status = described.reason, http_status(described)
+        content = error_body(described, self.call.id)
+        if self.status:
+            await self.end(to_json(content))
+        else:
+            await self.whole(content, status, **retry_headers(described))
+
+    def give_up(self) -> None:
+        """Notes that the client did not read its answer by the deadline."""
+        self._error = errors.deadline_exceeded(self.call.record.output_tokens).reason
+
+    def close(self) -> None:
+        """Ends the span, and writes the request's line in the access log."""
+        status = self.status or CLIENT_LEFT
+        failed = status >= 500 or (status == 200 and self._error)
+        end_span(
+            self._span,
+            attributes={Attr.HTTP_RESPONSE_STATUS_CODE: status},
+            error=self._error if failed else "",
+        )
+        left = "" if self.complete else "CANCELLED"
+        self.call.record.write(self.call.id, self.call.arrived_ns, status, self._error or left)
+
+    async def _begin(self, status: int, media_type: str, headers: dict[str, str]) -> None:
+        self.status = status
+        fields = {"content-type": media_type, REQUEST_ID: self.call.id, **headers}
+        encoded = [(name.encode(), value.encode()) for name, value in fields.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": encoded})
+
+    async def _write(self, data: bytes, last: bool = False) -> None:
+        self.complete = last
+        await self._send({"type": "http.response.body", "body": data, "more_body": not last})
+
+
+def _client_tag(request: Request) -> str:
+    tag = request.headers.get(REQUEST_ID, "").encode()[:MAX_CLIENT_TAG_BYTES]
+    return tag.decode(errors="ignore")
+
+
+async def _while_there(
+    work: Coroutine[None, None, None], response: _Response, receive: Receive
+) -> None:
+    """Runs `work`, and cancels it at once where the client leaves.
+
+    Raises:
+        ClientDisconnect: it left.
+        Exception: what `work` raises.
+    """
+    task = asyncio.create_task(work)
+    watch = asyncio.create_task(_leaving(receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if response.complete:  # That wakes the watch, too.
+            await asyncio.wait({task})
+    finally:
+        task.cancel()
+        watch.cancel()
+        await asyncio.wait({task, watch})
+    if task.cancelled():
+        raise ClientDisconnect
+    task.result()
+
+
+async def _leaving(receive: Receive) -> None:
+    """Returns when the client has left, or the answer is complete."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

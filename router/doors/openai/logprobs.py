@@ -1,0 +1,106 @@
+"""Log probabilities with the text of their tokens, and the two forms that this API gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from router.doors.openai.statuses import JSON
+
+if TYPE_CHECKING:
+    from router.jobs import TokenScore
+    from router.requests.tokenization import Tokenizer
+
+_LEAST: Final = -9999.0
+"""What this API writes for an impossible token: JSON has no infinity."""
+_HALF: Final = "\ufffd"
+_CACHED_TEXTS: Final = 65_536
+
+
+class ScoredToken(NamedTuple):
+    """A token and its likeliest alternatives, best first, as text."""
+
+    text: str
+    offset: int
+    """Where it starts in the text of its choice, characters."""
+    logprob: float | None
+    """None for the first token of a prompt."""
+    top: tuple[tuple[str, float], ...]
+
+
+class Scorer:
+    """Writes the tokens of one choice, in order.
+
+    `offset` counts the characters of all tokens so far; special tokens are named, and count none.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, as_ids: bool) -> None:
+        self.offset = 0
+        self._tokenizer = None if as_ids else tokenizer
+        self._special_ids = tokenizer.special_ids if tokenizer is not None else frozenset[int]()
+
+    def score(
+        self, token_ids: Iterable[int], records: Iterable[TokenScore | None]
+    ) -> list[ScoredToken]:
+        """Takes the next tokens; the first of a prompt has no record."""
+        scored = []
+        for token_id, record in zip(token_ids, records, strict=True):
+            text = _text(self._tokenizer, token_id)
+            logprob = None if record is None else _clamped(record.logprob)
+            scored.append(ScoredToken(text, self.offset, logprob, self._top(record)))
+            self.offset += 0 if token_id in self._special_ids else len(text)
+        return scored
+
+    def _top(self, record: TokenScore | None) -> tuple[tuple[str, float], ...]:
+        if record is None:
+            return ()
+        return tuple(
+            (_text(self._tokenizer, token_id), _clamped(logprob))
+            for token_id, logprob in zip(record.top_ids, record.top_logprobs, strict=True)
+        )
+
+
+def completion_logprobs(tokens: Sequence[ScoredToken]) -> JSON:
+    """Columns, as /v1/completions has them; the token itself is always among the alternatives."""
+    return {
+        "text_offset": [token.offset for token in tokens],
+        "token_logprobs": [token.logprob for token in tokens],
+        "tokens": [token.text for token in tokens],
+        "top_logprobs": [_alternatives(token) for token in tokens],
+    }
+
+
+def chat_logprobs(tokens: Sequence[ScoredToken]) -> JSON:
+    """Records, as /v1/chat/completions has them."""
+    content = [
+        {
+            **_chat_token(token.text, token.logprob or 0.0),
+            "top_logprobs": [_chat_token(text, logprob) for text, logprob in token.top],
+        }
+        for token in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _alternatives(token: ScoredToken) -> dict[str, float] | None:
+    if token.logprob is None:
+        return None
+    # Two tokens may read alike: the likelier one has the name.
+    best_last = [(token.text, token.logprob), *reversed(token.top)]
+    return dict(sorted(dict(best_last).items(), key=lambda one: -one[1]))
+
+
+def _chat_token(text: str, logprob: float) -> JSON:
+    # Half a character has bytes, but the decoded text does not tell which.
+    data = None if _HALF in text else list(text.encode())
+    return {"token": text, "logprob": logprob, "bytes": data}
+
+
+def _clamped(logprob: float) -> float:
+    return max(logprob, _LEAST)
+
+
+@lru_cache(_CACHED_TEXTS)
+def _text(tokenizer: Tokenizer | None, token_id: int) -> str:
+    return f"token_id:{token_id}" if tokenizer is None else tokenizer.token_text(token_id)

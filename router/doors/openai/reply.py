@@ -1,0 +1,284 @@
+"""Answers a request: runs its generations, one for each prompt, and puts the pieces together.
+
+Choice `c` of prompt `p` is the reply's choice `p * n + c`. All generations run at once; one that
+fails, or a caller that leaves, ends the others. What comes back is a run of `ReplyPart`s, in order
+within each choice. `Reply.whole` adds them up, `Reply.chunks` sends each on as it comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+
+from baton.inference.v1 import inference_pb2 as api
+from router.doors.openai.logprobs import ScoredToken, Scorer
+from router.requests.outputs import FINISH_WORDS, Finished, Started, TextDelta
+
+if TYPE_CHECKING:
+    from router.doors.grpc_edge import Call
+    from router.doors.openai.schema import StreamOptions
+    from router.doors.openai.statuses import JSON
+    from router.jobs import TokenScore
+    from router.requests.generation import GenerationRequest, Generations
+    from router.requests.tokenization import Tokenizer
+
+Item = TypeVar("Item")
+
+
+@dataclass(slots=True)
+class ReplyPart:
+    """What one output adds to one choice of a reply."""
+
+    choice: int
+    texts: list[str]
+    scored: list[ScoredToken] | None = None
+    """Log probabilities, where they are asked for."""
+    finish_reason: str | None = None
+    first: bool = False
+    """Of its choice."""
+
+    @property
+    def text(self) -> str:
+        """All of its text."""
+        return "".join(self.texts)
+
+    def extend(self, later: ReplyPart) -> None:
+        """Takes in what follows."""
+        self.texts += later.texts
+        if self.scored is not None and later.scored is not None:
+            self.scored += later.scored
+        self.finish_reason = later.finish_reason
+
+
+class Form(Protocol):
+    """How one of the API's methods writes a reply."""
+
+    id_prefix: str
+    whole_object: str
+    chunk_object: str
+
+    def choice(self, piece: ReplyPart) -> JSON:
+        """A whole choice."""
+        ...
+
+    def delta(self, piece: ReplyPart) -> JSON:
+        """A piece of one, in a stream."""
+        ...
+
+
+class Echo(NamedTuple):
+    """The prompt, given back before the output."""
+
+    text: str
+    token_ids: Sequence[int] = ()
+    """Where its log probabilities are asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyOrder:
+    """What a reply consists of."""
+
+    requests: Sequence[GenerationRequest]
+    """One for each prompt, alike but for the prompt."""
+    form: Form
+    stream_options: StreamOptions
+    echoes: Sequence[Echo | None]
+    """One for each prompt."""
+    tokenizer: Tokenizer | None = None
+    """Names tokens beside log probabilities."""
+    tokens_as_ids: bool = False
+    echo_only: bool = False
+    """Whether the prompt alone is wanted: the token that ends its computing is left out."""
+
+    @property
+    def stream(self) -> bool:
+        """Whether the caller wants chunks."""
+        return isinstance(self.requests[0], api.StreamGenerateRequest)
+
+
+class Reply:
+    """The answer to one request; `whole` or `chunks` is called once."""
+
+    def __init__(self, generations: Generations, order: ReplyOrder, call: Call) -> None:
+        self.stream = order.stream
+        self._order = order
+        self._call = call
+        self._choices_per_prompt = order.requests[0].input.choices or 1
+        self._streams = [generations.stream(request, call) for request in order.requests]
+        self._choices: dict[int, _Choice] = {}
+        """By index in the reply; added when their prompt's generation starts."""
+        self._usage = _Usage()
+        self._head: JSON = {}
+
+    async def whole(self) -> JSON:
+        """The reply in one object.
+
+        Raises:
+            RouterError: why there is none.
+        """
+        whole: dict[int, ReplyPart] = {}
+        async with aclosing(self._pieces()) as pieces:
+            async for piece in pieces:
+                if (earlier := whole.get(piece.choice)) is not None:
+                    earlier.extend(piece)
+                else:
+                    whole[piece.choice] = piece
+        choices = [self._order.form.choice(piece) for _, piece in sorted(whole.items())]
+        return {**self._head, "choices": choices, "usage": self._usage.json()}
+
+    async def chunks(self) -> AsyncGenerator[JSON, None]:
+        """The reply as it comes.
+
+        Raises:
+            RouterError: why it is incomplete.
+        """
+        options, form = self._order.stream_options, self._order.form
+        async with aclosing(self._pieces()) as pieces:
+            async for piece in pieces:
+                chunk: JSON = {**self._head, "choices": [form.delta(piece)]}
+                if options.include_usage:
+                    counts = self._usage.json() if options.continuous_usage_stats else None
+                    chunk["usage"] = counts
+                yield chunk
+        if options.include_usage:
+            yield {**self._head, "choices": [], "usage": self._usage.json()}
+
+    async def _pieces(self) -> AsyncGenerator[ReplyPart, None]:
+        async with aclosing(merged(self._streams)) as outputs:
+            async for prompt, output in outputs:
+                first = prompt * self._choices_per_prompt
+                match output:
+                    case TextDelta() if self._order.echo_only:
+                        pass
+                    case TextDelta():
+                        self._usage.output_tokens += len(output.token_ids)
+                        yield self._choices[first + output.choice].add(output)
+                    case Started():
+                        for piece in self._start(prompt, output):
+                            yield piece
+                    case Finished():
+                        yield self._choices[first + output.choice].finish(output)
+
+    def _start(self, prompt: int, started: Started) -> list[ReplyPart]:
+        """Notes what is known of a prompt's generation; the pieces that echo the prompt."""
+        self._usage.prompt_tokens += started.job.prompt_tokens
+        self._usage.cached_tokens += started.cached_prompt_tokens
+        form = self._order.form
+        self._head = {
+            "id": f"{form.id_prefix}-{self._call.id}",
+            "object": form.chunk_object if self.stream else form.whole_object,
+            "created": self._call.arrived_ns // 1_000_000_000,
+            "model": started.job.model.name,
+            "system_fingerprint": started.job.model.revision or None,
+        }
+        first = prompt * self._choices_per_prompt
+        new = [_Choice(first + index, self._order) for index in range(self._choices_per_prompt)]
+        self._choices.update({choice.index: choice for choice in new})
+        if (echo := self._order.echoes[prompt]) is None:
+            return []
+        return [choice.echo(echo, started.prompt_logprobs) for choice in new]
+
+
+class _Choice:
+    """One choice of a reply, while its pieces come."""
+
+    def __init__(self, index: int, order: ReplyOrder) -> None:
+        self.index = index
+        self._begun = False
+        self._echo_only = order.echo_only
+        self._scorer: Scorer | None = None
+        if order.requests[0].input.output.logprobs:
+            self._scorer = Scorer(order.tokenizer, order.tokens_as_ids)
+
+    def echo(self, echo: Echo, records: Sequence[TokenScore]) -> ReplyPart:
+        """The prompt, whose first token has no log probability."""
+        piece = self._piece([echo.text])
+        if self._scorer is not None:
+            piece.scored = self._scorer.score(echo.token_ids, [None, *records])
+        return piece
+
+    def add(self, delta: TextDelta) -> ReplyPart:
+        """New tokens. One without text is a piece, too: clients count and time them."""
+        piece = self._piece(delta.texts)
+        if self._scorer is not None:
+            piece.scored = self._scorer.score(delta.token_ids, delta.logprobs)
+        return piece
+
+    def finish(self, finished: Finished) -> ReplyPart:
+        """The end."""
+        piece = self._piece([])
+        reason = api.FINISH_REASON_LENGTH if self._echo_only else finished.reason
+        piece.finish_reason = FINISH_WORDS[reason]
+        return piece
+
+    def _piece(self, texts: list[str]) -> ReplyPart:
+        first, self._begun = not self._begun, True
+        return ReplyPart(self.index, texts, first=first)
+
+
+@dataclass(slots=True)
+class _Usage:
+    """Token counts of a reply so far."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+    def json(self) -> JSON:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.output_tokens,
+            "total_tokens": self.prompt_tokens + self.output_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+async def merged(
+    streams: Sequence[AsyncGenerator[Item, None]],
+) -> AsyncGenerator[tuple[int, Item], None]:
+    """Items of all streams as they come, each with its stream's index; closes all of them.
+
+    One item waits here at most, so that a slow reader is felt by every stream.
+
+    Raises:
+        Exception: the first that a stream raises.
+    """
+    if len(streams) == 1:  # Nearly always: spare it the queue.
+        async with aclosing(streams[0]) as items:
+            async for item in items:
+                yield 0, item
+        return
+    queue: asyncio.Queue[tuple[int, Item] | Exception | None] = asyncio.Queue(1)
+    pumps = [asyncio.create_task(_pump(*one, queue)) for one in enumerate(streams)]
+    try:
+        open_streams = len(pumps)
+        while open_streams:
+            match await queue.get():
+                case None:
+                    open_streams -= 1
+                case Exception() as error:
+                    raise error
+                case tagged:
+                    yield tagged
+    finally:
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.wait(pumps)
+
+
+async def _pump(
+    index: int,
+    stream: AsyncGenerator[Item, None],
+    queue: asyncio.Queue[tuple[int, Item] | Exception | None],
+) -> None:
+    try:
+        async with aclosing(stream) as items:
+            async for item in items:
+                await queue.put((index, item))
+    except Exception as error:
+        await queue.put(error)
+    else:
+        await queue.put(None)

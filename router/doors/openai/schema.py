@@ -1,0 +1,334 @@
+"""What clients send: the fields of OpenAI's API, and those of vLLM's server beside them.
+
+A request passes through here once: `parse` reads it, and `sampling`, `stopping` and `output` say
+the same in the words of `inference.proto`, whose rules `router.requests.validation` then judges.
+What is judged here is only what those words could not hold. `null` means that a field is not set.
+
+Unknown fields are ignored, as everywhere in this API's world, and nothing of them is kept. Those
+known to change the result that cannot be honoured are refused by name, unless they are set to what
+happens anyway; of these it is kept whether they were set.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Final, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    PlainValidator,
+    ValidationError,
+    ValidationInfo,
+)
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from baton.inference.v1 import inference_pb2 as api
+from router import errors
+from router.errors import Violation
+from router.requests.bounds import LEAST_ELEMENTS
+from router.requests.validation import (
+    MAX_LOGIT_BIASES,
+    MAX_STOP_TEXTS,
+    MAX_STOP_TOKENS,
+    MAX_TOP_LOGPROBS,
+)
+
+MAX_PROMPTS: Final = 256
+"""Prompts of one request: each is a generation of its own."""
+
+UInt32 = Annotated[int, Field(ge=0, lt=1 << 32)]
+Prompt = str | list[int]
+"""A text, or token ids."""
+
+
+def _prompts(value: object, info: ValidationInfo) -> list[Prompt]:
+    """One prompt or several, each a text or token ids; ids are what a list of numbers means."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and len(value) >= 1:
+        if isinstance(value[0], int):
+            return [_ids(value, info)]
+        if len(value) <= MAX_PROMPTS:
+            return [one if isinstance(one, str) else _ids(one, info) for one in value]
+    rule = "must be a text, a list of token ids, or a list of at most {most} of these"
+    raise PydanticCustomError("prompt", rule, {"most": MAX_PROMPTS})
+
+
+def _ids(value: object, info: ValidationInfo) -> list[int]:
+    # Not by pydantic: prompts are long, and it would report each wrong element.
+    most: int = (info.context or {})["most_ids"]
+    if isinstance(value, list) and len(value) > most:
+        raise PydanticCustomError("prompt", "must have at most {most} ids", {"most": most})
+    if isinstance(value, list) and set(map(type, value)) <= {int}:
+        ids: list[int] = value
+        if not ids or (min(ids) >= 0 and max(ids) < 1 << 32):
+            return ids
+    raise PydanticCustomError("prompt", "token ids must be integers of 32 bits")
+
+
+@dataclass(frozen=True, slots=True)
+class AtMost:
+    """Counts the entries of an object, or of what else a validator is given, before any is looked
+    at: each wrong one would be reported. Of lists pydantic's own `max_length` does the same."""
+
+    most: int
+    what: str
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """What pydantic asks for."""
+        return core_schema.no_info_before_validator_function(self._count, handler(source))
+
+    def _count(self, value: object) -> object:
+        if isinstance(value, list | dict) and len(value) > self.most:
+            rule = "must have at most {most} {what}"
+            raise PydanticCustomError("count", rule, {"most": self.most, "what": self.what})
+        return value
+
+
+class Unless:
+    """Marks a field that cannot be honoured: it is true where it was set to something else than
+    null and the values given, which ask for nothing."""
+
+    def __init__(self, *neutral: object) -> None:
+        self._neutral = neutral
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """What pydantic asks for."""
+        return core_schema.no_info_plain_validator_function(self._is_set)
+
+    def _is_set(self, value: object) -> bool:
+        return value is not None and value not in self._neutral
+
+
+def _name(value: object) -> object:
+    return "" if value is None else value
+
+
+def _texts(value: object) -> object:
+    """A stop text alone is a list of one; an empty one stops nothing."""
+    if isinstance(value, str):
+        return [value] if value else []
+    if not isinstance(value, list | None):
+        raise PydanticCustomError("stop", "must be a text or a list of texts")
+    return value or []
+
+
+class StreamOptions(BaseModel):
+    """What a stream tells beside tokens."""
+
+    include_usage: bool = False
+    """A last chunk with the token counts."""
+    continuous_usage_stats: bool = False
+    """Counts so far in every chunk, where `include_usage` is set."""
+
+
+class ChatMessage(BaseModel):
+    """An object of the API, with fields that cannot be honoured."""
+
+    model_config = ConfigDict(extra="ignore")
+    unsupported: ClassVar[frozenset[str]] = frozenset()
+    """Names of the fields that are marked `Unless`."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        """Finds them."""
+        super().__pydantic_init_subclass__(**options)
+        cls.unsupported = frozenset(
+            name
+            for name, info in cls.model_fields.items()
+            if any(isinstance(one, Unless) for one in info.metadata)
+        )
+
+    def refusals(self, path: str) -> list[Violation]:
+        """Fields that are set and cannot be honoured, their names behind a path."""
+        given = self.model_fields_set & self.unsupported
+        return [
+            Violation(path + name, "is not supported")
+            for name in sorted(given)
+            if getattr(self, name)
+        ]
+
+
+class ModelRequest(ChatMessage):
+    """What every method's request has."""
+
+    model: Annotated[str, BeforeValidator(_name)] = ""
+    """May be left out where just one model is served."""
+
+    def refused(self) -> list[Violation]:
+        """What cannot be honoured, or does not fit together."""
+        return self.refusals("")
+
+
+class GenerationRequest(ModelRequest):
+    """The fields that both methods that generate share."""
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: UInt32 | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 32)] | None = None
+    """-1 disables it, as 0 does."""
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    """Any integer; the lowest 64 bits count."""
+    logit_bias: Annotated[dict[UInt32, float] | None, AtMost(MAX_LOGIT_BIASES, "entries")] = None
+    stop: Annotated[list[str], AtMost(MAX_STOP_TEXTS, "texts"), BeforeValidator(_texts)] = []
+    stop_token_ids: Annotated[list[UInt32], Field(max_length=MAX_STOP_TOKENS)] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: UInt32 | None = None
+    priority: Annotated[int, Field(gt=-(1 << 31), lt=1 << 31)] | None = None
+    """Lower runs first, as in vLLM: the opposite of the gRPC API."""
+    return_tokens_as_token_ids: bool | None = None
+    """Tokens beside log probabilities read `token_id:7` instead of their text."""
+
+    add_special_tokens: Annotated[bool, Unless(True)] = False
+    allowed_token_ids: Annotated[bool, Unless([])] = False
+    bad_words: Annotated[bool, Unless([])] = False
+    ebnf: Annotated[bool, Unless()] = False
+    guided_choice: Annotated[bool, Unless()] = False
+    guided_grammar: Annotated[bool, Unless()] = False
+    guided_json: Annotated[bool, Unless()] = False
+    guided_regex: Annotated[bool, Unless()] = False
+    json_schema: Annotated[bool, Unless()] = False
+    length_penalty: Annotated[bool, Unless(1)] = False
+    logits_processors: Annotated[bool, Unless([])] = False
+    prompt_logprobs: Annotated[bool, Unless()] = False
+    regex: Annotated[bool, Unless()] = False
+    response_format: Annotated[bool, Unless({"type": "text"})] = False
+    skip_special_tokens: Annotated[bool, Unless(True)] = False
+    structural_tag: Annotated[bool, Unless()] = False
+    structured_outputs: Annotated[bool, Unless()] = False
+    truncate_prompt_tokens: Annotated[bool, Unless()] = False
+    use_beam_search: Annotated[bool, Unless(False)] = False
+
+    def input(
+        self, max_tokens: int | None, top_logprobs: int | None, **prompt: Any
+    ) -> api.GenerationInput:
+        """The request in the words of the gRPC API.
+
+        Args:
+            max_tokens: None for the server's default.
+            top_logprobs: alternatives beside each token; None for no log probabilities.
+            prompt: one of the fields `text`, `token_ids` and `chat`.
+        """
+        return api.GenerationInput(
+            model=self.model,
+            sampling=self._sampling(),
+            stop=self._stopping(max_tokens),
+            output=api.OutputOptions(
+                logprobs=top_logprobs is not None, top_logprobs=top_logprobs or 0
+            ),
+            choices=self.n,
+            priority=-(self.priority or 0),
+            **prompt,
+        )
+
+    def _sampling(self) -> api.SamplingOptions:
+        return api.SamplingOptions(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=None if self.top_k is None else max(self.top_k, 0),
+            min_p=self.min_p,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            repetition_penalty=self.repetition_penalty,
+            seed=None if self.seed is None else self.seed % (1 << 64),
+            logit_bias=self.logit_bias,
+        )
+
+    def _stopping(self, max_tokens: int | None) -> api.StopOptions:
+        return api.StopOptions(
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
+            sequences=self.stop,
+            token_ids=self.stop_token_ids,
+            ignore_eos=bool(self.ignore_eos),
+            include_stop=bool(self.include_stop_str_in_output),
+        )
+
+
+class CompletionRequest(GenerationRequest):
+    """Of /v1/completions."""
+
+    prompt: Annotated[list[Prompt], PlainValidator(_prompts)]
+    max_tokens: UInt32 | None = 16
+    """16 where it is left out, as the API has it; null for the server's default; 0 beside `echo`
+    for the prompt alone."""
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+
+    prompt_embeds: Annotated[bool, Unless()] = False
+    suffix: Annotated[bool, Unless("")] = False
+
+    @property
+    def echo_only(self) -> bool:
+        """Whether nothing is to be generated, as where texts are scored."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    def refused(self) -> list[Violation]:
+        """Fields that are set and cannot be honoured."""
+        found = super().refused()
+        if self.best_of not in (None, self.n or 1):
+            found.append(Violation("best_of", "other than n is not supported"))
+        return found
+
+
+class DetokenizeRequest(ModelRequest):
+    """Of /detokenize."""
+
+    tokens: Annotated[list[int], PlainValidator(_ids)]
+
+
+Request = TypeVar("Request", bound=ModelRequest)
+
+
+def parse(kind: type[Request], body: bytes, most_ids: int = LEAST_ELEMENTS) -> Request:
+    """Reads a request whose shape was judged (`router.requests.bounds.BodyShape`).
+
+    Args:
+        kind: of request.
+        body: JSON.
+        most_ids: that a prompt may have.
+
+    Raises:
+        RouterError: MALFORMED_REQUEST, or INVALID_FIELD with every violation.
+    """
+    try:
+        request = kind.model_validate_json(body, context={"most_ids": most_ids})
+    except ValidationError as error:
+        raise _refusal(error) from None
+    if found := request.refused():
+        raise errors.invalid_fields(found)
+    return request
+
+
+def _refusal(error: ValidationError) -> errors.RouterError:
+    details = error.errors(include_url=False, include_context=False, include_input=False)
+    if any(detail["type"] == "json_invalid" for detail in details):
+        return errors.malformed_request("the body is not JSON")
+    shown = details[: errors.MAX_VIOLATIONS]
+    found = [Violation(_path(detail["loc"]), detail["msg"]) for detail in shown]
+    return errors.invalid_fields(found, len(details))
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """`messages[0].content`; the body itself where the location is empty."""
+    path = ""
+    for part in location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}"
+    return path.lstrip(".") or "body"

@@ -1,0 +1,200 @@
+"""The HTTP port of a router: its routes.
+
+`stop` lets what is under way end for a moment: whoever stops the router has ended the jobs before,
+so that their last words are on the way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Final
+
+from pydantic_core import to_json
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from router import errors
+from router.doors.auth import AUTHORIZATION, OPEN, Gate
+from router.doors.openai import statuses
+from router.doors.openai.bodies import Bodies
+from router.doors.openai.chat import ChatCompletions
+from router.doors.openai.completions import Completions
+from router.doors.openai.connections import Connections
+from router.doors.openai.edge import Guards, HttpEndpoint, Method
+from router.doors.openai.tokens import Tokens
+from router.errors import Violation
+from router.events import NO_EVENTS, RouterEvents
+from router.requests.bounds import BodyShape, most_connections
+from router.requests.generation import Generations
+from telemetry.embedded_http import EmbeddedHttpServer
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+    from router.doors.openai.statuses import JSON
+    from router.jobs import Dispatcher, ServedModel
+    from router.requests.tokenization import Tokenizers
+    from router.requests.validation import Limits
+
+COMPLETIONS: Final = "/v1/completions"
+CHAT_COMPLETIONS: Final = "/v1/chat/completions"
+MODELS: Final = "/v1/models"
+TOKENIZE: Final = "/tokenize"
+DETOKENIZE: Final = "/detokenize"
+TOKENIZER_INFO: Final = "/tokenizer_info"
+HEALTH: Final = "/health"
+_SERVED: Final = ", ".join(
+    (CHAT_COMPLETIONS, COMPLETIONS, MODELS, TOKENIZE, DETOKENIZE, TOKENIZER_INFO, HEALTH)
+)
+
+
+class OpenAiServer(EmbeddedHttpServer):
+    """Serves the OpenAI-compatible API. Belongs to the event loop that started it.
+
+    Args:
+        listen: HOST:PORT; port 0 takes a free one.
+        dispatcher: runs what is asked for.
+        tokenizers: of the models served.
+        limits: of requests.
+        events: hears of requests.
+        routes: beside those of the API.
+        gate: who may use the API; /health and `routes` are open to all.
+        reuse_port: share the port with other routers.
+    """
+
+    def __init__(
+        self,
+        listen: str,
+        dispatcher: Dispatcher,
+        tokenizers: Tokenizers,
+        limits: Limits,
+        events: RouterEvents = NO_EVENTS,
+        routes: Sequence[BaseRoute] = (),
+        gate: Gate = OPEN,
+        *,
+        reuse_port: bool = False,
+    ) -> None:
+        self._pages = _Pages(dispatcher, tokenizers, gate)
+        generations = Generations(dispatcher, tokenizers, limits, events)
+        shape = BodyShape(dispatcher.models)
+        completions = Completions(generations, dispatcher, tokenizers, shape)
+        chat = ChatCompletions(generations, dispatcher, tokenizers)
+        tokens = Tokens(generations, dispatcher, shape)
+        longest_s = limits.max_request_duration_s
+        method = partial(_method, Guards(Bodies(shape), gate, longest_s), events)
+        api = (
+            method(COMPLETIONS, completions),
+            method(CHAT_COMPLETIONS, chat),
+            method(TOKENIZE, tokens.tokenize),
+            method(DETOKENIZE, tokens.detokenize),
+            Route(MODELS, self._pages.models),
+            Route(f"{MODELS}/", self._pages.models),
+            Route(f"{MODELS}/{{name:path}}", self._pages.model),
+            Route(TOKENIZER_INFO, self._pages.tokenizer),
+            Route(HEALTH, self._pages.health),
+        )
+        application = Starlette(
+            routes=[*api, *routes],
+            exception_handlers={HTTPException: _not_served, errors.RouterError: _refused},
+        )
+        connections = Connections(most_connections().http)
+        super().__init__(
+            listen,
+            connections.around(application),
+            "openai-server",
+            reuse_port=reuse_port,
+            protocol=connections.protocol,
+        )
+
+    def drain(self) -> None:
+        """From now on /health sends clients elsewhere; requests are refused by the dispatcher."""
+        self._pages.draining = True
+
+
+def _method(guards: Guards, events: RouterEvents, path: str, method: Method) -> Route:
+    return Route(path, HttpEndpoint(path, method, guards, events), methods=["POST"])
+
+
+class _Pages:
+    """What is asked beside generations."""
+
+    def __init__(self, dispatcher: Dispatcher, tokenizers: Tokenizers, gate: Gate) -> None:
+        self.draining = False
+        self._gate = gate
+        self._dispatcher = dispatcher
+        self._tokenizers = tokenizers
+        self._started_s = int(time.time())
+
+    async def models(self, request: Request) -> Response:
+        """All models served now."""
+        self._admit(request)
+        models = [self._describe(model) for model in self._dispatcher.models()]
+        return _json({"object": "list", "data": models})
+
+    async def model(self, request: Request) -> Response:
+        """One of them."""
+        self._admit(request)
+        name = request.path_params["name"]
+        models = {model.name: model for model in self._dispatcher.models()}
+        if name not in models:
+            raise errors.model_not_found(name, list(models))
+        return _json(self._describe(models[name]))
+
+    async def tokenizer(self, request: Request) -> Response:
+        """What a client needs beside /tokenize to write prompts of its own: the special tokens and
+        the chat template of the model that `?model=` names."""
+        self._admit(request)
+        model = self._dispatcher.model(request.query_params.get("model", ""))
+        try:
+            tokenizer = await self._tokenizers.get(model.path)
+        except Exception as error:
+            raise errors.describe(error) from None
+        if tokenizer is None:
+            raise errors.invalid_fields([Violation("model", "has no tokenizer")])
+        return _json({**tokenizer.special_tokens, "chat_template": tokenizer.template_source})
+
+    async def health(self, request: Request) -> Response:
+        """200 while some model can be run."""
+        ready = self._dispatcher.models() and not self.draining
+        return Response(status_code=200 if ready else 503)
+
+    def _admit(self, request: Request) -> None:
+        self._gate.tenant_of(request.headers.get(AUTHORIZATION))
+
+    def _describe(self, model: ServedModel) -> JSON:
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": self._started_s,
+            "owned_by": "baton",
+            "root": model.name,
+            "max_model_len": model.max_context_tokens,
+        }
+
+
+async def _not_served(request: Request, error: Exception) -> Response:
+    """Paths and methods that there are not, in the words of the API. The paths that there are tell
+    most who come here what is wrong: a base URL without /v1, or a part of the API that is not here.
+    """
+    assert isinstance(error, HTTPException)
+    message, code = f"no such path: there are {_SERVED}", "not_found"
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        allowed = (error.headers or {}).get("Allow", "")
+        message, code = f"this path takes {allowed}", "method_not_allowed"
+    content = statuses.body(message, "invalid_request_error", None, code)
+    return _json(content, error.status_code, error.headers)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    """Errors of the API's pages."""
+    assert isinstance(error, errors.RouterError)
+    return _json(statuses.error_body(error), statuses.http_status(error))
+
+
+def _json(content: JSON, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(to_json(content), status, headers, media_type="application/json")

@@ -1,0 +1,74 @@
+"""/tokenize and /detokenize, as vLLM's server has them: what a prompt is to the model, and back."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING
+
+from baton.inference.v1 import inference_pb2 as api
+from router.doors.openai.schema import DetokenizeRequest, parse
+from router.doors.openai.turns import TokenizeRequest
+
+if TYPE_CHECKING:
+    from router.doors.grpc_edge import Call
+    from router.doors.openai.statuses import JSON
+    from router.jobs import Dispatcher
+    from router.requests.bounds import BodyShape
+    from router.requests.generation import Generations
+
+
+class Said:
+    """An answer that is there already."""
+
+    stream = False
+
+    def __init__(self, content: JSON) -> None:
+        self._content = content
+
+    async def whole(self) -> JSON:
+        """All of it."""
+        return self._content
+
+    async def chunks(self) -> AsyncGenerator[JSON, None]:
+        """The same."""
+        yield self._content
+
+
+class Tokens:
+    """Both methods; they raise RouterError where a request cannot be understood or answered."""
+
+    def __init__(self, generations: Generations, dispatcher: Dispatcher, shape: BodyShape) -> None:
+        self._generations = generations
+        self._dispatcher = dispatcher
+        self._shape = shape
+
+    async def tokenize(self, body: bytes, call: Call, client_tag: str) -> Said:
+        """The ids that generating would run."""
+        asked = parse(TokenizeRequest, body)
+        prompt: JSON = {} if asked.prompt is None else {"text": asked.prompt}
+        if asked.messages:
+            prompt = {"chat": asked.chat()}
+        request = api.TokenizeRequest(
+            model=asked.model,
+            add_special_tokens=asked.add_special_tokens,
+            token_texts=bool(asked.return_token_strs),
+            **prompt,
+        )
+        async with self._generations.deadline(call):
+            response = await self._generations.tokenize(request)
+        model = self._dispatcher.model(asked.model)
+        return Said(
+            {
+                "count": len(response.token_ids),
+                "max_model_len": model.max_context_tokens,
+                "tokens": list(response.token_ids),
+                "token_strs": list(response.token_texts) if asked.return_token_strs else None,
+            }
+        )
+
+    async def detokenize(self, body: bytes, call: Call, client_tag: str) -> Said:
+        """The text of ids."""
+        asked = parse(DetokenizeRequest, body, self._shape.most_elements())
+        async with self._generations.deadline(call):
+            text = await self._generations.detokenize(asked.model, asked.tokens)
+        return Said({"prompt": text})

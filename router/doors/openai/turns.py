@@ -1,0 +1,177 @@
+"""Requests whose prompt is a conversation: its turns, and how they become one text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain, islice
+from typing import Annotated, Final, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, JsonValue
+from pydantic_core import PydanticCustomError
+
+from baton.inference.v1 import inference_pb2 as api
+from router.doors.openai.schema import (
+    ChatMessage,
+    GenerationRequest,
+    ModelRequest,
+    UInt32,
+    Unless,
+)
+from router.errors import Violation
+from router.requests.bounds import MAX_CONTENT_PARTS, MAX_TEMPLATE_VALUES, MAX_TURNS
+
+_ROLES: Final = {
+    "system": api.ROLE_SYSTEM,
+    "developer": api.ROLE_SYSTEM,
+    "user": api.ROLE_USER,
+    "assistant": api.ROLE_ASSISTANT,
+}
+MAX_DEPTH: Final = 16
+"""Of `chat_template_kwargs`."""
+MAX_INTEGER: Final = 1 << 53
+"""Of the same: the gRPC API has its numbers as doubles, which leave out integers beyond this."""
+
+
+def _content(value: object) -> object:
+    """Text of a turn: a string, or the text parts of a list, a line each."""
+    if not isinstance(value, list):
+        return value
+    if len(value) > MAX_CONTENT_PARTS:
+        rule = "must have at most {most} parts"
+        raise PydanticCustomError("content", rule, {"most": MAX_CONTENT_PARTS})
+    texts: list[str] = []
+    for part in value:
+        text = part.get("text") if isinstance(part, dict) else None
+        if not isinstance(text, str):
+            raise PydanticCustomError("content", "only parts of type 'text' are supported")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _fit(value: JsonValue) -> JsonValue:
+    """Messages of the gRPC API nest a few times as deep as the JSON that they hold, to a bound."""
+    level, room = [value], MAX_TEMPLATE_VALUES
+    for _ in range(MAX_DEPTH):
+        level = list(islice(chain.from_iterable(map(_inside, level)), room + 1))
+        if (room := room - len(level)) < 0:
+            rule = "must hold at most {most} values"
+            raise PydanticCustomError("count", rule, {"most": MAX_TEMPLATE_VALUES})
+        if any(isinstance(one, int) and abs(one) > MAX_INTEGER for one in level):
+            raise PydanticCustomError("integer", "must hold no integer beyond 2^53")
+    if level:
+        raise PydanticCustomError("depth", "must nest at most {most} deep", {"most": MAX_DEPTH})
+    return value
+
+
+def _inside(value: JsonValue) -> Iterable[JsonValue]:
+    match value:
+        case dict():
+            return value.values()
+        case list():
+            return value
+        case _:
+            return ()
+
+
+class ChatTurn(ChatMessage):
+    """One message."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[str | None, BeforeValidator(_content)] = None
+    """Only the assistant may have said nothing."""
+
+    audio: Annotated[bool, Unless()] = False
+    function_call: Annotated[bool, Unless()] = False
+    tool_calls: Annotated[bool, Unless([])] = False
+
+    def refused(self, path: str) -> list[Violation]:
+        """Fields that are set and cannot be honoured, and a content that was forgotten."""
+        found = self.refusals(path)
+        if self.content is None and self.role != "assistant":
+            found.append(Violation(path + "content", "must be a text or a list of text parts"))
+        return found
+
+
+class TurnsRequest(ModelRequest):
+    """What makes a prompt of turns."""
+
+    messages: Annotated[list[ChatTurn], Field(max_length=MAX_TURNS)]
+    chat_template_kwargs: Annotated[dict[str, JsonValue] | None, AfterValidator(_fit)] = None
+    """Variables for the chat template."""
+    continue_final_message: bool | None = None
+    """The last turn has only begun: the answer goes on where it ends."""
+    add_generation_prompt: bool | None = None
+    """The opposite of that; clients that continue a turn say so, too."""
+
+    chat_template: Annotated[bool, Unless()] = False
+    tools: Annotated[bool, Unless([])] = False
+
+    def refused(self) -> list[Violation]:
+        """Fields that are set and cannot be honoured."""
+        found = super().refused()
+        for index, turn in enumerate(self.messages):
+            found += turn.refused(f"messages[{index}].")
+        if self.add_generation_prompt not in (None, not self.continue_final_message):
+            found.append(
+                Violation("add_generation_prompt", "must be the opposite of continue_final_message")
+            )
+        return found
+
+    def chat(self) -> api.ChatPrompt:
+        """The turns in the words of the gRPC API."""
+        chat = api.ChatPrompt(
+            messages=[
+                api.ChatMessage(role=_ROLES[turn.role], content=turn.content or "")
+                for turn in self.messages
+            ],
+            continue_last=bool(self.continue_final_message),
+        )
+        if self.chat_template_kwargs:
+            chat.template_variables.update(self.chat_template_kwargs)
+        return chat
+
+
+class ChatRequest(TurnsRequest, GenerationRequest):
+    """Of /v1/chat/completions."""
+
+    max_completion_tokens: UInt32 | None = None
+    max_tokens: UInt32 | None = None
+    """The older name of the same."""
+    logprobs: bool | None = None
+    top_logprobs: UInt32 | None = None
+
+    add_special_tokens: Annotated[bool, Unless(False)] = False
+    audio: Annotated[bool, Unless()] = False
+    documents: Annotated[bool, Unless([])] = False
+    echo: Annotated[bool, Unless(False)] = False
+    function_call: Annotated[bool, Unless("none")] = False
+    functions: Annotated[bool, Unless([])] = False
+    modalities: Annotated[bool, Unless(["text"])] = False
+    reasoning_effort: Annotated[bool, Unless("none")] = False
+    tool_choice: Annotated[bool, Unless("none", "auto")] = False
+    verbosity: Annotated[bool, Unless("medium")] = False
+    web_search_options: Annotated[bool, Unless()] = False
+
+    def refused(self) -> list[Violation]:
+        """Fields that are set and cannot be honoured."""
+        found = super().refused()
+        if self.top_logprobs and not self.logprobs:
+            found.append(Violation("top_logprobs", "needs logprobs"))
+        return found
+
+
+class TokenizeRequest(TurnsRequest):
+    """Of /tokenize: a text or turns."""
+
+    prompt: str | None = None
+    messages: Annotated[list[ChatTurn], Field(default_factory=list, max_length=MAX_TURNS)]
+    add_special_tokens: bool | None = None
+    """Where it is left out: for a text and not for turns, as generating has it."""
+    return_token_strs: bool | None = None
+
+    def refused(self) -> list[Violation]:
+        """Fields that are set and cannot be honoured."""
+        found = super().refused()
+        if self.prompt is not None and self.messages:
+            found.append(Violation("prompt", "must not stand beside messages"))
+        return found

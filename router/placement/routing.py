@@ -1,0 +1,333 @@
+"""Which workers can run a demand, and which of them shall.
+
+A route names one worker for each part: two for a hand-off, the prefill worker alone where one token
+is wanted, and the same worker twice where one runs the job whole: one that does both, or a decode
+worker for one of the reasons in `router.placement.placing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from baton.worker.v1 import worker_pb2
+from router.placement.placing import (
+    LocalReason,
+    finish_s,
+    rate_of_unmeasured,
+    soonest,
+    takeover_tokens,
+)
+from router.workers.load_estimate import Reservation
+from router.workers.registry import PREFILLS, can_hand_off
+
+if TYPE_CHECKING:
+    from router.jobs import Demand, ServedModel
+    from router.placement.policies import Policy
+    from router.settings import LocalPrefill
+    from router.workers.link import WorkerLink
+
+Test = Callable[["WorkerLink", "Demand"], bool]
+Pairs = Mapping["WorkerLink", Sequence["WorkerLink | None"]]
+"""By who begins, with whom: None where nobody has to decode."""
+
+
+class Route(NamedTuple):
+    """Who runs an attempt."""
+
+    prefill: WorkerLink
+    decode: WorkerLink | None
+    """None: nothing to decode, the first token is the last."""
+    local_reason: LocalReason | None = None
+    """Why a decode worker runs it whole; None where it does not."""
+    takeover_tokens: int = 0
+    """Where it is handed off: how many tokens of the prompt the decode worker may compute instead,
+    where it holds the larger part."""
+
+    @property
+    def whole(self) -> bool:
+        """One worker runs it from prompt to last token."""
+        return self.prefill is self.decode
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Who failed a job before."""
+
+    workers: set[WorkerLink] = field(default_factory=set)
+    pairs: set[tuple[WorkerLink, WorkerLink]] = field(default_factory=set)
+    """Prefill and decode worker that could not hand it off, whichever of the two said so."""
+
+    def copy(self) -> Failed:
+        """One that goes on by itself."""
+        return Failed(set(self.workers), set(self.pairs))
+
+
+def prefill_reservation(demand: Demand) -> Reservation:
+    """What the prompt takes of the worker that computes it."""
+    return Reservation(prefill_tokens=demand.prompt_tokens)
+
+
+def decode_reservation(demand: Demand) -> Reservation:
+    """What the job takes of the worker that decodes: the prompt's pages, and one more for each
+    choice that will need one."""
+    size = demand.model.page_size_tokens
+    prompt_pages = -(-demand.prompt_tokens // size)
+    all_pages = -(-(demand.whole_tokens) // size)
+    growth = min(1, all_pages - prompt_pages)
+    return Reservation(pages=prompt_pages + growth * demand.choices, sequences=demand.choices)
+
+
+def largest_pool_tokens(
+    demand: Demand, workers: Sequence[WorkerLink], local: LocalPrefill
+) -> int | None:
+    """Prompt and output tokens that the roomiest route could ever hold; None without a route."""
+    limits = [
+        _route_tokens(demand, first, partner)
+        for first in _starters(demand, workers, _anyone)
+        for partner in _partners(first, demand, workers, _anyone)
+    ]
+    if local != "never":
+        limits += [_pool_tokens(demand, worker) for worker in _decoders(demand, workers, _anyone)]
+    return max(limits, default=None)
+
+
+def holds(worker: WorkerLink, model: ServedModel) -> bool:
+    """Whether the worker has this model, of this very revision."""
+    served = worker.identity.model
+    return served.name == model.name and served.revision == model.revision
+
+
+def can_run(workers: Sequence[WorkerLink], local: LocalPrefill) -> bool:
+    """Whether these workers of one model could run a job from prompt to last token."""
+    return any(
+        first.identity.role == worker_pb2.WORKER_ROLE_BOTH
+        or (local != "never" and first.identity.role == worker_pb2.WORKER_ROLE_DECODE)
+        or any(can_hand_off(first, second) for second in workers)
+        for first in workers
+    )
+
+
+def choose(
+    demand: Demand,
+    workers: Sequence[WorkerLink],
+    policy: Policy,
+    failed: Failed,
+    local: LocalPrefill,
+) -> Route | None:
+    """The route that is done soonest among those that have room now; None where there is none.
+
+    A prefill worker or a pair that failed this job before is taken, like a pair that complains of
+    more than a slow path, only where no other could run the job, not even later, and no decode
+    worker by itself: an attempt there fails at once, and there are not many. A pair whose path is
+    slow is taken where no other has room.
+    """
+    fit = _fit(demand, workers, failed)
+    avoid = failed.workers
+    if local != "never":
+        if not fit:
+            if (route := _alone(demand, workers, policy, avoid)) is not None:
+                return route
+            if _decoders(demand, workers, _could_hold):
+                return None
+        elif local == "auto" and (route := _sooner_alone(demand, workers, avoid, list(fit))):
+            return route
+    route = _usual_route(demand, workers, policy, avoid, fit)
+    if route is None or route.decode is None or route.whole:
+        return route
+    if local == "never" or demand.prompt_logprobs:
+        return route  # Log probabilities of a prompt need every token of it computed.
+    prefill, decode = route.prefill.capacity(), route.decode.capacity()
+    return route._replace(takeover_tokens=takeover_tokens(prefill, decode, demand.prompt_tokens))
+
+
+def _alone(
+    demand: Demand, workers: Sequence[WorkerLink], policy: Policy, avoid: Collection[WorkerLink]
+) -> Route | None:
+    """A decode worker that runs the job whole, as no prefill worker is left."""
+    decoders = _decoders(demand, workers, _has_both)
+    if not decoders:
+        return None
+    candidates = _preferred(decoders, avoid)
+    worker = candidates[policy.decode(candidates)]
+    return Route(worker, worker, LocalReason.NO_PREFILL_WORKER)
+
+
+def _sooner_alone(
+    demand: Demand,
+    workers: Sequence[WorkerLink],
+    avoid: Collection[WorkerLink],
+    prefills: Sequence[WorkerLink],
+) -> Route | None:
+    """The decode worker that computes the prompt sooner than any prefill worker would, those
+    included that have no credit now: they may have some later."""
+    decoders = _decoders(demand, workers, _has_both)
+    if not decoders:
+        return None
+    candidates = _preferred(decoders, avoid)
+    tokens, rivals = demand.prompt_tokens, [worker.capacity() for worker in prefills]
+    unmeasured = rate_of_unmeasured(rivals)
+    capacities = [worker.capacity() for worker in candidates]
+    first = soonest(capacities, tokens, unmeasured)
+    rival_s = min(finish_s(rival, tokens, unmeasured) for rival in rivals)
+    if finish_s(capacities[first], tokens, unmeasured) >= rival_s:
+        return None
+    return Route(candidates[first], candidates[first], LocalReason.FASTER)
+
+
+def _usual_route(
+    demand: Demand,
+    workers: Sequence[WorkerLink],
+    policy: Policy,
+    avoid: Collection[WorkerLink],
+    fit: Pairs,
+) -> Route | None:
+    """A prefill worker and its partner, or one that does both; of those that fit, if any do."""
+    pairs = _pairs(demand, workers, _has_credit, _has_room)
+    if fit:
+        pairs = _only(pairs, lambda first, partner: partner in fit.get(first, ()))
+    if not pairs:
+        return None
+    pairs = _only(pairs, _is_sound) or pairs
+    candidates = _preferred(pairs, avoid)
+    first = candidates[policy.prefill(candidates, demand.prompt_tokens)]
+    decoders = [partner for partner in pairs[first] if partner is not None]
+    if not decoders:
+        return Route(first, None)
+    candidates = _preferred(decoders, avoid)
+    return Route(first, candidates[policy.decode(candidates)])
+
+
+def _fit(demand: Demand, workers: Sequence[WorkerLink], failed: Failed) -> Pairs:
+    """Pairs that could run the job if they had room, and that nothing speaks against."""
+    tokens = demand.whole_tokens
+
+    def test(first: WorkerLink, partner: WorkerLink | None) -> bool:
+        if first in failed.workers or tokens > _route_tokens(demand, first, partner):
+            return False
+        return partner is None or not (
+            (first, partner) in failed.pairs or first.gave_up(partner) or partner.gave_up(first)
+        )
+
+    return _only(_pairs(demand, workers, _anyone, _anyone), test)
+
+
+def _pairs(
+    demand: Demand, workers: Sequence[WorkerLink], first_test: Test, partner_test: Test
+) -> Pairs:
+    """Who could begin the demand, and with whom each."""
+    return {
+        first: partners
+        for first in _starters(demand, workers, first_test)
+        if (partners := _partners(first, demand, workers, partner_test))
+    }
+
+
+def _only(pairs: Pairs, test: Callable[[WorkerLink, WorkerLink | None], bool]) -> Pairs:
+    """The pairs that pass."""
+    return {
+        first: partners
+        for first, everyone in pairs.items()
+        if (partners := [partner for partner in everyone if test(first, partner)])
+    }
+
+
+def _decoders(demand: Demand, workers: Sequence[WorkerLink], test: Test) -> list[WorkerLink]:
+    """Workers that decode and do nothing else, as long as they are let."""
+    return [
+        worker
+        for worker in workers
+        if worker.identity.role == worker_pb2.WORKER_ROLE_DECODE
+        and _serves(worker, demand)
+        and test(worker, demand)
+    ]
+
+
+def _starters(demand: Demand, workers: Sequence[WorkerLink], test: Test) -> list[WorkerLink]:
+    return [
+        worker
+        for worker in workers
+        if worker.identity.role in PREFILLS and _serves(worker, demand) and test(worker, demand)
+    ]
+
+
+def _partners(
+    first: WorkerLink, demand: Demand, workers: Sequence[WorkerLink], test: Test
+) -> list[WorkerLink | None]:
+    """Who can decode what `first` computed; [None] where nobody has to.
+
+    A worker that does both keeps its own: a hand-off would only cost.
+    """
+    if first.identity.role == worker_pb2.WORKER_ROLE_BOTH:
+        return [first] if test(first, demand) else []
+    if demand.max_tokens == 1:
+        return [None]
+    return [
+        worker
+        for worker in workers
+        if can_hand_off(first, worker) and _serves(worker, demand) and test(worker, demand)
+    ]
+
+
+def _is_sound(first: WorkerLink, partner: WorkerLink | None) -> bool:
+    """Whether neither complains of the other."""
+    return partner is None or not (first.avoids(partner) or partner.avoids(first))
+
+
+def _route_tokens(demand: Demand, first: WorkerLink, partner: WorkerLink | None) -> int:
+    """A prefill worker holds the prompt alone; a last token has no KV where nobody decodes."""
+    first_tokens = _pool_tokens(demand, first)
+    if partner is None:
+        return first_tokens + 1
+    return first_tokens if demand.prompt_tokens > first_tokens else _pool_tokens(demand, partner)
+
+
+def _pool_tokens(demand: Demand, worker: WorkerLink) -> int:
+    """Tokens of a choice that the empty pool holds; what the context holds while it is unknown."""
+    pages = worker.capacity().total_pages
+    shared = 2 * (demand.choices - 1)  # Pages in which choices begin to differ.
+    return (
+        (pages - shared) * demand.model.page_size_tokens
+        if pages
+        else demand.model.max_context_tokens
+    )
+
+
+def _serves(worker: WorkerLink, demand: Demand) -> bool:
+    return holds(worker, demand.model) and not worker.draining
+
+
+def _anyone(_worker: WorkerLink, _demand: Demand) -> bool:
+    return True
+
+
+def _has_credit(worker: WorkerLink, demand: Demand) -> bool:
+    """Any credit will do: no prompt is so long that a worker could not begin it."""
+    fits = demand.prompt_tokens <= _pool_tokens(demand, worker)
+    return fits and worker.capacity().prefill_credit_tokens > 0
+
+
+def _has_room(worker: WorkerLink, demand: Demand) -> bool:
+    """Slots and pages, in a pool that can hold the whole of it."""
+    capacity, need = worker.capacity(), decode_reservation(demand)
+    if capacity.free_sequences < min(need.sequences, max(1, capacity.max_sequences)):
+        return False
+    whole_tokens = demand.whole_tokens
+    return need.pages <= capacity.free_pages and whole_tokens <= _pool_tokens(demand, worker)
+
+
+def _could_hold(worker: WorkerLink, demand: Demand) -> bool:
+    """In a pool that is empty."""
+    return demand.whole_tokens <= _pool_tokens(demand, worker)
+
+
+def _has_both(worker: WorkerLink, demand: Demand) -> bool:
+    return _has_credit(worker, demand) and _has_room(worker, demand)
+
+
+def _preferred(
+    workers: Iterable[WorkerLink], avoid: Collection[WorkerLink]
+) -> Sequence[WorkerLink]:
+    everyone = list(workers)
+    return [worker for worker in everyone if worker not in avoid] or everyone

@@ -1,0 +1,1 @@
+"""A request between its door and the dispatcher: bounds, tokenizing, answers."""

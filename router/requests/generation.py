@@ -1,0 +1,347 @@
+"""One generation, from the request to the last message; every front door goes through here.
+
+1. Admit: validate, find the model and its tokenizer. All violations are reported at once.
+2. Tokenize, fill in every default, draw a seed: a `Job`.
+3. Run: the dispatcher tells what comes, from within the handler of a worker's message; stop texts
+   are judged and an `OutputBuffer` is filled there and then, so that a client that reads slowly
+   holds up neither the dispatcher nor its own stop texts.
+4. The outputs are taken out at the client's pace: all that a token wakes is the client's own task.
+
+However it ends, the dispatcher is done with the job before `Generations.stream` returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from baton.inference.v1 import inference_pb2 as api
+from router import errors
+from router.errors import Violation
+from router.events import NO_EVENTS, RouterEvents
+from router.jobs import (
+    ChoiceEnded,
+    Dispatcher,
+    Job,
+    JobEvent,
+    JobFinished,
+    JobStarted,
+    JobTimings,
+    JobTokens,
+    ServedModel,
+)
+from router.requests import validation
+from router.requests.deadlines import until
+from router.requests.detokenization import CONTEXT_TOKENS, Detokenizer, StopTexts
+from router.requests.outputs import (
+    FINISH_REASONS,
+    ChoiceOutput,
+    Finished,
+    Output,
+    OutputBuffer,
+    Started,
+)
+from router.requests.request_span import RequestSpan
+from router.requests.tokenization import (
+    ChatTemplateError,
+    PromptIds,
+    PromptTooLongError,
+    Tokenizer,
+    Tokenizers,
+)
+from telemetry.names import SpanName
+
+if TYPE_CHECKING:
+    from router.doors.grpc_edge import Call
+    from router.requests.validation import Limits
+
+GenerationRequest = api.GenerateRequest | api.StreamGenerateRequest
+
+
+class Generations:
+    """Runs the requests of all front doors of a process."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        tokenizers: Tokenizers,
+        limits: Limits,
+        events: RouterEvents = NO_EVENTS,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._tokenizers = tokenizers
+        self._limits = limits
+        self._events = events
+
+    async def stream(self, request: GenerationRequest, call: Call) -> AsyncGenerator[Output, None]:
+        """What one generation gives, in the order of StreamGenerate's messages.
+
+        Raises:
+            RouterError: why it was refused or could not be finished.
+        """
+        with RequestSpan(call, request, self._events) as span:
+            async with self.deadline(call):
+                with span.step(SpanName.ADMIT):
+                    model, tokenizer = await self._admit(request)
+                with span.step(SpanName.TOKENIZE):
+                    most = model.max_context_tokens
+                    prompt_ids = await self._tokenize(request.input, tokenizer, "input", most)
+                    job = self._job(request.input, call, span, model, prompt_ids)
+            if not request.input.stop.HasField("max_tokens"):
+                self._shorten(job)
+            span.describe_job(job)
+            outbox = OutputBuffer(self._limits.max_unread_tokens, whole=call.whole)
+            generation = _Generation(self._dispatcher, job, request.input, tokenizer, outbox)
+            async with generation.running():
+                while (output := await outbox.take()) is not None:
+                    left_s = call.passed_s
+                    try:
+                        yield output
+                    finally:  # a reader that leaves has been given it, too
+                        span.observe(output, left_s)
+
+    def deadline(self, call: Call) -> AbstractAsyncContextManager[None]:
+        """Around what a call waits for while nothing of it runs yet.
+
+        Raises:
+            RouterError: DEADLINE_EXCEEDED.
+        """
+        return until(self._deadline_ns(call), int)
+
+    async def tokenize(self, request: api.TokenizeRequest) -> api.TokenizeResponse:
+        """Token ids of a text or of chat turns, and their texts where these are asked for.
+
+        Raises:
+            RouterError: INVALID_FIELD, or the model is not served.
+        """
+        found = validation.check_tokenize(request)
+        found.raise_if_any()
+        model = self._dispatcher.model(request.model)
+        tokenizer = await self._tokenizers.get(model.path)
+        if tokenizer is None:
+            validation.check_tokenizable(found, request)
+            found.raise_if_any()
+        token_ids = (await self._tokenize(request, tokenizer, "")).tolist()
+        texts: list[str] = []
+        if tokenizer is not None and request.token_texts:
+            texts = await self._tokenizers.texts(tokenizer, token_ids)
+        return api.TokenizeResponse(token_ids=token_ids, token_texts=texts)
+
+    async def detokenize(self, model_name: str, token_ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens by their names.
+
+        Raises:
+            RouterError: INVALID_FIELD, or the model is not served.
+        """
+        model, found = self._dispatcher.model(model_name), validation.Violations()
+        validation.check_ids(found, "tokens", token_ids, model.vocab_size)
+        tokenizer = await self._tokenizers.get(model.path)
+        if tokenizer is None:
+            found.add("tokens", "the model has no tokenizer")
+        found.raise_if_any()
+        assert tokenizer is not None
+        return await self._tokenizers.decode(tokenizer, token_ids, skip_special_tokens=False)
+
+    async def _admit(self, request: GenerationRequest) -> tuple[ServedModel, Tokenizer | None]:
+        found = validation.check_request(request, self._limits)
+        try:
+            model = self._dispatcher.model(request.input.model)
+        except errors.RouterError:
+            # What can be mended comes before what can only be waited for.
+            found.raise_if_any()
+            raise
+        validation.check_against_model(found, request.input, model)
+        tokenizer = await self._tokenizers.get(model.path)
+        if tokenizer is None:
+            validation.check_without_tokenizer(found, request.input)
+        found.raise_if_any()
+        validation.check_prompt_ids(request.input, model)
+        return model, tokenizer
+
+    async def _tokenize(
+        self,
+        holder: api.GenerationInput | api.TokenizeRequest,
+        tokenizer: Tokenizer | None,
+        path: str,
+        max_tokens: int | None = None,
+    ) -> PromptIds:
+        """The prompt's ids; where it surely has more than `max_tokens`, it is refused instead."""
+        kind = holder.WhichOneof("prompt")
+        if isinstance(holder, api.GenerationInput) and kind == "token_ids":
+            return np.array(holder.token_ids.ids, dtype=np.uint32)
+        assert tokenizer is not None  # Validated: text and chat need one.
+        field = f"{path}.{kind}".lstrip(".")
+        special = None
+        if isinstance(holder, api.TokenizeRequest) and holder.HasField("add_special_tokens"):
+            special = holder.add_special_tokens
+        try:
+            prompt = holder.chat if kind == "chat" else holder.text
+            prompt_ids = await self._tokenizers.encode(tokenizer, prompt, special, max_tokens)
+        except ChatTemplateError as error:
+            raise errors.invalid_fields([Violation(field, error.rule)]) from None
+        except PromptTooLongError as error:
+            raise errors.context_length_exceeded(
+                error.least_tokens, 1, error.max_tokens, at_least=True
+            ) from None
+        if not len(prompt_ids):
+            raise errors.invalid_fields([Violation(field, "has no tokens")])
+        return prompt_ids
+
+    def _job(
+        self,
+        generation: api.GenerationInput,
+        call: Call,
+        span: RequestSpan,
+        model: ServedModel,
+        prompt_ids: PromptIds,
+    ) -> Job:
+        return Job(
+            id=call.id,
+            model=model,
+            prompt_ids=prompt_ids,
+            sampling=validation.fill_sampling(
+                generation.sampling, generation.output, model.vocab_size
+            ),
+            stopping=validation.fill_stopping(
+                generation.stop, len(prompt_ids), model, self._limits
+            ),
+            choices=generation.choices or 1,
+            arrived_ns=call.arrived_ns,
+            deadline_ns=self._deadline_ns(call),
+            context=span.context,
+            priority=generation.priority,
+            prompt_logprobs=generation.output.prompt_logprobs,
+            tenant=call.tenant,
+            cache_salt=call.tenant.encode(),
+            workers=call.record.workers,
+        )
+
+    def _deadline_ns(self, call: Call) -> int:
+        """The caller's, but not beyond the longest duration allowed."""
+        longest_s = self._limits.max_request_duration_s
+        duration_s = longest_s if call.time_left_s is None else min(call.time_left_s, longest_s)
+        return call.arrived_ns + int(duration_s * 1e9)
+
+    def _shorten(self, job: Job) -> None:
+        """Output that nobody asked for is no reason to refuse what a pool has no room for."""
+        stopping, pool_tokens = job.stopping, self._dispatcher.largest_pool_tokens(job)
+        if pool_tokens is not None:
+            room = pool_tokens - job.prompt_tokens
+            stopping.max_tokens = max(1, stopping.min_tokens, min(stopping.max_tokens, room))
+
+
+class _Generation:
+    """A job on its way through the dispatcher."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        job: Job,
+        generation: api.GenerationInput,
+        tokenizer: Tokenizer | None,
+        outbox: OutputBuffer,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._job = job
+        self._outbox = outbox
+        self._choices = [
+            _choice_output(index, job, generation, tokenizer) for index in range(job.choices)
+        ]
+        self._started: Started | None = None
+        self._last: Finished | None = None
+        self._finished = False
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Runs the job while its outputs are taken out of the outbox."""
+        work = asyncio.create_task(self._run())
+        try:
+            yield
+        finally:
+            work.cancel()
+            await asyncio.wait([work])
+
+    async def _run(self) -> None:
+        """Runs the job to its end, and closes the outbox whatever happens."""
+        try:
+            async with until(self._job.deadline_ns, lambda: self._outbox.tokens_put):
+                await self._dispatcher.run(self._job, self._hear)
+            if not self._finished:
+                raise RuntimeError("the dispatcher returned before JobFinished")
+        except Exception as error:
+            self._outbox.close(error)
+        except asyncio.CancelledError:
+            # The reader left; or, if it did not, one leaked out of the dispatcher.
+            self._outbox.close(RuntimeError("cancelled from inside"))
+            raise
+        else:
+            self._outbox.close()
+
+    def _hear(self, event: JobEvent) -> None:
+        match event:
+            case JobTokens():
+                self._take_tokens(event)
+            case JobStarted():
+                self._started = Started(self._job, *event)
+                self._outbox.put(self._started)
+            case ChoiceEnded():
+                self._end_by_worker(event)
+            case JobFinished(timings):
+                self._finish(timings)
+                self._finished = True
+
+    def _take_tokens(self, event: JobTokens) -> None:
+        if self._started is None:
+            raise RuntimeError("tokens before JobStarted")
+        choice = self._choices[event.choice]
+        if choice.ended:
+            return
+        self._outbox.put(choice.push(event))
+        if choice.stop_text is not None:
+            self._dispatcher.end_choice(self._job, choice.choice)
+            self._end(choice, Finished(choice.choice, api.FINISH_REASON_STOP, choice.stop_text))
+
+    def _end_by_worker(self, event: ChoiceEnded) -> None:
+        choice = self._choices[event.choice]
+        if choice.ended:
+            return
+        if choice.num_tokens != event.output_tokens:
+            raise RuntimeError("a choice ended before all its tokens came")
+        if (rest := choice.rest()) is not None:
+            self._outbox.put(rest)
+        self._end(choice, Finished(choice.choice, FINISH_REASONS[event.reason]))
+
+    def _end(self, choice: ChoiceOutput, finished: Finished) -> None:
+        """Announces the end of a choice; the last one's waits for the totals."""
+        choice.ended = True
+        if all(one.ended for one in self._choices):
+            self._last = finished
+        else:
+            self._outbox.put(finished)
+
+    def _finish(self, timings: JobTimings) -> None:
+        if self._last is None or self._started is None:
+            raise RuntimeError("JobFinished before every choice ended")
+        usage = api.Usage(
+            prompt_tokens=self._job.prompt_tokens,
+            cached_prompt_tokens=self._started.cached_prompt_tokens,
+            output_tokens=sum(choice.num_tokens for choice in self._choices),
+        )
+        self._outbox.put(
+            Finished(self._last.choice, self._last.reason, self._last.stop_text, usage, timings)
+        )
+
+
+def _choice_output(
+    index: int, job: Job, generation: api.GenerationInput, tokenizer: Tokenizer | None
+) -> ChoiceOutput:
+    stop, output = generation.stop, generation.output
+    texts = StopTexts(stop.sequences, stop.include_stop) if stop.sequences else None
+    detokenizer = None
+    if tokenizer is not None and (texts is not None or not output.omit_text):
+        detokenizer = Detokenizer(tokenizer, job.prompt_ids[-CONTEXT_TOKENS:].tolist())
+    return ChoiceOutput(index, job, detokenizer, texts, output, stop.include_stop)

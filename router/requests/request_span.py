@@ -1,0 +1,200 @@
+"""What is recorded of one generation: its span, the steps below it, figures, its share of the log.
+
+Nothing here holds a prompt, an output or the text of an exception.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Self
+
+from baton.inference.v1 import inference_pb2 as api
+from router.errors import RouterError
+from router.requests.outputs import FINISH_WORDS, Finished, Output, Started, TextDelta
+from telemetry.names import Attr, SpanName
+from telemetry.tracing import context_of, end_span, start_span, trace_id_of
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+    from types import TracebackType
+
+    from opentelemetry.util.types import AttributeValue
+
+    from router.doors.grpc_edge import Call
+    from router.events import RouterEvents
+    from router.jobs import Job
+
+_MAX_NAME_CHARS: Final = 128
+_PROVIDER: Final = "baton"
+
+
+class RequestSpan:
+    """The span `text_completion MODEL` below the call's; a context manager around the request."""
+
+    def __init__(
+        self,
+        call: Call,
+        request: api.GenerateRequest | api.StreamGenerateRequest,
+        events: RouterEvents,
+    ) -> None:
+        self._call = call
+        self._events = events
+        self._model = request.input.model[:_MAX_NAME_CHARS]
+        self._record = call.record
+        self._record.client_tag = request.client_tag[:_MAX_NAME_CHARS]
+        self._span = start_span(
+            SpanName.request(self._model),
+            call.context,
+            {
+                Attr.OPERATION_NAME: Attr.TEXT_COMPLETION,
+                Attr.PROVIDER_NAME: _PROVIDER,
+                Attr.REQUEST_STREAM: isinstance(request, api.StreamGenerateRequest),
+                Attr.RESPONSE_ID: call.id,
+            },
+            start_ns=call.arrived_ns,
+        )
+        self.context = context_of(self._span)
+        """Holds this span: the parent of all that is done for the request."""
+        self._served_model = ""
+        self._prompt_tokens = 0
+        self._output_tokens = 0
+        self._first_token_s: float | None = None
+        self._paces: dict[int, _Pace] = {}
+        """By choice."""
+        self._finish_reasons: dict[int, str] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        stack: TracebackType | None,
+    ) -> None:
+        outcome = _outcome(error)
+        if outcome == "CANCELLED":
+            outcome = self._call.left().reason
+        reasons = [reason for _, reason in sorted(self._finish_reasons.items())]
+        totals: dict[str, AttributeValue] = {
+            Attr.OUTPUT_TOKENS: self._output_tokens,
+            Attr.RESPONSE_FINISH_REASONS: reasons,
+        }
+        end_span(self._span, attributes=totals, error=outcome)
+        duration_s = self._call.passed_s
+        self._events.ended(
+            self._served_model,
+            outcome or "OK",
+            duration_s,
+            per_token_s=_per_token_s(self._paces.values()),
+            trace_id=trace_id_of(self.context),
+        )
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """A span below this one around a step of the front door, which may refuse the request."""
+        span = start_span(name, self.context)
+        try:
+            yield
+        except BaseException as error:
+            end_span(span, error=_outcome(error))
+            if isinstance(error, RouterError):
+                self._events.rejected(error.reason)
+            raise
+        end_span(span)
+
+    def describe_job(self, job: Job) -> None:
+        """Notes what is asked for, defaults filled in."""
+        self._model = self._served_model = job.model.name
+        self._prompt_tokens = job.prompt_tokens
+        self._record.model = job.model.name
+        self._record.prompt_tokens += job.prompt_tokens
+        self._span.update_name(SpanName.request(job.model.name))
+        sampling = job.sampling
+        self._span.set_attributes(
+            {
+                Attr.REQUEST_MODEL: job.model.name,
+                Attr.RESPONSE_MODEL: job.model.name,
+                Attr.REQUEST_CHOICES: job.choices,
+                Attr.REQUEST_MAX_TOKENS: job.stopping.max_tokens,
+                Attr.REQUEST_TEMPERATURE: sampling.temperature,
+                Attr.REQUEST_TOP_P: sampling.top_p,
+                Attr.REQUEST_TOP_K: sampling.top_k,
+                Attr.REQUEST_FREQUENCY_PENALTY: sampling.frequency_penalty,
+                Attr.REQUEST_PRESENCE_PENALTY: sampling.presence_penalty,
+                Attr.INPUT_TOKENS: job.prompt_tokens,
+            }
+        )
+
+    def observe(self, output: Output, left_s: float) -> None:
+        """Takes note of what left for the client, so long after the request's arrival. Said when it
+        is on its way: a first token does not wait for its figures."""
+        match output:
+            case TextDelta():
+                self._observe_tokens(output, left_s)
+            case Started():
+                cached = output.cached_prompt_tokens
+                self._span.set_attribute(Attr.CACHED_INPUT_TOKENS, cached)
+                self._record.cached_prompt_tokens += cached
+            case Finished():
+                self._observe_end(output)
+
+    def _observe_tokens(self, delta: TextDelta, now_s: float) -> None:
+        if not delta.token_ids:  # Text that was held back.
+            return
+        if self._first_token_s is None:
+            self._first_token_s = now_s
+            self._span.set_attribute(Attr.RESPONSE_FIRST_TOKEN_S, now_s)
+            trace_id = trace_id_of(self.context)
+            self._events.first_token(self._model, now_s, self._prompt_tokens, trace_id)
+            if self._record.first_token_s is None:
+                self._record.first_token_s = now_s
+        count = len(delta.token_ids)
+        gap_s = None
+        if (pace := self._paces.get(delta.choice)) is None:
+            self._paces[delta.choice] = _Pace(now_s, now_s, count)
+        else:
+            gap_s = now_s - pace.last_s
+            pace.last_s, pace.tokens = now_s, pace.tokens + count
+        self._output_tokens += count
+        self._record.output_tokens += count
+        self._events.tokens(self._model, count, gap_s)
+
+    def _observe_end(self, finished: Finished) -> None:
+        reason = FINISH_WORDS[finished.reason]
+        self._finish_reasons[finished.choice] = reason
+        self._record.finish_reasons.append(reason)
+        if finished.timings is not None:
+            self._record.add_timings(finished.timings)
+
+
+@dataclass(slots=True)
+class _Pace:
+    """Of one choice: when its first and last messages of tokens left, seconds from the arrival."""
+
+    first_s: float
+    last_s: float
+    tokens: int
+
+
+def _per_token_s(paces: Collection[_Pace]) -> float | None:
+    """Mean time of a token after its choice's first; None where there is no such token."""
+    later_tokens = sum(pace.tokens - 1 for pace in paces)
+    return (
+        sum(pace.last_s - pace.first_s for pace in paces) / later_tokens if later_tokens else None
+    )
+
+
+def _outcome(error: BaseException | None) -> str:
+    """Reason of the error table, "" for none."""
+    match error:
+        case None:
+            return ""
+        case RouterError():
+            return error.reason
+        case asyncio.CancelledError() | GeneratorExit():
+            return "CANCELLED"
+        case _:
+            return "INTERNAL"

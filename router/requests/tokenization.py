@@ -1,0 +1,305 @@
+"""Text to token ids: the tokenizer and chat template of a served model.
+
+Built on `tokenizers` and `jinja2` alone (`router.requests.chat_template`).
+`transformers.AutoTokenizer` reads the same files through the same Rust library, but importing it
+takes seconds and pulls torch in wherever torch is installed, and a router holds no torch.
+
+A model folder is read once, before the first request for it if it was warmed. Batches, of one as
+well, are encoded and decoded without the GIL. They run on a small pool, and long ones on a thread
+of their own, so that a prompt of a megabyte holds up neither anybody's tokens nor shorter prompts.
+What waits there for a caller who has left is not begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeVar, cast
+
+import numpy as np
+import tokenizers
+from google.protobuf.json_format import MessageToDict
+from numpy.typing import NDArray
+
+from baton.inference.v1 import inference_pb2 as api
+from router.requests.chat_template import Template, compile_template, template_source
+from router.requests.longest_token import longest_token_bytes
+
+PromptIds = NDArray[np.uint32]
+Result = TypeVar("Result")
+
+_INLINE_CHARS: Final = 2048
+"""Texts up to this length take less time to encode than handing them to a thread does."""
+_LONG_CHARS: Final = 65_536
+"""Longer texts take some hundredths of a second, and wait for each other."""
+_LONG_IDS: Final = 16_384
+"""The same of ids that are decoded."""
+_TURN_CHARS: Final = 32
+"""What a turn of a conversation costs to render, however short it is, in characters of text."""
+
+_ROLES: Final[Mapping[int, str]] = {
+    api.ROLE_SYSTEM: "system",
+    api.ROLE_USER: "user",
+    api.ROLE_ASSISTANT: "assistant",
+}
+
+
+class ChatTemplateError(Exception):
+    """The model has no chat template, or it refuses these turns; `rule` says which."""
+
+    def __init__(self, rule: str) -> None:
+        super().__init__(rule)
+        self.rule = rule
+
+
+class PromptTooLongError(Exception):
+    """The text cannot fit, by its bytes alone."""
+
+    def __init__(self, least_tokens: int, max_tokens: int) -> None:
+        super().__init__(f"at least {least_tokens} tokens, and room for {max_tokens}")
+        self.least_tokens = least_tokens
+        self.max_tokens = max_tokens
+
+
+class Tokenizer:
+    """One model's tokenizer. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        template: Template | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+        template_source: str | None = None,
+    ) -> None:
+        self._backend = backend
+        self._template = template
+        self.template_source = template_source
+        """What `template` was compiled from."""
+        self.special_tokens = dict(special_tokens or {})
+        """Texts by name, such as `eos_token`."""
+        self.special_ids = frozenset(
+            token_id
+            for token_id, token in backend.get_added_tokens_decoder().items()
+            if token.special
+        )
+        """Ids that have no text."""
+        self._longest_token_bytes = longest_token_bytes(backend)
+
+    @classmethod
+    def load(cls, folder: str) -> Tokenizer | None:
+        """Reads a model folder; None where it holds no `tokenizer.json`: ids in, ids out."""
+        path = Path(folder)
+        if not (path / "tokenizer.json").is_file():
+            return None
+        backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+        backend.no_truncation()
+        backend.no_padding()
+        config = _read_json(path / "tokenizer_config.json")
+        source = template_source(path, config)
+        template = compile_template(source) if source is not None else None
+        return cls(backend, template, _special_tokens(config), source)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> PromptIds:
+        """Ids of a raw text, with what the model expects around one (a beginning of text)."""
+        batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return _ids(batch[0])
+
+    def check_length(self, text: str, max_tokens: int) -> None:
+        """Looks at the bytes of a text that must not have more tokens.
+
+        Raises:
+            PromptTooLongError: it has more, whatever it says.
+        """
+        if (longest := self._longest_token_bytes) is None or len(text) * 4 <= max_tokens * longest:
+            return
+        least_tokens = -(-len(text.encode(errors="surrogatepass")) // longest)
+        if least_tokens > max_tokens:
+            raise PromptTooLongError(least_tokens, max_tokens)
+
+    def render_chat(self, chat: api.ChatPrompt) -> str:
+        """Text of a conversation up to where the assistant speaks, or goes on speaking.
+
+        Raises:
+            ChatTemplateError: there is no template, or it does not take these turns.
+        """
+        if self._template is None:
+            raise ChatTemplateError("the model has no chat template")
+        end = secrets.token_hex(16) if chat.continue_last else ""
+        try:
+            given = self.special_tokens | _variables(chat) | _set_here(chat, end)
+            text = self._template.render(**given)
+            return text[: text.rindex(end)] if end else text
+        except Exception as error:  # A template is a program: it may raise anything.
+            raise ChatTemplateError("the chat template refused the turns") from error
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ids; special tokens have none, or their names; half characters are U+FFFD."""
+        batch = [token_ids]
+        return self._backend.decode_batch(batch, skip_special_tokens=skip_special_tokens)[0]
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token as it stands inside a text; a special one's name."""
+        if token_id in self.special_ids:
+            return self._backend.id_to_token(token_id) or ""
+        # A decoder may treat a text's first token unlike the rest: what the second of two adds.
+        alone, twice = self.decode([token_id]), self.decode([token_id, token_id])
+        return twice[len(alone) :]
+
+
+class Tokenizers:
+    """Tokenizers by model folder, and the threads that run them. Belongs to the event loop."""
+
+    def __init__(self, threads: int = 2) -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="baton-tokenize")
+        self._long_pool = ThreadPoolExecutor(1, thread_name_prefix="baton-tokenize-long")
+        self._loads: dict[str, asyncio.Future[Tokenizer | None]] = {}
+
+    async def get(self, folder: str) -> Tokenizer | None:
+        """The tokenizer of a model folder, read at most once unless reading it fails."""
+        load = self._loads.get(folder)
+        if load is None or (load.done() and (load.cancelled() or load.exception())):
+            loop = asyncio.get_running_loop()
+            load = loop.run_in_executor(self._pool, Tokenizer.load, folder)
+            self._loads[folder] = load
+        # Shielded: a caller that gives up must not spoil the load for those who wait with it.
+        return await asyncio.shield(load)
+
+    async def warm(self, folders: Iterable[str]) -> None:
+        """Reads folders that were not read yet. Errors are left to the requests that need them."""
+        await asyncio.gather(*map(self.get, folders), return_exceptions=True)
+
+    async def encode(
+        self,
+        tokenizer: Tokenizer,
+        prompt: str | api.ChatPrompt,
+        add_special_tokens: bool | None = None,
+        max_tokens: int | None = None,
+    ) -> PromptIds:
+        """Ids of a text or a conversation; all but short ones are encoded on threads.
+
+        Args:
+            tokenizer: of the model.
+            prompt: what to encode.
+            add_special_tokens: None: as generating needs it, for a text and not for a conversation.
+            max_tokens: a prompt that surely has more need not be encoded; None: any is.
+
+        Raises:
+            ChatTemplateError: the conversation cannot be rendered.
+            PromptTooLongError: the prompt has more than `max_tokens`, as its bytes show.
+        """
+        if add_special_tokens is None:
+            add_special_tokens = isinstance(prompt, str)
+        if isinstance(prompt, str) and max_tokens is not None:
+            tokenizer.check_length(prompt, max_tokens)
+        work = partial(_encode, tokenizer, prompt, add_special_tokens, max_tokens)
+        if (chars := _chars(prompt)) <= _INLINE_CHARS:
+            return work()
+        return await self._run(work, is_long=chars > _LONG_CHARS)
+
+    async def texts(self, tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
+        """Text of each token, as `Tokenizer.token_text` has it, read on the pool."""
+        work = partial(_texts, tokenizer, token_ids)
+        return await self._run(work, is_long=len(token_ids) > _LONG_IDS)
+
+    async def decode(
+        self, tokenizer: Tokenizer, token_ids: Sequence[int], skip_special_tokens: bool = True
+    ) -> str:
+        """Text of ids, as `Tokenizer.decode` has it, read on the pool."""
+        work = partial(tokenizer.decode, token_ids, skip_special_tokens)
+        return await self._run(work, is_long=len(token_ids) > _LONG_IDS)
+
+    def close(self) -> None:
+        """Lets the threads go, once what they run is done."""
+        for pool in (self._pool, self._long_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self, work: Callable[[], Result], *, is_long: bool) -> Result:
+        """What work on a thread gives. Cancelled before it has begun, it never does."""
+        pool = self._long_pool if is_long else self._pool
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
+
+
+def _variables(chat: api.ChatPrompt) -> dict[str, Any]:
+    """The caller's variables of the template. JSON's numbers come as floats; templates print them.
+
+    Raises:
+        Exception: a number is infinite or none.
+    """
+    return {name: _plain(value) for name, value in MessageToDict(chat.template_variables).items()}
+
+
+def _set_here(chat: api.ChatPrompt, end: str) -> dict[str, Any]:
+    """Variables of the template that are never the caller's. `end` goes behind the last content, so
+    that what the template writes after it can be cut off."""
+    turns = [{"role": _ROLES[turn.role], "content": turn.content} for turn in chat.messages]
+    if end:
+        turns[-1]["content"] += end
+    return {
+        "messages": turns,
+        "tools": None,
+        "documents": None,
+        "add_generation_prompt": not end,
+    }
+
+
+def _plain(value: Any) -> Any:
+    match value:
+        case float() if value.is_integer():
+            return int(value)
+        case dict():
+            return {name: _plain(one) for name, one in value.items()}
+        case list():
+            return [_plain(one) for one in value]
+        case _:
+            return value
+
+
+def _encode(
+    tokenizer: Tokenizer,
+    prompt: str | api.ChatPrompt,
+    add_special_tokens: bool,
+    max_tokens: int | None,
+) -> PromptIds:
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt, add_special_tokens)
+    text = tokenizer.render_chat(prompt)
+    if max_tokens is not None:
+        tokenizer.check_length(text, max_tokens)
+    return tokenizer.encode(text, add_special_tokens)
+
+
+def _texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
+    texts = {token_id: tokenizer.token_text(token_id) for token_id in set(token_ids)}
+    return [texts[token_id] for token_id in token_ids]
+
+
+def _chars(prompt: str | api.ChatPrompt) -> int:
+    if isinstance(prompt, str):
+        return len(prompt)
+    turns = sum(_TURN_CHARS + len(turn.content) for turn in prompt.messages)
+    return turns + prompt.template_variables.ByteSize()
+
+
+def _ids(encoding: tokenizers.Encoding) -> PromptIds:
+    return np.asarray(encoding.ids, dtype=np.uint32)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    return cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """The named special tokens, such as `bos_token`: variables of a chat template."""
+    tokens: dict[str, str] = {}
+    for name, value in config.items():
+        token = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(token, str):
+            tokens[name] = token
+    return tokens

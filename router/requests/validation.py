@@ -1,0 +1,317 @@
+"""What a client may ask for.
+
+The rules are those written beside the fields in `inference.proto`. Every broken one is collected
+before the request is refused, so that a client can mend all of them at once. Descriptions state
+the rule and never repeat what was sent.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from baton.inference.v1 import inference_pb2 as api
+from baton.worker.v1 import worker_pb2
+from router import errors
+from router.errors import Violation
+from router.requests.bounds import MAX_TURNS
+
+if TYPE_CHECKING:
+    from router.jobs import ServedModel
+
+MAX_TOP_LOGPROBS: Final = 20
+MAX_PRIORITY: Final = 100
+MAX_LOGIT_BIAS: Final = 100.0
+MAX_LOGIT_BIASES: Final = 1024
+MAX_STOP_TEXTS: Final = 16
+MAX_STOP_TEXT_BYTES: Final = 256
+MAX_STOP_TOKENS: Final = 1024
+MAX_CLIENT_TAG_BYTES: Final = 128
+TEMPLATE_OWN: Final = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
+"""Variables of a chat template that no client sets."""
+
+_MAX_REPORTED_IDS: Final = 8
+"""Of one list; a prompt of another model's tokens would name thousands."""
+_GREEDY_BELOW: Final = 1e-5
+"""Temperatures at which nothing but the likeliest token can be drawn, and logits overflow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What an operator may set; the defaults are those of the router's settings."""
+
+    default_max_tokens: int = 1024
+    """Where a request sets none and the context leaves as many."""
+    max_output_tokens: int = 32_768
+    max_choices: int = 16
+    max_request_duration_s: float = 600.0
+    """Deadline of a request that has none, and the longest allowed."""
+    max_unread_tokens: int = 8192
+    """Tokens kept for a client that does not read its stream; one more aborts it."""
+
+
+@dataclass(slots=True)
+class Violations:
+    """Broken rules, gathered under one path."""
+
+    found: list[Violation] = field(default_factory=list)
+
+    def add(self, path: str, rule: str) -> None:
+        """Notes a broken rule."""
+        self.found.append(Violation(path, rule))
+
+    def unless(self, ok: bool, path: str, rule: str) -> None:
+        """Notes a broken rule unless it is kept."""
+        if not ok:
+            self.add(path, rule)
+
+    def raise_if_any(self) -> None:
+        """Refuses the request.
+
+        Raises:
+            RouterError: INVALID_FIELD, with every violation.
+        """
+        if self.found:
+            raise errors.invalid_fields(self.found)
+
+
+def check_request(
+    request: api.GenerateRequest | api.StreamGenerateRequest, limits: Limits
+) -> Violations:
+    """All that can be judged before the model is known."""
+    found = Violations()
+    tag_bytes = len(request.client_tag.encode())
+    found.unless(
+        tag_bytes <= MAX_CLIENT_TAG_BYTES,
+        "client_tag",
+        f"must have at most {MAX_CLIENT_TAG_BYTES} bytes",
+    )
+    generation = request.input
+    _check_prompt(found, generation, "input")
+    _check_sampling(found, generation.sampling)
+    _check_stop(found, generation.stop, limits)
+    _check_output(found, generation.output)
+    if generation.HasField("choices"):
+        ok = 1 <= generation.choices <= limits.max_choices
+        found.unless(ok, "input.choices", f"must be in [1, {limits.max_choices}]")
+    ok = abs(generation.priority) <= MAX_PRIORITY
+    found.unless(ok, "input.priority", f"must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}]")
+    return found
+
+
+def check_tokenize(request: api.TokenizeRequest) -> Violations:
+    """The rules of a Tokenize request; paths start at the request itself."""
+    found = Violations()
+    _check_prompt(found, request, "")
+    return found
+
+
+def check_against_model(
+    found: Violations, generation: api.GenerationInput, model: ServedModel
+) -> None:
+    """Ids that the model does not have."""
+    ids = {
+        "input.token_ids.ids": (generation.token_ids.ids, model.max_context_tokens),
+        "input.stop.token_ids": (generation.stop.token_ids, MAX_STOP_TOKENS),
+    }
+    for path, (values, most) in ids.items():
+        if len(values) <= most:  # More are refused for their number.
+            check_ids(found, path, values, model.vocab_size)
+    if len(generation.sampling.logit_bias) > MAX_LOGIT_BIASES:
+        return
+    for token_id in _first_outside(sorted(generation.sampling.logit_bias), model.vocab_size):
+        found.add(f"input.sampling.logit_bias[{token_id}]", _vocabulary_rule(model.vocab_size))
+
+
+def check_prompt_ids(generation: api.GenerationInput, model: ServedModel) -> None:
+    """Counts the ids of a prompt before anything is made of them.
+
+    Raises:
+        RouterError: CONTEXT_LENGTH_EXCEEDED.
+    """
+    if (tokens := len(generation.token_ids.ids)) >= model.max_context_tokens:
+        most = model.max_context_tokens
+        raise errors.context_length_exceeded(tokens, generation.stop.max_tokens or 1, most)
+
+
+def check_without_tokenizer(found: Violations, generation: api.GenerationInput) -> None:
+    """What a model without a tokenizer cannot do: ids in, ids out."""
+    _check_tokenizable(found, generation, "input")
+    found.unless(
+        not generation.stop.sequences, "input.stop.sequences", "the model has no tokenizer"
+    )
+
+
+def check_tokenizable(found: Violations, request: api.TokenizeRequest) -> None:
+    """A model without a tokenizer has nothing to answer."""
+    _check_tokenizable(found, request, "")
+
+
+def fill_sampling(
+    sampling: api.SamplingOptions, output: api.OutputOptions, vocab_size: int
+) -> worker_pb2.Sampling:
+    """Sampling with every default in place and a seed drawn where none is given."""
+    temperature = sampling.temperature if sampling.HasField("temperature") else 1.0
+    penalty = sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0
+    return worker_pb2.Sampling(
+        temperature=temperature if temperature >= _GREEDY_BELOW else 0.0,
+        top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
+        top_k=sampling.top_k if sampling.top_k < vocab_size else 0,
+        min_p=sampling.min_p,
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        repetition_penalty=penalty,
+        seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
+        logit_bias=sampling.logit_bias,
+        top_logprobs=output.top_logprobs if output.logprobs else None,
+    )
+
+
+def fill_stopping(
+    stop: api.StopOptions, prompt_tokens: int, model: ServedModel, limits: Limits
+) -> worker_pb2.Stopping:
+    """Stopping rules with `max_tokens` in place: prompt and output fit the context.
+
+    Raises:
+        RouterError: CONTEXT_LENGTH_EXCEEDED, or INVALID_FIELD where `min_tokens` exceeds it.
+    """
+    room = model.max_context_tokens - prompt_tokens
+    max_tokens = stop.max_tokens or max(1, min(room, limits.default_max_tokens))
+    if max_tokens > room:
+        raise errors.context_length_exceeded(prompt_tokens, max_tokens, model.max_context_tokens)
+    if stop.min_tokens > max_tokens:
+        rule = f"must be at most max_tokens, which is {max_tokens} here"
+        raise errors.invalid_fields([Violation("input.stop.min_tokens", rule)])
+    return worker_pb2.Stopping(
+        max_tokens=max_tokens,
+        min_tokens=stop.min_tokens,
+        token_ids=stop.token_ids,
+        ignore_eos=stop.ignore_eos,
+    )
+
+
+def _check_prompt(
+    found: Violations, holder: api.GenerationInput | api.TokenizeRequest, path: str
+) -> None:
+    match holder.WhichOneof("prompt"):
+        case None:
+            found.add(path or "prompt", "a prompt must be set")
+        case "text":
+            found.unless(bool(holder.text), _join(path, "text"), "must not be empty")
+        case "chat":
+            _check_chat(found, holder.chat, _join(path, "chat"))
+        case _ if isinstance(holder, api.GenerationInput):
+            path = _join(path, "token_ids.ids")
+            found.unless(bool(holder.token_ids.ids), path, "must not be empty")
+
+
+def _check_chat(found: Violations, chat: api.ChatPrompt, path: str) -> None:
+    found.unless(bool(chat.messages), f"{path}.messages", "must not be empty")
+    if len(chat.messages) > MAX_TURNS:
+        found.add(f"{path}.messages", f"must have at most {MAX_TURNS} turns")
+        return
+    known = set(api.Role.values()) - {api.ROLE_UNSPECIFIED}
+    for index, message in enumerate(chat.messages):
+        ok = message.role in known
+        found.unless(ok, f"{path}.messages[{index}].role", "must be a known role")
+    for name in sorted(TEMPLATE_OWN):
+        if name in chat.template_variables.fields:
+            found.add(f"{path}.template_variables.{name}", "is set by the server")
+    last = chat.messages[-1].role if chat.messages else api.ROLE_UNSPECIFIED
+    ok = not chat.continue_last or last == api.ROLE_ASSISTANT
+    found.unless(ok, f"{path}.continue_last", "needs a last turn of the assistant's")
+
+
+def _check_sampling(found: Violations, sampling: api.SamplingOptions) -> None:
+    for name, low, high in (
+        ("temperature", 0.0, math.inf),
+        ("min_p", 0.0, 1.0),
+        ("frequency_penalty", -2.0, 2.0),
+        ("presence_penalty", -2.0, 2.0),
+    ):
+        value = getattr(sampling, name)
+        bounds = f"in [{low:g}, {high:g}]" if high < math.inf else f"finite and at least {low:g}"
+        found.unless(_within(value, low, high), f"input.sampling.{name}", f"must be {bounds}")
+    if sampling.HasField("top_p"):
+        ok = sampling.top_p > 0.0 and _within(sampling.top_p, 0.0, 1.0)
+        found.unless(ok, "input.sampling.top_p", "must be in (0, 1]")
+    if sampling.HasField("repetition_penalty"):
+        value = sampling.repetition_penalty
+        ok = math.isfinite(value) and value > 0.0
+        found.unless(ok, "input.sampling.repetition_penalty", "must be finite and above 0")
+    _check_logit_bias(found, sampling)
+
+
+def _check_logit_bias(found: Violations, sampling: api.SamplingOptions) -> None:
+    path = "input.sampling.logit_bias"
+    if len(sampling.logit_bias) > MAX_LOGIT_BIASES:
+        found.add(path, f"must have at most {MAX_LOGIT_BIASES} entries")
+        return
+    outside = sorted(
+        token_id
+        for token_id, bias in sampling.logit_bias.items()
+        if not _within(bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+    )
+    for token_id in outside[:_MAX_REPORTED_IDS]:
+        found.add(f"{path}[{token_id}]", f"must be in [-{MAX_LOGIT_BIAS:g}, {MAX_LOGIT_BIAS:g}]")
+
+
+def _check_stop(found: Violations, stop: api.StopOptions, limits: Limits) -> None:
+    if stop.HasField("max_tokens"):
+        ok = 1 <= stop.max_tokens <= limits.max_output_tokens
+        found.unless(ok, "input.stop.max_tokens", f"must be in [1, {limits.max_output_tokens}]")
+    path = "input.stop.sequences"
+    found.unless(
+        len(stop.sequences) <= MAX_STOP_TEXTS, path, f"must have at most {MAX_STOP_TEXTS} texts"
+    )
+    for index, text in enumerate(stop.sequences[:MAX_STOP_TEXTS]):
+        ok = 1 <= len(text.encode()) <= MAX_STOP_TEXT_BYTES
+        found.unless(ok, f"{path}[{index}]", f"must have 1 to {MAX_STOP_TEXT_BYTES} bytes")
+    ok = len(stop.token_ids) <= MAX_STOP_TOKENS
+    found.unless(ok, "input.stop.token_ids", f"must have at most {MAX_STOP_TOKENS} ids")
+
+
+def _check_output(found: Violations, output: api.OutputOptions) -> None:
+    path = "input.output.top_logprobs"
+    found.unless(
+        output.top_logprobs <= MAX_TOP_LOGPROBS, path, f"must be at most {MAX_TOP_LOGPROBS}"
+    )
+    found.unless(output.logprobs or not output.top_logprobs, path, "needs logprobs")
+
+
+def check_ids(found: Violations, path: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Ids outside a vocabulary."""
+    if not ids or np.max(np.asarray(ids)) < vocab_size:
+        return
+    outside = [index for index, token_id in enumerate(ids) if token_id >= vocab_size]
+    for index in outside[:_MAX_REPORTED_IDS]:
+        found.add(f"{path}[{index}]", _vocabulary_rule(vocab_size))
+
+
+def _check_tokenizable(
+    found: Violations, holder: api.GenerationInput | api.TokenizeRequest, path: str
+) -> None:
+    kind = holder.WhichOneof("prompt")
+    if kind in ("text", "chat"):
+        found.add(_join(path, kind), "the model has no tokenizer")
+
+
+def _first_outside(ids: Iterable[int], vocab_size: int) -> list[int]:
+    return [token_id for token_id in ids if token_id >= vocab_size][:_MAX_REPORTED_IDS]
+
+
+def _vocabulary_rule(vocab_size: int) -> str:
+    return f"must be below the vocabulary's size, {vocab_size}"
+
+
+def _within(value: float, low: float, high: float) -> bool:
+    return math.isfinite(value) and low <= value <= high
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

@@ -1,0 +1,1 @@
+"""The workers that are attached, and what each has left."""

@@ -1,0 +1,32 @@
+"""Where Prometheus finds the workers: its HTTP service discovery, at the router's admin port.
+
+Who is attached is listed, and nobody else: a worker that is gone leaves with its stream, and
+`baton_worker_up` tells of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+    from router.workers.link import WorkerLink
+
+
+def discovery_route(members: Callable[[], Iterable[WorkerLink]]) -> Route:
+    """`/discovery`: a target for each attached worker that announced an admin address."""
+
+    async def page(request: Request) -> Response:
+        return JSONResponse([_target(link) for link in members() if link.identity.admin_address])
+
+    return Route("/discovery", page)
+
+
+def _target(link: WorkerLink) -> dict[str, object]:
+    labels = {"worker": link.worker_id, "role": link.role, "model": link.identity.model.name}
+    return {"targets": [link.identity.admin_address], "labels": labels}

@@ -1,0 +1,291 @@
+"""Membership: which workers there are, and who may hand KV pages to whom.
+
+Life of a member: announced -> its stream is opened -> attached, and introduced to every worker that
+it may exchange pages with -> lost, and its peers are told. Announcing again changes nothing while
+the stream lives, and a registry that is lost drops nobody: the stream is the lease.
+
+Invariant: at most one link per start of a worker, and no two attached links of one `worker_id`.
+Two starts of one name may live at once, by mistake or while one drains beside its successor.
+Neither costs the other its stream, and the later one is listed with its epoch behind its name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import logging
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import grpc
+
+from baton.process.release import refusal
+from baton.worker.v1 import worker_pb2, worker_pb2_grpc
+from router.workers.link import LinkOwner, LinkState, Loss, WorkerLink
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+    from router.settings import RouterSettings
+
+logger = logging.getLogger(__name__)
+
+PREFILLS: Final = frozenset({worker_pb2.WORKER_ROLE_PREFILL, worker_pb2.WORKER_ROLE_BOTH})
+DECODES: Final = frozenset({worker_pb2.WORKER_ROLE_DECODE, worker_pb2.WORKER_ROLE_BOTH})
+_REFUSED_KEPT: Final = 256
+_PROBE_TIMEOUT_S: Final = 2.0
+_PROBE_AGAIN_S: Final = 0.01
+
+Key = tuple[str, int]
+"""One start of a worker: id and epoch."""
+
+
+class RegistryOwner(LinkOwner, Protocol):
+    """Hears of workers, and of those to come."""
+
+    def loading(self, worker: worker_pb2.WorkerIdentity) -> None:
+        """A worker loads its model; said again while it does."""
+        ...
+
+
+class Registry:
+    """Owns the links. What comes over an attached one goes on to `owner`."""
+
+    def __init__(self, settings: RouterSettings, owner: RegistryOwner) -> None:
+        self._settings = settings
+        self._owner = owner
+        self._links: dict[Key, WorkerLink] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stalled: dict[Key, int] = {}
+        """Where the counters of workers stood that were lost for standing still."""
+        self._closed = False
+        self._refused: deque[Key] = deque(maxlen=_REFUSED_KEPT)
+        """Workers of other releases whose refusal is logged."""
+
+    @property
+    def members(self) -> list[WorkerLink]:
+        """Attached workers."""
+        return [link for link in self._links.values() if link.state is LinkState.ATTACHED]
+
+    def announce(self, worker: worker_pb2.WorkerIdentity) -> bool:
+        """A worker says that it exists; returns whether it is attached.
+
+        An unknown epoch is a new start, and gets a stream of its own. Older ones keep theirs for as
+        long as they live: whoever is gone is lost by the end of its own stream.
+        """
+        key = _key(worker)
+        if self._closed:
+            return False
+        if key not in self._links:
+            self._links[key] = link = WorkerLink(
+                worker,
+                self._settings.name,
+                self,
+                stale_after_s=self._settings.debug.stale_after_s,
+                attach_timeout_s=self._settings.debug.attach_timeout_s,
+                known_progress=self._stalled.get(key, -1),
+            )
+            self._spawn(link.run())
+        return self._links[key].state is LinkState.ATTACHED
+
+    def announce_loading(self, worker: worker_pb2.WorkerIdentity) -> None:
+        """A worker says that it will exist once its model is loaded."""
+        self._owner.loading(worker)
+
+    def refused(self, worker: worker_pb2.WorkerIdentity, why: str) -> None:
+        """A worker was refused: logged once for each of its starts."""
+        if _key(worker) not in self._refused:
+            self._refused.append(_key(worker))
+            logger.warning("worker refused", extra={"worker": worker.worker_id, "cause": why})
+
+    async def close(self) -> None:
+        """Ends every link, and takes no worker any more: those that are left go on announcing."""
+        self._closed = True
+        for link in list(self._links.values()):
+            link.end(Loss.CLOSED)
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def attached(self, link: WorkerLink) -> None:
+        """Introduces the worker, and tells the owner."""
+        for key in [key for key in self._stalled if key[0] == link.identity.worker_id]:
+            del self._stalled[key]
+        others = [member for member in self.members if member is not link]
+        if any(other.worker_id == link.worker_id for other in others):
+            link.worker_id += f"~{link.identity.epoch & 0xFFFFFFFF:08x}"
+            logger.warning(
+                "another worker of this name is attached: give each its own --name",
+                extra=_describe(link),
+            )
+        logger.info("worker attached", extra=_describe(link))
+        for other in others:
+            if may_exchange(link, other):
+                _introduce(link, other)
+        self._owner.attached(link)
+
+    def loaded(self, link: WorkerLink) -> None:
+        """Passed on."""
+        self._owner.loaded(link)
+
+    def received(self, link: WorkerLink, message: worker_pb2.WorkResponse) -> None:
+        """Passed on: between two workers, where it is a word of the one for the other."""
+        match message.WhichOneof("message"):
+            case "quiesce_wanted":
+                self._ask_for(link, message.quiesce_wanted)
+            case "quiesced":
+                self._answer_for(link, message.quiesced)
+            case _:
+                self._owner.received(link, message)
+
+    def _ask_for(self, decode: WorkerLink, question: worker_pb2.Quiesce) -> None:
+        """One that nobody can answer is dropped: it is asked again."""
+        prefill = self._member(question.prefill_agent_name)
+        if prefill is not None and question.decode_agent_name == decode.agent_name:
+            prefill.send(worker_pb2.WorkRequest(quiesce=question))
+
+    def _answer_for(self, prefill: WorkerLink, answer: worker_pb2.Quiesce) -> None:
+        """Who answers speaks for itself only: pages go back on this word."""
+        decode = self._member(answer.decode_agent_name)
+        if decode is not None and answer.prefill_agent_name == prefill.agent_name:
+            decode.send(worker_pb2.WorkRequest(quiesced=answer))
+
+    def _member(self, agent_name: str) -> WorkerLink | None:
+        return next((link for link in self.members if link.agent_name == agent_name), None)
+
+    def lost(self, link: WorkerLink, loss: Loss, was: LinkState) -> None:
+        """Forgets the link; where it had been attached, tells the owner and the peers."""
+        self._links.pop(_key(link.identity), None)
+        if loss is Loss.FROZEN and link.progress >= 0:
+            self._stalled[_key(link.identity)] = link.progress
+        details = _describe(link) | {"cause": loss.value}
+        if was is not LinkState.ATTACHED:
+            logger.info("worker did not attach", extra=details)
+            return
+        if link.left_in_order(loss):
+            logger.info("worker left", extra=details)
+        else:
+            logger.warning("worker lost", extra=details)
+        self._owner.lost(link, loss, was)
+        if loss is not Loss.CLOSED and link.agent_name:
+            self._spawn(self._part(link, loss))
+
+    async def _part(self, link: WorkerLink, loss: Loss) -> None:
+        proven_dead = await process_is_gone(link.identity.address, loss)
+        members = self.members
+        if any(member.agent_name == link.agent_name for member in members):
+            return  # the same start is back on a new stream
+        part = worker_pb2.Part(agent_name=link.agent_name, proven_dead=proven_dead)
+        for member in members:
+            if may_exchange(link, member):
+                member.send(worker_pb2.WorkRequest(part=part))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class RegistryServicer(worker_pb2_grpc.RegistryServiceServicer):
+    """`RegistryService`, mounted on the internal port."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    async def Announce(  # noqa: N802 - gRPC's name
+        self,
+        request: worker_pb2.AnnounceRequest,
+        context: grpc.aio.ServicerContext[worker_pb2.AnnounceRequest, worker_pb2.AnnounceResponse],
+    ) -> worker_pb2.AnnounceResponse:
+        """Takes an announcement."""
+        worker = request.worker
+        if why := refusal(f"worker {worker.worker_id}", worker):
+            self._registry.refused(worker, why)
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, why)
+        if request.loading and worker.worker_id and worker.model.name:
+            self._registry.announce_loading(worker)
+            return worker_pb2.AnnounceResponse(attached=False)
+        if not (worker.worker_id and worker.address and worker.role and worker.model.name):
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, "worker_id, address, role and model are needed"
+            )
+        return worker_pb2.AnnounceResponse(attached=self._registry.announce(worker))
+
+
+def can_hand_off(prefill: WorkerLink, decode: WorkerLink) -> bool:
+    """Whether KV pages may go from the first to the second: roles, transports and model agree."""
+    source, target = prefill.identity, decode.identity
+    return (
+        prefill is not decode
+        and source.role in PREFILLS
+        and target.role in DECODES
+        and bool(prefill.agent_name and decode.agent_name)
+        and source.model.fingerprint == target.model.fingerprint
+    )
+
+
+def may_exchange(one: WorkerLink, other: WorkerLink) -> bool:
+    """Whether KV pages may go between the two, in either direction."""
+    return can_hand_off(one, other) or can_hand_off(other, one)
+
+
+async def process_is_gone(address: str, loss: Loss) -> bool:
+    """Whether the worker's process provably exists no more.
+
+    Pages that it could still write must stay quarantined until that is certain, so every doubt is
+    a no. It is certain where all of this holds:
+
+    - The kernel over there closed the connection, without the goodbye that gRPC sends when a server
+      stops. The kernel closes a process's sockets when its last thread has left user mode. A ping
+      timeout or a counter that stands still says nothing: a stopped process still has its memory
+      mapped and goes on with its writes when it wakes.
+    - Connecting to its address is refused: nobody listens there any more. A process that lost only
+      this one connection would still listen.
+    - The address is this host's own, so that both facts come from its kernel and no proxy between.
+
+    A dying process loses its connections before its listening socket. Whoever still listens is
+    therefore connected to and read from: a living server speaks first, and a connection that a dead
+    one had accepted is reset.
+    """
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    if loss is not Loss.SOCKET_CLOSED or not _is_loopback(host):
+        return False
+    try:
+        async with asyncio.timeout(_PROBE_TIMEOUT_S):
+            while not await _has_a_word(host, int(port)):
+                await asyncio.sleep(_PROBE_AGAIN_S)
+    except OSError as error:
+        return error.errno == errno.ECONNREFUSED
+    return False
+
+
+async def _has_a_word(host: str, port: int) -> bool:
+    """Whether a server answers; not where it closes first. Raises OSError where none listens."""
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        return bool(await reader.read(1))
+    except ConnectionResetError:
+        return False
+    finally:
+        writer.close()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _introduce(one: WorkerLink, other: WorkerLink) -> None:
+    one.send(worker_pb2.WorkRequest(meet=worker_pb2.Meet(worker=other.identity)))
+    other.send(worker_pb2.WorkRequest(meet=worker_pb2.Meet(worker=one.identity)))
+
+
+def _key(worker: worker_pb2.WorkerIdentity) -> Key:
+    return worker.worker_id, worker.epoch
+
+
+def _describe(link: WorkerLink) -> dict[str, str]:
+    return {"worker": link.worker_id, "role": link.role, "address": link.identity.address}

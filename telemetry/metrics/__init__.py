@@ -1,0 +1,1 @@
+"""The metrics of router and worker processes."""

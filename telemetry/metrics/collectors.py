@@ -1,0 +1,69 @@
+"""Collectors of metrics that are read when Prometheus asks, instead of counted with each event."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+
+from telemetry.metrics.table import DECLARED
+
+Labels = tuple[str, ...]
+
+
+class Row(NamedTuple):
+    """One sample of a snapshot."""
+
+    metric: str
+    read: Callable[[Any], float]
+    labels: Labels = ()
+
+
+class Snapshot(Collector):
+    """Collects rows from one snapshot. Without a snapshot there are no rows."""
+
+    def __init__(self, take: Callable[[], object], rows: Sequence[Row]) -> None:
+        self._take = take
+        self._rows = rows
+
+    def describe(self) -> Iterable[Family]:
+        """Returns the metrics without taking a snapshot."""
+        return [_family(name) for name in dict.fromkeys(row.metric for row in self._rows)]
+
+    def collect(self) -> Iterable[Family]:
+        """Takes a snapshot and returns every row."""
+        snapshot = self._take()
+        if snapshot is None:
+            return []
+        families = {row.metric: _family(row.metric) for row in self._rows}
+        for row in self._rows:
+            families[row.metric].add_metric(row.labels, row.read(snapshot))
+        return families.values()
+
+
+class Samples(Collector):
+    """Collects one metric with changing labels."""
+
+    def __init__(self, metric: str, take: Callable[[], Mapping[Labels, float]]) -> None:
+        self._metric = metric
+        self._take = take
+
+    def describe(self) -> Iterable[Family]:
+        """Returns the metric without a sample."""
+        return [_family(self._metric)]
+
+    def collect(self) -> Iterable[Family]:
+        """Returns all present samples."""
+        family = _family(self._metric)
+        for labels, value in sorted(self._take().items()):
+            family.add_metric(labels, value)
+        return [family]
+
+
+def _family(name: str) -> CounterMetricFamily | GaugeMetricFamily:
+    declared = DECLARED[name]
+    kind = CounterMetricFamily if declared.kind == "counter" else GaugeMetricFamily
+    return kind(name, declared.help, labels=declared.labels)

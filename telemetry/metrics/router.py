@@ -1,0 +1,175 @@
+"""The metrics of a router process: requests, tokens, its queue and its workers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from prometheus_client import Counter, Histogram
+
+from telemetry.metrics.collectors import Row, Samples
+from telemetry.metrics.process import ProcessMetrics
+from telemetry.metrics.table import LOSS_CAUSES, OVERLOADED, OWN_FAULTS
+from telemetry.names import Metric
+
+LEFT_SHOWN_S: Final = 3600.0
+"""A worker that left is shown as down for this long."""
+
+
+class WorkerUp(NamedTuple):
+    """An attached worker."""
+
+    worker_id: str
+    role: str
+    model: str
+
+
+class RouterLoad(NamedTuple):
+    """The present load of a router."""
+
+    inflight_requests: int = 0
+    queued_requests: int = 0
+    queued_tokens: int = 0
+    workers: Sequence[WorkerUp] = ()
+    queue_drain_s: Mapping[str, float] = MappingProxyType({})
+    """Seconds to empty the queue at the measured rate, by model. Models of unknown rate are left
+    out."""
+
+
+class RouterMetrics(ProcessMetrics):
+    """The metrics of a router process. Its methods count events."""
+
+    def __init__(
+        self, load: Callable[[], RouterLoad], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__()
+        self._requests = self._counter(Metric.REQUESTS)
+        self._rejections = self._counter(Metric.REJECTIONS)
+        self._prompt_tokens = self._counter(Metric.PROMPT_TOKENS)
+        self._output_tokens = self._counter(Metric.OUTPUT_TOKENS)
+        self._retries = self._counter(Metric.RETRIES)
+        self._failovers = self._counter(Metric.FAILOVERS)
+        self._local_prefills = self._counter(Metric.LOCAL_PREFILLS)
+        self._unread = self._counter(Metric.UNREAD_STREAMS)
+        self._queue_wait = self._histogram(Metric.QUEUE_WAIT)
+        self._first_token = self._histogram(Metric.TIME_TO_FIRST_TOKEN)
+        self._per_token = self._histogram(Metric.TIME_PER_OUTPUT_TOKEN)
+        self._inter_token = self._histogram(Metric.INTER_TOKEN)
+        self._of_model: dict[str, tuple[Counter, Histogram]] = {}
+        """Counters of output tokens and times between them, by model: looked up once a model."""
+        self._duration = self._histogram(Metric.REQUEST_DURATION)
+        self._workers_lost = self._counter(Metric.WORKERS_LOST)
+        self._watch(load, _ROUTER_ROWS)
+        self.registry.register(Samples(Metric.WORKER_UP, _WorkersUp(load, clock)))
+        self.registry.register(
+            Samples(
+                Metric.QUEUE_DRAIN,
+                lambda: {(model,): wait_s for model, wait_s in load().queue_drain_s.items()},
+            )
+        )
+
+        for reason in OVERLOADED:
+            self._rejections.labels(reason)
+
+    def worker_attached(self, role: str, model: str) -> None:
+        """A worker joined. From now on the counters that alerts watch are shown, at 0.
+
+        Prometheus sees no increase in a series that begins at 50.
+        """
+        for cause in LOSS_CAUSES:
+            self._workers_lost.labels(role, cause)
+        for outcome in OWN_FAULTS:
+            self._requests.labels(model, outcome)
+
+    def worker_lost(self, role: str, cause: str) -> None:
+        """A worker left without announcing it; `cause` is one of `LOSS_CAUSES`."""
+        self._workers_lost.labels(role, cause).inc()
+
+    def rejected(self, reason: str) -> None:
+        """A request was refused before any work; `reason` is one of the error table's."""
+        self._rejections.labels(reason).inc()
+
+    def waited(self, seconds: float) -> None:
+        """A request left the queue for a worker."""
+        self._queue_wait.observe(seconds)
+
+    def retried(self, cause: str) -> None:
+        """An attempt failed before the first token, and another began."""
+        self._retries.labels(cause).inc()
+
+    def failed_over(self, cause: str) -> None:
+        """An attempt failed after the first token, and another goes on with the stream."""
+        self._failovers.labels(cause).inc()
+
+    def prefilled_locally(self, reason: str) -> None:
+        """A decode worker computes an attempt's prompt; `reason` is a short stable word."""
+        self._local_prefills.labels(reason).inc()
+
+    def unread(self) -> None:
+        """Counts an answer that was given up after its deadline: its client did not read."""
+        self._unread.inc()
+
+    def first_token(
+        self, model: str, seconds: float, prompt_tokens: int, trace_id: str = ""
+    ) -> None:
+        """A request's first token was sent, `seconds` after the request's arrival."""
+        self._prompt_tokens.labels(model).inc(prompt_tokens)
+        self._first_token.labels(model).observe(seconds, _exemplar(trace_id))
+
+    def tokens(self, model: str, count: int, seconds_since_last: float | None) -> None:
+        """A message of tokens was sent. `seconds_since_last` is None for a request's first one."""
+        if (of_model := self._of_model.get(model)) is None:
+            of_model = self._output_tokens.labels(model), self._inter_token.labels(model)
+            self._of_model[model] = of_model
+        output_tokens, inter_token = of_model
+        output_tokens.inc(count)
+        if seconds_since_last is not None:
+            inter_token.observe(seconds_since_last)
+
+    def ended(
+        self,
+        model: str,
+        outcome: str,
+        duration_s: float,
+        *,
+        per_token_s: float | None = None,
+        trace_id: str = "",
+    ) -> None:
+        """A request ended; `outcome` is "OK" or the reason of the error table."""
+        error = "" if outcome == "OK" else outcome
+        self._requests.labels(model, outcome).inc()
+        self._duration.labels(model, error).observe(duration_s, _exemplar(trace_id))
+        if not error and per_token_s is not None:
+            self._per_token.labels(model).observe(per_token_s, _exemplar(trace_id))
+
+
+class _WorkersUp:
+    """Lists attached workers, and those that left in the last hour.
+
+    Older ones are dropped, so that names do not pile up.
+    """
+
+    def __init__(self, load: Callable[[], RouterLoad], clock: Callable[[], float]) -> None:
+        self._load = load
+        self._clock = clock
+        self._seen_s: dict[WorkerUp, float] = {}
+
+    def __call__(self) -> dict[tuple[str, ...], float]:
+        now_s, up = self._clock(), set(self._load().workers)
+        known = self._seen_s | dict.fromkeys(up, now_s)
+        self._seen_s = {one: at_s for one, at_s in known.items() if now_s - at_s < LEFT_SHOWN_S}
+        return {worker: float(worker in up) for worker in self._seen_s}
+
+
+def _exemplar(trace_id: str) -> dict[str, str] | None:
+    return {"trace_id": trace_id} if trace_id else None
+
+
+_ROUTER_ROWS: Final = (
+    Row(Metric.INFLIGHT, attrgetter("inflight_requests")),
+    Row(Metric.QUEUE_DEPTH, attrgetter("queued_requests")),
+    Row(Metric.QUEUE_TOKENS, attrgetter("queued_tokens")),
+)

@@ -1,0 +1,177 @@
+"""Declares every metric: its kind, its help, its labels, its buckets.
+
+A metric without a unit in its name counts the things that it names. `telemetry.metrics.router` and
+`telemetry.metrics.worker` count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, Literal, NamedTuple
+
+from telemetry.names import Metric
+
+
+def _seconds(*milliseconds: float) -> tuple[float, ...]:
+    return tuple(ms / 1e3 for ms in milliseconds)
+
+
+_FINE_MS: Final = (0.5, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16, 20, 25, 30, 40, 50, 75)
+_COARSE_MS: Final = (1, 2.5, 5, 7.5, 10, 15, 20, 30, 40, 50, 75, 100, 150, 200, 300, 400, 500, 750)
+_STEP_S: Final = _seconds(*_FINE_MS, 100, 150, 250, 500, 1_000, 2_500)
+"""Bounds for steps: 1 ms apart up to 10 ms, since decode steps take as long."""
+_LATENCY_S: Final = _seconds(*_COARSE_MS, 1_000, 1_500, 2_000, 3_000, 5_000, 10_000, 30_000)
+_DURATION_S: Final = (
+    *(0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1, 1.5, 2, 3, 5, 7.5, 10, 15, 20, 30),
+    *(45, 60, 120, 300, 600),
+)
+_BATCH: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+
+_MODEL: Final = "gen_ai_request_model"
+_ERROR: Final = "error_type"
+
+
+OWN_FAULTS: Final = (
+    "INTERNAL",
+    "KV_INTEGRITY",
+    "KV_TRANSFER_FAILED",
+    "NUMERICAL_ERROR",
+    "POISON_REQUEST",
+    "WORKER_LOST",
+    "WORKER_LOST_MID_STREAM",
+)
+"""Outcomes of requests that are Baton's own fault: neither the caller's nor the load's."""
+OVERLOADED: Final = ("DEADLINE_UNREACHABLE", "NO_WORKERS", "QUEUE_FULL", "QUEUE_TIMEOUT")
+"""Reasons of refusals that more workers would avoid."""
+LOSS_CAUSES: Final = ("congested", "frozen", "socket_closed", "stream_ended")
+"""Causes of a worker's loss; `router.workers.link.Loss` explains them."""
+
+
+class Declared(NamedTuple):
+    """The declaration of a metric."""
+
+    kind: Literal["counter", "gauge", "histogram"]
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+DECLARED: Final[Mapping[str, Declared]] = {
+    # Router, by request.
+    Metric.TIME_TO_FIRST_TOKEN: Declared(
+        "histogram", "From a request's arrival to its first token sent.", (_MODEL,), _LATENCY_S
+    ),
+    Metric.TIME_PER_OUTPUT_TOKEN: Declared(
+        "histogram", "Mean time of a request's tokens after the first.", (_MODEL,), _STEP_S
+    ),
+    Metric.REQUEST_DURATION: Declared(
+        "histogram", "From a request's arrival to its end.", (_MODEL, _ERROR), _DURATION_S
+    ),
+    Metric.INTER_TOKEN: Declared(
+        "histogram", "Time between two messages of tokens to a client.", ("model",), _STEP_S
+    ),
+    Metric.REQUESTS: Declared("counter", "Requests ended, by outcome.", ("model", "outcome")),
+    Metric.REJECTIONS: Declared("counter", "Requests refused before any work.", ("reason",)),
+    Metric.UNREAD_STREAMS: Declared(
+        "counter", "Answers given up after their deadline, because their clients did not read."
+    ),
+    Metric.PROMPT_TOKENS: Declared(
+        "counter", "Prompt tokens of requests that began to answer.", ("model",)
+    ),
+    Metric.OUTPUT_TOKENS: Declared("counter", "Tokens sent to clients.", ("model",)),
+    Metric.QUEUE_WAIT: Declared("histogram", "Time in the router's queue.", (), _LATENCY_S),
+    Metric.RETRIES: Declared("counter", "Attempts begun again, by cause.", ("cause",)),
+    Metric.FAILOVERS: Declared(
+        "counter", "Streams resumed on other workers, by cause.", ("cause",)
+    ),
+    Metric.LOCAL_PREFILLS: Declared(
+        "counter", "Prompts that a decode worker computed by itself, by reason.", ("reason",)
+    ),
+    # Router, its present state.
+    Metric.INFLIGHT: Declared("gauge", "Requests waiting or running."),
+    Metric.QUEUE_DEPTH: Declared("gauge", "Requests in the router's queue."),
+    Metric.QUEUE_TOKENS: Declared("gauge", "Prompt tokens in the router's queue."),
+    Metric.QUEUE_DRAIN: Declared(
+        "gauge", "Time to empty the queue at the measured rate; absent while unknown.", ("model",)
+    ),
+    Metric.WORKER_UP: Declared(
+        "gauge",
+        "1 while the worker is attached; 0 for an hour after it left.",
+        ("worker", "role", "model"),
+    ),
+    Metric.WORKERS_LOST: Declared(
+        "counter", "Workers lost that had not announced their leave.", ("role", "cause")
+    ),
+    # Worker: engine.
+    Metric.PROGRESS: Declared("counter", "Turns of the step loop, idle ones included."),
+    Metric.STEPS: Declared("counter", "Steps settled."),
+    Metric.STEP_SECONDS: Declared("histogram", "A step, launch to settled.", (), _STEP_S),
+    Metric.LAST_STEP_SECONDS: Declared("gauge", "Duration of the last step."),
+    Metric.BATCH_SIZE: Declared("histogram", "Sequences decoded in a step.", (), _BATCH),
+    Metric.RUNNING_SEQUENCES: Declared("gauge", "Sequences in the batch."),
+    Metric.MAX_SEQUENCES: Declared("gauge", "Slots for sequences."),
+    Metric.WAITING_REQUESTS: Declared("gauge", "Requests waiting for pages or a slot."),
+    Metric.QUEUED_PREFILL_TOKENS: Declared("gauge", "Prompt tokens not computed yet."),
+    Metric.PREFILL_TOKENS: Declared(
+        "counter", "Prompt tokens, computed here or found in the prefix cache.", ("source",)
+    ),
+    Metric.PREFILL_RATE: Declared("gauge", "Moving rate of computing prompts; 0 while unknown."),
+    Metric.SAMPLED_TOKENS: Declared("counter", "Tokens sampled."),
+    Metric.PREEMPTIONS: Declared("counter", "Sequences preempted."),
+    Metric.KV_PAGES: Declared("gauge", "Pages of the KV pool, by state.", ("state",)),
+    Metric.KV_PAGES_TOTAL: Declared("gauge", "Pages of the KV pool that can be granted."),
+    Metric.KV_DAMAGED_PAGES: Declared(
+        "counter", "Free pages that were written to; counted only with poison_freed_pages."
+    ),
+    # Worker: KV transfer.
+    Metric.SECOND_TOKEN_GAP: Declared(
+        "histogram",
+        "From a request's first token to its second, over the hand-off between them.",
+        (),
+        _STEP_S,
+    ),
+    Metric.TRANSFERS: Declared("counter", "KV transfers, by outcome.", ("outcome",)),
+    Metric.TRANSFER_BYTES: Declared("counter", "KV bytes written to peers."),
+    Metric.TRANSFER_DESCRIPTORS: Declared("counter", "Descriptors posted, after merging."),
+    Metric.TRANSFER_SECONDS: Declared(
+        "histogram", "From a transfer's first push to its last one done.", ("transport",), _STEP_S
+    ),
+    Metric.TRANSFER_EXPOSED: Declared(
+        "histogram", "From the last chunk computed to its push done.", ("transport",), _STEP_S
+    ),
+    Metric.TRANSFER_FAILURES: Declared("counter", "KV transfers failed, by cause.", ("cause",)),
+    Metric.TRANSFERS_QUARANTINED: Declared("gauge", "Transfers whose pages a write may still hit."),
+    Metric.SENDS_IN_PROGRESS: Declared("gauge", "Pushes posted and not reported done."),
+    Metric.QUARANTINES_OVERDUE: Declared("gauge", "Transfers in quarantine for over 5 s."),
+    Metric.QUARANTINE_OLDEST: Declared("gauge", "Age of the oldest quarantine; 0 without one."),
+    Metric.SENDS_STUCK: Declared(
+        "gauge", "Sends under way over 5 s after their prompt was computed or given up."
+    ),
+    Metric.SEND_OLDEST: Declared("gauge", "Age of the oldest of those sends; 0 without one."),
+    Metric.EXPIRED_GRANTS: Declared("counter", "Grants that were not used in time."),
+    Metric.STALE_NOTIFICATIONS: Declared(
+        "counter", "Notifications dropped: unknown transfer, old epoch, wrong peer or coverage."
+    ),
+    # Worker: its GPU, where NVML can be read.
+    Metric.GPU_UTILIZATION: Declared("gauge", "Share of time in which some kernel ran."),
+    Metric.GPU_MEMORY_USED: Declared("gauge", "GPU memory in use, by all processes."),
+    Metric.GPU_MEMORY_TOTAL: Declared("gauge", "GPU memory."),
+    Metric.GPU_POWER: Declared("gauge", "Power that the GPU draws."),
+    # Worker: its peers.
+    Metric.PEER_HEALTHY: Declared(
+        "gauge", "0 while routers avoid the path to the peer, for the cause.", ("peer", "cause")
+    ),
+    Metric.PEER_BANDWIDTH: Declared(
+        "gauge", "Bandwidth to the peer, measured when the two met.", ("peer", "transport")
+    ),
+    Metric.PEER_LATENCY: Declared(
+        "gauge", "Latency of one page to the peer, measured when they met.", ("peer", "transport")
+    ),
+    # Worker: its routers.
+    Metric.WORK_STREAMS: Declared("gauge", "Routers attached."),
+    # Every process.
+    Metric.DRAIN_SECONDS: Declared("gauge", "Time since the process began to drain; 0 before."),
+    Metric.LOOP_TASKS: Declared("gauge", "Tasks of the event loop."),
+    Metric.LOOP_LAG: Declared("histogram", "Delay of the event loop's wake-ups.", (), _STEP_S),
+    Metric.SPANS: Declared("counter", "Spans ended, by outcome.", ("outcome",)),
+}

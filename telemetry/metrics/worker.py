@@ -1,0 +1,156 @@
+"""The metrics of a worker process: its engine, its KV transfers, its GPU, its peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import attrgetter
+from typing import Any, Final, NamedTuple
+
+from telemetry.metrics.collectors import Row, Samples
+from telemetry.metrics.gpu import GpuLoad
+from telemetry.metrics.process import ProcessMetrics
+from telemetry.names import Metric
+
+
+class PeerPath(NamedTuple):
+    """The path to another worker."""
+
+    peer: str
+    transport: str
+    gigabytes_per_s: float
+    latency_us: float
+    cause: str
+    """Reason to avoid it; empty: it is healthy."""
+
+
+class WorkerMetrics(ProcessMetrics):
+    """The metrics of a worker process. Its methods count events.
+
+    Args:
+        load: returns the latest snapshot, with the attributes of `engine.types.EngineLoad`.
+        transfer: returns counts, with the attributes of `kv_transfer.events.TransferCounters`;
+            None for a worker that hands nothing off.
+        streams: returns the number of attached routers.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[], object],
+        transfer: Callable[[], object] | None = None,
+        streams: Callable[[], int] = int,
+    ) -> None:
+        super().__init__()
+        self._step = self._histogram(Metric.STEP_SECONDS)
+        self._batch = self._histogram(Metric.BATCH_SIZE)
+        self._second_token = self._histogram(Metric.SECOND_TOKEN_GAP)
+        self._transfer_s = self._histogram(Metric.TRANSFER_SECONDS)
+        self._exposed_s = self._histogram(Metric.TRANSFER_EXPOSED)
+        self._transfer_failures = self._counter(Metric.TRANSFER_FAILURES)
+        self._watch(load, _ENGINE_ROWS)
+        if transfer is not None:
+            self._watch(transfer, _TRANSFER_ROWS)
+        self._watch(streams, (Row(Metric.WORK_STREAMS, float),))
+
+    def watch_peers(self, peers: Callable[[], Sequence[PeerPath]]) -> None:
+        """Shows the paths to the worker's peers."""
+        for metric, labels, value in _PEER_SAMPLES:
+            self.registry.register(Samples(metric, partial(_of_paths, peers, labels, value)))
+
+    def watch_overdue(self, take: Callable[[], object]) -> None:
+        """Shows transfers that do not end; see `worker_base.overdue.Overdue`."""
+        self._watch(take, _OVERDUE_ROWS)
+
+    def watch_gpu(self, read: Callable[[], GpuLoad | None]) -> None:
+        """Shows the load of the worker's GPU."""
+        self._watch(read, _GPU_ROWS)
+
+    def second_token(self, gap_s: float) -> None:
+        """A request ended. Its second token came `gap_s` after its first."""
+        self._second_token.observe(gap_s)
+
+    def stepped(self, seconds: float, decoded_sequences: int) -> None:
+        """A step has settled. `decoded_sequences` is 0 for a step with prompts only."""
+        self._step.observe(seconds)
+        if decoded_sequences:
+            self._batch.observe(decoded_sequences)
+
+    def sent(self, transport: str, seconds: float, exposed_s: float) -> None:
+        """A transfer has arrived completely."""
+        self._transfer_s.labels(transport).observe(seconds)
+        self._exposed_s.labels(transport).observe(max(0.0, exposed_s))
+
+    def transfer_failed(self, cause: str) -> None:
+        """A transfer cannot complete; `cause` is a short stable word."""
+        self._transfer_failures.labels(cause).inc()
+
+
+_LabelsOfPath = Callable[[PeerPath], tuple[str, str]]
+_OfPath = Callable[[PeerPath], float]
+
+
+def _of_paths(
+    peers: Callable[[], Sequence[PeerPath]], labels: _LabelsOfPath, value: _OfPath
+) -> dict[tuple[str, ...], float]:
+    return {labels(peer): value(peer) for peer in peers()}
+
+
+def _used_pages(load: Any) -> float:
+    unused = load.free_pages, load.evictable_pages, load.granted_pages, load.quarantined_pages
+    return max(0.0, float(load.total_pages - sum(unused)))
+
+
+_PEER_SAMPLES: Final[Sequence[tuple[str, _LabelsOfPath, _OfPath]]] = (
+    (Metric.PEER_HEALTHY, attrgetter("peer", "cause"), lambda path: float(not path.cause)),
+    (
+        Metric.PEER_BANDWIDTH,
+        attrgetter("peer", "transport"),
+        lambda path: 1e9 * path.gigabytes_per_s,
+    ),
+    (Metric.PEER_LATENCY, attrgetter("peer", "transport"), lambda path: path.latency_us / 1e6),
+)
+_ENGINE_ROWS: Final = (
+    Row(Metric.PROGRESS, attrgetter("progress")),
+    Row(Metric.STEPS, attrgetter("steps")),
+    Row(Metric.LAST_STEP_SECONDS, lambda load: load.step_ms / 1e3),
+    Row(Metric.RUNNING_SEQUENCES, attrgetter("running_sequences")),
+    Row(Metric.MAX_SEQUENCES, attrgetter("max_sequences")),
+    Row(Metric.WAITING_REQUESTS, attrgetter("waiting_requests")),
+    Row(Metric.QUEUED_PREFILL_TOKENS, attrgetter("queued_prefill_tokens")),
+    Row(Metric.PREFILL_TOKENS, attrgetter("prompt_tokens_computed"), ("computed",)),
+    Row(Metric.PREFILL_TOKENS, attrgetter("prompt_tokens_cached"), ("cached",)),
+    Row(Metric.PREFILL_RATE, attrgetter("prefill_tokens_per_s")),
+    Row(Metric.SAMPLED_TOKENS, attrgetter("tokens_sampled")),
+    Row(Metric.PREEMPTIONS, attrgetter("preemptions")),
+    Row(Metric.KV_DAMAGED_PAGES, attrgetter("damaged_pages")),
+    Row(Metric.KV_PAGES_TOTAL, attrgetter("total_pages")),
+    Row(Metric.KV_PAGES, attrgetter("free_pages"), ("free",)),
+    Row(Metric.KV_PAGES, attrgetter("evictable_pages"), ("cached",)),
+    Row(Metric.KV_PAGES, attrgetter("granted_pages"), ("granted",)),
+    Row(Metric.KV_PAGES, attrgetter("quarantined_pages"), ("quarantined",)),
+    Row(Metric.KV_PAGES, _used_pages, ("used",)),
+)
+_TRANSFER_ROWS: Final = (
+    Row(Metric.TRANSFERS, attrgetter("transfers_sent"), ("sent",)),
+    Row(Metric.TRANSFERS, attrgetter("transfers_received"), ("received",)),
+    Row(Metric.TRANSFERS, attrgetter("transfers_aborted"), ("aborted",)),
+    Row(Metric.TRANSFERS, attrgetter("transfers_failed"), ("failed",)),
+    Row(Metric.TRANSFER_BYTES, attrgetter("bytes_sent")),
+    Row(Metric.TRANSFER_DESCRIPTORS, attrgetter("descriptors_posted")),
+    Row(Metric.TRANSFERS_QUARANTINED, attrgetter("quarantined_transfers")),
+    Row(Metric.SENDS_IN_PROGRESS, attrgetter("sends_in_progress")),
+    Row(Metric.EXPIRED_GRANTS, attrgetter("expired_grants")),
+    Row(Metric.STALE_NOTIFICATIONS, attrgetter("stale_notifications")),
+)
+_OVERDUE_ROWS: Final = (
+    Row(Metric.QUARANTINES_OVERDUE, attrgetter("quarantines")),
+    Row(Metric.QUARANTINE_OLDEST, attrgetter("oldest_quarantine_s")),
+    Row(Metric.SENDS_STUCK, attrgetter("sends")),
+    Row(Metric.SEND_OLDEST, attrgetter("oldest_send_s")),
+)
+_GPU_ROWS: Final = (
+    Row(Metric.GPU_UTILIZATION, attrgetter("utilization")),
+    Row(Metric.GPU_MEMORY_USED, attrgetter("memory_used_bytes")),
+    Row(Metric.GPU_MEMORY_TOTAL, attrgetter("memory_total_bytes")),
+    Row(Metric.GPU_POWER, attrgetter("power_watts")),
+)

@@ -1,0 +1,135 @@
+"""The house keeps its shape: small rooms, imports that only go down, short functions and files."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MOST_MODULES = 12
+MOST_LINES_OF_A_FILE = 400
+MOST_LINES_OF_A_FUNCTION = 70
+
+FLOORS = (
+    ("telemetry", "telemetry.metrics"),
+    ("baton", "baton.process"),
+    ("kv_transfer", "kv_transfer.transports", "kv_transfer.nccl"),
+    (
+        "engine",
+        "engine.model",
+        "engine.attention",
+        "engine.sampling",
+        "engine.pages",
+        "engine.schedule",
+        "engine.loop",
+        "engine.cuda",
+    ),
+    ("worker_base",),
+    ("prefill_service", "decode_service"),
+    ("worker",),
+    (
+        "router",
+        "router.workers",
+        "router.placement",
+        "router.dispatch",
+        "router.requests",
+        "router.doors",
+        "router.doors.openai",
+    ),
+    ("baton.client",),
+    ("baton.local",),
+    (
+        "baton.console",
+        "baton.console.commands",
+        "baton.console.doctor",
+        "baton.console.loadgen",
+        "baton.console.loadgen.report",
+        "baton.console.top",
+    ),
+)
+"""Rooms from the ground up. A room imports from its own floor and from those below it."""
+UPWARD = {("baton", "baton.local"), ("baton.__main__", "baton.console.cli")}
+"""What a package shows at its top: `baton.LLM`, on demand, and `python -m baton`."""
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Modules of the product by name; stubs are generated, and left out."""
+    tops = {room.split(".")[0] for floor in FLOORS for room in floor}
+    return {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for top in tops
+        for path in (ROOT / top).rglob("*.py")
+        if "v1" not in path.parts
+    }
+
+
+def room_of(module: str) -> str:
+    """The package that it lies in."""
+    is_package = modules()[module].name == "__init__.py"
+    return module if is_package else module.rpartition(".")[0]
+
+
+def imported(module: str) -> Iterator[str]:
+    """Modules of the product that it imports: at its top, later, or for types alone."""
+    for node in ast.walk(ast.parse(modules()[module].read_text(encoding="utf-8"))):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            whole = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in modules() else node.module for name in whole]
+        yield from (name for name in names if name in modules() and name != module)
+
+
+def test_every_package_is_a_room() -> None:
+    rooms = {room for floor in FLOORS for room in floor}
+    assert {room_of(module) for module in modules()} - {"baton.inference", "baton.worker"} == rooms
+
+
+def test_no_room_has_more_than_a_dozen_modules() -> None:
+    found = Counter(room_of(module) for module in modules() if module != room_of(module))
+    assert {room: count for room, count in found.items() if count > MOST_MODULES} == {}
+
+
+def test_imports_go_down() -> None:
+    floor_of = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+    upward = [
+        (module, name)
+        for module in modules()
+        for name in imported(module)
+        if floor_of.get(room_of(name), 0) > floor_of.get(room_of(module), 0)
+    ]
+    assert [
+        arrow
+        for arrow in upward
+        if not any(arrow[0] == start and arrow[1].startswith(end) for start, end in UPWARD)
+    ] == []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    below: dict[str, set[str]] = defaultdict(set)
+    for module in modules():
+        if module != "baton":
+            below[module] = set(imported(module))
+    left = set(below)
+    while free := {module for module in left if not below[module] & left}:
+        left -= free
+    assert left == set(), "these import each other, or one that does"
+
+
+def test_files_and_functions_are_short() -> None:
+    long = []
+    for path in modules().values():
+        text = path.read_text(encoding="utf-8")
+        if len(text.splitlines()) > MOST_LINES_OF_A_FILE:
+            long.append(str(path.relative_to(ROOT)))
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                if node.end_lineno - node.lineno >= MOST_LINES_OF_A_FUNCTION:
+                    long.append(f"{path.relative_to(ROOT)}: {node.name}")
+    assert long == []

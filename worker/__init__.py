@@ -1,0 +1,1 @@
+"""A worker process: engine, KV pool and transfer thread behind one Work stream."""

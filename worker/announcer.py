@@ -1,0 +1,122 @@
+"""A worker announces itself to routers for as long as it lives. While it loads, it says so.
+
+Life of a router's address:
+
+1. Listed (`worker.router_addresses`). The worker announces itself there every second until the
+   router holds a stream, and every few seconds after that.
+2. Unreached. The worker goes on while the address is listed: the router may come back, and
+   processes start in any order.
+3. Let go, once it is neither listed nor reached.
+
+A router with two addresses hears every announcement twice and attaches once: it knows the worker by
+name and epoch, and it opens the stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Final
+
+import grpc
+
+from baton.grpc_options import channel_options
+from baton.worker.v1 import worker_pb2, worker_pb2_grpc
+from worker.router_addresses import RouterAddresses
+
+logger = logging.getLogger(__name__)
+
+UNATTACHED_INTERVAL_S: Final = 1.0
+ATTACHED_INTERVAL_S: Final = 3.0
+TIMEOUT_S: Final = 2.0
+_OPTIONS: Final = [*channel_options(), ("grpc.enable_http_proxy", 0)]
+"""No proxy: `no_proxy` may exempt a name, but not the addresses that the name stands for."""
+
+
+@contextmanager
+def announced_as_loading(
+    routers: RouterAddresses, worker: worker_pb2.WorkerIdentity
+) -> Iterator[None]:
+    """Tells routers that a worker's model is being loaded, on a thread of its own."""
+    over = threading.Event()
+    thread = threading.Thread(
+        target=_say_loading, args=(routers, worker, over), name="loading", daemon=True
+    )
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _say_loading(
+    routers: RouterAddresses, worker: worker_pb2.WorkerIdentity, over: threading.Event
+) -> None:
+    request = worker_pb2.AnnounceRequest(worker=worker, loading=True)
+    channels: dict[str, grpc.Channel] = {}
+    with ExitStack() as stack:
+        while True:
+            for address in routers.listed():
+                if over.is_set():
+                    return
+                if address not in channels:
+                    channel = grpc.insecure_channel(address, options=_OPTIONS)
+                    channels[address] = stack.enter_context(channel)
+                with suppress(grpc.RpcError):  # The router is not there, or not yet.
+                    registry = worker_pb2_grpc.RegistryServiceStub(channels[address])
+                    registry.Announce(request, timeout=UNATTACHED_INTERVAL_S)
+            if over.wait(UNATTACHED_INTERVAL_S):
+                return
+
+
+async def announce_forever(routers: RouterAddresses, worker: worker_pb2.WorkerIdentity) -> None:
+    """Announces a worker to all routers until cancelled. Routers that come later hear it, too."""
+    telling: dict[str, asyncio.Task[None]] = {}
+    try:
+        while True:
+            telling = {address: task for address, task in telling.items() if not task.done()}
+            for address in routers.listed():
+                if address not in telling:
+                    telling[address] = asyncio.create_task(_tell(address, worker, routers))
+            await asyncio.sleep(UNATTACHED_INTERVAL_S)
+    finally:
+        for task in telling.values():
+            task.cancel()
+
+
+async def _tell(address: str, worker: worker_pb2.WorkerIdentity, routers: RouterAddresses) -> None:
+    """Announces a worker to the router at one address until the address is let go."""
+    was_attached: bool | None = None
+    request = worker_pb2.AnnounceRequest(worker=worker)
+    async with grpc.aio.insecure_channel(address, options=_OPTIONS) as channel:
+        registry = worker_pb2_grpc.RegistryServiceStub(channel)
+        while True:
+            try:
+                attached = (await registry.Announce(request, timeout=TIMEOUT_S)).attached
+            except grpc.aio.AioRpcError as error:
+                if _is_lost(error) and address not in routers.listed():
+                    logger.info("router gone, and so is its address", extra={"router": address})
+                    return
+                attached = False
+                if was_attached is not False:
+                    _warn_not_reached(address, error)
+            was_attached = attached
+            await asyncio.sleep(ATTACHED_INTERVAL_S if attached else UNATTACHED_INTERVAL_S)
+
+
+def _is_lost(error: grpc.aio.AioRpcError) -> bool:
+    """Whether there is no connection. A router that answers too late is not lost."""
+    return error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def _warn_not_reached(address: str, error: grpc.aio.AioRpcError) -> None:
+    details = {"router": address, "status": error.code().name}
+    if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+        details["cause"] = "not a router's internal port"
+    if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+        details["cause"] = error.details() or ""
+    logger.warning("router not reached, trying on", extra=details)

@@ -1,0 +1,123 @@
+"""One worker process, from its settings to its exit code.
+
+Life of the process:
+
+1. Loading: the model is read and the pool is allocated. The worker tells routers so and answers
+   nothing yet. A signal ends the process at once.
+2. Serving: the Work stream, health and metrics answer. The worker announces itself all the time.
+3. Draining, after SIGTERM or SIGINT: health says NOT_SERVING, and the worker announces itself no
+   more. It refuses new attempts. Legs under way and their transfers get `drain_s` seconds, which a
+   second signal cuts short.
+4. Stopping: all legs that are left fail with DRAINING. Streams, engine and transfer thread end.
+
+The exit code is 0 if nothing had to be cut short. A step that hangs or a lost device ends the
+process at any time (`worker.watchdog`), with an exit code of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from baton.process.event_loop import EndSignals, loop_factory, prepare_to_serve
+from baton.process.gpu_slots import NoSlotError, claimed_for
+from baton.process.release import stamp
+from baton.worker.v1 import worker_pb2
+from engine.engine import Engine, EngineError
+from engine.model import ModelError
+from kv_transfer.types import TransportError
+from telemetry import failpoints, garbage
+from telemetry.logs import log_loop_errors, setup_logging
+from telemetry.names import Service
+from telemetry.tracing import Tracing, setup_tracing
+from worker.announcer import announced_as_loading
+from worker.engine_config import engine_config
+from worker.loading import loading_progress, terminal
+from worker.router_addresses import RouterAddresses
+from worker.server import ROLES, Worker
+from worker.settings import Role, WorkerSettings
+
+logger = logging.getLogger(__name__)
+
+_SERVICES: Final = {
+    Role.PREFILL: Service.PREFILL,
+    Role.DECODE: Service.DECODE,
+    Role.BOTH: Service.BOTH,
+}
+
+
+def main(settings: WorkerSettings) -> int:
+    """Runs a worker process; returns its exit code."""
+    prepare_to_serve()
+    service = _SERVICES[settings.role]
+    setup_logging(service, settings.name, settings.log_level, settings.log_format)
+    failpoints.arm(settings.debug.failpoints)
+    try:
+        with (
+            claimed_for(settings.device, settings.gpu_slots_dir, settings.name) as gpu,
+            RouterAddresses(settings.routers) as routers,
+        ):
+            if gpu:
+                logger.info("GPU claimed", extra={"gpu": gpu})
+            return _run(settings, service, routers)
+    except NoSlotError as error:
+        logger.error("the worker cannot start: %s", error)
+        return 1
+
+
+def _run(settings: WorkerSettings, service: str, routers: RouterAddresses) -> int:
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    try:
+        with (
+            announced_as_loading(routers, _identity_while_loading(settings)),
+            loading_progress(terminal(settings.log_format)) as progress,
+        ):
+            engine = Engine.build(engine_config(settings), progress)
+    except (EngineError, ModelError) as error:
+        logger.error("the engine cannot be built: %s", error)
+        return 1
+    tracing = setup_tracing(service, settings.name, settings.otlp_endpoint)
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        return runner.run(_serve(settings, engine, tracing, routers))
+
+
+async def _serve(
+    settings: WorkerSettings, engine: Engine, tracing: Tracing | None, routers: RouterAddresses
+) -> int:
+    log_loop_errors(asyncio.get_running_loop())
+    worker = Worker(settings, engine, routers)
+    if tracing is not None:
+        worker.metrics.watch_spans(lambda: tracing.counts)
+    signals = EndSignals()  # First: a worker that is seen to serve may be signalled.
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGUSR2, worker.profile)
+    try:
+        await worker.start()
+    except (TransportError, RuntimeError, OSError) as error:
+        logger.error("the worker cannot start: %s", error)
+        return 1
+    garbage.set_apart()
+    if settings.debug.profile:
+        worker.profile()
+    await signals.first.wait()
+    logger.info("draining", extra={"attempts": worker.services.active})
+    await signals.bound(worker.drain(), settings.drain_s)
+    clean = await worker.stop()
+    if tracing is not None:
+        await asyncio.to_thread(tracing.shutdown)
+    logger.info("worker ends", extra={"clean": clean})
+    return 0 if clean else 1
+
+
+def _identity_while_loading(settings: WorkerSettings) -> worker_pb2.WorkerIdentity:
+    """The part of the worker's identity that is known before the model is read."""
+    name = settings.served_name or Path(settings.model).name
+    model = worker_pb2.ModelInfo(name=name)
+    role = ROLES[settings.role]
+    return stamp(worker_pb2.WorkerIdentity(worker_id=settings.name, role=role, model=model))

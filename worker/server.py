@@ -1,0 +1,273 @@
+"""A worker: engine, KV pool, transfer thread and both services.
+
+Life: made around an engine that is built -> `start` -> it serves, and announces itself to routers
+-> `drain` -> `stop`. `worker.process` takes it through that.
+
+Three threads do the work. The event loop does gRPC and runs the services, the step loop runs the
+engine, and the transfer thread moves KV pages. They talk through queues. The event loop is woken
+once for each batch of events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import grpc.aio
+import torch
+from grpc_health.v1 import health, health_pb2
+
+from baton.addresses import advertised, reachable
+from baton.grpc_options import server_options
+from baton.process.grpc_services import add_health_and_reflection
+from baton.process.release import stamp
+from baton.worker.v1 import worker_pb2, worker_pb2_grpc
+from decode_service.service import DecodeService
+from engine.engine import Engine
+from kv_transfer.events import TransferEvent
+from kv_transfer.thread import TransferThread
+from kv_transfer.transports.factory import make_transport
+from kv_transfer.types import Endpoint, KvTransport
+from prefill_service.service import PrefillService
+from telemetry.admin import AdminServer
+from telemetry.metrics.gpu import gpu_reader
+from telemetry.metrics.loop_lag import EventLoopLag
+from telemetry.metrics.worker import WorkerMetrics
+from worker.announcer import announce_forever
+from worker.load import PrefillRoom, Report, load_message
+from worker.peers import PeerPaths
+from worker.quiesce import QuiesceRelay
+from worker.router_addresses import RouterAddresses
+from worker.settings import Role, WorkerSettings
+from worker.stream import Services, WorkerServicer
+from worker.watchdog import Watchdog, device_lost
+from worker_base.messages import endpoint_message, model_message
+from worker_base.outbox import LoopInbox
+
+logger = logging.getLogger(__name__)
+
+LAST_WORDS_S: Final = 1.0
+"""Messages that are written get this long to reach the routers."""
+PUSHES_END_S: Final = 5.0
+"""Pushes in progress get this long at the end, because they cannot be taken back."""
+SLOW_GPU_GIGABYTES_PER_S: Final = 1.0
+"""This is far below NVLink and RDMA: the bytes go through host memory or a common network."""
+IDLE_POLL_S: Final = 0.05
+PROFILE_STEPS: Final = 50
+"""Steps of a profile that SIGUSR2 asks for, if no setting gives the number."""
+SERVICE_NAME: Final = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
+ROLES: Final = {
+    Role.PREFILL: worker_pb2.WORKER_ROLE_PREFILL,
+    Role.DECODE: worker_pb2.WORKER_ROLE_DECODE,
+    Role.BOTH: worker_pb2.WORKER_ROLE_BOTH,
+}
+
+
+class Worker:
+    """A worker around an engine that is built and not started. Belongs to the running loop."""
+
+    def __init__(self, settings: WorkerSettings, engine: Engine, routers: RouterAddresses) -> None:
+        self.settings = settings
+        self.engine = engine
+        self.epoch = secrets.randbits(64) or 1
+        self.identity = stamp(
+            worker_pb2.WorkerIdentity(
+                worker_id=settings.name,
+                epoch=self.epoch,
+                role=ROLES[settings.role],
+                model=model_message(engine.model),
+            )
+        )
+        """Complete once started."""
+        self.agent_name = f"{settings.name}-{self.epoch:016x}"
+        self.inbox = LoopInbox(asyncio.get_running_loop())
+        self.transfer = TransferThread(self._make_transport, self.epoch, self._on_transfer)
+        self.metrics = WorkerMetrics(
+            engine.load, lambda: self.transfer.counters, lambda: self.servicer.streams
+        )
+        self._watch_gpu()
+        self.services = self._make_services()
+        self.services.peers.held_against = self.services.peers_to_avoid
+        self.metrics.watch_overdue(self.services.overdue)
+        self.servicer = WorkerServicer(self.identity, self.services, self.report)
+        self.admin = AdminServer(settings.admin, self.metrics.registry, self._is_ready)
+        self._server = grpc.aio.server(options=server_options())
+        self._health: health.aio.HealthServicer
+        self._lag = EventLoopLag(self.metrics.loop_lagged)
+        self._routers = routers
+        self._announcer: asyncio.Task[None] | None = None
+        self._reporter: asyncio.Task[None] | None = None
+        self._watchdog = Watchdog(
+            engine.load,
+            lambda: self.transfer.turns,
+            self._stop_serving,
+            settings.debug.step_timeout_s,
+        )
+        self._watching: asyncio.Task[None] | None = None
+
+    def report(self) -> Report:
+        """The load report of this moment, from one snapshot of the engine."""
+        load = self.engine.load()
+        room = PrefillRoom(
+            queued=load.queued_prefill_tokens,
+            ungranted=self.services.prefill.stats.ungranted_tokens,
+            step=self.engine.max_step_tokens,
+            page=self.engine.model.page_size_tokens,
+        )
+        draining, peers = self.servicer.draining, self.services.peers.health()
+        return Report(load_message(load, room, draining=draining, peers=peers), load.requests)
+
+    async def start(self) -> None:
+        """Starts all threads, binds, serves, and begins to announce.
+
+        Raises:
+            TransportError: the transport cannot be built.
+            RuntimeError: the address cannot be bound.
+            OSError: the admin address cannot be bound.
+        """
+        worker_pb2_grpc.add_WorkerServiceServicer_to_server(self.servicer, self._server)
+        self._health = await add_health_and_reflection(self._server, (SERVICE_NAME,))
+        bound = self._bind()
+        advertise = self.settings.advertise
+        self.identity.address = advertised(bound, advertise)
+        endpoint = await asyncio.to_thread(self.transfer.start)
+        self._adopt(endpoint)
+        self.engine.start(self.metrics.stepped, device_lost)
+        await self.admin.start()
+        self.identity.admin_address = reachable(self.admin.address, advertise.rpartition(":")[0])
+        self._lag.start()
+        await self._server.start()
+        self._reporter = asyncio.create_task(self.servicer.report_forever())
+        self._watching = asyncio.create_task(self._watchdog.watch())
+        await self._health.set(SERVICE_NAME, health_pb2.HealthCheckResponse.SERVING)
+        self._announcer = asyncio.create_task(announce_forever(self._routers, self.identity))
+        await asyncio.to_thread(self._write_address, bound)
+        details = {"address": self.identity.address, "admin": self.admin.address}
+        logger.info("worker serves", extra=details | {"transport": endpoint.transport})
+
+    def profile(self) -> None:
+        """Records the next steps that do any work."""
+        steps = self.settings.debug.profile or PROFILE_STEPS
+        self.engine.profile(steps, self.settings.debug.profile_dir)
+
+    async def drain(self) -> None:
+        """Refuses new work and returns when none is left."""
+        self.metrics.draining()
+        await self._stop_serving()
+        while self.services.active:
+            await asyncio.sleep(IDLE_POLL_S)
+
+    async def stop(self) -> bool:
+        """Ends everything.
+
+        Returns:
+            Whether nothing had to be cut short.
+        """
+        clean = self.services.active == 0
+        await self._stop_serving()
+        self.services.fail_all(worker_pb2.FAILURE_REASON_DRAINING)
+        self.servicer.finish()
+        await self._server.stop(LAST_WORDS_S)
+        await asyncio.to_thread(self.engine.stop)  # The watchdog still runs: a step may hang.
+        for task in (self._reporter, self._watching):
+            if task is not None:
+                task.cancel()
+        left_nothing = await asyncio.to_thread(self.transfer.stop, PUSHES_END_S)
+        self._lag.stop()
+        await self.admin.stop()
+        return clean and left_nothing
+
+    def _watch_gpu(self) -> None:
+        device = self.engine.pool.tensor.device
+        if device.type == "cuda":
+            uuid = torch.cuda.get_device_properties(device).uuid
+            self.metrics.watch_gpu(gpu_reader(f"GPU-{uuid}"))
+
+    def _make_transport(self) -> KvTransport:
+        pool = self.engine.pool
+        return make_transport(
+            self.settings.transport, self.agent_name, pool.tensor, pool.page_bytes, pool.num_pages
+        )
+
+    def _make_services(self) -> Services:
+        page_size_tokens = self.engine.model.page_size_tokens
+        peers = PeerPaths(
+            self.identity, self.transfer, slow_gigabytes_per_s=self._slow_gigabytes_per_s
+        )
+        self.metrics.watch_peers(peers.paths)
+        prefill = PrefillService(
+            self.engine,
+            self.transfer,
+            self.inbox,
+            self.metrics,
+            page_size_tokens=page_size_tokens,
+            path_to=peers.path_to,
+        )
+        decode = DecodeService(
+            self.engine,
+            self.transfer,
+            self.inbox.call_on_loop,
+            self.metrics,
+            epoch=self.epoch,
+            agent_name=self.agent_name,
+            page_bytes=self.engine.pool.page_bytes,
+            page_size_tokens=page_size_tokens,
+            max_pages_per_peer=int(
+                self.settings.debug.max_granted_share * self.engine.pool.num_pages
+            ),
+        )
+        relay = QuiesceRelay(
+            self.transfer,
+            self.agent_name,
+            self.epoch,
+            lambda said: self.servicer.tell_routers(said),
+        )
+        return Services(prefill, decode, peers, relay)
+
+    @property
+    def _slow_gigabytes_per_s(self) -> float:
+        floor = self.settings.debug.slow_peer_gigabytes_per_s
+        return floor if floor >= 0 else SLOW_GPU_GIGABYTES_PER_S * self.engine.pool.tensor.is_cuda
+
+    def _on_transfer(self, event: TransferEvent) -> None:
+        """On the transfer thread."""
+        self.inbox.call_on_loop(partial(self._dispatch, event))
+
+    def _dispatch(self, event: TransferEvent) -> None:
+        self.services.peers.on_transfer(event)
+        self.services.prefill.on_transfer(event)
+        self.services.decode.on_transfer(event)
+        self.services.relay.on_transfer(event)
+
+    def _adopt(self, endpoint: Endpoint) -> None:
+        """Announces the endpoint, even if it moves nothing: peers compare their transports."""
+        self.identity.endpoint.CopyFrom(endpoint_message(endpoint))
+
+    def _bind(self) -> str:
+        """Binds the server; returns its address."""
+        port = self._server.add_insecure_port(self.settings.listen)
+        return f"{self.settings.listen.rpartition(':')[0]}:{port}"
+
+    def _write_address(self, bound: str) -> None:
+        """Writes the address file for processes on this host."""
+        if self.settings.address_file:
+            address = reachable(bound, "127.0.0.1")
+            Path(self.settings.address_file).write_text(f"{address}\n", encoding="utf-8")
+
+    def _is_ready(self) -> bool:
+        return not self.servicer.draining
+
+    async def _stop_serving(self) -> None:
+        """Takes nothing new: health says NOT_SERVING, and the worker announces itself no more."""
+        self.servicer.draining = True  # First: NOT_SERVING implies that work is refused.
+        self._stop_announcing()
+        self.servicer.report()
+        await self._health.enter_graceful_shutdown()
+
+    def _stop_announcing(self) -> None:
+        if self._announcer is not None:
+            self._announcer.cancel()

@@ -1,0 +1,174 @@
+"""Settings of a worker process: one frozen model, validated once, at start."""
+
+from __future__ import annotations
+
+import socket
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+from pydantic import AfterValidator, BaseModel, Field, model_validator
+
+from baton.process.settings import (
+    MOST_TOKENS,
+    ROUTER_INTERNAL_ADDRESS,
+    SETTINGS,
+    Address,
+    Addresses,
+    Advertised,
+    OtlpEndpoint,
+)
+from telemetry.failpoints import check as check_failpoints
+
+
+class Role(StrEnum):
+    """The role of a worker. Every worker can do both legs; routers send work by role."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+
+_ADMIN_PORT: Final = {Role.PREFILL: 9091, Role.DECODE: 9092, Role.BOTH: 9093}
+
+
+class WorkerDebug(BaseModel):
+    """Rarely needed settings of a worker: the table `[worker.debug]`, `BATON_DEBUG_*`, no flags.
+
+    They may change from one release to the next.
+    """
+
+    model_config = SETTINGS
+
+    load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
+    """Sets the format of the weights. `dummy` draws random weights, always the same, to measure
+    speed without a checkpoint."""
+    attention: Literal["auto", "fa3", "fa2", "sdpa"] = "auto"
+    """Chooses the attention kernels: FlashAttention-3 or -2, or torch's own. `auto` takes the best
+    that runs here and logs the reason. FlashAttention-2 needs pages of 256 tokens."""
+    num_pages: int = Field(default=0, ge=0)
+    """Sets the number of pages in the KV pool and overrides `kv_memory_gib`. 0: as many as fit."""
+    mixed_prefill_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)
+    """Limits the prompt tokens in a step that also decodes. Fewer delay running requests less, more
+    compute the prompt sooner. 0: 192 on a decode worker, elsewhere `max_step_tokens`."""
+    eviction: Literal["lru", "lfu", "cost"] = "lru"
+    """Chooses the pages that the prefix cache evicts first: least recently used, least frequently
+    used, or cheapest to compute again per use."""
+    slow_peer_gigabytes_per_s: float = Field(default=-1, ge=-1)
+    """Reports a path to another worker that is slower than this; routers avoid it if there is
+    another. 0: never. -1: 1 GB/s between GPUs, which is far below NVLink and RDMA, otherwise
+    never."""
+    profile: int = Field(default=0, ge=0)
+    """Writes a profile of this many first steps with work. SIGUSR2 starts one at any time."""
+    profile_dir: Path = Path("profiles")
+    """Names the folder for profiles, which are Chrome traces (chrome://tracing, Perfetto)."""
+    max_granted_share: float = Field(default=0.25, gt=0, le=1)
+    """Limits the share of the pool that is granted to one prefill worker at once. Further grants
+    wait, so that a frozen prefill worker cannot hold the whole pool."""
+    step_timeout_s: float = Field(default=60, gt=0)
+    """Ends the worker if a step, or a turn of the thread that moves KV pages, takes longer than
+    this, seconds. The log then has every thread's stack. A supervisor must start it again."""
+    poison_freed_pages: bool = False
+    """Fills free KV pages with a pattern, and counts writes to them. For debugging."""
+    failpoints: Annotated[str, AfterValidator(check_failpoints)] = ""
+    """Makes this process fail on purpose, for tests alone: NAME=ACTION[:ARG][~KEY][@NTH],..."""
+
+
+class WorkerSettings(BaseModel):
+    """One worker process: engine, KV pool, transfer agent and the services of its role."""
+
+    model_config = SETTINGS
+
+    role: Role = Role.BOTH
+    """Sets the work that routers send to this worker. `both` is a whole server in one process."""
+    name: str = Field(
+        default_factory=lambda data: f"{data['role']}-{socket.gethostname()}", min_length=1
+    )
+    """Names the worker in logs, metrics and the router's list. Give each worker a name of its own:
+    routers add a number to a repeated name, new at every start, and warn."""
+    model: str = Field(default="demo", min_length=1)
+    """Names the folder with config, weights and tokenizer. `demo` fetches a small model."""
+    served_name: str = ""
+    """Sets the model name that clients use. Empty: the folder's name."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Sets the number format of weights and KV. `auto`: the one in config.json; on a CPU float32,
+    which is fast there."""
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    """Sets the device: `auto`, `cpu`, `cuda` or `cuda:N`. `auto`: the first GPU if there is one."""
+    gpu_slots_dir: str = ""
+    """Names a folder that all workers of this host share: each claims one GPU by a lock file in it.
+    Empty: `device` chooses the GPU."""
+    threads: int = Field(default=0, ge=0, le=1024)
+    """Sets the number of torch's CPU threads. 0: one a core. Workers on one machine should divide
+    the cores."""
+
+    listen: Address = "127.0.0.1:0"
+    """Sets the address at which routers reach the worker. With port 0 the worker announces the real
+    port."""
+    advertise: Advertised = ""
+    """Sets the address that is announced to routers. Empty or `:0`: `listen`. Set it behind NAT or
+    when listening on all interfaces. Port 0 stands for the real port."""
+    address_file: str = ""
+    """Names a file. The worker writes its address there once it serves, for `baton health @FILE`
+    and scripts."""
+    routers: Addresses = (ROUTER_INTERNAL_ADDRESS,)
+    """Lists the internal addresses of routers. The worker announces itself to each until it
+    answers, so start order is free. A name stands for all of its addresses and is looked up again
+    every five seconds."""
+    admin: Address = Field(
+        default_factory=lambda data: f"127.0.0.1:{_ADMIN_PORT[data.get('role', Role.BOTH)]}"
+    )
+    """Sets the address for metrics and health."""
+
+    page_size_tokens: int = Field(default=16, ge=1, le=256)
+    """Sets the number of tokens in a KV page. Small pages waste less, large ones move in fewer
+    pieces. It must be the same on all workers."""
+    kv_memory_gib: float = Field(default=0, ge=0)
+    """Sets the memory of the KV pool, GiB. 0: on a GPU the rest of `gpu_memory_utilization` beside
+    the largest step, on a CPU 1 GiB."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    """Limits the share of the GPU's memory that the worker takes in all, if `kv_memory_gib` is
+    0."""
+    max_sequences: int = Field(default=64, ge=1)
+    """Limits the sequences that are decoded in one step. More sequences raise the throughput and
+    slow down each one."""
+    max_step_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)
+    """Limits the new tokens in one step, and so the size of a prompt's chunks. 0: 512 on a CPU and
+    on a decode worker, 4,096 on a prefill worker, otherwise 2,048."""
+    max_context_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)
+    """Limits prompt and output together. 0: the model's own limit."""
+    scheduling: Literal["fcfs", "priority", "shortest", "fair"] = "fcfs"
+    """Chooses the waiting request to admit first: `fcfs` takes the oldest, `priority` the one with
+    the highest priority, `shortest` the shortest prompt, `fair` a request of the tenant with the
+    fewest running ones. Age counts in `priority` and `shortest`, too."""
+    prefix_cache: bool = True
+    """Keeps the KV of finished prompts, and reuses it for prompts with the same beginning."""
+    transport: Literal["nixl", "nccl", "loopback", "null"] = "nixl"
+    """Chooses the transport of KV pages. `nccl` cannot see a dead peer and is for experiments.
+    `null` moves nothing, for benchmarks of decoding."""
+
+    otlp_endpoint: OtlpEndpoint = ""
+    """Sets the OTLP/gRPC address for spans, such as http://127.0.0.1:4317. Empty: no spans."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Sets the lowest level that is logged."""
+    log_format: Literal["text", "json"] = "text"
+    """Sets the form of the log. `json` writes one object a line, for log collectors."""
+    drain_s: float = Field(default=30, ge=0)
+    """Sets how long running requests may continue after SIGTERM, seconds."""
+
+    debug: WorkerDebug = Field(default_factory=WorkerDebug)
+    """Holds rarely needed settings: the table `[worker.debug]`."""
+
+    @model_validator(mode="after")
+    def _one_place_names_the_gpu(self) -> WorkerSettings:
+        if self.gpu_slots_dir and self.device.startswith("cuda:"):
+            raise ValueError("device must leave the choice of the GPU to gpu_slots_dir")
+        return self
+
+    @model_validator(mode="after")
+    def _a_step_fits_a_page(self) -> WorkerSettings:
+        if 0 < self.max_step_tokens < self.page_size_tokens:
+            raise ValueError("max_step_tokens must be at least page_size_tokens")
+        if 0 < self.debug.mixed_prefill_tokens < self.page_size_tokens:
+            raise ValueError("debug.mixed_prefill_tokens must be at least page_size_tokens")
+        return self
