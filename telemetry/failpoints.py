@@ -65,7 +65,7 @@ POINTS: Final[Mapping[str, str]] = {
     "transfer.before_quiesced": "the answer to a quiesce is about to leave; its tombstone is set",
     # Engine.
     "engine.turn": "the step loop begins a turn (step thread)",
-    "engine.schedule.step": "a step is about to run (the device's thread)",
+    "engine.step": "a step is about to run (the device's thread)",
     # Router, on the event loop.
     "router.received": "a worker's message is about to be handled; key: its kind",
 }

@@ -53,7 +53,7 @@ class SpanName:
 
     ADMIT: Final = "router.admit"
     TOKENIZE: Final = "router.tokenize"
-    QUEUE: Final = "router.dispatch.queue"
+    QUEUE: Final = "router.queue"
     ROUTE: Final = "router.route"
     PREFILL: Final = "prefill"
     PREFILL_QUEUE: Final = "prefill.queue"

@@ -134,7 +134,7 @@ def test_the_router_extra_is_what_a_router_imports() -> None:
         for path in sorted((ROOT / "router").rglob("*.py"))
     ]
     imports = "".join(f"import {module}\n" for module in modules)
-    run_with(("router",), imports + "import baton.client, baton.commands.serve\n")
+    run_with(("router",), imports + "import baton.client, baton.console.commands.serve\n")
 
 
 def test_every_extra_is_declared() -> None:

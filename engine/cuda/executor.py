@@ -157,7 +157,7 @@ class CudaExecutor:
     def launch(self, plan: StepPlan) -> Launched:
         """Queues the step. What goes wrong here is told by its `result`, like what does there."""
         try:
-            failpoints.hit("engine.schedule.step")
+            failpoints.hit("engine.step")
             with torch.inference_mode(), torch.cuda.stream(self.stream):
                 return self._launch(plan)
         except Exception as error:

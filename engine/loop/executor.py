@@ -92,7 +92,7 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def _run(self, plan: StepPlan) -> StepResult:
-        failpoints.hit("engine.schedule.step")
+        failpoints.hit("engine.step")
         if plan.copy_source.size:
             self._pool.copy_pages(self._upload(plan.copy_source), self._upload(plan.copy_target))
         if plan.write_slots.size:

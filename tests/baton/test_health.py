@@ -74,7 +74,9 @@ def test_both_commands_say_the_same(address: str) -> None:
 
 
 def test_a_probe_imports_nothing_heavy() -> None:
-    asked = "import sys, baton.health; print({'torch', 'rich', 'pydantic'} & set(sys.modules))"
+    asked = (
+        "import sys, baton.console.health; print({'torch', 'rich', 'pydantic'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 

@@ -190,7 +190,7 @@ def test_threads_share_it(llm) -> None:
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_progress_is_shown_on_a_terminal_alone(llm, monkeypatch, capfd, is_terminal) -> None:
     screen = Console(file=io.StringIO(), force_terminal=True, width=80) if is_terminal else None
-    monkeypatch.setattr(baton.llm, "terminal", lambda _format: screen)
+    monkeypatch.setattr(baton.local.llm, "terminal", lambda _format: screen)
     llm.generate(TEXTS, max_tokens=4)
     assert screen is None or "3/3" in screen.file.getvalue()
     assert capfd.readouterr() == ("", "")
@@ -433,7 +433,7 @@ def test_a_model_that_computes_nan_says_so(tiny) -> None:
 
 
 def test_a_bug_is_named_as_the_cause(llm, monkeypatch) -> None:
-    monkeypatch.setattr(baton.engine_dispatcher, "request_of", lambda _: 1 / 0)
+    monkeypatch.setattr(baton.local.engine_dispatcher, "request_of", lambda _: 1 / 0)
     with pytest.raises(ServerError) as caught:
         llm.generate("x")
     assert isinstance(caught.value.__cause__, ZeroDivisionError)

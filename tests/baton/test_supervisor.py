@@ -139,7 +139,7 @@ async def test_output_may_be_long_and_broken() -> None:
 def test_children_do_not_outlive_a_killed_supervisor(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     child = (
-        "import os, time; from baton.supervisor import end_with_parent; end_with_parent(); "
+        "import os, time; from baton.console.supervisor import end_with_parent; end_with_parent(); "
         f"open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     )
     code = f"""

@@ -320,7 +320,7 @@ def _fault(rng: random.Random, kind: FaultKind, topology: Topology) -> Fault:
             somebody = rng.choice((*topology.workers, "router"))
             return _at_failpoint(rng, somebody, restart_after_s)
         case "stall_thread":
-            point = rng.choice(("engine.turn", "engine.schedule.step", "transfer.before_push"))
+            point = rng.choice(("engine.turn", "engine.step", "transfer.before_push"))
             spec = f"{point}=sleep:{rng.choice((0.5, 4.5))}@{rng.randint(1, 6)}"
             return Fault(kind, 0, target, spec)
         case "hold_gil":

@@ -18,7 +18,7 @@ SECRET = "the quick brown zebra"
 PARENTS = {
     "router.admit": "text_completion",
     "router.tokenize": "text_completion",
-    "router.dispatch.queue": "text_completion",
+    "router.queue": "text_completion",
     "router.route": "text_completion",
     "prefill": "text_completion",
     "decode": "text_completion",

@@ -76,7 +76,7 @@ async def test_a_killed_worker_is_evident(cluster: Cluster, recorder: Recorder) 
     assert done.status.status_code is not trace.StatusCode.ERROR
     assert {span.kind for span in (lost, done)} == {trace.SpanKind.CLIENT}
     assert len(recorder.spans("decode")) == 2
-    assert len(recorder.spans("router.dispatch.queue")) == len(recorder.spans("router.route")) == 2
+    assert len(recorder.spans("router.queue")) == len(recorder.spans("router.route")) == 2
     route = recorder.spans("router.route")[1].attributes
     assert route is not None
     assert (route["baton.route.prefill"], route["baton.route.decode"]) == ("p1", "d0")
@@ -91,4 +91,4 @@ async def test_a_job_that_is_left_ends_its_spans(cluster: Cluster, recorder: Rec
     await reader.leave()
     ended = recorder.spans("prefill") + recorder.spans("decode")
     assert [span.status.description for span in ended] == ["cancelled"] * 2
-    assert len(recorder.spans("router.dispatch.queue")) == 1
+    assert len(recorder.spans("router.queue")) == 1

@@ -222,7 +222,7 @@ async def test_a_failed_read_is_tried_again(folder: Path) -> None:
 
 def test_the_front_door_pulls_in_neither_torch_nor_transformers() -> None:
     check = (
-        "import sys, router.frontdoor; "
+        "import sys, router.doors.frontdoor; "
         "sys.exit(str({'torch', 'transformers'} & set(sys.modules)) if "
         "{'torch', 'transformers'} & set(sys.modules) else 0)"
     )

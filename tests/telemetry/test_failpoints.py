@@ -175,9 +175,9 @@ async def test_live_failpoints_are_armed_over_the_admin_port() -> None:
         assert (await asyncio.to_thread(post, opened.address, "nonsense"))[0] == 400
         status, told = await asyncio.to_thread(post, opened.address, "engine.step=raise@1")
         assert status == 200
-        assert json.loads(told)["engine.schedule.step"] == [0, 0]
+        assert json.loads(told)["engine.step"] == [0, 0]
         with pytest.raises(FailpointError):
-            failpoints.hit("engine.schedule.step")
+            failpoints.hit("engine.step")
         assert failpoints.is_live()
     finally:
         await closed.stop()

@@ -101,7 +101,7 @@ def test_spans_written_afterwards_reach_a_receiver_as_they_were_meant(setup: Set
 
 def test_a_process_that_exports_nothing_passes_the_callers_trace_on() -> None:
     assert setup_tracing(Service.ROUTER, "r") is None
-    span = start_span("router.dispatch.queue", CALLER)
+    span = start_span("router.queue", CALLER)
     assert traceparent_of(span) == CALLER
     assert trace_id_of(CALLER) == CALLER.split("-")[1]
     assert not write_span("router.route", CALLER, 1, 2).get_span_context().is_valid
@@ -115,7 +115,7 @@ def test_the_text_of_an_exception_is_recorded_nowhere(
     tracer = trace.get_tracer("any library")
     with pytest.raises(KeyError), tracer.start_as_current_span("router.tokenize"):
         raise KeyError(SECRET)
-    with pytest.raises(OSError, match=SECRET), tracer.start_span("router.dispatch.queue"):
+    with pytest.raises(OSError, match=SECRET), tracer.start_span("router.queue"):
         raise OSError(SECRET)
     start_span("router.route", None).record_exception(ValueError(SECRET))
     held = start_span("prefill", None)
@@ -151,8 +151,8 @@ def test_an_end_before_the_start_becomes_the_start(
 def test_a_traceparent_that_is_none_begins_a_trace(
     bad: str, memory: tuple[InMemorySpanExporter, Tracing]
 ) -> None:
-    write_span("router.dispatch.queue", bad, 1, 2)
-    assert finished(memory)["router.dispatch.queue"].parent is None
+    write_span("router.queue", bad, 1, 2)
+    assert finished(memory)["router.queue"].parent is None
     assert link_from(bad, b"12345678") == ()
     assert link_from(CALLER, b"") == link_from(CALLER, bytes(8)) == ()
 
@@ -171,7 +171,7 @@ def test_parents_may_be_a_span_a_context_or_a_traceparent(
 def test_the_callers_decision_not_to_record_stands(
     memory: tuple[InMemorySpanExporter, Tracing],
 ) -> None:
-    write_span("router.dispatch.queue", CALLER[:-1] + "0", 1, 2)
+    write_span("router.queue", CALLER[:-1] + "0", 1, 2)
     assert finished(memory) == {}
     assert memory[1].counts == (0, 0, 0, 0)
 
