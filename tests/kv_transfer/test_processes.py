@@ -9,7 +9,10 @@ import time
 
 from kv_transfer.transports.processes import ProcessWatch, own_process
 
-TELL = "import sys; from kv_transfer.transports.processes import own_process; print(own_process(), flush=True)"
+TELL = (
+    "import sys; from kv_transfer.transports.processes import own_process; "
+    "print(own_process(), flush=True)"
+)
 
 
 def start() -> tuple[subprocess.Popen[str], str]:
