@@ -7,6 +7,11 @@ from typing import Final
 
 _ALL_INTERFACES: Final = ("0.0.0.0", "::")
 
+ROUTER_ADDRESS: Final = "127.0.0.1:50051"
+"""Default address at which a router serves clients."""
+ROUTER_INTERNAL_ADDRESS: Final = "127.0.0.1:50050"
+"""Default address at which workers announce themselves to a router."""
+
 
 class CannotListenError(Exception):
     """An address cannot be bound; the message names it and the option that set it."""

@@ -7,14 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, Field
 
-from baton.process.settings import (
-    MOST_TOKENS,
-    ROUTER_ADDRESS,
-    ROUTER_INTERNAL_ADDRESS,
-    SETTINGS,
-    Address,
-    OtlpEndpoint,
-)
+from baton.addresses import ROUTER_ADDRESS, ROUTER_INTERNAL_ADDRESS
+from baton.process.settings import MOST_TOKENS, SETTINGS, Address, OtlpEndpoint
 from telemetry.failpoints import check as check_failpoints
 
 LocalPrefill = Literal["never", "cached", "auto"]

@@ -9,9 +9,9 @@ from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 
+from baton.addresses import ROUTER_INTERNAL_ADDRESS
 from baton.process.settings import (
     MOST_TOKENS,
-    ROUTER_INTERNAL_ADDRESS,
     SETTINGS,
     Address,
     Addresses,

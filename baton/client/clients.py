@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, Self, TypedDict, Unpack
 
+from baton.addresses import ROUTER_ADDRESS
 from baton.client.channels import open_aio_channel, open_channel
 from baton.client.generation import Gathering, Generation, Message, Model, Options
 from baton.client.requests import generation_request, tokenize_request
@@ -25,7 +26,6 @@ from baton.client.streams import AsyncGenerationStream, GenerationStream, typed_
 from baton.grpc_options import client_options
 from baton.inference.v1 import inference_pb2 as pb
 from baton.inference.v1 import inference_pb2_grpc as pb_grpc
-from baton.process.settings import ROUTER_ADDRESS
 
 Metadata = tuple[tuple[str, str], ...]
 LONGEST_S: Final = 1e9

@@ -47,10 +47,6 @@ DEBUG_PREFIX: Final = "BATON_DEBUG_"
 """Begins the name of each environment variable of a rarely needed setting."""
 DEBUG: Final = "debug"
 """Name of the table, and of the field, of rarely needed settings."""
-ROUTER_ADDRESS: Final = "127.0.0.1:50051"
-"""Default address at which a router serves clients."""
-ROUTER_INTERNAL_ADDRESS: Final = "127.0.0.1:50050"
-"""Default address at which workers announce themselves to a router."""
 
 Settings = TypeVar("Settings", bound=BaseModel)
 

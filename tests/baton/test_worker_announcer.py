@@ -186,7 +186,7 @@ async def test_a_router_is_let_go_when_its_name_and_its_connection_are_gone(
     def gone() -> list[str]:
         return [vars(r)["router"] for r in caplog.records if r.message.startswith("router gone")]
 
-    caplog.set_level(logging.INFO, "baton")
+    caplog.set_level(logging.INFO, "worker")
     stays, leaves = RegistryRecorder(), RegistryRecorder()
     _, address = await _serve(stays, "127.0.0.1:0")
     port = address.rpartition(":")[2]
@@ -225,7 +225,7 @@ async def test_a_router_that_is_late_is_not_gone(
             return answer
 
     monkeypatch.setattr(worker_announcer, "TIMEOUT_S", 0.2)
-    caplog.set_level(logging.INFO, "baton")
+    caplog.set_level(logging.INFO, "worker")
     late = Late()
     _, address = await _serve(late, "127.0.0.1:0")
     names["routers.test"] = ["127.0.0.1"]

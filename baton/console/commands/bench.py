@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
+from baton.addresses import ROUTER_ADDRESS
 from baton.client.clients import LONGEST_S
 from baton.console.loadgen.errors import BenchError
 from baton.console.settings_options import takes_options
 from baton.output import print_json, stderr, stdout
-from baton.process.settings import MOST_TOKENS, ROUTER_ADDRESS
+from baton.process.settings import MOST_TOKENS
 
 if TYPE_CHECKING:
     from baton.console.loadgen.benchmark import BenchOptions, Result

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
+from baton.addresses import ROUTER_ADDRESS
 from baton.output import stdout
-from baton.process.settings import ROUTER_ADDRESS
 
 
 def health(
