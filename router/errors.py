@@ -168,6 +168,14 @@ def router_busy(held_bytes: int, retry_after_s: float = 1.0) -> RouterError:
     return RouterError(code, "ROUTER_BUSY", message, metadata, retry_after_s)
 
 
+def quota_exceeded(what: str, used: int, wanted: int, limit: int) -> RouterError:
+    """The tenant has as much under way as it may; `what` is requests, tokens or sequences."""
+    code, retry_after_s = grpc.StatusCode.RESOURCE_EXHAUSTED, 1.0 if wanted <= limit else None
+    message = f"{wanted} {what} beside {used} under way are more than the tenant's {limit}"
+    metadata = {"quota": what, "used": str(used), "wanted": str(wanted), "limit": str(limit)}
+    return RouterError(code, "QUOTA_EXCEEDED", message, metadata, retry_after_s)
+
+
 def queue_timeout(waited_s: float, retry_after_s: float) -> RouterError:
     """The request waited longer than the queue lets one wait."""
     return RouterError(
@@ -180,11 +188,11 @@ def queue_timeout(waited_s: float, retry_after_s: float) -> RouterError:
 
 
 def deadline_unreachable(needed_s: float, left_s: float, retry_after_s: float) -> RouterError:
-    """What waits ahead takes longer than the deadline leaves."""
+    """The answer would not be whole by the deadline, with what waits ahead of it."""
     return RouterError(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "DEADLINE_UNREACHABLE",
-        f"about {needed_s:.1f} s to the first token, and {left_s:.1f} s to the deadline",
+        f"about {needed_s:.1f} s to the last token, and {left_s:.1f} s to the deadline",
         {"needed_s": f"{needed_s:.1f}", "left_s": f"{left_s:.1f}"},
         retry_after_s,
     )

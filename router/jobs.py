@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, Self
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,6 +54,21 @@ class ServedModel:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """Limits of one tenant; None: no limit. Each is a sum over the jobs that are under way."""
+
+    requests: int | None = None
+    """Jobs: prompts, where a call has several."""
+    tokens: int | None = None
+    """Prompt tokens, and `max_tokens` of every choice."""
+    sequences: int | None = None
+    """Choices."""
+
+
+NO_QUOTA: Final = Quota()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Job:
     """One request, ready to run. Compared and hashed by identity: see `id`."""
@@ -77,6 +92,11 @@ class Job:
     priority: int = 0
     prompt_logprobs: bool = False
     tenant: str = ""
+    """Who calls; "" where nobody is asked for a token."""
+    holder: str = ""
+    """Who holds the slots that it takes: the tenant where there are several, else the call."""
+    quota: Quota = NO_QUOTA
+    """The tenant's."""
     cache_salt: bytes = b""
     workers: list[str] = field(default_factory=list)
     """Ids of those that were given a part of it, in order; added to by the dispatcher."""
@@ -97,6 +117,8 @@ class Demand:
     """Of each choice, beyond the prompt."""
     choices: int
     prompt_logprobs: bool = False
+    holder: str = ""
+    """See `Job.holder`; "" shares with nobody."""
 
     @classmethod
     def of(cls, job: Job) -> Self:
@@ -107,6 +129,7 @@ class Demand:
             max_tokens=job.stopping.max_tokens,
             choices=job.choices,
             prompt_logprobs=job.prompt_logprobs,
+            holder=job.holder,
         )
 
     @property

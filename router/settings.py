@@ -81,8 +81,9 @@ class RouterSettings(BaseModel):
     prompts are long."""
     queue_timeout_s: float = Field(default=60, gt=0)
     """Limits the wait in the router's queue, seconds."""
-    resume_grace_s: float = Field(default=10, ge=0)
-    """Sets how long a begun stream waits for a new worker if none is left, seconds."""
+    resume_grace_s: float = Field(default=60, ge=0)
+    """Sets how long a begun stream waits for a worker to come back if none is left, seconds. If all
+    workers left in order, the stream ends at once."""
 
     max_request_duration_s: float = Field(default=600, gt=0)
     """Limits the duration of every request, and is the deadline of those that set none, seconds."""

@@ -69,6 +69,7 @@ class Attempt:
         )
         """Index of each choice's first new token."""
         self._is_computed = False
+        self._dispatched_s = self._first_s = time.monotonic()
         self._on_over = on_over
         self._fault: Fault | None = None
         self._first_ids: list[int] = []
@@ -156,6 +157,17 @@ class Attempt:
         for leg in self.legs:
             leg.cancel(fault)
 
+    def tell_pace(self) -> None:
+        """The group ended by itself: how long it took helps to foretell others. Those that were
+        begun before say nothing of a whole request."""
+        if self._is_computed and not any(self._first_indexes):
+            choices = [self.run.choices[choice] for choice in self.group.choices]
+            self.run.pace.served(
+                self._first_s - self._dispatched_s,
+                time.monotonic() - self._first_s,
+                [len(choice.token_ids) for choice in choices],
+            )
+
     def timings(self) -> JobTimings:
         """Where the time went, as far as the workers said."""
         return self._clocks.timings()
@@ -221,6 +233,8 @@ class Attempt:
         """Noticed at the first token that comes: a resume that runs whole gives no other sign."""
         if not self._is_computed:
             self._is_computed = True
+            self._first_s = time.monotonic()
+            self.run.pace.done(self.group.demand.prompt_tokens)
             leg.worker.estimate.prefilled(self.id)
 
     def _prefill_done(self, leg: Leg, done: worker_pb2.PrefillDone) -> None:

@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from baton.worker.v1 import worker_pb2
@@ -32,6 +33,7 @@ from router.dispatch import merge
 from router.dispatch.attempt import Attempt
 from router.dispatch.fault import Fault
 from router.dispatch.job_run import JobRun
+from router.dispatch.quotas import Quotas
 from router.dispatch.refusals import error_of, refusal
 from router.dispatch.waiting import WaitingGroups, now_s
 from router.events import NO_EVENTS, RouterEvents
@@ -45,6 +47,7 @@ from telemetry.tracing import write_span
 
 if TYPE_CHECKING:
     from router.dispatch.job_run import ChoiceGroup
+    from router.dispatch.queue import ModelQueue
     from router.placement.routing import Route
     from router.settings import RouterSettings
     from router.workers.link import LinkState, Loss, WorkerLink
@@ -63,8 +66,9 @@ class JobDispatcher:
         self._local = settings.local_prefill
         self._workers: list[WorkerLink] = []
         self._models = Models(self._workers, self._local)
-        self._waiting = WaitingGroups(settings, self._refusal, self._fail)
+        self._waiting = WaitingGroups(settings, self._refusal, self._is_expected, self._fail)
         self._queue = self._waiting.queue
+        self._quotas = Quotas()
         self._runs: dict[Job, JobRun] = {}
         self._attempts: dict[bytes, Attempt] = {}
         self._pump_due = False
@@ -122,12 +126,17 @@ class JobDispatcher:
 
     async def run(self, job: Job, tell: Callable[[JobEvent], None]) -> None:
         """Runs a job; see `router.jobs.Dispatcher.run`."""
-        run = self._runs[job] = JobRun(job, tell)
+        run = JobRun(job, tell, self._queue.of(job.model.name).pace)
+        with self._rejections():
+            self._quotas.enter(job)
+        self._runs[job] = run
         self._idle.clear()
         try:
-            self._admit_or_reject(run.groups[0])
+            with self._rejections():
+                self._admit(run.groups[0])
             await run.wait()
         finally:
+            self._quotas.leave(job)
             self._leave(run)
 
     def end_choice(self, job: Job, choice: int) -> None:
@@ -199,7 +208,7 @@ class JobDispatcher:
             self._events.worker_lost(link.role, loss.name.lower())
         if link in self._workers:
             self._workers.remove(link)
-            self._models.left(link, now_s())
+            self._models.left(link, now_s(), in_order=link.left_in_order(loss))
         self.membership_changed.set()
         for attempt in list(self._attempts.values()):
             attempt.worker_lost(link)
@@ -208,9 +217,10 @@ class JobDispatcher:
 
     # Waiting.
 
-    def _admit_or_reject(self, group: ChoiceGroup) -> None:
+    @contextmanager
+    def _rejections(self) -> Iterator[None]:
         try:
-            self._admit(group)
+            yield
         except errors.RouterError as error:
             self._events.rejected(error.reason)
             raise
@@ -234,15 +244,30 @@ class JobDispatcher:
             asyncio.get_running_loop().call_soon(self._pump)
 
     def _pump(self) -> None:
-        """Dispatches from the head of every queue for as long as there is room."""
+        """Dispatches from every queue for as long as there is room."""
         self._pump_due = False
-        heads = self._queue.heads()
-        while heads:
-            heads = [group for group in heads if self._try_dispatch(group)]
-            if heads:
-                heads = self._queue.heads()
+        for queue in self._queue.queues():
+            while any(self._try_dispatch(group) for group in self._next(queue)):
+                pass
+
+    def _next(self, queue: ModelQueue[ChoiceGroup]) -> Iterator[ChoiceGroup]:
+        """Who is to be tried: whose turn it is; and if there is no room for that one, whoever holds
+        no slot yet, for whom the last ones are kept free."""
+        if (group := queue.first()) is not None:
+            yield group
+            if self._holds_slots(group):
+                group = queue.first(lambda other: not self._holds_slots(other))
+                if group is not None:
+                    yield group
+
+    def _holds_slots(self, group: ChoiceGroup) -> bool:
+        holder = group.demand.holder
+        return any(worker.estimate.held(holder) for worker in self._workers)
 
     def _try_dispatch(self, group: ChoiceGroup) -> bool:
+        """Whether the group waits no more."""
+        if self._waiting.give_up(group):
+            return True
         route = routing.choose(group.demand, self._workers, self._policy, group.failed, self._local)
         if route is None:
             return False
@@ -315,6 +340,8 @@ class JobDispatcher:
     def _finish(self, group: ChoiceGroup) -> None:
         """Every choice of the group has ended, and with the last group the job."""
         timings = group.timings()
+        if group.attempt is not None:
+            group.attempt.tell_pace()
         self._release(group)
         if group.run.complete:
             group.run.finish(timings)
@@ -346,5 +373,8 @@ class JobDispatcher:
             self._pump_soon()
 
     def _refusal(self, group: ChoiceGroup) -> errors.RouterError | None:
-        is_loading = self._models.is_loading(group.run.job.model.name, now_s())
+        is_loading = self._models.is_loading(group.model, now_s())
         return refusal(group, self._workers, self._local, is_loading=is_loading)
+
+    def _is_expected(self, model: str) -> bool:
+        return self._models.is_expected_back(model, now_s(), self._settings.resume_grace_s)

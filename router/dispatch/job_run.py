@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from router.dispatch.merge import ChoiceMerger
+from router.dispatch.pace import Pace
 from router.dispatch.stopping import end_of
 from router.jobs import (
     ChoiceEnded,
@@ -50,6 +51,10 @@ class RunningAttempt(Protocol):
         """Where the time went."""
         ...
 
+    def tell_pace(self) -> None:
+        """It ended by itself."""
+        ...
+
     def end(self, fault: str = "") -> None:
         """Ends it at every worker."""
         ...
@@ -58,8 +63,12 @@ class RunningAttempt(Protocol):
 class JobRun:
     """One job, its choices, and what its reader cannot be told yet."""
 
-    def __init__(self, job: Job, tell: Callable[[JobEvent], None]) -> None:
+    def __init__(
+        self, job: Job, tell: Callable[[JobEvent], None], pace: Pace | None = None
+    ) -> None:
         self.job = job
+        self.pace = pace or Pace()
+        """Of its model: hears of the work that is done."""
         # Counted on a steady clock from here on: the other one may jump.
         self._began_s = time.monotonic()
         self._ends_s = self._began_s + (job.deadline_ns - job.arrived_ns) / 1e9
@@ -148,6 +157,7 @@ class JobRun:
         """Takes tokens in any order."""
         for run in runs:
             if run.choice < len(self.choices):
+                self.pace.done(len(run.token_ids))
                 self._pass_on(self.choices[run.choice].add(run))
 
     def end_choice(self, end: ChoiceEnded) -> None:
@@ -256,14 +266,24 @@ class ChoiceGroup:
         return self.run.job.model.name
 
     @property
-    def tokens(self) -> int:
-        """What it weighs in the queue."""
-        return self.demand.prompt_tokens
+    def tenant(self) -> str:
+        """Whose turn it takes in the queue."""
+        return self.run.job.tenant
 
     @property
-    def order(self) -> tuple[bool, int]:
-        """Work that was begun before goes first, then the higher priority."""
-        return self.attempts == 0, -self.run.job.priority
+    def call(self) -> str:
+        """The call that it belongs to."""
+        return self.run.job.id
+
+    @property
+    def priority(self) -> int:
+        """As the client set it."""
+        return self.run.job.priority
+
+    @property
+    def is_resumed(self) -> bool:
+        """It was begun before."""
+        return self.attempts > 0
 
     @property
     def complete(self) -> bool:
@@ -329,4 +349,5 @@ class ChoiceGroup:
             max_tokens=job.stopping.max_tokens - done,
             choices=len(self.choices),
             prompt_logprobs=job.prompt_logprobs,
+            holder=job.holder,
         )

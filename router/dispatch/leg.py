@@ -57,9 +57,10 @@ class Leg:
         )
 
     def submit(self) -> None:
-        """Hands the worker its part, and reservations it."""
+        """Hands the worker its part, and reserves what it takes."""
         self.open = True
-        self.worker.estimate.reserve(self._attempt_id, self._reservation())
+        holder = self._group.demand.holder
+        self.worker.estimate.reserve(self._attempt_id, self._reservation(), holder)
         self.worker.send(worker_pb2.WorkRequest(submit=self._message()))
 
     def mark_local(self, reason: LocalReason) -> None:

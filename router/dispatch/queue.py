@@ -1,28 +1,35 @@
-"""The admission queue: jobs that wait for a worker with room.
+"""The admission queue: jobs that wait for a worker with room, each taken in its turn.
 
-Life of an entry: pushed (or refused at once) -> at the head -> taken, removed by its owner, or
-timed out. Each model has a queue of its own, so that a busy model holds up nobody else's requests;
-within a queue resumed work goes first, then higher priority, then the earlier arrival.
+Life of an entry: pushed (or refused at once) -> taken, or removed by its owner. Each model has a
+queue of its own, so that a busy model holds up nobody else's requests. In the queue of a model,
+
+1. work that was begun before goes first;
+2. then the tenant that was given least goes first, counted in tokens (`_Tenants`);
+3. in a tenant's line, calls take turns (`_Line`). A call has one place in the line, for its first
+   job. As that one is taken, the call goes to the end of the line with the next one. So a call of
+   256 prompts holds up another call by one prompt.
+
+Places in a line are in the order of arrival. One level of priority is worth `AGEING` places, so
+that nobody waits for ever: the same rule as the workers' (`engine.schedule.policies`).
 """
 
 from __future__ import annotations
 
 import bisect
-import math
-from collections.abc import Iterator
-from typing import Final, Generic, NamedTuple, Protocol, TypeVar
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from router import errors
+from router.dispatch.pace import Pace
+
+if TYPE_CHECKING:
+    from router.jobs import Demand
 
 MIN_RETRY_AFTER_S: Final = 0.5
 MAX_RETRY_AFTER_S: Final = 60.0
-DRAIN_WINDOW_S: Final = 10.0
-"""Memory of the drain rate: long enough to span bursts, short enough to see a lost worker."""
-FORETOLD: Final = 20
-"""A few tokens that waited for a moment, behind something else, say little about a crowd of long
-prompts, which was refused for them."""
-AT_ONCE_S: Final = 1e-3
-"""An entry that leaves this soon never waited."""
+AGEING: Final = 64
+"""Places in a line that one level of priority is worth."""
 
 
 class Waiting(Protocol):
@@ -34,127 +41,280 @@ class Waiting(Protocol):
         ...
 
     @property
-    def tokens(self) -> int:
-        """Prompt tokens."""
+    def tenant(self) -> str:
+        """Whose turn it takes; "" where nobody is asked for a token."""
         ...
 
     @property
-    def order(self) -> tuple[bool, int]:
-        """Smaller goes first: (not resumed, minus priority)."""
+    def call(self) -> str:
+        """The call that it belongs to."""
+        ...
+
+    @property
+    def demand(self) -> Demand:
+        """What it asks of workers."""
+        ...
+
+    @property
+    def priority(self) -> int:
+        """Larger goes first."""
+        ...
+
+    @property
+    def is_resumed(self) -> bool:
+        """It was begun before."""
         ...
 
 
 Entry = TypeVar("Entry", bound=Waiting)
 
 
-class DrainMeter:
-    """Tokens per second that leave the queue while something waits in it.
+class _Job(NamedTuple, Generic[Entry]):
+    entry: Entry
+    work: int
+    """As it was expected when it came, tokens."""
 
-    Neither idle time nor work that never had to wait says how fast a backlog drains, so neither is
-    counted. Tokens and seconds of backlog both decay with `DRAIN_WINDOW_S`.
+
+class _Place(NamedTuple, Generic[Entry]):
+    rank: int
+    """Smaller goes first."""
+    job: _Job[Entry]
+
+
+class _Line(Generic[Entry]):
+    """What waits for one tenant, calls in turns.
+
+    Invariant: of every call that waits, the first job and no other has a place, sorted by rank.
     """
 
     def __init__(self) -> None:
-        self._tokens = 0.0
-        self._busy_s = 0.0
-        self._seen_tokens = 0
-        """All that left; does not decay."""
+        self._places: list[_Place[Entry]] = []
+        self._behind: dict[str, deque[_Job[Entry]]] = {}
+        """By call: the jobs behind its first."""
+        self._tickets = 0
+        self.work = 0
+        """Of all that waits here, tokens."""
+        self._first_work = 0
+        """Of the jobs that have a place, tokens."""
 
-    def backlog(self, duration_s: float) -> None:
-        """Something waited during the last `duration_s`."""
-        kept = math.exp(-duration_s / DRAIN_WINDOW_S)
-        self._tokens *= kept
-        self._busy_s = self._busy_s * kept + DRAIN_WINDOW_S * (1 - kept)
+    def __bool__(self) -> bool:
+        return bool(self._places)
 
-    def left(self, tokens: int) -> None:
-        """These tokens had waited and left."""
-        self._tokens += tokens
-        self._seen_tokens += tokens
+    def first(self, test: Callable[[Entry], bool]) -> Entry | None:
+        """The first that has a place and passes a test."""
+        entries = (place.job.entry for place in self._places)
+        return next((entry for entry in entries if test(entry)), None)
 
-    def tokens_per_s(self, next_tokens: int) -> float:
-        """The rate; 0 while unknown, as for a prompt that is `FORETOLD` times as long as all that
-        left so far, or more."""
-        if not self._busy_s or FORETOLD * self._seen_tokens <= next_tokens:
-            return 0.0
-        return self._tokens / self._busy_s
+    def add(self, entry: Entry, work: int) -> None:
+        """Adds an entry: at the end, or behind others of its call."""
+        self.work += work
+        if (behind := self._behind.get(entry.call)) is not None:
+            behind.append(_Job(entry, work))
+        else:
+            self._behind[entry.call] = deque()
+            self._give_place(_Job(entry, work))
+
+    def remove(self, entry: Entry, work: int) -> None:
+        """Removes an entry that is there; its call goes to the end of the line."""
+        self.work -= work
+        behind = self._behind[entry.call]
+        if (job := _Job(entry, work)) in behind:
+            behind.remove(job)
+            return
+        self._first_work -= work
+        self._places = [place for place in self._places if place.job.entry is not entry]
+        if behind:
+            self._give_place(behind.popleft())
+        else:
+            del self._behind[entry.call]
+
+    def ahead(self, entry: Entry) -> int:
+        """Work that goes before an entry that comes now."""
+        if entry.call in self._behind:
+            return self.work
+        if entry.priority <= 0:
+            return self._first_work
+        rank = self._tickets + 1 - AGEING * entry.priority
+        return sum(place.job.work for place in self._places if place.rank < rank)
+
+    def _give_place(self, job: _Job[Entry]) -> None:
+        self._tickets += 1
+        self._first_work += job.work
+        place = _Place(self._tickets - AGEING * job.entry.priority, job)
+        bisect.insort(self._places, place, key=lambda one: one.rank)
 
 
-class _Place(NamedTuple):
-    order: tuple[bool, int]
-    ticket: int
+class _Tenants(Generic[Entry]):
+    """Lines of the tenants of one model. The tenant that was given least work goes first.
+
+    This is the virtual token counter of "Fairness in Serving Large Language Models" (Sheng et al.,
+    OSDI 2024), with the work that is expected of a job in place of what it has cost so far. A
+    tenant that comes back gets nothing for the time it was away: its counter is lifted to that of
+    the tenant served last.
+    """
+
+    def __init__(self) -> None:
+        self.lines: dict[str, _Line[Entry]] = {}
+        """Of tenants with something waiting."""
+        self._given: dict[str, int] = {}
+        """By tenant, tokens. Whoever runs the router names the tenants: they are few."""
+        self._floor = 0
+
+    def order(self) -> list[_Line[Entry]]:
+        """Lines by whose turn it is."""
+        return [self.lines[name] for name in sorted(self.lines, key=self._given.__getitem__)]
+
+    def add(self, entry: Entry, work: int) -> None:
+        """Adds an entry to its tenant's line."""
+        if entry.tenant not in self.lines:
+            self.lines[entry.tenant] = _Line()
+            self._given[entry.tenant] = max(self._given.get(entry.tenant, 0), self._floor)
+        self.lines[entry.tenant].add(entry, work)
+
+    def remove(self, entry: Entry, work: int) -> None:
+        """Removes an entry that is there."""
+        line = self.lines[entry.tenant]
+        line.remove(entry, work)
+        if not line:
+            del self.lines[entry.tenant]
+
+    def taken(self, entry: Entry, work: int) -> None:
+        """Counts what a tenant is given."""
+        self._floor = self._given[entry.tenant]
+        self._given[entry.tenant] += work
+
+    def ahead(self, entry: Entry, work: int) -> int:
+        """Work that goes before an entry that comes now: what does in its own tenant's line, and
+        of each other tenant as much as the own one is given until then."""
+        line = self.lines.get(entry.tenant)
+        own = line.ahead(entry) if line else 0
+        others = [line.work for name, line in self.lines.items() if name != entry.tenant]
+        return own + sum(min(other, own + work) for other in others)
+
+
+class _Entered(NamedTuple):
     pushed_s: float
+    work: int
+    """As it was expected when it came, tokens."""
 
 
-class _ModelQueue(Generic[Entry]):
+class ModelQueue(Generic[Entry]):
     """What waits for one model, and how fast that goes.
 
-    Invariant: `tokens` is the sum over the entries, which are sorted by place.
+    Invariant: `tokens` and `_work` are sums over the entries.
     """
 
     def __init__(self) -> None:
-        self.waiting: list[tuple[_Place, Entry]] = []
+        self.pace = Pace()
         self.tokens = 0
-        self._drain = DrainMeter()
+        """Of the prompts that wait."""
+        self._entered: dict[Entry, _Entered] = {}
+        self._resumed: deque[Entry] = deque()
+        self._tenants: _Tenants[Entry] = _Tenants()
+        self._work = 0
         self._seen_s = 0.0
 
-    def add(self, place: _Place, entry: Entry) -> None:
-        self._advance(place.pushed_s)
-        bisect.insort(self.waiting, (place, entry), key=lambda item: item[0])
-        self.tokens += entry.tokens
+    def __len__(self) -> int:
+        return len(self._entered)
 
-    def remove(self, entry: Entry, now_s: float) -> _Place | None:
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(list(self._entered))
+
+    def first(self, test: Callable[[Entry], bool] = lambda _: True) -> Entry | None:
+        """Whose turn it is, of those that pass a test."""
+        resumed = next((entry for entry in self._resumed if test(entry)), None)
+        if resumed is not None:
+            return resumed
+        firsts = (line.first(test) for line in self._tenants.order())
+        return next((entry for entry in firsts if entry is not None), None)
+
+    def add(self, entry: Entry, now_s: float) -> None:
+        """Adds an entry behind its equals."""
         self._advance(now_s)
-        for index, (place, waiting) in enumerate(self.waiting):
-            if waiting is entry:
-                del self.waiting[index]
-                self.tokens -= entry.tokens
-                return place
-        return None
+        work = self.pace.work(entry.demand)
+        self._entered[entry] = _Entered(now_s, work)
+        self._work += work
+        self.tokens += entry.demand.prompt_tokens
+        self.pace.is_backlogged = True
+        if entry.is_resumed:
+            self._resumed.append(entry)
+        else:
+            self._tenants.add(entry, work)
 
-    def drained(self, tokens: int) -> None:
-        self._drain.left(tokens)
+    def take(self, entry: Entry, now_s: float) -> float:
+        """Removes an entry that is dispatched now; returns how long it waited, seconds."""
+        if not entry.is_resumed:
+            self._tenants.taken(entry, self._entered[entry].work)
+        return now_s - self.remove(entry, now_s)
+
+    def remove(self, entry: Entry, now_s: float) -> float:
+        """Removes an entry, if it is there; returns when it was pushed."""
+        self._advance(now_s)
+        entered = self._entered.pop(entry, None)
+        if entered is None:
+            return now_s
+        self._work -= entered.work
+        self.tokens -= entry.demand.prompt_tokens
+        self.pace.is_backlogged = bool(self._entered)
+        if entry in self._resumed:
+            self._resumed.remove(entry)
+        else:
+            self._tenants.remove(entry, entered.work)
+        return entered.pushed_s
 
     def wait_s(self, now_s: float) -> float | None:
+        """How long all that waits takes to drain; None while nothing was measured."""
         self._advance(now_s)
-        if not self.tokens:
-            return 0.0
-        rate = self._drain.tokens_per_s(self.waiting[0][1].tokens)
-        return self.tokens / rate if rate else None
+        return self.pace.wait_s(self._work, self._next_work())
+
+    def wait_of_s(self, entry: Entry, now_s: float) -> float | None:
+        """How long an entry that came now would wait; None while nothing was measured."""
+        self._advance(now_s)
+        ahead = self._tenants.ahead(entry, self.pace.work(entry.demand))
+        ahead += sum(self._entered[resumed].work for resumed in self._resumed)
+        return self.pace.wait_s(ahead, self._next_work())
+
+    def _next_work(self) -> int:
+        head = self.first()
+        return self._entered[head].work if head is not None else 0
 
     def _advance(self, now_s: float) -> None:
-        if self.waiting:
-            self._drain.backlog(now_s - self._seen_s)
+        if self._entered:
+            self.pace.backlog(now_s - self._seen_s)
         self._seen_s = now_s
 
 
 class AdmissionQueue(Generic[Entry]):
     """A queue for each model, bounded by entries and by prompt tokens: a model that is swamped
-    refuses its own requests only. An empty queue is kept for the drain rate that it has measured.
+    refuses its own requests only. An empty queue is kept for the pace that it has measured.
     """
 
     def __init__(self, max_entries: int, max_tokens: int) -> None:
         self._max_entries = max_entries
         self._max_tokens = max_tokens
-        self._queues: dict[str, _ModelQueue[Entry]] = {}
-        self._tickets = 0
+        self._queues: dict[str, ModelQueue[Entry]] = {}
 
     def __len__(self) -> int:
-        return sum(len(queue.waiting) for queue in self._queues.values())
+        return sum(len(queue) for queue in self._queues.values())
 
     def __iter__(self) -> Iterator[Entry]:
-        return iter([entry for queue in self._queues.values() for _, entry in queue.waiting])
+        return iter([entry for queue in self._queues.values() for entry in queue])
 
     @property
     def tokens(self) -> int:
         """Prompt tokens waiting in all queues."""
         return sum(queue.tokens for queue in self._queues.values())
 
-    def ahead(self, model: str) -> tuple[int, int]:
-        """Entries and prompt tokens that wait in a queue."""
-        return len(self._queue_of(model).waiting), self._queue_of(model).tokens
+    def of(self, model: str) -> ModelQueue[Entry]:
+        """The queue of a model."""
+        return self._queues.setdefault(model, ModelQueue())
+
+    def queues(self) -> list[ModelQueue[Entry]]:
+        """The queues in which something waits."""
+        return [queue for queue in self._queues.values() if len(queue)]
 
     def push(self, entry: Entry, now_s: float, *, bounded: bool = True) -> None:
-        """Adds an entry behind its equals. An empty queue has room for an entry of any size.
+        """Adds an entry. An empty queue has room for an entry of any size.
 
         Args:
             entry: what waits.
@@ -164,45 +324,21 @@ class AdmissionQueue(Generic[Entry]):
         Raises:
             RouterError: QUEUE_FULL.
         """
-        queue = self._queue_of(entry.model)
-        depth = len(queue.waiting)
-        full = depth >= self._max_entries or queue.tokens + entry.tokens > self._max_tokens
-        if bounded and full and depth > 0:
-            raise errors.queue_full(depth, self.retry_after_s(entry.model, now_s))
-        self._tickets += 1
-        queue.add(_Place(entry.order, self._tickets, now_s), entry)
-
-    def heads(self) -> list[Entry]:
-        """The next entry of each queue."""
-        return [queue.waiting[0][1] for queue in self._queues.values() if queue.waiting]
-
-    def take(self, entry: Entry, now_s: float) -> float:
-        """Removes an entry that is dispatched now; returns how long it waited, seconds."""
-        place = self.remove(entry, now_s)
-        waited_s = now_s - place.pushed_s if place is not None else 0.0
-        if waited_s > AT_ONCE_S:
-            self._queue_of(entry.model).drained(entry.tokens)
-        return waited_s
-
-    def remove(self, entry: Entry, now_s: float) -> _Place | None:
-        """Removes an entry, if it is there; returns the place it had."""
-        return self._queue_of(entry.model).remove(entry, now_s)
-
-    def wait_s(self, model: str, now_s: float) -> float | None:
-        """How long what waits for a model takes to drain; None while nothing was measured."""
-        return self._queue_of(model).wait_s(now_s)
+        queue = self.of(entry.model)
+        tokens = queue.tokens + entry.demand.prompt_tokens
+        full = len(queue) >= self._max_entries or tokens > self._max_tokens
+        if bounded and full and len(queue):
+            raise errors.queue_full(len(queue), self.retry_after_s(entry.model, now_s))
+        queue.add(entry, now_s)
 
     def waits_s(self, now_s: float) -> dict[str, float]:
-        """`wait_s` of every queue where it is known."""
+        """By model: how long what waits takes to drain, where that is known."""
         waits = {name: queue.wait_s(now_s) for name, queue in self._queues.items()}
         return {name: wait_s for name, wait_s in waits.items() if wait_s is not None}
 
     def retry_after_s(self, model: str, now_s: float) -> float:
-        """When a refused client may find room, by the measured drain rate."""
-        wait_s = self.wait_s(model, now_s)
+        """When a refused client may find room, by the measured pace."""
+        wait_s = self.of(model).wait_s(now_s)
         if wait_s is None:
             return MAX_RETRY_AFTER_S
         return min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, wait_s))
-
-    def _queue_of(self, name: str) -> _ModelQueue[Entry]:
-        return self._queues.setdefault(name, _ModelQueue())

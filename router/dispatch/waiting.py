@@ -1,9 +1,17 @@
-"""Shares that wait for room at a worker: the dispatcher's queue, and how long each may stay in it.
+"""Groups that wait for room at a worker: the dispatcher's queue, and how long each may stay in it.
 
 Life of a wait: `begin` -> in the queue, for `queue_timeout_s` at most -> `end`, because a worker
-has room or the job is over. Where nobody is left who could run the group, a job that has not begun
-fails at once; one that has begun has a reader, who is worth a wait of `resume_grace_s` for a worker
-to come. When one has come, the group gets another ordinary wait to find room.
+has room or the job is over.
+
+It may happen that no worker is left that could run a group. A job that has not begun fails at once.
+One that has begun has a reader. It waits for a worker for `resume_grace_s`, if one is expected: a
+worker of the model was lost without a word not longer ago than that, or loads now. If none is
+expected it fails at once, too. When a worker has come, the group gets another ordinary wait to find
+room.
+
+Deadlines: while anything waits, a job is refused that is not likely to be done in time
+(`router.dispatch.pace`). The same is asked again when its turn comes. So workers spend no time on
+answers that come too late.
 """
 
 from __future__ import annotations
@@ -34,6 +42,7 @@ class WaitingGroups:
         self,
         settings: RouterSettings,
         refusal: Callable[[ChoiceGroup], errors.RouterError | None],
+        is_expected: Callable[[str], bool],
         fail: Callable[[JobRun, errors.RouterError], None],
     ) -> None:
         """An empty queue.
@@ -41,6 +50,7 @@ class WaitingGroups:
         Args:
             settings: bounds of the queue and of the waits.
             refusal: why nobody could run a group even with room; None where somebody could.
+            is_expected: whether a worker is likely to come for a model of that name.
             fail: ends a job, whose groups then wait no more.
         """
         self.queue: AdmissionQueue[ChoiceGroup] = AdmissionQueue(
@@ -48,17 +58,33 @@ class WaitingGroups:
         )
         self._settings = settings
         self._refusal = refusal
+        self._is_expected = is_expected
         self._fail = fail
 
     def check_deadline(self, group: ChoiceGroup) -> None:
-        """Refuses a group whose deadline is over before what waits ahead of it has drained.
+        """Refuses a group that is not likely to be done by its deadline. Where nothing waits none
+        is: it takes nobody's place.
 
         Raises:
             RouterError: DEADLINE_UNREACHABLE.
         """
-        left_s, wait_s = group.run.left_s, self.queue.wait_s(group.model, now_s())
-        if wait_s is not None and wait_s > left_s:
-            raise errors.deadline_unreachable(wait_s, left_s, self._retry_after_s(group))
+        queue = self.queue.of(group.model)
+        wait_s = queue.wait_of_s(group, now_s()) if len(queue) else None
+        if wait_s is None:
+            return
+        needed_s = queue.pace.needed_s(group.demand, wait_s)
+        if needed_s > group.run.left_s:
+            raise self._unreachable(group, needed_s)
+
+    def give_up(self, group: ChoiceGroup) -> bool:
+        """Whether it is too late for a group whose turn it is, while others wait behind it. Its job
+        has failed then."""
+        queue = self.queue.of(group.model)
+        needed_s = queue.pace.service_s(group.demand)
+        if group.attempts or len(queue) == 1 or needed_s <= group.run.left_s:
+            return False
+        self._fail(group.run, self._unreachable(group, needed_s))
+        return True
 
     def begin(self, group: ChoiceGroup, *, bounded: bool) -> None:
         """Queues a group. The queue is `bounded` for one that was just found fit to be run; the job
@@ -67,8 +93,8 @@ class WaitingGroups:
         Raises:
             RouterError: QUEUE_FULL.
         """
-        depth, tokens = self.queue.ahead(group.model)
-        ahead = {Attr.QUEUE_DEPTH: depth, Attr.QUEUE_TOKENS: tokens}
+        queue = self.queue.of(group.model)
+        ahead = {Attr.QUEUE_DEPTH: len(queue), Attr.QUEUE_TOKENS: queue.tokens}
         self.queue.push(group, now_s(), bounded=bounded)
         group.queue_span = start_span(SpanName.QUEUE, group.run.job.context, ahead)
         group.set_timer(self._settings.queue_timeout_s, self._timed_out)
@@ -82,7 +108,7 @@ class WaitingGroups:
 
     def take(self, group: ChoiceGroup) -> float:
         """Ends the wait of a group that is dispatched now; returns how long it was, seconds."""
-        waited_s = self.queue.take(group, now_s())
+        waited_s = self.queue.of(group.model).take(group, now_s())
         self.end(group)
         return waited_s
 
@@ -91,7 +117,7 @@ class WaitingGroups:
         group.in_grace = False
         group.clear_timer()
         if group.queue_span is not None:
-            self.queue.remove(group, now_s())
+            self.queue.of(group.model).remove(group, now_s())
             end_span(group.queue_span, error=fault)
             group.queue_span = None
 
@@ -100,8 +126,11 @@ class WaitingGroups:
         error = self._refusal(group)
         if error is None:
             return
-        if not group.run.started:
-            self._fail(group.run, error)
+        run = group.run
+        if not run.started:
+            self._fail(run, error)
+        elif not self._is_expected(group.model):
+            self._fail(run, errors.worker_lost_mid_stream(run.tokens_sent))
         elif not group.in_grace:
             group.in_grace = True
             group.set_timer(self._settings.resume_grace_s, self._grace_over)
@@ -119,6 +148,10 @@ class WaitingGroups:
             self._fail(run, errors.worker_lost_mid_stream(run.tokens_sent))
         else:
             self._fail(run, errors.queue_timeout(timeout_s, self._retry_after_s(group)))
+
+    def _unreachable(self, group: ChoiceGroup, needed_s: float) -> errors.RouterError:
+        left_s = max(0.0, group.run.left_s)
+        return errors.deadline_unreachable(needed_s, left_s, self._retry_after_s(group))
 
     def _retry_after_s(self, group: ChoiceGroup) -> float:
         return self.queue.retry_after_s(group.model, now_s())

@@ -1,8 +1,10 @@
-"""Who may call: bearer tokens, and the tenant that each stands for.
+"""Who may call: bearer tokens, the tenant that each stands for, and how much a tenant may have.
 
-The file is TOML, one line a token: `"sk-..." = "tenant"`. It is read at start, and again when it
-has changed: tokens come and go without a restart. A change that cannot be read is logged, and the
-tokens known before stay. Without a file everybody may call, as no tenant.
+The file is TOML, one line a token: `"sk-..." = "tenant"`. Behind the tokens a table
+`[limits.TENANT]` may limit what a tenant has under way at once: `requests`, `tokens`, `sequences`
+(`router.jobs.Quota`). The file is read at start, and again when it has changed: tokens come and go
+without a restart. A change that cannot be read is logged, and the tokens known before stay. Without
+a file everybody may call, as no tenant.
 
 Tokens are kept as digests, and found by digest: how long a look-up takes says nothing about them.
 """
@@ -14,10 +16,12 @@ import logging
 import time
 import tomllib
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from router import errors
+from router.jobs import NO_QUOTA, Quota
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +29,8 @@ AUTHORIZATION: Final = "authorization"
 """Key of gRPC metadata, and name of the HTTP header."""
 CHECK_INTERVAL_S: Final = 1.0
 """A change of the file counts at the latest after this."""
+LIMITS: Final = "limits"
+"""Key of the tables of limits, which no token can have."""
 _SCHEME: Final = "bearer "
 
 
@@ -32,11 +38,21 @@ class TokensFileError(Exception):
     """The file of tokens cannot be used; the message quotes nothing of it."""
 
 
+class Caller(NamedTuple):
+    """Whom a token stands for."""
+
+    tenant: str = ""
+    """"" where nobody is asked for a token."""
+    quota: Quota = NO_QUOTA
+    is_alone: bool = True
+    """There is no other tenant, so that calls are what share the workers."""
+
+
 class Gate(Protocol):
     """Decides who may call."""
 
-    def tenant_of(self, authorization: str | None) -> str:
-        """The caller's tenant, "" for none.
+    def caller_of(self, authorization: str | None) -> Caller:
+        """Who calls.
 
         Raises:
             RouterError: UNAUTHENTICATED.
@@ -44,12 +60,15 @@ class Gate(Protocol):
         ...
 
 
+NOBODY: Final = Caller()
+
+
 class OpenGate:
     """Lets everybody in."""
 
-    def tenant_of(self, authorization: str | None) -> str:
-        """No tenant."""
-        return ""
+    def caller_of(self, authorization: str | None) -> Caller:
+        """Nobody in particular."""
+        return NOBODY
 
 
 class TokenGate:
@@ -59,26 +78,27 @@ class TokenGate:
         """Reads the file.
 
         Raises:
-            TokensFileError: it cannot be read, or does not name one tenant for each token.
+            TokensFileError: it cannot be read, does not name one tenant for each token, or has
+                limits that are none.
         """
         self._path = path
         self._clock = clock
         self._stamp = _stamp(path)
-        self._tenants = _read(path)
+        self._callers = _read(path)
         self._checked_s = clock()
 
-    def tenant_of(self, authorization: str | None) -> str:
-        """The tenant of `Bearer TOKEN`.
+    def caller_of(self, authorization: str | None) -> Caller:
+        """Who shows `Bearer TOKEN`.
 
         Raises:
             RouterError: UNAUTHENTICATED.
         """
         self._refresh()
         scheme, token = (authorization or "")[: len(_SCHEME)], (authorization or "")[len(_SCHEME) :]
-        tenant = self._tenants.get(_digest(token.strip())) if scheme.lower() == _SCHEME else None
-        if tenant is None:
+        caller = self._callers.get(_digest(token.strip())) if scheme.lower() == _SCHEME else None
+        if caller is None:
             raise errors.unauthenticated()
-        return tenant
+        return caller
 
     def _refresh(self) -> None:
         now_s = self._clock()
@@ -89,11 +109,11 @@ class TokenGate:
             return
         self._stamp = stamp
         try:
-            self._tenants = _read(self._path)
+            self._callers = _read(self._path)
         except TokensFileError as error:
             logger.error("tokens stay as they were: %s", error)
         else:
-            logger.info("tokens read again", extra={"tokens": len(self._tenants)})
+            logger.info("tokens read again", extra={"tokens": len(self._callers)})
 
 
 OPEN: Final = OpenGate()
@@ -108,17 +128,36 @@ def gate_of(path: str) -> Gate:
     return TokenGate(Path(path)) if path else OPEN
 
 
-def _read(path: Path) -> dict[bytes, str]:
-    """Tenants by digest of their tokens; what is wrong is said without quoting the file."""
+def _read(path: Path) -> dict[bytes, Caller]:
+    """Callers by digest of their tokens. What is wrong is said without a token in it."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise TokensFileError(f"{path}: {error.strerror}") from None
     except ValueError:  # As are errors of TOML and of UTF-8.
         raise TokensFileError(f"{path} is not TOML") from None
-    if not all(token and isinstance(name, str) and name for token, name in content.items()):
+    limits = content.pop(LIMITS, {})
+    tenants: dict[str, str] = content
+    if not all(token and isinstance(name, str) and name for token, name in tenants.items()):
         raise TokensFileError(f'{path}: every line must be "token" = "tenant"')
-    return {_digest(token): tenant for token, tenant in content.items()}
+    quotas = _quotas(path, limits, set(tenants.values()))
+    is_alone = len(set(tenants.values())) < 2
+    return {
+        _digest(token): Caller(name, quotas.get(name, NO_QUOTA), is_alone)
+        for token, name in tenants.items()
+    }
+
+
+def _quotas(path: Path, limits: object, tenants: set[str]) -> dict[str, Quota]:
+    names = {one.name for one in fields(Quota)}
+    if not isinstance(limits, dict) or not limits.keys() <= tenants:
+        raise TokensFileError(f"{path}: a table [{LIMITS}.TENANT] must name a tenant of the file")
+    for name, table in limits.items():
+        is_table = isinstance(table, dict) and table.keys() <= names
+        if not is_table or not all(type(most) is int and most > 0 for most in table.values()):
+            known = ", ".join(sorted(names))
+            raise TokensFileError(f"{path}: [{LIMITS}.{name}] takes whole numbers above 0: {known}")
+    return {name: Quota(**table) for name, table in limits.items()}
 
 
 def _stamp(path: Path) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ from router import errors
 from router.doors.access import AccessRecord
 from router.doors.auth import AUTHORIZATION, OPEN, Gate
 from router.events import NO_EVENTS, RouterEvents
+from router.jobs import NO_QUOTA, Quota
 from router.requests.deadlines import UnreadError, read_by
 from telemetry.tracing import trace_id_of
 
@@ -61,6 +62,10 @@ class Call:
     """Holds the span of the call."""
     tenant: str = ""
     """Whom the caller's token stands for; "" where nobody is asked for one."""
+    quota: Quota = NO_QUOTA
+    """The tenant's."""
+    holder: str = ""
+    """Who holds the slots that the call takes; see `router.jobs.Job`."""
     record: AccessRecord = field(default_factory=AccessRecord)
     whole: bool = False
     """The caller wants the answer whole: its tokens need not be read one by one."""
@@ -76,8 +81,10 @@ class Call:
         Raises:
             RouterError: UNAUTHENTICATED.
         """
-        self.record.tenant = gate.tenant_of(authorization)
-        return replace(self, tenant=self.record.tenant)
+        caller = gate.caller_of(authorization)
+        self.record.tenant = caller.tenant
+        holder = self.id if caller.is_alone else caller.tenant
+        return replace(self, tenant=caller.tenant, quota=caller.quota, holder=holder)
 
     def left(self) -> errors.RouterError:
         """Why the caller is gone: gRPC tells a deadline and a cancellation in the same way."""
@@ -148,7 +155,7 @@ class Edge:
         """Answers in place of the method where the caller may not call it; None where it may. Of a
         caller without a token nothing is read but its headers."""
         try:
-            self._gate.tenant_of(_authorization(details.invocation_metadata))
+            self._gate.caller_of(_authorization(details.invocation_metadata))
         except errors.RouterError as error:
             return self._refusing(details.method.lstrip("/"), error)
         return None

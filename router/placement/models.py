@@ -41,6 +41,8 @@ class Models:
         self._local = local
         self._left_s: dict[str, float] = {}
         """When the last worker of a name left."""
+        self._lost_s: dict[str, float] = {}
+        """When a worker of a name was last lost without a word: something may start it again."""
         self._served: dict[str, ServedModel] = {}
         """What `_of` said of names, until a worker joins or leaves: every request asks."""
         self._loading: dict[str, tuple[str, float]] = {}
@@ -100,12 +102,21 @@ class Models:
             fields = {"model": model.name, "revisions": sorted(revisions)}
             logger.warning("workers of one model name hold different weights", extra=fields)
 
-    def left(self, worker: WorkerLink, now_s: float) -> None:
-        """A worker was lost."""
+    def left(self, worker: WorkerLink, now_s: float, *, in_order: bool) -> None:
+        """A worker is gone; `in_order`, if it had said that it would."""
         name = worker.identity.model.name
         self._served.clear()
+        if not in_order:
+            self._lost_s[name] = now_s
         if not self._named(name):
             self._left_s[name] = now_s
+
+    def is_expected_back(self, name: str, now_s: float, within_s: float) -> bool:
+        """Whether a worker of a name is likely to come: one was lost without a word not longer ago
+        than `within_s`, or loads now. Workers that left in order are not started again."""
+        lost_s = self._lost_s.get(name)
+        is_lost = lost_s is not None and now_s - lost_s <= within_s
+        return is_lost or self.is_loading(name, now_s)
 
     def _is_expected(self, name: str, now_s: float) -> bool:
         left_s = self._left_s.get(name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from baton.worker.v1 import worker_pb2
 from router.placement.placing import (
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from router.placement.policies import Policy
     from router.settings import LocalPrefill
     from router.workers.link import WorkerLink
+
+KEPT_FREE: Final = 16
+"""One slot in so many is given to those alone who hold none at the worker."""
 
 Test = Callable[["WorkerLink", "Demand"], bool]
 Pairs = Mapping["WorkerLink", Sequence["WorkerLink | None"]]
@@ -309,9 +312,16 @@ def _has_credit(worker: WorkerLink, demand: Demand) -> bool:
 
 
 def _has_room(worker: WorkerLink, demand: Demand) -> bool:
-    """Slots and pages, in a pool that can hold the whole of it."""
+    """Slots and pages, in a pool that can hold the whole of it.
+
+    The last slots are for those who hold none here, so that nobody waits for a slot until
+    somebody else's long answer is over.
+    """
     capacity, need = worker.capacity(), decode_reservation(demand)
-    if capacity.free_sequences < min(need.sequences, max(1, capacity.max_sequences)):
+    free = capacity.free_sequences
+    if demand.holder and worker.estimate.held(demand.holder):
+        free -= capacity.max_sequences // KEPT_FREE
+    if free < min(need.sequences, max(1, capacity.max_sequences)):
         return False
     whole_tokens = demand.whole_tokens
     return need.pages <= capacity.free_pages and whole_tokens <= _pool_tokens(demand, worker)

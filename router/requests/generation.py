@@ -216,6 +216,8 @@ class Generations:
             priority=generation.priority,
             prompt_logprobs=generation.output.prompt_logprobs,
             tenant=call.tenant,
+            holder=call.holder,
+            quota=call.quota,
             cache_salt=call.tenant.encode(),
             workers=call.record.workers,
         )

@@ -14,6 +14,7 @@ else. Without open attempts and after a report, the estimate is that report.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ class Reservation(NamedTuple):
 @dataclass(slots=True)
 class _Entry:
     reservation: Reservation
+    holder: str
     known: bool = False
     """The last report contains it."""
 
@@ -63,6 +65,8 @@ class LoadEstimate:
     def __init__(self) -> None:
         self._load = worker_pb2.Load()
         self._entries: dict[bytes, _Entry] = {}
+        self._held: Counter[str] = Counter()
+        """Sequences of the entries, by holder."""
         self._returned = Reservation()
         """Released since the last report, which contains it."""
         self._capacity: Capacity | None = None
@@ -86,10 +90,15 @@ class LoadEstimate:
             if (entry := self._entries.get(attempt_id)) is not None:
                 entry.known = True
 
-    def reserve(self, attempt_id: bytes, reservation: Reservation) -> None:
-        """Counts an attempt that is submitted now."""
-        self._entries[attempt_id] = _Entry(reservation)
+    def reserve(self, attempt_id: bytes, reservation: Reservation, holder: str = "") -> None:
+        """Counts an attempt that is submitted now, for whoever holds its slots."""
+        self._entries[attempt_id] = _Entry(reservation, holder)
+        self._held[holder] += reservation.sequences
         self._capacity = None
+
+    def held(self, holder: str) -> int:
+        """Slots that a holder has here, of this router's attempts."""
+        return self._held[holder]
 
     def prefilled(self, attempt_id: bytes) -> None:
         """The attempt's prompt is computed: its credit is free again."""
@@ -100,6 +109,9 @@ class LoadEstimate:
     def release(self, attempt_id: bytes) -> None:
         """The attempt is over here. Releasing twice does nothing."""
         if (entry := self._entries.pop(attempt_id, None)) is not None:
+            self._held[entry.holder] -= entry.reservation.sequences
+            if not self._held[entry.holder]:
+                del self._held[entry.holder]
             self._give_back(entry, entry.reservation)
 
     def capacity(self) -> Capacity:

@@ -49,17 +49,17 @@ def tokens(tmp_path: Path) -> Path:
 )
 def test_nobody_else_is_let_in(tokens: Path, shown: str | None) -> None:
     with pytest.raises(RouterError) as caught:
-        TokenGate(tokens).tenant_of(shown)
+        TokenGate(tokens).caller_of(shown)
     assert caught.value.code is grpc.StatusCode.UNAUTHENTICATED
     assert "sk-" not in str(caught.value)
 
 
 def test_a_token_names_its_tenant(tokens: Path) -> None:
     gate = gate_of(str(tokens))
-    assert gate.tenant_of(f"Bearer {GOOD}") == "acme"
-    assert gate.tenant_of(f"bearer  {OTHER} ") == "größe"
+    assert gate.caller_of(f"Bearer {GOOD}").tenant == "acme"
+    assert gate.caller_of(f"bearer  {OTHER} ").tenant == "größe"
     assert gate_of("") is OPEN
-    assert OPEN.tenant_of(None) == ""
+    assert OPEN.caller_of(None).tenant == ""
 
 
 def test_a_changed_file_counts_and_a_broken_one_does_not(
@@ -69,19 +69,19 @@ def test_a_changed_file_counts_and_a_broken_one_does_not(
     gate = TokenGate(tokens, lambda: now_s)
     tokens.write_text(f'"{BAD}" = "acme"\n')
     os.utime(tokens, ns=(1, 1))
-    assert gate.tenant_of(f"Bearer {GOOD}") == "acme", "looked at once a second"
+    assert gate.caller_of(f"Bearer {GOOD}").tenant == "acme", "looked at once a second"
     now_s = 1.5
-    assert gate.tenant_of(f"Bearer {BAD}") == "acme"
+    assert gate.caller_of(f"Bearer {BAD}").tenant == "acme"
     with pytest.raises(RouterError):
-        gate.tenant_of(f"Bearer {GOOD}")
+        gate.caller_of(f"Bearer {GOOD}")
     for broken in (f'"{GOOD}" = 3', f"{GOOD} == [", '"" = "acme"', f'"{GOOD}" = ""'):
         now_s += 2
         tokens.write_text(broken)
         os.utime(tokens, ns=(int(now_s), int(now_s)))
-        assert gate.tenant_of(f"Bearer {BAD}") == "acme"
+        assert gate.caller_of(f"Bearer {BAD}").tenant == "acme"
     tokens.unlink()
     now_s += 2
-    assert gate.tenant_of(f"Bearer {BAD}") == "acme"
+    assert gate.caller_of(f"Bearer {BAD}").tenant == "acme"
     assert sum(record.levelno == logging.ERROR for record in caplog.records) == 5
     assert "sk-" not in caplog.text
 
@@ -96,7 +96,7 @@ def test_a_file_that_was_read_half_written_is_read_again(tokens: Path) -> None:
     tokens.write_text(whole)
     os.utime(tokens, ns=(7, 7))
     now_s += 2
-    assert gate.tenant_of(f"Bearer {OTHER}") == "beta"
+    assert gate.caller_of(f"Bearer {OTHER}").tenant == "beta"
 
 
 def test_a_router_does_not_start_on_a_file_that_it_cannot_read(

@@ -342,10 +342,13 @@ async def test_deadline_that_the_backlog_leaves_no_time_for(cluster: Cluster) ->
     waiting = [cluster.read(job(prompt_tokens=50)) for _ in range(3)]
     await until(lambda: cluster.dispatcher.queued_jobs == 3)
     await asyncio.sleep(0.2)
-    prefill.report(prefill_credit_tokens=1)  # one leaves after 0.2 s: 250 tokens/s
+    prefill.report(prefill_credit_tokens=1)  # one leaves after 0.2 s: 250 tokens a second
     prefill.load.prefill_credit_tokens = 0  # the next report says so, and no other leaves
-    await prefill.heard("submit")
-    await until(lambda: link.capacity().prefill_credit_tokens <= 0)
+    attempt = (await prefill.heard("submit")).attempt_id
+    prefill.report()
+    await until(lambda: not link.estimate.load.prefill_credit_tokens)
+    prefill.first_token(attempt, 10)
+    await until(cluster.dispatcher.queue_drain_s)
     left = cluster.dispatcher.queued_jobs
     assert left >= 1
     error = await error_of(cluster.read(job(deadline_s=0.01)))

@@ -1,4 +1,4 @@
-"""Who gets the work: estimates, policies and the queue."""
+"""Who gets the work: load estimates and policies."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 
 from baton.worker.v1 import worker_pb2
-from router.dispatch.queue import MAX_RETRY_AFTER_S, AdmissionQueue
-from router.errors import RouterError
 from router.placement.policies import LeastWork, RoundRobin
 from router.workers.load_estimate import Capacity, LoadEstimate, Reservation
 
@@ -169,109 +167,3 @@ def test_round_robin_goes_on_when_workers_come_and_go() -> None:
     assert policy.decode(workers) == 0  # the legs take turns apart
     assert policy.prefill(workers[1:], 10) == 0
     assert policy.prefill(workers, 10) == 2
-
-
-@dataclass(eq=False)
-class Waiting:
-    model: str = "m"
-    tokens: int = 10
-    order: tuple[bool, int] = (True, 0)
-
-
-def drained(queue: AdmissionQueue[Waiting]) -> list[Waiting]:
-    order = []
-    while len(queue):
-        head = queue.heads()[0]
-        queue.take(head, 0.0)
-        order.append(head)
-    return order
-
-
-def test_queue_order() -> None:
-    """Resumed work first, then the higher priority, then the earlier arrival."""
-    queue: AdmissionQueue[Waiting] = AdmissionQueue(10, 1_000)
-    first, second = Waiting(), Waiting()
-    urgent, resumed = Waiting(order=(True, -5)), Waiting(order=(False, 0))
-    for entry in (first, second, urgent, resumed):
-        queue.push(entry, 0.0)
-    assert drained(queue) == [resumed, urgent, first, second]
-    assert queue.tokens == 0
-
-
-def test_lanes_do_not_hold_each_other_up() -> None:
-    queue: AdmissionQueue[Waiting] = AdmissionQueue(10, 1_000)
-    entries = [Waiting("a"), Waiting("b"), Waiting("a")]
-    for entry in entries:
-        queue.push(entry, 0.0)
-    assert queue.heads() == entries[:2]
-
-
-def test_a_swamped_lane_is_full_and_slow_for_its_own_only() -> None:
-    queue: AdmissionQueue[Waiting] = AdmissionQueue(2, 100)
-    swamped = [Waiting("a", tokens=50), Waiting("a", tokens=50)]
-    for entry in swamped:
-        queue.push(entry, 0.0)
-    with pytest.raises(RouterError, match="QUEUE_FULL") as refused:
-        queue.push(Waiting("a"), 0.0)
-    assert refused.value.metadata["queued_requests"] == "2"
-    assert queue.wait_s("b", 0.0) == 0.0
-    queue.push(Waiting("b", tokens=90), 0.0)
-    queue.take(swamped[0], 10.0)
-    assert queue.wait_s("a", 10.0) == pytest.approx(10, rel=0.6)
-    assert queue.wait_s("b", 10.0) is None
-    assert queue.ahead("a") == (1, 50)
-    assert (len(queue), queue.tokens) == (2, 140)
-
-
-def test_queue_is_bounded_by_entries_and_by_tokens() -> None:
-    queue: AdmissionQueue[Waiting] = AdmissionQueue(2, 100)
-    queue.push(Waiting(tokens=90), 0.0)
-    with pytest.raises(RouterError, match="QUEUE_FULL"):
-        queue.push(Waiting(tokens=11), 0.0)
-    queue.push(Waiting(tokens=10), 0.0)
-    with pytest.raises(RouterError, match="QUEUE_FULL"):
-        queue.push(Waiting(tokens=0), 0.0)
-    queue.push(Waiting(), 0.0, bounded=False)
-    assert len(queue) == 3
-
-
-def test_the_empty_queue_takes_the_largest_prompt() -> None:
-    queue: AdmissionQueue[Waiting] = AdmissionQueue(2, 100)
-    queue.push(Waiting(tokens=1_000), 0.0)
-    assert queue.tokens == 1_000
-
-
-def test_retry_after_is_the_backlog_over_the_measured_rate() -> None:
-    queue: AdmissionQueue[Waiting] = AdmissionQueue(1_000, 10_000)
-    waiting = [Waiting(tokens=10) for _ in range(60)]
-    for entry in waiting:
-        queue.push(entry, 0.0)
-    assert queue.retry_after_s("m", 0.0) == MAX_RETRY_AFTER_S  # nothing measured yet
-    for second, entry in enumerate(waiting[:40], start=1):
-        queue.take(entry, float(second))
-    assert queue.wait_s("m", 40.0) == pytest.approx(200 / 10, rel=0.1)
-
-
-def test_a_short_prompt_says_nothing_about_how_fast_long_ones_drain() -> None:
-    """From nine tokens that waited for a moment a crowd was told that it had to wait a minute."""
-    queue: AdmissionQueue[Waiting] = AdmissionQueue(100, 100_000)
-    short, *crowd = [Waiting(tokens=9), *(Waiting(tokens=1000) for _ in range(24))]
-    queue.push(short, 0.0)
-    queue.push(crowd[0], 0.001)
-    queue.take(short, 0.005)
-    for entry in crowd[1:]:
-        queue.push(entry, 0.1)
-    assert queue.wait_s("m", 0.1) is None
-    queue.take(crowd[0], 0.25)
-    assert queue.wait_s("m", 0.25) == pytest.approx(23 * 0.25, rel=0.1)
-
-
-def test_idle_time_and_unhindered_work_say_nothing_about_draining() -> None:
-    """A quiet minute must not make the next backlog look hopeless."""
-    queue: AdmissionQueue[Waiting] = AdmissionQueue(10, 1_000)
-    for second in range(60):
-        entry = Waiting(tokens=1)
-        queue.push(entry, float(second))
-        queue.take(entry, float(second))
-    queue.push(Waiting(), 100.0)
-    assert queue.wait_s("m", 100.0) is None

@@ -227,46 +227,53 @@ async def backlog(server: RouterServer, worker: ScriptedWorker, tokens: int) -> 
 
 
 HELD_S = 0.3
+DONE = 4 + 1
+"""What is done in that time: a prompt, and a token of its output."""
 
 
-async def measure(server: RouterServer, worker: ScriptedWorker) -> float:
-    """Lets a prompt of 4 tokens wait and go; returns when it began to wait."""
+async def measure(server: RouterServer, worker: ScriptedWorker) -> tuple[float, asyncio.Task[Seen]]:
+    """Of two prompts that wait, of 4 and 40 tokens, the first goes and has a token;
+    returns when it began to wait, and the second."""
     await no_credit(server, worker)
     began_s = time.monotonic()
-    waits = await backlog(server, worker, 4)
+    first = await backlog(server, worker, 4)
+    second = await backlog(server, worker, 40)
     await asyncio.sleep(HELD_S)
-    worker.report(prefill_credit_tokens=64)
+    worker.report(prefill_credit_tokens=1)
+    worker.load.prefill_credit_tokens = 0
     attempt = (await worker.heard("submit")).attempt_id
+    worker.report(prefill_credit_tokens=0)
+    await until(lambda: not server.registry.members[0].estimate.load.prefill_credit_tokens)
+    worker.first_token(attempt, 10)
     worker.failed(attempt, worker_pb2.FAILURE_REASON_NUMERICAL)
-    await waits
-    await no_credit(server, worker)
-    return began_s
+    await first
+    return began_s, second
 
 
-def check_wait(told_s: float | None, began_s: float) -> None:
-    """Of 40 tokens, at the pace of the 4: they left in `HELD_S` at least, and by now at most."""
+def check_wait(told_s: float | None, began_s: float, work: int) -> None:
+    """`DONE` took `HELD_S` at least, and by now at most."""
     assert told_s is not None
     passed_s = time.monotonic() - began_s
-    assert 0.95 * 10 * HELD_S <= told_s <= 1.05 * 10 * passed_s + 0.1
+    assert 0.95 * work / DONE * HELD_S <= told_s <= 1.05 * work / DONE * passed_s + 0.1
 
 
 async def test_a_full_queue_says_when_by_its_own_pace(ask: Ask) -> None:
-    async with served(max_queued_requests=1) as (server, worker):
-        began_s = await measure(server, worker)
-        waits = await backlog(server, worker, 40)
+    async with served(max_queued_requests=2) as (server, worker):
+        began_s, waits = await measure(server, worker)
+        last = await backlog(server, worker, 4)
         seen = await ask(server)
-        check(seen, "RESOURCE_EXHAUSTED", "QUEUE_FULL", retry=True, queued_requests="1")
-        check_wait(seen.retry_after_s, began_s)
+        check(seen, "RESOURCE_EXHAUSTED", "QUEUE_FULL", retry=True, queued_requests="2")
+        check_wait(seen.retry_after_s, began_s, work=(40 + 4) + (4 + 4))
         waits.cancel()
+        last.cancel()
 
 
 async def test_a_deadline_that_the_queue_leaves_no_time_for() -> None:
     async with served() as (server, worker):
-        began_s = await measure(server, worker)
-        waits = await backlog(server, worker, 40)
+        began_s, waits = await measure(server, worker)
         seen = await ask_grpc(server, timeout_s=2.5)
         check(seen, "RESOURCE_EXHAUSTED", "DEADLINE_UNREACHABLE", retry=True)
-        check_wait(float(seen.metadata["needed_s"]), began_s)
+        check_wait(float(seen.metadata["needed_s"]) / 2, began_s, work=40 + 4)
         assert 0 < float(seen.metadata["left_s"]) <= 2.5
         waits.cancel()
 

@@ -38,7 +38,7 @@ from router.requests.validation import (
 )
 
 MAX_PROMPTS: Final = 256
-"""Prompts of one request: each is a generation of its own."""
+"""Prompts of one request, times `n`: each is a generation of its own."""
 
 UInt32 = Annotated[int, Field(ge=0, lt=1 << 32)]
 Prompt = str | list[int]
@@ -283,6 +283,9 @@ class CompletionRequest(GenerationRequest):
     def refused(self) -> list[Violation]:
         """Fields that are set and cannot be honoured."""
         found = super().refused()
+        if len(self.prompt) * (self.n or 1) > MAX_PROMPTS:
+            rule = f"prompts times n must be at most {MAX_PROMPTS}"
+            found.append(Violation("n", rule))
         if self.best_of not in (None, self.n or 1):
             found.append(Violation("best_of", "other than n is not supported"))
         return found

@@ -164,7 +164,7 @@ class _Pages:
         return Response(status_code=200 if ready else 503)
 
     def _admit(self, request: Request) -> None:
-        self._gate.tenant_of(request.headers.get(AUTHORIZATION))
+        self._gate.caller_of(request.headers.get(AUTHORIZATION))
 
     def _describe(self, model: ServedModel) -> JSON:
         return {
