@@ -24,7 +24,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo up install install-dev test test-slow chaos lint format protos docs clean
+.PHONY: help demo up install install-dev test test-slow chaos lint format protos docs wheels clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -65,8 +65,12 @@ docs: install-dev ## Write the reference pages again, and build the site into si
 	$(BIN)/python docs/generate.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
+wheels: install-dev ## baton-llm and baton-client, wheels and source archives, into dist/
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m build --outdir dist wheels/client
+
 clean: ## Remove .venv and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build site *.egg-info
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist site *.egg-info wheels/*/*.egg-info
 
 $(RUN_STAMP): EXTRAS := router,worker,gguf
 $(DEV_STAMP): EXTRAS := dev

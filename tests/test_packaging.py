@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -20,9 +21,11 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from cluster import Cluster, make_cluster
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from test_bars import ROOMS
+from tiny_models import write_tiny_model
 
 import baton
 
@@ -155,36 +158,46 @@ def test_the_version_is_said_once() -> None:
 
 
 @pytest.fixture(scope="module")
-def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel and an sdist of what git knows of."""
-    folder = tmp_path_factory.mktemp("dist")
-    source = tmp_path_factory.mktemp("source")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what git knows of; links stay links."""
+    folder = tmp_path_factory.mktemp("source")
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in filter(None, names.split("\0")):
-        if (ROOT / name).is_file():
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            (source / name).write_bytes((ROOT / name).read_bytes())
-    command = [
-        sys.executable,
-        "-m",
-        "build",
-        "--no-isolation",
-        "--outdir",
-        str(folder),
-        str(source),
-    ]
+    for name in filter(os.path.lexists, (ROOT / name for name in names.split("\0") if name)):
+        copy = folder / name.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(name, copy, follow_symlinks=False)
+    return folder
+
+
+def build(source: Path, folder: Path) -> Path:
+    """The folder, with an sdist, and a wheel that was built from it."""
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 
 
+@pytest.fixture(scope="module")
+def distributions(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel and an sdist of the whole."""
+    return build(source, tmp_path_factory.mktemp("dist"))
+
+
+@pytest.fixture(scope="module")
+def client_wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the client alone."""
+    folder = build(source / "wheels" / "client", tmp_path_factory.mktemp("client-dist"))
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
 def install(folder: Path, what: str) -> Path:
-    """A virtual environment with that; its python."""
-    venv.create(folder, with_pip=True)
+    """A virtual environment with that and no pip of its own; its python."""
+    venv.create(folder)
     python = folder / "bin" / "python"
     done = subprocess.run(
-        [python, "-m", "pip", "install", "--quiet", what],
+        [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", what],
         capture_output=True,
         text=True,
         check=False,
@@ -195,7 +208,9 @@ def install(folder: Path, what: str) -> Path:
 
 def packages(python: Path) -> set[str]:
     listed = subprocess.run(
-        [python, "-m", "pip", "list", "--format", "json"], capture_output=True, check=True
+        [sys.executable, "-m", "pip", "--python", python, "list", "--format", "json"],
+        capture_output=True,
+        check=True,
     )
     return {package["name"].lower() for package in json.loads(listed.stdout)}
 
@@ -208,7 +223,8 @@ def away_from_here() -> dict[str, str]:
 @pytest.mark.timeout(300)
 def test_distributions_are_complete(distributions: Path) -> None:
     (wheel,) = distributions.glob("*.whl")
-    held = set(zipfile.ZipFile(wheel).namelist())
+    archive = zipfile.ZipFile(wheel)
+    held = set(archive.namelist())
     stem = f"baton_llm-{baton.__version__}"
     tracked = {
         str(path.relative_to(ROOT))
@@ -217,6 +233,7 @@ def test_distributions_are_complete(distributions: Path) -> None:
         if path.suffix in {".py", ".pyi", ".json", ".typed"} and "__pycache__" not in path.parts
     }
     assert tracked <= held
+    assert all(archive.read(name) == (ROOT / name).read_bytes() for name in tracked)
     protos = f"{stem}.data/data/share/baton/protos/baton/inference/v1"
     assert {f"{protos}/inference.proto", f"{protos}/service_config.json"} <= held
     assert {f"{room}/py.typed" for room in ROOMS} <= held
@@ -269,3 +286,65 @@ def free_port() -> Iterator[int]:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         yield held.getsockname()[1]
+
+
+# The client alone, as a distribution of its own.
+
+CLIENT = tomllib.loads((ROOT / "wheels" / "client" / "pyproject.toml").read_text())["project"]
+
+
+def test_both_distributions_say_the_same_of_what_they_share() -> None:
+    assert set(CLIENT["dependencies"]) < set(PROJECT["dependencies"])
+    for field in ("dynamic", "license", "requires-python"):
+        assert CLIENT[field] == PROJECT[field]
+    assert set(CLIENT["classifiers"]) < set(PROJECT["classifiers"])
+
+
+def test_the_client_alone_has_the_files_that_it_needs_and_no_others(client_wheel: Path) -> None:
+    modules = ("__init__", "addresses", "errors", "grpc_options")
+    wanted = {"baton/py.typed"} | {f"baton/{name}.py" for name in modules}
+    for room in ("client", "inference"):
+        files = (ROOT / "baton" / room).rglob("*.*")
+        wanted |= {str(path.relative_to(ROOT)) for path in files if path.suffix != ".pyc"}
+    with zipfile.ZipFile(client_wheel) as wheel:
+        stem = f"baton_client-{baton.__version__}.dist-info/"
+        held = {name for name in wheel.namelist() if not name.startswith(stem)}
+        assert held == wanted
+        assert all(wheel.read(name) == (ROOT / name).read_bytes() for name in held)
+        assert wheel.read(f"{stem}licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A router, and one worker that does both legs."""
+    folder = tmp_path_factory.mktemp("cluster")
+    cluster = make_cluster(write_tiny_model(folder), folder / "logs", prefill=0, decode=0, both=1)
+    cluster.start_all()
+    yield cluster
+    cluster.stop()
+
+
+@pytest.mark.timeout(300)
+def test_the_client_alone_talks_to_a_router(
+    client_wheel: Path, cluster: Cluster, tmp_path: Path
+) -> None:
+    python = install(tmp_path / "venv", str(client_wheel))
+    needed = {canonicalize_name(Requirement(text).name) for text in CLIENT["dependencies"]}
+    assert packages(python) - {"typing_extensions"} == needed | {"baton-client"}  # gRPC needs it
+    # -P: what lies beside the program is not importable.
+    command = [python, "-P", ROOT / "tests" / "client_alone.py", cluster.plan.router_address]
+    done = subprocess.run(
+        [*command, *ROOMS, "pydantic"],
+        cwd=tmp_path,
+        env=away_from_here(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["whole"] == "".join(said["deltas"]) != ""
+    assert len(said["deltas"]) > 1
+    assert said["refused"] == ["input.sampling.temperature"]
+    assert "pip install 'baton-llm[worker,router]'" in said["no LLM"]
+    assert said["found"] == ["baton"]

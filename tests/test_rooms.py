@@ -51,8 +51,12 @@ FLOORS = (
     ),
 )
 """Rooms from the ground up. A room imports from its own floor and from those below it."""
-UPWARD = {("baton", "baton.local"), ("baton.__main__", "baton.console.cli")}
-"""What a package shows at its top: `baton.LLM`, on demand, and `python -m baton`."""
+UPWARD = {
+    ("baton", "baton.client"),
+    ("baton", "baton.local"),
+    ("baton.__main__", "baton.console.cli"),
+}
+"""What a package shows at its top, on demand: `baton.Client`, `baton.LLM`, `python -m baton`."""
 
 
 @cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import socket
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -38,6 +39,22 @@ def test_nothing_running_is_a_warning_unless_somebody_expects_it() -> None:
     text = " ".join(" ".join(plain(result.output)).split())
     assert f"http://{NOBODY}/metrics does not answer" in text
     assert "-> start one with `baton up`" in text
+
+
+def test_two_distributions_of_one_package_are_a_warning(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def found() -> list[str]:
+        return [f.found for f in host.check_host() if f.subject == "baton-client"]
+
+    assert found() == []
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, version in (("client", "0.2.0"), ("llm", "0.1.0")):
+        folder = tmp_path / f"baton_{name}-{version}.dist-info"
+        folder.mkdir()
+        text = f"Metadata-Version: 2.4\nName: baton-{name}\nVersion: {version}\n"
+        (folder / "METADATA").write_text(text)
+    assert found() == ["0.2.0, beside baton-llm 0.1.0"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import platform
@@ -39,6 +40,7 @@ def check_host() -> Iterator[Finding]:
     """Runs all checks of this machine."""
     checks: tuple[Callable[[], Iterator[Finding]], ...] = (
         _python,
+        _distributions,
         _torch,
         _allocator,
         _nixl,
@@ -60,6 +62,16 @@ def _python() -> Iterator[Finding]:
         yield error("python", found, "Baton needs Python 3.11 or newer")
     else:
         yield ok("python", found)
+
+
+def _distributions() -> Iterator[Finding]:
+    """Both own the package `baton`: the files are those of the one that was installed last."""
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        client, whole = (metadata.version(name) for name in ("baton-client", "baton-llm"))
+        advice = (
+            "pip uninstall baton-client, then pip install --force-reinstall --no-deps baton-llm"
+        )
+        yield warning("baton-client", f"{client}, beside baton-llm {whole}", advice)
 
 
 def _torch() -> Iterator[Finding]:

@@ -1,0 +1,1 @@
+../../../baton/grpc_options.py
