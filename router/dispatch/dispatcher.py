@@ -33,7 +33,6 @@ from router.dispatch import merge
 from router.dispatch.attempt import Attempt
 from router.dispatch.fault import Fault
 from router.dispatch.job_run import JobRun
-from router.dispatch.quotas import Quotas
 from router.dispatch.refusals import error_of, refusal
 from router.dispatch.waiting import WaitingGroups, now_s
 from router.events import NO_EVENTS, RouterEvents
@@ -42,6 +41,7 @@ from router.placement import routing
 from router.placement.models import Models
 from router.placement.placing import LocalReason
 from router.placement.policies import POLICIES
+from router.requests.quotas import Quotas
 from telemetry.names import Attr, SpanName
 from telemetry.tracing import write_span
 
@@ -265,9 +265,6 @@ class JobDispatcher:
         return any(worker.estimate.held(holder) for worker in self._workers)
 
     def _try_dispatch(self, group: ChoiceGroup) -> bool:
-        """Whether the group waits no more."""
-        if self._waiting.give_up(group):
-            return True
         route = routing.choose(group.demand, self._workers, self._policy, group.failed, self._local)
         if route is None:
             return False

@@ -10,8 +10,7 @@ expected it fails at once, too. When a worker has come, the group gets another o
 room.
 
 Deadlines: while anything waits, a job is refused that is not likely to be done in time
-(`router.dispatch.pace`). The same is asked again when its turn comes. So workers spend no time on
-answers that come too late.
+(`router.dispatch.pace`). So workers spend no time on answers that come too late.
 """
 
 from __future__ import annotations
@@ -74,17 +73,8 @@ class WaitingGroups:
             return
         needed_s = queue.pace.needed_s(group.demand, wait_s)
         if needed_s > group.run.left_s:
-            raise self._unreachable(group, needed_s)
-
-    def give_up(self, group: ChoiceGroup) -> bool:
-        """Whether it is too late for a group whose turn it is, while others wait behind it. Its job
-        has failed then."""
-        queue = self.queue.of(group.model)
-        needed_s = queue.pace.service_s(group.demand)
-        if group.attempts or len(queue) == 1 or needed_s <= group.run.left_s:
-            return False
-        self._fail(group.run, self._unreachable(group, needed_s))
-        return True
+            left_s, retry_s = max(0.0, group.run.left_s), self._retry_after_s(group)
+            raise errors.deadline_unreachable(needed_s, left_s, retry_s)
 
     def begin(self, group: ChoiceGroup, *, bounded: bool) -> None:
         """Queues a group. The queue is `bounded` for one that was just found fit to be run; the job
@@ -148,10 +138,6 @@ class WaitingGroups:
             self._fail(run, errors.worker_lost_mid_stream(run.tokens_sent))
         else:
             self._fail(run, errors.queue_timeout(timeout_s, self._retry_after_s(group)))
-
-    def _unreachable(self, group: ChoiceGroup, needed_s: float) -> errors.RouterError:
-        left_s = max(0.0, group.run.left_s)
-        return errors.deadline_unreachable(needed_s, left_s, self._retry_after_s(group))
 
     def _retry_after_s(self, group: ChoiceGroup) -> float:
         return self.queue.retry_after_s(group.model, now_s())

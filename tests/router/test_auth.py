@@ -27,6 +27,7 @@ from baton.errors import DeniedError
 from baton.inference.v1 import inference_pb2 as api
 from router.doors.auth import OPEN, TokenGate, TokensFileError, gate_of
 from router.errors import RouterError
+from router.jobs import NO_QUOTA, Quota
 from router.server import main
 from router.settings import RouterSettings
 from telemetry.metrics.router import RouterLoad, RouterMetrics
@@ -84,6 +85,48 @@ def test_a_changed_file_counts_and_a_broken_one_does_not(
     assert gate.caller_of(f"Bearer {BAD}").tenant == "acme"
     assert sum(record.levelno == logging.ERROR for record in caplog.records) == 5
     assert "sk-" not in caplog.text
+
+
+def test_limits_of_a_tenant(tokens: Path) -> None:
+    tokens.write_text(tokens.read_text() + "[limits.acme]\nrequests = 3\ntokens = 900\n")
+    gate = TokenGate(tokens)
+    assert gate.caller_of(f"Bearer {GOOD}").quota == Quota(requests=3, tokens=900)
+    assert gate.caller_of(f"Bearer {OTHER}").quota == NO_QUOTA
+    assert not gate.caller_of(f"Bearer {OTHER}").is_alone
+    tokens.write_text(f'"{GOOD}" = "acme"\n"{OTHER}" = "acme"\n')
+    assert TokenGate(tokens).caller_of(f"Bearer {OTHER}").is_alone
+
+
+@pytest.mark.parametrize(
+    "limits",
+    ["[limits.nobody]\nrequests = 3", "[limits.acme]\nrequest = 3", "[limits.acme]\ntokens = 0",
+     "[limits.acme]\ntokens = true", "[limits]\nacme = 3", "[limits.acme]\nsequences = 1.5"],
+)  # fmt: skip
+def test_limits_that_are_none(tokens: Path, limits: str) -> None:
+    tokens.write_text(f"{tokens.read_text()}{limits}\n")
+    with pytest.raises(TokensFileError, match="limits") as caught:
+        TokenGate(tokens)
+    assert "sk-" not in str(caught.value)
+
+
+@pytest.fixture
+def limited(tokens: Path) -> Path:
+    tokens.write_text(tokens.read_text() + "[limits.acme]\nsequences = 3\n")
+    return tokens
+
+
+async def test_a_quota_reaches_the_job(limited: Path, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    dispatcher = ScriptedDispatcher([served_model(tmp_path)], plays([70]))
+    async with open_door(dispatcher, gate=TokenGate(limited)) as door:
+        for token in (GOOD, OTHER):
+            await door.stub.Generate(
+                api.GenerateRequest(input=ids_input()),
+                metadata=(("authorization", f"Bearer {token}"),),
+                timeout=20,
+            )
+    assert [job.quota for job in dispatcher.jobs] == [Quota(sequences=3), NO_QUOTA]
+    assert [job.holder for job in dispatcher.jobs] == ["acme", "größe"]
 
 
 def test_a_file_that_was_read_half_written_is_read_again(tokens: Path) -> None:

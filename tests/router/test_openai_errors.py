@@ -34,6 +34,13 @@ STATUSES = [
     (errors.unauthenticated(), openai.AuthenticationError, 401, "authentication_error", False),
     (errors.permission_denied(), openai.PermissionDeniedError, 403, "permission_error", False),
     (errors.queue_full(3, 2.25), openai.RateLimitError, 429, "rate_limit_error", True),
+    (
+        errors.quota_exceeded("tokens", 0, 4, 3),
+        openai.RateLimitError,
+        429,
+        "rate_limit_error",
+        False,
+    ),
     (errors.queue_timeout(1.0, 2.25), openai.RateLimitError, 429, "rate_limit_error", True),
     (errors.no_workers("", 2.25), openai.InternalServerError, 503, "server_error", True),
     (errors.worker_lost_mid_stream(3), openai.InternalServerError, 503, "server_error", False),
@@ -148,6 +155,7 @@ BAD: list[tuple[dict[str, object], str]] = [
     ({"prompt": {"SECRET": 1}}, "prompt"),
     ({"prompt": None}, "prompt"),
     ({"prompt": [7] * 256}, "prompt"),
+    ({"prompt": ["a"] * 17, "n": 16}, "n"),
 ]
 
 
