@@ -1,7 +1,7 @@
 """Goodput under overload: how many requests a second are whole by their deadline.
 
 python -m bench.overload [--load chat azure] [--factor 2 5 20] [--seconds 120] [--draws 3]
-                         [--deadline 10] [--rule shipped ...] [--json FILE]
+                         [--deadline 10] [--cold] [--rule shipped ...] [--json FILE]
 
 The router's own dispatcher (`router.dispatch`) runs on a virtual clock, and nothing is computed. A
 scripted worker that does both computes prompts one after the other and decodes `SLOTS` sequences at
@@ -16,6 +16,8 @@ will be).
 A line for each case, medians over the draws: the goodput in parts of the capacity, the share of all
 requests that ended with DEADLINE_EXCEEDED, how long a refusal took at p99, the same goodput and
 share in the 30 s behind the overload.
+
+`--cold`: a router that has seen no request before is overloaded, with no closed loop in front.
 
 Rules: `shipped`; `nothing` refuses nobody for a deadline; `queue` refuses where the wait alone is
 too long; `once` counts the wait and the service, each as estimated.
@@ -282,11 +284,19 @@ def now_s() -> float:
 
 
 async def overload(
-    lengths: Sequence[tuple[int, int]], factor: float, seconds: float, deadline_s: float, seed: int
+    lengths: Sequence[tuple[int, int]],
+    factor: float,
+    seconds: float,
+    deadline_s: float,
+    seed: int,
+    cold: bool,
 ) -> dict[str, float]:
     """The figures of one draw."""
-    router = Router(lengths, seed)
-    capacity = await router.closed(seconds)
+    warm = Router(lengths, seed)
+    capacity = await warm.closed(seconds)
+    if cold:
+        warm.worker.stop()
+    router = Router(lengths, seed) if cold else warm
     during = await router.phase(factor * capacity, seconds, deadline_s)
     after = await router.phase(0.6 * capacity, 30, deadline_s)
     await asyncio.sleep(deadline_s + 1)
@@ -355,13 +365,21 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=3)
     parser.add_argument("--deadline", type=float, default=10)
     parser.add_argument("--rule", nargs="+", default=["shipped"])
+    parser.add_argument("--cold", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     found = []
     for load, factor, name in itertools.product(arguments.load, arguments.factor, arguments.rule):
         with rule(name):
             draws = [
-                run(lengths_of(load), factor, arguments.seconds, arguments.deadline, seed)
+                run(
+                    lengths_of(load),
+                    factor,
+                    arguments.seconds,
+                    arguments.deadline,
+                    seed,
+                    arguments.cold,
+                )
                 for seed in range(arguments.draws)
             ]
         figures = {key: statistics.median(draw[key] for draw in draws) for key in draws[0]}

@@ -96,6 +96,7 @@ class Attempt:
     def start(self) -> None:
         """Submits to both workers together, first to the one whose token the client waits for."""
         self._clocks.dispatched_ns = time.time_ns()
+        self.run.pace.running += 1
         for leg in self.legs:
             leg.submit()
 
@@ -153,7 +154,9 @@ class Attempt:
 
     def end(self, fault: str = "") -> None:
         """Ends the attempt at every worker that may still hold something of it."""
-        self.phase = Phase.ENDED
+        if self.phase is not Phase.ENDED:
+            self.phase = Phase.ENDED
+            self.run.pace.running -= 1
         for leg in self.legs:
             leg.cancel(fault)
 

@@ -1,9 +1,9 @@
 """How fast the requests of a model are served, and when another one would be done.
 
 Work is counted in tokens: those of a prompt when its first token comes, those of the output as they
-come. The rate is work per second of the time in which something waited. Neither idle time nor work
-beside an empty queue says how fast a backlog drains, so neither is counted. Both sums of the rate
-decay, so that it follows a worker that was lost.
+come. The rate is work per second of the time in which something waited and something ran. Neither
+idle time nor work beside an empty queue says how fast a backlog drains, so neither is counted. Both
+sums of the rate decay, so that it follows a worker that was lost.
 
 A request that comes now is done after
 
@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 
 WINDOW_S: Final = 10.0
 """Memory of the rate: long enough to span bursts, short enough to see a lost worker."""
-FORETOLD: Final = 20
-"""A little work that was done by chance says nothing about how fast a request drains that is this
-many times larger."""
+MEASURED_S: Final = 1.0
+"""A backlog of less time, all in all, says nothing: work comes in lumps."""
 REMEMBERED: Final = 100
 """Requests that a running mean remembers."""
 
@@ -52,16 +51,19 @@ class Pace:
     def __init__(self) -> None:
         self._work = 0.0
         self._busy_s = 0.0
-        self._seen_work = 0
-        """All that was done beside a backlog; does not decay."""
         self._output_tokens = Mean()
         self._first_s = Mean()
         self._token_s = Mean()
         self.is_backlogged = False
         """Whether something waits; the queue says so."""
+        self.running = 0
+        """Attempts under way; they say so."""
 
     def backlog(self, duration_s: float) -> None:
-        """Something waited during the last `duration_s`."""
+        """Something waited during the last `duration_s`. Where nothing runs all are waiting for a
+        worker to come back, which says nothing about its pace."""
+        if not self.running:
+            return
         kept = math.exp(-duration_s / WINDOW_S)
         self._work *= kept
         self._busy_s = self._busy_s * kept + WINDOW_S * (1 - kept)
@@ -70,7 +72,6 @@ class Pace:
         """Workers have done this much more."""
         if self.is_backlogged:
             self._work += work
-            self._seen_work += work
 
     def served(self, first_s: float, decode_s: float, output_tokens: list[int]) -> None:
         """A request ended by itself.
@@ -100,16 +101,11 @@ class Pace:
         """How long a request is likely to take once it is dispatched; 0 while unknown."""
         return self._first_s.value + self.output_tokens(demand) * self._token_s.value
 
-    def wait_s(self, ahead: int, next_work: int) -> float | None:
-        """How long the work `ahead` takes to drain.
-
-        Returns:
-            None while the rate is unknown: nothing was measured yet, or so little that it says
-            nothing about `next_work`, the work of the request at the head.
-        """
+    def wait_s(self, ahead: int) -> float | None:
+        """How long the work `ahead` takes to drain; None while too little was measured."""
         if not ahead:
             return 0.0
-        if not self._work or not self._busy_s or FORETOLD * self._seen_work <= next_work:
+        if not self._work or self._busy_s < MEASURED_S:
             return None
         return ahead * self._busy_s / self._work
 

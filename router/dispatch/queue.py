@@ -265,18 +265,14 @@ class ModelQueue(Generic[Entry]):
     def wait_s(self, now_s: float) -> float | None:
         """How long all that waits takes to drain; None while nothing was measured."""
         self._advance(now_s)
-        return self.pace.wait_s(self._work, self._next_work())
+        return self.pace.wait_s(self._work)
 
     def wait_of_s(self, entry: Entry, now_s: float) -> float | None:
         """How long an entry that came now would wait; None while nothing was measured."""
         self._advance(now_s)
         ahead = self._tenants.ahead(entry, self.pace.work(entry.demand))
         ahead += sum(self._entered[resumed].work for resumed in self._resumed)
-        return self.pace.wait_s(ahead, self._next_work())
-
-    def _next_work(self) -> int:
-        head = self.first()
-        return self._entered[head].work if head is not None else 0
+        return self.pace.wait_s(ahead)
 
     def _advance(self, now_s: float) -> None:
         if self._entered:

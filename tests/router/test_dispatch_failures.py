@@ -336,13 +336,15 @@ async def takes_and_frees_credit(cluster: Cluster, way_out: str) -> None:
 
 async def test_deadline_that_the_backlog_leaves_no_time_for(cluster: Cluster) -> None:
     prefill, _decode = await cluster.pair()
+    runs = cluster.read(job())
+    await prefill.heard("submit")
     prefill.report(prefill_credit_tokens=0)
     link = next(link for link in cluster.registry.members if link.worker_id == "p0")
     await until(lambda: not link.capacity().prefill_credit_tokens)
     waiting = [cluster.read(job(prompt_tokens=50)) for _ in range(3)]
     await until(lambda: cluster.dispatcher.queued_jobs == 3)
-    await asyncio.sleep(0.2)
-    prefill.report(prefill_credit_tokens=1)  # one leaves after 0.2 s: 250 tokens a second
+    await asyncio.sleep(1.2)
+    prefill.report(prefill_credit_tokens=1)  # one leaves: 50 tokens in more than a second
     prefill.load.prefill_credit_tokens = 0  # the next report says so, and no other leaves
     attempt = (await prefill.heard("submit")).attempt_id
     prefill.report()
@@ -353,7 +355,7 @@ async def test_deadline_that_the_backlog_leaves_no_time_for(cluster: Cluster) ->
     assert left >= 1
     error = await error_of(cluster.read(job(deadline_s=0.01)))
     assert (error.reason, error.code.name) == ("DEADLINE_UNREACHABLE", "RESOURCE_EXHAUSTED")
-    for reader in waiting:
+    for reader in (runs, *waiting):
         await reader.leave()
 
 

@@ -165,6 +165,7 @@ def test_the_empty_queue_takes_the_largest_prompt() -> None:
 
 def test_the_wait_is_the_backlog_over_the_pace_beside_it() -> None:
     queue = a_queue()
+    queue.of("m").pace.running = 1
     jobs = [Job() for _ in range(60)]
     push(queue, *jobs)
     assert queue.retry_after_s("m", 0.0) == MAX_RETRY_AFTER_S, "nothing is measured yet"
@@ -178,6 +179,7 @@ def test_the_wait_is_the_backlog_over_the_pace_beside_it() -> None:
 def test_a_wait_counts_what_goes_before() -> None:
     """Not all that another tenant, or another call, has waiting."""
     queue = a_queue()
+    queue.of("m").pace.running = 1
     push(queue, *[Job(tenant="a") for _ in range(50)])
     for second in range(1, 21):
         queue.of("m").wait_s(float(second))
@@ -194,9 +196,10 @@ def test_a_wait_counts_what_goes_before() -> None:
     assert wait_s(Job(tenant="b", call="many")) == pytest.approx(10 + 11, rel=0.1)
 
 
-def test_a_little_work_says_nothing_about_how_fast_long_prompts_drain() -> None:
+def test_a_moment_says_nothing_about_how_fast_long_prompts_drain() -> None:
     """From nine tokens that waited for a moment a crowd was told that it had to wait a minute."""
     queue = a_queue()
+    queue.of("m").pace.running = 1
     short, *crowd = [Job(tokens=9), *(Job(tokens=999) for _ in range(24))]
     push(queue, short, crowd[0])
     queue.of("m").take(short, 0.005)
@@ -204,9 +207,22 @@ def test_a_little_work_says_nothing_about_how_fast_long_prompts_drain() -> None:
     for job in crowd[1:]:
         queue.push(job, 0.1)
     assert queue.of("m").wait_s(0.1) is None
-    queue.of("m").take(crowd[0], 0.25)
-    queue.of("m").pace.done(1000)
-    assert queue.of("m").wait_s(0.25) == pytest.approx(23 * 0.25, rel=0.1)
+    for second, job in enumerate(crowd[:4], start=1):
+        queue.of("m").take(job, float(second))
+        queue.of("m").pace.done(1000)
+    assert queue.of("m").wait_s(4.0) == pytest.approx(20, rel=0.2)
+
+
+def test_a_wait_for_a_worker_to_come_back_says_nothing() -> None:
+    """A minute without a worker made every later backlog look hopeless."""
+    queue = a_queue()
+    queue.of("m").pace.running = 1
+    push(queue, *[Job() for _ in range(50)])
+    for second in range(1, 21):
+        queue.of("m").wait_s(float(second))
+        queue.of("m").pace.done(10)
+    queue.of("m").pace.running = 0
+    assert queue.of("m").wait_s(80.0) == pytest.approx(50, rel=0.1)
 
 
 def test_work_beside_an_empty_queue_says_nothing_about_draining() -> None:

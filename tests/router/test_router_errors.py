@@ -35,6 +35,12 @@ ROWS: list[tuple[RouterError, grpc.StatusCode, str, type[Message] | None]] = [
     (errors.unauthenticated(), Code.UNAUTHENTICATED, "UNAUTHENTICATED", None),
     (errors.permission_denied(), Code.PERMISSION_DENIED, "PERMISSION_DENIED", None),
     (errors.queue_full(9, 1.5), Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", details.RetryInfo),
+    (
+        errors.quota_exceeded("tokens", 1, 2, 2),
+        Code.RESOURCE_EXHAUSTED,
+        "QUOTA_EXCEEDED",
+        details.RetryInfo,
+    ),
     (errors.router_busy(9, 1.5), Code.RESOURCE_EXHAUSTED, "ROUTER_BUSY", details.RetryInfo),
     (errors.queue_timeout(60, 1.5), Code.RESOURCE_EXHAUSTED, "QUEUE_TIMEOUT", details.RetryInfo),
     (
