@@ -1,5 +1,5 @@
 # make demo     install, fetch a small model, start router + prefill + decode, ask, draw the trace
-# make test     everything that runs without a GPU
+# make test     lint, and everything that runs without a GPU
 # make help     the rest
 
 PROMPT ?= What is the capital of France?
@@ -24,7 +24,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo up install install-dev test test-slow chaos lint format protos docs wheels clean
+.PHONY: help demo up install install-dev test test-slow test-clients chaos lint format protos docs wheels clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -39,11 +39,14 @@ install: $(or $(wildcard $(DEV_STAMP)),$(RUN_STAMP)) ## What serving needs, into
 
 install-dev: $(DEV_STAMP) ## And what the tests need
 
-test: install-dev ## Everything that runs without a GPU
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: lint ## Lint, then everything that runs without a GPU
+	$(BIN)/python tests/side_by_side.py $(PYTEST_ARGS)
 
-test-slow: install-dev ## And what takes minutes
-	$(BIN)/python -m pytest --slow $(PYTEST_ARGS)
+test-slow: install-dev ## What takes minutes
+	$(BIN)/python -m pytest --slow -m slow $(PYTEST_ARGS)
+
+test-clients: install-dev ## Clients that others wrote
+	$(BIN)/python -m pytest --clients -m clients $(PYTEST_ARGS)
 
 chaos: install-dev ## Runs with faults: make chaos RUNS=500 SEED=1; ONLY=7 repeats one of them
 	PYTHONPATH=tests:. $(BIN)/python -m chaos --runs $(RUNS) --seed $(SEED) $(if $(ONLY),--only $(ONLY)) $(CHAOS_ARGS)

@@ -168,12 +168,16 @@ def router_busy(held_bytes: int, retry_after_s: float = 1.0) -> RouterError:
     return RouterError(code, "ROUTER_BUSY", message, metadata, retry_after_s)
 
 
-def quota_exceeded(what: str, used: int, wanted: int, limit: int) -> RouterError:
-    """The tenant has as much under way as it may; `what` is requests, tokens or sequences."""
-    code, retry_after_s = grpc.StatusCode.RESOURCE_EXHAUSTED, 1.0 if wanted <= limit else None
+def quota_exceeded(
+    what: str, used: int, wanted: int, limit: int, retry_after_s: float = 1.0
+) -> RouterError:
+    """The tenant has as much under way as it may; `what` is requests, tokens or sequences. A
+    request that is too much by itself is not to be tried again."""
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
     message = f"{wanted} {what} beside {used} under way are more than the tenant's {limit}"
     metadata = {"quota": what, "used": str(used), "wanted": str(wanted), "limit": str(limit)}
-    return RouterError(code, "QUOTA_EXCEEDED", message, metadata, retry_after_s)
+    retry = retry_after_s if wanted <= limit else None
+    return RouterError(code, "QUOTA_EXCEEDED", message, metadata, retry)
 
 
 def queue_timeout(waited_s: float, retry_after_s: float) -> RouterError:

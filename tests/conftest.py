@@ -12,20 +12,33 @@ from stand_in_names import Names, lookup
 
 from baton import demo_model as demo
 
-# An example may take long on a machine that stands still for a moment. `CI` brings the same, and
-# examples that are the same every time.
-settings.register_profile("baton", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-if not os.environ.get("CI"):
-    settings.load_profile("baton")
+# An example may take long on a machine that stands still for a moment. Where `CI` is set examples
+# are the same every time.
+for name, examples in (("baton", 50), ("slow", 500)):
+    settings.register_profile(
+        name,
+        max_examples=examples,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        derandomize="CI" in os.environ,
+        database=None if "CI" in os.environ else settings.default.database,
+    )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests that take minutes, too")
+    parser.addoption("--clients", action="store_true", help="run clients of others, too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("slow" if config.getoption("--slow") else "baton")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--slow"):
         _skip(items, "slow", "takes minutes: run with --slow")
+    if not config.getoption("--clients"):
+        _skip(items, "clients", "a client of others: run with --clients")
     if any("gpu" in item.keywords for item in items) and not _has_gpu():
         _skip(items, "gpu", "needs a CUDA device, and there is none here")
 

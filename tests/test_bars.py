@@ -1,4 +1,4 @@
-"""The bars that all code clears: formatting, lint, types, protos, and who may import whom."""
+"""The bars that all code clears: protos, and who may import whom. `make lint` has the others."""
 
 from __future__ import annotations
 
@@ -32,23 +32,6 @@ def run(*command: str, cwd: Path = ROOT) -> None:
         [tool, *command[1:]], cwd=cwd, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-
-
-def test_ruff_lint() -> None:
-    run("ruff", "check", ".")
-
-
-def test_ruff_format() -> None:
-    run("ruff", "format", "--check", ".")
-
-
-@pytest.mark.timeout(300)
-def test_mypy_strict() -> None:
-    run("mypy")
-
-
-def test_buf_lint() -> None:
-    run("buf", "lint", "protos")
 
 
 def test_protos_only_grow_since_the_last_release(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -68,27 +66,6 @@ def write_tiny_model(
     if tokenizer:
         write_tokenizer(path)
     return path
-
-
-@cache
-def generate_reference(path: Path) -> Callable[[tuple[int, ...], int], list[int]]:
-    """Greedy output by transformers up to and with end of sequence."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-
-    @cache
-    def generate(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
-        ids = torch.tensor([prompt])
-        mask = torch.ones_like(ids)
-        out = model.generate(
-            ids, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False, pad_token_id=0
-        )
-        tokens: list[int] = out[0, len(prompt) :].tolist()
-        return tokens
-
-    return generate
 
 
 def write_tokenizer(path: Path) -> None:

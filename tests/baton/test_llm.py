@@ -20,8 +20,9 @@ import numpy as np
 import pytest
 import torch
 from engine_kit import check_baseline
+from references import generate_reference
 from rich.console import Console
-from tiny_models import generate_reference, write_tiny_model
+from tiny_models import write_tiny_model
 from waiting import wait_until
 
 import baton.local.engine_dispatcher

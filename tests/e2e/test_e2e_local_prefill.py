@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-import torch
 from cluster import Cluster, make_cluster
+from references import references
 from scraping import SETTLED_S, Figures, scrape, scrape_until
 from tiny_models import write_tiny_model
 
@@ -36,19 +36,9 @@ def tiny(tmp_path_factory):
 @pytest.fixture(scope="module")
 def reference(tiny):
     """Greedy continuation by transformers, past end of sequence."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
 
     def generate(prompt: list[int], max_tokens: int = MAX_TOKENS) -> list[int]:
-        tokens = list(prompt)
-        with torch.no_grad():
-            out = model(torch.tensor([tokens]), use_cache=True)
-            for _ in range(max_tokens):
-                tokens.append(int(out.logits[0, -1].argmax()))
-                step = torch.tensor([tokens[-1:]])
-                out = model(step, past_key_values=out.past_key_values, use_cache=True)
-        return tokens[len(prompt) :]
+        return references(tiny)(prompt, max_tokens, past_end=True).tokens
 
     return generate
 

@@ -9,8 +9,9 @@ import grpc
 import openai
 import pytest
 from cluster import add_model, make_cluster
+from references import generate_reference
 from streams import bring_back, prompt_of, read
-from tiny_models import generate_reference, write_tiny_model
+from tiny_models import write_tiny_model
 from waiting import wait_until
 from worker_kit import DECODE, PREFILL, Attempted
 

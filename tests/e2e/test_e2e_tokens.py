@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cluster import Cluster, make_cluster, spawn
+from references import generate_reference
 from streams import prompt_of
-from tiny_models import generate_reference, write_tiny_model
+from tiny_models import write_tiny_model
 
 from baton.client.clients import Client
 from baton.client.generation import FinishReason

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-import torch
 from engine_kit import Run, build, check_baseline, finish, hand_off, held, submit
+from references import NOISE, Reference
+from references import references as answers
 
 from engine.engine import Engine
 from engine.types import EndReason
@@ -22,8 +22,6 @@ from engine.types import EndReason
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 
 MAX_TOKENS = 14
-NOISE = 1e-3
-"""Logits closer than this may change places."""
 BOUNDARIES = (15, 16, 17, 63, 64, 65)
 SEVERAL_CHUNKS = (120, 530, 700)
 PROSE = (
@@ -55,14 +53,6 @@ NOT_ASCII = (
 )
 
 
-class Reference(NamedTuple):
-    """What transformers says."""
-
-    tokens: list[int]
-    margins: list[float]
-    """Best minus second best logit, per token."""
-
-
 @pytest.fixture(scope="module")
 def prompts(demo_model: Path) -> list[list[int]]:
     from transformers import AutoTokenizer
@@ -86,28 +76,12 @@ def prompts(demo_model: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def references(demo_model: Path, prompts: list[list[int]]) -> list[Reference]:
-    """Greedy output up to and with end of sequence, computed once."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
-    found = [_generate(model, prompt) for prompt in prompts]
+    """Greedy output up to and with end of sequence."""
+    answer = answers(demo_model)
+    found = [answer(prompt, MAX_TOKENS) for prompt in prompts]
     assert any(len(reference.tokens) < MAX_TOKENS for reference in found), "none ends by itself"
     assert any(len(reference.tokens) == MAX_TOKENS for reference in found)
     return found
-
-
-def _generate(model, prompt: list[int]) -> Reference:
-    ids = torch.tensor([prompt])
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=MAX_TOKENS,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
-    best = torch.cat(out.logits).topk(2).values
-    return Reference(out.sequences[0, len(prompt) :].tolist(), (best[:, 0] - best[:, 1]).tolist())
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,8 @@ from node_kit import run_scenario
 from router import errors
 from router.jobs import Job, JobEvent
 
+pytestmark = pytest.mark.clients
+
 REFUSAL = errors.queue_full(9, 0.25)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 from frontdoor_kit import CORPUS, byte_fallback_tokenizer, byte_level_tokenizer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from router.requests.detokenization import Detokenizer, StopTexts
@@ -23,13 +23,11 @@ def pieces(tokenizer: Tokenizer, ids: Sequence[int], prompt: Sequence[int] = ())
     return [*(detokenizer.push(token_id) for token_id in ids), detokenizer.finish()]
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.lists(st.integers(0, 399), max_size=80))
 def test_random_ids_give_the_text_of_the_whole(ids: list[int]) -> None:
     assert "".join(pieces(BYTE_LEVEL, ids)) == BYTE_LEVEL.decode(ids)
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.text(max_size=60))
 def test_any_text_comes_back_in_whole_characters(text: str) -> None:
     ids = BYTE_LEVEL.encode(text).tolist()
@@ -113,7 +111,6 @@ def naive_stop(texts: Sequence[str], whole: str) -> tuple[str, str | None]:
     return whole, None
 
 
-@settings(max_examples=500, deadline=None)
 @given(
     st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
     st.lists(st.text("abc", max_size=4), max_size=8),

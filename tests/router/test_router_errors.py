@@ -36,7 +36,7 @@ ROWS: list[tuple[RouterError, grpc.StatusCode, str, type[Message] | None]] = [
     (errors.permission_denied(), Code.PERMISSION_DENIED, "PERMISSION_DENIED", None),
     (errors.queue_full(9, 1.5), Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", details.RetryInfo),
     (
-        errors.quota_exceeded("tokens", 1, 2, 2),
+        errors.quota_exceeded("tokens", 1, 2, 2, 1.5),
         Code.RESOURCE_EXHAUSTED,
         "QUOTA_EXCEEDED",
         details.RetryInfo,

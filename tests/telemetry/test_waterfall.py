@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
@@ -158,7 +158,6 @@ def test_a_span_below_the_wrong_parent_is_missed() -> None:
     ),
     st.integers(60, 160),
 )
-@settings(max_examples=50, deadline=None)
 def test_any_spans_can_be_drawn(rows: list[tuple[int, int, int, bool]], width: int) -> None:
     """Parents that are not there, that are themselves, times the wrong way round."""
     spans = tuple(

@@ -1,0 +1,113 @@
+"""What transformers answers, token for token: computed once, then read from `references.json`.
+
+An answer is stored under a digest of the model's weights and config, the prompt and the options. So
+a model that was written anew gets new answers. What is not stored is computed. The variable
+`BATON_REFERENCES` changes that:
+
+- `write` stores what is computed;
+- `compute` computes everything, and fails where a stored answer differs (`make test-slow`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+STORE = Path(__file__).with_name("references.json")
+MODE = os.environ.get("BATON_REFERENCES", "")
+NOISE = 1e-3
+"""Sums of float32 differ by less from machine to machine."""
+
+
+class Reference(NamedTuple):
+    """A greedy answer."""
+
+    tokens: list[int]
+    margins: list[float]
+    """Best minus second best logit, per token."""
+
+
+class References:
+    """Greedy answers of the model in a folder, in float32."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._model: Any = None
+        self._digest = _digest_of(path)
+
+    def __call__(
+        self, prompt: Sequence[int], max_tokens: int, *, past_end: bool = False
+    ) -> Reference:
+        """The answer up to and with end of sequence, or `past_end` to its full length."""
+        options = json.dumps([self._digest, list(prompt), max_tokens, past_end])
+        key = hashlib.sha256(options.encode()).hexdigest()[:24]
+        stored = _stored().get(key)
+        if stored is not None and MODE != "compute":
+            return Reference(*stored)
+        found = self._compute(prompt, max_tokens, past_end)
+        if stored is not None:
+            _compare(Reference(*stored), found)
+        elif MODE == "write":
+            _stored()[key] = [found.tokens, [round(margin, 5) for margin in found.margins]]
+            lines = [f'"{name}": {json.dumps(one)}' for name, one in sorted(_stored().items())]
+            STORE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        return found
+
+    def _compute(self, prompt: Sequence[int], max_tokens: int, past_end: bool) -> Reference:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        if self._model is None:
+            load = AutoModelForCausalLM.from_pretrained
+            self._model = load(self._path, dtype=torch.float32)
+        ids = torch.tensor([list(prompt)])
+        least = {"min_new_tokens": max_tokens, "eos_token_id": None} if past_end else {}
+        out = self._model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,
+            **least,
+        )
+        best = torch.cat(out.logits).topk(2).values
+        margins = (best[:, 0] - best[:, 1]).tolist()
+        return Reference(out.sequences[0, len(prompt) :].tolist(), margins)
+
+
+@cache
+def references(path: Path) -> References:
+    """Those of the model in a folder."""
+    return References(path)
+
+
+def generate_reference(path: Path) -> Callable[[tuple[int, ...], int], list[int]]:
+    """Greedy output by transformers up to and with end of sequence."""
+    return lambda prompt, max_tokens: references(path)(prompt, max_tokens).tokens
+
+
+@cache
+def _stored() -> dict[str, Any]:
+    return json.loads(STORE.read_text()) if STORE.exists() else {}
+
+
+def _digest_of(path: Path) -> str:
+    config = json.loads((path / "config.json").read_text())
+    config.pop("transformers_version", None)
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for weights in sorted(path.glob("*.safetensors")):
+        digest.update(weights.read_bytes())
+    return digest.hexdigest()
+
+
+def _compare(stored: Reference, found: Reference) -> None:
+    pairs = zip(stored.tokens, found.tokens, found.margins, strict=False)
+    at_fault = next((margin for one, other, margin in pairs if one != other), 0.0)
+    assert at_fault < NOISE, "a stored answer is not what transformers says: see references.py"
