@@ -142,6 +142,7 @@ def test_leaving_a_stream_frees_its_pages(cluster, client, model):
     cluster.check_baseline()
 
 
+@pytest.mark.clients
 def test_node_streams(cluster):
     seen = run_scenario("whole", cluster.plan.router_address)
     with cluster.client() as grpc:
@@ -160,6 +161,7 @@ def test_node_streams(cluster):
     cluster.check_baseline()
 
 
+@pytest.mark.clients
 @pytest.mark.parametrize(
     ("scenario", "code"), [("cancel", "CANCELLED"), ("deadline", "DEADLINE_EXCEEDED")]
 )
@@ -170,6 +172,7 @@ def test_node_leaves_and_its_pages_are_free(cluster, scenario, code):
     cluster.check_baseline()
 
 
+@pytest.mark.clients
 def test_node_reads_every_violation(cluster):
     error = run_scenario("wrong", cluster.plan.router_address)["error"]
     assert error["code"] == "INVALID_ARGUMENT"
