@@ -1,10 +1,10 @@
-"""Who may call: bearer tokens, and the tenant that each stands for.
+"""Admission of callers: bearer tokens and their tenants.
 
-The file is TOML, one line a token: `"sk-..." = "tenant"`. It is read at start, and again when it
-has changed: tokens come and go without a restart. A change that cannot be read is logged, and the
-tokens known before stay. Without a file everybody may call, as no tenant.
+The file is TOML, one line a token: `"sk-..." = "tenant"`. It is read at start and after each
+change, so tokens change without a restart. A change that cannot be read is logged, and the old
+tokens stay. Without a file everybody may call, as no tenant.
 
-Tokens are kept as digests, and found by digest: how long a look-up takes says nothing about them.
+Tokens are stored and looked up as digests, so the time of a look-up says nothing about them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 AUTHORIZATION: Final = "authorization"
 """Key of gRPC metadata, and name of the HTTP header."""
 CHECK_INTERVAL_S: Final = 1.0
-"""A change of the file counts at the latest after this."""
+"""A change of the file takes effect within this many seconds."""
 _SCHEME: Final = "bearer "
 
 
@@ -53,7 +53,7 @@ class OpenGate:
 
 
 class TokenGate:
-    """Lets in who shows a token of the file."""
+    """Lets in callers with a token of the file."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         """Reads the file.
@@ -100,7 +100,7 @@ OPEN: Final = OpenGate()
 
 
 def gate_of(path: str) -> Gate:
-    """The gate that a setting asks for; "" is an open one.
+    """The gate for a setting; "" gives an open one.
 
     Raises:
         TokensFileError: as `TokenGate`.
@@ -109,12 +109,12 @@ def gate_of(path: str) -> Gate:
 
 
 def _read(path: Path) -> dict[bytes, str]:
-    """Tenants by digest of their tokens; what is wrong is said without quoting the file."""
+    """Tenants by digest of their tokens. Errors do not quote the file."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise TokensFileError(f"{path}: {error.strerror}") from None
-    except ValueError:  # As are errors of TOML and of UTF-8.
+    except ValueError:  # Errors of TOML and of UTF-8 are ValueErrors, too.
         raise TokensFileError(f"{path} is not TOML") from None
     if not all(token and isinstance(name, str) and name for token, name in content.items()):
         raise TokensFileError(f'{path}: every line must be "token" = "tenant"')
@@ -122,8 +122,8 @@ def _read(path: Path) -> dict[bytes, str]:
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """Changes with the file; empty where there is none. Two writes within one tick of the file
-    system's clock, the first of them read in between, are told apart by the size."""
+    """A value that changes with the file; empty if there is no file. It has the size, too: two
+    writes may fall into one tick of the file system's clock, with a read between them."""
     try:
         status = path.stat()
     except OSError:
