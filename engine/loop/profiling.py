@@ -8,7 +8,7 @@ Life of a profile:
 3. WRITTEN as a Chrome trace. A thread of its own does this, since it takes seconds and the step
    loop has requests to serve.
 
-Outside a profile the verbs are NVTX ranges on a GPU, which Nsight Systems shows. On a CPU they are
+Outside a profile the verbs are NVTX ranges on a GPU, which Nsight Systems shows. On a CPU they do
 nothing.
 """
 

@@ -44,9 +44,9 @@ IDLE_TURN_S = 0.25
 LONG_STEP_S = 1.0
 """A step that is expected to take longer than this many seconds is announced."""
 YIELD_S = 1e-4
-"""Sleep that hands the interpreter to another thread, seconds: the longest time for which a thread
-waits for it otherwise. On a busy CPU of two cores the transfer thread handled a prompt's end 0.3 ms
-after the event, and 0.6 ms without this sleep."""
+"""Sleep that gives other threads the interpreter, seconds. They would wait as long for it
+otherwise. On a busy CPU of two cores the transfer thread handled a prompt's end 0.3 ms after the
+event, and 0.6 ms without this sleep."""
 PROFILE_END_S = 10.0
 """Announced duration of the end of a profile, seconds. The loop's thread gathers its events."""
 STOP_S = 60.0
