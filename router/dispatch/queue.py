@@ -1,8 +1,8 @@
-"""The admission queue: jobs that wait for a worker with room.
+"""The admission queue: jobs that wait for a worker with capacity.
 
 Life of an entry: pushed (or refused at once) -> at the head -> taken, removed by its owner, or
-timed out. Each model has a queue of its own, so that a busy model holds up nobody else's requests;
-within a queue resumed work goes first, then higher priority, then the earlier arrival.
+timed out. Each model has a queue of its own, so that a busy model does not delay requests for
+others. In a queue, resumed work goes first, then higher priority, then the earlier arrival.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from router import errors
 MIN_RETRY_AFTER_S: Final = 0.5
 MAX_RETRY_AFTER_S: Final = 60.0
 DRAIN_WINDOW_S: Final = 10.0
-"""Memory of the drain rate: long enough to span bursts, short enough to see a lost worker."""
+"""Time over which the drain rate decays, seconds. It spans bursts and still shows a lost worker."""
 FORETOLD: Final = 20
-"""A few tokens that waited for a moment, behind something else, say little about a crowd of long
-prompts, which was refused for them."""
+"""The drain rate is unknown for a prompt that is this many times as long as all tokens that left. A
+few tokens that waited for a moment say little about many long prompts, and those were refused for
+them."""
 AT_ONCE_S: Final = 1e-3
-"""An entry that leaves this soon never waited."""
+"""An entry that leaves within this many seconds did not wait."""
 
 
 class Waiting(Protocol):
-    """What can wait."""
+    """An entry of the queue."""
 
     @property
     def model(self) -> str:
@@ -40,7 +41,7 @@ class Waiting(Protocol):
 
     @property
     def order(self) -> tuple[bool, int]:
-        """Smaller goes first: (not resumed, minus priority)."""
+        """(not resumed, minus priority). Smaller goes first."""
         ...
 
 
@@ -48,32 +49,32 @@ Entry = TypeVar("Entry", bound=Waiting)
 
 
 class DrainMeter:
-    """Tokens per second that leave the queue while something waits in it.
+    """Measures the tokens per second that leave the queue while entries wait in it.
 
-    Neither idle time nor work that never had to wait says how fast a backlog drains, so neither is
-    counted. Tokens and seconds of backlog both decay with `DRAIN_WINDOW_S`.
+    Idle time and work that did not wait say nothing about the drain of a backlog, so neither
+    counts. Tokens and seconds of backlog both decay with `DRAIN_WINDOW_S`.
     """
 
     def __init__(self) -> None:
         self._tokens = 0.0
         self._busy_s = 0.0
         self._seen_tokens = 0
-        """All that left; does not decay."""
+        """All tokens that left. It does not decay."""
 
     def backlog(self, duration_s: float) -> None:
-        """Something waited during the last `duration_s`."""
+        """Entries waited during the last `duration_s` seconds."""
         kept = math.exp(-duration_s / DRAIN_WINDOW_S)
         self._tokens *= kept
         self._busy_s = self._busy_s * kept + DRAIN_WINDOW_S * (1 - kept)
 
     def left(self, tokens: int) -> None:
-        """These tokens had waited and left."""
+        """Tokens left the queue after a wait."""
         self._tokens += tokens
         self._seen_tokens += tokens
 
     def tokens_per_s(self, next_tokens: int) -> float:
-        """The rate; 0 while unknown, as for a prompt that is `FORETOLD` times as long as all that
-        left so far, or more."""
+        """The rate; 0 while unknown. It is also unknown for a prompt that is at least `FORETOLD`
+        times as long as all tokens that left."""
         if not self._busy_s or FORETOLD * self._seen_tokens <= next_tokens:
             return 0.0
         return self._tokens / self._busy_s
@@ -86,9 +87,9 @@ class _Place(NamedTuple):
 
 
 class _ModelQueue(Generic[Entry]):
-    """What waits for one model, and how fast that goes.
+    """The entries that wait for one model, and their drain rate.
 
-    Invariant: `tokens` is the sum over the entries, which are sorted by place.
+    Invariant: `tokens` is the sum over the entries. The entries are sorted by place.
     """
 
     def __init__(self) -> None:
@@ -128,9 +129,8 @@ class _ModelQueue(Generic[Entry]):
 
 
 class AdmissionQueue(Generic[Entry]):
-    """A queue for each model, bounded by entries and by prompt tokens: a model that is swamped
-    refuses its own requests only. An empty queue is kept for the drain rate that it has measured.
-    """
+    """A queue for each model, bounded by entries and by prompt tokens. An overloaded model refuses
+    only its own requests. An empty queue is kept for its measured drain rate."""
 
     def __init__(self, max_entries: int, max_tokens: int) -> None:
         self._max_entries = max_entries
@@ -150,16 +150,16 @@ class AdmissionQueue(Generic[Entry]):
         return sum(queue.tokens for queue in self._queues.values())
 
     def ahead(self, model: str) -> tuple[int, int]:
-        """Entries and prompt tokens that wait in a queue."""
+        """Number of entries and of prompt tokens that wait in a queue."""
         return len(self._queue_of(model).waiting), self._queue_of(model).tokens
 
     def push(self, entry: Entry, now_s: float, *, bounded: bool = True) -> None:
-        """Adds an entry behind its equals. An empty queue has room for an entry of any size.
+        """Adds an entry after its equals. An empty queue has room for an entry of any size.
 
         Args:
-            entry: what waits.
-            now_s: a steady clock.
-            bounded: False for work that was accepted before and comes back.
+            entry: the entry.
+            now_s: time of a steady clock.
+            bounded: False for work that was accepted before and returns.
 
         Raises:
             RouterError: QUEUE_FULL.
@@ -177,7 +177,7 @@ class AdmissionQueue(Generic[Entry]):
         return [queue.waiting[0][1] for queue in self._queues.values() if queue.waiting]
 
     def take(self, entry: Entry, now_s: float) -> float:
-        """Removes an entry that is dispatched now; returns how long it waited, seconds."""
+        """Removes an entry that is dispatched now; returns the time of its wait, seconds."""
         place = self.remove(entry, now_s)
         waited_s = now_s - place.pushed_s if place is not None else 0.0
         if waited_s > AT_ONCE_S:
@@ -185,20 +185,20 @@ class AdmissionQueue(Generic[Entry]):
         return waited_s
 
     def remove(self, entry: Entry, now_s: float) -> _Place | None:
-        """Removes an entry, if it is there; returns the place it had."""
+        """Removes an entry if it is there; returns its former place."""
         return self._queue_of(entry.model).remove(entry, now_s)
 
     def wait_s(self, model: str, now_s: float) -> float | None:
-        """How long what waits for a model takes to drain; None while nothing was measured."""
+        """Time in which a model's queue drains, seconds; None while no rate is known."""
         return self._queue_of(model).wait_s(now_s)
 
     def waits_s(self, now_s: float) -> dict[str, float]:
-        """`wait_s` of every queue where it is known."""
+        """`wait_s` of every queue with a known rate."""
         waits = {name: queue.wait_s(now_s) for name, queue in self._queues.items()}
         return {name: wait_s for name, wait_s in waits.items() if wait_s is not None}
 
     def retry_after_s(self, model: str, now_s: float) -> float:
-        """When a refused client may find room, by the measured drain rate."""
+        """Time after which a refused client may find room, seconds, by the measured drain rate."""
         wait_s = self.wait_s(model, now_s)
         if wait_s is None:
             return MAX_RETRY_AFTER_S

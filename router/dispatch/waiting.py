@@ -1,9 +1,11 @@
-"""Shares that wait for room at a worker: the dispatcher's queue, and how long each may stay in it.
+"""Choice groups that wait for capacity: the dispatcher's queue and the limits of each wait.
 
 Life of a wait: `begin` -> in the queue, for `queue_timeout_s` at most -> `end`, because a worker
-has room or the job is over. Where nobody is left who could run the group, a job that has not begun
-fails at once; one that has begun has a reader, who is worth a wait of `resume_grace_s` for a worker
-to come. When one has come, the group gets another ordinary wait to find room.
+has capacity or the job is over.
+
+If no worker is left that could run the group, a job that has not begun fails at once. A job that
+has begun has a reader, so it waits `resume_grace_s` for a worker to join. When one has joined, the
+group gets another ordinary wait for capacity.
 """
 
 from __future__ import annotations
@@ -23,12 +25,12 @@ if TYPE_CHECKING:
 
 
 def now_s() -> float:
-    """The event loop's clock, which every time of the queue is on."""
+    """The event loop's clock. All times of the queue are by this clock."""
     return asyncio.get_running_loop().time()
 
 
 class WaitingGroups:
-    """The queue with a bound on every wait in it. Belongs to the event loop."""
+    """The queue, with a limit on every wait. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -40,8 +42,8 @@ class WaitingGroups:
 
         Args:
             settings: bounds of the queue and of the waits.
-            refusal: why nobody could run a group even with room; None where somebody could.
-            fail: ends a job, whose groups then wait no more.
+            refusal: the error if no worker could run a group even with capacity; else None.
+            fail: ends a job. Its groups wait no more after that.
         """
         self.queue: AdmissionQueue[ChoiceGroup] = AdmissionQueue(
             settings.max_queued_requests, settings.max_queued_tokens
@@ -51,7 +53,7 @@ class WaitingGroups:
         self._fail = fail
 
     def check_deadline(self, group: ChoiceGroup) -> None:
-        """Refuses a group whose deadline is over before what waits ahead of it has drained.
+        """Refuses a group whose deadline comes before the queue ahead of it has drained.
 
         Raises:
             RouterError: DEADLINE_UNREACHABLE.
@@ -61,8 +63,13 @@ class WaitingGroups:
             raise errors.deadline_unreachable(wait_s, left_s, self._retry_after_s(group))
 
     def begin(self, group: ChoiceGroup, *, bounded: bool) -> None:
-        """Queues a group. The queue is `bounded` for one that was just found fit to be run; the job
-        of another has failed when this returns if nobody could run it.
+        """Queues a group.
+
+        Args:
+            group: the group.
+            bounded: True for a new group that some worker could run; the bounds of the queue then
+                hold. For any other group its job may have failed when this returns, because no
+                worker could run it.
 
         Raises:
             RouterError: QUEUE_FULL.
@@ -76,18 +83,19 @@ class WaitingGroups:
             self._check(group)
 
     def check(self) -> None:
-        """Looks, after a worker was lost, who of those that wait could still be run."""
+        """Checks after the loss of a worker which waiting groups could still run."""
         for group in list(self.queue):
             self._check(group)
 
     def take(self, group: ChoiceGroup) -> float:
-        """Ends the wait of a group that is dispatched now; returns how long it was, seconds."""
+        """Ends the wait of a group that is dispatched now; returns the time of the wait,
+        seconds."""
         waited_s = self.queue.take(group, now_s())
         self.end(group)
         return waited_s
 
     def end(self, group: ChoiceGroup, fault: str = "") -> None:
-        """The group waits for nothing any more, if it did; a fault says why."""
+        """Ends the wait of a group, if it waits. `fault` is the cause."""
         group.in_grace = False
         group.clear_timer()
         if group.queue_span is not None:
@@ -96,7 +104,7 @@ class WaitingGroups:
             group.queue_span = None
 
     def _check(self, group: ChoiceGroup) -> None:
-        """Bounds the wait of a group that nobody can run now."""
+        """Limits the wait of a group that no worker can run now."""
         error = self._refusal(group)
         if error is None:
             return
