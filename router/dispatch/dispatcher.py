@@ -11,9 +11,8 @@ Life of a job:
    sent, and the stream continues behind them.
 4. Over: finished, failed, or left by its reader. Its attempts are ended at every worker.
 
-A job gets `max_retries` further attempts after a refusal or an error. It also gets another one
-after each lost worker that had it in hand, until `max_workers_lost` of them are lost. The job may
-be the cause of their deaths, so it gets no more workers then.
+A job gets `max_retries` further attempts after refusals or errors. It also gets one after each lost
+worker that had it in hand, but none after `max_workers_lost` of them, since it may kill them.
 
 Everything runs on the event loop, and every handler is synchronous, so no state changes between two
 of its lines.
@@ -50,8 +49,7 @@ if TYPE_CHECKING:
     from router.workers.link import LinkState, Loss, WorkerLink
 
 CLOSING_GRACE_S: Final = 0.05
-"""Longest wait for a prefill worker's last message, with its timings, after the last token,
-seconds."""
+"""Longest wait after the last token for a prefill worker's timings, seconds."""
 
 
 class JobDispatcher:
@@ -96,8 +94,7 @@ class JobDispatcher:
         return self._queue.tokens
 
     def queue_drain_s(self) -> dict[str, float]:
-        """Time to drain the queue at the measured rate, seconds, for each model with a known
-        rate."""
+        """Time to drain the queue, seconds, by model, for models with a measured rate."""
         return self._queue.waits_s(now_s())
 
     # Calls of the front doors.
@@ -133,8 +130,7 @@ class JobDispatcher:
             self._leave(run)
 
     def end_choice(self, job: Job, choice: int) -> None:
-        """Ends a choice that needs no more tokens. It is called within a handler and acts after
-        it."""
+        """Ends a choice that needs no more tokens. Called in a handler, it acts after it."""
         asyncio.get_running_loop().call_soon(self._end_choice, job, choice)
 
     def _end_choice(self, job: Job, choice: int) -> None:
@@ -334,7 +330,7 @@ class JobDispatcher:
         run.over = True
         for group in run.groups:
             self._release(group, "cancelled")
-        run.groups.clear()  # They refer to the run: only a garbage collection frees a cycle.
+        run.groups.clear()  # They refer to the run, and only a garbage collection frees a cycle.
         del self._runs[run.job]
         if not self._runs:
             self._idle.set()
