@@ -44,12 +44,12 @@ def choose_backend(name: str, pool: KvPool, windows: Windows) -> AttentionBacken
     if name != "auto":
         if obstacle := _OBSTACLES[name](pool):
             raise AttentionError(f"attention backend {name} cannot run here: {obstacle}")
-        log.info("attention: %s (asked for)", name)
+        log.info("attention: %s (as configured)", name)
         return _BUILDERS[name](pool, windows)
     obstacles = {other: _OBSTACLES[other](pool) for other in BACKENDS[1:]}
     best = next(other for other, obstacle in obstacles.items() if not obstacle)
     reasons = "; ".join(f"not {other}: {why}" for other, why in obstacles.items() if why)
-    log.info("attention: %s (%s)", best, reasons or "the best there is")
+    log.info("attention: %s (%s)", best, reasons or "the best backend")
     return _BUILDERS[best](pool, windows)
 
 

@@ -91,7 +91,7 @@ class TokenGate:
         try:
             self._tenants = _read(self._path)
         except TokensFileError as error:
-            logger.error("tokens stay as they were: %s", error)
+            logger.error("the changed tokens file is not used: %s", error)
         else:
             logger.info("tokens read again", extra={"tokens": len(self._tenants)})
 

@@ -263,7 +263,7 @@ class WorkerLink:
             by_kernel = any(text in (error.details() or "") for text in _CLOSED_BY_KERNEL)
             self.end(Loss.SOCKET_CLOSED if by_kernel else Loss.STREAM_ENDED)
         except Exception as error:
-            logger.error("a message broke its handler: %s", type(error).__qualname__)
+            logger.error("the handler of a message failed: %s", type(error).__qualname__)
             self.end(Loss.STREAM_ENDED)
             raise
 
