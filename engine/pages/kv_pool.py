@@ -54,8 +54,8 @@ class KvPool:
         return self.tensor.view(-1, self.page_size * self.tensor.shape[-1])
 
     def run_ids(self, pages: Tensor) -> Tensor:
-        """Rows of `runs` with K of layer 0, [..., P] int64 -> [..., Hkv, P]. K of a layer is `2 *
-        layer` rows further on, and its V one more."""
+        """Rows of `runs` with K of layer 0, [..., P] int64 -> [..., Hkv, P]. K of a layer is
+        further on by `2 * layer` rows, and its V by one more."""
         heads, layers = self.tensor.shape[1:3]
         head = torch.arange(heads, device=pages.device)[:, None]
         return (pages[..., None, :] * heads + head) * (2 * layers)

@@ -20,8 +20,8 @@ DRAIN_WINDOW_S: Final = 10.0
 """Time over which the drain rate decays, seconds. It spans bursts and still shows a lost worker."""
 FORETOLD: Final = 20
 """The drain rate is unknown for a prompt that is this many times as long as all tokens that left. A
-few tokens that waited for a moment say little about many long prompts, and those were refused for
-them."""
+few tokens that waited for a moment say little about many long prompts. Without this rule the router
+refused long prompts because of them."""
 AT_ONCE_S: Final = 1e-3
 """An entry that leaves within this many seconds did not wait."""
 

@@ -42,7 +42,7 @@ WATCH_INTERVAL_S: Final = 0.1
 SLEPT_S: Final = 1.0
 """A look that comes this many seconds late means that this process, or its machine, was stopped."""
 WOKEN_S: Final = 2.0
-"""Links that broke during such a stop end within this many seconds after it."""
+"""Breaks that happened during such a stop show within this many seconds after it."""
 SLOW: Final = "slow"
 """Prefix of complaints about a path that works."""
 _CLOSED_BY_KERNEL: Final = ("Socket closed", "Connection reset by peer")
