@@ -1,4 +1,4 @@
-"""What the engine is bounded by, and which requests can be held within that at all."""
+"""The bounds of the engine, and the requests that it can hold within them."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ from typing import Final
 from engine.types import Mode, Request
 
 UNBOUNDED: Final = 1 << 31
-"""Tokens: more than any step has."""
+"""More tokens than any step has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Bounds of the engine. `Engine.build` fills in what is 0."""
+    """Bounds of the engine. `Engine.build` replaces each 0."""
 
     max_sequences: int = 64
     """Slots of the batch."""
     max_step_tokens: int = 0
-    """New tokens in a step: the chunk budget of prefill; 0: 512 on CPU, elsewhere 2048 where
-    sequences are decoded and 4096 where not."""
+    """Most new tokens in a step: the chunk budget of prefill. 0 means 512 on a CPU; elsewhere it
+    means 2048 if this engine decodes, else 4096."""
     mixed_prefill_tokens: int = UNBOUNDED
-    """Prompt tokens in a step that also decodes."""
+    """Most prompt tokens in a step that also decodes."""
     full_step_tokens: int = UNBOUNDED
-    """Prompt tokens that keep the device busy. A prompt that would make a step longer than that
-    waits for the next one, unless it is the step's first."""
+    """Prompt tokens that keep the device busy. A prompt that would make a step longer than this
+    waits for the next step, unless it is the step's first."""
     max_context_tokens: int = 0
-    """Prompt and output of one sequence; 0: what the model takes, or less where the pool is
-    smaller."""
+    """Most tokens of one sequence, prompt and output. 0 means the model's limit, or less if the
+    pool is smaller."""
     page_size: int = 16
     """Tokens in a page."""
     decodes: bool = True
-    """Whether sequences are decoded here; if not, no graphs are made for it."""
+    """Whether this engine decodes. If not, it makes no graphs for that."""
     eos_token_ids: frozenset[int] = frozenset()
     """Set by `Engine.build` from the model."""
     reserve_pages: int = 1
     """Pages kept back at admission for the growth of each active sequence."""
     page_watermark: float = 0.9
-    """Share of the pages in use above which fewer sequences are admitted, in (0, 1]; 1: never
-    fewer. See `engine.schedule.admission.growth_reserve`."""
+    """Used share of the pages above which fewer sequences are admitted, in (0, 1]. 1 disables this.
+    See `engine.schedule.admission.growth_reserve`."""
     max_passed_over: int = 16
-    """How often smaller requests may be admitted before one that does not fit yet."""
+    """Most times that smaller requests may pass one that does not fit yet."""
     prefix_cache: bool = True
 
     def can_ever_hold(self, request: Request, total_pages: int) -> bool:

@@ -1,4 +1,4 @@
-"""How an engine is built."""
+"""The configuration of an engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engine.bounds import Bounds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig(Bounds):
-    """Everything `Engine.build` needs; validated there."""
+    """The parameters of `Engine.build`, which validates them."""
 
     model: str
     """Hugging Face id, folder or GGUF file."""
@@ -22,21 +22,22 @@ class EngineConfig(Bounds):
     device: str = "auto"
     """"cpu", "cuda", "cuda:1"; auto: cuda where there is one."""
     seed: int = 0
-    """Of dummy weights."""
+    """Seed of dummy weights."""
     attention: str = "auto"
     """"fa3", "fa2" or "sdpa"; auto: the best that runs on the device."""
     num_pages: int = 0
-    """Pages in the pool, scratch page included; 0: as many as `kv_memory_bytes` holds."""
+    """Pages in the pool, with the scratch page; 0: as many as `kv_memory_bytes` holds."""
     kv_memory_bytes: int = 0
-    """Memory of the pool where `num_pages` is 0; 0: what `gpu_memory_utilization` leaves on a GPU
-    with a fast path, 1 GiB elsewhere."""
+    """Memory of the pool if `num_pages` is 0, bytes. 0 means the memory that
+    `gpu_memory_utilization` leaves on a GPU with the fast path, and 1 GiB elsewhere."""
     gpu_memory_utilization: float = 0.9
     """Share of the GPU's memory that this process may use, in all."""
     cuda_graphs: bool = True
-    """Whether steps on a GPU replay graphs, which are made at the start: `engine.cuda.shapes`."""
+    """Whether steps on a GPU replay graphs, which are made at the start. See
+    `engine.cuda.shapes`."""
     scheduling: str = "fcfs"
-    """Who is admitted first, one of `engine.schedule.policies.POLICIES`."""
+    """Order of admission, one of `engine.schedule.policies.POLICIES`."""
     eviction: str = "lru"
-    """Which cached page goes first, one of `engine.pages.eviction.EVICTION_POLICIES`."""
+    """Order of eviction of cached pages, one of `engine.pages.eviction.EVICTION_POLICIES`."""
     poison_freed_pages: bool = False
-    """Debugging: free pages carry a pattern, and are checked to carry it when they are used."""
+    """For debugging: free pages carry a pattern, which is checked when they are used again."""

@@ -1,4 +1,4 @@
-"""The engine: model, pool, scheduler and step loop behind one thread-safe face."""
+"""The engine: model, pool, scheduler and step loop behind one thread-safe interface."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from engine.types import EngineLoad, ModelInfo, Request, Sink, TokenRecord
 log = logging.getLogger("baton.engine")
 
 Progress = Callable[[str, int, int], None]
-"""Called with a phase, what is done and what there is to do."""
+"""Called with a phase, the amount done and the total."""
 DEFAULT_KV_BYTES = 1 << 30
 
 
@@ -40,9 +40,9 @@ class EngineError(Exception):
 
 
 class Engine:
-    """Runs requests. Every method may be called from any thread and waits for no step.
+    """Runs requests. Every method may be called from any thread, and none waits for a step.
 
-    What happens to a request is told to the sink it was submitted with (`engine.types`).
+    The events of a request go to the sink that it was submitted with (`engine.types`).
     """
 
     def __init__(self, model: ModelInfo, pool: KvPool, loop: StepLoop) -> None:
@@ -52,7 +52,7 @@ class Engine:
 
     @classmethod
     def build(cls, config: EngineConfig, progress: Progress | None = None) -> Engine:
-        """Loads the model and allocates the pool; blocks for as long as that takes.
+        """Loads the model and allocates the pool. Blocks until that is done.
 
         Raises:
             EngineError: the configuration does not fit the model or the device.
@@ -89,40 +89,41 @@ class Engine:
         """Starts the step loop.
 
         Args:
-            on_step: called once per settled step with its seconds and how many sequences it
-                decoded, on the loop's thread: it must return at once.
+            on_step: called once per settled step with its seconds and the number of sequences that
+                it decoded, on the loop's thread. It must return at once.
             on_lost: called on that thread when the device will run no further step.
         """
         self._loop.start(on_step, on_lost)
 
     def stop(self) -> None:
-        """Stops the step loop; requests still inside are dropped without an event."""
+        """Stops the step loop. Remaining requests are dropped without an event."""
         self._loop.stop()
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Takes a request on. One that cannot be run is answered with RequestFailed."""
+        """Accepts a request. A request that cannot run gets RequestFailed."""
         self._loop.submit(request, sink)
 
     def deliver(self, request_id: bytes, records: Sequence[TokenRecord]) -> None:
         """RECEIVE: the KV of the whole prompt is in the reserved pages.
 
         Args:
-            request_id: a request that was told Reserved; others are ignored.
+            request_id: a request that got Reserved; others are ignored.
             records: the next token of every choice.
         """
         self._loop.post(lambda scheduler: scheduler.deliver(request_id, records))
 
     def cancel(self, request_id: bytes) -> None:
-        """Ends a request. Pages that something outside may touch wait for `release`."""
+        """Ends a request. Pages that a transfer may still use wait for `release`."""
         self._loop.post(lambda scheduler: scheduler.cancel(request_id))
 
     def release(self, request_id: bytes) -> None:
-        """Nothing outside touches the request's pages any more. Unknown ids are ignored."""
+        """Frees a request's pages, since no transfer uses them any more. Unknown ids are
+        ignored."""
         self._loop.post(lambda scheduler: scheduler.release(request_id))
 
     def subscribe(self, listener: Callable[[CacheEvent], None]) -> None:
-        """Tells `listener` of every page that the prefix cache stores, finds or evicts from now on,
-        on the step loop's thread: it must return at once."""
+        """Calls `listener` for every page that the prefix cache stores, finds or evicts from now
+        on. It runs on the step loop's thread and must return at once."""
         self._loop.post(lambda scheduler: scheduler.blocks.subscribe(listener))
 
     def profile(self, steps: int, folder: Path) -> None:
@@ -135,7 +136,7 @@ class Engine:
 
 
 def _resolve(config: EngineConfig) -> EngineConfig:
-    """Fills in what the configuration leaves to the device."""
+    """Fills in the values that depend on the device."""
     device = config.device
     has_gpu = torch.cuda.is_available()
     if device == "auto":
@@ -165,7 +166,8 @@ def _resolve(config: EngineConfig) -> EngineConfig:
 
 
 def _usual_step_tokens(on_cpu: bool, decodes: bool) -> int:
-    """Longer steps are a few percent faster; where something decodes, it waits for them."""
+    """The default step size, tokens. Longer steps are a few percent faster, but decode rows wait
+    for them."""
     if on_cpu:
         return 512
     return 2048 if decodes else 4096
@@ -221,7 +223,7 @@ def _pool_of(
 
 
 def _memory_left(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> int:
-    """Bytes for the pool where nothing says how many: measured where the fast path runs."""
+    """Default bytes for the pool. They are measured if the fast path runs."""
     if device.type == "cpu":
         return DEFAULT_KV_BYTES
     scratch = _pool_of(1, config, loaded, device)
@@ -263,7 +265,7 @@ def _build_executor(
 
 
 def _available_bytes() -> int:
-    """Memory that can be had without swapping: page cache counts as free."""
+    """Memory available without swapping, bytes. The page cache counts as free."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024

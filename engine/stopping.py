@@ -1,4 +1,4 @@
-"""When a sequence ends by itself. Stop texts are the router's business."""
+"""Rules that end a sequence. The router handles stop texts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 
 def end_ids(stop: StopRules, eos_ids: Iterable[int]) -> frozenset[int]:
-    """Token ids that end a sequence with these rules: those that the sampler must not draw
-    before `min_tokens`, and those that `end_reason` ends at from then on."""
+    """Token ids that end a sequence under these rules. The sampler must not draw them before
+    `min_tokens`, and `end_reason` ends the sequence at them after that."""
     return stop.token_ids if stop.ignore_eos else stop.token_ids.union(eos_ids)
 
 
@@ -23,17 +23,17 @@ def end_reason(
     eos_ids: frozenset[int],
     context_room: int,
 ) -> EndReason | None:
-    """Why the sequence ends with this token, or None if it goes on.
+    """The reason for which the sequence ends with this token, or None if it goes on.
 
-    A token that ends it wins over length, and end of sequence over a stop id.
+    A token that ends it goes before length, and end of sequence goes before a stop id.
 
     Args:
         token_id: the token just read.
         index: its index in the sequence's whole output, from 0.
-        stop: the request's rules. Tokens of an index below `min_tokens` end nothing, so at least
-            so many stand before one that does; `max_tokens` holds always.
+        stop: the request's rules. A token with an index below `min_tokens` ends nothing, so at
+            least that many come before the one that ends it. `max_tokens` always holds.
         eos_ids: the model's end-of-sequence ids.
-        context_room: how many more tokens the context can take after this one.
+        context_room: number of tokens that the context can take after this one.
     """
     if index >= stop.min_tokens:
         if not stop.ignore_eos and token_id in eos_ids:

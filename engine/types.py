@@ -1,8 +1,8 @@
-"""What goes into the engine and what comes out of it.
+"""Requests, which go into the engine, and events, which come out of it.
 
-A *request* is one prompt and `choices` sequences grown from it; each running sequence holds one
-*slot*. Requests enter through `Engine.submit`; everything that happens to one is told to the sink
-it was submitted with, as a list of events once a step, on the step loop's thread.
+A *request* is one prompt and `choices` sequences that continue it. Each running sequence holds one
+*slot*. Requests enter through `Engine.submit`. The events of a request go to the sink that it was
+submitted with, as a list once a step, on the step loop's thread.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ PageIds = NDArray[np.int32]
 
 
 class Mode(enum.Enum):
-    """What the engine is to do with a request."""
+    """The work that a request wants of the engine."""
 
     WHOLE = "whole"
     """Prefill and decode here."""
     PREFILL = "prefill"
     """Prefill, sample the first tokens, then hold the prompt's pages until `Engine.release`."""
     RECEIVE = "receive"
-    """Reserve slots and pages; decode after `Engine.deliver` says that the pages are filled. Where
+    """Reserve slots and pages, and decode after `Engine.deliver` says that the pages are filled. If
     `Request.takeover_tokens` allows it, take the prompt over instead."""
 
 
 class EndReason(enum.Enum):
-    """Why a sequence ended by itself."""
+    """The reason for which a sequence ended by itself."""
 
     END_OF_SEQUENCE = "end_of_sequence"
     STOP_TOKEN = "stop_token"
@@ -40,7 +40,7 @@ class EndReason(enum.Enum):
 
 
 class FailureReason(enum.Enum):
-    """Why the engine gave a request up."""
+    """The reason for which the engine gave a request up."""
 
     INTERNAL = "internal"
     TOO_LARGE = "too_large"
@@ -49,7 +49,7 @@ class FailureReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn. The defaults sample from the model's distribution as it is."""
+    """Parameters for drawing tokens. The defaults sample from the model's own distribution."""
 
     temperature: float = 1.0
     """0 is greedy."""
@@ -64,12 +64,12 @@ class SamplingParams:
     """Keys the noise, with the choice and the output index; in [0, 2**64)."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     top_logprobs: int | None = None
-    """None: no log probabilities; n: of the token and of the n best."""
+    """None: no log probabilities; n: those of the token and of the n best."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopRules:
-    """When a sequence ends. Stop texts are the router's business."""
+    """Rules that end a sequence. The router handles stop texts."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -88,20 +88,22 @@ class Request:
     mode: Mode = Mode.WHOLE
     choices: int = 1
     first_choice: int = 0
-    """Added to a choice's index where that keys the noise: a resumed choice comes by itself."""
+    """Added to a choice's index for the noise, because a resumed choice comes in its own
+    request."""
     generated: tuple[TokenIds, ...] = ()
-    """Tokens already sent, one array per choice: forced, never sampled again. Empty: none."""
+    """Tokens already sent, one array per choice. They are forced and never sampled again. Empty if
+    there are none."""
     priority: int = 0
     tenant: str = ""
     cache_salt: bytes = b""
     prompt_logprobs: bool = False
     takeover_tokens: int = 0
-    """RECEIVE: where the prefix cache holds the larger part of the prompt and at most so many
-    tokens are left, they are computed here, and no delivery is waited for."""
+    """RECEIVE: most tokens that may be left for a take-over. If the prefix cache holds the larger
+    part of the prompt, the rest is computed here, without a delivery."""
 
 
 class TokenRecord(NamedTuple):
-    """One token and what was asked for about it."""
+    """One token, with its log probabilities if they are wanted."""
 
     token_id: int
     logprob: float | None = None
@@ -111,12 +113,12 @@ class TokenRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """RECEIVE: slots and pages are held. `pages` covers the prompt, in order."""
+    """RECEIVE: slots and pages are reserved. `pages` covers the prompt, in order."""
 
     request_id: bytes
     pages: PageIds
     held_pages: int
-    """Leading pages that hold the prompt's KV already (prefix cache): not to be written."""
+    """Leading pages that hold the prompt's KV already (prefix cache). They must not be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +158,7 @@ class Prefilled:
     request_id: bytes
     records: tuple[TokenRecord, ...]
     ends: tuple[EndReason | None, ...]
-    """Per choice, why it ended with this token, if it did."""
+    """For each choice the reason for its end, if it ended with this token."""
     at_ns: int
 
 
@@ -170,29 +172,29 @@ class Joined:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewTokens:
-    """What one step drew for the running sequences of one sink: columns of R rows, a token each.
-    A request's choices that begin together are neighbours, in order."""
+    """The tokens of one step for the running sequences of one sink: columns of R rows, a token
+    each. Choices of a request that begin together are neighbours, in order."""
 
     request_ids: Sequence[bytes]
     """[R]"""
     choices: NDArray[np.int32]
     """[R]"""
     indices: NDArray[np.int32]
-    """[R]; of the token in the sequence's whole output."""
+    """[R]; index of the token in the sequence's whole output."""
     token_ids: TokenIds
     """[R]"""
     scored: Mapping[int, TokenRecord]
-    """By row, the tokens whose log probabilities are wanted."""
+    """Records of the tokens whose log probabilities are wanted, by row."""
     at_ns: int
 
     def record(self, row: int) -> TokenRecord:
-        """The token of a row, with what was asked for about it."""
+        """The token of a row, with its log probabilities if they are wanted."""
         return self.scored.get(row) or TokenRecord(int(self.token_ids[row]))
 
 
 @dataclass(frozen=True, slots=True)
 class PromptScored:
-    """Log probabilities of the prompt's tokens from the second on, where asked for."""
+    """Log probabilities of the prompt's tokens from the second on, if they are wanted."""
 
     request_id: bytes
     records: tuple[TokenRecord, ...]
@@ -200,7 +202,8 @@ class PromptScored:
 
 @dataclass(frozen=True, slots=True)
 class SequenceEnded:
-    """A sequence ended by itself; after the last choice's the engine holds nothing of it."""
+    """A sequence ended by itself. After the last choice's end the engine holds nothing of the
+    request."""
 
     request_id: bytes
     choice: int
@@ -214,8 +217,8 @@ class SequenceEnded:
 
 @dataclass(frozen=True, slots=True)
 class RequestFailed:
-    """The engine gave the request up and holds nothing of it, but for the pages of a PREFILL that
-    has begun: somebody may be reading them, and they wait for release."""
+    """The engine gave the request up and holds nothing of it. Only the pages of a PREFILL that has
+    begun wait for release, since a transfer may read them."""
 
     request_id: bytes
     reason: FailureReason
@@ -232,11 +235,11 @@ EventOfOne = (
     | SequenceEnded
     | RequestFailed
 )
-"""What happens to one request."""
+"""An event of one request."""
 Event = EventOfOne | NewTokens
 Sink = Callable[[Sequence[Event]], None]
-"""Called on the step loop's thread once a step with the events of the requests submitted with
-this sink, in order. Must not block and must not raise."""
+"""Called on the step loop's thread once a step, with the events of its requests in order. It must
+not block or raise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,16 +247,16 @@ class EngineLoad:
     """A snapshot of the engine, replaced by the step loop every turn; read from any thread."""
 
     progress: int = 0
-    """Turns of the step loop, idle ones included (at least one in 0.5 s)."""
+    """Turns of the step loop, with idle ones (at least one in 0.5 s)."""
     queued_prefill_tokens: int = 0
-    """Of prompts to be computed here, those of steps in flight included."""
+    """Prompt tokens to be computed here, with those of steps in flight."""
     requests: frozenset[bytes] = frozenset()
-    """Those that the engine holds, and that the other figures contain."""
+    """Ids of the requests that the engine holds and that the other figures contain."""
     waiting_requests: int = 0
     wanted_pages: int = 0
-    """That requests wait for which have none yet."""
+    """Pages for which requests without pages wait."""
     wanted_sequences: int = 0
-    """Slots that such requests wait for."""
+    """Slots for which such requests wait."""
     running_sequences: int = 0
     max_sequences: int = 0
     total_pages: int = 0
@@ -262,15 +265,16 @@ class EngineLoad:
     granted_pages: int = 0
     quarantined_pages: int = 0
     damaged_pages: int = 0
-    """Found written while they were free, where that is watched for: must stay 0."""
+    """Pages found written while they were free, if that is checked. Must stay 0."""
     step_ms: float = 0.0
     """Duration of the last step, launch to settled."""
     long_step_ms: float = 0.0
-    """Expected duration of the step in flight, where progress may pause for so long; else 0."""
+    """Expected duration of the step in flight, if it is long; else 0. Progress may pause this
+    long."""
     prefill_tokens_per_s: float = 0.0
     """Moving average of the rate at which steps compute prompt tokens; 0 while unknown."""
     prefill_rate_age_s: float = 0.0
-    """Since a step last added to that rate."""
+    """Time since a step last added to that rate."""
     steps: int = 0
     preemptions: int = 0
     prompt_tokens_computed: int = 0
@@ -280,7 +284,7 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A loaded model, as others must know it."""
+    """The identity and shape of a loaded model, for other processes."""
 
     name: str
     path: str

@@ -1,9 +1,8 @@
-"""Every error a client can meet, and how it reaches the client.
+"""Every error that a client can get, and its conversion to a status.
 
-Errors are raised where they are known, by one of the constructors below: one for each row of the
-API's error table. They become statuses once, at the edge: `describe` turns any exception into a
-`RouterError` and `to_status` that into a `google.rpc.Status`. The text of a foreign exception goes
-nowhere: it may hold a prompt.
+One constructor below raises each row of the API's error table. The edge converts errors once:
+`describe` turns any exception into a `RouterError`, and `to_status` turns that into a
+`google.rpc.Status`. The text of a foreign exception is dropped, since it may hold a prompt.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DOMAIN: Final = "baton.inference.v1"
-"""`ErrorInfo.domain` of every error: the package whose reasons these are."""
+"""`ErrorInfo.domain` of every error: the package that defines the reasons."""
 MAX_VIOLATIONS: Final = 32
-"""Violations reported at once; statuses travel in trailers, which have room for a few KiB."""
+"""Most violations in one error. Statuses travel in trailers, which hold a few KiB."""
 _MAX_VALUE_CHARS: Final = 128
-"""A client's own words in an error are cut here."""
+"""A client's own values in an error are cut at this length."""
 _MAX_NAMES: Final = 8
-"""Names listed in an error; ListModels has them all."""
+"""Most names in an error; ListModels has them all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +54,23 @@ class RouterError(Exception):
     metadata: Mapping[str, str] = field(default_factory=dict)
     """`ErrorInfo.metadata`: every dynamic value of the message."""
     retry_after_s: float | None = None
-    """Set where trying again can help."""
+    """Set if a retry can help."""
     violations: Sequence[Violation] = ()
     resource: tuple[str, str] | None = None
-    """Type and name of what is missing."""
+    """Type and name of the missing resource."""
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.message}"
 
 
 def malformed_request(message: str = "the request could not be parsed") -> RouterError:
-    """The bytes are no message of the method's type."""
+    """The bytes are not a message of the method's type."""
     return RouterError(grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_REQUEST", message)
 
 
 def invalid_fields(violations: Sequence[Violation], count: int | None = None) -> RouterError:
-    """Fields out of range, an empty prompt, ids outside the vocabulary: all at once; `count` is how
-    many there are where not all are given."""
+    """All violations at once: fields out of range, an empty prompt, ids outside the vocabulary.
+    `count` is the total if `violations` holds only some."""
     count = len(violations) if count is None else count
     shown = [
         Violation(one.field[:_MAX_VALUE_CHARS], one.description)
@@ -96,9 +95,9 @@ def context_length_exceeded(
     *,
     at_least: bool = False,
 ) -> RouterError:
-    """Prompt and `max_tokens` together do not fit the context, or the largest pool; `at_least`
-    where the prompt was not tokenized, as its bytes show that it has as many tokens or more."""
-    if prompt_tokens >= limit_tokens:  # whatever max_tokens is, where the client set it at all
+    """Prompt and `max_tokens` together do not fit the context, or the largest pool. `at_least`: the
+    prompt was not tokenized, because its bytes show that it has at least that many tokens."""
+    if prompt_tokens >= limit_tokens:  # for any max_tokens, set or not
         at_fault = "input"
         message = (
             f"{'at least ' * at_least}{prompt_tokens} prompt tokens leave none of the "
@@ -124,7 +123,8 @@ def context_length_exceeded(
 
 
 def model_not_found(name: str, served: Sequence[str] = ()) -> RouterError:
-    """No model of that name is served, but these are; an empty name where there are several."""
+    """No model of that name is served; `served` are. The name is empty if the client named none and
+    there are several."""
     name = name[:_MAX_VALUE_CHARS]
     names = ", ".join(one[:_MAX_VALUE_CHARS] for one in served[:_MAX_NAMES])
     names += ", ..." if len(served) > _MAX_NAMES else ""
@@ -139,7 +139,7 @@ def model_not_found(name: str, served: Sequence[str] = ()) -> RouterError:
 
 
 def unauthenticated() -> RouterError:
-    """No token, or one that is not known."""
+    """The caller sent no token or an unknown one."""
     message = "a valid token is needed"
     return RouterError(grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED", message)
 
@@ -151,7 +151,8 @@ def permission_denied() -> RouterError:
 
 
 def queue_full(queued_requests: int, retry_after_s: float) -> RouterError:
-    """The queue, or its token budget, is full; `retry_after_s` from the measured drain rate."""
+    """The queue, or its token budget, is full. `retry_after_s` comes from the measured drain
+    rate."""
     return RouterError(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "QUEUE_FULL",
@@ -162,7 +163,7 @@ def queue_full(queued_requests: int, retry_after_s: float) -> RouterError:
 
 
 def router_busy(held_bytes: int, retry_after_s: float = 1.0) -> RouterError:
-    """Requests that are being read fill the room that there is for them."""
+    """The bodies that are being read fill their memory budget."""
     code, metadata = grpc.StatusCode.RESOURCE_EXHAUSTED, {"held_bytes": str(held_bytes)}
     message = f"{held_bytes} bytes of other requests are being read"
     return RouterError(code, "ROUTER_BUSY", message, metadata, retry_after_s)
@@ -181,7 +182,7 @@ def quota_exceeded(
 
 
 def queue_timeout(waited_s: float, retry_after_s: float) -> RouterError:
-    """The request waited longer than the queue lets one wait."""
+    """The request waited longer than the queue allows."""
     return RouterError(
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "QUEUE_TIMEOUT",
@@ -203,20 +204,20 @@ def deadline_unreachable(needed_s: float, left_s: float, retry_after_s: float) -
 
 
 def no_workers(model: str = "", retry_after_s: float = 1.0, *, missing: str = "") -> RouterError:
-    """No worker is attached that could run the request; `missing` is the role that nobody has."""
+    """No attached worker could run the request; `missing` is the role that no worker has."""
     kind = f"{missing} worker" if missing else "worker"
     message = f"no {kind} for model {model!r}" if model else "no worker is attached"
     return _unavailable("NO_WORKERS", message, {"model": model}, retry_after_s)
 
 
 def workers_differ(model: str, retry_after_s: float = 1.0) -> RouterError:
-    """Workers for every part are attached, and no two of them have the same weights and layout."""
+    """Both roles are attached, but no two of the workers have the same weights and layout."""
     message = f"the workers of model {model!r} differ in weights or settings: no pair can run it"
     return _unavailable("NO_WORKERS", message, {"model": model}, retry_after_s)
 
 
 def model_loading(model: str, retry_after_s: float = 5.0) -> RouterError:
-    """Workers are there and still load the model."""
+    """Workers still load the model."""
     return _unavailable(
         "MODEL_LOADING", f"model {model!r} is loading", {"model": model}, retry_after_s
     )
@@ -228,7 +229,7 @@ def draining(retry_after_s: float = 1.0) -> RouterError:
 
 
 def workers_draining(model: str, retry_after_s: float = 1.0) -> RouterError:
-    """Every worker that could run the request shuts down."""
+    """Every worker that could run the request is shutting down."""
     message = f"the workers of model {model!r} shut down"
     return _unavailable("DRAINING", message, {"model": model}, retry_after_s)
 
@@ -256,10 +257,10 @@ def worker_lost_mid_stream(tokens_sent: int) -> RouterError:
 
 
 def poison_request(workers_lost: int, tokens_sent: int, *, started: bool) -> RouterError:
-    """So many workers were lost with the request in hand that it may be what kills them.
+    """The request lost so many workers that it may be the cause of their deaths.
 
-    ABORTED where tokens were sent, INTERNAL before: neither is retried by a client of its own
-    accord, as UNAVAILABLE would be.
+    The code is ABORTED after the first token and INTERNAL before it. Clients retry neither of them
+    by themselves, as they would UNAVAILABLE.
     """
     return RouterError(
         grpc.StatusCode.ABORTED if started else grpc.StatusCode.INTERNAL,
@@ -297,7 +298,7 @@ def cancelled() -> RouterError:
 
 
 def deadline_exceeded(tokens_sent: int) -> RouterError:
-    """The deadline was met while the request ran; tokens already sent stay valid."""
+    """The deadline passed while the request ran; tokens already sent stay valid."""
     return RouterError(
         grpc.StatusCode.DEADLINE_EXCEEDED,
         "DEADLINE_EXCEEDED",
@@ -307,12 +308,12 @@ def deadline_exceeded(tokens_sent: int) -> RouterError:
 
 
 def internal() -> RouterError:
-    """Any bug. Says nothing; the trace id in the details leads to the log."""
+    """Any bug. The text says nothing; the trace id in the details leads to the log."""
     return RouterError(grpc.StatusCode.INTERNAL, "INTERNAL", "an internal error occurred")
 
 
 def describe(error: BaseException, trace_id: str = "") -> RouterError:
-    """The error as a client may see it; one that is not ours is logged without its text."""
+    """The error as a client may see it. A foreign exception is logged without its text."""
     if isinstance(error, RouterError):
         return error
     fields = {"exception": logs.describe(error), "trace_id": trace_id}

@@ -1,6 +1,6 @@
-"""What a router tells whoever counts: each thing once, when it happens.
+"""Events that a router reports for counting, each once and when it happens.
 
-`telemetry.metrics.router.RouterMetrics` counts; `NO_EVENTS` is for those who need no figures.
+`telemetry.metrics.router.RouterMetrics` counts them; `NO_EVENTS` drops them.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from typing import Final, Protocol
 
 
 class RouterEvents(Protocol):
-    """Hears of requests and workers. Called on the event loop; never raises, never waits."""
+    """Receives events of requests and workers. Called on the event loop; never raises or waits."""
 
     def worker_attached(self, role: str, model: str) -> None:
         """A worker joined."""
         return
 
     def worker_lost(self, role: str, cause: str) -> None:
-        """A worker is gone that had not said that it leaves; `cause` is a short stable word."""
+        """A worker is gone without an announced leave; `cause` is a short stable word."""
         return
 
     def rejected(self, reason: str) -> None:
@@ -42,15 +42,16 @@ class RouterEvents(Protocol):
     def first_token(
         self, model: str, seconds: float, prompt_tokens: int, trace_id: str = ""
     ) -> None:
-        """A request's first token left for the client, so long after its arrival."""
+        """A request's first token left for the client, `seconds` after the request's arrival."""
         return
 
     def tokens(self, model: str, count: int, seconds_since_last: float | None) -> None:
-        """A message of tokens left for the client; None for its choice's first."""
+        """A message of tokens left for the client. The time is None for a choice's first
+        message."""
         return
 
     def unread(self) -> None:
-        """An answer was given up a little after its deadline, because its client did not read."""
+        """An answer was given up shortly after its deadline, because its client did not read."""
         return
 
     def ended(
@@ -65,17 +66,17 @@ class RouterEvents(Protocol):
         """A request ended.
 
         Args:
-            model: "" where it named none that is served: whoever asks chooses no label.
+            model: "" if the request named none that is served, so that clients choose no labels.
             outcome: "OK" or the reason of the error table.
             duration_s: since its arrival.
-            per_token_s: mean time of a token after its choice's first; None where there was none.
-            trace_id: "" where it is not traced.
+            per_token_s: mean time of a token after its choice's first; None if there was none.
+            trace_id: "" if the request is not traced.
         """
         return
 
 
 class NoEvents(RouterEvents):
-    """Hears and forgets."""
+    """Drops every event."""
 
 
 NO_EVENTS: Final = NoEvents()

@@ -1,4 +1,4 @@
-"""What the front doors hand to the dispatcher, and what they hear back.
+"""Jobs, which the front doors hand to the dispatcher, and the events that come back.
 
 A *job* is one request after validation and tokenization. A front door creates it and awaits
 `Dispatcher.run(job, tell)`; while that runs, `tell` is called with:
@@ -42,7 +42,7 @@ class ServedModel:
 
     @classmethod
     def of(cls, model: worker_pb2.ModelInfo) -> Self:
-        """What a worker says of its model."""
+        """The model that a worker announced."""
         return cls(
             name=model.name,
             revision=model.revision,
@@ -86,7 +86,7 @@ class Job:
     arrived_ns: int
     """Unix nanoseconds, as every time here."""
     deadline_ns: int
-    """The front door cancels it then; workers and admission need it too."""
+    """The front door cancels the job then. Workers and admission need it, too."""
     context: Context
     """Holds the request's span: the parent of the dispatcher's spans."""
     priority: int = 0
@@ -99,7 +99,7 @@ class Job:
     """The tenant's."""
     cache_salt: bytes = b""
     workers: list[str] = field(default_factory=list)
-    """Ids of those that were given a part of it, in order; added to by the dispatcher."""
+    """Ids of the workers that got a part of the job, in order. The dispatcher adds them."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -109,12 +109,12 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a job, or a part of it that goes on, wants of workers: numbers alone."""
+    """The needs of a job, or of a resumed choice group, in numbers."""
 
     model: ServedModel
     prompt_tokens: int
     max_tokens: int
-    """Of each choice, beyond the prompt."""
+    """Output tokens of each choice."""
     choices: int
     prompt_logprobs: bool = False
     holder: str = ""
@@ -122,7 +122,7 @@ class Demand:
 
     @classmethod
     def of(cls, job: Job) -> Self:
-        """That of a whole job."""
+        """The demand of a whole job."""
         return cls(
             model=job.model,
             prompt_tokens=job.prompt_tokens,
@@ -152,7 +152,7 @@ class JobStarted(NamedTuple):
 
     cached_prompt_tokens: int = 0
     prompt_logprobs: tuple[TokenScore, ...] = ()
-    """Of the prompt's tokens from the second on, where the job asks for them."""
+    """Scores of the prompt's tokens from the second on, if the job asks for them."""
 
 
 class JobTokens(NamedTuple):
@@ -163,33 +163,33 @@ class JobTokens(NamedTuple):
     """Index of the first of them in the choice's whole output."""
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenScore, ...] = ()
-    """One per token where `sampling.top_logprobs` is set, else empty."""
+    """One per token if `sampling.top_logprobs` is set, else empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceEnded:
-    """A choice ended by the rules that workers judge."""
+    """A choice ended by a rule that workers apply."""
 
     choice: int
     reason: worker_pb2.EndReason.ValueType
     output_tokens: int
-    """Of the choice's whole output."""
+    """Tokens in the choice's whole output."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobTimings:
-    """Where the time went, nanoseconds; the fields of the public `Timings`."""
+    """Time in each phase, nanoseconds; the fields of the public `Timings`."""
 
     queue_ns: int = 0
-    """In the router's and in the prefill worker's queue."""
+    """Time in the router's and in the prefill worker's queue."""
     prefill_ns: int = 0
     kv_transfer_ns: int = 0
-    """After the last chunk was computed."""
+    """Time of the transfer after the last chunk was computed."""
     decode_queue_ns: int = 0
     decode_ns: int = 0
 
     def __add__(self, other: JobTimings) -> JobTimings:
-        """The phases of two attempts, one after the other."""
+        """The summed phases of two attempts, one after the other."""
         return JobTimings(
             queue_ns=self.queue_ns + other.queue_ns,
             prefill_ns=self.prefill_ns + other.prefill_ns,
@@ -217,38 +217,38 @@ class Dispatcher(Protocol):
         ...
 
     def model(self, name: str) -> ServedModel:
-        """The model of that name; an empty name selects the only one, where there is just one.
+        """The model of that name. If only one is served, an empty name selects it.
 
         Raises:
-            RouterError: MODEL_NOT_FOUND, or NO_WORKERS where no model is served at all, or the one
-                asked for was until a while ago.
+            RouterError: MODEL_NOT_FOUND. NO_WORKERS if no model is served at all, or if this one
+                was served a while ago.
         """
         ...
 
     def largest_pool_tokens(self, job: Job) -> int | None:
-        """Tokens of a choice, prompt and output, that the roomiest workers could ever hold; None
-        where nobody could run the job now. Choices of one job share a pool."""
+        """Tokens of a choice, prompt and output, that the largest route could ever hold. None if no
+        worker could run the job now. Choices of one job share a pool."""
         ...
 
     async def run(self, job: Job, tell: Callable[[JobEvent], None]) -> None:
-        """Queues and runs a job; returns behind its last event. Cancelling ends the work wherever
-        it is.
+        """Queues and runs a job. Returns after its last event. Cancelling ends the work at any
+        point.
 
         Args:
-            job: what to run.
-            tell: hears each event from within the handler of what brought it, so that a token
-                wakes nobody on its way to the front door. It never waits, and calls back nothing
-                but `end_choice`. What it raises ends this job alone, and is raised here.
+            job: the job.
+            tell: called with each event, directly in the handler of the worker's message, so that
+                a token wakes no task on its way to the front door. It must not wait, and may call
+                only `end_choice`. An exception from it ends this job alone, and is raised here.
 
         Raises:
-            RouterError: why the job could not be finished.
+            RouterError: the job could not be finished.
         """
         ...
 
     def end_choice(self, job: Job, choice: int) -> None:
-        """A stop text was met: the choice needs no more tokens. Done soon, not at once.
+        """Ends a choice whose stop text was found. It ends soon, not at once.
 
-        Tokens and the `ChoiceEnded` of that choice may still come and are ignored; `JobFinished`
-        does not wait for it any more. Unknown, ended or already closed: no-op.
+        Its tokens and its `ChoiceEnded` may still come and are ignored. `JobFinished` does not wait
+        for it any more. Does nothing if the choice is unknown, ended or already closed.
         """
         ...

@@ -2,16 +2,16 @@
 
 Life of the process:
 
-1. The servers start: gRPC and HTTP for clients, the internal gRPC one for workers. A router that
-   shares its ports for clients with others takes its part only when it can run some model.
-2. Serving: health says so for the process at once, and for the API while some model can be run.
-3. SIGTERM or SIGINT. Draining: health says NOT_SERVING; for `drain_grace_s` seconds, in which load
-   balancers learn of it, all goes on; then new requests are refused, and those under way get
-   `drain_s` seconds. A second signal ends the wait. Shared ports are left to the other routers at
-   once: clients connect to one of them for their next requests.
-4. Stopping: what is left ends with DRAINING; the streams to the workers close.
+1. The servers start: gRPC and HTTP for clients, internal gRPC for workers. A router that shares
+   its client ports with other routers opens them only when it can run some model.
+2. Serving. Health reports the process at once, and the API while the router can run some model.
+3. Draining, after SIGTERM or SIGINT. Health says NOT_SERVING. The router serves on for
+   `drain_grace_s` seconds, so that load balancers notice. Then it refuses new requests, and running
+   ones get `drain_s` seconds. A second signal ends the wait. The router leaves shared ports at
+   once: clients connect to another router for their next requests.
+4. Stopping. Remaining requests end with DRAINING. The streams to the workers close.
 
-The exit code is 0 where nothing had to be cut short.
+The exit code is 0 if every request finished.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class RouterServer:
         self.dispatcher = JobDispatcher(settings, self.metrics)
         self.registry = Registry(settings, self.dispatcher)
         self.address = ""
-        """Where clients reach it; "" before it listens there."""
+        """The address for clients; "" before the router listens there."""
         self.internal_address = ""
         self.http_address = ""
         self._tokenizers = Tokenizers(settings.debug.tokenizer_threads)
@@ -99,7 +99,7 @@ class RouterServer:
         self._members_task: asyncio.Task[None] | None = None
         self._leaving: asyncio.Task[None] | None = None
         self._can_run = False
-        """Some model; and clients can ask for it."""
+        """The router can run some model, and its doors are open."""
         self._traces = (
             TraceStore(settings.debug.max_stored_traces) if settings.trace_store else None
         )
@@ -143,7 +143,7 @@ class RouterServer:
         self._members_task = asyncio.create_task(self._follow_members())
 
     async def _open_doors(self) -> None:
-        """Clients are served from here on."""
+        """Opens the ports for clients."""
         self.address = _bind(self._public, self.settings.listen)
         await self._public.start()
         await self._http.start()
@@ -161,7 +161,7 @@ class RouterServer:
         """Returns when the event is set.
 
         Raises:
-            RuntimeError, OSError: when it was time to, a shared address could not be bound.
+            RuntimeError, OSError: a shared address could not be bound.
         """
         assert self._members_task is not None
         ended = asyncio.create_task(end.wait())
@@ -171,7 +171,7 @@ class RouterServer:
             self._members_task.result()
 
     async def drain(self) -> None:
-        """Says so, then refuses new work; returns when none is left."""
+        """Announces the drain, then refuses new work. Returns when no work is left."""
         self.metrics.draining()
         await self._health.enter_graceful_shutdown()
         self._http.drain()
@@ -182,7 +182,7 @@ class RouterServer:
         await self.dispatcher.idle()
 
     async def stop(self) -> bool:
-        """Ends everything; returns whether nothing had to be cut short."""
+        """Ends everything; returns whether every request had finished."""
         clean = self.dispatcher.active_jobs == 0
         if self._members_task is not None:
             self._members_task.cancel()
@@ -200,9 +200,9 @@ class RouterServer:
         return clean
 
     def _leave_doors(self) -> None:
-        """Listens no more and tells clients to connect anew, while their requests go on."""
+        """Stops listening and tells clients to reconnect. Their requests go on."""
         if self._members_task is not None:
-            self._members_task.cancel()  # or it would open them yet
+            self._members_task.cancel()  # else it would open them again
         grace_s = self.settings.drain_grace_s + self.settings.drain_s
         self._http.leave_port(grace_s)
         self._leaving = asyncio.create_task(self._public.stop(grace_s))
@@ -221,8 +221,8 @@ class RouterServer:
         )
 
     async def _follow_members(self) -> None:
-        """Keeps health true. Tokenizers are read from a model's first worker on, and before health
-        says that it can be run: no request is to wait for that."""
+        """Keeps the health state current. Reads a model's tokenizer when its first worker attaches
+        and before health reports the model, so that no request waits for it."""
         changed = self.dispatcher.membership_changed
         while True:
             changed.clear()
@@ -238,14 +238,14 @@ class RouterServer:
 async def serve(settings: RouterSettings) -> int:
     """Runs a router until it is told to stop; returns the process's exit code."""
     log_loop_errors(asyncio.get_running_loop())
-    signals = EndSignals()  # before anybody can see that the router serves, and end it
+    signals = EndSignals()  # before anybody sees the router serve and may end it
     server = RouterServer(settings)
     try:
         await server.start()
         garbage.set_apart()
         await server.serve_until(signals.first)
     except (RuntimeError, OSError):
-        await server.stop()  # the ports that it has bound already
+        await server.stop()  # closes the ports that are bound already
         raise
     logger.info("draining", extra={"jobs": server.dispatcher.active_jobs})
     await signals.bound(server.drain(), settings.drain_grace_s + settings.drain_s)

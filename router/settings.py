@@ -12,7 +12,7 @@ from baton.process.settings import MOST_TOKENS, SETTINGS, Address, OtlpEndpoint
 from telemetry.failpoints import check as check_failpoints
 
 LocalPrefill = Literal["never", "cached", "auto"]
-"""When decode workers compute prompts."""
+"""The cases in which decode workers compute prompts."""
 
 
 class RouterDebug(BaseModel):

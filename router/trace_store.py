@@ -1,12 +1,16 @@
 """The latest traces, kept in memory: a small OTLP receiver and two pages at the admin port.
 
-Life of a trace here: begun by the first span that arrives of it, which need be neither its root nor
-its earliest; filled in any order; forgotten when `max_traces` others were heard of since. A span of
-a trace already forgotten begins it anew.
+Life of a trace here:
 
-Meant for `baton trace` and for looking at one machine. It keeps what it is sent, up to its bounds,
-and nothing over a restart. Its event loop is the one of the router's streams, which must not wait:
-what the list shows is noted as spans arrive, and the page of one trace is made in a thread.
+1. Its first span to arrive begins it. This need be neither the root nor the earliest span.
+2. Its other spans come in any order.
+3. It is dropped when spans of `max_traces` other traces have come since. A later span begins it
+   anew.
+
+The store is meant for `baton trace` and for looking at one machine. It keeps spans up to its bounds
+and loses them at a restart. It shares the event loop with the router's streams, which must not
+wait. So the entries of the list are kept up to date as spans arrive, and the page of one trace is
+made in a thread.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ if TYPE_CHECKING:
 DEFAULT_MAX_TRACES: Final = 256
 DEFAULT_MAX_SPANS: Final = 512
 DEFAULT_MAX_BYTES: Final = 512 * 1024
-"""Per trace, of its spans as they arrived: the whole store holds at most 128 MiB."""
+"""Serialized spans of one trace, bytes. The whole store holds at most 128 MiB."""
 TRACE_ID_BYTES: Final = 16
 
 _STATUS_WORDS: Final = {Status.STATUS_CODE_OK: "ok", Status.STATUS_CODE_ERROR: "error"}
@@ -42,7 +46,7 @@ class _Stored(NamedTuple):
     """A span and the process that sent it."""
 
     data: bytes
-    """The span, serialized: a message would keep all that arrived with it in memory."""
+    """The serialized span. A parsed one would keep all spans of its message in memory."""
     service: str
     instance: str
 
@@ -54,23 +58,23 @@ class _Stored(NamedTuple):
 
 @dataclass(slots=True)
 class _Trace:
-    """Spans by id, and what the list shows of them. A span that is sent again replaces itself."""
+    """Spans by id, and their entry in the list. A span that is sent again replaces itself."""
 
     spans: dict[bytes, _Stored] = field(default_factory=dict)
     num_bytes: int = 0
     dropped_spans: int = 0
-    """Arrived when the trace was at a bound."""
+    """Spans that arrived when the trace was at a bound."""
     start_ns: int = 0
     end_ns: int = 0
     services: set[str] = field(default_factory=set)
     failed: bool = False
     first_name: str = ""
-    """Of the span that started first."""
+    """Name of the span that started first."""
     request_name: str = ""
-    """Of the first span of a generation that came."""
+    """Name of the first span of a generation that arrived."""
 
     def keep(self, span: Span, stored: _Stored) -> None:
-        """Adds a span, or another copy of it."""
+        """Adds a span, or replaces it by another copy."""
         start_ns, end_ns = span.start_time_unix_nano, span.end_time_unix_nano
         if not self.spans or start_ns < self.start_ns:
             self.start_ns, self.first_name = start_ns, span.name
@@ -95,7 +99,7 @@ class _Trace:
 
 
 class TraceStore:
-    """The traces last heard of. Belongs to one event loop.
+    """The latest traces. Belongs to one event loop.
 
     Invariant: at most `max_traces` traces, each of at most `max_spans` spans and `max_bytes` bytes.
     """
@@ -110,13 +114,13 @@ class TraceStore:
         self._max_spans = max_spans
         self._max_bytes = max_bytes
         self._traces: dict[bytes, _Trace] = {}
-        """By trace id; the one last heard of is last."""
+        """Traces by id; the one with the latest arrival is last."""
 
     def __len__(self) -> int:
         return len(self._traces)
 
     def add(self, request: otlp.ExportTraceServiceRequest) -> None:
-        """Takes what a process sent."""
+        """Stores the spans that a process sent."""
         for resource in request.resource_spans:
             names = _attributes(resource.resource.attributes)
             service = str(names.get(Attr.SERVICE_NAME, ""))
@@ -127,12 +131,12 @@ class TraceStore:
                         self._keep(span, _Stored(span.SerializeToString(), service, instance))
 
     def summaries(self) -> list[dict[str, Any]]:
-        """What there is, the latest start first."""
+        """The list of traces, the latest start first."""
         found = [trace.summary(trace_id) for trace_id, trace in self._traces.items()]
         return sorted(found, key=lambda summary: -int(summary["start_ns"]))
 
     def trace(self, trace_id: str) -> dict[str, Any] | None:
-        """One trace as JSON, its spans by start; None where it is not, or no longer, here.
+        """One trace as JSON, its spans by start. None if the store does not have it.
 
         Its form is that of `baton.console.traces.Trace`. May be called on any thread: it parses
         every span.
@@ -165,7 +169,7 @@ class TraceStore:
 
 
 class TraceReceiver(otlp_grpc.TraceServiceServicer):
-    """OTLP's TraceService, into a store."""
+    """OTLP's TraceService: puts spans into a store."""
 
     def __init__(self, store: TraceStore) -> None:
         self._store = store
@@ -173,19 +177,19 @@ class TraceReceiver(otlp_grpc.TraceServiceServicer):
     async def Export(  # noqa: N802 - gRPC's name
         self, request: otlp.ExportTraceServiceRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> otlp.ExportTraceServiceResponse:
-        """Takes everything: what the bounds drop is no business of the sender's."""
+        """Accepts every span. The sender does not hear of spans that the bounds drop."""
         self._store.add(request)
         return otlp.ExportTraceServiceResponse()
 
 
 def add_trace_receiver(server: grpc.aio.Server, store: TraceStore) -> None:
-    """Mounts the receiver; before the server starts."""
+    """Mounts the receiver. Call it before the server starts."""
     add = otlp_grpc.add_TraceServiceServicer_to_server
-    add(TraceReceiver(store), server)  # type: ignore[no-untyped-call]  # it comes untyped
+    add(TraceReceiver(store), server)  # type: ignore[no-untyped-call]  # it has no types
 
 
 def trace_routes(store: TraceStore) -> Sequence[Route]:
-    """`/traces`: what there is, the latest first. `/traces/{id}`: one of them."""
+    """`/traces`: the list of traces, the latest first. `/traces/{id}`: one of them."""
 
     async def traces(request: Request) -> Response:
         return JSONResponse({"traces": store.summaries()})

@@ -1,4 +1,4 @@
-"""What an attention backend gets and gives."""
+"""The interface of an attention backend."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """R rows with T new tokens in all; set by the executor, once a step."""
+    """R rows with T new tokens in all. The executor sets it once a step."""
 
     query_lens: NDArray[np.int32]
     """[R] on the host; 1 in the first `num_decodes` rows."""
     context_lens: NDArray[np.int32]
-    """[R] on the host: tokens in KV after this step, the new ones included."""
+    """[R] on the host: tokens in KV after this step, with the new ones."""
     num_decodes: int
     page_table: Tensor
     """[R, P] int64; the scratch page beyond a row's context."""
     token_pages: Tensor
-    """[T] int64: the page that each new token's K and V go to."""
+    """[T] int64: the page for each new token's K and V."""
     token_offsets: Tensor
-    """[T] int64: and where in it."""
+    """[T] int64: the place of each new token in its page."""
 
 
 class AttentionBackend(Protocol):
@@ -33,7 +33,7 @@ class AttentionBackend(Protocol):
     name: str
 
     def begin(self, batch: AttentionBatch) -> None:
-        """Prepares whatever all layers of the step share."""
+        """Prepares the data that all layers of the step share."""
         ...
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

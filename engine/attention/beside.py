@@ -1,4 +1,4 @@
-"""Work that a device does beside other work."""
+"""Runs work on a device beside other work."""
 
 # mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
@@ -10,11 +10,11 @@ import torch
 
 
 class Beside:
-    """A second stream of a GPU, also within a graph's capture. On a CPU all is done in turn.
+    """A second stream of a GPU, also within a graph's capture. On a CPU all work runs in turn.
 
-    Memory: what is allocated inside `work` is used again inside a later `work` at the earliest,
-    which begins behind everything queued before it; what is allocated outside is not let go before
-    `wait`.
+    Memory that is allocated inside `work` is reused inside a later `work` at the earliest, and that
+    one begins after everything queued before it. Memory that is allocated outside must not be freed
+    before `wait`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -22,7 +22,7 @@ class Beside:
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        """What is queued inside runs behind what was queued before, beside what is queued next."""
+        """Work queued inside runs after the work queued before, and beside the work queued next."""
         if self._stream is None:
             yield
             return
@@ -31,6 +31,6 @@ class Beside:
             yield
 
     def wait(self) -> None:
-        """What is queued from now on runs behind the work."""
+        """Work queued from now on runs after the work inside `work`."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)

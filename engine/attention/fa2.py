@@ -1,10 +1,10 @@
-"""FlashAttention-2 over the paged pool (Dao 2023), on GPUs from Ampere on that have no better.
+"""FlashAttention-2 over the paged pool (Dao 2023), on GPUs from Ampere on without a better backend.
 
-Its pages must be a multiple of 256 tokens long. Decode rows go through `flash_attn_with_kvcache`,
-prompts through `flash_attn_varlen_func`, which reads pages by a block table too.
+Its pages must be a multiple of 256 tokens long. Decode rows use `flash_attn_with_kvcache`. Prompts
+use `flash_attn_varlen_func`, which also reads pages by a block table.
 
-Not run on a GPU by us yet: the tests run it over a stand-in for the library that has its documented
-signatures and refuses what it refuses.
+We have not run it on a GPU yet. The tests run it over a stand-in for the library, which has the
+library's documented signatures and refusals.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """FlashAttention-3 over the paged pool (Shah et al. 2024), on Hopper GPUs.
 
-Prompt rows go through the library, which reads the pool's strided views in place. Prompts that
-begin at position 0 attend over the new K and V where they are, without going through pages. Decode
-rows go through `engine.cuda.decode_attention`.
+Prompt rows use the library, which reads the pool's strided views in place. Prompts that begin at
+position 0 attend over the new K and V in place, without pages. Decode rows use
+`engine.cuda.decode_attention`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from engine.pages.kv_pool import KvPool
 
 LONG_PIECE = 192
 LONG_PIECE_SPLITS = 2
-"""What a step with decode rows computes of prompts at most, and in how many parts it reads the
-keys. The library would make more of them, and leave less room for decode rows: beside 8 of 8,000
-tokens a step behind 7,800 takes an H200 10.8 ms, and took 11.2 so. Of shorter pieces it knows
-best."""
+"""The longest piece of a prompt beside decode rows reads its keys in this many parts. The library
+would use more parts and leave less room for decode rows. On an H200, a piece behind 7,800 tokens
+beside 8 decode rows of 8,000 tokens takes 10.8 ms, and took 11.2 ms with the library's choice. For
+shorter pieces the library chooses."""
 
 
 class DecodeKernel(Protocol):
-    """`engine.cuda.decode_attention.decode_attention`, which not every machine can import."""
+    """`engine.cuda.decode_attention.decode_attention`, which some machines cannot import."""
 
     def __call__(
         self,

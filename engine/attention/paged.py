@@ -1,13 +1,13 @@
-"""FlashAttention over the paged pool: what its generations share.
+"""FlashAttention over the paged pool: the parts that its generations share.
 
-Two ways in, one set of calls:
-- a plain `AttentionBackend`: `begin` takes a batch from the host, a call stores K and V itself;
+It has two entries and one set of calls:
+- as a plain `AttentionBackend`, `begin` takes a batch from the host, and a call stores K and V;
 - the CUDA executor stores K and V in a fused kernel, describes a step with tensors that are on
-  the device already (`prepare`) and calls `attend`. Nothing there waits for the device, so it
-  can be captured in a graph.
+  the device already (`prepare`) and calls `attend`. Nothing there waits for the device, so a graph
+  can capture it.
 
-Prompts, bounded by the matrix units, and decode rows, bounded by memory, are computed beside each
-other (as in POD-Attention, Kamath et al. 2024, but by kernels of their own on two streams).
+The matrix units limit prompts, and memory limits decode rows. So both are computed beside each
+other (as in POD-Attention, Kamath et al. 2024, but by separate kernels on two streams).
 
 A library sees the pool as strided views, one pair a layer, made once.
 """
@@ -26,11 +26,11 @@ from engine.attention.beside import Beside
 from engine.pages.kv_pool import KvPool
 
 ALL = (-1, -1)
-"""The library's window that hides nothing: positions before a token's own, and after it."""
+"""The library's window without a limit: positions before a token's own, and after it."""
 
 
 class PagedStep(NamedTuple):
-    """R rows of a step as the kernels read them: decode rows, then prompt rows."""
+    """R rows of a step in the form that the kernels read: decode rows, then prompt rows."""
 
     num_decodes: int
     context_lens: Tensor
@@ -38,25 +38,26 @@ class PagedStep(NamedTuple):
     page_table: Tensor
     """[R, P] int32."""
     query_starts: Tensor | None
-    """[prompt rows + 1] int32, where each prompt row's tokens start among those of prompt rows;
-    None: there is no prompt row."""
+    """[prompt rows + 1] int32, the start of each prompt row's tokens among those of all prompt
+    rows; None: there is no prompt row."""
     max_query: int
     """Most new tokens of a prompt row."""
     all_fresh: bool
-    """Every prompt row begins at position 0."""
+    """Whether every prompt row begins at position 0."""
 
 
 class PagedAttention(ABC):
-    """`AttentionBackend` whose kernels read pages; a generation says how its library is called."""
+    """`AttentionBackend` whose kernels read pages. A subclass calls the library of its
+    generation."""
 
     name: str
 
     def __init__(self, pool: KvPool, windows: tuple[int | None, ...], kernels: ModuleType) -> None:
         self._pool = pool
         self._kernels = kernels
-        """The generation's module, or one with its signatures."""
+        """The generation's module, or one with the same signatures."""
         self._windows = windows
-        """Per layer: tokens that a position sees, itself included; None: all before it."""
+        """Per layer: number of tokens that a position sees, with itself; None: all before it."""
         self._views = [
             (keys.transpose(1, 2), values.transpose(1, 2))
             for keys, values in map(pool.layer, range(len(windows)))
@@ -66,7 +67,7 @@ class PagedAttention(ABC):
 
     @abstractmethod
     def attend_ends(self, layer: int, q: Tensor, contexts: Tensor, page_table: Tensor) -> Tensor:
-        """One layer, from the last positions of S rows over all that is stored of them.
+        """One layer, from the last positions of S rows over all their stored tokens.
 
         `q` [S, Hq, D], `contexts` [S] and `page_table` [S, P] int32; returns [S, Hq, D].
         """
@@ -75,7 +76,7 @@ class PagedAttention(ABC):
     def _continued_prompts(
         self, layer: int, q: Tensor, step: PagedStep, window: tuple[int, int]
     ) -> Tensor:
-        """Prompts part of which was computed before, over pages."""
+        """Attention of prompts that were computed in part before, over pages."""
 
     def begin(self, batch: AttentionBatch) -> None:
         """See `AttentionBackend`."""
@@ -105,11 +106,12 @@ class PagedAttention(ABC):
         return self.attend(layer, q, k, v)
 
     def prepare(self, step: PagedStep) -> None:
-        """The step that `attend` works on from now on."""
+        """Sets the step for the next calls of `attend`."""
         self._step = step
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """One layer, whose K and V of this step are in the pool. Shapes as `AttentionBackend`."""
+        """One layer. The pool already has its K and V of this step. Shapes as in
+        `AttentionBackend`."""
         step, count = self._step, self._step.num_decodes
         if step.query_starts is None:
             return self._decode(layer, q)
@@ -136,7 +138,7 @@ class PagedAttention(ABC):
     def _fresh_prompts(
         self, q: Tensor, k: Tensor, v: Tensor, step: PagedStep, window: tuple[int, int]
     ) -> Tensor:
-        """Prompts that begin at position 0, over their own K and V."""
+        """Attention of prompts that begin at position 0, over their own K and V."""
         out: Tensor = self._kernels.flash_attn_varlen_func(
             q,
             k,

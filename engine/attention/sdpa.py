@@ -1,12 +1,13 @@
-"""Attention with PyTorch's own operators: runs everywhere, and is the reference for the others.
+"""Attention with PyTorch's own operators. It runs everywhere and is the reference for the others.
 
-1. `begin` finds, once a step, what all layers share: which runs of the pool each row reads, and
-   which of their positions it must not see. Layers that look back equally far share one view.
-2. A call stores the layer's new K and V, gathers what the rows read and attends: decode rows as
-   one padded batch, prompt rows one by one. A prompt row that begins at position 0 gathers nothing.
+1. Once a step, `begin` computes the data that all layers share: the runs of the pool that each row
+   reads, and the positions in them that it must not see. Layers with equal windows share one view.
+2. A call stores the layer's new K and V, gathers the runs and attends. Decode rows are one padded
+   batch, prompt rows are computed one by one. A prompt row that begins at position 0 gathers
+   nothing.
 
-A row reads the pages of positions [first visible of its first new token, context), no others: a
-sliding window bounds the work, not just the mask.
+A row reads only the pages of positions [first visible of its first new token, context). So a
+sliding window bounds the work, and not just the mask.
 """
 
 from __future__ import annotations
@@ -24,29 +25,29 @@ HIDDEN = float("-inf")
 
 
 class _DecodeView(NamedTuple):
-    """What B decode rows read, padded to the longest of them."""
+    """The runs that B decode rows read, padded to the longest row."""
 
     run_ids: Tensor
-    """[B, Hkv, P] int64, of layer 0's K."""
+    """[B, Hkv, P] int64, runs of layer 0's K."""
     hidden: Tensor
-    """[B, 1, 1, P * page_size], True where a row must not look."""
+    """[B, 1, 1, P * page_size], True at positions that a row must not see."""
 
 
 class _PromptView(NamedTuple):
-    """What one row of several new tokens reads: L positions."""
+    """The L positions that one row of several new tokens reads."""
 
     new: slice
-    """Its tokens among the step's."""
+    """The row's tokens among the step's."""
     run_ids: Tensor | None
-    """[Hkv, P] int64, of layer 0's K; None: nothing but the row's own new tokens."""
+    """[Hkv, P] int64, runs of layer 0's K; None: only the row's own new tokens."""
     seen: slice
-    """The L positions within the pages gathered."""
+    """The L positions within the gathered pages."""
     mask: Tensor | None
-    """[tokens, L], added to the logits; None: causal, and nothing more."""
+    """[tokens, L], added to the logits; None: a causal mask only."""
 
 
 class _StepView(NamedTuple):
-    """What layers of one window read in one step."""
+    """The views of layers with one window in one step."""
 
     decodes: _DecodeView | None
     prompts: list[_PromptView]
@@ -60,7 +61,7 @@ class SdpaBackend:
     def __init__(self, pool: KvPool, windows: tuple[int | None, ...]) -> None:
         self._pool = pool
         self._windows = windows
-        """Per layer: tokens that a position sees, itself included; None: all before it."""
+        """Per layer: number of tokens that a position sees, with itself; None: all before it."""
         self._device = pool.tensor.device
         self._runs = pool.runs
 
@@ -106,7 +107,7 @@ class SdpaBackend:
         columns = (first_pages + torch.arange(width)).to(self._device)
         lens, starts = on_host.to(self._device), starts.to(self._device)
         table = batch.page_table[:count].long()
-        # Columns past a row's end read some page twice: hidden, like all past its context.
+        # Columns past a row's end read some page twice. They are hidden, like all past its context.
         pages = table.gather(1, columns.clamp_max(table.shape[1] - 1))
         at = columns.repeat_interleave(size, 1) * size
         at += torch.arange(size, device=self._device).repeat(width)
@@ -114,11 +115,12 @@ class SdpaBackend:
         return _DecodeView(self._pool.run_ids(pages), hidden[:, None, None])
 
     def _decode(self, layer: int, q: Tensor, view: _DecodeView) -> Tensor:
-        """q [B, Hq, D]. The query heads of a group share one product with their KV head."""
+        """Attention of q [B, Hq, D]. The query heads of a group share one product with their KV
+        head."""
         keys, values = self._gather(layer, view.run_ids)
         grouped = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[2])
         logits = torch.matmul(grouped * q.shape[2] ** -0.5, keys.transpose(-1, -2))
-        # Filled, not added: whatever finite bytes are in a page's tail, infinite products included.
+        # Filled, not added: finite bytes in a page's tail may give infinite products.
         logits.masked_fill_(view.hidden, HIDDEN)
         weights = logits.softmax(-1, dtype=torch.float32).to(q.dtype)
         return torch.matmul(weights, values).view(q.shape)
@@ -144,7 +146,7 @@ class SdpaBackend:
         )
 
     def _prompt_mask(self, begin: int, start: int, length: int, window: int | None) -> Tensor:
-        """Of new positions [begin, length) over positions [start, length)."""
+        """The mask of new positions [begin, length) over positions [start, length)."""
         at = torch.arange(start, length, device=self._device)
         own = torch.arange(begin, length, device=self._device)[:, None]
         hidden = at > own

@@ -1,4 +1,4 @@
-"""Which attention backend runs, and why."""
+"""Chooses the attention backend and logs the reason."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.pages.kv_pool import KvPool
 log = logging.getLogger("baton.engine")
 
 BACKENDS = ("auto", "fa3", "fa2", "sdpa")
-"""Best first."""
+"""Names of the backends, best first after "auto"."""
 FA3_HEAD_DIMS = (64, 128, 256)
 FA2_MOST_HEAD_DIM = 256
 
@@ -25,7 +25,7 @@ Windows = tuple[int | None, ...]
 
 
 class AttentionError(Exception):
-    """The backend asked for does not exist or cannot run here."""
+    """The requested backend does not exist or cannot run here."""
 
 
 def choose_backend(name: str, pool: KvPool, windows: Windows) -> AttentionBackend:
@@ -33,8 +33,8 @@ def choose_backend(name: str, pool: KvPool, windows: Windows) -> AttentionBacken
 
     Args:
         name: one of `BACKENDS`.
-        pool: where K and V live.
-        windows: per layer, tokens that a position sees; None: all before it.
+        pool: the pool with K and V.
+        windows: per layer, number of tokens that a position sees; None: all before it.
 
     Raises:
         AttentionError: there is no such backend, or it cannot run here.
@@ -44,17 +44,17 @@ def choose_backend(name: str, pool: KvPool, windows: Windows) -> AttentionBacken
     if name != "auto":
         if obstacle := _OBSTACLES[name](pool):
             raise AttentionError(f"attention backend {name} cannot run here: {obstacle}")
-        log.info("attention: %s (asked for)", name)
+        log.info("attention: %s (as configured)", name)
         return _BUILDERS[name](pool, windows)
     obstacles = {other: _OBSTACLES[other](pool) for other in BACKENDS[1:]}
     best = next(other for other, obstacle in obstacles.items() if not obstacle)
     reasons = "; ".join(f"not {other}: {why}" for other, why in obstacles.items() if why)
-    log.info("attention: %s (%s)", best, reasons or "the best there is")
+    log.info("attention: %s (%s)", best, reasons or "the best backend")
     return _BUILDERS[best](pool, windows)
 
 
 def _fa3_obstacle(pool: KvPool) -> str:
-    """Why FlashAttention-3 cannot run over this pool; empty: it can."""
+    """The obstacle to FlashAttention-3 over this pool; empty if it can run."""
     if obstacle := _gpu_obstacle(pool):
         return obstacle
     if torch.cuda.get_device_capability(pool.tensor.device)[0] != 9:
@@ -65,7 +65,7 @@ def _fa3_obstacle(pool: KvPool) -> str:
 
 
 def _fa2_obstacle(pool: KvPool) -> str:
-    """Why FlashAttention-2 cannot run over this pool; empty: it can."""
+    """The obstacle to FlashAttention-2 over this pool; empty if it can run."""
     if obstacle := _gpu_obstacle(pool):
         return obstacle
     if torch.cuda.get_device_capability(pool.tensor.device)[0] < 8:

@@ -1,12 +1,12 @@
 """Attention of decode rows over the paged pool: one new token a row, split along the context.
 
-Flash decoding (Dao et al. 2023) for pages: a program takes one KV head of one row and a part of its
-context; all query heads of the KV head share the loads. A second kernel merges the parts. Long
-contexts fall into more parts than short ones, so that none keeps the device waiting for one row.
-Where a part begins depends on the row's own length and on the batch's bucket, on nothing else: a
-row's result is the same whatever the other rows hold.
+This is flash decoding (Dao et al. 2023) for pages. A program takes one KV head of one row and a
+part of its context. All query heads of the KV head share the loads. A second kernel merges the
+parts. Long contexts have more parts than short ones, so that the device does not wait for one row.
+The start of a part depends only on the row's own length and on the batch's bucket. So a row's
+result does not depend on the other rows.
 
-Bounded by memory: every byte of K and V is read once.
+Memory is the limit: every byte of K and V is read once.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -24,26 +24,27 @@ from engine.pages.kv_pool import KvPool
 
 BLOCK_TOKENS = 64
 FEW_ITEMS = 64
-"""Rows times KV heads, each of which is cut into as many parts as keep the device busy."""
+"""Up to this number of items (rows times KV heads), each item gets as many parts as keep the device
+busy."""
 PROGRAMS_OF_FEW = 512
-"""About four for each of a Hopper's 132 processors."""
+"""Programs for few items: about four for each of a Hopper's 132 processors."""
 MOST_PARTS_OF_FEW = 32
 MOST_ITEMS = 1024
-"""Up to so many are cut because their lengths differ, into so many parts that none is waited for.
-More keep the device busy for several rounds, and are not cut."""
+"""Up to this number of items, contexts are cut because their lengths differ, so that the device
+waits for none. More items keep the device busy for several rounds and are not cut."""
 MOST_PROGRAMS = 4096
-"""Those that find no part of their row left return at once."""
+"""Most programs for cut items. A program without a part of its row returns at once."""
 MOST_PARTS_OF_MANY = 16
 WARPS = 2
 MERGE_WARPS = 1
 STAGES = 3
 MIN_GROUP = 16
-"""Rows of the smallest matrix product: query heads of a KV head are padded to it."""
+"""Rows of the smallest matrix product. The query heads of a KV head are padded to this number."""
 
 
 @triton.jit
 def _cut(context, window, splits, least, block: tl.constexpr):
-    """Where a row's first part begins, and the tokens of each of its parts but the last."""
+    """The start of a row's first part, and the tokens of each of its parts but the last."""
     first = tl.maximum(context - window, 0) // block * block
     tokens = context - first
     parts = tl.minimum(tl.maximum(tokens // least, 1), splits)
@@ -139,7 +140,7 @@ def _merge_parts(
     first, share = _cut(context, window, splits, least, block)
     parts = tl.arange(0, padded_splits)
     there = parts < tl.cdiv(context - first, share)
-    read = (parts < splits) if ahead else there  # Ahead: no load waits for the row's length.
+    read = (parts < splits) if ahead else there  # Ahead: loads do not wait for the row's length.
     at = tl.arange(0, dim)
     place = (kv_head.to(tl.int64) * splits + parts) * group + head
     most = tl.load(sums + place * 2, mask=read, other=0.0)
@@ -154,17 +155,18 @@ def _merge_parts(
 
 
 class Parts(NamedTuple):
-    """How contexts are cut."""
+    """The division of contexts into parts."""
 
     most: int
-    """Parts of a row."""
+    """Most parts of a row."""
     least_tokens: int
-    """Of a part, if the row has as many."""
+    """Least tokens of a part, if the row has as many."""
 
 
 def parts_of(rows: int, kv_heads: int) -> Parts:
-    """How the contexts of a batch are cut. The more rows and heads keep the device busy, the less a
-    part is worth what it takes to begin it: of many, it has a token or more for each of them."""
+    """The parts for the contexts of a batch. The cost to begin a part pays off less if many rows
+    and heads keep the device busy. So with many items a part has at least one token for each of
+    them."""
     items = rows * kv_heads
     if items <= FEW_ITEMS:
         return Parts(min(PROGRAMS_OF_FEW // items, MOST_PARTS_OF_FEW), BLOCK_TOKENS)
@@ -185,13 +187,13 @@ def decode_attention(
     """Attends from the last position of each row.
 
     Args:
-        q: [B, Hq, D], rows any distance apart.
-        pool: holds K and V of all positions, the new ones included.
-        layer: of the pool.
+        q: [B, Hq, D], with any stride between rows.
+        pool: holds K and V of all positions, with the new ones.
+        layer: layer of the pool.
         contexts: [B] int32, positions of each row, at least 1.
         page_table: [B, P] int32.
-        window: positions seen, the row's own included; None: all.
-        parts: how to cut the contexts; None: as `parts_of` says.
+        window: positions seen, with the row's own; None: all.
+        parts: division of the contexts; None: that of `parts_of`.
 
     Returns:
         [B, Hq, D]

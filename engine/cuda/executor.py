@@ -1,13 +1,12 @@
-"""The executor on a GPU: launching never waits for the device.
+"""The executor on a GPU. A launch never waits for the device.
 
 A step's life:
 
 1. `launch` packs the plan's integers into pinned memory and queues one copy to the device.
-2. A step that a shape holds (`engine.cuda.shapes`: decode rows, with a short piece of prompt or
-   without) is padded to it and replays its graph. Any other step runs its kernels one by one:
-   prompts fill the chip, so their launches hide behind them.
+2. A step that fits a shape (`engine.cuda.shapes`) is padded to it and replays its graph. Any other
+   step runs its kernels one by one. Its prompts keep the device busy, so the launches cost no time.
 3. Tokens are drawn, put into the token table (which the next step reads, on the device) and
-   copied to pinned memory; an event marks the end.
+   copied to pinned memory. An event marks the end.
 4. A thread waits for the event, reads the pinned memory and completes the step's future.
 
 Invariant: everything that touches the pool, the token table or the packed inputs is queued on one
@@ -44,7 +43,7 @@ from telemetry import failpoints
 
 Progress = Callable[[str, int, int], None]
 Read = Callable[[], StepResult]
-"""Makes the result of what is in pinned memory, once it is there."""
+"""Makes the result from pinned memory, once the data is there."""
 SPARE_INTEGERS = 1 << 16
 """Room in the staging buffer for copies, samples of many choices and gaps between sections."""
 
@@ -52,11 +51,11 @@ SPARE_INTEGERS = 1 << 16
 class _Graph(NamedTuple):
     graph: torch.cuda.CUDAGraph
     logits: Tensor
-    """[R, vocab]; the next replay of any shape may overwrite it."""
+    """[R, vocab]. The next replay of any shape may overwrite it."""
 
 
 class _InFlight(NamedTuple):
-    """A step that the device works at or will."""
+    """A step that the device runs or will run."""
 
     done: torch.cuda.Event
     read: Read
@@ -75,13 +74,13 @@ class StepWaiter:
         self._thread.start()
 
     def add(self, done: torch.cuda.Event, read: Read) -> Launched:
-        """Takes a step that was launched; returns its future."""
+        """Takes a launched step; returns its future."""
         step = _InFlight(done, read, Future())
         self._steps.put(step)
         return step.future
 
     def stop(self) -> None:
-        """Ends the thread behind the steps that it was given."""
+        """Ends the thread after the steps that it has."""
         self._steps.put(None)
         self._thread.join()
 
@@ -115,7 +114,7 @@ class CudaExecutor:
         self._forward = FusedForward(model, pool, attention, bounds.max_context_tokens)
         self.stream = torch.cuda.Stream(device)
         self._nobody = bounds.max_sequences
-        """Slot of padding rows: the token table's last."""
+        """Slot of padding rows: the last entry of the token table."""
         self._token_table = torch.zeros(self._nobody + 1, dtype=torch.int32, device=device)
         self._shapes = Shapes(bounds)
         shapes = self._shapes.all
@@ -126,9 +125,9 @@ class CudaExecutor:
         self._waiter = StepWaiter()
 
     def capture(self, progress: Progress | None = None) -> None:
-        """Makes every shape's graph. Blocks.
+        """Makes the graph of every shape. Blocks until that is done.
 
-        Without it their steps run their kernels one by one, with the same results.
+        Without graphs the steps run their kernels one by one, with the same results.
         """
         memory = torch.cuda.graph_pool_handle()
         order = self._shapes.all
@@ -155,7 +154,8 @@ class CudaExecutor:
         return _Graph(graph, logits)
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Queues the step. What goes wrong here is told by its `result`, like what does there."""
+        """Queues the step. Its `result` raises errors of the launch as well as those of the
+        device."""
         try:
             failpoints.hit("engine.step")
             with torch.inference_mode(), torch.cuda.stream(self.stream):
@@ -179,7 +179,8 @@ class CudaExecutor:
         return self._finish(self._exact(plan))
 
     def _transfer(self, plan: StepPlan) -> None:
-        """Page copies and token table writes, ahead of the step and, being rare, apart from it."""
+        """Queues page copies and token table writes before the step. They are rare, so no graph has
+        them."""
         self._staging.begin()
         arrays = (plan.copy_source, plan.copy_target, plan.write_slots, plan.write_tokens)
         source, target, slots, tokens = map(self._staging.add, arrays)
@@ -214,14 +215,14 @@ class CudaExecutor:
         return self._draw(logits, packed.sample_slots, plan.sample, [])
 
     def _pack(self, plan: StepPlan | None, shape: Shape) -> PackedStep:
-        """The step on its way to the device. None: padding only."""
+        """Packs the step and queues its copy to the device. None: padding only."""
         self._staging.begin()
         packed = pack(plan, shape, self._staging, self._nobody, self._pool.page_size)
         self._staging.upload()
         return packed
 
     def _kernels(self, packed: PackedStep) -> Tensor:
-        """Logits, [R, vocab]. What a graph holds."""
+        """Logits, [R, vocab]. A graph captures this."""
         inputs = self._inputs.spread(packed, self._token_table, self._pool.page_size)
         self._attention.prepare(attention_of(packed, inputs))
         hidden = self._forward.hidden(
@@ -262,7 +263,7 @@ class CudaExecutor:
         return self._draw(self._forward.logits(hidden), slots, plan.sample, scores)
 
     def _score(self, hidden: Tensor, wanted: ScorePlan) -> _HostScores:
-        """In row chunks: a long prompt's logits would not fit at once."""
+        """Scores a prompt in chunks of rows, since a long prompt's logits would not fit at once."""
         next_ids = torch.from_numpy(wanted.next_ids).to(hidden.device, torch.int64)
         parts = []
         for start in range(0, len(next_ids), SCORE_ROWS):
@@ -282,7 +283,8 @@ class CudaExecutor:
         plan: SamplePlan | None,
         scores: list[_HostScores],
     ) -> Read:
-        """Tokens of [S, vocab] into the token table at [S] slots, and on their way to the host."""
+        """Draws tokens from [S, vocab], puts them into the token table at [S] slots and queues
+        their copy to the host."""
         assert plan is not None, "rows whose logits are computed are sampled"
         if plan == SamplePlan(plan.num_rows):
             drawn = _to_pinned(greedy(logits, slots, self._token_table))
@@ -296,7 +298,7 @@ class CudaExecutor:
 
 
 class _HostScores(NamedTuple):
-    """Log probabilities on their way into pinned memory."""
+    """Log probabilities that are being copied into pinned memory."""
 
     token_ids: Int32s
     scores: Scores
@@ -307,7 +309,7 @@ class _HostScores(NamedTuple):
 
 
 def _to_pinned(tensor: Tensor) -> Tensor:
-    """Queues a copy. The allocator keeps the memory from reuse until it is made."""
+    """Queues a copy. The allocator does not reuse the memory before the copy is made."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
 

@@ -1,7 +1,7 @@
-"""The Llama family's forward pass with fused kernels: `engine.model.llama` over the same weights.
+"""The Llama family's forward pass with fused kernels, over the weights of `engine.model.llama`.
 
-What a layer adds to the residual is added by the norm that comes next, so every value goes
-through memory once between two products.
+The next norm adds a layer's output to the residual, so every value goes through memory once between
+two products.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class RowEnds(NamedTuple):
     """The last tokens of S rows."""
 
     tokens: Tensor
-    """[S] int32, among the step's."""
+    """[S] int32, indices among the step's tokens."""
     contexts: Tensor
-    """[S] int32, tokens of the row up to this one."""
+    """[S] int32, tokens of the row up to its last one."""
     page_table: Tensor
     """[S, P] int32."""
 
@@ -43,7 +43,7 @@ class FusedForward:
         self._layers = cast("list[Layer]", list(model.layers))
         self._head_norms = [_head_norms(layer) for layer in self._layers]
         self._next_norms = [*(layer.input_norm for layer in self._layers[1:]), model.norm]
-        """Per layer, the norm that its sum goes through next."""
+        """Per layer, the norm that follows its sum."""
         self._rope = _rope_table(model, max_context_tokens)
 
     def hidden(
@@ -51,8 +51,8 @@ class FusedForward:
     ) -> Tensor:
         """[T] int32 ids at [T] positions, stored at [T] places of the pool -> [T, H].
 
-        With `ends`, [S, H] of those tokens only: in the last layer the others' K and V are all
-        that anything will read, and the rest of their work is left out.
+        With `ends` the result is [S, H] of those tokens only. In the last layer only K and V of the
+        other tokens are read later, so the rest of their work is left out.
         The attention backend must have been prepared for this step.
         """
         residual = F.embedding(token_ids, self._model.embedding)
@@ -82,7 +82,7 @@ class FusedForward:
     def _project(
         self, layer: Layer, x: Tensor, positions: Tensor, stores: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v, rotated; k and v are in the pool, too."""
+        """q, k and v, with q and k rotated. k and v are also stored in the pool."""
         norms = self._head_norms[layer.index]
         qkv = linear(x, layer.qkv.weight, layer.qkv.bias)
         return rope_store(qkv, self._rope, positions, stores, self._pool, layer.index, norms)
@@ -95,7 +95,7 @@ def _head_norms(layer: Layer) -> HeadNorms | None:
 
 
 def _rope_table(model: Model, max_context_tokens: int) -> Tensor:
-    """[positions, D]: cos of the D / 2 angles, then sin, rounded as the model rounds them."""
+    """[positions, D]: cos of the D / 2 angles, then sin, with the model's rounding."""
     frequencies = model.rope.frequencies
     positions = torch.arange(max_context_tokens, device=frequencies.device)
     cos, sin = model.rope(positions, model.embedding.dtype)

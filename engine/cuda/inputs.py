@@ -1,4 +1,4 @@
-"""What the forward pass of padded steps reads, at addresses that do not change."""
+"""The inputs of the forward pass of padded steps, at fixed addresses."""
 
 # mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
@@ -21,7 +21,8 @@ class Inputs:
         self._table = torch.zeros(max_rows, max_pages, dtype=torch.int32, device=device)
 
     def spread(self, packed: PackedStep, token_table: Tensor, page_size: int) -> StepInputs:
-        """Queues the kernels that fill them in for a step; what of them the step reads."""
+        """Queues the kernels that fill in the inputs of a step; returns the parts that the step
+        reads."""
         shape = packed.shape
         columns = self._columns[:, : shape.tokens]
         inputs = StepInputs(columns[0], columns[1], columns[2], self._table[: shape.rows])
@@ -40,7 +41,7 @@ class Inputs:
 
 
 def attention_of(packed: PackedStep, inputs: StepInputs) -> PagedStep:
-    """The step as the attention backend takes it."""
+    """The step in the form of the attention backend."""
     shape = packed.shape
     return PagedStep(
         shape.decodes,
@@ -53,7 +54,7 @@ def attention_of(packed: PackedStep, inputs: StepInputs) -> PagedStep:
 
 
 def ends_of(packed: PackedStep, inputs: StepInputs) -> RowEnds | None:
-    """The last tokens of all rows; None where no row has others."""
+    """The last tokens of all rows; None if every row has just one token."""
     if packed.prompts is None:
         return None
     return RowEnds(packed.prompts.ends, packed.contexts, inputs.page_table)

@@ -1,7 +1,7 @@
-"""Fused Triton kernels: what lies between two matrix products, in one pass over memory.
+"""Fused Triton kernels: the work between two matrix products, in one pass over memory.
 
-All arithmetic is float32; a value is rounded where the model of `engine.model.llama` rounds it.
-Offsets into the KV pool are 64 bits wide: a pool passes 2**31 elements within its first thousand
+All arithmetic is float32. A value is rounded at the same places as in `engine.model.llama`. Offsets
+into the KV pool are 64 bits wide, because a pool passes 2**31 elements within its first thousand
 pages.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.pages.kv_pool import KvPool
 
 Kernel = Any
-"""A launcher; Triton has no types."""
+"""A kernel launcher. Triton has no types."""
 
 _HEADS_AT_ONCE = 8
 _ACTIVATION_BLOCK = 1024
@@ -64,7 +64,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Adds `x` to `residual` in place; returns the norm of the sum. [T, H] each."""
+    """Adds `x` to `residual` in place; returns the norm of the sum. Both are [T, H]."""
     size = x.shape[1]
     block = triton.next_power_of_2(size)
     launch(_add_rms_norm, (len(x),), residual, x, weight, x, eps, size, block)
@@ -153,16 +153,16 @@ def rope_store(
     layer: int,
     norms: HeadNorms | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Norms (where the model has them) and rotates q and k in place; stores k and v in the pool.
+    """Normalises (if the model does) and rotates q and k in place. Stores k and v in the pool.
 
     Args:
         qkv: [T, (Hq + 2 Hkv) * D], contiguous.
         rope: [positions, D], cos then sin, D / 2 each.
         positions: [T] int32.
         stores: [T] int32, page * page_size + offset of each token.
-        pool: where k and v go.
-        layer: whose pages.
-        norms: None: the model has none.
+        pool: the pool for k and v.
+        layer: layer of the pool.
+        norms: None if the model has none.
 
     Returns:
         q [T, Hq, D], k and v [T, Hkv, D], views of `qkv`.
@@ -254,7 +254,7 @@ def _best_of_row(
 
 
 def greedy(logits: Tensor, slots: Tensor, token_table: Tensor) -> Tensor:
-    """The best token of each row, the lowest id among equals, into the token table.
+    """Puts the best token of each row, the lowest id among equals, into the token table.
 
     Args:
         logits: [S, V], contiguous.
@@ -262,7 +262,7 @@ def greedy(logits: Tensor, slots: Tensor, token_table: Tensor) -> Tensor:
         token_table: int32, by slot.
 
     Returns:
-        [2, S] int32: the tokens; 1 where the row held neither NaN nor infinity, else 0.
+        [2, S] int32: the tokens; 1 if the row held neither NaN nor infinity, else 0.
     """
     rows, vocab = logits.shape
     num_blocks = triton.cdiv(vocab, _LOGITS_BLOCK)
@@ -293,14 +293,14 @@ def greedy(logits: Tensor, slots: Tensor, token_table: Tensor) -> Tensor:
 
 
 class StepInputs(NamedTuple):
-    """What the forward pass of T tokens in R rows reads, at addresses that do not change."""
+    """The inputs of the forward pass of T tokens in R rows, at fixed addresses."""
 
     token_ids: Tensor
-    """[T] int32, as are all."""
+    """[T] int32. All fields are int32."""
     positions: Tensor
     stores: Tensor
     page_table: Tensor
-    """[R, P]; entries beyond a row's context are of an earlier step."""
+    """[R, P]. Entries beyond a row's context are left from an earlier step."""
 
 
 @triton.jit(do_not_specialize=["decodes", "table_width"])
@@ -353,15 +353,15 @@ def unpack_step(
     """Spreads one packed copy over the inputs of a step of B decode rows, then prompt rows.
 
     Args:
-        header: [3] int32: decode rows that are real, prompt rows that are, the width of
+        header: [3] int32: number of real decode rows, number of real prompt rows, width of
             `packed_table`.
-        slots: [B] int32; a slot of nobody's for padding rows.
+        slots: [B] int32; padding rows have an unused slot.
         contexts: [R] int32, tokens in KV after the step; 1 for padding rows, which read and
-            write the scratch page (page 0) alone.
-        packed_table: the real rows' pages.
-        token_table: int32, by slot: the token that each decode row feeds.
+            write only the scratch page (page 0).
+        packed_table: the pages of the real rows.
+        token_table: int32, by slot: the input token of each decode row.
         page_size: tokens in a page.
-        into: the table is filled in for all rows, the rest for decode rows.
+        into: the inputs. The table is filled in for all rows, the rest for decode rows.
     """
     launch(
         _unpack_step,

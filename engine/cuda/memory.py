@@ -1,4 +1,4 @@
-"""How much of a GPU's memory is left for the KV pool, found by running the largest step."""
+"""Finds the GPU memory that is left for the KV pool, by running the largest step."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from engine.pages.blocks import SCRATCH_PAGE
 from engine.pages.kv_pool import KvPool
 
 GRAPH_BYTES = 1 << 30
-"""Kept back for graphs, staging and tables; what the largest graph works in comes on top."""
+"""Bytes kept back for graphs, staging and tables. The memory of the largest graph comes on top."""
 SAMPLING_COPIES = 6
-"""Float32 copies of a step's logits that the sampler may hold at once."""
+"""Most float32 copies of a step's logits that the sampler holds at once."""
 
 
 @torch.inference_mode()
 def bytes_left(
     model: Model, scratch: KvPool, attention: PagedAttention, bounds: Bounds, utilization: float
 ) -> int:
-    """Bytes that a pool may have; negative where the model alone is too much.
+    """Bytes that a pool may have. They are negative if the model alone is too large.
 
     Args:
-        model: loaded.
+        model: the loaded model.
         scratch: a pool of the scratch page only, with the model's shape.
-        attention: over `scratch`.
-        bounds: what the largest step holds.
+        attention: attention over `scratch`.
+        bounds: bounds of the largest step.
         utilization: share of the device's memory that this process may use, in all.
     """
     device = scratch.tensor.device
@@ -46,7 +46,7 @@ def bytes_left(
 
 
 def _run_largest(model: Model, scratch: KvPool, attention: PagedAttention, bounds: Bounds) -> None:
-    """One prompt as long as a step may be; every token is stored in the scratch page."""
+    """Runs one prompt as long as a step may be. Every token is stored in the scratch page."""
     size, device = bounds.max_step_tokens, scratch.tensor.device
     positions = torch.arange(size, dtype=torch.int32, device=device)
     positions %= bounds.max_context_tokens

@@ -1,12 +1,11 @@
 """A padded step's integers in the packed copy.
 
-The sections lie at addresses that the step's shape alone decides, up to the page table, whose width
-is in the header: a graph of the shape finds every step of it there.
+The step's shape alone decides the addresses of the sections, so a graph of the shape finds them in
+every step. The page table comes last, and its width is in the header.
 
-Padding is harmless: a padding decode row feeds a token of nobody's at position 0 and sees, as it
-writes, the scratch page alone. Padding tokens of prompts write there, too, and make up a row of
-their own, the last, which sees one token of that page: every value of a step is computed from
-numbers.
+Padding is harmless. A padding decode row has an unused token at position 0, and reads and writes
+only the scratch page. Padding tokens of prompts write there, too. They are a row of their own, the
+last one, which sees one token of that page. So every value of a step is finite.
 """
 
 from __future__ import annotations
@@ -26,27 +25,28 @@ class PackedPrompts(NamedTuple):
     """The sections of a step with prompt rows."""
 
     tokens: Tensor
-    """[3, C], ids, positions and stores."""
+    """[3, C]: ids, positions and stores."""
     starts: Tensor
-    """[R - B + 1], where each prompt row begins among the C."""
+    """[R - B + 1], the start of each prompt row among the C tokens."""
     ends: Tensor
-    """[R], the last token of each row, decode rows included, among all."""
+    """[R], the last token of each row, with decode rows, among all tokens."""
 
 
 class PackedStep(NamedTuple):
-    """The sections on the device; B decode rows, R rows, C prompt tokens."""
+    """The sections on the device, for B decode rows, R rows and C prompt tokens."""
 
     shape: Shape
     header: Tensor
-    """[3] int32, as are all: decode rows that are real, prompt rows that are, the table's width."""
+    """[3]: number of real decode rows, number of real prompt rows, the table's width. All fields
+    are int32."""
     slots: Tensor
     """[B]"""
     contexts: Tensor
     """[R]"""
     prompts: PackedPrompts | None
-    """None: there is no prompt row."""
+    """None if there is no prompt row."""
     page_table: Tensor
-    """Of the real rows."""
+    """Pages of the real rows."""
     sampled: Tensor
     """[S] rows whose logits are sampled."""
     sample_slots: Tensor
@@ -59,9 +59,9 @@ def pack(
     """Adds a step's sections to the staging buffer. `plan` None: a step of padding only.
 
     Args:
-        plan: that `shape` holds.
-        shape: what it is padded to.
-        staging: begun.
+        plan: a plan that fits `shape`.
+        shape: the shape to which it is padded.
+        staging: the staging buffer, after `begin`.
         nobody: the slot of padding rows.
         page_size: tokens in a page.
     """
@@ -86,7 +86,7 @@ def pack(
 def _prompt_sections(
     plan: StepPlan | None, shape: Shape, page_size: int
 ) -> tuple[Int32s, Int32s, Int32s]:
-    """Those of `PackedPrompts`."""
+    """The sections of `PackedPrompts`."""
     prompts = np.zeros((3, shape.prompt_tokens), np.int32)
     prompts[2] = SCRATCH_PAGE * page_size
     lens = np.zeros(shape.prompt_rows, np.int32)
@@ -97,7 +97,7 @@ def _prompt_sections(
         prompts[:, : plan.num_tokens - first] = [column[first:] for column in columns]
     lens[-1] = shape.prompt_tokens - lens.sum()
     starts = np.concatenate([[0], lens.cumsum()]).astype(np.int32)
-    # A row without tokens ends where the one before it does: what is read there, nobody looks at.
+    # A row without tokens ends at the end of the one before it. Its result is not used.
     last = np.maximum(shape.decodes + starts[1:] - 1, shape.decodes)
     ends = np.concatenate([np.arange(shape.decodes), last]).astype(np.int32)
     return prompts, starts, ends
@@ -114,7 +114,7 @@ def _sampled(plan: StepPlan | None, shape: Shape) -> tuple[Int32s, Int32s]:
 
 
 def stores_of(plan: StepPlan, page_size: int) -> Int32s:
-    """[T], where each new token's K and V go: page * page_size + offset."""
+    """[T], the place of each new token's K and V: page * page_size + offset."""
     index, offset = np.divmod(plan.positions, page_size)
     stores: Int32s = plan.page_table[rows_of(plan), index] * np.int32(page_size) + offset
     return stores

@@ -1,15 +1,15 @@
-"""Shapes that have a graph: a step is padded up to the smallest of them that holds it.
+"""Shapes that have a graph. A step is padded to the smallest shape that holds it.
 
-Launching a step's kernels one by one takes the host 8 ms and more, as every launch gives the
-interpreter to other threads. A graph is one launch. So the shapes are:
+Launching a step's kernels one by one takes the host 8 ms and more, because every launch gives the
+interpreter to other threads. A graph is one launch. The shapes are:
 
 - decode rows alone, in buckets;
-- decode rows with a short piece of prompt, which is all that a decode worker computes beside them;
-- prompts alone, as much of them as a step without decode rows holds, up to the longest chunk of a
-  prefill worker.
+- decode rows with a short piece of a prompt, which is all that a decode worker computes beside
+  them;
+- prompts alone, up to the longest graph or the largest step without decode rows.
 
-Steps that have none are longer than those or score their prompts, and keep the device busy
-meanwhile, or hold many short prompts.
+Steps without a shape are longer and keep the device busy meanwhile, or score their prompts, or hold
+many short prompts.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from engine.schedule.step import StepPlan
 SMALL = (1, 2, 4)
 SPACING = 8
 MIXED_SPACING = 32
-"""Rows are few beside the prompt's tokens."""
+"""Distance of the buckets of decode rows beside a prompt. It is wide, because these rows are few
+beside the prompt's tokens."""
 PIECES = tuple(range(64, 192 + 1, 32))
-"""Prompt tokens beside decode rows. The last is what a decode worker computes of prompts in one
-step; fewer are the end of a prompt."""
+"""Prompt tokens beside decode rows. The last is the piece that a decode worker computes in one
+step. Fewer are the end of a prompt."""
 PROMPT_SPACING = 64
-"""Of prompts alone, in tokens."""
+"""Distance of the shapes of prompts alone, tokens."""
 LONGEST_GRAPH = 2048
-"""Tokens"""
+"""Tokens of the longest graph."""
 PROMPT_ROWS = 8
 
 
@@ -38,24 +39,24 @@ class Shape(NamedTuple):
     """The size that a step is padded to."""
 
     decodes: int
-    """Decode rows, the first; as many tokens."""
+    """Decode rows. They come first and have one token each."""
     prompt_rows: int = 0
-    """Rows of prompt tokens; one more holds the padding."""
+    """Rows of prompt tokens. One more row holds the padding."""
     prompt_tokens: int = 0
 
     @property
     def rows(self) -> int:
-        """All of them."""
+        """Number of all rows."""
         return self.decodes + self.prompt_rows
 
     @property
     def tokens(self) -> int:
-        """All of them."""
+        """Number of all tokens."""
         return self.decodes + self.prompt_tokens
 
 
 class Shapes:
-    """The shapes of an executor, and which of them a step takes."""
+    """The shapes of an executor, and the choice of one for a step."""
 
     def __init__(self, bounds: Bounds) -> None:
         most, decodes = bounds.max_sequences, bounds.decodes
@@ -65,14 +66,15 @@ class Shapes:
 
     @property
     def all(self) -> list[Shape]:
-        """Largest first: the memory of one holds the others'."""
+        """All shapes, largest first, because the others reuse the largest one's memory."""
         plain = [Shape(rows) for rows in self._decodes]
         mixed = [_with_prompts(rows, piece) for rows in self._beside for piece in PIECES]
         alone = [_with_prompts(0, tokens) for tokens in self._alone]
         return sorted(plain + mixed + alone, key=lambda shape: shape.tokens, reverse=True)
 
     def of(self, plan: StepPlan) -> Shape | None:
-        """The smallest that holds the step; None: it takes none, its kernels run one by one."""
+        """The smallest shape that holds the step. None if there is none: its kernels run one by
+        one."""
         if plan.prompt_tokens == 0:
             decodes = bucket_of(plan.num_decodes, self._decodes)
             return None if decodes is None else Shape(decodes)
@@ -88,7 +90,7 @@ def _with_prompts(decodes: int, tokens: int) -> Shape:
 
 
 def _prompt_sizes(most_tokens: int) -> tuple[int, ...]:
-    """Up to the first that holds as many."""
+    """Sizes up to the first that holds `most_tokens`."""
     last = -(-min(LONGEST_GRAPH, most_tokens) // PROMPT_SPACING) * PROMPT_SPACING
     return tuple(range(PROMPT_SPACING, last + 1, PROMPT_SPACING))
 
@@ -96,7 +98,7 @@ def _prompt_sizes(most_tokens: int) -> tuple[int, ...]:
 def bucket_sizes(
     max_rows: int, small: tuple[int, ...] = SMALL, spacing: int = SPACING
 ) -> tuple[int, ...]:
-    """The small ones, then every multiple of the spacing, the last one holding `max_rows`."""
+    """The small sizes, then every multiple of the spacing. The last one holds `max_rows`."""
     if max_rows <= small[-1]:
         return (*(size for size in small if size < max_rows), max_rows)
     last = -(-max_rows // spacing) * spacing
@@ -104,6 +106,6 @@ def bucket_sizes(
 
 
 def bucket_of(count: int, sizes: tuple[int, ...]) -> int | None:
-    """The smallest of `sizes` that holds `count`, if one does."""
+    """The smallest of `sizes` that holds `count`, or None."""
     index = bisect_left(sizes, count)
     return sizes[index] if index < len(sizes) else None

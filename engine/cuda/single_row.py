@@ -1,8 +1,8 @@
-"""Products of one row with a weight: a batch of one waits for memory alone.
+"""Products of one row with a weight. Memory is the only limit of a batch of one.
 
-One program an output (or an output of gate and of up, activated and multiplied on the spot); all
-of a weight's row is in flight at once. Libraries reach the chip's bandwidth only on the largest
-weights here: they tile for matrices.
+Each output has one program (or an output of gate and of up, which it activates and multiplies). A
+whole row of the weight is loaded at once. Libraries reach the chip's bandwidth only on the largest
+weights here, because they tile for matrices.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -17,7 +17,7 @@ from engine.cuda.kernels import launch, silu_mul
 from engine.model.llama import Linear
 
 _BLOCKS = (2048, 1024, 512)
-"""Inputs at once: the largest that divides a row."""
+"""Inputs that are loaded at once. The largest that divides a row is used."""
 _WARPS = 4
 
 
@@ -52,7 +52,7 @@ def _gated_dot(x, weight, out, outputs, inputs: tl.constexpr, block: tl.constexp
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` of [T, inputs]; by a kernel of its own where T is 1."""
+    """`F.linear` of [T, inputs]. For T = 1 it uses its own kernel."""
     block = _block(x)
     if not block or bias is not None:
         return F.linear(x, weight, bias)
@@ -62,7 +62,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def gated(x: Tensor, gate_up: Linear) -> Tensor:
-    """silu(gate) * up of [T, H] -> [T, I]; in one kernel where T is 1."""
+    """silu(gate) * up of [T, H] -> [T, I]. For T = 1 it uses one kernel."""
     block = _block(x)
     if not block or gate_up.bias is not None:
         return silu_mul(gate_up(x))
@@ -74,5 +74,5 @@ def gated(x: Tensor, gate_up: Linear) -> Tensor:
 
 
 def _block(x: Tensor) -> int:
-    """Inputs at once; 0: not one row, or one that does not divide."""
+    """Inputs that are loaded at once. 0 if there is more than one row, or no size divides it."""
     return 0 if len(x) != 1 else next((b for b in _BLOCKS if x.shape[1] % b == 0), 0)

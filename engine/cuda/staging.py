@@ -1,13 +1,13 @@
 """One packed copy to the device per step.
 
-A step's integers are laid one behind the other in pinned memory and copied at once:
+A step's integers are put one after the other into pinned memory and copied at once:
 
-1. `begin` turns to the other of two pinned buffers: the copy of the last step may still be under
-   way, that of the step before is waited for (it has long been made, one step being in flight);
-2. `add` appends a section and returns where it will be on the device;
+1. `begin` changes to the other of two pinned buffers, because the last step's copy may still run.
+   It waits for the copy of the step before, which is usually long done;
+2. `add` appends a section and returns its future place on the device;
 3. `upload` queues the copy on the current stream.
 
-Sections of equal sizes in equal order lie at equal addresses, so a graph may read them.
+Sections of equal sizes in equal order have equal addresses, so a graph may read them.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -21,18 +21,18 @@ from torch import Tensor
 Int32s = NDArray[np.int32]
 
 ALIGNMENT = 32
-"""Integers: sections begin at multiples of 128 bytes."""
+"""Alignment of sections, in integers. They begin at multiples of 128 bytes."""
 
 
 class StagingError(Exception):
-    """A step needs more room than the buffers were made with."""
+    """A step needs more room than the buffers have."""
 
 
 class StepStaging:
     """Two pinned buffers on the host, one on the device."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
-        """`capacity` in integers, gaps between sections included."""
+        """`capacity` is in integers, with the gaps between sections."""
         pinned = device.type == "cuda"
         self._device = torch.zeros(capacity, dtype=torch.int32, device=device)
         self._host = [torch.zeros(capacity, dtype=torch.int32, pin_memory=pinned) for _ in "ab"]
@@ -59,7 +59,7 @@ class StepStaging:
         return self._device[start:end].view(values.shape)
 
     def upload(self) -> None:
-        """Queues the copy of what was added."""
+        """Queues the copy of the added sections."""
         used = min(self._used, len(self._device))
         self._device[:used].copy_(self._host[self._turn][:used], non_blocking=True)
         copied = self._copied[self._turn]

@@ -1,8 +1,8 @@
-"""The executor: runs planned steps on the device, in order, one behind the other.
+"""The executor: runs planned steps on the device, one after the other.
 
-`launch` returns at once; the device works through launched steps like a CUDA stream does. On a
-CPU the stream is one thread, so the step loop plans the next step while this one computes, by the
-same rules as on a GPU.
+`launch` returns at once. The device works through launched steps like a CUDA stream. On a CPU the
+stream is one thread, so the step loop plans the next step while this one computes, by the same
+rules as on a GPU.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from engine.schedule.step import ScorePlan, ScoreResult, StepPlan, StepResult
 from telemetry import failpoints
 
 SCORE_ROWS = 256
-"""Positions whose logits are held at once when a prompt is scored."""
+"""Most positions whose logits are held at once when a prompt is scored."""
 
 
 Launched = Future[StepResult]
-"""A step on its way: it is done when the device is, and raises what went wrong there."""
+"""A launched step. It is done when the device is done, and raises the device's error."""
 
 
 class Executor(Protocol):
     """Runs steps."""
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Queues a step behind those launched before."""
+        """Queues a step after those launched before."""
         ...
 
     def shutdown(self) -> None:
-        """Waits for what is launched and stops."""
+        """Waits for the launched steps and stops."""
         ...
 
 
 class NullExecutor:
-    """Computes nothing: every token is 0. For tests and for the cost of the step loop alone."""
+    """Computes nothing: every token is 0. It is for tests and for measuring the step loop alone."""
 
     def launch(self, plan: StepPlan) -> Launched:
         """A step that is done already."""
@@ -130,7 +130,7 @@ class TorchExecutor:
         )
 
     def _score(self, hidden: Tensor, wanted: ScorePlan) -> ScoreResult:
-        """In row chunks: a long prompt's logits would not fit at once."""
+        """Scores a prompt in chunks of rows, since a long prompt's logits would not fit at once."""
         parts = []
         next_ids = self._upload(wanted.next_ids)
         for start in range(0, len(next_ids), SCORE_ROWS):

@@ -1,4 +1,4 @@
-"""What an engine holds and has done, as others see it: workers report it, routers choose by it."""
+"""The engine's load: workers report it, and routers choose workers by it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def load_of(
     progress: int,
     long_step_ms: float,
 ) -> EngineLoad:
-    """The load now. To be called on the step loop's thread, like all that looks at the scheduler.
+    """The load now. Call it on the step loop's thread, since it reads the scheduler.
 
     Args:
-        scheduler: what it holds.
-        rates: what its steps took.
+        scheduler: holds the requests.
+        rates: the rates of its steps.
         in_flight: steps launched and not settled.
-        progress: of the step loop.
-        long_step_ms: how long the step in flight may take, if that is long.
+        progress: progress counter of the step loop.
+        long_step_ms: expected duration of the step in flight, if it is long; else 0.
     """
     blocks = scheduler.blocks
     return EngineLoad(
@@ -68,13 +68,13 @@ def _queued_prefill_tokens(scheduler: Scheduler, in_flight: Iterable[StepPlan]) 
 
 
 def _wanted_pages(scheduler: Scheduler) -> int:
-    """Pages of the prompts that wait."""
+    """Pages that waiting prompts need."""
     size = scheduler.config.page_size
     return sum(-(-len(active.request.prompt_ids) // size) for active in scheduler.waiting)
 
 
 def _wanted_sequences(scheduler: Scheduler) -> int:
-    """Slots of the requests that wait to decode here."""
+    """Slots that waiting requests need to decode here."""
     decoding = [one for one in scheduler.waiting if one.request.mode is not Mode.PREFILL]
     return sum(active.request.choices for active in decoding)
 

@@ -1,14 +1,14 @@
-"""When a step is launched: no later than the device needs it, and not much earlier.
+"""Chooses the time at which a step is launched: in time for the device, and not much earlier.
 
-A step that is launched while the one before it has only just begun waits on the device for a whole
-step, and no request that arrives meanwhile can join it. A step that is launched shortly before the
-one in flight ends takes along all requests that have arrived, and the device waits for nothing.
+A step that is launched too early waits on the device for a whole step, and no request that arrives
+meanwhile can join it. A step that is launched shortly before the one in flight ends takes all
+requests that have arrived, and the device does not wait.
 
-So the end is predicted. A decode step takes about as long as the last two took. The next one is
-launched ahead of that end by the lead: twice what the host needed to launch the last steps, and a
-little more. A step with prompts is predicted from the rate of computing prompts, less exactly: what
-comes meanwhile is launched behind it when `NEARLY` of its time is over. What is ready when a step
-with prompts is launched follows it at once.
+So the end of the step in flight is predicted. A decode step takes about as long as the last two
+took. The next step is launched earlier than that end by the lead: twice the host's time for the
+last launches, and a little more. The end of a step with prompts is predicted from the rate of
+computing prompts, which is less exact. New work is launched behind it after `NEARLY` of its time.
+Work that is ready when a step with prompts is launched follows it at once.
 """
 
 from __future__ import annotations
@@ -20,31 +20,32 @@ from typing import Final
 from engine.schedule.step import StepPlan
 
 SLACK_S: Final = 3e-4
-"""The event loop may hold the interpreter for so long when the wait is over."""
+"""Extra lead, seconds: the event loop may hold the interpreter this long when the wait is over."""
 NEARLY: Final = 0.75
-"""Share of the predicted time of a step with prompts."""
+"""Share of the predicted time of a step with prompts after which the next one is launched."""
 FORGET: Final = 0.95
-"""Each launch keeps this much of the longest launch seen."""
+"""Factor by which the longest launch seen decays at each launch."""
 
 
 class LaunchPacer:
-    """Told of every step launched and settled, in order; says when to launch the next one."""
+    """Computes the time for the next launch. It is told of every launched and settled step, in
+    order."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._recent_s: tuple[float, float] = (0.0, 0.0)
-        """How long the last two decode steps took."""
+        """Durations of the last two decode steps, seconds."""
         self._launch_s = 0.0
-        """What the host takes from waking up to having launched."""
+        """The host's time from waking up to the end of the launch, seconds."""
         self._woke = clock()
 
     def wait_s(self, in_flight: StepPlan, began: float, prompts_s: float) -> float:
         """Seconds until the step behind `in_flight` should be prepared; 0: now.
 
         Args:
-            in_flight: the step that the device works at.
-            began: when the device began with it, by this clock.
-            prompts_s: what its prompts usually take, seconds; 0 while unknown.
+            in_flight: the step that the device runs.
+            began: time at which the device began it, by this clock.
+            prompts_s: usual duration of its prompts, seconds; 0 while unknown.
         """
         if in_flight.only_decodes:
             due = began + min(self._recent_s) - 2 * self._launch_s - SLACK_S
@@ -61,6 +62,6 @@ class LaunchPacer:
         self._launch_s = max(self._clock() - self._woke, FORGET * self._launch_s)
 
     def settled(self, plan: StepPlan, step_s: float) -> None:
-        """The step is done, and took so long on the device."""
+        """The step is done; it took `step_s` seconds on the device."""
         if plan.only_decodes:
             self._recent_s = (self._recent_s[1], step_s)

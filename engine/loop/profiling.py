@@ -1,11 +1,15 @@
-"""A profile of the next steps, on request, and the loop's verbs as ranges in it.
+"""A profile of the next steps, on request, with the loop's verbs as ranges in it.
 
-Life of a profile: ASKED -> RECORDING from the next launch on, for the number of steps asked for or
-until nothing has run for a while -> WRITTEN as a Chrome trace, by a thread of its own: writing
-takes seconds, and the step loop has requests to serve.
+Life of a profile:
 
-Outside a profile the verbs are NVTX ranges on a GPU, which Nsight Systems shows, and nothing on a
-CPU.
+1. ASKED.
+2. RECORDING, from the next launch on. It ends after the requested number of steps, or when no step
+   has run for a while.
+3. WRITTEN as a Chrome trace. A thread of its own does this, since it takes seconds and the step
+   loop has requests to serve.
+
+Outside a profile the verbs are NVTX ranges on a GPU, which Nsight Systems shows. On a CPU they do
+nothing.
 """
 
 from __future__ import annotations
@@ -26,31 +30,31 @@ from torch.profiler import ProfilerActivity, profile, record_function
 log = logging.getLogger("baton.engine")
 
 QUIET_S: Final = 10.0
-"""A profile ends when no step was launched for so long."""
+"""A profile ends when no step was launched for this many seconds."""
 _NOTHING: Final = contextlib.nullcontext()
 
 
 class ProfileRequest(NamedTuple):
-    """What is to be recorded, and where it goes."""
+    """The number of steps to record, and the folder for the result."""
 
     steps: int
     folder: Path
 
 
 class StepProfiler:
-    """Used by the step loop, on its thread; `request` by anybody."""
+    """Records profiles. The step loop uses it on its thread; any thread may call `request`."""
 
     def __init__(self, *, nvtx: bool = False) -> None:
         self._nvtx = nvtx
         self._asked: ProfileRequest | None = None
         self._request: ProfileRequest | None = None
-        """Being recorded."""
+        """The request that is being recorded."""
         self._profile: profile | None = None
         self._steps_left = 0
         self._last_step = 0.0
 
     def request(self, steps: int, folder: Path) -> None:
-        """Records the next steps; one that is asked for during another follows it."""
+        """Records the next steps. A request during another profile follows it."""
         self._asked = ProfileRequest(steps, folder)
 
     def verb(self, name: str) -> AbstractContextManager[object]:
@@ -69,13 +73,13 @@ class StepProfiler:
         self._last_step = time.monotonic()
 
     def is_over(self) -> bool:
-        """Whether a profile should be ended: that takes a moment, to be announced first."""
+        """Whether to end the profile now. The end takes a moment, which must be announced first."""
         if self._profile is None:
             return False
         return self._steps_left < 0 or time.monotonic() - self._last_step > QUIET_S
 
     def end(self) -> None:
-        """Ends the profile and has it written."""
+        """Ends the profile and starts to write it."""
         done, request = self._profile, self._request
         if done is None or request is None:
             return
@@ -103,7 +107,8 @@ class StepProfiler:
 
 
 def _all_threads() -> _ExperimentalConfig:
-    """On a CPU the operators run on the device's thread, not on the one that starts the profile."""
+    """Options to record all threads. On a CPU the operators run on the device's thread, which is
+    not the one that starts the profile."""
     return _ExperimentalConfig(profile_all_threads=True)
 
 

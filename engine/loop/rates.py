@@ -1,4 +1,4 @@
-"""What steps took of late, and how fast they compute prompts."""
+"""Recent durations of steps, and their rate of computing prompts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from engine.schedule.step import StepPlan
 
 TELLING_TOKENS = 64
-"""Steps with fewer prompt tokens say nothing about the rate of computing prompts."""
+"""Least prompt tokens of a step that counts for the rate of computing prompts."""
 UNKNOWN_STEP_S = 30.0
-"""Announced for steps with prompts while no rate is known: the first one warms everything up."""
+"""Announced duration of steps with prompts while no rate is known. The first one warms everything
+up."""
 
 
 class _MovingRate:
@@ -26,14 +27,14 @@ class _MovingRate:
         return time.monotonic() - self._added
 
     def add(self, tokens: int, seconds: float) -> None:
-        """A step computed so many tokens."""
+        """A step computed `tokens` tokens in `seconds`."""
         rate, old = tokens / max(seconds, 1e-6), self.tokens_per_s
         self.tokens_per_s = rate if old == 0 else 0.8 * old + 0.2 * rate
         self._added = time.monotonic()
 
 
 class StepRates:
-    """How long steps take, and what they compute: told of each one that is settled."""
+    """Durations and rates of steps. It is told of each settled step."""
 
     def __init__(self) -> None:
         self.step_s = 0.0
@@ -43,7 +44,7 @@ class StepRates:
         self._last_done = 0.0
 
     def began(self, launched_at: float) -> float:
-        """When a step began: at its launch, or when the step before it was done."""
+        """Time at which a step began: at its launch, or when the step before it was done."""
         return max(launched_at, self._last_done)
 
     def settled(self, plan: StepPlan, launched_at: float) -> None:
@@ -57,12 +58,12 @@ class StepRates:
             self.prefill.add(plan.prompt_tokens, self.step_s)
 
     def usual_s(self, plan: StepPlan) -> float:
-        """How long a step's prompts usually take; 0 while unknown."""
+        """Usual duration of a step's prompts, seconds; 0 while unknown."""
         rate = self.prefill.tokens_per_s
         return plan.prompt_tokens / rate if rate else 0.0
 
     def expected_s(self, plans: Iterable[StepPlan]) -> float:
-        """How long steps in flight may take, if that is longer than usual."""
+        """Expected duration of the steps in flight, seconds, if it is longer than usual."""
         tokens = sum(p.prompt_tokens for p in plans if p.prompt_tokens >= TELLING_TOKENS)
         if tokens and not self.prefill.tokens_per_s:
             return UNKNOWN_STEP_S

@@ -1,10 +1,10 @@
-"""The step loop: `receive -> admit -> plan -> launch -> settle(previous)`, for ever.
+"""The step loop repeats `receive -> admit -> plan -> launch -> settle(previous)`.
 
-One step is always in flight while the host settles the one before it, and the next is launched
-shortly before that one ends (`engine.loop.pacing`). The loop waits in one place, for its queue:
-others post commands there, and a step that has ended posts its end. Requests that arrive while the
-loop waits get slots and pages at once. The loop is the only one to touch the scheduler; others
-talk to it through `post`, and read `load`.
+One step is always in flight while the host settles the one before it. The next is launched shortly
+before the one in flight ends (`engine.loop.pacing`). The loop waits in one place, for its queue.
+Others post commands there, and a step that has ended posts its end. Requests that arrive while the
+loop waits get slots and pages at once. Only the loop touches the scheduler. Others use `post` and
+read `load`.
 """
 
 from __future__ import annotations
@@ -36,20 +36,21 @@ log = logging.getLogger("baton.engine")
 
 Command = Callable[[Scheduler], None]
 OnStep = Callable[[float, int], None]
-"""Hears of a settled step, on the loop's thread: its seconds, and how many sequences it decoded."""
+"""Called for a settled step on the loop's thread, with its seconds and the sequences it decoded."""
 OnLost = Callable[[], None]
 """Called on the loop's thread when the device will run no further step."""
 IDLE_TURN_S = 0.25
-"""How long an idle turn waits for a command: progress is shown at least this often."""
+"""Longest wait of an idle turn for a command, seconds. Progress is shown at least this often."""
 LONG_STEP_S = 1.0
-"""A step expected to take longer is announced."""
+"""A step that is expected to take longer than this many seconds is announced."""
 YIELD_S = 1e-4
-"""As long as a thread waits for the interpreter where this one does not let go of it. On a busy CPU
-of two cores the transfer thread took up a prompt's end 0.3 ms later than told, and 0.6 without."""
+"""Sleep that gives other threads the interpreter, seconds. They would wait as long for it
+otherwise. On a busy CPU of two cores the transfer thread handled a prompt's end 0.3 ms after the
+event, and 0.6 ms without this sleep."""
 PROFILE_END_S = 10.0
-"""Announced for the end of a profile: its events are gathered on the loop's thread."""
+"""Announced duration of the end of a profile, seconds. The loop's thread gathers its events."""
 STOP_S = 60.0
-"""How long the end waits for the step in flight."""
+"""Longest wait for the step in flight at the end, seconds."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,11 +59,11 @@ class _Flight:
 
     plan: StepPlan
     at_s: float
-    """When it was launched, `time.monotonic`."""
+    """Time of the launch, by `time.monotonic`."""
     launched: Launched = field(init=False)
     """Set by the launch."""
     ended: bool = False
-    """The loop was told that the device is through with it."""
+    """Whether the loop knows that the device has finished it."""
 
 
 class StepLoop:
@@ -76,7 +77,7 @@ class StepLoop:
         self.max_step_tokens = scheduler.config.max_step_tokens
         self._scheduler = scheduler
         self._executor = executor
-        # No SimpleQueue: its timed `get` never ends where the time is up before it begins to wait.
+        # Not a SimpleQueue: its timed `get` never ends if the time is up before it begins to wait.
         self._commands: queue.Queue[Command | _Flight] = queue.Queue()
         self._flights: deque[_Flight] = deque()
         """Steps launched and not settled, oldest first: at most two."""
@@ -96,8 +97,8 @@ class StepLoop:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the loop after the step in flight; requests still inside are dropped. One that hangs
-        is left to itself after STOP_S."""
+        """Ends the loop after the step in flight. Remaining requests are dropped. A step that hangs
+        is abandoned after STOP_S."""
         self._stopping = True
         self.post(lambda _: None)
         self._thread.join(STOP_S)
@@ -107,8 +108,8 @@ class StepLoop:
             self._executor.shutdown()
 
     def submit(self, request: Request, sink: Sink) -> None:
-        """Takes a request on. Its prompt's keys are made here, on the caller's thread: those of
-        8,000 tokens take some 0.4 ms, and no step is to wait for that."""
+        """Accepts a request. The prompt's keys are made here, on the caller's thread, so that no
+        step waits for them. Those of 8,000 tokens take some 0.4 ms."""
         keys = prompt_keys(self._scheduler.config, request, request.prompt_ids)
         self.post(lambda scheduler: scheduler.submit(request, sink, keys))
 
@@ -120,7 +121,7 @@ class StepLoop:
         while not self._stopping:
             self._turn()
         for flight in self._flights:
-            flight.launched.exception()  # It may hang, and `stop` is waited for no longer then.
+            flight.launched.exception()  # It may hang; `stop` waits only so long.
 
     def _turn(self) -> None:
         verb = self.profiler.verb
@@ -160,8 +161,8 @@ class StepLoop:
         self._receive(0.0)
 
     def _settle_previous(self, *, launched: bool) -> None:
-        """Waits for the end of the oldest step and settles it. A step that nothing could be
-        launched behind is left in flight where commands may have brought something."""
+        """Waits for the end of the oldest step and settles it. If nothing could be launched behind
+        the step and a command comes, the step stays in flight, since there may be work now."""
         has_previous = len(self._flights) > launched
         if has_previous:
             flight = self._flights[0]
@@ -178,8 +179,8 @@ class StepLoop:
 
         Args:
             flight: the oldest step in flight.
-            until_due: no longer than until the next one should be prepared.
-            until_work: the same, once a command came.
+            until_due: return when the next step should be prepared.
+            until_work: the same, but only after a command came.
         """
         while not (flight.ended or self._stopping):
             wait_s = self._due_s(flight) if until_due else None
@@ -188,13 +189,13 @@ class StepLoop:
             until_due |= self._receive(wait_s) and until_work
 
     def _due_s(self, flight: _Flight) -> float:
-        """Seconds until the step behind this one should be prepared."""
+        """Seconds until the step after this one should be prepared."""
         began, prompts_s = self._rates.began(flight.at_s), self._rates.usual_s(flight.plan)
         return self._pacer.wait_s(flight.plan, began, prompts_s)
 
     def _receive(self, wait_s: float | None) -> bool:
-        """Runs the commands that are there, or that come within `wait_s` (None: whenever one does),
-        and admits the requests that they brought; returns whether there was one."""
+        """Runs the commands that are there or come within `wait_s` (None: without a limit), and
+        admits their requests. Returns whether there was a command."""
         received = False
         for command in self._pending(wait_s):
             if isinstance(command, _Flight):
@@ -250,9 +251,9 @@ class StepLoop:
             self._on_step(self._rates.step_s, plan.num_decodes)
 
     def _hand_over(self) -> None:
-        """Tells what is queued. Whoever sends the last chunk of a prompt has the interpreter for a
-        moment: the client waits for that, while the device has its next step already, or nobody
-        waits for this loop."""
+        """Sends the queued events. After the last chunk of a prompt this thread sleeps for a
+        moment, so that the sender gets the interpreter. The client waits for that chunk. The device
+        has its next step already, or nothing waits for this loop."""
         events = self._scheduler.take_events()
         hand_out(events)
         if any(isinstance(event, Prefilled) for _, event in events):
@@ -274,15 +275,15 @@ class StepLoop:
 
 
 def _unanswered() -> None:
-    """For callers that can do nothing about it."""
+    """Default for `on_lost`: does nothing."""
 
 
 def _unobserved(_seconds: float, _decoded_sequences: int) -> None:
-    """For callers that need no figures."""
+    """Default for `on_step`: does nothing."""
 
 
 def hand_out(events: list[tuple[Sink, Event]]) -> None:
-    """Calls the sinks with their events, in order, one call for a run of the same sink."""
+    """Calls the sinks with their events, in order. Adjacent events of one sink make one call."""
     start = 0
     for end in range(1, len(events) + 1):
         if end < len(events) and events[end][0] == events[start][0]:

@@ -1,4 +1,4 @@
-"""The models: what they are made of, their forward pass, and how weights get into them."""
+"""The models: their configuration, their forward pass, and the loading of weights."""
 
 from engine.model.config import ModelConfig, ModelError, UnsupportedModelError
 from engine.model.llama import Model

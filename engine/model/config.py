@@ -1,4 +1,4 @@
-"""What a model is made of, read from its Hugging Face config."""
+"""The shape and options of a model, read from its Hugging Face config."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ SUPPORTED_ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-"""By model type."""
+"""Supported architectures by model type."""
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Those whose frequencies do not depend on the length of the sequence."""
+"""Rope types whose frequencies do not depend on the length of the sequence."""
 
 
 class ModelError(Exception):
@@ -26,7 +26,7 @@ class ModelError(Exception):
 
 
 class UnsupportedModelError(ModelError):
-    """The architecture, or an option of it, is not one that the engine computes."""
+    """The engine does not support the architecture or one of its options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,11 @@ class ModelConfig:
     norm_eps: float
     max_position_embeddings: int
     rope_frequencies: tuple[float, ...]
-    """[head_dim / 2] inverse frequencies, scaling included."""
+    """[head_dim / 2] inverse frequencies, with scaling."""
     rope_scale: float
     """Factor on cos and sin (yarn)."""
     windows: tuple[int | None, ...]
-    """Per layer: tokens that a position attends to, itself included; None: all before it."""
+    """Per layer: number of tokens that a position attends to, with itself; None: all before it."""
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
@@ -62,8 +62,8 @@ def read_config(folder: Path) -> ModelConfig:
     """Reads `config.json` and `generation_config.json` of a folder.
 
     Raises:
-        UnsupportedModelError: not a model that the engine computes.
-        ModelError: no readable config.
+        UnsupportedModelError: the engine does not support the model.
+        ModelError: there is no readable config.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
@@ -78,10 +78,10 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def build_config(architecture: str, config: Any, eos_token_ids: tuple[int, ...]) -> ModelConfig:
-    """Takes over a transformers config of a supported architecture.
+    """Converts a transformers config of a supported architecture.
 
     Raises:
-        UnsupportedModelError: it asks for something that the engine does not compute.
+        UnsupportedModelError: the engine does not support an option of it.
     """
     _refuse_options(config)
     qwen2, qwen3 = architecture.startswith("Qwen2"), architecture.startswith("Qwen3")
@@ -124,7 +124,8 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _architecture(stated: Mapping[str, Any]) -> str:
-    """Model type and architecture must agree: others reuse an architecture's name for more."""
+    """The architecture. It must agree with the model type, because other models reuse architecture
+    names."""
     model_type = stated.get("model_type")
     supported = SUPPORTED_ARCHITECTURES.get(str(model_type))
     names = stated.get("architectures") or [supported or f"of model type {model_type}"]
@@ -137,7 +138,7 @@ def _architecture(stated: Mapping[str, Any]) -> str:
 
 
 def _refuse_options(config: Any) -> None:
-    """Options that change the result and are not computed must not pass in silence."""
+    """Refuses unsupported options that would change the result."""
     if getattr(config, "quantization_config", None):
         raise UnsupportedModelError("quantised checkpoints are not supported")
     if config.hidden_act not in ("silu", "swish"):
@@ -147,7 +148,7 @@ def _refuse_options(config: Any) -> None:
 
 
 def _rope(config: Any) -> tuple[tuple[float, ...], float]:
-    """Inverse frequencies and the factor on cos and sin; transformers computes scaled ones."""
+    """Inverse frequencies, and the factor on cos and sin. transformers computes scaled ones."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters: Mapping[str, Any] = config.rope_parameters or {}
@@ -178,7 +179,7 @@ def _windows(architecture: str, config: Any) -> tuple[int | None, ...]:
 
 
 def _eos_token_ids(config: Any, folder: Path) -> tuple[int, ...]:
-    """From the config and the generation config: either may hold one id or a list."""
+    """Ids from the config and the generation config. Either may hold one id or a list."""
     file = folder / "generation_config.json"
     generation = _read_json(file) if file.is_file() else {}
     ids: set[int] = set()

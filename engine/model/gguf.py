@@ -1,9 +1,8 @@
-"""GGUF files: a llama.cpp checkpoint, config and tensors in one mapped file.
+"""GGUF files: a llama.cpp checkpoint with config and tensors in one mapped file.
 
 The header becomes the config that a Hugging Face folder of the same model would hold, so that both
-run through the same checks; tensors are dequantised one at a time, when they are asked for. What
-the header says about rope and is not computed here is refused: a rotation that is a little off
-still yields fluent text.
+pass the same checks. Tensors are dequantised one at a time, on demand. Unsupported rope settings in
+the header are refused, because a slightly wrong rotation still yields fluent text.
 
 Keys and names follow the GGUF specification (ggml-org/ggml, docs/gguf.md).
 """
@@ -29,7 +28,7 @@ from engine.model.config import (
 )
 
 SUPPORTED_GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
-"""As GGUF calls them; a Mistral is a llama there."""
+"""Names of architectures in GGUF. A Mistral is a llama there."""
 
 _SETTINGS = {
     "block_count": "num_hidden_layers",
@@ -65,14 +64,18 @@ _LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _ROPE_FACTORS = "rope_freqs.weight"
-"""[D / 2] divisors of the frequencies: how llama3's scaling is stored."""
+"""Tensor of [D / 2] divisors of the frequencies, which stores llama3's scaling."""
 
 
 class GgufFile:
-    """A GGUF file, mapped for as long as this or a reader of it lives."""
+    """A GGUF file. It stays mapped while this object or a reader of it lives."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ModelError: it is not a GGUF file that can be read."""
+        """Maps a file.
+
+        Raises:
+            ModelError: it is not a readable GGUF file.
+        """
         from gguf import GGUFReader
 
         try:
@@ -87,8 +90,8 @@ class GgufFile:
         """The header as a model config.
 
         Raises:
-            UnsupportedModelError: not a model that the engine computes.
-            ModelError: the header lacks what every model has.
+            UnsupportedModelError: the engine does not support the model.
+            ModelError: the header lacks a value that every model has.
         """
         from transformers import AutoConfig
 
@@ -114,7 +117,7 @@ class GgufFile:
         return replace(config, rope_frequencies=tuple(f / divisor for f, divisor in pairs))
 
     def tensors(self, config: ModelConfig) -> dict[str, Callable[[], Tensor]]:
-        """A dequantising reader of each tensor, by its Hugging Face name."""
+        """A dequantising reader for each tensor, by its Hugging Face name."""
         heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
         if self._get("general.architecture") != "llama":
             heads = {}
@@ -173,7 +176,7 @@ class GgufFile:
         return tuple(int(size) for size in reversed(self._tensors[name].shape))
 
     def _read(self, name: str, heads: int = 0) -> Tensor:
-        """Dequantised. With `heads`, rows go back to the order that Hugging Face keeps them in."""
+        """Reads and dequantises a tensor. With `heads`, restores the row order of Hugging Face."""
         from gguf import dequantize
 
         tensor = self._tensors[name]

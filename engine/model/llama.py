@@ -1,7 +1,7 @@
-"""The Llama family, top to bottom: Llama, SmolLM2, Mistral, Qwen2, Qwen3.
+"""The Llama family: Llama, SmolLM2, Mistral, Qwen2, Qwen3.
 
-What tells them apart (biases, norms on q and k, windows, rope, tied embeddings) is in the config.
-The three projections of attention are one weight, and so are gate and up: one product each.
+The config has their differences (biases, norms on q and k, windows, rope, tied embeddings). The
+three projections of attention are one weight, and so are gate and up, for one product each.
 
 Shapes: T tokens of a step, H hidden size, Hq query heads, Hkv KV heads, D head dimension.
 """
@@ -18,7 +18,7 @@ from engine.model.packing import pack, product
 
 
 class Rope(nn.Module):
-    """Rotary position embedding (Su et al. 2021), halves rotated as Hugging Face lays them out."""
+    """Rotary position embedding (Su et al. 2021), with the halves in the layout of Hugging Face."""
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Linear(nn.Module):
-    """A product with a weight that is filled in by the loader."""
+    """A product with a weight. The loader fills the weight."""
 
     def __init__(
         self, inputs: int, outputs: int, bias: bool, dtype: torch.dtype, device: torch.device
@@ -62,12 +62,12 @@ class RmsNorm(nn.Module):
         self.weight = _parameter((size,), dtype, device)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Over the last dimension."""
+        """Normalises over the last dimension."""
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class Layer(nn.Module):
-    """Attention and a gated feed-forward, each behind a norm and beside a residual."""
+    """Attention and a gated feed-forward, each with a norm before it and a residual around it."""
 
     def __init__(
         self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device
@@ -125,8 +125,8 @@ class Model(nn.Module):
         )
 
     def pack(self) -> None:
-        """Packs what products read, weight by weight, where that makes them faster. An embedding
-        that is the head, too, is kept twice: rows of a packed weight cannot be looked up."""
+        """Packs the weights of products, one by one, if that makes them faster. An embedding that
+        is also the head is kept twice, because rows of a packed weight cannot be looked up."""
         for module in self.modules():
             if isinstance(module, Linear):
                 module.weight = pack(module.weight)

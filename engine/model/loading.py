@@ -1,7 +1,7 @@
-"""Weights: from a Hugging Face id or folder (safetensors), a GGUF file, or a seed.
+"""Loads weights from a Hugging Face id or folder (safetensors), a GGUF file, or a seed.
 
-Tensors stream one at a time straight into the model's own (fused) weights: there is never a
-second copy of the model in memory.
+Tensors go one at a time straight into the model's own (fused) weights, so there is never a second
+copy of the model in memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DUMMY_STD = 0.02
 _HUB_FILES = ["*.json", "tokenizer*", "*.jinja", "*.model"]
 _HUB_COPIES = ["*/*", "consolidated*"]
-"""The same weights once more, for other software."""
+"""Files with a second copy of the weights, for other software."""
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -40,7 +40,7 @@ class LoadedModel:
     revision: str
     """Digest of the config and of sampled weight rows, or of the dummy seed."""
     path: str
-    """The folder that it came from."""
+    """The folder from which it was loaded."""
 
 
 def load_model(
@@ -56,14 +56,15 @@ def load_model(
 
     Args:
         path_or_id: folder, GGUF file, or Hugging Face id.
-        dtype: of the weights in memory.
-        device: where they go.
-        load_format: one of `LOAD_FORMATS`; auto: GGUF where the path is one or holds nothing else.
-        seed: of dummy weights; equal seeds give equal weights in every process.
-        progress: told ("weights", tensors done, tensors in all).
+        dtype: dtype of the weights in memory.
+        device: device of the weights.
+        load_format: one of `LOAD_FORMATS`. auto: GGUF if the path is a GGUF file or has no other
+            weights.
+        seed: seed of dummy weights; equal seeds give equal weights in every process.
+        progress: called with ("weights", tensors done, tensors in all).
 
     Raises:
-        UnsupportedModelError: the engine does not compute this model.
+        UnsupportedModelError: the engine does not support this model.
         ModelError: files are missing, or do not fit the config.
     """
     if load_format not in LOAD_FORMATS:
@@ -84,7 +85,7 @@ def load_model(
 
 
 def _locate(path_or_id: str, load_format: str) -> tuple[Path, Path | None]:
-    """The folder, and the GGUF file in it that is to be read, if one is."""
+    """The folder, and the GGUF file to read, if any."""
     path = Path(path_or_id).expanduser()
     if path.is_file():
         if load_format == "safetensors":
@@ -104,7 +105,7 @@ def _locate(path_or_id: str, load_format: str) -> tuple[Path, Path | None]:
 def _wants_gguf(folder: Path, load_format: str) -> bool:
     if load_format == "auto":
         return not any(folder.glob("*.safetensors"))
-    # Dummy weights need a config only.
+    # Dummy weights need only a config.
     return load_format == "gguf" or (
         load_format == "dummy" and not (folder / "config.json").is_file()
     )
@@ -122,11 +123,11 @@ def _download(model_id: str, *, weights: bool) -> Path:
         ) from error
 
 
-# -- where a checkpoint's tensor goes -----------------------------------------------------------
+# -- places of a checkpoint's tensors -----------------------------------------------------------
 
 
 def targets(model: Model) -> dict[str, Tensor]:
-    """The part of the model's weights that each tensor of a checkpoint fills, by its name there.
+    """The part of the model's weights that each tensor of a checkpoint fills, by the tensor's name.
     Parts of a fused weight are views into it."""
     parts: dict[str, Tensor] = {
         "model.embed_tokens.weight": model.embedding,
@@ -201,7 +202,7 @@ def _check_names(
 
 
 def _read_safetensors(folder: Path) -> dict[str, Callable[[], Tensor]]:
-    """A reader for each tensor of all shards; nothing is read yet."""
+    """A reader for each tensor of all shards. Nothing is read yet."""
     from safetensors import SafetensorError, safe_open
 
     tensors: dict[str, Callable[[], Tensor]] = {}
@@ -212,13 +213,13 @@ def _read_safetensors(folder: Path) -> dict[str, Callable[[], Tensor]]:
             raise ModelError(f"{file} is missing") from error
         except SafetensorError as error:
             raise ModelError(f"{file} is damaged or no safetensors file") from error
-        for name in shard.keys():  # noqa: SIM118 (a shard is no mapping)
+        for name in shard.keys():  # noqa: SIM118 (a shard is not a mapping)
             tensors[name] = partial(shard.get_tensor, name)
     return tensors
 
 
 def _shards(folder: Path) -> list[Path]:
-    """By the index, else the one file of the usual name, else whatever is there."""
+    """The files of the index, else the file with the usual name, else all safetensors files."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
         try:
@@ -236,7 +237,7 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _fill_dummy(model: Model, seed: int) -> None:
-    """Random weights, each drawn from a generator of its own: the order does not matter."""
+    """Fills in random weights. Each has a generator of its own, so the order does not matter."""
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1 and name.endswith("norm.weight"):
             parameter.fill_(1.0)

@@ -1,15 +1,14 @@
-"""Products on a CPU, with weights in the order that oneDNN reads them fastest.
+"""Products on a CPU, with weights in oneDNN's fastest order.
 
-A plain weight is reordered at each product, or read as it is: both cost more than the arithmetic of
-a small batch. So float32 weights on a CPU are packed once, after they are loaded: beside plain
-products, SmolLM2's take a third to a half of the time at 2 to 32 rows on two cores, and nine tenths
-at 512.
+A plain weight is reordered at each product, or read in its own order. Both cost more than the
+arithmetic of a small batch. So float32 weights on a CPU are packed once, after they are loaded. On
+two cores SmolLM2's products then take a third to a half of the time at 2 to 32 rows, and nine
+tenths at 512.
 
-oneDNN keeps half a megabyte for every number of rows that it has met, so rows are padded to one of
+oneDNN keeps half a megabyte for every number of rows that it has seen, so rows are padded to one of
 a few numbers.
 
-A packed weight is opaque: it keeps its shape and says `is_mkldnn`, and nothing but `product` reads
-it.
+A packed weight is opaque. It keeps its shape and says `is_mkldnn`. Only `product` reads it.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 ROWS = 32
-"""What the order is chosen for. One that is chosen for a single row is no faster there, and half
-as fast with several; one for 512 rows equals this."""
+"""Number of rows for which the order is chosen. An order for a single row is no faster there, and
+half as fast with several rows. An order for 512 rows equals this one."""
 
 
 def pack(weight: nn.Parameter) -> nn.Parameter:
-    """The weight, packed where that is of use; otherwise itself. [outputs, inputs]"""
+    """The weight, packed if that helps, otherwise unchanged. [outputs, inputs]"""
     has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     can_be = weight.device.type == "cpu" and weight.dtype == torch.float32 and has_onednn
     if not can_be or weight.is_mkldnn:
@@ -44,6 +43,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def padded(rows: int) -> int:
-    """The next of 1 to 8, then of four numbers an octave: 10, 12, 14, 16, 20, 24, 28, 32, 40 ..."""
+    """`rows` rounded up to one of 1 to 8, or of four numbers an octave: 10, 12, 14, 16, 20, 24, 28,
+    32, 40 ..."""
     step = 1 << max(0, (rows - 1).bit_length() - 3)
     return -(-rows // step) * step

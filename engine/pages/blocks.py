@@ -1,4 +1,4 @@
-"""The block manager: who holds which page of the KV pool. Knows no tensor and no request.
+"""The block manager keeps the holders of each page of the KV pool. It knows no tensors or requests.
 
 Every page but the scratch page is in exactly one state:
 
@@ -26,16 +26,16 @@ from engine.types import PageIds
 
 SCRATCH_PAGE = 0
 AHEAD, AHEAD_SHARE = 8, 16
-"""For a run of pages at most so many times as many are evicted beyond what is needed, and at most
-one part in so many of the pool."""
+"""Bounds on the pages that are evicted ahead of time to make a run. The first is a multiple of the
+run's pages. The second is a divisor of the pool."""
 
 
 class OutOfPagesError(Exception):
-    """Fewer pages are free or evictable than were asked for; nothing was allocated."""
+    """Too few pages are free or evictable. Nothing was allocated."""
 
 
 class CacheEventKind(enum.Enum):
-    """What happened to a cached page."""
+    """The kind of an event of a cached page."""
 
     STORED = "stored"
     HIT = "hit"
@@ -53,10 +53,10 @@ class CacheEvent:
 
 
 class PageWatch(Protocol):
-    """Hears of pages that become free and of pages that are free no more."""
+    """Is told of pages that become free and of free pages that are allocated."""
 
     damaged: int
-    """Pages found written while they were free: must stay 0."""
+    """Pages found written while they were free. Must stay 0."""
 
     def freed(self, pages: PageIds) -> None:
         """The pages are FREE from now on."""
@@ -67,12 +67,12 @@ class PageWatch(Protocol):
         return
 
     def idle(self, is_free: NDArray[np.bool_]) -> None:
-        """There is time to look at FREE pages, given for every page of the pool."""
+        """There is time to check FREE pages. `is_free` has an entry for every page of the pool."""
         return
 
 
 class Unwatched(PageWatch):
-    """Looks at nothing."""
+    """Checks nothing."""
 
     damaged = 0
 
@@ -130,7 +130,7 @@ class BlockManager:
 
     @property
     def damaged(self) -> int:
-        """Pages that were written while they were free, if they are watched for that."""
+        """Pages that were written while they were free, if that is checked."""
         return self._watch.damaged
 
     def subscribe(self, listener: Callable[[CacheEvent], None]) -> None:
@@ -140,12 +140,12 @@ class BlockManager:
     # -- allocation ---------------------------------------------------------------------------
 
     def allocate(self, count: int) -> PageIds:
-        """Takes `count` pages with reference count 1, for a prompt: as one ascending run if that
-        takes evicting no more than some pages ahead of time, else as few runs.
+        """Takes `count` pages with reference count 1, for a prompt. They are one ascending run if a
+        bounded number of early evictions makes that possible, else few runs.
 
-        Pages that lie side by side here and at the other end of a hand-off are sent as one. In a
-        pool that is full of cached pages, as it is after a while, there is no choice among as many
-        as are evicted: the page or two by which sequences grow would break up all runs in time.
+        Pages that are neighbours on both sides of a hand-off are sent together. After a while the
+        pool is full of cached pages. If only as many pages were evicted as are needed, there would
+        be no choice among them, and the growth of sequences would break up all runs in time.
 
         Raises:
             OutOfPagesError: fewer are available.
@@ -160,12 +160,12 @@ class BlockManager:
         return self._take(run if run is not None else self._out_of_runs(count, longest=True))
 
     def allocate_apart(self, count: int) -> PageIds:
-        """Takes `count` pages with reference count 1 that may lie anywhere: they fill the gaps.
+        """Takes `count` pages with reference count 1 that may lie anywhere. They fill the gaps.
 
         Raises:
             OutOfPagesError: fewer are available.
         """
-        if not count:  # As for most prompts: it takes no look at the pool.
+        if not count:  # The usual case for prompts needs no search.
             return np.empty(0, np.int32)
         self._check_available(count)
         self._evict(max(0, count - self._free))
@@ -183,14 +183,14 @@ class BlockManager:
         return pages
 
     def _free_runs(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """[runs] starts and [runs] lengths; the scratch page, page 0, is never free."""
+        """Free runs: [runs] starts and [runs] lengths. The scratch page, page 0, is never free."""
         edges = np.flatnonzero(self._is_free[1:] != self._is_free[:-1]) + 1
         if self._is_free[-1]:
             edges = np.append(edges, self.num_pages)
         return edges[::2], edges[1::2] - edges[::2]
 
     def _fitting_run(self, count: int) -> PageIds | None:
-        """The beginning of the shortest run of free pages that has so many."""
+        """The first `count` pages of the shortest run of free pages that has that many."""
         starts, lengths = self._free_runs()
         fitting = np.flatnonzero(lengths >= count)
         if not fitting.size:
@@ -199,7 +199,7 @@ class BlockManager:
         return np.arange(start, start + count, dtype=np.int32)
 
     def _out_of_runs(self, count: int, longest: bool) -> PageIds:
-        """So many free pages, from the longest runs or from the shortest, ascending."""
+        """`count` free pages, from the longest runs or from the shortest, ascending."""
         starts, lengths = self._free_runs()
         order = np.argsort(-lengths if longest else lengths, kind="stable")
         before = lengths[order].cumsum() - lengths[order]
@@ -220,11 +220,11 @@ class BlockManager:
         self._make_free(pages)
 
     def share(self, pages: PageIds) -> None:
-        """One more holder for pages that are held already."""
+        """Adds a holder to pages that are held already."""
         self._refcount[pages] += 1
 
     def release(self, pages: PageIds) -> None:
-        """One holder fewer. Give pages in sequence order: the tail is evicted first."""
+        """Removes a holder. Give the pages in sequence order, since the tail is evicted first."""
         self._refcount[pages] -= 1
         left = pages[self._refcount[pages] == 0][::-1]
         written = self._last_writer[left] > self._settled_step
@@ -250,11 +250,11 @@ class BlockManager:
     # -- the last-writer rule -----------------------------------------------------------------
 
     def mark_written(self, pages: PageIds, step: int) -> None:
-        """Step `step`, about to be launched, may write these pages."""
+        """Notes that step `step`, about to be launched, may write these pages."""
         self._last_writer[pages] = step
 
     def settle(self, step: int) -> None:
-        """Step `step` and all before it are done: what they wrote last is theirs no more."""
+        """Notes that step `step` and all before it are done and write no pages any more."""
         self._settled_step = step
         if not self._settling:
             return
@@ -266,7 +266,7 @@ class BlockManager:
     # -- the prefix cache ---------------------------------------------------------------------
 
     def count_cached(self, keys: Sequence[bytes]) -> int:
-        """How many leading keys are in the cache."""
+        """The number of leading keys that are in the cache."""
         count = 0
         for key in keys:
             if key not in self._by_key:
@@ -275,7 +275,7 @@ class BlockManager:
         return count
 
     def count_evictable(self, keys: Sequence[bytes]) -> int:
-        """How many of the leading cached pages only the cache holds: acquiring them makes that
+        """The number of leading cached pages that only the cache holds. Acquiring them leaves that
         many fewer available."""
         pages = [self._by_key[key] for key in keys[: self.count_cached(keys)]]
         return int((self._refcount[pages] == 0).sum()) if pages else 0
@@ -315,13 +315,13 @@ class BlockManager:
                 listener(event)
 
     def inspect(self) -> None:
-        """Gives the watch time to look at the free pages."""
+        """Gives the watch time to check the free pages."""
         self._watch.idle(self._is_free)
 
     # -- integrity ----------------------------------------------------------------------------
 
     def check_invariants(self) -> None:
-        """Raises AssertionError where the module's invariant does not hold."""
+        """Raises AssertionError if the module's invariant does not hold."""
         held = self._refcount > 0
         assert (self._refcount >= 0).all(), "negative reference count"
         assert not held[SCRATCH_PAGE], "scratch page held"
@@ -339,5 +339,5 @@ class BlockManager:
             assert self._last_writer[page] <= self._settled_step, "keyed page not settled"
 
     def check_holders(self, holders: NDArray[np.int32]) -> None:
-        """Raises AssertionError where the counts differ from `holders` ([num_pages])."""
+        """Raises AssertionError if the counts differ from `holders` ([num_pages])."""
         assert (self._refcount == holders).all(), "reference counts and holders differ"

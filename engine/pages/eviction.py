@@ -1,4 +1,4 @@
-"""Which page of the prefix cache goes first when pages run out."""
+"""The order in which pages of the prefix cache are evicted when pages run out."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Protocol
 class EvictionPolicy(Protocol):
     """Orders the pages that only the cache holds.
 
-    A page is found by way of all before it in its sequence, so it must not be evicted before those
-    behind it: they would take up room and never be found again. Pages of one sequence come tail
+    A page is found through all earlier pages of its sequence. So it must not be evicted before the
+    later ones, which would take up room and never be found again. Pages of one sequence come tail
     first.
     """
 
@@ -28,7 +28,11 @@ class EvictionPolicy(Protocol):
         ...
 
     def pop(self) -> int:
-        """Takes the page to evict next. Raises KeyError where there is none."""
+        """Takes the page to evict next.
+
+        Raises:
+            KeyError: there is none.
+        """
         ...
 
     def __len__(self) -> int: ...
@@ -41,10 +45,10 @@ class LruEviction:
         self._pages: OrderedDict[int, None] = OrderedDict()
 
     def used(self, page: int) -> None:
-        """When it is added again is what counts."""
+        """Does nothing, because only the next `add` counts."""
 
     def add(self, page: int, depth: int) -> None:
-        """Puts the page behind all others."""
+        """Puts the page after all others."""
         self._pages[page] = None
 
     def remove(self, page: int) -> None:
@@ -60,7 +64,7 @@ class LruEviction:
 
 
 class _ScoredEviction:
-    """Lowest score first, ties by age; a heap with lazy deletion."""
+    """Lowest score first, ties by age. It is a heap with lazy deletion."""
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[float, int]] = {}
@@ -74,7 +78,7 @@ class _ScoredEviction:
         raise NotImplementedError
 
     def used(self, page: int) -> None:
-        """Counts, also while somebody else holds the page."""
+        """Counts a use, also while another request holds the page."""
         self._uses[page] += 1
 
     def add(self, page: int, depth: int) -> None:
@@ -88,7 +92,7 @@ class _ScoredEviction:
             heapq.heapify(self._heap)
 
     def remove(self, page: int) -> None:
-        """Takes the page out; its heap entry is skipped when met."""
+        """Takes the page out. Its heap entry is skipped later."""
         del self._entries[page]
 
     def pop(self) -> int:
@@ -113,11 +117,12 @@ class LfuEviction(_ScoredEviction):
 
 
 class CostEviction(_ScoredEviction):
-    """Cheapest to compute again, per use, first, above a floor that rises with every eviction, so
-    that pages that were valuable once grow old (GreedyDual-Size-Frequency, Cherkasova 1998).
+    """The page with the least cost to compute again, per use, goes first. Scores add a floor that
+    rises with every eviction, so that formerly valuable pages grow old (GreedyDual-Size-Frequency,
+    Cherkasova 1998).
 
-    A page costs itself and attention over all before it. Whoever loses a page loses those behind
-    it, so it is worth at least as much as the one behind it that was released with it.
+    The cost of a page is its own tokens and attention over all tokens before it. A lost page makes
+    the later ones useless, so it is worth at least as much as the next one released with it.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """The KV pool: one plain allocation that holds every page of every layer.
 
-Page-major and head-outer: `(num_pages, num_kv_heads, num_layers, 2, page_size, head_dim)`. A page
-is one contiguous run of bytes for all layers, so one descriptor moves it; a tensor-parallel rank's
-share of a page is one run too. Attention sees strided views, one a layer.
+The order is `(num_pages, num_kv_heads, num_layers, 2, page_size, head_dim)`. A page is one
+contiguous run of bytes for all layers, so one descriptor moves it. A tensor-parallel rank's share
+of a page is one run, too. Attention sees strided views, one a layer.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ LAYOUT_VERSION = "page-major-head-outer-1"
 
 
 class KvPool:
-    """The pages. Zeroed at the start: that touches them, and leaves no NaN in unused tails."""
+    """The pages. They are zeroed at the start. This touches them and leaves no NaN in unused
+    tails."""
 
     def __init__(
         self,
@@ -34,7 +35,7 @@ class KvPool:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page, and from one page to the next."""
+        """Bytes of a page, and the distance from one page to the next."""
         return self.tensor[0].numel() * self.tensor.element_size()
 
     def layer_kv(self, layer: int) -> Tensor:
@@ -42,23 +43,24 @@ class KvPool:
         return self.tensor[:, :, layer]
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V of a layer apart: `(num_pages, num_kv_heads, page_size, head_dim)`, strided."""
+        """K and V of a layer, separately: `(num_pages, num_kv_heads, page_size, head_dim)`,
+        strided."""
         return self.tensor[:, :, layer, 0], self.tensor[:, :, layer, 1]
 
     @property
     def runs(self) -> Tensor:
-        """The pool as its contiguous runs, `(runs, page_size * head_dim)`: one run is K or V of
-        one page, KV head and layer."""
+        """The pool as contiguous runs, `(runs, page_size * head_dim)`. One run is K or V of one
+        page, KV head and layer."""
         return self.tensor.view(-1, self.page_size * self.tensor.shape[-1])
 
     def run_ids(self, pages: Tensor) -> Tensor:
-        """Rows of `runs` that are K of layer 0, [..., P] int64 -> [..., Hkv, P]; K of a layer is
-        `2 * layer` further on, its V one more."""
+        """Rows of `runs` with K of layer 0, [..., P] int64 -> [..., Hkv, P]. K of a layer is
+        further on by `2 * layer` rows, and its V by one more."""
         heads, layers = self.tensor.shape[1:3]
         head = torch.arange(heads, device=pages.device)[:, None]
         return (pages[..., None, :] * heads + head) * (2 * layers)
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
-        """Copies whole pages, all layers: `target[i]` becomes `source[i]`. [N] int64 each; no
+        """Copies whole pages, all layers: `target[i]` becomes `source[i]`. Both are [N] int64. No
         page may be both a source and a target."""
         self.tensor[target] = self.tensor[source]

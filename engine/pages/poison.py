@@ -1,13 +1,12 @@
-"""Debugging: pages that nobody holds carry a pattern, so that no foreign access passes unseen.
+"""For debugging: free pages carry a pattern, so that a write by a former holder is found.
 
-A page is filled when it becomes FREE, on the step loop's thread and at once. It is FREE only when
-the last step that may write it has settled, and a granted page only when its transfer is over, so
-nothing may write it until it is allocated again: a page that has lost its pattern by then was
-written by somebody who no longer held it. Whoever reads a free page gets numbers that no model
-makes.
+A page is filled at once when it becomes FREE, on the step loop's thread. It is FREE only when the
+last step that may write it has settled. A granted page is FREE only when its transfer is over. So
+nothing may write it until it is allocated again. If it has lost its pattern by then, a former
+holder has written it. A read of a free page gives numbers that no model makes.
 
-The pattern is large and finite in every dtype of a pool: a NaN in a masked position would poison
-the attention of requests that have done nothing wrong.
+The pattern is large and finite in every dtype of a pool. A NaN in a masked position would spoil the
+attention of requests that did nothing wrong.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from engine.types import PageIds
 logger = logging.getLogger(__name__)
 
 PATTERN = 24576.0
-"""Exact in bfloat16, float16 and float32."""
+"""The value of the pattern. It is exact in bfloat16, float16 and float32."""
 INSPECTED_BYTES = 16 << 20
-"""Looked at in an idle turn of the step loop: a few milliseconds."""
+"""Bytes that are checked in an idle turn of the step loop. This takes a few milliseconds."""
 
 
 class PagePoison:
-    """A `PageWatch` over the pool's tensor, pages first. The step loop's thread's."""
+    """A `PageWatch` over the pool's tensor, pages first. It belongs to the step loop's thread."""
 
     def __init__(self, pages: Tensor) -> None:
         self._pages = pages.view(pages.shape[0], -1)
@@ -49,7 +48,7 @@ class PagePoison:
         self._check(pages, refill=False)
 
     def idle(self, is_free: NDArray[np.bool_]) -> None:
-        """See `PageWatch`. The pool is gone through bit by bit."""
+        """See `PageWatch`. Each call checks the next part of the pool."""
         page_bytes = self._pages[0].numel() * self._pages.element_size()
         count = max(1, INSPECTED_BYTES // page_bytes)
         end = self._inspected + count
@@ -72,7 +71,8 @@ class PagePoison:
             self._fill(damaged)
 
     def _fill(self, pages: Tensor) -> None:
-        """Done when this returns: a page may be granted, and written, the moment it is free."""
+        """Fills pages, and returns when that is done, because a free page may be granted and
+        written at once."""
         self._pages[pages.to(self._pages.device)] = PATTERN
         if self._pages.is_cuda:
             torch.cuda.current_stream(self._pages.device).synchronize()

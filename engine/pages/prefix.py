@@ -1,8 +1,8 @@
 """Keys of KV pages: equal keys mean equal tokens at equal positions, for the same tenant.
 
-The key of a page is SHA-256 over its parent's key and its token ids; the first page's parent is
-the tenant's salt. A collision would serve foreign KV, hence a cryptographic hash (as in vLLM's
-prefix caching, which made it the default for this reason).
+The key of a page is SHA-256 over its parent's key and its token ids. The first page's parent is the
+tenant's salt. A collision would serve foreign KV, hence a cryptographic hash (vLLM's prefix caching
+made it the default for the same reason).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def page_keys(
 def prompt_keys(
     config: Bounds, request: Request, tokens: TokenIds, known: Sequence[bytes] = ()
 ) -> list[bytes]:
-    """Keys of the pages of `tokens`, a request's prompt and what follows it, that may be looked up
-    before they are computed: at least one token is left to compute. `known` as for `page_keys`."""
+    """Keys of the pages of `tokens` that may be found in the cache. `tokens` is a request's prompt
+    with its output so far. At least one token is left to compute. `known` is as for `page_keys`."""
     if not config.prefix_cache or request.prompt_logprobs:
         return []
     complete = (len(tokens) - 1) // config.page_size
-    if len(known) >= complete:  # As in most turns of a request that waits.
+    if len(known) >= complete:  # The usual case for a request that waits.
         return list(known[:complete])
     return page_keys(tokens[:-1], config.page_size, request.cache_salt, known)

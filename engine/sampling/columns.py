@@ -1,6 +1,6 @@
-"""The host half of the sampler: what the sequence in each slot asked for, one column an option.
+"""The host half of the sampler: the options of the sequence in each slot, one column an option.
 
-Belongs to the step loop's thread.
+It belongs to the step loop's thread.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 Ints = NDArray[np.integer[Any]]
 
 NARROW = 1024
-"""Up to this top-k a row's best logits are found by selection; beyond it the row is sorted."""
+"""Largest top-k for which a row's best logits are selected. Beyond it the row is sorted."""
 
 
 class Need(enum.IntFlag):
-    """What a slot's sequence costs beyond an argmax."""
+    """The work for a slot's sequence beyond an argmax."""
 
     DRAW = 1
     MIN_P = 2
@@ -69,7 +69,7 @@ _NO_ADJUSTMENT = _Adjustment.of({})
 
 
 class Columns:
-    """Options by slot, and the plans made of them."""
+    """Options by slot. They are made into plans."""
 
     def __init__(self, max_slots: int, vocab_size: int, eos_ids: Iterable[int]) -> None:
         self._vocab_size = vocab_size
@@ -87,10 +87,10 @@ class Columns:
         self._min_tokens = np.zeros(max_slots, np.int64)
         self._top_n = np.zeros(max_slots, np.int64)
         self._early = [_NO_ADJUSTMENT] * max_slots
-        """While the output is shorter than `min_tokens`."""
+        """Ids that must not be drawn while the output is shorter than `min_tokens`."""
         self._late = [_NO_ADJUSTMENT] * max_slots
         self._pending: dict[int, _History] = {}
-        """Slots that changed hands since the last plan with penalties, and ask for them."""
+        """Slots with penalties that got a new sequence since the last plan with penalties."""
 
     def assign(
         self,
@@ -153,7 +153,7 @@ class Columns:
             self._need(slot, Need.MIN_TOKENS)
 
     def _drawable(self, values: Mapping[int, float]) -> dict[int, float]:
-        """An id beyond the vocabulary is never drawn, so nothing about it matters."""
+        """Drops ids beyond the vocabulary, since they are never drawn."""
         return {token: value for token, value in values.items() if 0 <= token < self._vocab_size}
 
     def plan(self, slots: Ints, indices: Ints, choices: Ints | None) -> SamplePlan:
@@ -190,7 +190,8 @@ class Columns:
         )
 
     def _plan_nuclei(self, needs: NDArray[np.uint8], slots: Ints) -> tuple[Nucleus, ...]:
-        """Narrow and wide rows apart: a wide one costs a sort, which no narrow one should pay."""
+        """Plans narrow and wide rows separately. A wide row needs a sort, and a narrow one does
+        not."""
         rows = np.flatnonzero(needs & Need.NUCLEUS)
         if not len(rows):
             return ()

@@ -1,7 +1,7 @@
-"""What each slot's sequence has said so far, on the device, for the penalties.
+"""The tokens of each slot's sequence so far, on the device, for the penalties.
 
-Belongs to the executor's thread. Only slots whose sequences are penalised are kept true; the rest
-hold leftovers, which are wiped when a penalised sequence takes the slot.
+It belongs to the executor's thread. Only slots of penalised sequences are kept up to date. Other
+slots hold old data, which is cleared when a penalised sequence takes the slot.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class History:
     def __init__(self, max_slots: int, vocab_size: int, device: torch.device) -> None:
         shape = (max_slots, vocab_size)
         self.counts = torch.zeros(shape, dtype=torch.int32, device=device)
-        """Occurrences in the output."""
+        """Occurrences of a token in the output."""
         self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=device)
 
     def reset(
@@ -27,7 +27,7 @@ class History:
         generated_slots: Tensor,
         generated_ids: Tensor,
     ) -> None:
-        """Wipes slots and starts them with what their new sequences bring; see `Resets`."""
+        """Clears slots and fills in the tokens of their new sequences; see `Resets`."""
         self.counts[slots] = 0
         self.in_prompt[slots] = False
         self.in_prompt[prompt_slots, prompt_ids] = True

@@ -1,8 +1,8 @@
-"""The noise that tokens are drawn with: a function of what is drawn, not of a generator's state.
+"""The noise for drawing tokens. It depends on the token's place and not on a generator's state.
 
-Counter-based, so any worker, at any time and in any batch, finds the same number for the same
-(seed, choice, output index): a prefill worker draws output index 0, a decode worker goes on from
-1, and a resume from wherever it was.
+It is based on a counter. So any worker, at any time and in any batch, finds the same number for the
+same (seed, choice, output index). A prefill worker draws output index 0 and a decode worker goes on
+from 1. A resumed request goes on from its last index.
 """
 
 from __future__ import annotations
@@ -62,6 +62,6 @@ def uniform(
     keys = np.stack([seeds & _LOW, seeds >> _WORD_BITS])
     words = philox4x32(counters, keys)
     mantissa = ((words[0] << _WORD_BITS) | words[1]) >> np.uint64(12)
-    # 52 bits and a half: exact in a float64, and never 0 or 1.
+    # 52 bits plus a half: exact in a float64, and never 0 or 1.
     result: NDArray[np.float64] = (mantissa.astype(np.float64) + 0.5) * 2.0**-52
     return result

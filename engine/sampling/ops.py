@@ -1,4 +1,4 @@
-"""The arithmetic of sampling, as functions of tensors; none of them waits for the device.
+"""The arithmetic of sampling, as functions of tensors. None of them waits for the device.
 
 A row with a NaN yields some token within the vocabulary and leaves the other rows alone.
 """
@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _BLOCK = 256
-"""Vocabulary ids that are summed together before the inverse CDF looks into one block."""
+"""Vocabulary ids in a block. The inverse CDF searches the sums of blocks first, then one block."""
 _FEW = 512
-"""Best tokens of a row that are ranked before sorting all of it is thought of."""
+"""Best tokens of a row that are ranked first, before the whole row is sorted."""
 _BELOW_ONE = 1 - 2.0**-53
 
 
@@ -22,7 +22,7 @@ class Scores(NamedTuple):
     """Log probabilities under the model's own distribution."""
 
     logprob: Tensor
-    """[R] float32, of the given token."""
+    """[R] float32, log probability of the given token."""
     top_ids: Tensor
     """[R, N] int64, best first."""
     top_logprobs: Tensor
@@ -30,21 +30,21 @@ class Scores(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """Tokens and how surely they are what they are."""
+    """Drawn tokens and their margins."""
 
     tokens: Tensor
     """[R] int64."""
     margin: Tensor
-    """[R] float64: distance in probability from the number drawn to the nearer edge of the token's
-    interval. Arithmetic noise smaller than this cannot change the token, unless it moves a token
-    across an edge of min-p, top-k or top-p."""
+    """[R] float64: distance in probability from the drawn number to the nearer edge of the token's
+    interval. Smaller arithmetic noise cannot change the token, unless it moves a token across an
+    edge of min-p, top-k or top-p."""
 
 
 def score(logits: Tensor, token_ids: Tensor, top_n: int) -> Scores:
     """Log probability of one token a row, and of the row's `top_n` best.
 
     Args:
-        logits: [R, V] float32, as the model gave them.
+        logits: [R, V] float32, the model's own.
         token_ids: [R] int64; for a prompt, the token that follows each row's position.
         top_n: at most V; 0 is allowed.
     """
@@ -64,9 +64,9 @@ def penalise(
 ) -> Tensor:
     """Penalises tokens seen before; returns new logits.
 
-    Repetition as in CTRL (Keskar et al. 2019): positive logits are divided, negative multiplied.
-    Frequency and presence as the OpenAI API defines them: `logit - frequency * count -
-    presence * (count > 0)`.
+    Repetition follows CTRL (Keskar et al. 2019): positive logits are divided, negative ones
+    multiplied. Frequency and presence follow the OpenAI API: `logit - frequency * count - presence
+    * (count > 0)`.
 
     Args:
         logits: [R, V] float32.
@@ -97,15 +97,15 @@ def nucleus_floor(
 ) -> Tensor:
     """The least logit that top-k and then top-p keep among those not below `floor`.
 
-    Top-p keeps the fewest best tokens whose mass reaches that share of what top-k left: those
-    before which less than the share has gone by, so at least one.
+    Top-p keeps the fewest best tokens whose mass reaches its share of the mass that top-k left. It
+    keeps each token whose better tokens have less mass than the share, so at least one.
 
     Args:
-        ranked: [R, W] float32 from `scale`, a row's best in descending order.
+        ranked: [R, W] float32 from `scale`, a row's best logits in descending order.
         floor: [R] float32.
         top_k: [R] int64.
         top_p: [R] float64; infinite keeps all.
-        total: [R] float64, mass of what top-k left; None: all of it is ranked.
+        total: [R] float64, mass that top-k left; None: `ranked` holds all of it.
 
     Returns:
         [R] float32, not below `floor`.
@@ -121,10 +121,10 @@ def nucleus_floor(
 
 
 def wide_nucleus_floor(scaled: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """`nucleus_floor` of whole rows, [R, V], which are sorted where they must be.
+    """`nucleus_floor` of whole rows, [R, V], which are sorted if necessary.
 
-    On a CPU, where looking at a result costs no wait, only rows are sorted whose share of top-p
-    is not within their few best tokens. Elsewhere all are, without a look.
+    On a CPU it costs nothing to read a result. So only those rows are sorted whose top-p share is
+    not within their few best tokens. On other devices all rows are sorted.
     """
     vocab_size = scaled.shape[-1]
     if not scaled.is_cpu or vocab_size <= _FEW:
@@ -148,14 +148,14 @@ def _mass(scaled: Tensor, floor: Tensor) -> Tensor:
 def draw(scaled: Tensor, floor: Tensor | None, uniforms: Tensor) -> Drawn:
     """One token a row by inverse CDF in the order of the vocabulary.
 
-    The token is the first whose cumulative weight exceeds `uniform * total`. The search goes
-    first over blocks of the vocabulary, then within one, which saves a cumulative sum of the
-    whole: float32 within a block's sum (relative error about 1e-7, that of the weights
-    themselves), float64 in all else.
+    The token is the first whose cumulative weight exceeds `uniform * total`. The search goes over
+    blocks of the vocabulary first, then within one block. This saves a cumulative sum of the whole
+    row. A block's sum is float32 (relative error about 1e-7, like the weights themselves). All
+    other sums are float64.
 
     Args:
         scaled: [R, V] float32 from `scale`.
-        floor: [R] float32, tokens below it have no weight; None: all have theirs.
+        floor: [R] float32, tokens below it have no weight; None: all tokens have weight.
         uniforms: [R] float64 in (0, 1).
     """
     weights = scaled.exp()
@@ -169,7 +169,8 @@ def draw(scaled: Tensor, floor: Tensor | None, uniforms: Tensor) -> Drawn:
     inside = blocks.take_along_dim(block[:, :, None], 1).squeeze(1).double()
     before = F.pad(upto, (1, 0)).gather(-1, block)
     ends = inside.cumsum(-1)
-    # The block's two sums may differ in their last bits: stay below the end of its last weight.
+    # The two sums of a block may differ in their last bits, so stay below the end of its last
+    # weight.
     rest = torch.minimum(target - before, ends[:, -1:] * _BELOW_ONE)
     place = (ends <= rest).sum(-1, keepdim=True).clamp_(max=_BLOCK - 1)
     end = ends.gather(-1, place)

@@ -1,5 +1,5 @@
-"""What the rows of one step ask of the sampler, as plain arrays: made by the step loop's thread,
-read by the executor's. A part that is None was asked for by no row."""
+"""The sampling options of one step's rows, as plain arrays. The step loop's thread makes them, and
+the executor's thread reads them. A part is None if no row needs it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Adjustments(NamedTuple):
 
 
 class Resets(NamedTuple):
-    """Slots that changed hands: they forget everything, then start with these pairs."""
+    """Slots with a new sequence. They are cleared, then filled with these pairs."""
 
     slots: I64
     prompt_slots: I64
@@ -38,38 +38,39 @@ class Resets(NamedTuple):
 
 
 class Penalties(NamedTuple):
-    """Rows penalised for what they said before; all arrays [P]."""
+    """Rows with penalties for earlier tokens; all arrays are [P]."""
 
     rows: I64
     slots: I64
     repetition: F32
-    """1 is none."""
+    """1 means no penalty."""
     frequency: F32
     presence: F32
     resets: Resets | None
 
 
 class Nucleus(NamedTuple):
-    """Rows cut to their best tokens; arrays [N]."""
+    """Rows cut to their best tokens; all arrays are [N]."""
 
     rows: I64
-    """Into the rows of `Draw`."""
+    """Indices into the rows of `Draw`."""
     top_k: I64
-    """The vocabulary's size where nothing is asked."""
+    """The vocabulary's size if top-k is not set."""
     top_p: F64
-    """Infinite where nothing is asked."""
+    """Infinite if top-p is not set."""
     width: int | None
-    """The greatest top-k: so many of a row's best have to be ranked; None: perhaps all of them."""
+    """The greatest top-k, which is the number of best logits to rank; None: perhaps all of a
+    row."""
 
 
 class Draw(NamedTuple):
-    """Rows that are drawn rather than greedy; arrays [D]."""
+    """Rows that are drawn rather than greedy; all arrays are [D]."""
 
     rows: I64
     temperature: F32
     uniforms: F64
     floor: F32 | None
-    """min-p as the least (logit - best) / temperature that stays; None: no row asks."""
+    """min-p as the least (logit - best) / temperature that stays; None if no row needs it."""
     nuclei: tuple[Nucleus, ...]
 
 
@@ -78,12 +79,12 @@ class LogprobRows(NamedTuple):
 
     rows: I64
     top_n: int
-    """The most that any of them asks for; the reader takes each row's own."""
+    """The most alternatives that any row asks for. The reader takes each row's own number."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplePlan:
-    """One step's sampling. With every part None it is an argmax over the rows."""
+    """The sampling of one step. If every part is None, it is an argmax over the rows."""
 
     num_rows: int
     draw: Draw | None = None

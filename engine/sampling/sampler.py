@@ -21,26 +21,26 @@ if TYPE_CHECKING:
 
 
 class SampleResult(NamedTuple):
-    """What came of a step's rows, on the device."""
+    """The results of a step's rows, on the device."""
 
     tokens: Tensor
     """[R] int64."""
     finite: Tensor
-    """[R] bool: the row had neither NaN nor infinity. Where False the token means nothing."""
+    """[R] bool: the row had neither NaN nor infinity. If it is False, the token means nothing."""
     logprob: Tensor | None
-    """[R] float32; 0 in rows that did not ask; None: no row did."""
+    """[R] float32; 0 in rows that did not ask for it; None if no row did."""
     top_ids: Tensor | None
-    """[R, N] int64, best first, N the most that any row asked for; 0 in rows that asked for no
-    log probabilities; None: N would be 0."""
+    """[R, N] int64, best first. N is the most that any row asked for. Rows that asked for no log
+    probabilities hold 0. None if N would be 0."""
     top_logprobs: Tensor | None
-    """[R, N] float32, as `top_ids`."""
+    """[R, N] float32, in the order of `top_ids`."""
     margin: Tensor | None
-    """[R] float64, None unless recorded: `ops.Drawn.margin` of a drawn row, the gap between the
-    two best logits of a greedy one."""
+    """[R] float64; None unless recorded. It is `ops.Drawn.margin` in a drawn row, and the gap
+    between the two best logits in a greedy one."""
 
 
 class Sampler:
-    """Samples for sequences in slots. The package's docstring says which thread calls what."""
+    """Samples for sequences in slots. The package's docstring names the thread of each call."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Sampler:
         self._device = torch.device(device)
         self._record_margins = record_margins
         self._history: History | None = None
-        """Set by the first step that penalises a row."""
+        """The device's tables. The first step that penalises a row makes them."""
 
     def assign(
         self,
@@ -67,7 +67,7 @@ class Sampler:
         prompt_ids: TokenIds,
         generated_ids: TokenIds,
     ) -> None:
-        """A sequence takes the slot; what the slot held is forgotten. Step loop's thread.
+        """Gives the slot to a sequence and drops the slot's old data. Step loop's thread.
 
         `generated_ids` is the sequence's output so far: every token that no later plan draws.
         """
@@ -77,25 +77,25 @@ class Sampler:
         """Plans one draw a row. Step loop's thread.
 
         Args:
-            slots: [R], whose options each row uses.
+            slots: [R], the slot whose options each row uses.
             indices: [R], output index that each row draws, from 0.
-            choices: [R], in place of the choices that the slots were assigned with. With it the
-                rows of one slot can be the first tokens of several choices. They share the
-                slot's history, which is one choice's, so this is for output index 0 only.
+            choices: [R], used instead of the choices that the slots were assigned with. The rows of
+                one slot can then be the first tokens of several choices. They share the slot's
+                history, which belongs to one choice, so this is for output index 0 only.
         """
         return self._columns.plan(slots, indices, choices)
 
     def sample(self, logits: Tensor, plan: SamplePlan) -> SampleResult:
-        """Draws what was planned and counts it for penalties. Executor's thread, in plan order.
+        """Draws the planned tokens and counts them for penalties. Executor's thread, in plan order.
 
         Args:
-            logits: [R, V] float32, a row for each one planned; left as they are.
-            plan: the step's.
+            logits: [R, V] float32, a row for each planned one; not changed.
+            plan: the plan of the step.
         """
         tokens, margin = self._choose(self._shape(logits, plan), plan.draw)
         if plan.penalties is not None:
             self._count(tokens, plan.penalties)
-        # A sum is the cheapest pass over a row that lets neither NaN nor infinity through.
+        # A sum is the cheapest pass over a row that finds both NaN and infinity.
         finite = logits.sum(-1).isfinite()
         return SampleResult(tokens, finite, *self._score(logits, tokens, plan.logprobs), margin)
 
@@ -103,7 +103,7 @@ class Sampler:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
 
     def _shape(self, logits: Tensor, plan: SamplePlan) -> Tensor:
-        """What the rows choose from: logits adjusted, then penalised."""
+        """The logits for the choice: adjusted, then penalised."""
         if plan.adjustments is None and plan.penalties is None:
             return logits
         logits = logits.clone()
@@ -138,7 +138,7 @@ class Sampler:
         self._history.count(slots, tokens[rows])
 
     def _choose(self, logits: Tensor, draw: Draw | None) -> tuple[Tensor, Tensor | None]:
-        """Tokens, and margins if they are recorded."""
+        """The tokens, and the margins if they are recorded."""
         if draw is None:
             return self._greedy(logits)
         if len(draw.rows) == len(logits):
@@ -163,7 +163,7 @@ class Sampler:
         return ops.draw(scaled, self._floor(scaled, draw), self._upload(draw.uniforms))
 
     def _floor(self, scaled: Tensor, draw: Draw) -> Tensor | None:
-        """What min-p, top-k and top-p leave, as the least scaled logit that stays."""
+        """The least scaled logit that min-p, top-k and top-p keep."""
         if draw.floor is None and not draw.nuclei:
             return None
         floor = (
@@ -186,7 +186,7 @@ class Sampler:
     def _score(
         self, logits: Tensor, tokens: Tensor, wanted: LogprobRows | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Log probability, top ids and top log probabilities, as `SampleResult` has them."""
+        """Log probability, top ids and top log probabilities, in the form of `SampleResult`."""
         if wanted is None:
             return None, None, None
         rows = self._upload(wanted.rows)

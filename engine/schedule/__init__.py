@@ -1,1 +1,1 @@
-"""Which requests get slots and pages, and what the next step does."""
+"""Scheduling: admission of requests to slots and pages, and the plan of the next step."""

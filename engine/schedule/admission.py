@@ -1,20 +1,21 @@
-"""Who gets slots and pages, and when.
+"""Admission of requests to slots and pages.
 
-Pages under a transfer cannot be preempted, so a request is admitted only while what is left keeps
-every promise made before:
+Pages under a transfer cannot be preempted. So a request is admitted only if the remaining pages
+cover every earlier promise:
 
     pages(prompt) + growth <= free + evictable - max(reserve, largest single need)
 
-The largest single need is the most pages that one sequence in a slot may still ask for: whatever
-else runs is preempted in its favour, so one sequence always gets to its end. The reserve is for
-the growth of all of them, `growth_reserve`. Preempted sequences
-come first, oldest first, and no new request is admitted while one waits; then requests that were
-begun on another worker, whose client has seen tokens already; then new ones as the policy says. A
-request that does not fit may be passed by smaller ones a bounded number of times.
+The largest single need is the most pages that one sequence in a slot may still need. All others are
+preempted in its favour, so one sequence always reaches its end. The reserve is for the growth of
+all of them (`growth_reserve`).
 
-A prompt to be computed here is admitted when the next step may begin it, not before: pages handed
-out earlier would lie empty, and a prompt that waits may yet find more of its pages in the prefix
-cache.
+Preempted sequences come first, oldest first, and no new request is admitted while one waits. Then
+come requests that were begun on another worker, whose client has tokens already. Then come new ones
+in the order of the policy. Smaller requests may pass one that does not fit, a bounded number of
+times.
+
+A prompt to be computed here is admitted when the next step may begin it, and not before. Earlier
+pages would be empty, and a waiting prompt may still find more of its pages in the prefix cache.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ IN_SLOTS = (RequestState.ACTIVE, RequestState.RESERVED)
 
 
 def admit(scheduler: Scheduler) -> None:
-    """Gives slots and pages to whoever may have them: preempted sequences first."""
+    """Gives slots and pages to the requests that may have them, preempted sequences first."""
     while scheduler.preempted and _readmit(scheduler, min(scheduler.preempted, key=_age)):
         pass
     if scheduler.preempted or not scheduler.waiting or scheduler.slots.num_free == 0:
@@ -54,16 +55,17 @@ def admit(scheduler: Scheduler) -> None:
 
 
 def growth_reserve(scheduler: Scheduler, wanted: int) -> int:
-    """Pages to keep back for the growth of what is in slots, where `wanted` more are handed out.
+    """Pages to keep back for the growth of sequences in slots, if `wanted` more pages are given
+    out.
 
         max(pages each * used slots, share * all they may ask for)
         share = (use - watermark) / (1 - watermark), at least 0; use counts the wanted pages
 
-    Up to the watermark a page for each will do: most sequences end before `max_tokens`, and pages
-    that stay empty for the rare ones that do not would cost a batch its size. The fuller the pool,
-    the surer the next sequence costs a preemption, which throws computed KV away: at the watermark
-    nothing more is kept back, in a full pool all that running sequences may still ask for. An
-    empty batch keeps nothing back, so whoever fits the pool is admitted at last.
+    Up to the watermark one page for each is enough. Most sequences end before `max_tokens`. Empty
+    pages for the rare long ones would make the batch smaller. In a fuller pool the next sequence is
+    more likely to cause a preemption, which loses computed KV. So the reserve grows from the
+    watermark on, and in a full pool it is all that running sequences may still ask for. An empty
+    batch has no reserve, so a request that fits the pool is admitted in the end.
     """
     config, blocks = scheduler.config, scheduler.blocks
     least = config.reserve_pages * scheduler.slots.num_used
@@ -130,8 +132,8 @@ def _try_admit(scheduler: Scheduler, active: ActiveRequest) -> bool:
 def _take_over(
     scheduler: Scheduler, active: ActiveRequest, num_tokens: int, cached_pages: int
 ) -> bool:
-    """Whether the prompt of a RECEIVE request is computed here: most of it is held, a short rest is
-    left, and the next step may begin that."""
+    """Whether the prompt of a RECEIVE request is computed here. This needs three things: the cache
+    holds most of it, the rest is short, and the next step may begin the rest."""
     held = cached_pages * scheduler.config.page_size
     if num_tokens - held > min(active.request.takeover_tokens, held):
         return False
@@ -142,14 +144,14 @@ def _take_over(
 
 
 def _growth(scheduler: Scheduler, request: Request, pages: int) -> int:
-    """Pages that a sequence with `pages` pages will want soon: one, unless it is complete."""
+    """Pages that a sequence with `pages` pages will need soon: one, unless it is complete."""
     longest = len(request.prompt_ids) + request.stop.max_tokens
     return min(1, -(-longest // scheduler.config.page_size) - pages)
 
 
 def _admit_resumed(scheduler: Scheduler, active: ActiveRequest) -> None:
-    """Choices that differ already are computed one by one, as if they had been preempted. They have
-    only the prompt's keys in common."""
+    """Admits choices that differ already. They are computed one by one, like preempted ones, and
+    share only the prompt's keys."""
     del active.keys[len(active.request.prompt_ids) // scheduler.config.page_size :]
     active.state = RequestState.ACTIVE
     scheduler.preempted.extend(active.sequences)
@@ -190,7 +192,7 @@ def _start_prefill(
 
 
 def _allocate_prompt(scheduler: Scheduler, slot: int, num_tokens: int, keys: list[bytes]) -> int:
-    """Cached pages, then fresh ones. Returns how many came from the cache."""
+    """Gives a slot the cached pages, then fresh ones. Returns the number of cached pages."""
     cached = scheduler.blocks.acquire(keys)
     count = -(-num_tokens // scheduler.config.page_size) - len(cached)
     scheduler.slots.set_pages(slot, np.concatenate([cached, scheduler.blocks.allocate(count)]))

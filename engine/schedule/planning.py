@@ -1,14 +1,14 @@
-"""What the next step does.
+"""Plans the next step.
 
-Planning runs one step ahead of what the host knows: when step N + 1 is planned, the tokens of
-step N are on the device only. So positions and page needs live in columns that move here, at
-planning, and ends of sequence are found when a step settles, one step late. A sequence that will
-have reached `max_tokens` is known ahead and not planned.
+Planning runs one step ahead of the host's knowledge. When step N + 1 is planned, the tokens of step
+N are only on the device. So positions and page needs are columns that move here, at planning. An
+end of sequence is found when a step settles, one step late. A sequence that will reach `max_tokens`
+is known before and not planned.
 
-Decode rows come first, one token each; the rest of the token budget goes to prompts in order of
-admission, in page-aligned chunks. Several prompts share a step up to `full_step_tokens`: beyond
-them a step takes longer in proportion, and all of its prompts would be done when the last one is.
-Beside decode rows they get `mixed_prefill_tokens` at most.
+Decode rows come first, one token each. The rest of the token budget goes to prompts in order of
+admission, in page-aligned chunks. Several prompts share a step up to `full_step_tokens`. Beyond
+that a step takes longer in proportion, and all its prompts would end with the last one. Beside
+decode rows, prompts get at most `mixed_prefill_tokens`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Slots = NDArray[np.intp]
 
 
 class _Samples(NamedTuple):
-    """Columns of the tokens to draw."""
+    """The tokens to draw, in columns."""
 
     tokens: Int32s
     slots: Int32s
@@ -40,7 +40,7 @@ class _Samples(NamedTuple):
 
 
 def plan_step(scheduler: Scheduler) -> StepPlan | None:
-    """Plans the next step and moves the scheduler's columns past it; None: nothing to do."""
+    """Plans the next step and moves the scheduler's columns past it. None if there is no work."""
     rows = decode_rows(scheduler)
     chunks, scores = _cut_chunks(scheduler, rows)
     if rows.size == 0 and not chunks and not scheduler.has_transfers:
@@ -79,10 +79,10 @@ def decode_rows(scheduler: Scheduler) -> Slots:
 
 
 def make_room(scheduler: Scheduler, missing: int) -> None:
-    """Preempts the youngest sequences until `missing` more pages are free or about to be.
+    """Preempts the youngest sequences until `missing` more pages are free or about to be free.
 
-    The oldest sequence is never preempted: it waits for the pages of the others, so one sequence
-    always gets to its end. Pages of a transfer in flight are not in question: they have no
+    The oldest sequence is never preempted. It waits for the pages of the others, so one sequence
+    always reaches its end. Pages of a transfer in flight are not affected, because they have no
     sequence in the batch.
     """
     slots = scheduler.slots
@@ -97,8 +97,8 @@ def make_room(scheduler: Scheduler, missing: int) -> None:
 
 
 def _preemptible(scheduler: Scheduler) -> list[Sequence]:
-    """Sequences whose pages may be taken, oldest first. Followers of a prompt that is still
-    computed have no pages of their own and go with their leader."""
+    """Sequences whose pages may be taken, oldest first. Followers of a prompt in computation have
+    no pages of their own and are preempted with their leader."""
     leaders = {id(task.leader) for task in scheduler.prefills}
     found = []
     for sequence in scheduler.owners:
@@ -140,7 +140,7 @@ def _cut_chunks(scheduler: Scheduler, rows: Slots) -> tuple[list[ChunkPlan], lis
 
 
 def _score_plan(task: PrefillTask, end: int, first_token: int) -> ScorePlan | None:
-    """Positions of this chunk whose next prompt token wants a log probability."""
+    """Positions of this chunk whose next prompt token needs a log probability."""
     request = task.leader.active.request
     next_ids = request.prompt_ids[task.cursor + 1 : end + 1]
     if not request.prompt_logprobs or task.leader.active.joined or next_ids.size == 0:
@@ -149,7 +149,8 @@ def _score_plan(task: PrefillTask, end: int, first_token: int) -> ScorePlan | No
 
 
 def _advance(scheduler: Scheduler, chunk: ChunkPlan) -> None:
-    """The chunk is planned: move its task on, and its sequences into the batch after the last."""
+    """Moves the task of a planned chunk on. After the last chunk, moves its sequences into the
+    batch."""
     task, active = chunk.task, chunk.task.leader.active
     if not active.started:
         active.started = True
@@ -204,7 +205,7 @@ def _build(
 
 
 def _samples(scheduler: Scheduler, rows: Slots, chunks: list[ChunkPlan]) -> _Samples:
-    """Every decode row draws one token, every last chunk one for each choice."""
+    """The draws: one token for every decode row, and one for each choice of every last chunk."""
     slots = scheduler.slots
     decode = rows.astype(np.int32)
     tokens, where = [np.arange(rows.size, dtype=np.int32)], [decode]
@@ -225,8 +226,8 @@ def _samples(scheduler: Scheduler, rows: Slots, chunks: list[ChunkPlan]) -> _Sam
 
 
 def _first_draws(task: PrefillTask) -> list[Sequence]:
-    """One entry per token drawn from the prompt's last logits. A PREFILL request has one slot,
-    which stands for all its choices."""
+    """One entry per token drawn from the prompt's last logits. A PREFILL request has one slot for
+    all its choices."""
     request = task.leader.active.request
     if request.mode is Mode.PREFILL:
         return [task.leader] * request.choices
@@ -240,7 +241,7 @@ def _sample_plan(scheduler: Scheduler, samples: _Samples) -> SamplePlan | None:
 
 
 def _page_table(scheduler: Scheduler, row_slots: Int32s, contexts: Int32s) -> Int32s:
-    """[R, P], wide enough for the longest row; the scratch page beyond each row's context."""
+    """[R, P], wide enough for the longest row. Beyond a row's context it has the scratch page."""
     used = -(-contexts // scheduler.slots.page_size)
     width = max(1, int(used.max(initial=1)))
     table = scheduler.slots.page_table[row_slots, :width]
@@ -250,7 +251,7 @@ def _page_table(scheduler: Scheduler, row_slots: Int32s, contexts: Int32s) -> In
 def _mark_written(
     scheduler: Scheduler, row_slots: Int32s, starts: Int32s, contexts: Int32s
 ) -> None:
-    """Pages of positions [start, context) of each row have this step as their last writer."""
+    """Makes this step the last writer of the pages of positions [start, context) of each row."""
     size, table = scheduler.slots.page_size, scheduler.slots.page_table
     single = contexts - starts == 1
     pages = [table[row_slots[single], starts[single] // size]]

@@ -1,4 +1,4 @@
-"""In which order waiting requests are considered for admission."""
+"""The order in which waiting requests are considered for admission."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from engine.schedule.sequences import ActiveRequest
 
 
 class SchedulingPolicy(Protocol):
-    """Orders waiting requests. Admission may still pass over one that does not fit, a bounded
+    """Orders waiting requests. Admission may pass over a request that does not fit, a bounded
     number of times."""
 
     def order(
         self, waiting: Sequence[ActiveRequest], in_slots: Iterable[ActiveRequest]
     ) -> Sequence[ActiveRequest]:
-        """The waiting requests (given in order of arrival), most urgent first. `in_slots` are those
-        in slots: that run, or whose KV is awaited."""
+        """The waiting requests (given in order of arrival), most urgent first. `in_slots` are the
+        requests in slots: they run, or wait for their KV."""
         ...
 
     def admitted(self, active: ActiveRequest) -> None:
-        """The request left those that wait for a slot."""
+        """The request got a slot."""
         return
 
 
@@ -31,12 +31,12 @@ class Fcfs(SchedulingPolicy):
     def order(
         self, waiting: Sequence[ActiveRequest], in_slots: Iterable[ActiveRequest]
     ) -> Sequence[ActiveRequest]:
-        """As they came."""
+        """In order of arrival."""
         return waiting
 
 
 class PriorityWithAgeing(SchedulingPolicy):
-    """Higher priority first; a request gains one level for every `ageing` requests that arrived
+    """Higher priority first. A request gains one level for every `ageing` requests that arrived
     after it, so none starves."""
 
     def __init__(self, ageing: int = 64) -> None:
@@ -55,7 +55,7 @@ class PriorityWithAgeing(SchedulingPolicy):
 
 
 class ShortestFirst(SchedulingPolicy):
-    """Fewest prompt tokens first, each request's length shrinking as others arrive after it."""
+    """Fewest prompt tokens first. A request counts as shorter for each later arrival."""
 
     def __init__(self, tokens_forgiven_per_arrival: int = 16) -> None:
         self._forgiven = tokens_forgiven_per_arrival
@@ -73,14 +73,15 @@ class ShortestFirst(SchedulingPolicy):
 
 
 class FairByTenant(SchedulingPolicy):
-    """The tenant with the fewest requests in slots goes first, of equals the one whose last turn
-    was longest ago, then by arrival. The second is for workers where little is ever in slots, such
-    as those that hand prompts off: by the first alone a flood of one tenant would go first."""
+    """The tenant with the fewest requests in slots goes first. On a tie it is the tenant whose last
+    turn was longest ago, then the earlier arrival. The tie rule is for workers with few requests in
+    slots, such as prefill workers, where a flood of one tenant would go first otherwise."""
 
     def __init__(self) -> None:
         self._turns = 0
         self._last_turn: dict[str, int] = {}
-        """By tenant. Whoever runs the router names the tenants: they are few."""
+        """Last turn of each tenant. The operator of the router names the tenants, so they are
+        few."""
 
     def order(
         self, waiting: Sequence[ActiveRequest], in_slots: Iterable[ActiveRequest]

@@ -1,12 +1,12 @@
-"""What becomes of a step that the device could not run, and of those who needed it.
+"""Recovers from a step that the device could not run.
 
-- Out of memory: its sequences are preempted, to be computed again from what the host knows of
-  them, and steps carry half as many tokens; every step that succeeds gives one token back. A
-  request that only prefills is given up instead: its pages may be on their way already.
-- Anything else, and memory that runs out again and again: the requests in the step are given up,
-  and their router tries them elsewhere.
-- The device itself is lost where it says so (an accelerator's error sticks to its context), or
-  where step after step failed: nothing that runs here can succeed any more, and the owner is told.
+- Out of memory: the step's sequences are preempted and computed again from the host's tokens. Steps
+  carry half as many tokens, and every step that succeeds gives one token back. A request that only
+  prefills is given up instead, because a transfer may already read its pages.
+- Any other error, or repeated lack of memory: the requests in the step are given up, and their
+  router tries them elsewhere.
+- The device is lost if its error says so (an accelerator's error stays in its context), or if many
+  steps in a row failed. Nothing can succeed here any more, and the owner is told.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from engine.schedule.step import StepPlan
 from engine.types import FailureReason, Mode
 
 MAX_SHRINKS: Final = 3
-"""Steps in a row that may lack memory: the batch is an eighth by then, and not at fault."""
+"""Most steps in a row that may lack memory. The batch is an eighth by then and not the cause."""
 MAX_FAILED_STEPS: Final = 8
-"""Steps in a row: so many failures in different requests are no coincidence."""
+"""Failed steps in a row after which the device counts as lost. So many failures in different
+requests are no coincidence."""
 
 
 def is_lost(scheduler: Scheduler, error: Exception) -> bool:
@@ -34,10 +35,10 @@ def is_lost(scheduler: Scheduler, error: Exception) -> bool:
 
 
 def recover(scheduler: Scheduler, plan: StepPlan, error: Exception) -> None:
-    """Takes back what was planned with the oldest step in flight, which failed."""
+    """Undoes the plan of the oldest step in flight, which failed."""
     scheduler.blocks.settle(plan.number)
     touched = _touched(scheduler, plan)
-    # A step in flight behind a failed one, whose requests are gone by now, says nothing new.
+    # A step in flight behind a failed one has lost its requests by now and shows nothing new.
     scheduler.failed_steps += bool(touched)
     lacks_memory = isinstance(error, torch.OutOfMemoryError)
     if lacks_memory and scheduler.failed_steps <= MAX_SHRINKS:
@@ -50,7 +51,7 @@ def recover(scheduler: Scheduler, plan: StepPlan, error: Exception) -> None:
 def _shrink(scheduler: Scheduler, plan: StepPlan, touched: list[Sequence]) -> None:
     for sequence in touched:
         if sequence.slot < 0:
-            continue  # it went with its leader
+            continue  # it was preempted with its leader
         if sequence.active.request.mode is Mode.PREFILL:
             scheduler.fail(sequence.active, FailureReason.INTERNAL)
         elif scheduler.slots.state[sequence.slot] == SlotState.PREFILLING:
@@ -63,8 +64,8 @@ def _shrink(scheduler: Scheduler, plan: StepPlan, touched: list[Sequence]) -> No
 
 
 def _touched(scheduler: Scheduler, plan: StepPlan) -> list[Sequence]:
-    """Sequences that computed, drew or copied something in the step, oldest first, and those that
-    run from a prompt computed in it: they may have forked off since."""
+    """Sequences that computed, drew or copied in the step, oldest first. Those that run from a
+    prompt computed in it are included, since they may have forked off since."""
     current = scheduler.slots.generation
     alive = current[plan.sample_slots] == plan.sample_generations
     slots = {*plan.sample_slots[alive].tolist(), *plan.write_slots.tolist()}
@@ -72,7 +73,7 @@ def _touched(scheduler: Scheduler, plan: StepPlan) -> list[Sequence]:
         if scheduler.runs(chunk.task):
             slots.update(one.slot for one in chunk.task.sequences if one.slot >= 0)
     for slot in scheduler.slots.running().tolist():
-        # A stalled choice may have had its partial page copied in this step, and no row.
+        # A stalled choice may have a copy of its partial page in this step, but no row.
         if np.isin(plan.copy_target, scheduler.slots.pages(slot)).any():
             slots.add(slot)
     owners = [scheduler.owners[slot] for slot in slots]

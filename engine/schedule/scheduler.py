@@ -1,4 +1,4 @@
-"""The scheduler: which requests are admitted, and what the next step does.
+"""The scheduler: states of requests, from submission to release.
 
 A request's life:
 
@@ -8,12 +8,12 @@ A request's life:
     WAITING -> ACTIVE -> HELD -> release -> gone                   (PREFILL)
     RESERVED -> cancel -> HELD -> release -> gone                  (quarantine)
 
-A running sequence that finds no page is preempted, youngest first: its pages go back, and it
-waits, before all new requests and oldest first, to compute prompt and output again.
+If a running sequence finds no page, the youngest sequence is preempted. Its pages are freed. It
+waits before all new requests, oldest first, to compute prompt and output again.
 
-This module keeps these states. `engine.bounds` says what can be held at all,
-`engine.schedule.admission` who gets slots and pages, `engine.schedule.planning` what a step does,
-and `engine.schedule.settling` reads what a step did; planning runs one step ahead of settling.
+This module keeps these states. `engine.bounds` has the limits of a worker.
+`engine.schedule.admission` gives slots and pages. `engine.schedule.planning` plans a step, and
+`engine.schedule.settling` reads its results. Planning runs one step ahead of settling.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ NO_IDS = np.zeros(0, np.int32)
 
 
 class Scheduler:
-    """Owned by the step loop's thread; nothing here is thread-safe."""
+    """Keeps requests and their states. Only the step loop's thread may use it."""
 
     def __init__(
         self,
@@ -79,9 +79,9 @@ class Scheduler:
         self.next_step = 0
         self.preemptions = 0
         self.step_tokens = config.max_step_tokens
-        """Most new tokens in a step now: fewer after one that lacked memory."""
+        """Most new tokens in a step now. It is lower after a step that lacked memory."""
         self.failed_steps = 0
-        """In a row; set by `engine.schedule.recovery`."""
+        """Number of failures in a row. `engine.schedule.recovery` sets it."""
         self.cached_tokens = 0
         self._arrivals = 0
         self._copies: dict[int, int] = {}
@@ -90,14 +90,15 @@ class Scheduler:
         """Slot -> token for the token table, for the next step."""
         self._outbox: list[tuple[Sink, Event]] = []
         self._delivered: list[tuple[Sequence, int, int]] = []
-        """Leaders whose prompts' pages are not keyed yet, their slots and generations."""
+        """Leaders whose prompts' pages are not keyed yet, with their slots and generations."""
         self._left: list[tuple[ActiveRequest, TokenIds, PageIds]] = []
-        """Of sequences that ended: outputs whose KV is known, and pages that are still held."""
+        """For each ended sequence: its outputs with known KV, and its pages, which are still
+        held."""
 
     # -- intake ---------------------------------------------------------------------------------
 
     def submit(self, request: Request, sink: Sink, keys: Iterable[bytes] = ()) -> None:
-        """A new request, of whose prompt these keys are known, from the first on."""
+        """Accepts a request. `keys` are the known leading keys of its prompt."""
         active = ActiveRequest(request, sink, self._arrivals, keys=list(keys))
         self._arrivals += 1
         if request.id in self.requests:
@@ -125,9 +126,9 @@ class Scheduler:
             self._accept_delivered(sequence, record)
 
     def publish_delivered(self) -> None:
-        """Keys the pages of prompts that were delivered. Not at the delivery itself: the launch of
-        the next step, which the sequence is to join, would be late by half a millisecond for
-        8,000 tokens. Nor before the tokens of the step in flight are told."""
+        """Keys the pages of delivered prompts, after the tokens of the step in flight were sent. At
+        the delivery itself it would delay the launch of the step that the sequence joins, by half a
+        millisecond for 8,000 tokens."""
         delivered, self._delivered = self._delivered, []
         for sequence, slot, generation in delivered:
             if self.slots.generation[slot] == generation:
@@ -147,7 +148,7 @@ class Scheduler:
             self.let_go()
 
     def cancel(self, request_id: bytes) -> None:
-        """Ends a request at any point. Pages that others may write or read wait for release."""
+        """Ends a request at any point. Pages that a transfer may use wait for `release`."""
         active = self.requests.get(request_id)
         if active is None or active.state is RequestState.HELD:
             return
@@ -160,7 +161,7 @@ class Scheduler:
             self.drop(active)
 
     def release(self, request_id: bytes) -> None:
-        """Nothing outside touches the pages of this request any more."""
+        """Frees the pages of this request, since no transfer uses them any more."""
         active = self.requests.get(request_id)
         if active is not None and active.state is RequestState.HELD:
             self.blocks.release(active.held_pages)
@@ -177,7 +178,7 @@ class Scheduler:
         active.state = RequestState.HELD
 
     def drop(self, active: ActiveRequest) -> None:
-        """Frees all that a request holds and forgets it."""
+        """Frees everything that a request holds and forgets it."""
         self.blocks.release(active.spare_pages)
         self.preempted = [s for s in self.preempted if s.active is not active]
         for sequence in active.sequences:
@@ -188,7 +189,8 @@ class Scheduler:
         del self.requests[active.request.id]
 
     def fail(self, active: ActiveRequest, reason: FailureReason) -> None:
-        """Gives a request up, and says so. Pages that others may read wait for release."""
+        """Gives a request up and tells its sink. Pages that a transfer may read wait for
+        `release`."""
         if active.request.mode is Mode.PREFILL and active.state is RequestState.ACTIVE:
             self.hold(active)
         else:
@@ -198,7 +200,7 @@ class Scheduler:
     # -- slots ----------------------------------------------------------------------------------
 
     def enter_slot(self, sequence: Sequence, state: SlotState) -> None:
-        """Gives a sequence a slot; its pages are the caller's to set."""
+        """Gives a sequence a slot. The caller must set its pages."""
         active = sequence.active
         request = active.request
         slot = self.slots.take(
@@ -226,7 +228,7 @@ class Scheduler:
         )
 
     def _leave_slot(self, sequence: Sequence) -> None:
-        """The sequence's pages have been taken care of."""
+        """Takes a sequence out of its slot. The caller has handled its pages."""
         slot = sequence.slot
         self.slots.give_back(slot)
         self.owners[slot] = None
@@ -236,21 +238,21 @@ class Scheduler:
             self.prefills = [t for t in self.prefills if t.leader is not sequence]
 
     def runs(self, task: PrefillTask) -> bool:
-        """Whether its leader is in the slot that the task is for, and was not taken out since."""
+        """Whether the task's leader has stayed in the task's slot."""
         in_slot = task.leader.slot == task.slot
         return in_slot and int(self.slots.generation[task.slot]) == task.generation
 
     # -- joining and ending ---------------------------------------------------------------------
 
     def join(self, active: ActiveRequest) -> None:
-        """Tells once that the request's sequences are in the batch."""
+        """Tells the sink once that the request's sequences are in the batch."""
         if not active.joined and active.request.mode is not Mode.PREFILL:
             active.joined = True
             self.emit(active.sink, Joined(active.request.id, time.time_ns()))
 
     def fork(self, sequences: list[Sequence]) -> None:
-        """The leader's KV is computed, or will be by the step just planned: every sequence runs
-        from it. Full pages are shared, the partial one is copied before the next step."""
+        """Lets every sequence run from the leader's KV, which is computed or will be by the step
+        just planned. Full pages are shared. The partial page is copied before the next step."""
         leader, *followers = sequences
         active = leader.active
         self.slots.state[leader.slot] = SlotState.RUNNING
@@ -267,14 +269,14 @@ class Scheduler:
             self.slots.kv_len[follower.slot] = length
             self.slots.state[follower.slot] = SlotState.RUNNING
         if followers and partial:
-            # The page copied from counts as well: its sequence may end before that step has run,
-            # and it must not be anybody else's until then.
+            # The source page counts as well: its sequence may end before that step has run, and no
+            # other sequence may get the page until then.
             self.blocks.mark_written(np.append(active.spare_pages, pages[-1:]), self.next_step)
             active.spare_pages = NO_IDS
 
     def end(self, sequence: Sequence, reason: EndReason) -> None:
-        """A sequence ended by itself. Its pages are held until `let_go`: to give back those of
-        8,000 tokens takes half a millisecond, for which the batch's tokens are not to wait."""
+        """Ends a sequence that ended by itself. Its pages are held until `let_go`, because freeing
+        those of 8,000 tokens takes half a millisecond and would delay the batch's tokens."""
         active, slot = sequence.active, sequence.slot
         outputs = self.slots.output_ids(slot)
         # The last token's KV was never needed, and a step in flight may still write it.
@@ -298,8 +300,8 @@ class Scheduler:
             del self.requests[active.request.id]
 
     def let_go(self) -> None:
-        """Gives back the pages of sequences that ended. Those that they filled are keyed, for the
-        next turn of a conversation."""
+        """Frees the pages of ended sequences. Full pages are keyed for the next turn of a
+        conversation."""
         left, self._left = self._left, []
         for active, outputs, pages in left:
             if self.config.prefix_cache:
@@ -316,7 +318,7 @@ class Scheduler:
     # -- preemption -----------------------------------------------------------------------------
 
     def preempt(self, sequence: Sequence) -> None:
-        """Takes a sequence out of the batch, to be computed again when there is room."""
+        """Takes a sequence out of the batch. It is computed again when there is room."""
         if self.slots.state[sequence.slot] == SlotState.PREFILLING:
             task = next(t for t in self.prefills if t.leader is sequence)
             self.blocks.release(sequence.active.spare_pages)
@@ -329,7 +331,7 @@ class Scheduler:
             self.slots.state[sequence.slot] = SlotState.PREEMPTING
 
     def finish_preemption(self, sequence: Sequence) -> None:
-        """Every token of the sequence is known here: its pages go back."""
+        """Frees the pages of a preempted sequence, since the host knows all its tokens now."""
         sequence.outputs = self.slots.output_ids(sequence.slot)
         self.blocks.release(self.slots.pages(sequence.slot))
         self._leave_slot(sequence)
@@ -338,7 +340,7 @@ class Scheduler:
         self.preempted.append(sequence)
 
     def step_succeeded(self) -> None:
-        """The device ran a step: the budget that a failed one had cut grows back bit by bit."""
+        """The device ran a step. A budget that a failed step had cut grows by one token."""
         self.failed_steps = 0
         self.step_tokens = min(self.step_tokens + 1, self.config.max_step_tokens)
 
@@ -354,18 +356,18 @@ class Scheduler:
         return events
 
     def take_transfers(self) -> tuple[dict[int, int], dict[int, int]]:
-        """Page copies and token table writes that the next step must begin with."""
+        """Takes the page copies and token table writes with which the next step must begin."""
         queued = self._copies, self._writes
         self._copies, self._writes = {}, {}
         return queued
 
     @property
     def has_transfers(self) -> bool:
-        """Whether a step is needed for copies or writes alone."""
+        """Whether copies or writes wait for a step."""
         return bool(self._copies or self._writes)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError where pages, slots and requests disagree."""
+        """Raises AssertionError if pages, slots and requests disagree."""
         self.blocks.check_invariants()
         holders = np.zeros(self.blocks.num_pages, np.int32)
         used = 0

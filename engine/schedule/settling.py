@@ -1,7 +1,7 @@
-"""What a step did: tokens are read, ends are found, computed pages are keyed and told of.
+"""Settles a step: reads its tokens, finds ends, keys computed pages and emits events.
 
-A row counts only if its slot still has the generation it was planned with: a sequence that ended
-or was cancelled meanwhile left one more row in flight, whose token is dropped.
+A row counts only if its slot still has its planned generation. A sequence that ended or was
+cancelled meanwhile has left one more row in flight, whose token is dropped.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def settle_step(
     result: StepResult,
     hand_out: Callable[[], None] = lambda: None,
 ) -> None:
-    """Takes in the result of the oldest step in flight.
+    """Applies the result of the oldest step in flight.
 
     Args:
-        scheduler: that planned it.
-        plan: the step.
-        result: what it left.
-        hand_out: called as soon as the chunks' events are queued, and again when all others are, so
-            that neither KV that is to be sent nor tokens wait for the rest of the work.
+        scheduler: the scheduler that planned it.
+        plan: the plan of the step.
+        result: the result of the step.
+        hand_out: called as soon as the chunks' events are queued, and again when all others are. So
+            neither the sending of KV nor tokens wait for the rest of the work.
     """
     now_ns = time.time_ns()
     scheduler.step_succeeded()
@@ -84,7 +84,8 @@ def _fail_rows(scheduler: Scheduler, plan: StepPlan, bad: Bools) -> None:
 def _settle_tokens(
     scheduler: Scheduler, plan: StepPlan, result: StepResult, alive: Bools, now_ns: int
 ) -> None:
-    """Tokens of sequences in the batch (PREFILL requests have none: their chunks told all)."""
+    """Settles the tokens of sequences in the batch. PREFILL requests have none there, because their
+    chunks carry all events."""
     slots = scheduler.slots
     rows = np.flatnonzero(alive)
     if rows.size == 0:
@@ -109,7 +110,7 @@ def _settle_tokens(
 def _tell_tokens(
     scheduler: Scheduler, plan: StepPlan, result: StepResult, rows: Rows, now_ns: int
 ) -> None:
-    """One event for each sink that has sequences among `rows`."""
+    """Emits one event for each sink that has sequences among `rows`."""
     slots = scheduler.slots
     while rows.size:
         sinks = slots.sink[plan.sample_slots[rows]]
@@ -128,15 +129,15 @@ def _tell_tokens(
 
 
 def _youngest_first(plan: StepPlan, rows: Rows) -> Rows:
-    """A sequence that has just joined has waited longest for a token, and passing all tokens of a
-    step on takes some milliseconds. The others keep their order."""
+    """The rows with sequences that just joined first, because they have waited longest for a token
+    and it takes some milliseconds to pass on a step's tokens. The others keep their order."""
     return rows[np.argsort(plan.sample_indices[rows], kind="stable")]
 
 
 def _scored(
     scheduler: Scheduler, plan: StepPlan, result: StepResult, rows: Rows
 ) -> dict[int, TokenRecord]:
-    """By place in `rows`; a batch without log probabilities pays nothing for them."""
+    """Records by place in `rows`. They cost nothing in a batch without log probabilities."""
     if result.logprobs is None:
         return {}
     records = (
@@ -160,7 +161,7 @@ def _reason(scheduler: Scheduler, owner: Sequence, token: int, stopped: bool) ->
 
 
 def token_record(owner: Sequence, result: StepResult, row: int) -> TokenRecord:
-    """The token of a row with what its request asked for about it."""
+    """The token of a row, with its log probabilities if the request wants them."""
     token, top_n = int(result.tokens[row]), owner.active.request.sampling.top_logprobs
     if top_n is None or result.logprobs is None:
         return TokenRecord(token)
@@ -189,7 +190,7 @@ def _tell_chunk(scheduler: Scheduler, chunk: ChunkPlan, result: StepResult, now_
 
 
 def _keep_chunk(scheduler: Scheduler, chunk: ChunkPlan) -> None:
-    """The prefix cache has the pages; those of a whole prompt wait for whoever sends them."""
+    """Keys the pages of a chunk. The pages of a whole PREFILL prompt are held for the transfer."""
     _publish(scheduler, chunk)
     active = chunk.task.leader.active
     if (
@@ -225,7 +226,7 @@ def _publish(scheduler: Scheduler, chunk: ChunkPlan) -> None:
 def _tell_prefilled(
     scheduler: Scheduler, chunk: ChunkPlan, result: StepResult, now_ns: int
 ) -> None:
-    """PREFILL: the first tokens are known."""
+    """PREFILL: emits the first tokens."""
     leader = chunk.task.leader
     active = leader.active
     stop, index = active.request.stop, len(leader.outputs)

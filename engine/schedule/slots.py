@@ -1,4 +1,4 @@
-"""Slot-indexed columns: the state of every running sequence, in arrays the step loop can sweep.
+"""Columns by slot: the state of every running sequence, in arrays for the step loop.
 
 A sequence is in a slot from its admission until it ends or is preempted. For each slot in use:
 
@@ -19,19 +19,19 @@ from engine.types import PageIds, StopRules, TokenIds
 
 NO_TOKEN = -1
 FEW_STOP_IDS = 4
-"""Columns that are always there."""
+"""Columns for stop ids that always exist."""
 
 
 class SlotState(enum.IntEnum):
-    """Where the sequence in a slot stands."""
+    """The state of the sequence in a slot."""
 
     EMPTY = 0
     RESERVED = 1
-    """RECEIVE: pages are granted, the KV is on its way."""
+    """RECEIVE: pages are granted, and the KV is still to come."""
     PREFILLING = 2
     RUNNING = 3
     PREEMPTING = 4
-    """Out of the batch; its pages go once its last launched step has settled."""
+    """It is out of the batch. Its pages are freed when its last launched step has settled."""
 
 
 class SlotTable:
@@ -43,27 +43,28 @@ class SlotTable:
         self.state = np.zeros(max_slots, np.int8)
         self.generation = np.zeros(max_slots, np.int32)
         self.choice = np.zeros(max_slots, np.int32)
-        """As the request counts them."""
+        """Index of the choice in the request."""
         self.noise_choice = np.zeros(max_slots, np.int32)
-        """As the noise does."""
+        """Index of the choice for the noise."""
         self.request_id = np.empty(max_slots, np.object_)
         self.sink = np.empty(max_slots, np.object_)
-        """Who is told of the sequence; set by the scheduler, as the request's id and choice."""
+        """Sink of the sequence. The scheduler sets it, and the request's id and choice."""
         self.prompt_len = np.zeros(max_slots, np.int32)
         self.limit_len = np.zeros(max_slots, np.int32)
-        """Prompt and output together when `max_tokens` is reached; PREFILL: no output."""
+        """Length of prompt and output when `max_tokens` is reached. A PREFILL request counts no
+        output."""
         self.min_tokens = np.zeros(max_slots, np.int32)
         self.kv_len = np.zeros(max_slots, np.int32)
         self.output_len = np.zeros(max_slots, np.int32)
-        """Output tokens that the host has read."""
+        """Number of output tokens that the host has read."""
         self.in_flight = np.zeros(max_slots, np.int32)
-        """Launched steps, not settled, that draw a token for the slot."""
+        """Number of launched, unsettled steps that draw a token for the slot."""
         self.seniority = np.zeros(max_slots, np.int64)
-        """Lower is older: admission order of the request, kept through preemption."""
+        """Admission order of the request, kept through preemption. Lower is older."""
         self.page_count = np.zeros(max_slots, np.int32)
         self.page_table = np.zeros((max_slots, max_pages_per_sequence), np.int32)
         self.stop_ids = np.full((max_slots, FEW_STOP_IDS), NO_TOKEN, np.int32)
-        """Ids that end the sequence, end of sequence included, padded."""
+        """Ids that end the sequence, with end of sequence, padded."""
         self._stop_counts = np.zeros(max_slots, np.int32)
         self.outputs = np.zeros((max_slots, 256), np.int32)
         self._free = list(range(max_slots - 1, -1, -1))
@@ -81,7 +82,7 @@ class SlotTable:
     def take(
         self, state: SlotState, prompt_len: int, outputs: TokenIds, stop: StopRules, seniority: int
     ) -> int:
-        """Gives a sequence a slot. `outputs` are the tokens it has generated before."""
+        """Gives a sequence a slot. `outputs` are its earlier generated tokens."""
         slot = self._free.pop()
         self.state[slot] = state
         self.prompt_len[slot] = prompt_len
@@ -97,8 +98,8 @@ class SlotTable:
         return slot
 
     def set_stop_ids(self, slot: int, ids: list[int]) -> None:
-        """Which ids end the sequence in `slot`. There are as many columns as some sequence needs:
-        every step looks at all of them."""
+        """Sets the ids that end the sequence in `slot`. There are only as many columns as the
+        sequences need, because every step reads all of them."""
         self._stop_counts[slot] = len(ids)
         width, was = max(FEW_STOP_IDS, int(self._stop_counts.max())), self.stop_ids.shape[1]
         if width != was:
@@ -109,8 +110,8 @@ class SlotTable:
         self.stop_ids[slot, : len(ids)] = ids
 
     def give_back(self, slot: int) -> None:
-        """Empties a slot whose pages have been taken care of. Its generation moves on, so steps
-        in flight that still name it are not mistaken for the next sequence's."""
+        """Empties a slot whose pages were handled. Its generation changes, so that steps in flight
+        for the old sequence do not count for the next one."""
         assert self.state[slot] != SlotState.EMPTY
         self.state[slot] = SlotState.EMPTY
         self.generation[slot] += 1
@@ -136,7 +137,7 @@ class SlotTable:
         return np.flatnonzero(self.state == SlotState.RUNNING)
 
     def count_in_flight(self, drawn: NDArray[np.int32], step: int) -> None:
-        """One step more (1) or fewer (-1) in flight per token drawn for a slot."""
+        """Adds `step` (1 or -1) to the steps in flight of each slot, for each token drawn."""
         self.in_flight += step * np.bincount(drawn, minlength=self.max_slots)
 
     def growth(self) -> NDArray[np.int32]:

@@ -1,4 +1,4 @@
-"""One step, as the scheduler plans it and as the executor answers it."""
+"""One step: the scheduler's plan and the executor's result."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Int32s = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class ScorePlan:
-    """Log probabilities wanted of some prompt tokens of this step."""
+    """The prompt tokens of this step whose log probabilities are wanted."""
 
     first_token: int
-    """Index, among the step's tokens, of the first position whose logits are read."""
+    """Index among the step's tokens of the first position whose logits are read."""
     next_ids: Int32s
     """The prompt token that follows each position."""
     top_n: int
@@ -26,15 +26,15 @@ class ScorePlan:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What the device does in one step: R rows, T new tokens, S tokens sampled.
+    """The work of the device in one step: R rows, T new tokens, S tokens sampled.
 
     The device works in this order: page copies, token table writes, the forward pass, sampling,
-    and the sampled tokens into the token table. Rows are decode rows first.
+    and writing the sampled tokens into the token table. Decode rows come first.
     """
 
     number: int
     token_ids: Int32s
-    """[T]; the entries of decode rows are ignored: theirs are in the token table."""
+    """[T]. The entries of decode rows are ignored, because the token table has their ids."""
     positions: Int32s
     """[T]"""
     row_slots: Int32s
@@ -45,40 +45,40 @@ class StepPlan:
     """[R]; tokens in KV after this step."""
     num_decodes: int
     page_table: Int32s
-    """[R, P]; entries beyond a row's context are the scratch page."""
+    """[R, P]. Entries beyond a row's context are the scratch page."""
     sample_tokens: Int32s
-    """[S]; index among the step's tokens of the position whose logits are sampled."""
+    """[S]. Index among the step's tokens of the position whose logits are sampled."""
     sample_slots: Int32s
     """[S]"""
     sample_generations: Int32s
-    """[S]; generation of the slot when this was planned."""
+    """[S]. Generation of the slot at planning."""
     sample_indices: Int32s
-    """[S]; output index of the token drawn."""
+    """[S]. Output index of the drawn token."""
     sample: SamplePlan | None
-    """None where S is 0."""
+    """None if S is 0."""
     copy_source: Int32s
     copy_target: Int32s
     """Pages to copy before the forward pass (copy-on-write)."""
     write_slots: Int32s
     write_tokens: Int32s
-    """Token table entries known to the host only (delivered first tokens)."""
+    """Token table entries that only the host knows (delivered first tokens)."""
     scores: tuple[ScorePlan, ...] = ()
     chunks: tuple[ChunkPlan, ...] = field(default=(), repr=False)
-    """Set by the scheduler for its own settling; the executor does not look."""
+    """Set by the scheduler for its own settling. The executor does not read it."""
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """The number T of new tokens."""
         return len(self.token_ids)
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of prompts."""
+        """Number of prompt tokens."""
         return len(self.token_ids) - self.num_decodes
 
     @property
     def only_decodes(self) -> bool:
-        """Whether the step decodes and does nothing else: such steps take about equally long."""
+        """Whether the step only decodes. Such steps take about equally long."""
         return 0 < self.num_tokens == self.num_decodes
 
 
@@ -90,13 +90,14 @@ class ChunkPlan:
     start: int
     end: int
     first_sample: int
-    """Index among the step's samples of this row's first; meaningful on the last chunk."""
+    """Index of this row's first sample among the step's. It has a meaning only on the last
+    chunk."""
     score: int
     """Index among the step's scores; -1 for none."""
 
     @property
     def is_last(self) -> bool:
-        """Whether the prompt is computed with this chunk."""
+        """Whether this chunk completes the prompt."""
         return self.end == self.task.num_tokens
 
 
@@ -116,16 +117,16 @@ class ScoreResult:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What came back from the device, on the host."""
+    """The results of the device, on the host."""
 
     tokens: Int32s
     """[S]"""
     finite: NDArray[np.bool_]
-    """[S]; False where a row's logits held NaN or infinity."""
+    """[S]. False if the row's logits held NaN or infinity."""
     logprobs: NDArray[np.float32] | None
     """[S]"""
     top_ids: Int32s | None
-    """[S, N], likeliest first; N is the most any row asked for."""
+    """[S, N], likeliest first. N is the most that any row asked for."""
     top_logprobs: NDArray[np.float32] | None
     """[S, N]"""
     scores: tuple[ScoreResult, ...] = ()

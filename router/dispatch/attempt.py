@@ -1,22 +1,22 @@
-"""One attempt at a job: a prefill leg, a decode leg, and what ties them together.
+"""One attempt at a job: a prefill leg, a decode leg, and the states that join them.
 
-Life of an attempt that is handed off:
+Life of an attempt with a hand-off:
 
-1. PREFILLING: submitted to both workers under one random id. The decode worker's grant goes on to
-   the prefill worker; the first token comes from there.
-2. DELIVERED: the decode worker has the KV, or has taken the prompt over and computes it by itself;
-   then the prefill worker is let go, and what becomes of its leg no longer matters.
-3. ENDED: every leg still open is cancelled, what it was charged is released, its span is closed.
+1. PREFILLING: submitted to both workers under one random id. The router passes the decode worker's
+   grant on to the prefill worker. The first token comes from the prefill worker.
+2. DELIVERED: the decode worker has the KV, or has taken the prompt over and computes it itself.
+   The prefill worker is let go, and its leg no longer matters.
+3. ENDED: every open leg is cancelled, its reservation is released and its span is closed.
 
-When the prefill leg fails before delivery, the attempt is ABORTING: only the decode worker knows
-whether the KV made it, so it is asked to abort. It answers that it did, and the attempt is over; or
-that the KV is there, and the attempt is DELIVERED. No other attempt starts before the answer or the
-decode worker's death: else two could run at once. Where the prompt's log probabilities are wanted
-and have not come, only the lost leg could have told them; the client has been sent nothing yet, so
-the attempt is over at once.
+If the prefill leg fails before delivery, the attempt is ABORTING. Only the decode worker knows
+whether the KV arrived, so it is asked to abort. If it aborted, the attempt is over. If it has the
+KV, the attempt is DELIVERED. No other attempt starts before this answer or the decode worker's
+death, since two could run at once otherwise. There is one exception: the prompt's log probabilities
+are wanted and have not come. Only the lost leg had them, and the client has nothing yet, so the
+attempt is over at once.
 
-An attempt at a group that was begun before is a *resume*: what was generated goes along, is
-computed behind the prompt and never sampled again. Nothing else about it differs.
+An attempt at a group that has begun is a *resume*. It carries the generated tokens. They are
+computed behind the prompt and never sampled again. It is like other attempts in all else.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ ATTEMPT_ID_BYTES: Final = 16
 
 
 class Phase(enum.IntEnum):
-    """State of an attempt; failure is the smallest."""
+    """State of an attempt. Failure is the smallest."""
 
     ENDED = 0
     ABORTING = 1
@@ -54,7 +54,7 @@ class Phase(enum.IntEnum):
 
 
 class Attempt:
-    """Runs a group on a route. `on_over` is called once, where it failed."""
+    """Runs a group on a route. If it fails, it calls `on_over` once."""
 
     def __init__(
         self, group: ChoiceGroup, route: Route, on_over: Callable[[Attempt, Fault], None]
@@ -67,41 +67,41 @@ class Attempt:
         self._first_indexes = [len(tokens) for tokens in group.generated] or [0] * len(
             group.choices
         )
-        """Index of each choice's first new token."""
+        """Index of the first new token of each choice."""
         self._is_computed = False
         self._dispatched_s = self._first_s = time.monotonic()
         self._on_over = on_over
         self._fault: Fault | None = None
         self._first_ids: list[int] = []
-        """Each choice's first new token, as the prefill worker drew it."""
+        """The first new token of each choice, from the prefill worker."""
         self._clocks = Clocks(group.waits_since_ns)
 
     @property
     def legs(self) -> list[Leg]:
-        """The one or two parts."""
+        """The one or two legs."""
         return [leg for leg in (self.prefill, self.decode) if leg is not None]
 
     @property
     def pair(self) -> tuple[WorkerLink, WorkerLink] | None:
-        """Prefill and decode worker, where two take part."""
+        """The prefill and the decode worker, if there are two."""
         if self.prefill is None or self.decode is None:
             return None
         return self.prefill.worker, self.decode.worker
 
     @property
     def prefill_open(self) -> bool:
-        """The prefill worker is not done yet."""
+        """Whether the prefill worker is not done yet."""
         return self.prefill is not None and self.prefill.open
 
     def start(self) -> None:
-        """Submits to both workers together, first to the one whose token the client waits for."""
+        """Submits to both workers, first to the one that sends the first token."""
         self._clocks.dispatched_ns = time.time_ns()
         self.run.pace.running += 1
         for leg in self.legs:
             leg.submit()
 
     def receive(self, worker: WorkerLink, message: worker_pb2.WorkResponse) -> None:
-        """Takes a message of one of its workers that is about it alone."""
+        """Takes a message from one of its workers that concerns only this attempt."""
         leg = self._leg_of(worker)
         if self.phase is Phase.ENDED or leg is None or not leg.open:
             return
@@ -127,7 +127,8 @@ class Attempt:
                 self._aborted(leg, already_ready=message.aborted.already_ready)
 
     def tokens(self, worker: WorkerLink, tokens: JobTokens) -> None:
-        """Takes tokens of one choice, counted as in the attempt, from one of its workers."""
+        """Takes tokens of one choice from one of its workers. The choice's index is that in the
+        attempt."""
         leg, choices = self._leg_of(worker), self.group.choices
         if self.phase is Phase.ENDED or leg is None or tokens.choice >= len(choices):
             return
@@ -141,7 +142,7 @@ class Attempt:
         self.run.add([tokens])
 
     def worker_lost(self, worker: WorkerLink) -> None:
-        """A worker is gone, and its part with it."""
+        """A worker is gone, and its leg with it."""
         if (leg := self._leg_of(worker)) is not None and leg.open:
             if self._had_in_hand(leg) and not worker.was_slept_through:
                 self.run.lost.add(worker)
@@ -172,7 +173,7 @@ class Attempt:
             )
 
     def timings(self) -> JobTimings:
-        """Where the time went, as far as the workers said."""
+        """Time in each phase, as far as the workers reported it."""
         return self._clocks.timings()
 
     def _legs(self, route: Route) -> tuple[Leg | None, Leg | None]:
@@ -189,7 +190,8 @@ class Attempt:
         return prefill, Leg(route.decode, mode, group, self.id, peer, route.takeover_tokens)
 
     def _had_in_hand(self, leg: Leg) -> bool:
-        """Whether the worker may have run any of it: one that only kept room for it did not."""
+        """Whether the worker may have run a part of the attempt. One that only kept room has
+        not."""
         if leg.mode == worker_pb2.WORK_MODE_DECODE:
             return self.phase is Phase.DELIVERED
         return leg.mode == worker_pb2.WORK_MODE_WHOLE or self.phase is Phase.PREFILLING
@@ -205,9 +207,9 @@ class Attempt:
             self.prefill.worker.send(worker_pb2.WorkRequest(grant=grant))
 
     def _taken_over(self, leg: Leg) -> None:
-        """The decode worker holds most of the prompt, and computes the rest by itself.
+        """The decode worker holds most of the prompt and computes the rest itself.
 
-        While ABORTING, its answer to the Abort is still to come, and will be that it goes on.
+        While ABORTING, its answer to the Abort is still to come. It will say that it goes on.
         """
         leg.mark_local(LocalReason.CACHED)
         if self.prefill is not None:
@@ -216,10 +218,10 @@ class Attempt:
             self.phase = Phase.DELIVERED
 
     def _contradicts(self, tokens: JobTokens) -> bool:
-        """Whether these tokens continue from a first token other than the one the client has.
+        """Whether these tokens continue from another first token than the client has.
 
-        The prefill worker may have drawn that one before it heard that it was not needed. The same
-        noise draws the same token, unless rounding decides between two.
+        The prefill worker may have drawn the client's token before it was let go. The same noise
+        draws the same token, unless rounding decides between two.
         """
         if not self._first_ids or tokens.first_index != self._first_indexes[tokens.choice]:
             return False
@@ -233,7 +235,8 @@ class Attempt:
         self.run.add(merge.first_tokens(first, self.group.choices, self._first_indexes))
 
     def _prompt_computed(self, leg: Leg) -> None:
-        """Noticed at the first token that comes: a resume that runs whole gives no other sign."""
+        """Notes at the first token that the prompt is computed. A resume on one worker gives no
+        other sign."""
         if not self._is_computed:
             self._is_computed = True
             self._first_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""When things happened to an attempt, as reported by whoever saw them, and where its time went."""
+"""Times of an attempt's events, as the workers and the router report them, and its phases."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from router.jobs import JobTimings
 
 
 class Clocks:
-    """When things happened, by whoever saw them; Unix nanoseconds, 0 where nobody said.
+    """Times of events by the clock of their host, Unix nanoseconds; 0 if not reported.
 
-    Hosts' clocks differ: a difference between two of them is never less than 0.
+    The clocks of hosts differ, so a difference between two of them counts as at least 0.
     """
 
     def __init__(self, arrived_ns: int) -> None:

@@ -1,22 +1,21 @@
-"""The dispatcher: jobs in, events out, workers between.
+"""The dispatcher takes jobs in, runs them on workers and sends events out.
 
 Life of a job:
 
-1. Admitted: refused at once where no worker could run it, or the queue is full.
-2. Waiting (`router.dispatch.waiting`) until a route has room: credit at a prefill worker, slots
-   and pages at a decode worker. Anything that may make room (a load report, a new worker, the end
-   of an attempt) triggers `_pump`.
-3. Running: its groups (`router.dispatch.job_run`), one attempt at a time each. An attempt that
-   failed is followed by another, before the first token was sent and after it: the tokens already
-   sent travel with it, and the stream continues behind them.
-4. Over: finished, failed, or left by its reader; its attempts are ended at every worker involved.
+1. Admitted, or refused at once if no worker could run it or the queue is full.
+2. Waiting (`router.dispatch.waiting`) until a route has capacity: credit at a prefill worker, slots
+   and pages at a decode worker. Events that may give capacity (a load report, a new worker, the end
+   of an attempt) trigger `_pump`.
+3. Running: its groups (`router.dispatch.job_run`), one attempt at a time each. Another attempt
+   follows a failed one, before the first token was sent and after it. It carries the tokens already
+   sent, and the stream continues behind them.
+4. Over: finished, failed, or left by its reader. Its attempts are ended at every worker.
 
-How often an attempt is followed by another: `max_retries` times after a refusal or an error, and
-until `max_workers_lost` workers were lost while they had the job in hand. The job may be what kills
-them, so it is not passed on any further.
+A job gets `max_retries` further attempts after refusals or errors. It also gets one after each lost
+worker that had it in hand, but none after `max_workers_lost` of them, since it may kill them.
 
-Everything runs on the event loop, and every handler is synchronous: no state changes between two of
-its lines.
+Everything runs on the event loop, and every handler is synchronous, so no state changes between two
+of its lines.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ if TYPE_CHECKING:
     from router.workers.link import LinkState, Loss, WorkerLink
 
 CLOSING_GRACE_S: Final = 0.05
-"""A prefill worker's last word, with its timings, is waited for this long after the last token."""
+"""Longest wait after the last token for a prefill worker's timings, seconds."""
 
 
 class JobDispatcher:
@@ -74,7 +73,7 @@ class JobDispatcher:
         self._pump_due = False
         self._draining = False
         self.membership_changed = asyncio.Event()
-        """Set when a worker joins or leaves; cleared by whoever looks after that."""
+        """Set when a worker joins or leaves. The task that waits for it clears it."""
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -85,35 +84,35 @@ class JobDispatcher:
 
     @property
     def active_attempts(self) -> int:
-        """Attempts under way."""
+        """Attempts in progress."""
         return len(self._attempts)
 
     @property
     def queued_jobs(self) -> int:
-        """Jobs waiting for room."""
+        """Jobs waiting for capacity."""
         return len(self._queue)
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens of those."""
+        """Prompt tokens of the jobs that wait."""
         return self._queue.tokens
 
     def queue_drain_s(self) -> dict[str, float]:
-        """By model, how long what waits takes at the rate measured, where that is known."""
+        """Time to drain the queue, seconds, by model, for models with a measured rate."""
         return self._queue.waits_s(now_s())
 
-    # What the front doors call.
+    # Calls of the front doors.
 
     def models(self) -> Sequence[ServedModel]:
-        """Models that could be run now, by name: not those that half of a pair is attached for."""
+        """Models that could run now, by name. Models with workers for only one leg are left out."""
         return self._models.runnable()
 
     def attached_models(self) -> Sequence[ServedModel]:
-        """Models that any worker is attached for, by name."""
+        """Models with any attached worker, by name."""
         return self._models.attached()
 
     def model(self, name: str) -> ServedModel:
-        """The model of that name; an empty one selects the only one that can be run.
+        """The model of that name. An empty name selects the only model that can run.
 
         Raises:
             RouterError: NO_WORKERS, MODEL_LOADING or MODEL_NOT_FOUND.
@@ -140,7 +139,7 @@ class JobDispatcher:
             self._leave(run)
 
     def end_choice(self, job: Job, choice: int) -> None:
-        """The choice needs no more tokens. Called from within a handler, and done after it."""
+        """Ends a choice that needs no more tokens. Called in a handler, it acts after it."""
         asyncio.get_running_loop().call_soon(self._end_choice, job, choice)
 
     def _end_choice(self, job: Job, choice: int) -> None:
@@ -152,10 +151,10 @@ class JobDispatcher:
         if group is not None and group.complete:
             self._finish(group)
 
-    # What the server calls when it ends.
+    # Calls of the server at its end.
 
     def drain(self) -> None:
-        """Refuses new jobs from now on; those already here go on."""
+        """Refuses new jobs from now on. Accepted jobs go on."""
         self._draining = True
 
     async def idle(self) -> None:
@@ -167,10 +166,10 @@ class JobDispatcher:
         for run in list(self._runs.values()):
             self._fail(run, errors.draining())
 
-    # What the registry calls.
+    # Calls of the registry.
 
     def attached(self, link: WorkerLink) -> None:
-        """A worker joins; it gets work with its first load report."""
+        """A worker joins. It gets work after its first load report."""
         self._workers.append(link)
         self._workers.sort(key=lambda worker: worker.worker_id)
         self._models.joined(link)
@@ -178,15 +177,15 @@ class JobDispatcher:
         self.membership_changed.set()
 
     def loading(self, worker: worker_pb2.WorkerIdentity) -> None:
-        """A worker says that it loads its model."""
+        """A worker loads its model."""
         self._models.loading(worker, now_s())
 
     def loaded(self, _link: WorkerLink) -> None:
-        """A worker may have room."""
+        """A worker may have capacity."""
         self._pump_soon()
 
     def received(self, link: WorkerLink, message: worker_pb2.WorkResponse) -> None:
-        """Hands a message to its attempt; one for an attempt that is over is late, and dropped."""
+        """Hands a message to its attempt. A message for an ended attempt is late and dropped."""
         kind = message.WhichOneof("message")
         if kind == "tokens":
             for drawn_for, tokens in merge.step_tokens(message.tokens):
@@ -203,7 +202,7 @@ class JobDispatcher:
                 self._pump_soon()
 
     def lost(self, link: WorkerLink, loss: Loss, _was: LinkState) -> None:
-        """A worker left: its attempts end, and so do the waits of jobs that only it could run."""
+        """A worker left. Its attempts end, and so do the waits of jobs that only it could run."""
         if not link.left_in_order(loss):
             self._events.worker_lost(link.role, loss.name.lower())
         if link in self._workers:
@@ -238,7 +237,7 @@ class JobDispatcher:
         self._pump()
 
     def _pump_soon(self) -> None:
-        """Pumps once after all that is being handled now."""
+        """Pumps once, after the current handlers."""
         if not self._pump_due and len(self._queue):
             self._pump_due = True
             asyncio.get_running_loop().call_soon(self._pump)
@@ -299,7 +298,7 @@ class JobDispatcher:
         if run.over:
             return
         run.end_by_tokens(group)
-        if group.complete:  # at most its prefill worker's last word was still awaited
+        if group.complete:  # at most its prefill worker's last message was awaited
             self._finish(group)
         elif not self._may_go_on(group, fault):
             self._fail(run, error_of(group, fault, self._settings.debug.max_workers_lost))
@@ -318,10 +317,10 @@ class JobDispatcher:
         )
 
     def _settle(self, attempt: Attempt) -> None:
-        """Finishes the group once every choice of it has ended.
+        """Finishes the group once all its choices have ended.
 
-        The decode worker is let go at once (a first token may have ended them all). The prefill
-        worker is about to say how long it took, if it has not yet; that is worth a short wait.
+        The decode worker is let go at once (a first token may have ended all choices). If the
+        prefill worker has not reported its timings yet, they are worth a short wait.
         """
         group = attempt.group
         if not group.complete or group.run.over or group.attempt is not attempt:
@@ -335,7 +334,7 @@ class JobDispatcher:
     # Over.
 
     def _finish(self, group: ChoiceGroup) -> None:
-        """Every choice of the group has ended, and with the last group the job."""
+        """Ends a group whose choices have all ended. The last group ends the job."""
         timings = group.timings()
         if group.attempt is not None:
             group.attempt.tell_pace()
@@ -351,17 +350,17 @@ class JobDispatcher:
             self._release(group, error.reason)
 
     def _leave(self, run: JobRun) -> None:
-        """The reader is done, for whatever reason."""
+        """The reader is done, for any reason."""
         run.over = True
         for group in run.groups:
             self._release(group, "cancelled")
-        run.groups.clear()  # They name the run: a circle that only a garbage collection would find.
+        run.groups.clear()  # They refer to the run, and only a garbage collection frees a cycle.
         del self._runs[run.job]
         if not self._runs:
             self._idle.set()
 
     def _release(self, group: ChoiceGroup, fault: str = "") -> None:
-        """Frees all that the group holds, wherever it is; what is free already stays so."""
+        """Frees everything that the group holds, at any worker. A second call does nothing."""
         self._waiting.end(group, fault)
         if group.attempt is not None:
             group.attempt.end(fault)

@@ -1,4 +1,4 @@
-"""Why a part of an attempt failed."""
+"""The cause of a failed leg."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _OF_HAND_OFF: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Why a leg failed."""
+    """The cause of a leg's failure."""
 
     worker: WorkerLink
     reason: worker_pb2.FailureReason.ValueType | None
-    """None: the worker was lost."""
+    """None if the worker was lost."""
 
     @property
     def name(self) -> str:
@@ -40,10 +40,10 @@ class Fault:
 
     @property
     def final(self) -> bool:
-        """Any other worker would fail in the same way."""
+        """Whether any other worker would fail in the same way."""
         return self.reason in _FINAL
 
     @property
     def of_hand_off(self) -> bool:
-        """It arose between two workers: either of them may be the cause, or their path."""
+        """Whether it arose between two workers. Either of them, or their path, may be the cause."""
         return self.reason in _OF_HAND_OFF

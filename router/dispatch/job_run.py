@@ -1,10 +1,10 @@
-"""A job between `Dispatcher.run` and its last event: what its reader is told.
+"""A job between `Dispatcher.run` and its last event, and the events for its reader.
 
-Life: its groups (`ChoiceGroup`) wait, run and are done -> OVER: finished, failed, or left
-by its reader. What happens to the attempts stays hidden: the reader sees one start, tokens without
-gap or duplicate, and one end.
+Life: its groups (`ChoiceGroup`) wait, run and are done -> OVER: finished, failed, or left by its
+reader. The attempts stay hidden: the reader sees one start, tokens without gap or duplicate, and
+one end.
 
-Invariant: nothing is told before `JobStarted`, and nothing after the last event.
+Invariant: the reader gets nothing before `JobStarted`, and nothing after the last event.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 
 class RunningAttempt(Protocol):
-    """An attempt, as its group sees it (`router.dispatch.attempt`)."""
+    """The part of an attempt that its group uses (`router.dispatch.attempt`)."""
 
     id: bytes
 
     @property
     def pair(self) -> tuple[WorkerLink, WorkerLink] | None:
-        """Prefill and decode worker, where two take part."""
+        """The prefill and the decode worker, if there are two."""
         ...
 
     def timings(self) -> JobTimings:
@@ -56,12 +56,12 @@ class RunningAttempt(Protocol):
         ...
 
     def end(self, fault: str = "") -> None:
-        """Ends it at every worker."""
+        """Ends the attempt at every worker."""
         ...
 
 
 class JobRun:
-    """One job, its choices, and what its reader cannot be told yet."""
+    """One job, its choices, and the events that its reader cannot get yet."""
 
     def __init__(
         self, job: Job, tell: Callable[[JobEvent], None], pace: Pace | None = None
@@ -77,28 +77,28 @@ class JobRun:
         self.over = False
         self.groups = [ChoiceGroup(self, tuple(range(job.choices)))]
         self.lost: set[WorkerLink] = set()
-        """Workers that were lost while they had it in hand."""
+        """Workers that were lost while they had the job in hand."""
         self._tell = tell
         self._ended = asyncio.Event()
         self._error: Exception | None = None
         self._held: list[JobEvent] = []
-        """What is known before the start; nothing waits after it."""
+        """Events that wait for the start. None waits after it."""
         self._cached_prompt_tokens = 0
         self._prompt_logprobs: tuple[TokenScore, ...] | None = None
 
     @property
     def age_s(self) -> float:
-        """Since it came."""
+        """Time since its arrival, seconds."""
         return time.monotonic() - self._began_s
 
     @property
     def left_s(self) -> float:
-        """Until its deadline; less than 0 where that is over."""
+        """Time to its deadline, seconds; negative after it."""
         return self._ends_s - time.monotonic()
 
     @property
     def tokens_sent(self) -> int:
-        """Over all choices."""
+        """Tokens sent so far, over all choices."""
         return sum(len(choice.token_ids) for choice in self.choices) if self.started else 0
 
     @property
@@ -107,14 +107,14 @@ class JobRun:
         return all(choice.ended for choice in self.choices)
 
     def group_of(self, choice: int) -> ChoiceGroup | None:
-        """The group that an open choice belongs to."""
+        """The group of an open choice."""
         return next((group for group in self.groups if choice in group.choices), None)
 
     def begin_attempt(self, group: ChoiceGroup) -> None:
-        """An attempt begins: what an earlier one left out of order is void.
+        """Begins an attempt. Tokens that an earlier one left out of order are void.
 
-        Before the start the choices begin anew; after it what was sent stays, and the attempt goes
-        on behind it.
+        Before the start the choices begin anew. After it the sent tokens stay, and the attempt goes
+        on behind them.
         """
         group.attempts += 1
         self._held.clear()
@@ -126,7 +126,7 @@ class JobRun:
             self._prompt_logprobs = None
 
     def end_by_tokens(self, group: ChoiceGroup) -> None:
-        """Ends choices whose last token came and whose end was lost with a worker."""
+        """Ends choices whose last token came but whose end was lost with a worker."""
         for index in group.choices if self.started else ():
             choice = self.choices[index]
             reason = end_of(choice.token_ids, self.job.stopping, self.job.model.eos_token_ids)
@@ -136,20 +136,20 @@ class JobRun:
 
     @property
     def owes_scores(self) -> bool:
-        """The prompt's log probabilities are wanted, and have not come."""
+        """Whether the prompt's log probabilities are wanted and have not come."""
         return self.job.prompt_logprobs and self._prompt_logprobs is None
 
     def first_known(self, cached_prompt_tokens: int) -> None:
-        """The prefill side knows the first token."""
+        """The prefill worker has the first token."""
         self._cached_prompt_tokens = cached_prompt_tokens
 
     def scored(self, prompt_logprobs: tuple[TokenScore, ...]) -> None:
-        """The prefill side knows the prompt's log probabilities."""
+        """The prompt's log probabilities came."""
         self._prompt_logprobs = prompt_logprobs
         self._pass_on(())
 
     def prefill_over(self) -> None:
-        """Nothing more comes from the prefill side: nothing is waited for any more."""
+        """Nothing more comes from the prefill worker, so held events are sent."""
         self._prompt_logprobs = self._prompt_logprobs or ()
         self._pass_on(())
 
@@ -166,28 +166,28 @@ class JobRun:
             self._pass_on(self.choices[end.choice].end(end))
 
     def finish(self, timings: JobTimings) -> None:
-        """Tells the last event."""
+        """Sends the last event."""
         if not self.over and not self.started:
             self._start()
         self._say(JobFinished(timings))
         self._end()
 
     def fail(self, error: Exception) -> None:
-        """Ends it with an error."""
+        """Ends the job with an error."""
         self._end(error)
 
     async def wait(self) -> None:
-        """Returns behind the last event.
+        """Returns after the last event.
 
         Raises:
-            Exception: as given to `fail`, or raised by the reader.
+            Exception: the error given to `fail`, or one that the reader raised.
         """
         await self._ended.wait()
         if self._error is not None:
             raise self._error
 
     def _pass_on(self, events: Sequence[JobEvent]) -> None:
-        """Tells events; holds them while the prompt's log probabilities are owed first."""
+        """Sends events. Holds them while the prompt's log probabilities must come first."""
         if self.started:
             for event in events:
                 self._say(event)
@@ -218,14 +218,14 @@ class JobRun:
 
 
 class ChoiceGroup:
-    """The choices of a job that one attempt at a time runs, and how their attempts went.
+    """The choices of a job that one attempt at a time runs, and the record of their attempts.
 
-    Life: WAITING in the queue -> an attempt -> done, or, where the attempt failed, WAITING again.
+    Life: WAITING in the queue -> an attempt -> done, or, if the attempt failed, WAITING again.
 
-    A job begins as one group of all its choices, since they have the prompt in common. Once tokens
-    were sent the choices differ: after a failure each one that goes on becomes a group of its own,
-    whose prompt is followed by what was generated. To a worker that is a request of one choice, and
-    what the choices still have in common is found by its prefix cache.
+    A job begins as one group of all its choices, since they share the prompt. After the first
+    tokens the choices differ. So after a failure each unfinished choice becomes a group of its own,
+    with the generated tokens behind its prompt. For a worker that is a request of one choice. Its
+    prefix cache finds the part that the choices still share.
 
     The dispatcher sets the fields. Invariant: an open choice belongs to exactly one group.
     """
@@ -238,31 +238,31 @@ class ChoiceGroup:
         Args:
             run: the job.
             choices: their indices in the job.
-            former: the group that these choices belonged to.
+            former: the group to which these choices belonged.
         """
         self.run = run
         self.choices = choices
         self.attempt: RunningAttempt | None = None
-        """The attempt under way."""
+        """The current attempt."""
         self.attempts: int = former.attempts if former else 0
-        """Attempts begun."""
+        """Number of attempts begun."""
         self.refusals: int = former.refusals if former else 0
-        """Attempts that failed though no worker was lost that had it in hand."""
+        """Number of attempts that failed without the loss of a worker that had it in hand."""
         self.failed: Failed = former.failed.copy() if former else Failed()
         self._timer: asyncio.TimerHandle | None = None
         self.in_grace = False
-        """It waits though nobody could run it."""
+        """Whether it waits although no worker could run it."""
         self.queue_span: Span | None = None
-        """While it waits in the queue."""
+        """The span of its wait in the queue."""
         self.waits_since_ns: int = former.waits_since_ns if former else run.job.arrived_ns
         self.earlier: JobTimings = former.earlier if former else JobTimings()
-        """Where the time of earlier attempts went."""
+        """The phases of earlier attempts."""
         self.demand = self._demand()
-        """What workers have to make room for."""
+        """The demand of the group on workers."""
 
     @property
     def model(self) -> str:
-        """Which queue it waits in: jobs of one model compete with each other only."""
+        """The model, which names its queue. Only jobs of one model compete with each other."""
         return self.run.job.model.name
 
     @property
@@ -287,34 +287,35 @@ class ChoiceGroup:
 
     @property
     def complete(self) -> bool:
-        """Every choice of it has ended."""
+        """Whether all its choices have ended."""
         return all(self.run.choices[choice].ended for choice in self.choices)
 
     @property
     def generated(self) -> list[list[int]]:
-        """Tokens of each choice that the client has: to be repeated, never sampled again."""
+        """Tokens of each choice that the client has. They are repeated and never sampled again."""
         if not self.run.started:
             return []
         return [list(self.run.choices[choice].token_ids) for choice in self.choices]
 
     @property
     def has_timer(self) -> bool:
-        """Whether something is to happen to it after a while."""
+        """Whether it has a timer."""
         return self._timer is not None
 
     def set_timer(self, after_s: float, then: Callable[[ChoiceGroup], None]) -> None:
-        """`then` is called with the group after so long, unless another timer is set meanwhile."""
+        """Calls `then` with the group after `after_s` seconds, unless another timer is set
+        meanwhile."""
         self.clear_timer()
         self._timer = asyncio.get_running_loop().call_later(after_s, then, self)
 
     def clear_timer(self) -> None:
-        """Nothing is waited for any more."""
+        """Drops the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def end_attempt(self, fault: Fault) -> None:
-        """The attempt failed; what follows is another, or the end."""
+        """The attempt failed. Another attempt or the end follows."""
         if fault.of_hand_off and self.attempt is not None and (pair := self.attempt.pair):
             self.failed.pairs.add(pair)
         self.earlier, self.attempt = self.timings(), None
@@ -334,13 +335,14 @@ class ChoiceGroup:
         return groups
 
     def timings(self) -> JobTimings:
-        """Where the time went, over all attempts."""
+        """Time in each phase, over all attempts."""
         if self.attempt is None:
             return self.earlier
         return self.earlier + self.attempt.timings()
 
     def _demand(self) -> Demand:
-        """Generated tokens count as prompt, since they are computed again behind it."""
+        """The demand now. Generated tokens count as prompt, since they are computed again behind
+        it."""
         job, generated = self.run.job, self.generated
         done = len(generated[0]) if generated else 0
         return Demand(

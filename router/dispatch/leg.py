@@ -1,9 +1,9 @@
-"""One worker's part in an attempt: what it is sent, and what it is charged for.
+"""A leg: one worker's part of an attempt, its messages and its reservation.
 
-Life: made -> `submit`: OPEN, until its worker said that it holds nothing of the attempt any more,
-was sent a Cancel, or was lost: `close`.
+Life: made -> `submit`: OPEN -> `close`. It closes when its worker says that it holds nothing of the
+attempt any more, gets a Cancel, or is lost.
 
-Invariant: its worker is charged while it is open, and at no other time.
+Invariant: its worker has the reservation exactly while the leg is open.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Leg:
-    """One worker's part in an attempt."""
+    """One worker's part of an attempt."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Leg:
         self.mode = mode
         self.open = False
         self.finished: set[int] = set()
-        """Choices of the attempt that ended here."""
+        """Choices of the attempt that ended at this worker."""
         self._group = group
         self._attempt_id = attempt_id
         self._peer = peer
@@ -64,18 +64,19 @@ class Leg:
         self.worker.send(worker_pb2.WorkRequest(submit=self._message()))
 
     def mark_local(self, reason: LocalReason) -> None:
-        """This decode worker computes the prompt by itself."""
+        """Notes that this decode worker computes the prompt itself."""
         self._span.set_attribute(Attr.ROUTE_LOCAL_REASON, reason)
 
     def cancel(self, fault: str = "") -> None:
-        """Ends the part at the worker, if it is still open there; a fault says why."""
+        """Ends the leg at the worker if it is open. `fault` is the cause."""
         if self.open:
             cancel = worker_pb2.Cancel(attempt_id=self._attempt_id)
             self.worker.send(worker_pb2.WorkRequest(cancel=cancel))
             self.close(fault)
 
     def close(self, fault: str = "") -> None:
-        """The worker holds nothing of the attempt any more; a fault says why."""
+        """Closes the leg: the worker holds nothing of the attempt any more. `fault` is the
+        cause."""
         if not self.open:
             return
         self.open = False

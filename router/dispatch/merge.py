@@ -1,8 +1,10 @@
-"""Tokens of one choice, put in order whichever worker was faster.
+"""Puts the tokens of one choice in order, whichever worker was faster.
 
-The prefill worker sends token 0 over its stream; the decode worker may repeat it over its own and
-goes on from there; a later attempt may repeat more. Life of a choice: OPEN -> its end is known ->
-every token below that end has come -> ENDED. One that the front door ends is ENDED at once.
+The prefill worker sends token 0 over its stream. The decode worker may repeat it over its own and
+goes on from there. A later attempt may repeat more.
+
+Life of a choice: OPEN -> its end is known -> every token before that end has come -> ENDED. If the
+front door ends it, it is ENDED at once.
 """
 
 from __future__ import annotations
@@ -20,30 +22,30 @@ if TYPE_CHECKING:
 class ChoiceMerger:
     """Merges runs of tokens by index.
 
-    Invariant: tokens [0, len(token_ids)) were returned once each, in order; every run that waits
-    begins beyond them.
+    Invariant: tokens [0, len(token_ids)) were returned once each, in order. Every waiting run
+    begins after them.
     """
 
     def __init__(self, choice: int) -> None:
         self.choice = choice
         self.token_ids: list[int] = []
-        """Returned so far: what a resumed attempt would be forced to repeat."""
+        """Tokens returned so far. A resumed attempt would be forced to repeat them."""
         self.ended = False
         self._waiting: list[JobTokens] = []
         self._end: ChoiceEnded | None = None
 
     def add(self, run: JobTokens) -> list[JobEvent]:
-        """Takes a run in any order; returns what it makes known: tokens, the end, or nothing."""
+        """Takes a run in any order; returns the events that follow: tokens, the end, or nothing."""
         if self.ended:
             return []
-        if run.first_index == len(self.token_ids) and not self._waiting:  # Nearly always.
+        if run.first_index == len(self.token_ids) and not self._waiting:  # The usual case.
             self.token_ids += run.token_ids
             return [run, *self._take_end()]
         self._waiting.append(run)
         return [*self._take_contiguous(), *self._take_end()]
 
     def end(self, end: ChoiceEnded) -> list[JobEvent]:
-        """Takes the end, which may overtake tokens; returns it once they have all come."""
+        """Takes the end, which may come before tokens. Returns it once all tokens have come."""
         if not self.ended:
             self._end = end
         return self._take_end()
@@ -54,7 +56,7 @@ class ChoiceMerger:
         self._waiting.clear()
 
     def forget_waiting(self) -> None:
-        """Drops what has come out of order: its attempt is over."""
+        """Drops tokens that came out of order, since their attempt is over."""
         self._waiting.clear()
         self._end = None
 
@@ -82,8 +84,8 @@ def first_tokens(
 
     Args:
         message: one record for each choice.
-        choices: which choice of the job each of them is.
-        first_indexes: of the new token in the choice's whole output.
+        choices: the index of each choice in the job.
+        first_indexes: index of the new token in each choice's whole output.
     """
     return [
         JobTokens(choice, first_index, (record.token_id,), _logprobs([record]))

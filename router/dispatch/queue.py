@@ -33,7 +33,7 @@ AGEING: Final = 64
 
 
 class Waiting(Protocol):
-    """What can wait."""
+    """An entry of the queue."""
 
     @property
     def model(self) -> str:
@@ -313,9 +313,9 @@ class AdmissionQueue(Generic[Entry]):
         """Adds an entry. An empty queue has room for an entry of any size.
 
         Args:
-            entry: what waits.
-            now_s: a steady clock.
-            bounded: False for work that was accepted before and comes back.
+            entry: the entry.
+            now_s: time of a steady clock.
+            bounded: False for work that was accepted before and returns.
 
         Raises:
             RouterError: QUEUE_FULL.

@@ -1,4 +1,4 @@
-"""What the client is told where no attempt begins or follows."""
+"""Errors for the client if no attempt begins or follows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KV_POOL: Final = "a worker's KV pool"
 
 
 def error_of(group: ChoiceGroup, fault: Fault, max_workers_lost: int) -> errors.RouterError:
-    """What the client is told when no attempt follows."""
+    """The error for the client when no attempt follows."""
     run = group.run
     if len(run.lost) >= max_workers_lost:
         return errors.poison_request(len(run.lost), run.tokens_sent, started=run.started)
@@ -49,7 +49,8 @@ def error_of(group: ChoiceGroup, fault: Fault, max_workers_lost: int) -> errors.
 def refusal(
     group: ChoiceGroup, workers: Sequence[WorkerLink], local: LocalPrefill, *, is_loading: bool
 ) -> errors.RouterError | None:
-    """Why none of the workers could run the group even if it had room; None where one could."""
+    """The error if none of the workers could run the group even with capacity; None if one
+    could."""
     job = group.run.job
     limit_tokens = routing.largest_pool_tokens(group.demand, workers, local)
     if limit_tokens is None:

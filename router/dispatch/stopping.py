@@ -1,7 +1,7 @@
-"""When a choice has ended, told from its tokens alone.
+"""Finds the end of a choice from its tokens alone.
 
-Workers decide ends by the same rules (`engine.stopping`) and report them after the last token. A
-worker that died between the two reported the token only, and nothing may be generated after it.
+Workers apply the same rules (`engine.stopping`) and report the end after the last token. A worker
+may die between the two. Then only the token was reported, and nothing may be generated after it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from baton.worker.v1 import worker_pb2
 def end_of(
     token_ids: Sequence[int], stopping: worker_pb2.Stopping, eos_ids: Collection[int]
 ) -> worker_pb2.EndReason.ValueType | None:
-    """Why a choice with this output has ended, or None if it goes on."""
+    """The reason for which a choice with this output has ended, or None if it goes on."""
     if not token_ids:
         return None
     if len(token_ids) > stopping.min_tokens:

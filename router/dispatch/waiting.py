@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 
 def now_s() -> float:
-    """The event loop's clock, which every time of the queue is on."""
+    """The event loop's clock. All times of the queue are by this clock."""
     return asyncio.get_running_loop().time()
 
 
 class WaitingGroups:
-    """The queue with a bound on every wait in it. Belongs to the event loop."""
+    """The queue, with a limit on every wait. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -77,8 +77,13 @@ class WaitingGroups:
             raise errors.deadline_unreachable(needed_s, left_s, retry_s)
 
     def begin(self, group: ChoiceGroup, *, bounded: bool) -> None:
-        """Queues a group. The queue is `bounded` for one that was just found fit to be run; the job
-        of another has failed when this returns if nobody could run it.
+        """Queues a group.
+
+        Args:
+            group: the group.
+            bounded: True for a new group that some worker could run; the bounds of the queue then
+                hold. For any other group its job may have failed when this returns, because no
+                worker could run it.
 
         Raises:
             RouterError: QUEUE_FULL.
@@ -92,7 +97,7 @@ class WaitingGroups:
             self._check(group)
 
     def check(self) -> None:
-        """Looks, after a worker was lost, who of those that wait could still be run."""
+        """Checks after the loss of a worker which waiting groups could still run."""
         for group in list(self.queue):
             self._check(group)
 
@@ -103,7 +108,7 @@ class WaitingGroups:
         return waited_s
 
     def end(self, group: ChoiceGroup, fault: str = "") -> None:
-        """The group waits for nothing any more, if it did; a fault says why."""
+        """Ends the wait of a group, if it waits. `fault` is the cause."""
         group.in_grace = False
         group.clear_timer()
         if group.queue_span is not None:
@@ -112,7 +117,7 @@ class WaitingGroups:
             group.queue_span = None
 
     def _check(self, group: ChoiceGroup) -> None:
-        """Bounds the wait of a group that nobody can run now."""
+        """Limits the wait of a group that no worker can run now."""
         error = self._refusal(group)
         if error is None:
             return

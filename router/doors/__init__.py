@@ -1,1 +1,1 @@
-"""How requests come in: gRPC, and HTTP in `openai`."""
+"""The doors for requests: gRPC, and HTTP in `openai`."""

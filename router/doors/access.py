@@ -1,7 +1,7 @@
-"""The access log: one line for each request, whatever became of it, and none of its content.
+"""The access log: one line for each request, with its outcome and without its content.
 
-The edge that took the request opens a record, whoever knows something notes it there, and the edge
-writes it when the call is over. Times are seconds; an HTTP request with several prompts adds up.
+The edge that takes the request opens a record. Other parts note their facts in it. The edge writes
+it when the call is over. Times are seconds. An HTTP request with several prompts sums them up.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ if TYPE_CHECKING:
 logger = logging.getLogger("baton.access")
 
 _PHASES = ("queue", "prefill", "kv_transfer", "decode_queue", "decode")
-"""Of `JobTimings`, in their order."""
+"""The phases of `JobTimings`, in order."""
 
 
 @dataclass(slots=True)
 class AccessRecord:
-    """What is told of one request."""
+    """The facts logged about one request."""
 
     method: str = ""
-    """Set by the edge: `package.Service/Method`, or verb and route. As is `tenant`."""
+    """`package.Service/Method`, or verb and route. The edge sets it, and `tenant`."""
     tenant: str = ""
     client_tag: str = ""
-    """Set by the generation, as all below."""
+    """The generation sets this field and all below."""
     model: str = ""
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     output_tokens: int = 0
     finish_reasons: list[str] = field(default_factory=list)
     first_token_s: float | None = None
-    """From the arrival; None where none was sent."""
+    """Time from the arrival to the first token; None if none was sent."""
     phases_s: dict[str, float] = field(default_factory=dict)
     workers: list[str] = field(default_factory=list)
-    """Who was given a part of it, in this order, once for each attempt; set by the dispatcher."""
+    """Workers that got a part of it, in order, once for each attempt. The dispatcher sets it."""
 
     def add_timings(self, timings: JobTimings) -> None:
-        """Where a generation's time went."""
+        """Adds the phases of a generation."""
         for phase in _PHASES:
             seconds = getattr(timings, f"{phase}_ns") / 1e9
             self.phases_s[phase] = self.phases_s.get(phase, 0.0) + seconds
@@ -50,10 +50,10 @@ class AccessRecord:
         """Writes the line.
 
         Args:
-            trace_id: of the call.
+            trace_id: the trace id of the call.
             arrived_ns: Unix nanoseconds.
             status: name of the gRPC code, or the HTTP status.
-            reason: of the error table; "" where the request was answered whole.
+            reason: a reason of the error table; "" if the answer was complete.
         """
         line: dict[str, object] = {
             "trace_id": trace_id,

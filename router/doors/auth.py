@@ -6,7 +6,7 @@ The file is TOML, one line a token: `"sk-..." = "tenant"`. Behind the tokens a t
 without a restart. A change that cannot be read is logged, and the tokens known before stay. Without
 a file everybody may call, as no tenant.
 
-Tokens are kept as digests, and found by digest: how long a look-up takes says nothing about them.
+Tokens are stored and looked up as digests, so the time of a look-up says nothing about them.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class OpenGate:
 
 
 class TokenGate:
-    """Lets in who shows a token of the file."""
+    """Lets in callers with a token of the file."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         """Reads the file.
@@ -111,7 +111,7 @@ class TokenGate:
         try:
             self._callers = _read(self._path)
         except TokensFileError as error:
-            logger.error("tokens stay as they were: %s", error)
+            logger.error("the changed tokens file is not used: %s", error)
         else:
             logger.info("tokens read again", extra={"tokens": len(self._callers)})
 
@@ -120,7 +120,7 @@ OPEN: Final = OpenGate()
 
 
 def gate_of(path: str) -> Gate:
-    """The gate that a setting asks for; "" is an open one.
+    """The gate for a setting; "" gives an open one.
 
     Raises:
         TokensFileError: as `TokenGate`.
@@ -134,7 +134,7 @@ def _read(path: Path) -> dict[bytes, Caller]:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise TokensFileError(f"{path}: {error.strerror}") from None
-    except ValueError:  # As are errors of TOML and of UTF-8.
+    except ValueError:  # Errors of TOML and of UTF-8 are ValueErrors, too.
         raise TokensFileError(f"{path} is not TOML") from None
     limits = content.pop(LIMITS, {})
     tenants: dict[str, str] = content
@@ -161,8 +161,8 @@ def _quotas(path: Path, limits: object, tenants: set[str]) -> dict[str, Quota]:
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """Changes with the file; empty where there is none. Two writes within one tick of the file
-    system's clock, the first of them read in between, are told apart by the size."""
+    """A value that changes with the file; empty if there is no file. It has the size, too: two
+    writes may fall into one tick of the file system's clock, with a read between them."""
     try:
         status = path.stat()
     except OSError:

@@ -1,7 +1,7 @@
 """The public gRPC API, `baton.inference.v1.InferenceService`.
 
-Each method is a few lines: what a generation is lives in `router.requests.generation`, statuses and
-malformed bytes in `router.doors.grpc_edge`.
+Each method has a few lines. `router.requests.generation` runs generations. `router.doors.grpc_edge`
+handles statuses and malformed bytes.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class InferenceService:
                 yield messages.of(output)
 
     async def generate(self, request: api.GenerateRequest, call: Call) -> api.GenerateResponse:
-        """Generate: the stream, folded into one message."""
+        """Generate: collects the stream into one message."""
         whole = _Whole()
         async with aclosing(self.stream_generate(request, call)) as messages:
             async for message in messages:
@@ -102,12 +102,12 @@ class InferenceService:
     async def _has_tokenizer(self, folder: str) -> bool:
         try:
             return await self._tokenizers.get(folder) is not None
-        except Exception:  # Whoever asks for this model hears of it; the others are listed.
+        except Exception:  # A request for this model gets the error; the list has the others.
             return False
 
 
 class _Whole:
-    """A stream's messages in one."""
+    """Collects the messages of a stream into one."""
 
     def __init__(self) -> None:
         self._response = api.GenerateResponse()
@@ -115,7 +115,7 @@ class _Whole:
         self._texts: dict[int, list[str]] = {}
 
     def add(self, message: api.StreamGenerateResponse) -> None:
-        """Takes in the next message."""
+        """Adds the next message."""
         match message.WhichOneof("event"):
             case "started":
                 self._response.started.CopyFrom(message.started)
@@ -129,7 +129,7 @@ class _Whole:
                 self._finish(message.finished)
 
     def response(self) -> api.GenerateResponse:
-        """All of it, choices by index; texts are joined once."""
+        """The whole response, choices by index. Texts are joined here, once."""
         for index, choice in sorted(self._choices.items()):
             choice.output.text = "".join(self._texts[index])
             self._response.choices.append(choice)

@@ -1,8 +1,8 @@
-"""The edge of the gRPC API: what a method is given, and what may leave it.
+"""The edge of the gRPC API: checks before a method, statuses after it.
 
-Methods are plain coroutines and generators of (request, `Call`). Around each one stands an `Edge`,
-the only place where errors become statuses. Without it gRPC answers bytes that do not parse with
-UNKNOWN and the name of a Python class, and any exception with its text.
+Methods are plain coroutines and generators of (request, `Call`). An `Edge` wraps each one, and is
+the only place where errors become statuses. Without it gRPC would answer bytes that do not parse
+with UNKNOWN and the name of a Python class, and any exception with its text.
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ if TYPE_CHECKING:
 
 DETAILS_KEY: Final = "grpc-status-details-bin"
 PUSHBACK_KEY: Final = "grpc-retry-pushback-ms"
-"""When a channel that retries by itself may send the call again; negative: not at all."""
+"""Trailer with the wait before a channel may retry by itself; a negative value forbids it."""
 MAX_PUSHBACK_S: Final = 5.0
-"""A longer wait is not the channel's to sit out unseen: its caller is told, with RetryInfo."""
+"""Longest wait that a channel sits out by itself, seconds. For a longer one the caller gets
+RetryInfo."""
 _DEADLINE_SLACK_S: Final = 0.1
-"""A caller meets its deadline before we do, by the time that its call took to get here."""
+"""Tolerance for a deadline, seconds. A caller's deadline passes before ours, because its call took
+some time to arrive."""
 
 Request = TypeVar("Request", bound=Message)
 Response = TypeVar("Response", bound=Message)
@@ -52,12 +54,12 @@ class Call:
     """One call of a front door's method."""
 
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Trace id of the call's span, 32 hex digits; random where nothing is traced."""
+    """Trace id of the call's span, 32 hex digits; random if nothing is traced."""
     arrived_ns: int = field(default_factory=time.time_ns)
     time_left_s: float | None = None
-    """Until the caller's deadline; None where there is none."""
+    """Time until the caller's deadline; None if it set none."""
     longest_s: float = math.inf
-    """Until the router's own."""
+    """Time until the router's own deadline."""
     context: Context = field(default_factory=Context)
     """Holds the span of the call."""
     tenant: str = ""
@@ -68,15 +70,15 @@ class Call:
     """Who holds the slots that the call takes; see `router.jobs.Job`."""
     record: AccessRecord = field(default_factory=AccessRecord)
     whole: bool = False
-    """The caller wants the answer whole: its tokens need not be read one by one."""
+    """The caller wants the answer in one message, so its tokens need not be read one by one."""
 
     @property
     def passed_s(self) -> float:
-        """Since its arrival."""
+        """Time since its arrival, seconds."""
         return (time.time_ns() - self.arrived_ns) / 1e9
 
     def admitted(self, gate: Gate, authorization: str | None) -> Call:
-        """The call, as the tenant's whose token it shows.
+        """The call with the tenant of its token.
 
         Raises:
             RouterError: UNAUTHENTICATED.
@@ -87,7 +89,7 @@ class Call:
         return replace(self, tenant=caller.tenant, quota=caller.quota, holder=holder)
 
     def left(self) -> errors.RouterError:
-        """Why the caller is gone: gRPC tells a deadline and a cancellation in the same way."""
+        """The error for a caller that is gone. gRPC reports a deadline and a cancellation alike."""
         left_s = self.longest_s if self.time_left_s is None else self.time_left_s
         if self.passed_s > min(left_s, self.longest_s) - _DEADLINE_SLACK_S:
             return errors.deadline_exceeded(self.record.output_tokens)
@@ -95,14 +97,14 @@ class Call:
 
 
 class ServerContext(Protocol):
-    """What is used of `grpc.aio.ServicerContext`."""
+    """The part of `grpc.aio.ServicerContext` that is used here."""
 
     def time_remaining(self) -> float | None:
         """Seconds until the caller's deadline."""
         ...
 
     def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None:
-        """What the caller sent beside the request."""
+        """The metadata that the caller sent with the request."""
         ...
 
     async def write(self, message: Message) -> None:
@@ -124,13 +126,13 @@ StreamMethod = Callable[[Request, Call], AsyncGenerator[Response, None]]
 
 
 class Edge:
-    """Stands around every method: who may call, what becomes of errors, the access log.
+    """Wraps every method: admits the caller, converts errors, writes the access log.
 
     Args:
-        shape: judges the bytes of requests.
-        longest_s: deadline of calls that have none, and the longest allowed.
-        gate: knows the callers' tokens.
-        events: hears of refusals, and of answers that nobody read.
+        shape: checks the bytes of requests.
+        longest_s: the longest deadline, and that of calls without one.
+        gate: checks the callers' tokens.
+        events: receives refusals, and answers that nobody read.
     """
 
     def __init__(
@@ -148,12 +150,12 @@ class Edge:
     def service(
         self, name: str, methods: Mapping[str, grpc.RpcMethodHandler[Any, Any]]
     ) -> grpc.GenericRpcHandler:
-        """What a server is given of a service: its methods, by name, behind the gate."""
+        """The handler of a service for a server: its methods, by name, behind the gate."""
         return _Service(name, methods, self)
 
     def stopped(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Answers in place of the method where the caller may not call it; None where it may. Of a
-        caller without a token nothing is read but its headers."""
+        """The handler that refuses a caller; None if the caller may call. Only the headers of a
+        caller without a token are read."""
         try:
             self._gate.caller_of(_authorization(details.invocation_metadata))
         except errors.RouterError as error:
@@ -161,7 +163,8 @@ class Edge:
         return None
 
     def _refusing(self, name: str, error: errors.RouterError) -> grpc.RpcMethodHandler[Any, Any]:
-        """Handler that reads no message: that is why it is one of streams, whatever the method."""
+        """Handler that refuses every call. It is a stream handler for any method, so that no
+        message is read."""
         refused = _Refused(error)
 
         async def handle(_: object, context: ServerContext) -> None:
@@ -186,7 +189,7 @@ class Edge:
     def stream(
         self, name: str, request_type: type[Request], method: StreamMethod[Request, Response]
     ) -> grpc.RpcMethodHandler[Request, Response]:
-        """Handler of a method with a stream of responses; `method` is closed however it ends."""
+        """Handler of a method with a stream of responses. It always closes `method`."""
 
         async def handle(request: Request, context: ServerContext) -> None:
             async with (
@@ -203,9 +206,9 @@ class Edge:
 
     @asynccontextmanager
     async def _read_in_time(self) -> AsyncIterator[None]:
-        """Around a stream: its caller may go on reading until a little after the deadline. gRPC has
-        no way to end a call behind a message that is not taken: it is left to the bound on the age
-        of its connection, and holds nothing else until then."""
+        """Wraps a stream: its caller may read until a little after the deadline. gRPC cannot end a
+        call while a message waits to be read. Such a call ends with its connection, at the bound on
+        the connection's age, and holds no other resources until then."""
         try:
             async with read_by(self._longest_s):
                 yield
@@ -217,7 +220,7 @@ class Edge:
     async def _around(
         self, name: str, request: object, context: ServerContext
     ) -> AsyncIterator[Call]:
-        """Around one call: admits it, turns what ends it into a status, and logs it."""
+        """Wraps one call: admits it, turns an error into a status, and logs it."""
         call = _call(name, context, self._longest_s)
         ended: errors.RouterError | None = None
         try:
@@ -251,7 +254,8 @@ class Edge:
         return call
 
     def _parser(self, message_type: type[Request]) -> Callable[[bytes], Request]:
-        """Bytes to message, or to what the handler refuses: gRPC has no words for the reason."""
+        """Parser from bytes to a message. Bytes that are refused become a `_Refused`, because
+        gRPC's own answer would carry no reason."""
 
         kind = cast("Descriptor", message_type.DESCRIPTOR)
 
@@ -286,23 +290,23 @@ class _Service(grpc.GenericRpcHandler):
     def service(
         self, handler_call_details: grpc.HandlerCallDetails
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        """Who answers a call."""
+        """The handler of a call."""
         handler = self._methods.get(handler_call_details.method)
         return handler and (self._edge.stopped(handler_call_details) or handler)
 
 
 class _CallerLeftError(Exception):
-    """Nobody reads the stream any more."""
+    """The caller is gone and reads no more of the stream."""
 
 
 async def _write(response: Message, context: ServerContext) -> None:
     """Sends one message.
 
-    A caller that leaves cancels the handler's task; but where a write is in flight it may fail
-    first, with one of gRPC's own errors.
+    A caller that leaves cancels the handler's task. A write in flight may fail before that, with
+    one of gRPC's own errors.
 
     Raises:
-        _CallerLeftError: there is no one to send it to.
+        _CallerLeftError: the caller is gone.
     """
     try:
         await context.write(response)
@@ -331,7 +335,7 @@ def _serialize(message: Message) -> bytes:
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Whether a cancellation leaked out of something inside, and is not the caller's."""
+    """Whether a cancellation came from inside and not from the caller."""
     task = asyncio.current_task()
     cancelled = isinstance(error, asyncio.CancelledError)
     return cancelled and task is not None and not task.cancelling()

@@ -1,1 +1,1 @@
-"""Which workers run a job."""
+"""Selection of the workers that run a job."""

@@ -1,12 +1,16 @@
-"""The models that attached workers serve. A name is a pool: jobs that ask for it run there only.
+"""The models that attached workers serve. A job runs only on workers of the name that it asks for.
 
-Life of a name: a worker says that it is loading it -> its first worker attaches -> it can be run,
-once workers for every part of a job are there -> its last worker leaves: for `REMEMBERED_S` it is a
-model without workers, which clients are told to wait for, and after that one that nobody serves.
+Life of a name:
 
-Workers of one name may hold different weights while a fleet is upgraded, or by mistake. A job is
-bound to one revision from its prompt's first token id to its last retry; new jobs get the revision
-that can be run, and of several the one with the most workers.
+1. A worker announces that it loads the model.
+2. Its first worker attaches.
+3. Workers for both legs are attached, and jobs can run.
+4. Its last worker leaves. For `REMEMBERED_S` clients are told to wait for a worker. After that the
+   name is unknown.
+
+Workers of one name may hold different weights, during an upgrade or by mistake. A job stays with
+one revision from its prompt's first token id to its last retry. New jobs get the revision that can
+run. If several can, they get the one with the most workers.
 """
 
 from __future__ import annotations
@@ -28,13 +32,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REMEMBERED_S: Final = 600.0
-"""A model whose workers all left is expected back for this long."""
+"""Time for which a model without workers is expected back, seconds."""
 LOADING_S: Final = 3.5
-"""Workers that load say so every second: three times may go missing."""
+"""Age at which an announcement of loading expires. They come every second, so three may be lost."""
 
 
 class Models:
-    """Names and who serves them; `workers` is the dispatcher's own list of attached workers."""
+    """Names and their workers; `workers` is the dispatcher's own list of attached workers."""
 
     def __init__(self, workers: Sequence[WorkerLink], local: LocalPrefill) -> None:
         self._workers = workers
@@ -44,9 +48,9 @@ class Models:
         self._lost_s: dict[str, float] = {}
         """When a worker of a name was last lost without a word: something may start it again."""
         self._served: dict[str, ServedModel] = {}
-        """What `_of` said of names, until a worker joins or leaves: every request asks."""
+        """Results of `_of` by name, until a worker joins or leaves. Every request needs one."""
         self._loading: dict[str, tuple[str, float]] = {}
-        """By worker: the name that it loads, and when it last said so."""
+        """The name that a worker loads and the time of its last announcement, by worker."""
 
     def attached(self) -> list[ServedModel]:
         """One for each name that any worker serves, by name."""
@@ -54,11 +58,12 @@ class Models:
         return [self._of(name) for name in names]
 
     def runnable(self) -> list[ServedModel]:
-        """Those that could be run now: not those that half of a pair is attached for."""
+        """Models that could run now. Models with workers for only one of the two legs are left
+        out."""
         return [model for model in self.attached() if self._can_run(model)]
 
     def find(self, name: str, now_s: float) -> ServedModel:
-        """The model of that name; an empty one selects the only one that can be run.
+        """The model of that name. An empty name selects the only model that can run.
 
         Raises:
             RouterError: NO_WORKERS, MODEL_LOADING or MODEL_NOT_FOUND.
@@ -75,7 +80,7 @@ class Models:
         raise errors.model_not_found(name, [model.name for model in self.attached()])
 
     def loading(self, worker: worker_pb2.WorkerIdentity, now_s: float) -> None:
-        """A worker says that it loads its model."""
+        """Notes that a worker loads its model."""
         self._loading = {
             other: (name, said_s)
             for other, (name, said_s) in self._loading.items()
@@ -84,7 +89,8 @@ class Models:
         self._loading[worker.worker_id] = worker.model.name, now_s
 
     def is_loading(self, name: str, now_s: float) -> bool:
-        """Whether a worker loads it now; an empty name is any, where nobody is attached yet."""
+        """Whether a worker loads it now. An empty name means any model, while no worker is
+        attached."""
         is_any = not name and not self._workers
         return any(
             now_s - said_s < LOADING_S and (is_any or name == loaded)
@@ -126,13 +132,13 @@ class Models:
         return [worker for worker in self._workers if worker.identity.model.name == name]
 
     def _of(self, name: str) -> ServedModel:
-        """What new jobs of that name get."""
+        """The model for new jobs of that name."""
         if name not in self._served:
             self._served[name] = self._choose(name)
         return self._served[name]
 
     def _choose(self, name: str) -> ServedModel:
-        """The model that can be run; of workers alike in weights, the first one's word."""
+        """The revision that can run, as the first of its workers describes it."""
         models = [ServedModel.of(worker.identity.model) for worker in self._named(name)]
         workers = Counter(model.revision for model in models)
         return max(models, key=lambda model: (self._can_run(model), workers[model.revision]))

@@ -1,13 +1,13 @@
-"""The rule that places every prompt: it goes where it is computed soonest.
+"""The rule that places every prompt: it goes to the worker that would finish it first.
 
 For each worker that could compute a prompt of n tokens,
 
     finish_s = wait_s + n / rate        wait_s = queued tokens / rate
 
 and the smallest wins. The rule chooses among prefill workers, and between them and decode workers
-where `local_prefill` is `auto`. For a prompt that a decode worker holds in part, it says how many
-tokens that worker may compute and still be sooner (`takeover_tokens`): only the worker knows what
-it holds. `docs/placing.md` has an example.
+where `local_prefill` is `auto`. A decode worker may hold a prompt in part, and only that worker
+knows how much. For this case the rule gives the most tokens that the worker may compute and still
+finish first (`takeover_tokens`). `docs/placing.md` has an example.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ if TYPE_CHECKING:
     from router.workers.load_estimate import Capacity
 
 FRESH_S: Final = 30.0
-"""A rate that was measured longer ago counts as unknown. A worker whose rate was too low gets no
-prompts, and so could never show a better one."""
+"""A rate older than this many seconds counts as unknown. Otherwise a worker with too low a rate
+would get no prompts and could never show a better one."""
 NO_LIMIT: Final = (1 << 32) - 1
 """More tokens than any prompt has; fits the message's uint32."""
 
 
 class LocalReason(enum.StrEnum):
-    """Why a decode worker computes a prompt."""
+    """The reason for which a decode worker computes a prompt."""
 
     NO_PREFILL_WORKER = "no_prefill_worker"
-    """None is left that has not failed the job."""
+    """No prefill worker is left that has not failed the job."""
     CACHED = "cached"
-    """It holds the larger part of the prompt, and is sooner done with the rest."""
+    """It holds the larger part of the prompt and would finish the rest first."""
     FASTER = "faster"
-    """It is sooner done than the prefill workers' queues allow."""
+    """It would finish the prompt before any prefill worker."""
 
 
 def rate_of_unmeasured(capacities: Sequence[Capacity]) -> float:
-    """The rate of a worker that has not measured its own of late, tokens per second.
+    """The assumed rate of a worker without a fresh rate, tokens per second.
 
-    It is the fastest of those measured of late, else the fastest known. Where none is known every
-    worker is taken to be equally fast, so that the queues alone decide.
+    It is the fastest fresh rate, else the fastest known one. If no rate is known, every worker
+    counts as equally fast, so that the queues alone decide.
 
     Args:
-        capacities: of the prefill workers that could compute the prompt.
+        capacities: those of the prefill workers that could compute the prompt.
     """
     fresh = [one.prefill_tokens_per_s for one in capacities if one.prefill_rate_age_s <= FRESH_S]
     known = [one.prefill_tokens_per_s for one in capacities]
@@ -53,19 +53,19 @@ def rate_of_unmeasured(capacities: Sequence[Capacity]) -> float:
 
 
 def finish_s(capacity: Capacity, tokens: int, unmeasured: float) -> float:
-    """Seconds until a worker has computed a prompt of so many tokens behind all that it has."""
+    """Seconds until a worker finishes a prompt of `tokens` tokens behind its queue."""
     return (capacity.queued_prefill_tokens + tokens) / _rate(capacity, unmeasured)
 
 
 def soonest(capacities: Sequence[Capacity], tokens: int, unmeasured: float) -> int:
-    """Index of the worker that computes the prompt soonest; of equals the first."""
+    """Index of the worker that finishes the prompt first. On a tie it is the first one."""
     finishes_s = [finish_s(one, tokens, unmeasured) for one in capacities]
     return finishes_s.index(min(finishes_s))
 
 
 def takeover_tokens(prefill: Capacity, decode: Capacity, tokens: int) -> int:
-    """How many tokens of a prompt the decode worker may compute and be done no later than the
-    prefill worker with the whole of it:
+    """The most tokens of a prompt that the decode worker may compute and still finish no later than
+    the prefill worker finishes the whole prompt:
 
         (finish_s(prefill) - wait_s(decode)) x rate(decode)
     """

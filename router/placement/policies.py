@@ -1,4 +1,4 @@
-"""Which workers run a job, among those that have room for it."""
+"""Policies that choose the workers of a job among those that have capacity for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Choosable(Protocol):
-    """A worker, as a policy sees it."""
+    """The parts of a worker that a policy uses."""
 
     @property
     def worker_id(self) -> str:
@@ -20,17 +20,18 @@ class Choosable(Protocol):
         ...
 
     def capacity(self) -> Capacity:
-        """What it has, by the router's estimate."""
+        """Its capacity, by the router's estimate."""
         ...
 
 
 class Policy(Protocol):
-    """Chooses; never refuses: the candidates, at least one, all have room."""
+    """Chooses a worker and never refuses. There is at least one candidate, and all have
+    capacity."""
 
     name: str
 
     def prefill(self, candidates: Sequence[Choosable], tokens: int) -> int:
-        """Index of the worker that computes a prompt of so many tokens."""
+        """Index of the worker that computes a prompt of `tokens` tokens."""
         ...
 
     def decode(self, candidates: Sequence[Choosable]) -> int:
@@ -39,19 +40,19 @@ class Policy(Protocol):
 
 
 class LeastWork:
-    """The worker that gets to the job first.
+    """Chooses the worker with the least work.
 
-    Prefill: the one that computes the prompt soonest (`router.placement.placing`).
+    Prefill: the worker that finishes the prompt first (`router.placement.placing`).
 
-    Decode: the emptiest, by whichever of slots and pages is scarcer there. A step's time grows with
-    the batch, and pages run out before slots where contexts are long: the larger of the two shares
-    is the pressure; of equals the one with fewer running sequences.
+    Decode: the worker with the least pressure. The pressure is the used share of slots or of pages,
+    whichever is larger: a step's time grows with the batch, and pages run out before slots if
+    contexts are long. On a tie it is the worker with fewer running sequences.
     """
 
     name = "least_work"
 
     def prefill(self, candidates: Sequence[Choosable], tokens: int) -> int:
-        """Index of the worker that computes the prompt soonest."""
+        """Index of the worker that finishes the prompt first."""
         capacities = [worker.capacity() for worker in candidates]
         return soonest(capacities, tokens, rate_of_unmeasured(capacities))
 
@@ -62,7 +63,7 @@ class LeastWork:
 
 
 class RoundRobin:
-    """Each worker in turn, by name; blind to load, so a measure of what looking at it brings."""
+    """Takes each worker in turn, by name. It ignores load and serves for comparisons."""
 
     name = "round_robin"
 

@@ -1,8 +1,8 @@
-"""Which workers can run a demand, and which of them shall.
+"""Finds the workers that can run a demand, and chooses among them.
 
-A route names one worker for each part: two for a hand-off, the prefill worker alone where one token
-is wanted, and the same worker twice where one runs the job whole: one that does both, or a decode
-worker for one of the reasons in `router.placement.placing`.
+A route names one worker for each leg. A hand-off has two workers. A job for a single token has
+the prefill worker alone. If one worker runs the whole job, the route names it twice: it has the
+role both, or it is a decode worker for one of the reasons in `router.placement.placing`.
 """
 
 from __future__ import annotations
@@ -33,48 +33,49 @@ KEPT_FREE: Final = 16
 
 Test = Callable[["WorkerLink", "Demand"], bool]
 Pairs = Mapping["WorkerLink", Sequence["WorkerLink | None"]]
-"""By who begins, with whom: None where nobody has to decode."""
+"""The possible second workers for each first worker; None if the job needs no decode."""
 
 
 class Route(NamedTuple):
-    """Who runs an attempt."""
+    """The workers of an attempt."""
 
     prefill: WorkerLink
     decode: WorkerLink | None
-    """None: nothing to decode, the first token is the last."""
+    """None if the first token is the last, so that there is nothing to decode."""
     local_reason: LocalReason | None = None
-    """Why a decode worker runs it whole; None where it does not."""
+    """The reason for which a decode worker runs the whole job; None if it does not."""
     takeover_tokens: int = 0
-    """Where it is handed off: how many tokens of the prompt the decode worker may compute instead,
-    where it holds the larger part."""
+    """For a hand-off: the most tokens of the prompt that the decode worker may compute itself, if
+    it holds the larger part."""
 
     @property
     def whole(self) -> bool:
-        """One worker runs it from prompt to last token."""
+        """Whether one worker runs it from prompt to last token."""
         return self.prefill is self.decode
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Who failed a job before."""
+    """The workers that failed a job before."""
 
     workers: set[WorkerLink] = field(default_factory=set)
     pairs: set[tuple[WorkerLink, WorkerLink]] = field(default_factory=set)
-    """Prefill and decode worker that could not hand it off, whichever of the two said so."""
+    """Pairs of prefill and decode worker whose hand-off failed. Either of the two may have said
+    so."""
 
     def copy(self) -> Failed:
-        """One that goes on by itself."""
+        """An independent copy."""
         return Failed(set(self.workers), set(self.pairs))
 
 
 def prefill_reservation(demand: Demand) -> Reservation:
-    """What the prompt takes of the worker that computes it."""
+    """The reservation at the worker that computes the prompt."""
     return Reservation(prefill_tokens=demand.prompt_tokens)
 
 
 def decode_reservation(demand: Demand) -> Reservation:
-    """What the job takes of the worker that decodes: the prompt's pages, and one more for each
-    choice that will need one."""
+    """The reservation at the worker that decodes: the prompt's pages, and one more for each choice
+    that will need one."""
     size = demand.model.page_size_tokens
     prompt_pages = -(-demand.prompt_tokens // size)
     all_pages = -(-(demand.whole_tokens) // size)
@@ -85,7 +86,7 @@ def decode_reservation(demand: Demand) -> Reservation:
 def largest_pool_tokens(
     demand: Demand, workers: Sequence[WorkerLink], local: LocalPrefill
 ) -> int | None:
-    """Prompt and output tokens that the roomiest route could ever hold; None without a route."""
+    """Prompt and output tokens that the largest route could ever hold; None without a route."""
     limits = [
         _route_tokens(demand, first, partner)
         for first in _starters(demand, workers, _anyone)
@@ -97,7 +98,7 @@ def largest_pool_tokens(
 
 
 def holds(worker: WorkerLink, model: ServedModel) -> bool:
-    """Whether the worker has this model, of this very revision."""
+    """Whether the worker has this revision of this model."""
     served = worker.identity.model
     return served.name == model.name and served.revision == model.revision
 
@@ -119,12 +120,12 @@ def choose(
     failed: Failed,
     local: LocalPrefill,
 ) -> Route | None:
-    """The route that is done soonest among those that have room now; None where there is none.
+    """The route with the smallest finish time among those with capacity now; None if there is none.
 
-    A prefill worker or a pair that failed this job before is taken, like a pair that complains of
-    more than a slow path, only where no other could run the job, not even later, and no decode
-    worker by itself: an attempt there fails at once, and there are not many. A pair whose path is
-    slow is taken where no other has room.
+    Two kinds of route are the last resort: a prefill worker or pair that failed this job before,
+    and a pair that complains of more than a slow path. An attempt there fails at once, and a job
+    has few attempts. They are used only if no other pair could run the job now or later, and no
+    decode worker could run it alone. A pair with a slow path is used if no other has capacity.
     """
     fit = _fit(demand, workers, failed)
     avoid = failed.workers
@@ -148,7 +149,7 @@ def choose(
 def _alone(
     demand: Demand, workers: Sequence[WorkerLink], policy: Policy, avoid: Collection[WorkerLink]
 ) -> Route | None:
-    """A decode worker that runs the job whole, as no prefill worker is left."""
+    """A decode worker that runs the whole job, since no prefill worker is left."""
     decoders = _decoders(demand, workers, _has_both)
     if not decoders:
         return None
@@ -163,8 +164,8 @@ def _sooner_alone(
     avoid: Collection[WorkerLink],
     prefills: Sequence[WorkerLink],
 ) -> Route | None:
-    """The decode worker that computes the prompt sooner than any prefill worker would, those
-    included that have no credit now: they may have some later."""
+    """The decode worker that would finish the prompt before any prefill worker. Prefill workers
+    without credit now are compared, too, since they may have credit later."""
     decoders = _decoders(demand, workers, _has_both)
     if not decoders:
         return None
@@ -186,7 +187,8 @@ def _usual_route(
     avoid: Collection[WorkerLink],
     fit: Pairs,
 ) -> Route | None:
-    """A prefill worker and its partner, or one that does both; of those that fit, if any do."""
+    """A prefill worker with its decode worker, or a worker that does both. It comes from `fit` if
+    one of those has capacity."""
     pairs = _pairs(demand, workers, _has_credit, _has_room)
     if fit:
         pairs = _only(pairs, lambda first, partner: partner in fit.get(first, ()))
@@ -203,7 +205,7 @@ def _usual_route(
 
 
 def _fit(demand: Demand, workers: Sequence[WorkerLink], failed: Failed) -> Pairs:
-    """Pairs that could run the job if they had room, and that nothing speaks against."""
+    """Sound pairs that have not failed the job and could run it if they had capacity."""
     tokens = demand.whole_tokens
 
     def test(first: WorkerLink, partner: WorkerLink | None) -> bool:
@@ -219,7 +221,7 @@ def _fit(demand: Demand, workers: Sequence[WorkerLink], failed: Failed) -> Pairs
 def _pairs(
     demand: Demand, workers: Sequence[WorkerLink], first_test: Test, partner_test: Test
 ) -> Pairs:
-    """Who could begin the demand, and with whom each."""
+    """The workers that could begin the demand, and the possible second workers of each."""
     return {
         first: partners
         for first in _starters(demand, workers, first_test)
@@ -228,7 +230,7 @@ def _pairs(
 
 
 def _only(pairs: Pairs, test: Callable[[WorkerLink, WorkerLink | None], bool]) -> Pairs:
-    """The pairs that pass."""
+    """The pairs that pass the test."""
     return {
         first: partners
         for first, everyone in pairs.items()
@@ -237,7 +239,7 @@ def _only(pairs: Pairs, test: Callable[[WorkerLink, WorkerLink | None], bool]) -
 
 
 def _decoders(demand: Demand, workers: Sequence[WorkerLink], test: Test) -> list[WorkerLink]:
-    """Workers that decode and do nothing else, as long as they are let."""
+    """Workers with the role decode that pass the test."""
     return [
         worker
         for worker in workers
@@ -258,9 +260,9 @@ def _starters(demand: Demand, workers: Sequence[WorkerLink], test: Test) -> list
 def _partners(
     first: WorkerLink, demand: Demand, workers: Sequence[WorkerLink], test: Test
 ) -> list[WorkerLink | None]:
-    """Who can decode what `first` computed; [None] where nobody has to.
+    """The workers that can decode the prompt of `first`; [None] if the job needs no decode.
 
-    A worker that does both keeps its own: a hand-off would only cost.
+    A worker that does both keeps its own prompts, since a hand-off would only cost time.
     """
     if first.identity.role == worker_pb2.WORKER_ROLE_BOTH:
         return [first] if test(first, demand) else []
@@ -279,7 +281,8 @@ def _is_sound(first: WorkerLink, partner: WorkerLink | None) -> bool:
 
 
 def _route_tokens(demand: Demand, first: WorkerLink, partner: WorkerLink | None) -> int:
-    """A prefill worker holds the prompt alone; a last token has no KV where nobody decodes."""
+    """Tokens of a choice that the route can hold. A prefill worker holds only the prompt. Without a
+    decode worker the last token needs no KV."""
     first_tokens = _pool_tokens(demand, first)
     if partner is None:
         return first_tokens + 1
@@ -287,9 +290,10 @@ def _route_tokens(demand: Demand, first: WorkerLink, partner: WorkerLink | None)
 
 
 def _pool_tokens(demand: Demand, worker: WorkerLink) -> int:
-    """Tokens of a choice that the empty pool holds; what the context holds while it is unknown."""
+    """Tokens of a choice that the empty pool holds. While the pool is unknown, the context
+    counts."""
     pages = worker.capacity().total_pages
-    shared = 2 * (demand.choices - 1)  # Pages in which choices begin to differ.
+    shared = 2 * (demand.choices - 1)  # Pages in which the choices diverge.
     return (
         (pages - shared) * demand.model.page_size_tokens
         if pages
@@ -306,7 +310,8 @@ def _anyone(_worker: WorkerLink, _demand: Demand) -> bool:
 
 
 def _has_credit(worker: WorkerLink, demand: Demand) -> bool:
-    """Any credit will do: no prompt is so long that a worker could not begin it."""
+    """Whether the worker has any credit. Some is enough, since it can begin a prompt of any
+    length."""
     fits = demand.prompt_tokens <= _pool_tokens(demand, worker)
     return fits and worker.capacity().prefill_credit_tokens > 0
 
@@ -328,7 +333,7 @@ def _has_room(worker: WorkerLink, demand: Demand) -> bool:
 
 
 def _could_hold(worker: WorkerLink, demand: Demand) -> bool:
-    """In a pool that is empty."""
+    """Whether the empty pool could hold the demand."""
     return demand.whole_tokens <= _pool_tokens(demand, worker)
 
 

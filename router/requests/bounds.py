@@ -1,8 +1,8 @@
-"""What a call may cost before it is known what it asks for: sizes, counts and times, in one place.
+"""Bounds on the cost of a call before it is parsed: sizes, counts and times, in one place.
 
-Whoever reaches a port can send anything. So bytes are bounded before they are parsed, elements
-before they become objects, lists before they are walked, and times before somebody is waited for.
-`BodyShape` judges what was read; `router.requests.wire_shape` counts what a message of gRPC holds.
+Anyone who reaches a port can send anything. So bytes are bounded before they are parsed, elements
+before they become objects, lists before they are walked, and every wait has a limit.
+`BodyShape` checks the bytes. `router.requests.wire_shape` counts the fields of a gRPC message.
 """
 
 from __future__ import annotations
@@ -21,69 +21,72 @@ if TYPE_CHECKING:
 
     from router.jobs import ServedModel
 
-# Of a request's bytes.
+# Bounds on the bytes of a request.
 
 BYTES_A_TOKEN: Final = 32
-"""Of a request, for each token of the largest context: words of several bytes, JSON around each."""
+"""Bytes of a request for each token of the largest context: long words, with JSON around each."""
 LEAST_REQUEST_BYTES: Final = 1 << 20
-"""Accepted however short the context is, so that a prompt that is too long is told so in tokens."""
+"""This size is accepted for any context, so that the error for a long prompt can count tokens."""
 MOST_REQUEST_BYTES: Final = PUBLIC_MESSAGE_BYTES
-"""Accepted at most: such a body is parsed in a few hundredths of a second."""
+"""Largest request. Such a body is parsed in a few hundredths of a second."""
 
-# Of what a request holds.
+# Bounds on the parts of a request.
 
 MOST_FIELDS: Final = 65_536
-"""Of a message of gRPC and those in it: counting one takes half a microsecond. Ids are one field
-together, and the turns of the longest conversation a fifth of this."""
+"""Most fields of a gRPC message with those in it. Counting one takes half a microsecond. All ids
+are one field together. The turns of the longest conversation have a fifth of this."""
 LEAST_ELEMENTS: Final = 65_536
-"""Objects and lists of a body that are accepted with any context; larger ones may have one for each
-token."""
+"""Objects and lists of a body that are accepted with any context. A larger context allows one for
+each token."""
 COMMAS_AN_ELEMENT: Final = 8
-"""Commas may stand in texts, and between ids and the fields of a turn."""
+"""Commas allowed for each element. They occur in texts, between ids and between fields of a
+turn."""
 MAX_TURNS: Final = 4096
-"""Of a conversation. Each costs about ten microseconds on the event loop."""
+"""Most turns of a conversation. Each costs about ten microseconds on the event loop."""
 MAX_CONTENT_PARTS: Final = 4096
-"""Of one turn's content."""
+"""Most parts of one turn's content."""
 MAX_TEMPLATE_VALUES: Final = 4096
-"""Values in a chat template's variables, at any depth: each becomes a message of its own."""
+"""Most values in a chat template's variables, at any depth. Each becomes a message of its own."""
 
-# Of the bodies of HTTP requests.
+# Bounds on the bodies of HTTP requests.
 
 MOST_HELD_BODY_BYTES: Final = 256 << 20
-"""Of all bodies that were read and not yet made into requests."""
+"""Most bytes of all bodies that are read and not yet parsed."""
 BODY_BYTES_A_SECOND: Final = 16 << 10
-"""A body comes at this pace at least: a tenth of what a poor mobile network does."""
+"""Slowest pace of a body: a tenth of a poor mobile network's."""
 BODY_GRACE_S: Final = 10.0
-"""What a body may take beside that: a network that stalls, a client that computes what it sends."""
+"""Extra time for a body, for a network that stalls or a client that computes while it sends."""
 
-# Of connections.
+# Bounds on connections.
 
 HEADERS_S: Final = 10.0
-"""From a connection's opening, or the first byte of a request, to the end of its headers."""
+"""Longest time from a connection's opening, or a request's first byte, to the end of its
+headers."""
 TURN_BYTES: Final = 4096
-"""Of one HTTP connection, parsed in one turn of the event loop: chunks of one byte, of which there
-are seven hundred in it, take a hundredth of a second."""
+"""Bytes of one HTTP connection that are parsed in one turn of the event loop. They hold seven
+hundred chunks of one byte, which take a hundredth of a second."""
 MOST_UNWANTED_BYTES: Final = 2 * MOST_REQUEST_BYTES
-"""Read behind an answer that came before the end of a body, so that its sender sees the answer."""
+"""Most bytes of a body that are read after an early answer, so that its sender sees the answer."""
 UNREAD_GRACE_S: Final = 5.0
-"""From a call's deadline to its end where nobody reads the answer, nor the error in its place."""
+"""Time from a call's deadline to its end if the client reads neither the answer nor the error."""
 RESERVED_FILES: Final = 256
-"""Open files that clients leave to workers, logs, operators and gRPC itself."""
+"""Open files that are kept free for workers, logs, operators and gRPC itself."""
 GRPC_SHARE: Final = 4
-"""One connection in so many is gRPC's, which carries many calls at once."""
+"""One connection in this many is for gRPC, whose connections carry many calls at once."""
 FEWEST_CONNECTIONS: Final = 16
-"""Of either kind, where the system allows hardly any files."""
+"""Least connections of either kind, if the system allows hardly any files."""
 
 
 class ConnectionLimits(NamedTuple):
-    """How many may be open at the same time."""
+    """Most connections that may be open at the same time."""
 
     http: int
     grpc: int
 
 
 def most_connections() -> ConnectionLimits:
-    """As many as the process may have open files, but for those that it needs itself."""
+    """The limits from the number of files that the process may open, less those that it needs
+    itself."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else min(soft, MAX_OPEN_FILES)
     free = max(files - RESERVED_FILES, 2 * FEWEST_CONNECTIONS)
@@ -92,26 +95,26 @@ def most_connections() -> ConnectionLimits:
 
 
 class BodyShape:
-    """Judges requests by their bytes, before anything is made of them.
+    """Checks requests by their bytes, before they are parsed.
 
     Args:
-        models: those that are served now.
+        models: the models that are served now.
     """
 
     def __init__(self, models: Callable[[], Iterable[ServedModel]]) -> None:
         self._models = models
 
     def most_bytes(self) -> int:
-        """Of a request."""
+        """Largest size of a request."""
         allowed = BYTES_A_TOKEN * self._largest_context()
         return max(LEAST_REQUEST_BYTES, min(allowed, MOST_REQUEST_BYTES))
 
     def most_elements(self) -> int:
-        """Objects and lists of a body; ids of a prompt."""
+        """Most objects and lists of a body, and most ids of a prompt."""
         return max(LEAST_ELEMENTS, self._largest_context())
 
     def check_size(self, size_bytes: int) -> None:
-        """Refuses what is larger than any prompt.
+        """Refuses a request that is larger than any prompt.
 
         Raises:
             RouterError: MALFORMED_REQUEST.
@@ -120,19 +123,19 @@ class BodyShape:
             raise errors.malformed_request(f"the request exceeds {most} bytes")
 
     def check_message(self, data: bytes, kind: Descriptor) -> None:
-        """Judges the bytes of a message of gRPC.
+        """Checks the bytes of a gRPC message.
 
         Raises:
             RouterError: MALFORMED_REQUEST.
         """
         self.check_size(len(data))
-        if len(data) <= MOST_FIELDS:  # No field takes less than a byte.
+        if len(data) <= MOST_FIELDS:  # A field takes at least one byte.
             return
         if count_fields(data, kind, MOST_FIELDS) > MOST_FIELDS:
             raise errors.malformed_request(f"the request holds more than {MOST_FIELDS} fields")
 
     def check_json(self, body: bytes) -> None:
-        """Judges the body of an HTTP request, whose strings are counted as well.
+        """Checks the body of an HTTP request. Characters in its strings count as well.
 
         Raises:
             RouterError: MALFORMED_REQUEST.
@@ -143,7 +146,7 @@ class BodyShape:
         most = self.most_elements()
         if body.count(b"{") + body.count(b"[") > most:
             raise errors.malformed_request(f"the body holds more than {most} objects and lists")
-        if body.count(b":") > most:  # One in each entry of an object; a token at least in a text.
+        if body.count(b":") > most:  # One in each entry of an object; in a text, a token each.
             raise errors.malformed_request(f"the body has more than {most} colons")
         if body.count(b",") > COMMAS_AN_ELEMENT * most:
             raise errors.malformed_request(

@@ -1,7 +1,7 @@
-"""Chat templates: the programs by which a model's conversations become one text.
+"""Chat templates: the programs that turn a model's conversations into one text.
 
-They come with a checkpoint, from anywhere, so they run in a sandbox; with the variables and helpers
-that chat templates are written against.
+They come with a checkpoint, from any source, so they run in a sandbox. The sandbox has the
+variables and helpers that chat templates expect.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ def compile_template(source: str) -> Template:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}`, which marks the assistant's words for training, renders as its body."""
+    """Renders `{% generation %}` as its body. The block marks the assistant's words for
+    training."""
 
-    tags = {"generation"}  # noqa: RUF012 - declared so by the base class
+    tags = {"generation"}  # noqa: RUF012 - the base class declares it like this
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         """Returns the statements inside."""
@@ -63,7 +64,7 @@ class _GenerationBlock(Extension):
 
 
 def _to_json(value: object, indent: int | None = None, **options: Any) -> str:
-    # Jinja's own filter escapes for HTML, which a model was never trained on.
+    # Jinja's own filter escapes for HTML, and no model was trained on that.
     return json.dumps(value, ensure_ascii=False, indent=indent, **options)
 
 

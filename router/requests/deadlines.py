@@ -1,4 +1,4 @@
-"""Bounds on time around what a call waits for."""
+"""Time limits for the waits of a call."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from router.requests.bounds import UNREAD_GRACE_S
 
 @asynccontextmanager
 async def until(deadline_ns: int, tokens_sent: Callable[[], int]) -> AsyncIterator[None]:
-    """Around what must be over by the deadline, Unix nanoseconds.
+    """Wraps work that must end by the deadline, Unix nanoseconds.
 
     Raises:
-        RouterError: DEADLINE_EXCEEDED, with the tokens that were sent until then.
+        RouterError: DEADLINE_EXCEEDED, with the count of tokens sent by then.
     """
     try:
         async with asyncio.timeout((deadline_ns - time.time_ns()) / 1e9) as timer:
@@ -28,16 +28,16 @@ async def until(deadline_ns: int, tokens_sent: Callable[[], int]) -> AsyncIterat
 
 
 class UnreadError(Exception):
-    """Long after its deadline, an answer, or the error in its place, was not read."""
+    """The client did not read its answer, or the error in its place, long after the deadline."""
 
 
 @asynccontextmanager
 async def read_by(deadline_s: float) -> AsyncIterator[None]:
-    """Around all that is sent to a client: its deadline ends the work, but not a client that takes
-    nothing of what it gave.
+    """Wraps everything that is sent to a client. The deadline alone would end the work, but not the
+    wait for a client that does not read.
 
     Args:
-        deadline_s: from now.
+        deadline_s: time from now to the deadline.
 
     Raises:
         UnreadError: `UNREAD_GRACE_S` after the deadline.

@@ -1,16 +1,16 @@
-"""Token ids to text, as they come, one choice at a time.
+"""Turns token ids into text as they come, one choice at a time.
 
 A token may be half a character, and a decoder may treat the first token of a text unlike the rest
 (a leading space), so tokens cannot be decoded one by one. `Detokenizer` decodes a short window of
 the latest tokens again with each new one. Invariants, where `text` is the window's text:
 
-- `text[:released]` is what earlier calls returned of it; it does not change as the window grows;
-- U+FFFD at its end may still become a character, and is returned when something else follows it
-  or at the end. A byte of a character can turn all bytes before it into U+FFFD until the character
-  is complete (byte fallback does so), but only as long as it can be completed: `_BROKEN_AFTER`;
-- the window starts where a character starts.
+- earlier calls returned `text[:released]`, and this part does not change as the window grows;
+- U+FFFD at its end may still become a character. It is returned when something else follows it, or
+  at the end. A byte of a character can turn all bytes before it into U+FFFD until the character is
+  complete (byte fallback does so), but only while it can be completed: `_BROKEN_AFTER`;
+- the window starts at the start of a character.
 
-`StopTexts` then holds back what may be the beginning of a stop text.
+`StopTexts` then holds back text that may be the beginning of a stop text.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from typing import Final, NamedTuple, Protocol
 
 _REPLACEMENT: Final = "\ufffd"
 _BROKEN_AFTER: Final = 3
-"""A character lacks at least its last byte for this many tokens; after more, bytes are broken."""
+"""A character may be incomplete for this many tokens. After more, its bytes are broken."""
 _WINDOW_TOKENS: Final = 12
-"""A longer window is shortened, one of broken bytes at twice the length: this bounds the cost."""
+"""Longest window, to bound the cost. A window of broken bytes may have twice this length."""
 CONTEXT_TOKENS: Final = 4
-"""Kept of the prompt, and of a run of broken bytes: more tokens than a character has bytes
-before its last."""
+"""Tokens kept from the prompt, and from a run of broken bytes. They are more than the bytes of a
+character before its last."""
 
 
 class Decoder(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that is used here."""
 
     special_ids: frozenset[int]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of ids, U+FFFD for what is no character."""
+        """Text of ids, with U+FFFD for bytes that are no character."""
         ...
 
 
 class Detokenizer:
     """Text of one choice's tokens, at character boundaries.
 
-    All that is returned, joined, is the text that the tokens add to the prompt's: the decoded whole
+    The returned pieces, joined, are the text that the tokens add to the prompt: the decoded whole
     without the decoded prompt.
     """
 
@@ -50,7 +50,7 @@ class Detokenizer:
         self._window = self._context(prompt_ids)
         self._released = len(decoder.decode(self._window)) if self._window else 0
         self._boundary = 0
-        """Window index of the latest but one place where a character started."""
+        """Window index of the start of a character: the last start but one."""
         self._latest_boundary = len(self._window)
 
     def push(self, token_id: int) -> str:
@@ -69,34 +69,34 @@ class Detokenizer:
         return new
 
     def finish(self) -> str:
-        """The rest: bytes at the very end that never became a character."""
+        """Returns the rest: bytes at the very end that never became a character."""
         text = self._decoder.decode(self._window)
         new = text[self._released :]
         self._released = len(text)
         return new
 
     def _context(self, prompt_ids: Sequence[int]) -> list[int]:
-        """The prompt's last tokens, which decide about a leading space; none if half a character.
+        """The prompt's last tokens, which decide about a leading space.
 
-        Half a character at the end of a prompt of ids cannot be told from broken bytes: the output
-        then stands for itself.
+        There are none if the prompt ends in half a character. This cannot be distinguished from
+        broken bytes, so the output is then decoded by itself.
         """
         special = self._decoder.special_ids
         tail = [one for one in prompt_ids[-CONTEXT_TOKENS:] if one not in special]
         return [] if self._decoder.decode(tail).endswith(_REPLACEMENT) else tail
 
     def _stable_length(self, text: str) -> int:
-        """Length of `text` without the U+FFFD at its end that may yet become a character."""
+        """Length of `text` without the U+FFFD at its end that may still become a character."""
         held = len(text) - len(text.rstrip(_REPLACEMENT))
         if len(self._window) - self._latest_boundary > _BROKEN_AFTER:
             held = min(held, _BROKEN_AFTER)
         return len(text) - held
 
     def _shorten(self, whole: bool) -> None:
-        """Drops tokens before the latest but one boundary, where text was whole.
+        """Drops the tokens before the last boundary but one, where the text was complete.
 
-        In a long run of broken bytes there is none; then any cut will do that leaves more tokens
-        than an incomplete character has bytes, since a character's first byte is no other's second.
+        A long run of broken bytes has no boundary. Then the cut only has to leave more tokens than
+        an incomplete character has bytes, since no character starts with another one's later byte.
         """
         if whole:
             start = self._boundary
@@ -111,18 +111,18 @@ class Detokenizer:
 
 
 class StopMatch(NamedTuple):
-    """Text to release, and the stop text that was met, if one was."""
+    """Text to release, and the stop text that was found, if any."""
 
     text: str
     met: str | None = None
 
 
 class StopTexts:
-    """Finds the stop text that ends first; holds back what may be the beginning of one.
+    """Finds the stop text that ends first. Holds back text that may be the beginning of one.
 
     Invariant: `_held` is the longest end of the text so far that begins a stop text, so every later
-    match starts inside it. Of several that end at one place the longest counts. The result does not
-    depend on how the text is cut into tokens.
+    match starts inside it. If several stop texts end at one place, the longest counts. The result
+    does not depend on the tokens into which the text is cut.
     """
 
     def __init__(self, texts: Sequence[str], include_stop: bool = False) -> None:
@@ -143,12 +143,12 @@ class StopTexts:
         return StopMatch(pending[: len(pending) - held])
 
     def finish(self) -> str:
-        """The text that was held back and began no stop text after all."""
+        """Returns the text that was held back, since it begins no stop text."""
         held, self._held = self._held, ""
         return held
 
     def _first_match(self, text: str, held: int) -> tuple[str, int] | None:
-        """The stop text that ends first behind `text[:held]`, and the index behind it."""
+        """The stop text that ends first after `text[:held]`, and the index after it."""
         best: tuple[str, int] | None = None
         for stop in self._texts:
             start = text.find(stop, max(0, held + 1 - len(stop)))

@@ -2,12 +2,12 @@
 
 1. Admit: validate, find the model and its tokenizer. All violations are reported at once.
 2. Tokenize, fill in every default, draw a seed: a `Job`.
-3. Run: the dispatcher tells what comes, from within the handler of a worker's message; stop texts
-   are judged and an `OutputBuffer` is filled there and then, so that a client that reads slowly
-   holds up neither the dispatcher nor its own stop texts.
-4. The outputs are taken out at the client's pace: all that a token wakes is the client's own task.
+3. Run: the dispatcher reports events from within the handler of a worker's message. Stop texts are
+   searched and an `OutputBuffer` is filled right there. So a slow client delays neither the
+   dispatcher nor its own stop texts.
+4. The client's task takes the outputs out at the client's pace. A token wakes only that task.
 
-However it ends, the dispatcher is done with the job before `Generations.stream` returns.
+In every case the dispatcher is done with the job before `Generations.stream` returns.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ class Generations:
         self._events = events
 
     async def stream(self, request: GenerationRequest, call: Call) -> AsyncGenerator[Output, None]:
-        """What one generation gives, in the order of StreamGenerate's messages.
+        """The outputs of one generation, in the order of StreamGenerate's messages.
 
         Raises:
-            RouterError: why it was refused or could not be finished.
+            RouterError: it was refused or could not be finished.
         """
         with RequestSpan(call, request, self._events) as span:
             async with self.deadline(call):
@@ -101,11 +101,11 @@ class Generations:
                     left_s = call.passed_s
                     try:
                         yield output
-                    finally:  # a reader that leaves has been given it, too
+                    finally:  # a reader that leaves got this output, too
                         span.observe(output, left_s)
 
     def deadline(self, call: Call) -> AbstractAsyncContextManager[None]:
-        """Around what a call waits for while nothing of it runs yet.
+        """Limits the waits of a call before its job runs.
 
         Raises:
             RouterError: DEADLINE_EXCEEDED.
@@ -113,7 +113,7 @@ class Generations:
         return until(self._deadline_ns(call), int)
 
     async def tokenize(self, request: api.TokenizeRequest) -> api.TokenizeResponse:
-        """Token ids of a text or of chat turns, and their texts where these are asked for.
+        """Token ids of a text or of chat turns, and their texts if the request asks for them.
 
         Raises:
             RouterError: INVALID_FIELD, or the model is not served.
@@ -151,7 +151,7 @@ class Generations:
         try:
             model = self._dispatcher.model(request.input.model)
         except errors.RouterError:
-            # What can be mended comes before what can only be waited for.
+            # Errors that the client can correct come before those for which it can only wait.
             found.raise_if_any()
             raise
         validation.check_against_model(found, request.input, model)
@@ -169,11 +169,12 @@ class Generations:
         path: str,
         max_tokens: int | None = None,
     ) -> PromptIds:
-        """The prompt's ids; where it surely has more than `max_tokens`, it is refused instead."""
+        """The prompt's ids. A prompt that certainly has more than `max_tokens` is refused
+        instead."""
         kind = holder.WhichOneof("prompt")
         if isinstance(holder, api.GenerationInput) and kind == "token_ids":
             return np.array(holder.token_ids.ids, dtype=np.uint32)
-        assert tokenizer is not None  # Validated: text and chat need one.
+        assert tokenizer is not None  # Validation made sure: text and chat need one.
         field = f"{path}.{kind}".lstrip(".")
         special = None
         if isinstance(holder, api.TokenizeRequest) and holder.HasField("add_special_tokens"):
@@ -223,13 +224,14 @@ class Generations:
         )
 
     def _deadline_ns(self, call: Call) -> int:
-        """The caller's, but not beyond the longest duration allowed."""
+        """The caller's deadline, but not beyond the longest duration allowed."""
         longest_s = self._limits.max_request_duration_s
         duration_s = longest_s if call.time_left_s is None else min(call.time_left_s, longest_s)
         return call.arrived_ns + int(duration_s * 1e9)
 
     def _shorten(self, job: Job) -> None:
-        """Output that nobody asked for is no reason to refuse what a pool has no room for."""
+        """Cuts a default `max_tokens` to the pool's size. A request is not refused for output that
+        the client did not ask for."""
         stopping, pool_tokens = job.stopping, self._dispatcher.largest_pool_tokens(job)
         if pool_tokens is not None:
             room = pool_tokens - job.prompt_tokens
@@ -268,7 +270,7 @@ class _Generation:
             await asyncio.wait([work])
 
     async def _run(self) -> None:
-        """Runs the job to its end, and closes the outbox whatever happens."""
+        """Runs the job to its end, and closes the outbox in every case."""
         try:
             async with until(self._job.deadline_ns, lambda: self._outbox.tokens_put):
                 await self._dispatcher.run(self._job, self._hear)
@@ -277,7 +279,7 @@ class _Generation:
         except Exception as error:
             self._outbox.close(error)
         except asyncio.CancelledError:
-            # The reader left; or, if it did not, one leaked out of the dispatcher.
+            # The reader left. If it did not, the cancellation came from the dispatcher.
             self._outbox.close(RuntimeError("cancelled from inside"))
             raise
         else:

@@ -1,8 +1,8 @@
-"""How much text one token of a vocabulary can stand for: what a prompt costs at least, in tokens.
+"""The longest text of one token of a vocabulary. It gives a lower bound of a text's tokens.
 
-A text that is longer than the context times the longest token cannot fit, whatever it says, so it
-need not be tokenized to know. That holds where every byte of a text ends up in some token. It does
-not where a tokenizer drops text, or has one token for any unknown word: then there is no bound.
+A text that is longer than the context times the longest token cannot fit, so it need not be
+tokenized. This holds if every byte of a text ends up in some token. It does not hold if a tokenizer
+drops text, or has one token for any unknown word. Then there is no bound.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from tokenizers import models
 
 _UNICODE_FORMS: Final = ("NFC", "NFD", "NFKC", "NFKD")
 _FORMS_SHRINK: Final = 4
-"""By so much at most: four bytes of a mathematical letter become one, three of Hangul too."""
+"""Most bytes that a Unicode normal form turns into one. Mathematical letters have four, Hangul has
+three."""
 _KEEPING_SPLITTERS: Final = ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts")
 """Pre-tokenizers that drop nothing."""
 _SPLITTERS: Final = ("Split", "Punctuation")
-"""Others that may be told to drop what they split at."""
+"""Pre-tokenizers that can be set to drop the text at which they split."""
 
 
 def longest_token_bytes(backend: tokenizers.Tokenizer) -> int | None:
-    """UTF-8 bytes of a text that one token stands for at most; None where there is no bound."""
+    """Most UTF-8 bytes of a text that one token stands for; None if there is no bound."""
     normalizers, splitters = _parts(backend.normalizer), _parts(backend.pre_tokenizer)
     if not _keeps_all(backend, [*normalizers, *splitters]):
         return None
@@ -41,7 +42,7 @@ def longest_token_bytes(backend: tokenizers.Tokenizer) -> int | None:
 
 
 def _keeps_all(backend: tokenizers.Tokenizer, parts: list[dict[str, Any]]) -> bool:
-    """Whether there is a token for every byte, and none that takes in what stands around it."""
+    """Whether every byte has a token, and no token takes in the text around it."""
     if any(one.lstrip or one.rstrip for one in backend.get_added_tokens_decoder().values()):
         return False
     if not isinstance(backend.model, models.BPE):
@@ -50,7 +51,7 @@ def _keeps_all(backend: tokenizers.Tokenizer, parts: list[dict[str, Any]]) -> bo
 
 
 def _parts(part: Any) -> list[dict[str, Any]]:
-    """A normalizer or pre-tokenizer as what it consists of."""
+    """The parts of a normalizer or pre-tokenizer."""
     if part is None:
         return []
     return _flat(cast("dict[str, Any]", json.loads(part.__getstate__())))
@@ -64,7 +65,7 @@ def _flat(described: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _shrinks(normalizer: dict[str, Any]) -> int | None:
-    """By how much it may make a text shorter; None where there is no bound."""
+    """The factor by which it may shorten a text; None if there is no bound."""
     match normalizer:
         case {"type": "Prepend" | "ByteLevel"}:
             return 1

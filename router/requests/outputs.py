@@ -2,9 +2,9 @@
 
 1. `ChoiceOutput` turns the tokens of one choice into `TextDelta`s: text, stop texts, log
    probabilities.
-2. `OutputBuffer` holds what the client has not taken yet: one token a message while the client
-   keeps up, merged while it does not, and an error once too much waits.
-3. `Messages` turns what is taken out into messages of the gRPC API.
+2. `OutputBuffer` holds the outputs that the client has not taken yet: one token a message while the
+   client keeps up, merged ones while it does not, and an error once too much waits.
+3. `Messages` turns the outputs into messages of the gRPC API.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FINISH_WORDS: Final = {
     api.FINISH_REASON_STOP: "stop",
     api.FINISH_REASON_LENGTH: "length",
 }
-"""In OpenAI's API, spans and the access log."""
+"""Words for the end of a choice in OpenAI's API, spans and the access log."""
 
 
 class Started(NamedTuple):
@@ -46,7 +46,7 @@ class Started(NamedTuple):
     job: Job
     cached_prompt_tokens: int
     prompt_logprobs: Sequence[TokenScore]
-    """As `JobStarted` has them."""
+    """The same as in `JobStarted`."""
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class TextDelta:
     logprobs: list[TokenScore]
 
     def extend(self, later: TextDelta) -> None:
-        """Takes in the tokens that follow these."""
+        """Appends the tokens that follow these."""
         self.token_ids += later.token_ids
         self.texts += later.texts
         self.logprobs += later.logprobs
@@ -81,10 +81,10 @@ Output = Started | TextDelta | Finished
 
 
 class ChoiceOutput:
-    """Output of one choice. Every generated token is shown; text leaves out what ended it.
+    """Output of one choice. It has every generated token. Its text leaves out the stop text.
 
-    Set by `push`: `num_tokens`, and `stop_text` once a stop text is met, after which nothing may
-    follow.
+    `push` sets `num_tokens`, and `stop_text` once a stop text is found. Nothing may follow after
+    that.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class ChoiceOutput:
         return TextDelta(self.choice, event.first_index, token_ids, texts, logprobs)
 
     def rest(self) -> TextDelta | None:
-        """Text still held back when the choice has ended; a delta without tokens."""
+        """The text still held back when the choice has ended, as a delta without tokens."""
         text = self._stop_texts.finish() if self._stop_texts is not None else ""
         if self._detokenizer is not None and self.stop_text is None:
             text += self._detokenizer.finish()
@@ -143,21 +143,21 @@ class ChoiceOutput:
 
 
 def _ending_ids(job: Job) -> frozenset[int]:
-    """Tokens that end a choice, once there are `min_tokens`."""
+    """Tokens that end a choice after `min_tokens`."""
     ids = frozenset(job.stopping.token_ids)
     return ids if job.stopping.ignore_eos else ids.union(job.model.eos_token_ids)
 
 
 class OutputBuffer:
-    """What waits for the client. One writer, which never waits; one reader.
+    """Outputs that wait for the client. It has one writer, which never waits, and one reader.
 
-    Invariants: outputs leave in the order they came, those of one choice without gap; at most
-    `max_tokens` tokens wait; nothing is taken after an error.
+    Invariants: outputs leave in the order in which they came, those of one choice without gap; at
+    most `max_tokens` tokens wait; nothing is taken after an error.
     """
 
     def __init__(self, max_tokens: int, *, whole: bool = False) -> None:
-        """Empty; `whole` where the reader has no use for tokens before their choice has ended: they
-        do not wake it, which is half of what a token costs."""
+        """An empty buffer. `whole`: the reader needs no tokens before their choice has ended, so
+        tokens do not wake it. This saves half of a token's cost."""
         self._max_tokens = max_tokens
         self._whole = whole
         self._waiting: deque[Output] = deque()
@@ -167,7 +167,7 @@ class OutputBuffer:
         self._closed = False
         self._error: BaseException | None = None
         self._reader: asyncio.Future[None] | None = None
-        """What the reader waits for, or last waited for."""
+        """The future for which the reader waits, or last waited."""
 
     @property
     def tokens_put(self) -> int:
@@ -175,7 +175,7 @@ class OutputBuffer:
         return self._tokens_taken + self._tokens_waiting
 
     def put(self, output: Output) -> None:
-        """Adds an output, merging it into what waits of the same choice.
+        """Adds an output. Merges it with a waiting one of the same choice.
 
         Raises:
             RouterError: READER_TOO_SLOW.
@@ -189,7 +189,7 @@ class OutputBuffer:
         self._wake()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Nothing follows. The reader meets the error behind everything that waits."""
+        """Nothing follows. The reader gets the error after all waiting outputs."""
         self._closed, self._error = True, error
         self._wake()
 
@@ -197,7 +197,7 @@ class OutputBuffer:
         """The next output; None at the end.
 
         Raises:
-            BaseException: what `close` was given.
+            BaseException: the error given to `close`.
         """
         while not self._waiting:
             if self._error is not None:
@@ -232,14 +232,14 @@ class OutputBuffer:
 
 
 class Messages:
-    """The messages of one generation, as the gRPC API has them."""
+    """Makes the gRPC API's messages of one generation."""
 
     def __init__(self) -> None:
         self._arrived_ns = 0
         self._first_token_ns = 0
 
     def of(self, output: Output) -> api.StreamGenerateResponse:
-        """The message of the next output that leaves for the client."""
+        """The message for the next output to the client."""
         match output:
             case TextDelta():
                 self._first_token_ns = self._first_token_ns or time.time_ns()

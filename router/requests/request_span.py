@@ -1,4 +1,4 @@
-"""What is recorded of one generation: its span, the steps below it, figures, its share of the log.
+"""The records of one generation: its span, the steps below it, figures, its part of the log.
 
 Nothing here holds a prompt, an output or the text of an exception.
 """
@@ -56,13 +56,13 @@ class RequestSpan:
             start_ns=call.arrived_ns,
         )
         self.context = context_of(self._span)
-        """Holds this span: the parent of all that is done for the request."""
+        """Context with this span, the parent of all other spans of the request."""
         self._served_model = ""
         self._prompt_tokens = 0
         self._output_tokens = 0
         self._first_token_s: float | None = None
         self._paces: dict[int, _Pace] = {}
-        """By choice."""
+        """Pace of each choice."""
         self._finish_reasons: dict[int, str] = {}
 
     def __enter__(self) -> Self:
@@ -106,7 +106,7 @@ class RequestSpan:
         end_span(span)
 
     def describe_job(self, job: Job) -> None:
-        """Notes what is asked for, defaults filled in."""
+        """Notes the parameters of the job, with defaults filled in."""
         self._model = self._served_model = job.model.name
         self._prompt_tokens = job.prompt_tokens
         self._record.model = job.model.name
@@ -129,8 +129,8 @@ class RequestSpan:
         )
 
     def observe(self, output: Output, left_s: float) -> None:
-        """Takes note of what left for the client, so long after the request's arrival. Said when it
-        is on its way: a first token does not wait for its figures."""
+        """Notes an output that left for the client, `left_s` seconds after the request's arrival.
+        Call it after the output was sent, so that a first token does not wait for its figures."""
         match output:
             case TextDelta():
                 self._observe_tokens(output, left_s)
@@ -172,7 +172,7 @@ class RequestSpan:
 
 @dataclass(slots=True)
 class _Pace:
-    """Of one choice: when its first and last messages of tokens left, seconds from the arrival."""
+    """Times of a choice's first and last messages of tokens, seconds from the arrival."""
 
     first_s: float
     last_s: float
@@ -180,7 +180,7 @@ class _Pace:
 
 
 def _per_token_s(paces: Collection[_Pace]) -> float | None:
-    """Mean time of a token after its choice's first; None where there is no such token."""
+    """Mean time of a token after its choice's first; None if there is no such token."""
     later_tokens = sum(pace.tokens - 1 for pace in paces)
     return (
         sum(pace.last_s - pace.first_s for pace in paces) / later_tokens if later_tokens else None

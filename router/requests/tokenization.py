@@ -1,13 +1,13 @@
-"""Text to token ids: the tokenizer and chat template of a served model.
+"""Turns text into token ids: the tokenizer and chat template of a served model.
 
-Built on `tokenizers` and `jinja2` alone (`router.requests.chat_template`).
-`transformers.AutoTokenizer` reads the same files through the same Rust library, but importing it
-takes seconds and pulls torch in wherever torch is installed, and a router holds no torch.
+This module uses only `tokenizers` and `jinja2` (`router.requests.chat_template`).
+`transformers.AutoTokenizer` reads the same files through the same Rust library. But its import
+takes seconds and loads torch if torch is installed, and a router must not hold torch.
 
-A model folder is read once, before the first request for it if it was warmed. Batches, of one as
-well, are encoded and decoded without the GIL. They run on a small pool, and long ones on a thread
-of their own, so that a prompt of a megabyte holds up neither anybody's tokens nor shorter prompts.
-What waits there for a caller who has left is not begun.
+A model folder is read once, before the first request for it if it was warmed. Batches, even of
+one, are encoded and decoded without the GIL. They run on a small pool, and long ones on a thread of
+their own, so that a prompt of a megabyte delays neither streams nor shorter prompts. Waiting work
+is not begun if its caller has left.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ PromptIds = NDArray[np.uint32]
 Result = TypeVar("Result")
 
 _INLINE_CHARS: Final = 2048
-"""Texts up to this length take less time to encode than handing them to a thread does."""
+"""Texts up to this length are encoded directly, since a thread switch would take longer."""
 _LONG_CHARS: Final = 65_536
-"""Longer texts take some hundredths of a second, and wait for each other."""
+"""Longer texts take some hundredths of a second. They share one thread."""
 _LONG_IDS: Final = 16_384
-"""The same of ids that are decoded."""
+"""The same bound for ids that are decoded."""
 _TURN_CHARS: Final = 32
-"""What a turn of a conversation costs to render, however short it is, in characters of text."""
+"""Cost of rendering any turn of a conversation, in characters of text."""
 
 _ROLES: Final[Mapping[int, str]] = {
     api.ROLE_SYSTEM: "system",
@@ -50,7 +50,7 @@ _ROLES: Final[Mapping[int, str]] = {
 
 
 class ChatTemplateError(Exception):
-    """The model has no chat template, or it refuses these turns; `rule` says which."""
+    """The model has no chat template, or the template refuses these turns; `rule` says which."""
 
     def __init__(self, rule: str) -> None:
         super().__init__(rule)
@@ -58,7 +58,7 @@ class ChatTemplateError(Exception):
 
 
 class PromptTooLongError(Exception):
-    """The text cannot fit, by its bytes alone."""
+    """The number of bytes shows that the text cannot fit."""
 
     def __init__(self, least_tokens: int, max_tokens: int) -> None:
         super().__init__(f"at least {least_tokens} tokens, and room for {max_tokens}")
@@ -79,9 +79,9 @@ class Tokenizer:
         self._backend = backend
         self._template = template
         self.template_source = template_source
-        """What `template` was compiled from."""
+        """Source of `template`."""
         self.special_tokens = dict(special_tokens or {})
-        """Texts by name, such as `eos_token`."""
+        """Texts of special tokens by name, such as `eos_token`."""
         self.special_ids = frozenset(
             token_id
             for token_id, token in backend.get_added_tokens_decoder().items()
@@ -92,7 +92,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str) -> Tokenizer | None:
-        """Reads a model folder; None where it holds no `tokenizer.json`: ids in, ids out."""
+        """Reads a model folder. None if it has no `tokenizer.json`; such a model takes and gives
+        ids."""
         path = Path(folder)
         if not (path / "tokenizer.json").is_file():
             return None
@@ -105,15 +106,15 @@ class Tokenizer:
         return cls(backend, template, _special_tokens(config), source)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> PromptIds:
-        """Ids of a raw text, with what the model expects around one (a beginning of text)."""
+        """Ids of a raw text, with the special tokens that the model expects around it."""
         batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return _ids(batch[0])
 
     def check_length(self, text: str, max_tokens: int) -> None:
-        """Looks at the bytes of a text that must not have more tokens.
+        """Checks by its bytes that a text can have at most `max_tokens` tokens.
 
         Raises:
-            PromptTooLongError: it has more, whatever it says.
+            PromptTooLongError: it certainly has more.
         """
         if (longest := self._longest_token_bytes) is None or len(text) * 4 <= max_tokens * longest:
             return
@@ -122,10 +123,10 @@ class Tokenizer:
             raise PromptTooLongError(least_tokens, max_tokens)
 
     def render_chat(self, chat: api.ChatPrompt) -> str:
-        """Text of a conversation up to where the assistant speaks, or goes on speaking.
+        """Text of a conversation, up to the point at which the assistant begins or goes on.
 
         Raises:
-            ChatTemplateError: there is no template, or it does not take these turns.
+            ChatTemplateError: there is no template, or it refuses these turns.
         """
         if self._template is None:
             raise ChatTemplateError("the model has no chat template")
@@ -134,19 +135,20 @@ class Tokenizer:
             given = self.special_tokens | _variables(chat) | _set_here(chat, end)
             text = self._template.render(**given)
             return text[: text.rindex(end)] if end else text
-        except Exception as error:  # A template is a program: it may raise anything.
+        except Exception as error:  # A template is a program and may raise anything.
             raise ChatTemplateError("the chat template refused the turns") from error
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of ids; special tokens have none, or their names; half characters are U+FFFD."""
+        """Text of ids. Special tokens are skipped or written by name. Half characters are
+        U+FFFD."""
         batch = [token_ids]
         return self._backend.decode_batch(batch, skip_special_tokens=skip_special_tokens)[0]
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token as it stands inside a text; a special one's name."""
+        """Text of one token as it is inside a text; the name of a special token."""
         if token_id in self.special_ids:
             return self._backend.id_to_token(token_id) or ""
-        # A decoder may treat a text's first token unlike the rest: what the second of two adds.
+        # A decoder may treat a text's first token specially, so take the part that the second adds.
         alone, twice = self.decode([token_id]), self.decode([token_id, token_id])
         return twice[len(alone) :]
 
@@ -166,7 +168,7 @@ class Tokenizers:
             loop = asyncio.get_running_loop()
             load = loop.run_in_executor(self._pool, Tokenizer.load, folder)
             self._loads[folder] = load
-        # Shielded: a caller that gives up must not spoil the load for those who wait with it.
+        # Shielded: a caller that gives up must not cancel the load for other waiting callers.
         return await asyncio.shield(load)
 
     async def warm(self, folders: Iterable[str]) -> None:
@@ -180,17 +182,17 @@ class Tokenizers:
         add_special_tokens: bool | None = None,
         max_tokens: int | None = None,
     ) -> PromptIds:
-        """Ids of a text or a conversation; all but short ones are encoded on threads.
+        """Ids of a text or a conversation. All but short ones are encoded on threads.
 
         Args:
-            tokenizer: of the model.
-            prompt: what to encode.
-            add_special_tokens: None: as generating needs it, for a text and not for a conversation.
-            max_tokens: a prompt that surely has more need not be encoded; None: any is.
+            tokenizer: the tokenizer of the model.
+            prompt: the text or conversation.
+            add_special_tokens: None as in a generation: yes for a text, no for a conversation.
+            max_tokens: a prompt that certainly has more need not be encoded; None sets no bound.
 
         Raises:
             ChatTemplateError: the conversation cannot be rendered.
-            PromptTooLongError: the prompt has more than `max_tokens`, as its bytes show.
+            PromptTooLongError: the prompt's bytes show that it has more than `max_tokens`.
         """
         if add_special_tokens is None:
             add_special_tokens = isinstance(prompt, str)
@@ -202,40 +204,42 @@ class Tokenizers:
         return await self._run(work, is_long=chars > _LONG_CHARS)
 
     async def texts(self, tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
-        """Text of each token, as `Tokenizer.token_text` has it, read on the pool."""
+        """Text of each token, by `Tokenizer.token_text` on the pool."""
         work = partial(_texts, tokenizer, token_ids)
         return await self._run(work, is_long=len(token_ids) > _LONG_IDS)
 
     async def decode(
         self, tokenizer: Tokenizer, token_ids: Sequence[int], skip_special_tokens: bool = True
     ) -> str:
-        """Text of ids, as `Tokenizer.decode` has it, read on the pool."""
+        """Text of ids, by `Tokenizer.decode` on the pool."""
         work = partial(tokenizer.decode, token_ids, skip_special_tokens)
         return await self._run(work, is_long=len(token_ids) > _LONG_IDS)
 
     def close(self) -> None:
-        """Lets the threads go, once what they run is done."""
+        """Ends the threads after their current work."""
         for pool in (self._pool, self._long_pool):
             pool.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self, work: Callable[[], Result], *, is_long: bool) -> Result:
-        """What work on a thread gives. Cancelled before it has begun, it never does."""
+        """Runs work on a thread and returns its result. Work that is cancelled before it begins is
+        not run."""
         pool = self._long_pool if is_long else self._pool
         return await asyncio.get_running_loop().run_in_executor(pool, work)
 
 
 def _variables(chat: api.ChatPrompt) -> dict[str, Any]:
-    """The caller's variables of the template. JSON's numbers come as floats; templates print them.
+    """The caller's variables for the template. JSON's numbers come as floats. Whole ones become
+    integers, since templates print them.
 
     Raises:
-        Exception: a number is infinite or none.
+        Exception: a number is infinite or NaN.
     """
     return {name: _plain(value) for name, value in MessageToDict(chat.template_variables).items()}
 
 
 def _set_here(chat: api.ChatPrompt, end: str) -> dict[str, Any]:
-    """Variables of the template that are never the caller's. `end` goes behind the last content, so
-    that what the template writes after it can be cut off."""
+    """Variables of the template that no caller can set. `end` goes after the last content, so that
+    text which the template adds after it can be cut off."""
     turns = [{"role": _ROLES[turn.role], "content": turn.content} for turn in chat.messages]
     if end:
         turns[-1]["content"] += end

@@ -1,8 +1,8 @@
-"""What a client may ask for.
+"""Checks requests against the rules of the API.
 
-The rules are those written beside the fields in `inference.proto`. Every broken one is collected
-before the request is refused, so that a client can mend all of them at once. Descriptions state
-the rule and never repeat what was sent.
+The rules are those beside the fields in `inference.proto`. All broken rules are collected before
+the request is refused, so that a client can correct all of them at once. Descriptions state the
+rule and never repeat the client's values.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ MAX_STOP_TEXT_BYTES: Final = 256
 MAX_STOP_TOKENS: Final = 1024
 MAX_CLIENT_TAG_BYTES: Final = 128
 TEMPLATE_OWN: Final = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
-"""Variables of a chat template that no client sets."""
+"""Variables of a chat template that a client cannot set."""
 
 _MAX_REPORTED_IDS: Final = 8
-"""Of one list; a prompt of another model's tokens would name thousands."""
+"""Most reported ids of one list. A prompt with another model's tokens would have thousands."""
 _GREEDY_BELOW: Final = 1e-5
-"""Temperatures at which nothing but the likeliest token can be drawn, and logits overflow."""
+"""Below this temperature only the likeliest token can be drawn, and logits would overflow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What an operator may set; the defaults are those of the router's settings."""
+    """Limits that an operator may set. The defaults are those of the router's settings."""
 
     default_max_tokens: int = 1024
-    """Where a request sets none and the context leaves as many."""
+    """`max_tokens` of a request that sets none, if the context leaves as many."""
     max_output_tokens: int = 32_768
     max_choices: int = 16
     max_request_duration_s: float = 600.0
-    """Deadline of a request that has none, and the longest allowed."""
+    """Longest deadline, and that of a request that sets none."""
     max_unread_tokens: int = 8192
     """Tokens kept for a client that does not read its stream; one more aborts it."""
 
 
 @dataclass(slots=True)
 class Violations:
-    """Broken rules, gathered under one path."""
+    """Broken rules, collected under one path."""
 
     found: list[Violation] = field(default_factory=list)
 
@@ -66,7 +66,7 @@ class Violations:
         self.found.append(Violation(path, rule))
 
     def unless(self, ok: bool, path: str, rule: str) -> None:
-        """Notes a broken rule unless it is kept."""
+        """Notes a broken rule if `ok` is false."""
         if not ok:
             self.add(path, rule)
 
@@ -83,7 +83,7 @@ class Violations:
 def check_request(
     request: api.GenerateRequest | api.StreamGenerateRequest, limits: Limits
 ) -> Violations:
-    """All that can be judged before the model is known."""
+    """Checks the rules that need no model."""
     found = Violations()
     tag_bytes = len(request.client_tag.encode())
     found.unless(
@@ -105,7 +105,7 @@ def check_request(
 
 
 def check_tokenize(request: api.TokenizeRequest) -> Violations:
-    """The rules of a Tokenize request; paths start at the request itself."""
+    """Checks the rules of a Tokenize request. Paths start at the request itself."""
     found = Violations()
     _check_prompt(found, request, "")
     return found
@@ -114,13 +114,13 @@ def check_tokenize(request: api.TokenizeRequest) -> Violations:
 def check_against_model(
     found: Violations, generation: api.GenerationInput, model: ServedModel
 ) -> None:
-    """Ids that the model does not have."""
+    """Checks ids against the model's vocabulary."""
     ids = {
         "input.token_ids.ids": (generation.token_ids.ids, model.max_context_tokens),
         "input.stop.token_ids": (generation.stop.token_ids, MAX_STOP_TOKENS),
     }
     for path, (values, most) in ids.items():
-        if len(values) <= most:  # More are refused for their number.
+        if len(values) <= most:  # A longer list is refused for its length.
             check_ids(found, path, values, model.vocab_size)
     if len(generation.sampling.logit_bias) > MAX_LOGIT_BIASES:
         return
@@ -129,7 +129,7 @@ def check_against_model(
 
 
 def check_prompt_ids(generation: api.GenerationInput, model: ServedModel) -> None:
-    """Counts the ids of a prompt before anything is made of them.
+    """Counts the ids of a prompt before they are converted.
 
     Raises:
         RouterError: CONTEXT_LENGTH_EXCEEDED.
@@ -140,7 +140,7 @@ def check_prompt_ids(generation: api.GenerationInput, model: ServedModel) -> Non
 
 
 def check_without_tokenizer(found: Violations, generation: api.GenerationInput) -> None:
-    """What a model without a tokenizer cannot do: ids in, ids out."""
+    """Checks for options that need a tokenizer, for a model that has none."""
     _check_tokenizable(found, generation, "input")
     found.unless(
         not generation.stop.sequences, "input.stop.sequences", "the model has no tokenizer"
@@ -148,14 +148,14 @@ def check_without_tokenizer(found: Violations, generation: api.GenerationInput) 
 
 
 def check_tokenizable(found: Violations, request: api.TokenizeRequest) -> None:
-    """A model without a tokenizer has nothing to answer."""
+    """Refuses to tokenize for a model without a tokenizer."""
     _check_tokenizable(found, request, "")
 
 
 def fill_sampling(
     sampling: api.SamplingOptions, output: api.OutputOptions, vocab_size: int
 ) -> worker_pb2.Sampling:
-    """Sampling with every default in place and a seed drawn where none is given."""
+    """Sampling with every default filled in, and a drawn seed if none is given."""
     temperature = sampling.temperature if sampling.HasField("temperature") else 1.0
     penalty = sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0
     return worker_pb2.Sampling(
@@ -175,10 +175,10 @@ def fill_sampling(
 def fill_stopping(
     stop: api.StopOptions, prompt_tokens: int, model: ServedModel, limits: Limits
 ) -> worker_pb2.Stopping:
-    """Stopping rules with `max_tokens` in place: prompt and output fit the context.
+    """Stopping rules with `max_tokens` filled in, so that prompt and output fit the context.
 
     Raises:
-        RouterError: CONTEXT_LENGTH_EXCEEDED, or INVALID_FIELD where `min_tokens` exceeds it.
+        RouterError: CONTEXT_LENGTH_EXCEEDED, or INVALID_FIELD if `min_tokens` exceeds `max_tokens`.
     """
     room = model.max_context_tokens - prompt_tokens
     max_tokens = stop.max_tokens or max(1, min(room, limits.default_max_tokens))
@@ -285,7 +285,7 @@ def _check_output(found: Violations, output: api.OutputOptions) -> None:
 
 
 def check_ids(found: Violations, path: str, ids: Sequence[int], vocab_size: int) -> None:
-    """Ids outside a vocabulary."""
+    """Notes ids outside a vocabulary."""
     if not ids or np.max(np.asarray(ids)) < vocab_size:
         return
     outside = [index for index, token_id in enumerate(ids) if token_id >= vocab_size]

@@ -1,8 +1,8 @@
-"""How many fields a message of gRPC holds, counted in its bytes before it is parsed.
+"""Counts the fields of a gRPC message in its bytes, before it is parsed.
 
-A message of two bytes becomes an object of a hundred, so a parser that is given megabytes of them
-takes hundreds. Only messages that hold others, or texts, are looked into: what lies below costs no
-more than its bytes.
+A message of two bytes becomes an object of a hundred bytes. So a parser would turn megabytes of
+messages into hundreds of megabytes. Only messages that hold others, or texts, are walked. All other
+messages cost no more than their bytes.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ from typing import Final
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 _VARINT_BYTES: Final = 10
-"""Of the longest number."""
+"""Bytes of the longest number."""
 _TEXTS: Final = (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
 
 
 class _MalformedError(Exception):
-    """These bytes are no fields."""
+    """The bytes are not fields."""
 
 
 def count_fields(data: bytes, kind: Descriptor, most: int) -> int:
-    """Fields of the message and of the messages in it; counts no further than one beyond `most`.
+    """The number of fields of the message and of the messages in it. Stops at one more than `most`.
 
-    Bytes that are no message are for the parser to complain about: they count as far as they can
-    be read.
+    Bytes that are not a message count as far as they can be read. The parser will refuse them.
     """
     count, parts = 0, [(0, len(data), kind)]
     try:
@@ -46,8 +45,8 @@ def count_fields(data: bytes, kind: Descriptor, most: int) -> int:
 
 
 def _field(data: bytes, at: int) -> tuple[int, int, int]:
-    """The number of the field at a place (0: nothing is in it), where what is in it begins and
-    ends."""
+    """The number of the field at a place (0: it holds nothing), and the begin and end of its
+    content."""
     tag, at = _varint(data, at)
     match tag & 7:
         case 2:  # Bytes, a text or a message.
@@ -67,7 +66,7 @@ def _field(data: bytes, at: int) -> tuple[int, int, int]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """A number, and where it ends."""
+    """A number, and the place after it."""
     value = data[at]
     if value < 0x80:
         return value, at + 1
@@ -82,7 +81,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=64)
 def _inner(kind: Descriptor) -> Mapping[int, Descriptor]:
-    """By number, the fields whose messages are looked into."""
+    """The fields whose messages are walked, by number."""
     return {
         field.number: field.message_type
         for field in kind.fields

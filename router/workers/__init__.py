@@ -1,1 +1,1 @@
-"""The workers that are attached, and what each has left."""
+"""The attached workers and the capacity of each."""

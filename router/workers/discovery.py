@@ -1,7 +1,7 @@
-"""Where Prometheus finds the workers: its HTTP service discovery, at the router's admin port.
+"""HTTP service discovery at the router's admin port, for Prometheus to find the workers.
 
-Who is attached is listed, and nobody else: a worker that is gone leaves with its stream, and
-`baton_worker_up` tells of it.
+It lists attached workers only. A worker that is gone leaves with its stream, and `baton_worker_up`
+shows that.
 """
 
 from __future__ import annotations

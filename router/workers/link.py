@@ -4,12 +4,11 @@ Life of a link:
 
 1. CONNECTING: the stream is opened and attach sent.
 2. ATTACHED: the worker answered with the identity and epoch that it had announced, and its step
-   loop gave a sign of life: a worker that hung is not taken back merely because its other threads
-   still answer.
+   loop made progress. A worker that hung is not taken back just because its other threads answer.
 3. LOST, once and for good: the stream ended, the progress counter stood still for too long, or the
-   router let go of it. The owner is told at once, and nothing is sent any more.
+   router let go of it. The owner is told at once, and nothing more is sent.
 
-The stream is the lease: whatever it carried ends with it.
+The stream is the lease: every attempt on it ends with it.
 """
 
 from __future__ import annotations
@@ -37,21 +36,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED_MESSAGES: Final = 4096
-"""Messages waiting to be written; a worker that leaves more unread is given up."""
+"""Most messages that wait to be written. A worker that leaves more unread is given up."""
 WATCH_INTERVAL_S: Final = 0.1
-"""How late a frozen worker may be noticed."""
+"""Time between two looks at the progress counter, seconds."""
 SLEPT_S: Final = 1.0
-"""A look that comes this much too late means that this process, or its machine, was stopped."""
+"""A look that comes this many seconds late means that this process, or its machine, was stopped."""
 WOKEN_S: Final = 2.0
-"""What broke meanwhile shows within this time."""
+"""Breaks that happened during such a stop show within this many seconds after it."""
 SLOW: Final = "slow"
-"""Complaints of a path that works begin with this."""
+"""Prefix of complaints about a path that works."""
 _CLOSED_BY_KERNEL: Final = ("Socket closed", "Connection reset by peer")
-"""How gRPC describes a connection that the peer's kernel closed without a goodbye of the peer."""
+"""gRPC's texts for a connection that the peer's kernel closed without a goodbye of the peer."""
 
 
 class LinkState(enum.IntEnum):
-    """State of a link; failure is the smallest."""
+    """State of a link. LOST is the smallest."""
 
     LOST = 0
     CONNECTING = 1
@@ -59,16 +58,16 @@ class LinkState(enum.IntEnum):
 
 
 class Loss(enum.Enum):
-    """Why a link was lost."""
+    """The cause of a lost link."""
 
     SOCKET_CLOSED = "socket closed"
-    """By the peer's kernel, without a goodbye: as when its process dies."""
+    """The peer's kernel closed it without a goodbye, for example because the process died."""
     STREAM_ENDED = "stream ended"
-    """In any other way: by the worker, or because the connection gave no sign of life."""
+    """The worker ended it, or the connection answered no ping."""
     FROZEN = "frozen"
     """The progress counter stood still."""
     REFUSED = "refused"
-    """Who answered is not who announced itself."""
+    """Another worker answered than the one that was announced."""
     CONGESTED = "congested"
     """The worker does not read its stream."""
     CLOSED = "closed"
@@ -76,7 +75,7 @@ class Loss(enum.Enum):
 
 
 class LinkOwner(Protocol):
-    """Hears of a link. Called on the event loop; must not block and must not raise."""
+    """Receives the events of a link. Called on the event loop; must not block or raise."""
 
     def attached(self, link: WorkerLink) -> None:
         """The worker answered."""
@@ -87,19 +86,19 @@ class LinkOwner(Protocol):
         ...
 
     def received(self, link: WorkerLink, message: worker_pb2.WorkResponse) -> None:
-        """Anything else came."""
+        """Any other message came."""
         ...
 
     def lost(self, link: WorkerLink, loss: Loss, was: LinkState) -> None:
-        """The link is over; said once."""
+        """The link is over. Called once."""
         ...
 
 
 class SendQueue:
     """Messages to be written, in order, but with Cancel and Abort first.
 
-    Invariant: nothing of an attempt is behind its own Cancel or Abort: what these overtake is
-    dropped, so that no worker is handed an attempt that has ended.
+    Invariant: no message of an attempt is behind its own Cancel or Abort. Messages that these
+    overtake are dropped, so that no worker gets an attempt that has ended.
     """
 
     def __init__(self) -> None:
@@ -136,7 +135,7 @@ class SendQueue:
 
 
 class WorkerLink:
-    """A worker, as the router holds it: its stream, its identity, and the room it has."""
+    """A worker in the router: its stream, its identity and its capacity."""
 
     def __init__(
         self,
@@ -151,16 +150,16 @@ class WorkerLink:
         """A link to a worker that announced itself.
 
         Args:
-            identity: what it announced.
+            identity: the identity that it announced.
             router_id: this router's name.
-            owner: hears of the link.
+            owner: receives the events of the link.
             stale_after_s: longest time without progress.
             attach_timeout_s: longest time until it is attached.
-            known_progress: where its counter stood still, if it was lost for that.
+            known_progress: the counter's last value, if an earlier link was lost as frozen.
         """
         self.identity = identity
         self.worker_id = identity.worker_id
-        """Its stable name; set by the registry where another of that name is attached."""
+        """Its stable name. The registry changes it if another worker of that name is attached."""
         self.state = LinkState.CONNECTING
         self._clock = asyncio.get_running_loop().time
         self.estimate = LoadEstimate()
@@ -172,13 +171,13 @@ class WorkerLink:
         """The step loop's counter, as last reported."""
         self._answered = False
         self._complaints: dict[str, str] = {}
-        """Of peers, by agent name: a short word."""
+        """Complaints about peers, by agent name: a short word each."""
         self._alive_until_s = self._clock() + attach_timeout_s
         self._look_due_s = math.inf
         self._woke_s = -math.inf
         self.was_slept_through = False
-        """It was lost just as this router woke from standing still, which says nothing about the
-        worker: it may have hung up because the router did not answer."""
+        """It was lost just after this router had been stopped. This says nothing about the worker,
+        which may have hung up because the router did not answer."""
         attach = stamp(worker_pb2.Attach(router_id=router_id))
         self.send(worker_pb2.WorkRequest(attach=attach))
 
@@ -193,7 +192,7 @@ class WorkerLink:
 
     @property
     def agent_name(self) -> str:
-        """Name of its transfer agent; empty where it has none."""
+        """Name of its transfer agent; empty if it has none."""
         return self.identity.endpoint.agent_name
 
     def avoids(self, other: WorkerLink) -> bool:
@@ -201,24 +200,24 @@ class WorkerLink:
         return other.agent_name in self._complaints
 
     def gave_up(self, other: WorkerLink) -> bool:
-        """Whether the complaint is of more than a slow path: what is sent there would fail."""
+        """Whether it complains of more than a slow path, so that a transfer would fail."""
         return not self._complaints.get(other.agent_name, SLOW).startswith(SLOW)
 
     @property
     def draining(self) -> bool:
-        """The worker takes no new work."""
+        """Whether the worker refuses new work."""
         return self.estimate.load.draining
 
     def left_in_order(self, loss: Loss) -> bool:
-        """Whether such an end was to be expected, or is this router's own: nobody need look."""
+        """Whether the end was announced, or is this router's own. Then it needs no warning."""
         return loss is Loss.CLOSED or (loss is Loss.STREAM_ENDED and self.draining)
 
     def capacity(self) -> Capacity:
-        """What the worker has, by the router's estimate."""
+        """The worker's capacity, by the router's estimate."""
         return self.estimate.capacity()
 
     def send(self, message: worker_pb2.WorkRequest) -> None:
-        """Queues a message; to a lost worker, drops it."""
+        """Queues a message. Drops it if the worker is lost."""
         if self.state is LinkState.LOST:
             return
         self._outbox.put(message)
@@ -264,7 +263,7 @@ class WorkerLink:
             by_kernel = any(text in (error.details() or "") for text in _CLOSED_BY_KERNEL)
             self.end(Loss.SOCKET_CLOSED if by_kernel else Loss.STREAM_ENDED)
         except Exception as error:
-            logger.error("a message broke its handler: %s", type(error).__qualname__)
+            logger.error("the handler of a message failed: %s", type(error).__qualname__)
             self.end(Loss.STREAM_ENDED)
             raise
 
@@ -277,8 +276,9 @@ class WorkerLink:
             return  # the stream is over; its reader learns why
 
     async def _watch(self) -> None:
-        """Looks often, since the time granted can also shrink, as when a long step ends early. Time
-        in which this router itself stood still does not count: it read nothing meanwhile."""
+        """Ends the link when the counter stands still for too long. It looks often, since the
+        allowed time can also shrink, for example when a long step ends early. Time in which this
+        router itself stood still does not count, since it read nothing then."""
         while (left_s := self._alive_until_s - self._clock()) > 0:
             wait_s = min(left_s, WATCH_INTERVAL_S)
             self._look_due_s = self._clock() + wait_s
@@ -309,7 +309,8 @@ class WorkerLink:
         self._answered = True
 
     def _report(self, load: worker_pb2.Load) -> None:
-        """A counter that moves is a sign of life; a long step is announced before it begins."""
+        """Takes a load report. A counter that moves is a sign of life. A worker announces a long
+        step before it begins."""
         now_s = self._clock()
         self.estimate.report(load)
         self._complaints = {peer.agent_name: peer.cause for peer in load.peers if peer.cause}

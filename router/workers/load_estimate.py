@@ -1,15 +1,16 @@
-"""What a worker's next load report will say: its last one, corrected by what the router knows.
+"""Estimates a worker's next load report from its last one and the router's own reservations.
 
-Reports come a tenth of a second apart, and a burst must not pile up on the worker that looked idle
-in the last one. So the router keeps a *reservation* for each attempt at each worker:
+Reports come a tenth of a second apart. A burst must not pile up on the worker that looked idle in
+the last one. So the router keeps a *reservation* for each attempt at each worker:
 
-1. Reserved at dispatch: it is counted on top of the report.
-2. Known: a report names the attempt among those that its figures contain. It counts no longer.
-3. Released, as the prompt is computed or the attempt is over: what the last report contains of it
-   is given back until the next one comes.
+1. Reserved, at dispatch. The reservation is added to the report.
+2. Known: a report names the attempt among those that its figures contain. The reservation is no
+   longer added.
+3. Released: the prompt is computed or the attempt is over. The attempt's part in the last report is
+   subtracted until the next report comes.
 
-Invariant: there is one reservation for each part of an attempt that is open at the worker, and none
-else. Without open attempts and after a report, the estimate is that report.
+Invariant: there is exactly one reservation for each open leg at the worker. Without open attempts
+and after a report, the estimate is that report.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from baton.worker.v1 import worker_pb2
 
 
 class Reservation(NamedTuple):
-    """What an attempt takes of a worker."""
+    """The part of a worker's capacity that an attempt takes."""
 
     prefill_tokens: int = 0
     pages: int = 0
@@ -34,28 +35,28 @@ class _Entry:
     reservation: Reservation
     holder: str
     known: bool = False
-    """The last report contains it."""
+    """Whether the last report contains it."""
 
 
 class Capacity(NamedTuple):
-    """What a worker has, by the router's estimate."""
+    """A worker's capacity, by the router's estimate."""
 
     queued_prefill_tokens: int
     """Prompt tokens that it has taken on and not computed."""
     prefill_credit_tokens: int
     prefill_tokens_per_s: float
-    """A moving average over its steps; 0 while unknown."""
+    """Moving average over its steps; 0 while unknown."""
     prefill_rate_age_s: float
-    """Since a step last added to that rate, as of the last report."""
+    """Time since a step last added to that rate, as of the last report."""
     running_sequences: int
     max_sequences: int
     free_pages: int
-    """Evictable ones included."""
+    """Free pages, with evictable ones."""
     total_pages: int
 
     @property
     def free_sequences(self) -> int:
-        """Slots that nobody holds or was promised."""
+        """Slots that are neither used nor reserved."""
         return self.max_sequences - self.running_sequences
 
 
@@ -68,9 +69,9 @@ class LoadEstimate:
         self._held: Counter[str] = Counter()
         """Sequences of the entries, by holder."""
         self._returned = Reservation()
-        """Released since the last report, which contains it."""
+        """Reservations released since the last report, which contains them."""
         self._capacity: Capacity | None = None
-        """The estimate, until something changes: who looks for a route asks ten times."""
+        """The estimate, kept until something changes. A search for a route reads it ten times."""
 
     @property
     def load(self) -> worker_pb2.Load:
@@ -79,11 +80,11 @@ class LoadEstimate:
 
     @property
     def open_reservations(self) -> int:
-        """How many attempts have one."""
+        """The number of open reservations."""
         return len(self._entries)
 
     def report(self, load: worker_pb2.Load) -> None:
-        """Takes a report that came now."""
+        """Takes a new report."""
         self._load, self._capacity = load, None
         self._returned = Reservation()
         for attempt_id in load.known_attempts:
@@ -107,7 +108,7 @@ class LoadEstimate:
             entry.reservation = entry.reservation._replace(prefill_tokens=0)
 
     def release(self, attempt_id: bytes) -> None:
-        """The attempt is over here. Releasing twice does nothing."""
+        """The attempt is over at this worker. A second release does nothing."""
         if (entry := self._entries.pop(attempt_id, None)) is not None:
             self._held[entry.holder] -= entry.reservation.sequences
             if not self._held[entry.holder]:
@@ -121,8 +122,8 @@ class LoadEstimate:
         return self._capacity
 
     def _estimate(self) -> Capacity:
-        """A slot that was granted does not run yet: open reservations are a lower bound of slots
-        in use."""
+        """Computes the estimate. A granted slot does not run yet, so the number of open
+        reservations is a lower bound of the slots in use."""
         load, returned = self._load, self._returned
         entries = self._entries.values()
         fresh = _sum([entry.reservation for entry in entries if not entry.known])

@@ -1,12 +1,17 @@
-"""Membership: which workers there are, and who may hand KV pages to whom.
+"""Membership: the workers, and the pairs that may exchange KV pages.
 
-Life of a member: announced -> its stream is opened -> attached, and introduced to every worker that
-it may exchange pages with -> lost, and its peers are told. Announcing again changes nothing while
-the stream lives, and a registry that is lost drops nobody: the stream is the lease.
+Life of a member:
+
+1. Announced. The router opens a stream to it.
+2. Attached. It is introduced to every worker with which it may exchange pages.
+3. Lost. Its peers are told.
+
+The stream is the lease. A further announcement changes nothing while the stream lives, and
+announcements that fail to arrive end no link.
 
 Invariant: at most one link per start of a worker, and no two attached links of one `worker_id`.
-Two starts of one name may live at once, by mistake or while one drains beside its successor.
-Neither costs the other its stream, and the later one is listed with its epoch behind its name.
+Two starts of one name may live at once, by mistake or while one drains beside its successor. Both
+keep their streams. The later one is listed with its epoch behind its name.
 """
 
 from __future__ import annotations
@@ -42,15 +47,15 @@ Key = tuple[str, int]
 
 
 class RegistryOwner(LinkOwner, Protocol):
-    """Hears of workers, and of those to come."""
+    """Receives the events of workers, also of those that still load."""
 
     def loading(self, worker: worker_pb2.WorkerIdentity) -> None:
-        """A worker loads its model; said again while it does."""
+        """A worker loads its model. Called again and again while it does."""
         ...
 
 
 class Registry:
-    """Owns the links. What comes over an attached one goes on to `owner`."""
+    """Owns the links. Passes the messages of attached ones on to `owner`."""
 
     def __init__(self, settings: RouterSettings, owner: RegistryOwner) -> None:
         self._settings = settings
@@ -58,7 +63,7 @@ class Registry:
         self._links: dict[Key, WorkerLink] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._stalled: dict[Key, int] = {}
-        """Where the counters of workers stood that were lost for standing still."""
+        """Last counters of workers that were lost as frozen."""
         self._closed = False
         self._refused: deque[Key] = deque(maxlen=_REFUSED_KEPT)
         """Workers of other releases whose refusal is logged."""
@@ -69,10 +74,10 @@ class Registry:
         return [link for link in self._links.values() if link.state is LinkState.ATTACHED]
 
     def announce(self, worker: worker_pb2.WorkerIdentity) -> bool:
-        """A worker says that it exists; returns whether it is attached.
+        """Takes an announcement; returns whether the worker is attached.
 
-        An unknown epoch is a new start, and gets a stream of its own. Older ones keep theirs for as
-        long as they live: whoever is gone is lost by the end of its own stream.
+        An unknown epoch is a new start and gets a stream of its own. Older starts keep their
+        streams: a start that is gone is lost by the end of its own stream.
         """
         key = _key(worker)
         if self._closed:
@@ -90,17 +95,17 @@ class Registry:
         return self._links[key].state is LinkState.ATTACHED
 
     def announce_loading(self, worker: worker_pb2.WorkerIdentity) -> None:
-        """A worker says that it will exist once its model is loaded."""
+        """Takes the announcement of a worker that still loads its model."""
         self._owner.loading(worker)
 
     def refused(self, worker: worker_pb2.WorkerIdentity, why: str) -> None:
-        """A worker was refused: logged once for each of its starts."""
+        """Logs a refused worker, once for each of its starts."""
         if _key(worker) not in self._refused:
             self._refused.append(_key(worker))
             logger.warning("worker refused", extra={"worker": worker.worker_id, "cause": why})
 
     async def close(self) -> None:
-        """Ends every link, and takes no worker any more: those that are left go on announcing."""
+        """Ends every link and attaches no more workers. Workers go on announcing themselves."""
         self._closed = True
         for link in list(self._links.values()):
             link.end(Loss.CLOSED)
@@ -125,11 +130,11 @@ class Registry:
         self._owner.attached(link)
 
     def loaded(self, link: WorkerLink) -> None:
-        """Passed on."""
+        """Passes a load report on to the owner."""
         self._owner.loaded(link)
 
     def received(self, link: WorkerLink, message: worker_pb2.WorkResponse) -> None:
-        """Passed on: between two workers, where it is a word of the one for the other."""
+        """Passes a message on: to another worker if it is for that one, else to the owner."""
         match message.WhichOneof("message"):
             case "quiesce_wanted":
                 self._ask_for(link, message.quiesce_wanted)
@@ -139,13 +144,13 @@ class Registry:
                 self._owner.received(link, message)
 
     def _ask_for(self, decode: WorkerLink, question: worker_pb2.Quiesce) -> None:
-        """One that nobody can answer is dropped: it is asked again."""
+        """Passes a question on. It is dropped if no worker can answer it, since D asks again."""
         prefill = self._member(question.prefill_agent_name)
         if prefill is not None and question.decode_agent_name == decode.agent_name:
             prefill.send(worker_pb2.WorkRequest(quiesce=question))
 
     def _answer_for(self, prefill: WorkerLink, answer: worker_pb2.Quiesce) -> None:
-        """Who answers speaks for itself only: pages go back on this word."""
+        """Passes an answer on, if the worker answers for itself. The answer frees pages."""
         decode = self._member(answer.decode_agent_name)
         if decode is not None and answer.prefill_agent_name == prefill.agent_name:
             decode.send(worker_pb2.WorkRequest(quiesced=answer))
@@ -154,7 +159,7 @@ class Registry:
         return next((link for link in self.members if link.agent_name == agent_name), None)
 
     def lost(self, link: WorkerLink, loss: Loss, was: LinkState) -> None:
-        """Forgets the link; where it had been attached, tells the owner and the peers."""
+        """Forgets the link. If it was attached, tells the owner and the peers."""
         self._links.pop(_key(link.identity), None)
         if loss is Loss.FROZEN and link.progress >= 0:
             self._stalled[_key(link.identity)] = link.progress
@@ -174,7 +179,7 @@ class Registry:
         proven_dead = await process_is_gone(link.identity.address, loss)
         members = self.members
         if any(member.agent_name == link.agent_name for member in members):
-            return  # the same start is back on a new stream
+            return  # the same start is attached again on a new stream
         part = worker_pb2.Part(agent_name=link.agent_name, proven_dead=proven_dead)
         for member in members:
             if may_exchange(link, member):
@@ -230,22 +235,22 @@ def may_exchange(one: WorkerLink, other: WorkerLink) -> bool:
 
 
 async def process_is_gone(address: str, loss: Loss) -> bool:
-    """Whether the worker's process provably exists no more.
+    """Whether the worker's process is proven to be gone.
 
-    Pages that it could still write must stay quarantined until that is certain, so every doubt is
-    a no. It is certain where all of this holds:
+    Pages that it could still write stay quarantined until that is certain, so any doubt means no.
+    It is certain if all of this holds:
 
-    - The kernel over there closed the connection, without the goodbye that gRPC sends when a server
+    - The worker's kernel closed the connection, without the goodbye that gRPC sends when a server
       stops. The kernel closes a process's sockets when its last thread has left user mode. A ping
-      timeout or a counter that stands still says nothing: a stopped process still has its memory
+      timeout or a counter that stands still proves nothing: a stopped process still has its memory
       mapped and goes on with its writes when it wakes.
-    - Connecting to its address is refused: nobody listens there any more. A process that lost only
-      this one connection would still listen.
-    - The address is this host's own, so that both facts come from its kernel and no proxy between.
+    - Connecting to its address is refused, so nobody listens there any more. A process that lost
+      only this one connection would still listen.
+    - The address is this host's own, so both facts come from this kernel and not from a proxy.
 
-    A dying process loses its connections before its listening socket. Whoever still listens is
-    therefore connected to and read from: a living server speaks first, and a connection that a dead
-    one had accepted is reset.
+    A dying process loses its connections before its listening socket. So if the port still accepts,
+    this connects and reads. A living server sends first. A connection that a dead one had accepted
+    is reset.
     """
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
@@ -261,7 +266,11 @@ async def process_is_gone(address: str, loss: Loss) -> bool:
 
 
 async def _has_a_word(host: str, port: int) -> bool:
-    """Whether a server answers; not where it closes first. Raises OSError where none listens."""
+    """Whether a server sends before it closes.
+
+    Raises:
+        OSError: nobody listens there.
+    """
     reader, writer = await asyncio.open_connection(host, port)
     try:
         return bool(await reader.read(1))

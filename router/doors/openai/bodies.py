@@ -1,8 +1,12 @@
-"""Reading the bodies of HTTP requests: no larger, slower or more of them than a router can hold.
+"""Reads the bodies of HTTP requests, with bounds on their size, speed and total.
 
-Life of a body: announced or chunked -> read, its bytes counted as they come, against its own bound
-and against that of all bodies together -> judged by its shape -> taken by the method, which makes
-objects of it -> let go, when its bytes no longer count.
+Life of a body:
+
+1. Announced or chunked.
+2. Read. Its bytes are counted as they come, against its own bound and that of all bodies together.
+3. Checked for its shape.
+4. Taken by the method, which parses it.
+5. Let go. Its bytes count no longer.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ class Bodies:
     """All bodies that a router holds. Belongs to the event loop.
 
     Args:
-        shape: judges each.
+        shape: checks each body.
     """
 
     def __init__(self, shape: BodyShape) -> None:
@@ -34,7 +38,7 @@ class Bodies:
 
     @contextmanager
     def one(self) -> Iterator[Body]:
-        """A body, which is let go at the end at the latest."""
+        """A body. It is let go at the end at the latest."""
         body = Body(self, self._shape)
         try:
             yield body
@@ -42,7 +46,7 @@ class Bodies:
             body.let_go()
 
     def hold(self, size_bytes: int) -> None:
-        """Counts bytes that came; fewer than none where they were let go.
+        """Counts bytes that came. The number is negative for bytes that are let go.
 
         Raises:
             RouterError: ROUTER_BUSY.
@@ -53,7 +57,7 @@ class Bodies:
 
 
 class Body:
-    """One of them. `Bodies.one` makes it."""
+    """The body of one request. `Bodies.one` makes it."""
 
     def __init__(self, bodies: Bodies, shape: BodyShape) -> None:
         self._bodies = bodies
@@ -66,8 +70,8 @@ class Body:
 
         Raises:
             ClientDisconnect: the client left before its end.
-            RouterError: MALFORMED_REQUEST, it is too large or of an impossible shape;
-                DEADLINE_EXCEEDED, it came too slowly; ROUTER_BUSY, others fill the router.
+            RouterError: MALFORMED_REQUEST, it is too large or has an impossible shape;
+                DEADLINE_EXCEEDED, it came too slowly; ROUTER_BUSY, other bodies fill the budget.
         """
         self._shape.check_size(_announced(request))
         began_s = asyncio.get_running_loop().time()
@@ -83,11 +87,11 @@ class Body:
         self._shape.check_json(self._parts[0])
 
     def take(self) -> bytes:
-        """All of it, once. It counts until it is let go."""
+        """The whole body. Call it once. The bytes count until it is let go."""
         return self._parts.pop()
 
     def let_go(self) -> None:
-        """It is no longer held."""
+        """Drops the body, so that its bytes count no longer."""
         self._parts.clear()
         self._bodies.hold(-self._size_bytes)
         self._size_bytes = 0
@@ -100,6 +104,6 @@ class Body:
 
 
 def _announced(request: Request) -> int:
-    """The size that the client tells; 0 where it tells none."""
+    """The size that the client announced; 0 if it announced none."""
     told = request.headers.get("content-length", "")
     return int(told) if told.isdecimal() else 0

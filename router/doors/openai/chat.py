@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ChatForm:
-    """How a chat completion is written."""
+    """Writes chat completions."""
 
     id_prefix = "chatcmpl"
     whole_object = "chat.completion"
@@ -31,8 +31,8 @@ class ChatForm:
         return self._with("message", message, piece)
 
     def delta(self, piece: ReplyPart) -> JSON:
-        """A piece of one. The role comes with the first text: a chunk more would be timed as a
-        token by load generators."""
+        """A piece of a choice. The role comes with the first text, because load generators would
+        time an extra chunk as a token."""
         delta: JSON = {"role": "assistant"} if piece.first else {}
         if piece.finish_reason is None:
             delta["content"] = piece.text
@@ -58,7 +58,7 @@ class ChatCompletions:
         self._tokenizers = tokenizers
 
     async def __call__(self, body: bytes, call: Call, client_tag: str) -> Reply:
-        """Reads a request; nothing runs before the reply is read.
+        """Reads a request. Nothing runs before the reply is read.
 
         Raises:
             RouterError: the request cannot be understood.

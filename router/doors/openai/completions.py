@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class CompletionForm:
-    """How a completion is written; a chunk has the form of the whole."""
+    """Writes completions. A chunk has the same form as a whole completion."""
 
     id_prefix = "cmpl"
     whole_object = "text_completion"
@@ -55,10 +55,10 @@ class Completions:
         self._shape = shape
 
     async def __call__(self, body: bytes, call: Call, client_tag: str) -> Reply:
-        """Reads a request; nothing runs before the reply is read.
+        """Reads a request. Nothing runs before the reply is read.
 
         Raises:
-            RouterError: the request cannot be understood, or its prompts not be echoed.
+            RouterError: the request cannot be understood, or its prompts cannot be echoed.
         """
         request = parse(CompletionRequest, body, self._shape.most_elements())
         tokenizer = None
@@ -87,7 +87,7 @@ class Completions:
     async def _echo(
         self, request: CompletionRequest, prompt: Prompt, tokenizer: Tokenizer | None
     ) -> Echo:
-        """The prompt as text, and as ids where their log probabilities are wanted."""
+        """The prompt as text, and also as ids if their log probabilities are wanted."""
         if isinstance(prompt, str):
             if request.logprobs is None:
                 return Echo(prompt)

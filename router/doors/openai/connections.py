@@ -1,14 +1,19 @@
-"""The connections of an HTTP port: how many there may be, and how long one may wait to ask.
+"""The connections of an HTTP port: their number, and their time without a request.
 
-Life of a connection: open and *waiting* -> the headers of a request are there, and it is served ->
-the answer is out, and it is waiting again -> closed. One that waits is closed where the headers of
-a new connection, or those behind a first byte, are not there in time; what is sent to it counts,
-too, since it may be the rest of a body that nobody wants. uvicorn closes those that are silent
-after an answer. At the bound, who has waited longest makes room for who comes; and who comes is
-turned away where nobody waits.
+Life of a connection:
 
-`Connections.protocol` stands between uvicorn's protocol and the socket, `Connections.around`
-between uvicorn and the application: the first sees bytes, the second requests.
+1. Open and *waiting*. It is closed if its headers are not complete in time. The time runs from the
+   opening, and later from the first byte. Any byte counts, since it may belong to the rest of a
+   body that nobody wants. uvicorn closes connections that are silent after an answer.
+2. Served, once the headers of a request are there.
+3. Waiting again, once the answer is out.
+4. Closed.
+
+At the bound on their number, a new connection replaces the one that has waited longest. If none is
+waiting, the new one is closed.
+
+`Connections.protocol` stands between uvicorn's protocol and the socket and sees bytes.
+`Connections.around` stands between uvicorn and the application and sees requests.
 """
 
 from __future__ import annotations
@@ -24,31 +29,31 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 _STATE: Final = "baton.connection"
-"""Key in the state of a request's scope, which uvicorn copies for each request."""
+"""Key in the state of a request's scope. uvicorn copies the state for each request."""
 
 
 class Connections:
-    """Those of one port. Belongs to the event loop.
+    """The connections of one port. Belongs to the event loop.
 
     Args:
-        most: that may be open.
+        most: the most connections that may be open.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._open: set[Connection] = set()
         self._waiting: dict[Connection, None] = {}
-        """In the order in which they began to."""
+        """Waiting connections, in the order in which their wait began."""
 
     def protocol(self, *, app_state: dict[str, Any], **options: Any) -> asyncio.Protocol:
-        """What uvicorn takes for the class of its protocol."""
+        """Makes a connection. uvicorn calls this as if it were its protocol class."""
         connection = Connection(self)
         state = {**app_state, _STATE: connection}
         connection.inner = AutoHTTPProtocol(app_state=state, **options)  # type: ignore[call-arg]
         return connection
 
     def around(self, application: ASGIApp) -> ASGIApp:
-        """The application, around whose requests connections are known to be busy."""
+        """Wraps the application, so that a connection counts as busy during its requests."""
 
         async def watched(scope: Scope, receive: Receive, send: Send) -> None:
             connection = connection_of(scope)
@@ -61,7 +66,7 @@ class Connections:
         return watched
 
     def opened(self, connection: Connection) -> bool:
-        """Whether there is room for one more, or could be made."""
+        """Adds a connection; returns False if there is no place for it, even by closing another."""
         if len(self._open) >= self._most:
             if not self._waiting:
                 return False
@@ -70,44 +75,45 @@ class Connections:
         return True
 
     def closed(self, connection: Connection) -> None:
-        """It is gone, or as good as gone."""
+        """The connection is gone, or about to be."""
         self._open.discard(connection)
         self._waiting.pop(connection, None)
 
     def waits(self, connection: Connection) -> None:
-        """It has no request now."""
+        """The connection has no request now."""
         if connection in self._open:
             self._waiting[connection] = None
 
     def serves(self, connection: Connection) -> None:
-        """It has one."""
+        """The connection has a request now."""
         self._waiting.pop(connection, None)
 
 
 class Connection(asyncio.Protocol):
-    """One of them. `Connections.protocol` makes it."""
+    """One connection. `Connections.protocol` makes it."""
 
     inner: asyncio.Protocol
-    """uvicorn's."""
+    """uvicorn's protocol."""
 
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
         self._transport: asyncio.Transport | None = None
-        """None before it is open, and where it was turned away."""
+        """None before it is open, and if it was turned away."""
         self._requests = 0
-        """Being served: two, where the second is read while the first is tidied up."""
+        """Requests in progress. There are two if the second is read before the first is cleaned
+        up."""
         self._unwanted_bytes = 0
-        """Came since the last answer."""
+        """Bytes that came since the last answer."""
         self._unread = bytearray()
-        """Came, and waits for its turn. Nothing more is taken from the socket meanwhile."""
+        """Bytes that wait for their turn. The socket is not read meanwhile."""
         self._wanted = True
-        """uvicorn takes more."""
+        """Whether uvicorn takes more bytes."""
         self._is_due = False
-        """Set while the next turn is on its way."""
+        """Set while the next turn is scheduled."""
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """It opens."""
+        """The connection opens."""
         opened = cast("asyncio.Transport", transport)
         if not self._connections.opened(self):
             opened.abort()
@@ -138,27 +144,27 @@ class Connection(asyncio.Protocol):
         self._connections.serves(self)
 
     def end_request(self) -> None:
-        """The application has done with a request."""
+        """The application has finished a request."""
         self._requests -= 1
         if not self._requests:
             self._unwanted_bytes = 0
             self._connections.waits(self)
 
     def abort(self) -> None:
-        """Closes it at once, whatever is on its way."""
+        """Closes it at once, and drops unsent data."""
         self._connections.closed(self)
         if self._transport is not None:
             self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is closed."""
+        """The connection is closed."""
         self._stop_timer()
         self._connections.closed(self)
         if self._transport is not None:
             self.inner.connection_lost(exc)
 
     def eof_received(self) -> bool | None:
-        """The client sends nothing more."""
+        """The client sends no more bytes."""
         if self._transport is None:
             return None
         if rest := bytes(self._unread):
@@ -167,7 +173,7 @@ class Connection(asyncio.Protocol):
         return self.inner.eof_received()
 
     def pause_writing(self) -> None:
-        """The client reads more slowly than is written."""
+        """The client reads more slowly than the router writes."""
         self.inner.pause_writing()
 
     def resume_writing(self) -> None:
@@ -175,13 +181,13 @@ class Connection(asyncio.Protocol):
         self.inner.resume_writing()
 
     def want(self, is_more: bool) -> None:
-        """uvicorn takes more from now on, or no more."""
+        """Notes whether uvicorn takes more bytes from now on."""
         self._wanted = is_more
         self._arrange()
 
     def _take_turn(self) -> None:
-        """Has uvicorn read a little, and the rest in later turns of the event loop: a body of tiny
-        chunks costs a hundred times what its bytes do."""
+        """Gives uvicorn a few bytes, and the rest in later turns of the event loop. A body of tiny
+        chunks costs a hundred times as much as its bytes."""
         self._is_due = False
         if self._transport is None or self._transport.is_closing():
             return
@@ -191,7 +197,7 @@ class Connection(asyncio.Protocol):
         self._arrange()
 
     def _arrange(self) -> None:
-        """Asks for the next turn where something waits for it, and else for more to come."""
+        """Schedules the next turn if bytes wait, else reads from the socket again."""
         if self._transport is None or self._transport.is_closing():
             return
         if self._wanted and not self._unread:
@@ -203,7 +209,7 @@ class Connection(asyncio.Protocol):
             asyncio.get_running_loop().call_soon(self._take_turn)
 
     def _expect_headers(self) -> None:
-        """All of a request's headers come within a time of the first byte, or of the opening."""
+        """Starts the timer for a request's headers, at the opening or at the first byte."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(HEADERS_S, self.abort)
 
@@ -214,9 +220,9 @@ class Connection(asyncio.Protocol):
 
 
 class _Socket:
-    """What uvicorn takes for the socket's transport: whether to read from it, the connection says.
+    """The transport that uvicorn sees. The connection decides when to read from the socket.
 
-    Everything else goes to the transport itself.
+    All other calls go to the socket's transport.
     """
 
     def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
@@ -224,11 +230,11 @@ class _Socket:
         self._connection = connection
 
     def pause_reading(self) -> None:
-        """No more."""
+        """uvicorn takes no more bytes."""
         self._connection.want(False)
 
     def resume_reading(self) -> None:
-        """More."""
+        """uvicorn takes bytes again."""
         self._connection.want(True)
 
     def __getattr__(self, name: str) -> Any:
@@ -236,5 +242,5 @@ class _Socket:
 
 
 def connection_of(scope: Scope) -> Connection:
-    """The connection that a request came over."""
+    """The connection of a request."""
     return cast("Connection", scope["state"][_STATE])

@@ -1,18 +1,18 @@
-"""Where HTTP begins: one `HttpEndpoint` for each method that generates.
+"""The HTTP edge: one `HttpEndpoint` for each method that generates.
 
 Life of a request:
 
-1. A SERVER span, below the caller's where `traceparent` names one; its trace id is the answer's
-   `x-request-id`. Its token is looked at, and then the body is read, whole (`bodies`).
-2. The method makes an `Answer` of it. Nothing is sent before its first part is there, that is, in
-   a stream, before the first token: a request that is refused has its own status.
-3. The answer goes out at the client's pace. An error behind the first part of a stream is its last
-   event; a stream that is complete ends with `[DONE]`.
-4. A client that leaves, at any point, cancels the work at once, and counts as 499. One that stays
-   and does not read loses its connection a little after the deadline.
-5. One line in the access log.
+1. A SERVER span begins, below the caller's if `traceparent` names one. Its trace id is the answer's
+   `x-request-id`. The token is checked. Then the whole body is read (`bodies`).
+2. The method makes an `Answer` of it. The status is sent only with the first part of the answer, in
+   a stream the first token, so a refused request gets its own status.
+3. The answer goes out at the client's pace. An error after the first part of a stream is its last
+   event. A complete stream ends with `[DONE]`.
+4. A client that leaves cancels the work at once, at any point, and counts as 499. A client that
+   stays and does not read loses its connection a little after the deadline.
+5. The access log gets one line.
 
-Around each method this is the only place where errors become statuses.
+Errors of these methods become statuses only here.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ if TYPE_CHECKING:
     from router.events import RouterEvents
 
 REQUEST_ID: Final = "x-request-id"
-"""Of a request: the caller's own tag, for logs. Of an answer: the trace id."""
+"""Header. In a request it is the caller's own tag, for logs. In an answer it is the trace id."""
 _JSON_TYPE: Final = "application/json"
 _EVENTS_TYPE: Final = "text/event-stream; charset=utf-8"
 _LAST_EVENT: Final = b"[DONE]"
 
 
 class Answer(Protocol):
-    """What a method answers: `chunks` where `stream` is set, else `whole`."""
+    """The answer of a method: `chunks` if `stream` is set, else `whole`."""
 
     stream: bool
 
@@ -62,21 +62,21 @@ class Answer(Protocol):
         ...
 
     def chunks(self) -> AsyncGenerator[JSON, None]:
-        """One event each."""
+        """The answer in parts, one event each."""
         ...
 
 
 Method = Callable[[bytes, Call, str], Awaitable[Answer]]
-"""Of (body, call, the caller's tag); may raise any RouterError."""
+"""Takes (body, call, the caller's tag); may raise any RouterError."""
 
 
 class Guards(NamedTuple):
-    """What a request meets before its method does, and when its answer is given up."""
+    """The checks of a request before its method, and the limit of its answer."""
 
     bodies: Bodies
     gate: Gate
     longest_s: float
-    """From a request's arrival to its deadline."""
+    """Time from a request's arrival to its deadline."""
 
 
 class HttpEndpoint:
@@ -129,7 +129,7 @@ class HttpEndpoint:
 
 
 class _Response:
-    """What goes out, and what is recorded of it."""
+    """The outgoing response, and its records in span and access log."""
 
     def __init__(self, route: str, request: Request, send: Send) -> None:
         self.request = request
@@ -150,13 +150,13 @@ class _Response:
             ),
         )
         self.begun = False
-        """Set when the method took the request: from then on generations count what they refuse."""
+        """Set when the method took the request. From then on the generations count refusals."""
         self.status = 0
         """Set when the answer begins; 0 before."""
         self.complete = False
 
     def admit(self, gate: Gate) -> None:
-        """Lets the caller in.
+        """Admits the caller.
 
         Raises:
             RouterError: UNAUTHENTICATED.
@@ -164,7 +164,7 @@ class _Response:
         self.call = self.call.admitted(gate, self.request.headers.get(AUTHORIZATION))
 
     async def whole(self, content: JSON, status: int = 200, **headers: str) -> None:
-        """Sends all of an answer."""
+        """Sends a whole answer."""
         body = to_json(content)
         headers["content-length"] = str(len(body))
         await self._begin(status, _JSON_TYPE, headers)
@@ -182,7 +182,7 @@ class _Response:
         await self._write(b"", last=True)
 
     async def fail(self, error: Exception) -> None:
-        """Sends an error in the way that is still open, and notes it."""
+        """Sends an error as a status, or as an event once the stream has begun, and notes it."""
         described = errors.describe(error, self.call.id)
         self._error, status = described.reason, http_status(described)
         content = error_body(described, self.call.id)
@@ -226,17 +226,17 @@ def _client_tag(request: Request) -> str:
 async def _while_there(
     work: Coroutine[None, None, None], response: _Response, receive: Receive
 ) -> None:
-    """Runs `work`, and cancels it at once where the client leaves.
+    """Runs `work`, and cancels it at once if the client leaves.
 
     Raises:
-        ClientDisconnect: it left.
-        Exception: what `work` raises.
+        ClientDisconnect: the client left.
+        Exception: any exception of `work`.
     """
     task = asyncio.create_task(work)
     watch = asyncio.create_task(_leaving(receive))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-        if response.complete:  # That wakes the watch, too.
+        if response.complete:  # Completion wakes the watch, too.
             await asyncio.wait({task})
     finally:
         task.cancel()

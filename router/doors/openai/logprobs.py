@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from router.requests.tokenization import Tokenizer
 
 _LEAST: Final = -9999.0
-"""What this API writes for an impossible token: JSON has no infinity."""
+"""The value that this API writes for an impossible token. JSON has no infinity."""
 _HALF: Final = "\ufffd"
 _CACHED_TEXTS: Final = 65_536
 
@@ -23,7 +23,7 @@ class ScoredToken(NamedTuple):
 
     text: str
     offset: int
-    """Where it starts in the text of its choice, characters."""
+    """Its start in the text of its choice, characters."""
     logprob: float | None
     """None for the first token of a prompt."""
     top: tuple[tuple[str, float], ...]
@@ -32,7 +32,8 @@ class ScoredToken(NamedTuple):
 class Scorer:
     """Writes the tokens of one choice, in order.
 
-    `offset` counts the characters of all tokens so far; special tokens are named, and count none.
+    `offset` counts the characters of all tokens so far. Special tokens are written by name and
+    count 0.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, as_ids: bool) -> None:
@@ -43,7 +44,7 @@ class Scorer:
     def score(
         self, token_ids: Iterable[int], records: Iterable[TokenScore | None]
     ) -> list[ScoredToken]:
-        """Takes the next tokens; the first of a prompt has no record."""
+        """Scores the next tokens. The first token of a prompt has no record."""
         scored = []
         for token_id, record in zip(token_ids, records, strict=True):
             text = _text(self._tokenizer, token_id)
@@ -62,7 +63,7 @@ class Scorer:
 
 
 def completion_logprobs(tokens: Sequence[ScoredToken]) -> JSON:
-    """Columns, as /v1/completions has them; the token itself is always among the alternatives."""
+    """Columns, in the form of /v1/completions. The alternatives always include the token itself."""
     return {
         "text_offset": [token.offset for token in tokens],
         "token_logprobs": [token.logprob for token in tokens],
@@ -72,7 +73,7 @@ def completion_logprobs(tokens: Sequence[ScoredToken]) -> JSON:
 
 
 def chat_logprobs(tokens: Sequence[ScoredToken]) -> JSON:
-    """Records, as /v1/chat/completions has them."""
+    """Records, in the form of /v1/chat/completions."""
     content = [
         {
             **_chat_token(token.text, token.logprob or 0.0),
@@ -86,13 +87,13 @@ def chat_logprobs(tokens: Sequence[ScoredToken]) -> JSON:
 def _alternatives(token: ScoredToken) -> dict[str, float] | None:
     if token.logprob is None:
         return None
-    # Two tokens may read alike: the likelier one has the name.
+    # Two tokens may have the same text: the likelier one gets the key.
     best_last = [(token.text, token.logprob), *reversed(token.top)]
     return dict(sorted(dict(best_last).items(), key=lambda one: -one[1]))
 
 
 def _chat_token(text: str, logprob: float) -> JSON:
-    # Half a character has bytes, but the decoded text does not tell which.
+    # Half a character has bytes, but the decoded text does not show them.
     data = None if _HALF in text else list(text.encode())
     return {"token": text, "logprob": logprob, "bytes": data}
 

@@ -1,8 +1,8 @@
-"""Answers a request: runs its generations, one for each prompt, and puts the pieces together.
+"""Answers a request: runs its generations, one for each prompt, and joins their pieces.
 
-Choice `c` of prompt `p` is the reply's choice `p * n + c`. All generations run at once; one that
-fails, or a caller that leaves, ends the others. What comes back is a run of `ReplyPart`s, in order
-within each choice. `Reply.whole` adds them up, `Reply.chunks` sends each on as it comes.
+Choice `c` of prompt `p` is the reply's choice `p * n + c`. All generations run at once. If one
+fails, or the caller leaves, the others end. The result is a series of `ReplyPart`s, in order within
+each choice. `Reply.whole` joins them. `Reply.chunks` sends each on as it comes.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ Item = TypeVar("Item")
 
 @dataclass(slots=True)
 class ReplyPart:
-    """What one output adds to one choice of a reply."""
+    """The part that one output adds to one choice of a reply."""
 
     choice: int
     texts: list[str]
     scored: list[ScoredToken] | None = None
-    """Log probabilities, where they are asked for."""
+    """Log probabilities, if the request asks for them."""
     finish_reason: str | None = None
     first: bool = False
-    """Of its choice."""
+    """Whether it is the first part of its choice."""
 
     @property
     def text(self) -> str:
-        """All of its text."""
+        """Its whole text."""
         return "".join(self.texts)
 
     def extend(self, later: ReplyPart) -> None:
-        """Takes in what follows."""
+        """Appends a later part."""
         self.texts += later.texts
         if self.scored is not None and later.scored is not None:
             self.scored += later.scored
@@ -54,7 +54,7 @@ class ReplyPart:
 
 
 class Form(Protocol):
-    """How one of the API's methods writes a reply."""
+    """The form in which one of the API's methods writes a reply."""
 
     id_prefix: str
     whole_object: str
@@ -65,33 +65,33 @@ class Form(Protocol):
         ...
 
     def delta(self, piece: ReplyPart) -> JSON:
-        """A piece of one, in a stream."""
+        """A piece of a choice, in a stream."""
         ...
 
 
 class Echo(NamedTuple):
-    """The prompt, given back before the output."""
+    """The prompt, echoed before the output."""
 
     text: str
     token_ids: Sequence[int] = ()
-    """Where its log probabilities are asked for."""
+    """The prompt's ids, if its log probabilities are wanted."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplyOrder:
-    """What a reply consists of."""
+    """The contents of a reply."""
 
     requests: Sequence[GenerationRequest]
-    """One for each prompt, alike but for the prompt."""
+    """One for each prompt; they differ only in the prompt."""
     form: Form
     stream_options: StreamOptions
     echoes: Sequence[Echo | None]
     """One for each prompt."""
     tokenizer: Tokenizer | None = None
-    """Names tokens beside log probabilities."""
+    """Gives the text of tokens beside log probabilities."""
     tokens_as_ids: bool = False
     echo_only: bool = False
-    """Whether the prompt alone is wanted: the token that ends its computing is left out."""
+    """Whether only the prompt is wanted. The one token that is generated then is left out."""
 
     @property
     def stream(self) -> bool:
@@ -109,7 +109,7 @@ class Reply:
         self._choices_per_prompt = order.requests[0].input.choices or 1
         self._streams = [generations.stream(request, call) for request in order.requests]
         self._choices: dict[int, _Choice] = {}
-        """By index in the reply; added when their prompt's generation starts."""
+        """Choices by index in the reply. They are added when their prompt's generation starts."""
         self._usage = _Usage()
         self._head: JSON = {}
 
@@ -117,7 +117,7 @@ class Reply:
         """The reply in one object.
 
         Raises:
-            RouterError: why there is none.
+            RouterError: the reply failed.
         """
         whole: dict[int, ReplyPart] = {}
         async with aclosing(self._pieces()) as pieces:
@@ -133,7 +133,7 @@ class Reply:
         """The reply as it comes.
 
         Raises:
-            RouterError: why it is incomplete.
+            RouterError: the reply is incomplete.
         """
         options, form = self._order.stream_options, self._order.form
         async with aclosing(self._pieces()) as pieces:
@@ -163,7 +163,7 @@ class Reply:
                         yield self._choices[first + output.choice].finish(output)
 
     def _start(self, prompt: int, started: Started) -> list[ReplyPart]:
-        """Notes what is known of a prompt's generation; the pieces that echo the prompt."""
+        """Notes the start of a prompt's generation; returns the pieces that echo the prompt."""
         self._usage.prompt_tokens += started.job.prompt_tokens
         self._usage.cached_tokens += started.cached_prompt_tokens
         form = self._order.form
@@ -194,14 +194,14 @@ class _Choice:
             self._scorer = Scorer(order.tokenizer, order.tokens_as_ids)
 
     def echo(self, echo: Echo, records: Sequence[TokenScore]) -> ReplyPart:
-        """The prompt, whose first token has no log probability."""
+        """The prompt. Its first token has no log probability."""
         piece = self._piece([echo.text])
         if self._scorer is not None:
             piece.scored = self._scorer.score(echo.token_ids, [None, *records])
         return piece
 
     def add(self, delta: TextDelta) -> ReplyPart:
-        """New tokens. One without text is a piece, too: clients count and time them."""
+        """New tokens. Tokens without text make a piece, too, since clients count and time them."""
         piece = self._piece(delta.texts)
         if self._scorer is not None:
             piece.scored = self._scorer.score(delta.token_ids, delta.logprobs)
@@ -239,14 +239,14 @@ class _Usage:
 async def merged(
     streams: Sequence[AsyncGenerator[Item, None]],
 ) -> AsyncGenerator[tuple[int, Item], None]:
-    """Items of all streams as they come, each with its stream's index; closes all of them.
+    """Items of all streams as they come, each with its stream's index. Closes all streams.
 
-    One item waits here at most, so that a slow reader is felt by every stream.
+    At most one item waits here, so that a slow reader slows every stream down.
 
     Raises:
-        Exception: the first that a stream raises.
+        Exception: the first exception of a stream.
     """
-    if len(streams) == 1:  # Nearly always: spare it the queue.
+    if len(streams) == 1:  # The usual case needs no queue.
         async with aclosing(streams[0]) as items:
             async for item in items:
                 yield 0, item

@@ -1,12 +1,12 @@
-"""What clients send: the fields of OpenAI's API, and those of vLLM's server beside them.
+"""Request bodies: the fields of OpenAI's API, and the extra fields of vLLM's server.
 
-A request passes through here once: `parse` reads it, and `sampling`, `stopping` and `output` say
-the same in the words of `inference.proto`, whose rules `router.requests.validation` then judges.
-What is judged here is only what those words could not hold. `null` means that a field is not set.
+A request passes through here once. `parse` reads it. `sampling`, `stopping` and `output` translate
+it into the messages of `inference.proto`, and `router.requests.validation` checks those. This
+module checks only the values that these messages cannot hold. `null` means that a field is not set.
 
-Unknown fields are ignored, as everywhere in this API's world, and nothing of them is kept. Those
-known to change the result that cannot be honoured are refused by name, unless they are set to what
-happens anyway; of these it is kept whether they were set.
+Unknown fields are ignored and dropped, as is usual for this API. Some known fields change the
+result and are not supported. They are refused by name, unless their value asks for nothing. The
+models keep only whether they were set.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Prompt = str | list[int]
 
 
 def _prompts(value: object, info: ValidationInfo) -> list[Prompt]:
-    """One prompt or several, each a text or token ids; ids are what a list of numbers means."""
+    """One prompt or several, each a text or token ids. A list of numbers means token ids."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and len(value) >= 1:
@@ -59,7 +59,7 @@ def _prompts(value: object, info: ValidationInfo) -> list[Prompt]:
 
 
 def _ids(value: object, info: ValidationInfo) -> list[int]:
-    # Not by pydantic: prompts are long, and it would report each wrong element.
+    # pydantic would report each wrong element, and prompts are long.
     most: int = (info.context or {})["most_ids"]
     if isinstance(value, list) and len(value) > most:
         raise PydanticCustomError("prompt", "must have at most {most} ids", {"most": most})
@@ -72,8 +72,8 @@ def _ids(value: object, info: ValidationInfo) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class AtMost:
-    """Counts the entries of an object, or of what else a validator is given, before any is looked
-    at: each wrong one would be reported. Of lists pydantic's own `max_length` does the same."""
+    """Counts the entries of a value before any entry is checked, since each wrong entry would be
+    reported. For lists pydantic's own `max_length` does the same."""
 
     most: int
     what: str
@@ -92,8 +92,8 @@ class AtMost:
 
 
 class Unless:
-    """Marks a field that cannot be honoured: it is true where it was set to something else than
-    null and the values given, which ask for nothing."""
+    """Marks a field that is not supported. The field is true if it was set to a value other than
+    null and the given values, which ask for nothing."""
 
     def __init__(self, *neutral: object) -> None:
         self._neutral = neutral
@@ -113,7 +113,7 @@ def _name(value: object) -> object:
 
 
 def _texts(value: object) -> object:
-    """A stop text alone is a list of one; an empty one stops nothing."""
+    """The stop texts as a list. An empty text stops nothing."""
     if isinstance(value, str):
         return [value] if value else []
     if not isinstance(value, list | None):
@@ -122,16 +122,16 @@ def _texts(value: object) -> object:
 
 
 class StreamOptions(BaseModel):
-    """What a stream tells beside tokens."""
+    """Options for the contents of a stream beside tokens."""
 
     include_usage: bool = False
-    """A last chunk with the token counts."""
+    """Adds a last chunk with the token counts."""
     continuous_usage_stats: bool = False
-    """Counts so far in every chunk, where `include_usage` is set."""
+    """Adds the counts so far to every chunk, if `include_usage` is set."""
 
 
 class ChatMessage(BaseModel):
-    """An object of the API, with fields that cannot be honoured."""
+    """An object of the API, with fields that are not supported."""
 
     model_config = ConfigDict(extra="ignore")
     unsupported: ClassVar[frozenset[str]] = frozenset()
@@ -139,7 +139,7 @@ class ChatMessage(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
-        """Finds them."""
+        """Collects the names of these fields."""
         super().__pydantic_init_subclass__(**options)
         cls.unsupported = frozenset(
             name
@@ -148,7 +148,7 @@ class ChatMessage(BaseModel):
         )
 
     def refusals(self, path: str) -> list[Violation]:
-        """Fields that are set and cannot be honoured, their names behind a path."""
+        """Violations for fields that are set and not supported; their names follow the path."""
         given = self.model_fields_set & self.unsupported
         return [
             Violation(path + name, "is not supported")
@@ -158,13 +158,13 @@ class ChatMessage(BaseModel):
 
 
 class ModelRequest(ChatMessage):
-    """What every method's request has."""
+    """The part that every method's request has."""
 
     model: Annotated[str, BeforeValidator(_name)] = ""
-    """May be left out where just one model is served."""
+    """May be left out if just one model is served."""
 
     def refused(self) -> list[Violation]:
-        """What cannot be honoured, or does not fit together."""
+        """Violations: fields that are not supported, or that contradict each other."""
         return self.refusals("")
 
 
@@ -183,7 +183,7 @@ class GenerationRequest(ModelRequest):
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    """Any integer; the lowest 64 bits count."""
+    """Any integer; only the lowest 64 bits are used."""
     logit_bias: Annotated[dict[UInt32, float] | None, AtMost(MAX_LOGIT_BIASES, "entries")] = None
     stop: Annotated[list[str], AtMost(MAX_STOP_TEXTS, "texts"), BeforeValidator(_texts)] = []
     stop_token_ids: Annotated[list[UInt32], Field(max_length=MAX_STOP_TOKENS)] | None = None
@@ -193,7 +193,7 @@ class GenerationRequest(ModelRequest):
     priority: Annotated[int, Field(gt=-(1 << 31), lt=1 << 31)] | None = None
     """Lower runs first, as in vLLM: the opposite of the gRPC API."""
     return_tokens_as_token_ids: bool | None = None
-    """Tokens beside log probabilities read `token_id:7` instead of their text."""
+    """Writes tokens beside log probabilities as `token_id:7` instead of their text."""
 
     add_special_tokens: Annotated[bool, Unless(True)] = False
     allowed_token_ids: Annotated[bool, Unless([])] = False
@@ -218,7 +218,7 @@ class GenerationRequest(ModelRequest):
     def input(
         self, max_tokens: int | None, top_logprobs: int | None, **prompt: Any
     ) -> api.GenerationInput:
-        """The request in the words of the gRPC API.
+        """The request as a message of the gRPC API.
 
         Args:
             max_tokens: None for the server's default.
@@ -262,12 +262,12 @@ class GenerationRequest(ModelRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    """Of /v1/completions."""
+    """A request of /v1/completions."""
 
     prompt: Annotated[list[Prompt], PlainValidator(_prompts)]
     max_tokens: UInt32 | None = 16
-    """16 where it is left out, as the API has it; null for the server's default; 0 beside `echo`
-    for the prompt alone."""
+    """16 if it is left out, as in OpenAI's API; null for the server's default; 0 with `echo` for
+    the prompt alone."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
     best_of: int | None = None
@@ -277,7 +277,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def echo_only(self) -> bool:
-        """Whether nothing is to be generated, as where texts are scored."""
+        """Whether to generate nothing, for example to score a text."""
         return bool(self.echo) and self.max_tokens == 0
 
     def refused(self) -> list[Violation]:
@@ -292,7 +292,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class DetokenizeRequest(ModelRequest):
-    """Of /detokenize."""
+    """A request of /detokenize."""
 
     tokens: Annotated[list[int], PlainValidator(_ids)]
 
@@ -301,12 +301,12 @@ Request = TypeVar("Request", bound=ModelRequest)
 
 
 def parse(kind: type[Request], body: bytes, most_ids: int = LEAST_ELEMENTS) -> Request:
-    """Reads a request whose shape was judged (`router.requests.bounds.BodyShape`).
+    """Reads a request whose shape was checked (`router.requests.bounds.BodyShape`).
 
     Args:
-        kind: of request.
+        kind: the kind of request.
         body: JSON.
-        most_ids: that a prompt may have.
+        most_ids: most ids that a prompt may have.
 
     Raises:
         RouterError: MALFORMED_REQUEST, or INVALID_FIELD with every violation.
@@ -330,7 +330,8 @@ def _refusal(error: ValidationError) -> errors.RouterError:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """`messages[0].content`; the body itself where the location is empty."""
+    """The path of a location, such as `messages[0].content`. An empty location is the body
+    itself."""
     path = ""
     for part in location:
         path += f"[{part}]" if isinstance(part, int) else f".{part}"

@@ -1,7 +1,7 @@
 """The HTTP port of a router: its routes.
 
-`stop` lets what is under way end for a moment: whoever stops the router has ended the jobs before,
-so that their last words are on the way.
+`stop` waits a moment for running requests. The caller has ended the jobs before, so their last
+messages are on the way.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ class OpenAiServer(EmbeddedHttpServer):
 
     Args:
         listen: HOST:PORT; port 0 takes a free one.
-        dispatcher: runs what is asked for.
-        tokenizers: of the models served.
-        limits: of requests.
-        events: hears of requests.
-        routes: beside those of the API.
-        gate: who may use the API; /health and `routes` are open to all.
+        dispatcher: runs the jobs.
+        tokenizers: tokenizers of the models served.
+        limits: limits of requests.
+        events: receives events of requests.
+        routes: further routes beside those of the API.
+        gate: admits callers to the API; /health and `routes` are open to all.
         reuse_port: share the port with other routers.
     """
 
@@ -112,7 +112,7 @@ class OpenAiServer(EmbeddedHttpServer):
         )
 
     def drain(self) -> None:
-        """From now on /health sends clients elsewhere; requests are refused by the dispatcher."""
+        """Lets /health fail, so that clients go elsewhere. The dispatcher refuses requests."""
         self._pages.draining = True
 
 
@@ -121,7 +121,7 @@ def _method(guards: Guards, events: RouterEvents, path: str, method: Method) -> 
 
 
 class _Pages:
-    """What is asked beside generations."""
+    """The pages other than generations."""
 
     def __init__(self, dispatcher: Dispatcher, tokenizers: Tokenizers, gate: Gate) -> None:
         self.draining = False
@@ -146,8 +146,8 @@ class _Pages:
         return _json(self._describe(models[name]))
 
     async def tokenizer(self, request: Request) -> Response:
-        """What a client needs beside /tokenize to write prompts of its own: the special tokens and
-        the chat template of the model that `?model=` names."""
+        """The special tokens and the chat template of the model that `?model=` names. With
+        /tokenize, a client can write its own prompts with them."""
         self._admit(request)
         model = self._dispatcher.model(request.query_params.get("model", ""))
         try:
@@ -159,7 +159,7 @@ class _Pages:
         return _json({**tokenizer.special_tokens, "chat_template": tokenizer.template_source})
 
     async def health(self, request: Request) -> Response:
-        """200 while some model can be run."""
+        """200 while some model can run."""
         ready = self._dispatcher.models() and not self.draining
         return Response(status_code=200 if ready else 503)
 
@@ -178,9 +178,8 @@ class _Pages:
 
 
 async def _not_served(request: Request, error: Exception) -> Response:
-    """Paths and methods that there are not, in the words of the API. The paths that there are tell
-    most who come here what is wrong: a base URL without /v1, or a part of the API that is not here.
-    """
+    """The error for an unknown path or method. It lists the known paths, since most callers have
+    forgotten /v1 in the base URL or use a part of the API that is not supported."""
     assert isinstance(error, HTTPException)
     message, code = f"no such path: there are {_SERVED}", "not_found"
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
@@ -191,7 +190,7 @@ async def _not_served(request: Request, error: Exception) -> Response:
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    """Errors of the API's pages."""
+    """The response to an error of the API's pages."""
     assert isinstance(error, errors.RouterError)
     return _json(statuses.error_body(error), statuses.http_status(error))
 

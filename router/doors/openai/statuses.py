@@ -1,7 +1,7 @@
-"""Errors as HTTP clients of this API know them.
+"""Errors in the form of this HTTP API.
 
-The statuses and reasons are those of the gRPC API; this is their other spelling. Clients learn from
-the headers whether trying again can help, and when.
+The statuses and reasons are those of the gRPC API, in another spelling. The headers tell clients
+whether a retry can help, and when.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from router.errors import RouterError
 JSON = dict[str, Any]
 
 CLIENT_LEFT: Final = 499
-"""Never sent: how a caller that left is logged."""
+"""Status in the log for a caller that left. It is never sent."""
 _STATUSES: Final = {
     StatusCode.INVALID_ARGUMENT: 400,
     StatusCode.UNAUTHENTICATED: 401,
@@ -55,7 +55,7 @@ _PARAMS: Final = (
     ("chat.continue_last", "continue_final_message"),
     ("chat", "messages"),
 )
-"""Beginnings of paths in `inference.proto`, and what they are called here; the first counts."""
+"""Prefixes of paths in `inference.proto` and their names in this API. The first match counts."""
 
 
 def http_status(error: RouterError) -> int:
@@ -83,7 +83,8 @@ def body(message: str, kind: str, param: str | None, reason: str) -> JSON:
 
 
 def retry_headers(error: RouterError) -> dict[str, str]:
-    """When to try again, or that it is of no use: OpenAI's clients would, after every 5xx."""
+    """Headers that say when to retry, or not to retry. Without them OpenAI's clients retry after
+    every 5xx."""
     if error.retry_after_s is None:
         return {"x-should-retry": "false"}
     return {

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, as vLLM's server has them: what a prompt is to the model, and back."""
+"""/tokenize and /detokenize, in the form of vLLM's server: a prompt's token ids, and back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Said:
-    """An answer that is there already."""
+    """An answer that is complete already."""
 
     stream = False
 
@@ -35,7 +35,7 @@ class Said:
 
 
 class Tokens:
-    """Both methods; they raise RouterError where a request cannot be understood or answered."""
+    """Both methods. They raise RouterError if a request cannot be understood or answered."""
 
     def __init__(self, generations: Generations, dispatcher: Dispatcher, shape: BodyShape) -> None:
         self._generations = generations
@@ -43,7 +43,7 @@ class Tokens:
         self._shape = shape
 
     async def tokenize(self, body: bytes, call: Call, client_tag: str) -> Said:
-        """The ids that generating would run."""
+        """The ids that a generation would run."""
         asked = parse(TokenizeRequest, body)
         prompt: JSON = {} if asked.prompt is None else {"text": asked.prompt}
         if asked.messages:

@@ -1,4 +1,4 @@
-"""Requests whose prompt is a conversation: its turns, and how they become one text."""
+"""Requests whose prompt is a conversation: its turns, and their form as one text."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ _ROLES: Final = {
     "assistant": api.ROLE_ASSISTANT,
 }
 MAX_DEPTH: Final = 16
-"""Of `chat_template_kwargs`."""
+"""Deepest nesting of `chat_template_kwargs`."""
 MAX_INTEGER: Final = 1 << 53
-"""Of the same: the gRPC API has its numbers as doubles, which leave out integers beyond this."""
+"""Largest integer in `chat_template_kwargs`. The gRPC API carries numbers as doubles, which are not
+exact beyond it."""
 
 
 def _content(value: object) -> object:
-    """Text of a turn: a string, or the text parts of a list, a line each."""
+    """The text of a turn: a string, or the text parts of a list, a line each."""
     if not isinstance(value, list):
         return value
     if len(value) > MAX_CONTENT_PARTS:
@@ -49,7 +50,8 @@ def _content(value: object) -> object:
 
 
 def _fit(value: JsonValue) -> JsonValue:
-    """Messages of the gRPC API nest a few times as deep as the JSON that they hold, to a bound."""
+    """Checks the depth. Messages of the gRPC API nest a few times as deep as the JSON in them, and
+    their depth is bounded."""
     level, room = [value], MAX_TEMPLATE_VALUES
     for _ in range(MAX_DEPTH):
         level = list(islice(chain.from_iterable(map(_inside, level)), room + 1))
@@ -78,14 +80,14 @@ class ChatTurn(ChatMessage):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str | None, BeforeValidator(_content)] = None
-    """Only the assistant may have said nothing."""
+    """The text. Only a turn of the assistant may have none."""
 
     audio: Annotated[bool, Unless()] = False
     function_call: Annotated[bool, Unless()] = False
     tool_calls: Annotated[bool, Unless([])] = False
 
     def refused(self, path: str) -> list[Violation]:
-        """Fields that are set and cannot be honoured, and a content that was forgotten."""
+        """Violations: fields that are set and not supported, and a missing content."""
         found = self.refusals(path)
         if self.content is None and self.role != "assistant":
             found.append(Violation(path + "content", "must be a text or a list of text parts"))
@@ -93,15 +95,15 @@ class ChatTurn(ChatMessage):
 
 
 class TurnsRequest(ModelRequest):
-    """What makes a prompt of turns."""
+    """The fields that make a prompt from turns."""
 
     messages: Annotated[list[ChatTurn], Field(max_length=MAX_TURNS)]
     chat_template_kwargs: Annotated[dict[str, JsonValue] | None, AfterValidator(_fit)] = None
     """Variables for the chat template."""
     continue_final_message: bool | None = None
-    """The last turn has only begun: the answer goes on where it ends."""
+    """Whether the answer continues the last turn."""
     add_generation_prompt: bool | None = None
-    """The opposite of that; clients that continue a turn say so, too."""
+    """The opposite of `continue_final_message`. Clients that continue a turn set both."""
 
     chat_template: Annotated[bool, Unless()] = False
     tools: Annotated[bool, Unless([])] = False
@@ -118,7 +120,7 @@ class TurnsRequest(ModelRequest):
         return found
 
     def chat(self) -> api.ChatPrompt:
-        """The turns in the words of the gRPC API."""
+        """The turns as a message of the gRPC API."""
         chat = api.ChatPrompt(
             messages=[
                 api.ChatMessage(role=_ROLES[turn.role], content=turn.content or "")
@@ -132,11 +134,11 @@ class TurnsRequest(ModelRequest):
 
 
 class ChatRequest(TurnsRequest, GenerationRequest):
-    """Of /v1/chat/completions."""
+    """A request of /v1/chat/completions."""
 
     max_completion_tokens: UInt32 | None = None
     max_tokens: UInt32 | None = None
-    """The older name of the same."""
+    """The older name of `max_completion_tokens`."""
     logprobs: bool | None = None
     top_logprobs: UInt32 | None = None
 
@@ -161,12 +163,12 @@ class ChatRequest(TurnsRequest, GenerationRequest):
 
 
 class TokenizeRequest(TurnsRequest):
-    """Of /tokenize: a text or turns."""
+    """A request of /tokenize: a text or turns."""
 
     prompt: str | None = None
     messages: Annotated[list[ChatTurn], Field(default_factory=list, max_length=MAX_TURNS)]
     add_special_tokens: bool | None = None
-    """Where it is left out: for a text and not for turns, as generating has it."""
+    """If it is left out, a text gets special tokens and turns do not, as in a generation."""
     return_token_strs: bool | None = None
 
     def refused(self) -> list[Violation]:
