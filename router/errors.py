@@ -123,8 +123,7 @@ def context_length_exceeded(
 
 
 def model_not_found(name: str, served: Sequence[str] = ()) -> RouterError:
-    """No model of that name is served; `served` are. The name is empty if the client named none and
-    there are several."""
+    """No such model is served; `served` are. An empty name means that there are several."""
     name = name[:_MAX_VALUE_CHARS]
     names = ", ".join(one[:_MAX_VALUE_CHARS] for one in served[:_MAX_NAMES])
     names += ", ..." if len(served) > _MAX_NAMES else ""
