@@ -14,7 +14,7 @@ from baton import demo_model as demo
 
 # An example may take long on a machine that stands still for a moment. Where `CI` is set examples
 # are the same every time.
-for name, examples in (("baton", 50), ("slow", 500)):
+for name, examples in (("baton", 200), ("slow", 2000)):
     settings.register_profile(
         name,
         max_examples=examples,

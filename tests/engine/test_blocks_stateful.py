@@ -120,7 +120,7 @@ class Blocks(RuleBasedStateMachine):
 
 
 TestBlocks = Blocks.TestCase
-TestBlocks.settings = settings(stateful_step_count=40)
+TestBlocks.settings = settings(stateful_step_count=50)
 
 
 def test_keys_depend_on_everything_before_and_on_the_tenant():
