@@ -119,6 +119,40 @@ class Blocks(RuleBasedStateMachine):
         assert [event.sequence for event in self.events] == list(range(1, len(self.events) + 1))
 
 
+def test_a_page_is_free_behind_its_last_writer_and_not_before() -> None:
+    """Released before the step that writes it is done, and while an earlier one is settled."""
+    blocks = BlockManager(4, EVICTION_POLICIES["lru"]())
+    pages = blocks.allocate(2)
+    blocks.mark_written(pages[:1], 0)
+    blocks.mark_written(pages[1:], 1)
+    blocks.release(pages)
+    assert (blocks.free, blocks.settling) == (1, 2)
+    blocks.settle(0)
+    assert (blocks.free, blocks.settling) == (2, 1)
+    blocks.settle(1)
+    assert (blocks.free, blocks.settling) == (3, 0)
+
+
+def test_a_key_keeps_its_first_page() -> None:
+    blocks = BlockManager(4, EVICTION_POLICIES["lru"]())
+    first, second = blocks.allocate(1), blocks.allocate(1)
+    keys = page_keys(np.array([1], np.int32), 1)
+    blocks.settle(0)
+    blocks.publish(first, keys)
+    blocks.publish(second, keys)
+    blocks.check_invariants()
+    assert blocks.acquire(keys).tolist() == first.tolist()
+
+
+def test_growth_evicts_as_many_as_it_lacks() -> None:
+    blocks = BlockManager(4, EVICTION_POLICIES["lru"]())
+    pages = blocks.allocate(2)
+    blocks.settle(0)
+    blocks.publish(pages, page_keys(np.array([1, 2], np.int32), 1))
+    blocks.release(pages)
+    assert sorted(blocks.allocate_apart(3).tolist()) == [1, 2, 3]
+
+
 TestBlocks = Blocks.TestCase
 TestBlocks.settings = settings(stateful_step_count=50)
 

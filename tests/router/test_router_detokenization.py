@@ -122,6 +122,10 @@ def test_stops_do_not_depend_on_tokens(texts: list[str], parts: list[str]) -> No
     assert run_stops(StopTexts(texts, include_stop=True), parts) == (text + (met or ""), met)
 
 
+def test_of_stops_that_end_at_one_place_the_longest_counts() -> None:
+    assert run_stops(StopTexts(["b", "ab"]), ["xa", "b"]) == ("x", "ab")
+
+
 def test_what_may_begin_a_stop_is_held_back_and_nothing_else() -> None:
     stops = StopTexts(["\n\nUser:"])
     assert [stops.push(part).text for part in ["Hi", "\n", "\nUs", "e", "d up"]] == [
