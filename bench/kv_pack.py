@@ -1,4 +1,4 @@
-"""Gathering scattered pages into a staging buffer and back, on one GPU: what NCCL's lanes pay.
+"""Gathering scattered pages into a staging buffer and back, on one GPU: what NCCL's channels pay.
 
 python -m bench.kv_pack [--page-mib 2] [--piece-mib 64] [--pool-mib 4096] [--repeats 30]
                         [--device cuda] [--json FILE]
@@ -33,7 +33,7 @@ WARM_UPS = 3
 
 
 class Pages(NamedTuple):
-    """Pages of a piece. A lane has their ids on the host in any case."""
+    """Pages of a piece. A channel has their ids on the host in any case."""
 
     ids: Tensor
     on_host: list[int]

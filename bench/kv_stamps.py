@@ -1,4 +1,4 @@
-"""Where the time of a push through a lane goes, by the host's clock: `bench.kv_wire --stamps`.
+"""Where the time of a push through a channel goes, by the host's clock: `bench.kv_wire --stamps`.
 
 What the two ends do is stamped where they do it, in both processes; pushes follow each other, so a
 stamp belongs to the push during which it was taken (the end's own, of the one before, excepted: the
@@ -21,24 +21,24 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kv_transfer.nccl.channels import ReceiveLane, SendLane
-from kv_transfer.nccl.wire import LaneWire
+from kv_transfer.nccl.channels import ReceiveChannel, SendChannel
+from kv_transfer.nccl.wire import Wire
 
 Stamps = list[tuple[str, float]]
 """What was done, and when: by `time.perf_counter`, which the processes of a host share."""
 Span = tuple[float, float]
 _DONE: Sequence[tuple[type, str, str]] = (
-    (LaneWire, "tell_push", "told"),
-    (LaneWire, "next_push", "heard"),
-    (LaneWire, "tell_landed", "landed"),
-    (SendLane, "_move", "sent"),
-    (ReceiveLane, "_move", "posted"),
-    (ReceiveLane, "_scatter", "scattered"),
+    (Wire, "tell_push", "told"),
+    (Wire, "next_push", "heard"),
+    (Wire, "tell_landed", "landed"),
+    (SendChannel, "_move", "sent"),
+    (ReceiveChannel, "_move", "posted"),
+    (ReceiveChannel, "_scatter", "scattered"),
 )
 
 
 def take() -> Stamps:
-    """From now on, of all lanes of this process."""
+    """From now on, of all channels of this process."""
     taken: Stamps = []
     for owner, method, done in _DONE:
         setattr(owner, method, _stamped(getattr(owner, method), done, taken))

@@ -9,8 +9,7 @@ scattered, in runs of `run-pages` adjacent ones (1: none adjacent on purpose):
     nixl, bare      the library's own calls: a prepared list, one transfer, polled without a pause
     nixl            our transport, polled every 50 us, as a worker does
     nccl            our transport, polled likewise: pages gathered, sent, scattered
-    nccl M [F [L [S [G [A]]]]]  the same in pieces of M MiB, the first of F, the last of L, over S
-                    staging buffers and G communicators, A pieces queued before the thread wakes up
+    nccl M [S]      the same in pieces of M MiB, over S staging buffers
     nccl, bare      one contiguous tensor of that size through send and recv
     nccl, bare M    the same tensor in pieces of M MiB
 
@@ -33,7 +32,7 @@ import queue
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -47,7 +46,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from baton.process.event_loop import prepare_to_serve
 from bench import kv_stamps
 from kv_transfer.nccl.groups import RECEIVER, SENDER, form_group
-from kv_transfer.nccl.staging import LaneOptions
+from kv_transfer.nccl.staging import ChannelOptions
 from kv_transfer.nccl.transport import NcclTransport
 from kv_transfer.transports.factory import make_transport
 from kv_transfer.transports.pool import PoolMemory
@@ -60,7 +59,7 @@ STAMPS = "stamps"
 """Asks the receiving side for its own."""
 WAYS = ("nixl, bare", "nixl", "nccl", "nccl, bare")
 EXPLAINED = (
-    "nccl 128 64 32 3 1", "nccl 64 64 32 6", "nccl 96 64 32 4", "nccl 128 64 32 3 2 0", "nccl",
+    "nccl 128", "nccl 64 2", "nccl 64 6", "nccl 32 6", "nccl",
     "nccl, bare 64", "nccl, bare 128", "nccl, bare",
 )  # fmt: skip
 """What tells launches and staging apart: `--ways explain-nccl`."""
@@ -100,12 +99,12 @@ class Side:
         if not options:
             return make_transport(name, agent_name, self.pool, page_bytes, len(self.pool))
         memory = PoolMemory.of(self.pool, page_bytes, len(self.pool))
-        names = [field.name for field in fields(LaneOptions)]
+        names = [field.name for field in fields(ChannelOptions)]
         given = {
             option: int(value) << 20 if option.endswith("bytes") else int(value)
             for option, value in zip(names, options, strict=False)
         }
-        return NcclTransport(agent_name, memory, replace(LaneOptions.usual(memory), **given))
+        return NcclTransport(agent_name, memory, ChannelOptions(**given))
 
     def address(self) -> dict[str, Any]:
         """What the other side has to know."""

@@ -26,6 +26,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from test_bars import ROOMS
 from tiny_models import write_tiny_model
+from waiting import wait_until
 
 import baton
 
@@ -274,11 +275,19 @@ def test_a_router_installs_and_serves_without_torch(distributions: Path, tmp_pat
     try:
         assert router.stderr is not None
         assert any("router serves" in line for line in router.stderr)
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
-            assert b"baton_queue_depth" in page.read()
+        assert b"baton_queue_depth" in wait_until(lambda: read(f"http://127.0.0.1:{port}/metrics"))
     finally:
         router.terminate()
         assert router.wait(30) == 0
+
+
+def read(url: str) -> bytes:
+    """What is there; nothing while nobody listens."""
+    try:
+        with urllib.request.urlopen(url, timeout=10) as page:
+            return bytes(page.read())
+    except OSError:
+        return b""
 
 
 @contextlib.contextmanager

@@ -25,3 +25,5 @@ def test_stored_answers_are_those_of_transformers() -> None:
         text=True,
     )
     assert done.returncode == 0, done.stdout[-4000:]
+    assert " passed" in done.stdout
+    assert " skipped" not in done.stdout

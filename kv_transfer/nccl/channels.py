@@ -1,17 +1,16 @@
 """One direction between two processes over a collective library: pages gathered, sent, scattered.
 
-A lane is communicators of two ranks, the sender rank 0, a socket (`kv_transfer.nccl.wire`) and a
-thread at either end. Both sides of a pair have a lane of their own towards the other: on a shared
-one, two sends that meet would each wait for the other's end. Pieces of a push take the
-communicators in turn: while one begins or ends a piece, another has the wire.
+A channel is a communicator of two ranks, of which the sender is rank 0, a socket
+(`kv_transfer.nccl.wire`) and a thread at either end. Each process of a pair has a channel of its
+own towards the other. On a shared one, two sends that meet would each wait for the other's end.
 
-Life of a lane: FORMING until both ends have found each other and are connected, for bounded time
+Life of a channel: FORMING until both ends have found each other and are connected, for bounded time
 -> OPEN: pushes go through in the order given, cut into pieces, `slots` staging buffers deep ->
-FAILED, by `close` or by trouble; what was in progress then has no known end -> at the sender OVER,
-once the receiver's end is closed, which it is when it writes no page any more.
+FAILED, by `close` or by an error. Nobody knows how pushes in progress ended -> OVER at the sender,
+once the receiver's end is closed. The receiver closes it when it writes no page any more.
 
-Invariants: both ends cut a push alike, and use communicators in the same order; a staging buffer is
-used again only when the device is done with what it held.
+Invariants: both ends cut a push alike. A staging buffer is used again only when the device is done
+with its pages.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -25,18 +24,16 @@ import socket
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
 from datetime import timedelta
-from itertools import islice
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
-from kv_transfer.nccl.groups import RECEIVER, SENDER, abort_groups, form_groups, receive, send
-from kv_transfer.nccl.staging import LaneOptions, Piece, Staging, words
-from kv_transfer.nccl.wire import KEY_BYTES, LaneWire, Push
+from kv_transfer.nccl.groups import RECEIVER, SENDER, abort_group, form_group, receive, send
+from kv_transfer.nccl.staging import ChannelOptions, Piece, Staging, words
+from kv_transfer.nccl.wire import KEY_BYTES, Push, Wire
 from kv_transfer.transports.pool import PoolMemory
 from kv_transfer.types import PageIds
 
@@ -51,36 +48,37 @@ _WIRE: Final = "wire"
 """Under this key of the rendezvous: where the sender accepts, and the key to show there."""
 
 
-class Lane(ABC):
+class Channel(ABC):
     """One end. Every method may be called from any thread and returns at once."""
 
     rank: int
 
-    def __init__(self, name: str, pool: PoolMemory, options: LaneOptions) -> None:
+    def __init__(self, name: str, pool: PoolMemory, options: ChannelOptions) -> None:
         self.failed = False
         """Set before the communicator is torn down: what ends then has not arrived."""
         self._pool = pool
         self._words = words(pool.pages)
         self._options = options
-        self._groups: list[Any] = []
-        """Held here alone: some close their connections when the last reference goes."""
-        self._wire: LaneWire | None = None
+        self._group: Any | None = None
+        """Held here alone: Gloo closes its connections when the last reference goes."""
+        self._wire: Wire | None = None
         """From the time when both ends have found each other."""
-        self._staging: Staging | None = None
-        """From the time when pushes go through."""
+        self._is_open = False
+        """Set when pushes go through."""
         self._thread = threading.Thread(target=self._run, name=f"kv-{name}", daemon=True)
         self._thread.start()
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the lane; a device that waits for the other end is let go."""
+        """Ends the channel; a device that waits for the other end is let go."""
 
     def _run(self) -> None:
         try:
             self._form()
             if not self.failed and self._wire is not None:
-                self._staging = Staging(self._pool, self._options)
-                self._serve(self._wire, self._staging)
+                staging = Staging(self._pool, self._options)
+                self._is_open = True
+                self._serve(self._wire, staging)
         except Exception as error:
             self._fail(error)
         self._tear_down()
@@ -93,60 +91,45 @@ class Lane(ABC):
             torch.cuda.set_device(device)
         self._wire, store = self._meet()
         if not self.failed:
-            self._groups = form_groups(store, self.rank, device, self._options.groups, CONNECT_S)
+            self._group = form_group(store, self.rank, device, CONNECT_S)
 
     def _fail(self, error: Exception) -> None:
         if not self.failed:
-            logger.warning("a lane failed: %s", type(error).__name__)
+            logger.warning("a channel failed: %s", type(error).__name__)
         self._tear_down()
 
     def _tear_down(self) -> None:
         self.failed = True
-        groups, self._groups = self._groups, []
-        abort_groups(groups)
+        group, self._group = self._group, None
+        abort_group(group)
 
     @abstractmethod
-    def _meet(self) -> tuple[LaneWire, Store]:
+    def _meet(self) -> tuple[Wire, Store]:
         """Finds the other end: the wire to it, and where the two rendezvous."""
 
     @abstractmethod
-    def _serve(self, wire: LaneWire, staging: Staging) -> None:
-        """Moves pushes until the lane is closed."""
+    def _serve(self, wire: Wire, staging: Staging) -> None:
+        """Moves pushes until the channel is closed."""
 
     @abstractmethod
     def _move(self, piece: Piece) -> None:
         """Queues, or does, what a piece takes."""
 
     @abstractmethod
-    def _leave(self, wire: LaneWire) -> None:
-        """The lane is closed at this end: lets the other know."""
+    def _leave(self, wire: Wire) -> None:
+        """The channel is closed at this end: lets the other know."""
 
 
-class _Put(NamedTuple):
-    """A push in the hands of a sender's thread."""
-
-    source: PageIds
-    push: Push
-    begun: Iterator[Piece] | None
-    """What is left of its pieces, where the receiver was told already."""
-
-
-class SendLane(Lane):
+class SendChannel(Channel):
     """The end that pages leave from."""
 
     rank = SENDER
 
-    def __init__(self, name: str, pool: PoolMemory, options: LaneOptions) -> None:
+    def __init__(self, name: str, pool: PoolMemory, options: ChannelOptions) -> None:
         host = _own_address()
         self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=FORM_S)
         self._server = socket.create_server((host, 0))
-        self._pushes: queue.SimpleQueue[_Put | None] = queue.SimpleQueue()
-        self._num_put = self._num_queued = self._num_landed = 0
-        """Pushes, by who puts them and by the thread: equal while it has nothing to do; and those
-        that the other end told of: equal while nothing is on its way."""
-        self._at_once = min(options.at_once, options.slots)
-        self._queueing = threading.Lock()
-        """Held by the one of them that queues pieces."""
+        self._pushes: queue.SimpleQueue[tuple[PageIds, Push] | None] = queue.SimpleQueue()
         self._left = False
         self.address = f"{host}:{self._store.port}"
         """Where the other end finds this one."""
@@ -155,87 +138,67 @@ class SendLane(Lane):
     @property
     def is_over(self) -> bool:
         """It failed, and the other end will write no page any more."""
-        never_told = self._staging is None and not self._thread.is_alive()
+        never_told = not self._is_open and not self._thread.is_alive()
         return self.failed and (self._left or never_told)
 
     def put(self, source: PageIds, push: Push) -> None:
-        """The next push; its pages `source` go to its `target`. Where nothing is before it, the
-        first pieces are queued here: a thread takes as long to wake up as 64 MiB to be sent. The
-        other end's wakes up meanwhile, so that is told before all; this one's is woken last."""
-        wire, staging = self._wire, self._staging
-        is_next = self._num_put == self._num_queued == self._num_landed and self._at_once > 0
-        self._num_put += 1
-        if not (is_next and wire and staging and staging.is_used and push.fits_at_once):
-            self._pushes.put(_Put(source, push, None))
-            return
-        with self._queueing:
-            pieces = staging.pieces(source, push)
-            try:
-                wire.tell_push(push)
-                self._move(next(pieces))
-                self._pushes.put(_Put(source, push, pieces))  # Its thread wakes up meanwhile.
-                for piece in islice(pieces, self._at_once - 1):
-                    self._move(piece)
-            except Exception as error:
-                self._fail(error)
-                self._pushes.put(None)
+        """The next push; its pages `source` go to its `target`."""
+        self._pushes.put((source, push))
 
     def landed(self) -> list[int]:
         """Handles of pushes that are where they belong, since the last call."""
         if self._wire is None or self._left:
             return []
         try:
-            landed = self._wire.landed()
+            return self._wire.landed()
         except (EOFError, OSError):
             self._left = self.failed = True
             return []
-        self._num_landed += len(landed)
-        return landed
 
     def close(self) -> None:
-        """See `Lane`."""
+        """See `Channel`."""
         self._tear_down()
         self._pushes.put(None)
         self._server.close()
         if self._wire is not None:
             self._wire.close()
 
-    def _meet(self) -> tuple[LaneWire, Store]:
+    def _meet(self) -> tuple[Wire, Store]:
         key = secrets.token_bytes(KEY_BYTES)
         self._store.set(_WIRE, f"{self._server.getsockname()[1]}:{key.hex()}")
         with self._server:
-            return LaneWire.accept(self._server, key, FORM_S.total_seconds()), self._store
+            return Wire.accept(self._server, key, FORM_S.total_seconds()), self._store
 
-    def _serve(self, wire: LaneWire, staging: Staging) -> None:
+    def _serve(self, wire: Wire, staging: Staging) -> None:
         while (put := self._pushes.get()) is not None:
-            pieces = put.begun
-            if pieces is None:
-                wire.tell_push(put.push)
-                pieces = staging.pieces(put.source, put.push)
-            with self._queueing:
+            source, push = put
+            wire.tell_push(push)
+            for piece in staging.pieces(source, push):
                 if self.failed:
                     return
-                for piece in pieces:
-                    self._move(piece)
-            self._num_queued += 1
+                self._move(piece)
 
     def _move(self, piece: Piece) -> None:
-        with piece.slot.queue():
-            piece.slot.name(piece)
-            torch.index_select(self._words, 0, piece.room.ids, out=piece.room.staged)
-            send(self._groups[piece.group], piece.room.flat)
+        slot = piece.slot
+        with slot.queue():
+            staged = slot.staged(piece)
+            torch.index_select(self._words, 0, slot.ids(piece), out=staged)
+            send(self._group, staged.view(-1))
 
-    def _leave(self, wire: LaneWire) -> None:
+    def _leave(self, wire: Wire) -> None:
         wire.stop_telling()
 
 
-class ReceiveLane(Lane):
-    """The end that pages arrive at. A piece is scattered once it is seen to be there, not behind
-    its receive on the device, where one that is torn down ends, too."""
+class ReceiveChannel(Channel):
+    """The end that pages arrive at.
+
+    A piece is scattered when the host has seen it arrive. It is not queued behind its receive,
+    since a receive that is torn down ends, too.
+    """
 
     rank = RECEIVER
 
-    def __init__(self, name: str, pool: PoolMemory, address: str, options: LaneOptions) -> None:
+    def __init__(self, name: str, pool: PoolMemory, address: str, options: ChannelOptions) -> None:
         self._address = address
         self._due: deque[tuple[Piece, torch.cuda.Event | None]] = deque()
         """Pieces to be scattered, and when they are here."""
@@ -252,27 +215,27 @@ class ReceiveLane(Lane):
         return [self._landed.popleft() for _ in range(len(self._landed))]
 
     def close(self) -> None:
-        """See `Lane`."""
+        """See `Channel`."""
         self._tear_down()
         if self._wire is not None:
             self._wire.stop_reading()
 
-    def _meet(self) -> tuple[LaneWire, Store]:
+    def _meet(self) -> tuple[Wire, Store]:
         host, _, port = self._address.rpartition(":")
         store = TCPStore(host, int(port), is_master=False, timeout=FORM_S)
         wire_port, _, key = store.get(_WIRE).decode().partition(":")
         form_s = FORM_S.total_seconds()
-        return LaneWire.connect(host, int(wire_port), bytes.fromhex(key), form_s), store
+        return Wire.connect(host, int(wire_port), bytes.fromhex(key), form_s), store
 
-    def _serve(self, wire: LaneWire, staging: Staging) -> None:
+    def _serve(self, wire: Wire, staging: Staging) -> None:
         while (push := self._next(wire)) is not None:
             for piece in staging.pieces(push.target, push):
                 self._move(piece)
             while self._due:
                 self._scatter()
 
-    def _next(self, wire: LaneWire) -> Push | None:
-        """Waits for the next push; None: the lane is closed."""
+    def _next(self, wire: Wire) -> Push | None:
+        """Waits for the next push; None: the channel is closed."""
         try:
             if not wire.has_push():
                 self._tell_landed(waits=True)
@@ -283,12 +246,11 @@ class ReceiveLane(Lane):
     def _move(self, piece: Piece) -> None:
         if len(self._due) == self._options.slots:
             self._scatter()
-        with piece.slot.queue():
-            receive(self._groups[piece.group], piece.room.flat)
-            # Who waits for a frozen peer does not spin; behind the first piece others are on the
-            # wire.
-            received = piece.slot.queue.end(blocking=piece.is_first)
-            piece.slot.name(piece)
+        slot = piece.slot
+        with slot.queue():
+            receive(self._group, slot.staged(piece).view(-1))
+            # A thread that waits for a frozen peer sleeps.
+            received = slot.queue.end(blocking=True)
         self._due.append((piece, received))
 
     def _scatter(self) -> None:
@@ -297,9 +259,10 @@ class ReceiveLane(Lane):
             received.synchronize()
         if self.failed:
             raise EOFError("torn down")
-        with piece.slot.queue():
-            self._words.index_copy_(0, piece.room.ids, piece.room.staged)
-        self._landing.append((piece.ends, piece.slot.queue.end()))
+        slot = piece.slot
+        with slot.queue():
+            self._words.index_copy_(0, slot.ids(piece), slot.staged(piece))
+        self._landing.append((piece.ends, slot.queue.end()))
         self._due.popleft()
         self._tell_landed(waits=False)
 
@@ -315,7 +278,7 @@ class ReceiveLane(Lane):
                 with contextlib.suppress(OSError):  # The sender is gone; so is who would listen.
                     self._wire.tell_landed(push.handle)
 
-    def _leave(self, wire: LaneWire) -> None:
+    def _leave(self, wire: Wire) -> None:
         for _, done in self._landing:
             if done is not None:
                 done.synchronize()

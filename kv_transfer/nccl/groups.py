@@ -1,11 +1,11 @@
-"""The communicators of a lane: formed within bounded time, or not at all.
+"""The communicator of a channel: formed within bounded time, or not at all.
 
-Life of one: made at both ends -> a first word goes through, which connects the two (NCCL connects
-nobody before) -> FORMED; from then on it waits for work without a deadline.
+Life: made at both ends -> a first word goes through, which connects the two (NCCL connects nobody
+before) -> FORMED. From then on it waits for work without a deadline.
 
-Who dies between the rendezvous and that word is waited for no longer than asked. NCCL itself would
-wait for ever, and nothing breaks it off: a thread that is inside it then stays behind. It holds no
-staging buffer, and ends what it has formed if it comes back.
+A process may die between the rendezvous and that word. NCCL itself would wait for it for ever, and
+nothing can stop that wait. So a thread of its own forms the communicator, and stays behind if the
+time is up. It holds no staging buffer, and aborts the communicator if it comes back.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -14,14 +14,12 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterable
 from concurrent.futures import Future, InvalidStateError
 from datetime import timedelta
 from typing import Any, Final
 
 import torch
 from torch import distributed
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
 from kv_transfer.nccl.staging import Queue
@@ -32,17 +30,15 @@ _NO_DEADLINE: Final = timedelta(days=365)
 _LOOK_S: Final = 1e-3
 
 
-def form_groups(
-    store: Store, rank: int, device: torch.device, count: int, within: timedelta
-) -> list[Any]:
-    """As many communicators of the two ends that meet at `store`.
+def form_group(store: Store, rank: int, device: torch.device, within: timedelta) -> Any:
+    """A communicator of the two ends that meet at `store`.
 
     Raises:
-        TimeoutError: they were not formed within that time.
+        TimeoutError: it was not formed within that time.
         RuntimeError: of the library.
     """
-    formed: Future[list[Any]] = Future()
-    arguments = (formed, store, rank, device, count, within)
+    formed: Future[Any] = Future()
+    arguments = (formed, store, rank, device, within)
     threading.Thread(target=_form, args=arguments, name="kv-form", daemon=True).start()
     try:
         return formed.result(within.total_seconds())
@@ -53,45 +49,39 @@ def form_groups(
 
 
 def send(group: Any, pages: torch.Tensor) -> None:
-    """Queues a send, or does it."""
+    """Queues a send. Gloo does it."""
     _wait(group.send([pages], RECEIVER, 0), pages)
 
 
 def receive(group: Any, pages: torch.Tensor) -> None:
-    """Queues a receive, or does it."""
+    """Queues a receive. Gloo does it."""
     _wait(group.recv([pages], SENDER, 0), pages)
 
 
-def abort_groups(groups: Iterable[Any]) -> None:
-    """Ends what is on their way; a device that waits for the other end is let go."""
-    for group in groups:
+def abort_group(group: Any | None) -> None:
+    """Ends all work that it has begun. A device that waits for the other end is let go."""
+    if group is not None:
         with contextlib.suppress(Exception):
             group.abort()
 
 
 def _form(
-    formed: Future[list[Any]],
-    store: Store,
-    rank: int,
-    device: torch.device,
-    count: int,
-    within: timedelta,
+    formed: Future[Any], store: Store, rank: int, device: torch.device, within: timedelta
 ) -> None:
     until_s = time.monotonic() + within.total_seconds()
-    groups: list[Any] = []
+    group = None
     try:
-        for name in map(str, range(count)):
-            groups.append(form_group(PrefixStore(name, store), rank, device, within))
-            _connect(groups[-1], rank, device, until_s)
-        formed.set_result(groups)
-    except Exception as error:  # InvalidStateError: nobody waits for them any more.
-        abort_groups(groups)
+        group = make_group(store, rank, device, within)
+        _connect(group, rank, device, until_s)
+        formed.set_result(group)
+    except Exception as error:  # InvalidStateError: nobody waits for it any more.
+        abort_group(group)
         with contextlib.suppress(InvalidStateError):
             formed.set_exception(error)
 
 
-def form_group(store: Store, rank: int, device: torch.device, within: timedelta) -> Any:
-    """A communicator of two: NCCL between GPUs, Gloo between hosts' memories."""
+def make_group(store: Store, rank: int, device: torch.device, within: timedelta) -> Any:
+    """A communicator that is not connected: NCCL between GPUs, Gloo between hosts' memories."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         options = distributed.ProcessGroupNCCL.Options()
@@ -103,7 +93,11 @@ def form_group(store: Store, rank: int, device: torch.device, within: timedelta)
 
 
 def _connect(group: Any, rank: int, device: torch.device, until_s: float) -> None:
-    """A word through it. Raises TimeoutError."""
+    """Sends a word through it.
+
+    Raises:
+        TimeoutError: the other end did not take part.
+    """
     queue = Queue(device)
     with queue():
         word = torch.zeros(1, device=device)
@@ -117,7 +111,7 @@ def _connect(group: Any, rank: int, device: torch.device, until_s: float) -> Non
 
 
 def _wait(work: Any, pages: torch.Tensor) -> None:
-    """In NCCL's case the queue waits; Gloo's default is how long forming may take."""
+    """With NCCL the queue waits. With Gloo the thread does: its default is `within`."""
     if pages.is_cuda:
         work.wait()
     else:

@@ -1,21 +1,20 @@
 """Pages moved by NCCL: gathered into a staging buffer, sent, scattered. Opt-in.
 
-The wire's full rate whatever the size of a page, paid for with staging memory
-(2 * slots * piece_bytes a peer) and with processors of both GPUs while pages move. Notifications,
-metadata and where to meet go over NIXL; pools without a GPU use Gloo, so that the same protocol
-is tested without one.
+The wire runs at its full rate whatever the size of a page. The price is staging memory
+(2 * slots * piece_bytes a peer) and processors of both GPUs while pages move. Notifications,
+metadata and where to meet go over NIXL. Pools without a GPU use Gloo, so that the same protocol is
+tested without one.
 
-Life of a push: QUEUED in the lane to its peer, which the first push forms -> told, and its pages
+Life of a push: QUEUED in the channel to its peer, which the first push forms -> told, and its pages
 sent in order -> LANDED: the receiver has scattered the last one and says so -> DONE.
 
-What NCCL cannot do: it has no notion of a peer that is gone. A send or receive whose other end died
-waits on the device for ever, and holds some of its processors, until somebody tears the
-communicator down. Here that is done where the lane's socket breaks, and by `close`, which the
-exchange calls on proof of death, or when it gives a lost peer up. Pushes in progress then end in
-ERROR, where the peer lives once it has let go of their pages. While a peer is frozen, its lane is,
-and a push behind it. Lanes of other peers go on. Nor does forming a communicator end where the
-other end died: the lane is given up all the same, and a thread stays behind
-(`kv_transfer.nccl.transport.groups`).
+NCCL has no notion of a peer that is gone. A send or receive whose other end died waits on the
+device for ever, and holds some of its processors, until the communicator is torn down. Two things tear it
+down: the channel's socket breaks, or the exchange calls `close`, on proof of death or when it gives
+a lost peer up. Pushes in progress then end in ERROR. If the peer lives they do so once it has let
+go of their pages. While a peer is frozen, so are its channel and the pushes in it. Channels of
+other peers go on. Forming a communicator does not end either if the other end died. The channel is
+given up all the same, and a thread stays behind (`kv_transfer.nccl.groups`).
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from kv_transfer.nccl.channels import ReceiveLane, SendLane
-from kv_transfer.nccl.staging import LaneOptions
+from kv_transfer.nccl.channels import ReceiveChannel, SendChannel
+from kv_transfer.nccl.staging import ChannelOptions
 from kv_transfer.nccl.wire import Push
 from kv_transfer.transports.nixl import NixlTransport
 from kv_transfer.transports.pool import PoolMemory, check_pages, check_payload, check_same_kind
@@ -39,17 +38,17 @@ from kv_transfer.types import (
     TransportError,
 )
 
-_FORM: Final = b"BTL6"
-"""Begins the notification of a sender that has formed a lane; where to meet it follows. Another one
-for each way to cut a push: both ends have the same."""
+_FORM: Final = b"BTL7"
+"""Begins the notification of a sender that has formed a channel. Where to meet it follows. It
+changes with the way to cut a push, which is the same at both ends."""
 MOST_EARLY: Final = 4096
 
 
 @dataclass(slots=True, eq=False)
 class _Peer:
     endpoint: Endpoint
-    out: SendLane | None = None
-    into: ReceiveLane | None = None
+    out: SendChannel | None = None
+    into: ReceiveChannel | None = None
     pushes: set[int] = field(default_factory=set)
     """In progress towards it."""
 
@@ -60,13 +59,15 @@ class NcclTransport:
     name = "nccl"
     can_revoke = False
 
-    def __init__(self, agent_name: str, pool: PoolMemory, lanes: LaneOptions | None = None) -> None:
+    def __init__(
+        self, agent_name: str, pool: PoolMemory, options: ChannelOptions | None = None
+    ) -> None:
         # A receive that nobody sends to must not take the process down: `close` ends it.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         # And nobody reads a record of each send, with the Python stack that it came from.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
         self._pool = pool
-        self._lanes = lanes or LaneOptions.usual(pool)
+        self._options = options or ChannelOptions()
         self._control = NixlTransport(agent_name, pool)
         self._endpoint = replace(self._control.endpoint, transport=self.name)
         self._peers: dict[str, _Peer] = {}
@@ -81,7 +82,7 @@ class NcclTransport:
         return self._endpoint
 
     def open(self, peer: Endpoint) -> None:
-        """See `KvTransport`. Lanes are formed by the first push."""
+        """See `KvTransport`. Channels are formed by the first push."""
         check_same_kind(self._endpoint, peer)
         self._control.open(replace(peer, transport=self._control.name))
         if peer.agent_name not in self._peers:
@@ -89,7 +90,7 @@ class NcclTransport:
             strangers, self._from_strangers = self._from_strangers, deque(maxlen=MOST_EARLY)
             for notification in strangers:
                 if notification.from_agent == peer.agent_name:
-                    self._lane_from(known, notification.payload)
+                    self._channel_from(known, notification.payload)
                 else:
                     self._from_strangers.append(notification)
 
@@ -105,7 +106,7 @@ class NcclTransport:
             raise TransportError("disconnected", "the peer is not open")
         check_pages(source, self._pool.num_pages, target, peer.endpoint.num_pages)
         handle = self._next_handle
-        self._lane_to(peer).put(source, Push(handle, target, payload))
+        self._channel_to(peer).put(source, Push(handle, target, payload))
         self._next_handle += 1
         peer.pushes.add(handle)
         return handle
@@ -128,8 +129,8 @@ class NcclTransport:
 
     def poll_notifications(self) -> list[Notification]:
         """See `KvTransport`."""
-        # A sender that was told what landed may speak of that, or form another lane: whatever it
-        # said so far is behind what the lanes show only now.
+        # A sender that was told what landed may speak of that, or form another channel: whatever it
+        # said so far is behind what the channels show only now.
         said = self._control.poll_notifications()
         told = []
         for name, known in self._peers.items():
@@ -139,7 +140,7 @@ class NcclTransport:
             if not notification.payload.startswith(_FORM):
                 told.append(notification)
             elif (peer := self._peers.get(notification.from_agent)) is not None:
-                self._lane_from(peer, notification.payload)
+                self._channel_from(peer, notification.payload)
             else:
                 self._from_strangers.append(notification)
         return told
@@ -159,16 +160,16 @@ class NcclTransport:
             self.close(agent_name)
         self._control.shutdown()
 
-    def _lane_to(self, peer: _Peer) -> SendLane:
+    def _channel_to(self, peer: _Peer) -> SendChannel:
         if peer.out is None:
             name = peer.endpoint.agent_name
-            lane = SendLane(f"to-{name}", self._pool, self._lanes)
+            channel = SendChannel(f"to-{name}", self._pool, self._options)
             try:
-                self._control.notify(name, _FORM + lane.address.encode())
+                self._control.notify(name, _FORM + channel.address.encode())
             except TransportError:
-                lane.close()  # Nobody will come to it.
+                channel.close()  # Nobody will come to it.
                 raise
-            peer.out = lane
+            peer.out = channel
         return peer.out
 
     def _give_up(self, peer: _Peer) -> None:
@@ -178,9 +179,9 @@ class NcclTransport:
             peer.out.close()
         peer.out = None
 
-    def _lane_from(self, peer: _Peer, message: bytes) -> None:
-        """A new lane from this peer; one that it had before has failed at its end."""
+    def _channel_from(self, peer: _Peer, message: bytes) -> None:
+        """A new channel from this peer; one that it had before has failed at its end."""
         if peer.into is not None:
             peer.into.close()
         name, address = f"from-{peer.endpoint.agent_name}", message[len(_FORM) :].decode()
-        peer.into = ReceiveLane(name, self._pool, address, self._lanes)
+        peer.into = ReceiveChannel(name, self._pool, address, self._options)

@@ -1,4 +1,4 @@
-"""What the two ends of a lane tell each other, over a socket of their own.
+"""What the two ends of a channel tell each other, over a socket of their own.
 
 The sender tells of each push before its pages leave, the receiver of its end. Notifications of a
 transport would carry that, too, but are seen at the next poll, half a millisecond later: as much as
@@ -22,8 +22,6 @@ from kv_transfer.types import PageIds
 KEY_BYTES: Final = 16
 KEY_S: Final = 2.0
 """Who connects has to show the key within this time: the end that knows it may be next in line."""
-AT_ONCE_BYTES: Final = 8 << 10
-"""So much fits into the buffer of a socket that is empty: Linux gives it twice that or more."""
 _PUSH: Final = struct.Struct("<QII")
 """Handle, pages, bytes of the payload."""
 _ID: Final = np.dtype("<i4")
@@ -40,20 +38,15 @@ class Push(NamedTuple):
     payload: bytes
     """What to show when all of them are there."""
 
-    @property
-    def fits_at_once(self) -> bool:
-        """Telling of it does not wait, where the other end has read what it was told before."""
-        return _PUSH.size + _ID.itemsize * len(self.target) + len(self.payload) <= AT_ONCE_BYTES
-
     def packed(self) -> bytes:
         """As it is told."""
         header = _PUSH.pack(self.handle, len(self.target), len(self.payload))
         return header + self.target.astype(_ID, copy=False).tobytes() + self.payload
 
 
-class LaneWire:
-    """One end. Methods that wait are for the lane's thread; the last four are for any, and end its
-    wait."""
+class Wire:
+    """One end. Methods that wait are for the channel's thread. The last four are for any thread,
+    and end its wait."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,4 +1,4 @@
-"""Lanes whose other end is found and then goes no further: it dies, stands still, or its library
+"""Channels whose other end is found and then goes no further: it dies, stands still, or its library
 never comes back."""
 
 from __future__ import annotations
@@ -18,72 +18,71 @@ from kv_world import PAGE_TOKENS, a_world
 from waiting import wait_until
 
 from kv_transfer.events import Delivered, Sent
-from kv_transfer.nccl import channels as lanes
-from kv_transfer.nccl import groups as lane_groups
-from kv_transfer.nccl.channels import Lane, ReceiveLane, SendLane
-from kv_transfer.nccl.staging import LaneOptions, Piece
+from kv_transfer.nccl import channels, groups
+from kv_transfer.nccl.channels import Channel, ReceiveChannel, SendChannel
+from kv_transfer.nccl.staging import ChannelOptions, Piece
 from kv_transfer.transports.pool import PoolMemory
 
 SOON = timedelta(seconds=2)
 POOL = PoolMemory.of(torch.zeros(4, 64, dtype=torch.uint8), 64, 4)
-OPTIONS = LaneOptions(piece_bytes=64)
+OPTIONS = ChannelOptions(piece_bytes=64)
 STOPS_HALF_WAY = """
 import sys, time, torch
-from kv_transfer.nccl import channels as lanes
-from kv_transfer.nccl.staging import LaneOptions
+from kv_transfer.nccl import channels
+from kv_transfer.nccl.staging import ChannelOptions
 from kv_transfer.transports.pool import PoolMemory
 
 def stop(*_):
     print("met", flush=True)
     time.sleep(600)
 
-lanes.form_groups = stop
+channels.form_group = stop
 pool = PoolMemory.of(torch.zeros(4, 64, dtype=torch.uint8), 64, 4)
 if sys.argv[1:]:
-    lanes.ReceiveLane("in", pool, sys.argv[1], LaneOptions(piece_bytes=64))
+    channels.ReceiveChannel("in", pool, sys.argv[1], ChannelOptions(piece_bytes=64))
 else:
-    print(lanes.SendLane("out", pool, LaneOptions(piece_bytes=64)).address, flush=True)
+    print(channels.SendChannel("out", pool, ChannelOptions(piece_bytes=64)).address, flush=True)
 time.sleep(600)
 """
 
 
 @contextmanager
-def half_way(end: type[Lane]) -> Iterator[tuple[Lane, subprocess.Popen[str]]]:
-    """A lane's end here, which has met the other one in a process that stops there."""
+def half_way(end: type[Channel]) -> Iterator[tuple[Channel, subprocess.Popen[str]]]:
+    """A channel's end here, which has met the other one in a process that stops there."""
     command = [sys.executable, "-c", STOPS_HALF_WAY]
-    if end is SendLane:
-        lane: Lane = SendLane("out", POOL, OPTIONS)
-        command.append(lane.address)
+    if end is SendChannel:
+        channel: Channel = SendChannel("out", POOL, OPTIONS)
+        command.append(channel.address)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as peer:
         assert peer.stdout is not None
-        if end is ReceiveLane:
-            lane = ReceiveLane("in", POOL, peer.stdout.readline().strip(), OPTIONS)
+        if end is ReceiveChannel:
+            channel = ReceiveChannel("in", POOL, peer.stdout.readline().strip(), OPTIONS)
         assert peer.stdout.readline() == "met\n"
         try:
-            yield lane, peer
+            yield channel, peer
         finally:
-            lane.close()
+            channel.close()
             peer.kill()
 
 
-def is_over(lane: Lane) -> bool:
+def is_over(channel: Channel) -> bool:
     """As the transport sees it, which looks for what landed all the time."""
-    lane.landed()
-    return lane.is_over if isinstance(lane, SendLane) else lane.failed
+    channel.landed()
+    return channel.is_over if isinstance(channel, SendChannel) else channel.failed
 
 
-@pytest.mark.parametrize("end", [SendLane, ReceiveLane])
+@pytest.mark.parametrize("end", [SendChannel, ReceiveChannel])
 @pytest.mark.parametrize("is_killed", [True, False])
 def test_a_peer_that_goes_no_further_than_the_rendezvous_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch, end: type[Lane], is_killed: bool
+    monkeypatch: pytest.MonkeyPatch, end: type[Channel], is_killed: bool
 ) -> None:
-    monkeypatch.setattr(lanes, "CONNECT_S", SOON)
-    with half_way(end) as (lane, peer):
-        assert not is_over(lane)
+    monkeypatch.setattr(channels, "CONNECT_S", SOON)
+    with half_way(end) as (channel, peer):
+        assert not is_over(channel)
         if is_killed:
             peer.kill()
-        wait_until(lambda: is_over(lane))
-        wait_until(lambda: not lane._thread.is_alive())
+        wait_until(lambda: is_over(channel))
+        wait_until(lambda: not channel._thread.is_alive())
         wait_until(lambda: not forming(), tell=threading.enumerate)
         assert (peer.poll() is not None) == is_killed
 
@@ -108,15 +107,15 @@ def test_a_library_that_never_comes_back_is_not_waited_for(monkeypatch: pytest.M
         goes_on.wait()
         return group
 
-    monkeypatch.setattr(lane_groups, "form_group", stuck)
-    monkeypatch.setattr(lane_groups, "_connect", lambda *_: None)
-    monkeypatch.setattr(lanes, "CONNECT_S", SOON)
-    sender = SendLane("out", POOL, OPTIONS)
-    receiver = ReceiveLane("in", POOL, sender.address, OPTIONS)
+    monkeypatch.setattr(groups, "make_group", stuck)
+    monkeypatch.setattr(groups, "_connect", lambda *_: None)
+    monkeypatch.setattr(channels, "CONNECT_S", SOON)
+    sender = SendChannel("out", POOL, OPTIONS)
+    receiver = ReceiveChannel("in", POOL, sender.address, OPTIONS)
     began_s = time.monotonic()
-    for lane in (sender, receiver):
-        wait_until(lambda lane=lane: is_over(lane))
-        lane.close()
+    for channel in (sender, receiver):
+        wait_until(lambda channel=channel: is_over(channel))
+        channel.close()
     assert time.monotonic() - began_s > SOON.total_seconds() / 2
     assert forming()
     goes_on.set()
@@ -128,17 +127,17 @@ def test_a_lane_that_is_formed_waits_longer_than_forming_may_take(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """For a peer that stands still: Gloo gives up after the time that connecting has."""
-    monkeypatch.setattr(lanes, "CONNECT_S", SOON)
-    move, stood_still = ReceiveLane._move, []
+    monkeypatch.setattr(channels, "CONNECT_S", SOON)
+    move, stood_still = ReceiveChannel._move, []
 
-    def late(self: ReceiveLane, piece: Piece) -> None:
+    def late(self: ReceiveChannel, piece: Piece) -> None:
         if not stood_still:
             stood_still.append(piece)
             time.sleep(1.3 * SOON.total_seconds())
         move(self, piece)
 
     with a_world("nccl") as world:
-        monkeypatch.setattr(ReceiveLane, "_move", late)
+        monkeypatch.setattr(ReceiveChannel, "_move", late)
         transfer = world.grant(3 * PAGE_TOKENS)
         transfer.begin()
         transfer.finish()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import signal
 import socket
 import struct
@@ -18,29 +17,29 @@ from kv_world import NUM_PAGES, PAGE_BYTES, PAGE_TOKENS, World, a_world
 from waiting import WAIT_S, wait_until
 
 from kv_transfer.events import Delivered, Sent
-from kv_transfer.nccl import wire as lane_wire
-from kv_transfer.nccl.channels import Lane, ReceiveLane, SendLane
-from kv_transfer.nccl.staging import LaneOptions, Piece, Staging, cut
+from kv_transfer.nccl import wire as channel_wire
+from kv_transfer.nccl.channels import Channel, ReceiveChannel, SendChannel
+from kv_transfer.nccl.staging import ChannelOptions, Staging
 from kv_transfer.nccl.transport import NcclTransport
-from kv_transfer.nccl.wire import AT_ONCE_BYTES, KEY_BYTES, LaneWire, Push
+from kv_transfer.nccl.wire import KEY_BYTES, Push, Wire
 from kv_transfer.transports.factory import TRANSPORTS
 from kv_transfer.transports.pool import PoolMemory
 from kv_transfer.types import Notification, PushState, TransportError
 
 
 @pytest.mark.parametrize(
-    "lanes",
+    "options",
     [
-        LaneOptions(piece_bytes=1, slots=1),
-        LaneOptions(piece_bytes=3 * PAGE_BYTES + 1, slots=1),
-        LaneOptions(piece_bytes=5 * PAGE_BYTES, slots=2),
-        LaneOptions(piece_bytes=NUM_PAGES * PAGE_BYTES, slots=3),
+        ChannelOptions(piece_bytes=1, slots=1),
+        ChannelOptions(piece_bytes=3 * PAGE_BYTES + 1, slots=1),
+        ChannelOptions(piece_bytes=5 * PAGE_BYTES, slots=2),
+        ChannelOptions(piece_bytes=NUM_PAGES * PAGE_BYTES, slots=3),
     ],
 )
 def test_every_piece_arrives_whatever_its_size(
-    monkeypatch: pytest.MonkeyPatch, lanes: LaneOptions
+    monkeypatch: pytest.MonkeyPatch, options: ChannelOptions
 ) -> None:
-    monkeypatch.setitem(TRANSPORTS, "nccl", partial(NcclTransport, lanes=lanes))
+    monkeypatch.setitem(TRANSPORTS, "nccl", partial(NcclTransport, options=options))
     with a_world("nccl") as world:
         for num_pages in (1, 14, NUM_PAGES - 1):
             send(world, num_pages)
@@ -59,44 +58,27 @@ def send(world: World, num_pages: int) -> None:
     assert written == num_pages, "pages were written that nobody granted"
 
 
-def test_pieces_are_a_push_in_order_and_none_is_longer_than_a_buffer() -> None:
-    for seed in range(500):
-        rng = np.random.default_rng(seed)
-        most, num_pages = int(rng.integers(1, 40)), int(rng.integers(1, 400))
-        first, last = (int(size) for size in rng.integers(1, most + 1, 2))
-        parts = list(cut(num_pages, most, first, last))
-        covered = [page for part in parts for page in range(part.start, part.stop)]
-        assert covered == [*range(num_pages)], seed
-        sizes = [part.stop - part.start for part in parts]
-        assert sizes[0] == min(first, num_pages), seed
-        assert max(sizes) <= most, seed
-        for before, size in itertools.pairwise(sizes[:-1]):
-            assert min(last, 2 * before) <= size <= 2 * before, seed
-        largest = sizes.index(max(sizes))
-        assert sizes[:largest] == sorted(sizes[:largest]), seed
-        assert sizes[largest:] == sorted(sizes[largest:], reverse=True), seed
-
-
 @pytest.mark.parametrize("piece_bytes", [1, PAGE_BYTES - 1, PAGE_BYTES, 5 * PAGE_BYTES + 1])
 def test_what_a_buffer_holds_bounds_all_pieces(piece_bytes: int) -> None:
     pool = PoolMemory.of(torch.zeros(32, PAGE_BYTES, dtype=torch.uint8), PAGE_BYTES, 32)
-    options = LaneOptions(piece_bytes, first_bytes=3 * PAGE_BYTES, last_bytes=9 * PAGE_BYTES)
-    staging = Staging(pool, options)
+    staging = Staging(pool, ChannelOptions(piece_bytes))
+    most = max(1, piece_bytes // PAGE_BYTES)
     for _ in range(3):
         pieces = list(staging.pieces(FIRST, Push(1, SECOND, b"")))
         assert np.concatenate([piece.pages for piece in pieces]).tolist() == FIRST.tolist()
+        assert {len(piece.pages) for piece in pieces[:-1]} <= {most}
         for piece in pieces:
-            assert {len(part) for part in (piece.room.staged, piece.room.ids)} == {len(piece.pages)}
+            staged, ids = piece.slot.staged(piece), piece.slot.ids(piece)
+            assert len(staged) == len(ids) == len(piece.pages) <= most
         assert [piece.ends is not None for piece in pieces] == [False] * (len(pieces) - 1) + [True]
 
 
-def meet(at_once: int = 0) -> tuple[NcclTransport, NcclTransport]:
+def meet() -> tuple[NcclTransport, NcclTransport]:
     pools = [torch.zeros(32, PAGE_BYTES, dtype=torch.uint8) for _ in "ab"]
     pools[0].random_(1, 255)
-    sizes = {"piece_bytes": 2 * PAGE_BYTES, "first_bytes": PAGE_BYTES, "last_bytes": PAGE_BYTES}
-    lanes = LaneOptions(**sizes, slots=3, at_once=at_once)
+    options = ChannelOptions(piece_bytes=2 * PAGE_BYTES)
     a, b = (
-        NcclTransport(name, PoolMemory.of(pool, PAGE_BYTES, 32), lanes)
+        NcclTransport(name, PoolMemory.of(pool, PAGE_BYTES, 32), options)
         for name, pool in zip("ab", pools, strict=True)
     )
     a.open(b.endpoint)
@@ -122,52 +104,18 @@ def ends(a: NcclTransport, b: NcclTransport) -> tuple[list[PushState], list[byte
 FIRST, SECOND = (np.arange(start, start + 12, dtype=np.int32) for start in (0, 16))
 
 
-def meet_and_push(at_once: int = 0) -> tuple[NcclTransport, NcclTransport]:
-    """Their lane has moved a push and has nothing to do: the next one is queued by who puts it,
-    where that may be."""
-    a, b = meet(at_once)
+def meet_and_push() -> tuple[NcclTransport, NcclTransport]:
+    """Their channel has moved a push and has nothing to do."""
+    a, b = meet()
     a.push("b", FIRST, SECOND, b"before")
     assert ends(a, b) == ([PushState.DONE], [b"before"])
-    lane = a._peers["b"].out
-    assert lane is not None
-    # The receiver may tell of the push sooner than the sender's thread counts it.
-    wait_until(lambda: lane._num_queued == lane._num_put)
     return a, b
 
 
-def test_who_puts_a_push_queues_its_first_pieces_once_the_lane_was_used(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    move, movers = SendLane._move, []
-
-    def watched(self: SendLane, piece: Piece) -> None:
-        movers.append(threading.current_thread() is threading.main_thread())
-        move(self, piece)
-
-    monkeypatch.setattr(SendLane, "_move", watched)
-    a, b = meet_and_push(at_once=3)
-    assert movers
-    assert not any(movers), "a first use waits for the other end to connect"
-    movers.clear()
-    for pages in (FIRST, SECOND):  # The second of them waits its turn.
-        a.push("b", pages, pages, b"%d" % pages[0])
-    states, shown = ends(a, b)
-    while len(states) < 2:
-        more, also = ends(a, b)
-        states, shown = states + more, shown + also
-    assert shown == [b"0", b"16"]
-    assert movers == [True] * 3 + [False] * (len(movers) - 3)
-    for pages in (FIRST, SECOND):
-        assert torch.equal(a._pool.pages[pages], b._pool.pages[pages])
-    for transport in (a, b):
-        transport.shutdown()
-
-
-@pytest.mark.parametrize("at_once", [0, 1, 3])
-def test_pushes_arrive_in_order_whoever_queues_them(at_once: int) -> None:
+def test_pushes_arrive_in_order() -> None:
     """Behind each other, and each when nothing is before it."""
-    a, b = meet(at_once)
-    rng = np.random.default_rng(at_once)
+    a, b = meet()
+    rng = np.random.default_rng(0)
     wanted, payloads, states, shown = b._pool.pages.clone(), [], [], []
     for number in range(40):
         count = int(rng.integers(1, 31))
@@ -198,11 +146,11 @@ def test_a_push_of_another_number_of_pages_is_refused() -> None:
         transport.shutdown()
 
 
-@pytest.mark.parametrize(("owner", "fails"), [(LaneWire, "tell_push"), (SendLane, "_move")])
-def test_a_push_that_fails_in_the_hands_of_who_puts_it_ends_though_none_comes_behind_it(
+@pytest.mark.parametrize(("owner", "fails"), [(Wire, "tell_push"), (SendChannel, "_move")])
+def test_a_push_that_fails_ends_though_none_comes_behind_it(
     monkeypatch: pytest.MonkeyPatch, owner: type, fails: str
 ) -> None:
-    a, b = meet_and_push(at_once=3)
+    a, b = meet_and_push()
 
     def broken(*_: object) -> None:
         raise RuntimeError
@@ -215,16 +163,16 @@ def test_a_push_that_fails_in_the_hands_of_who_puts_it_ends_though_none_comes_be
 
 
 @pytest.mark.parametrize(
-    ("end", "at_once", "broken_at"),
-    [(SendLane, 0, 4), (SendLane, 3, 1), (SendLane, 3, 2), (SendLane, 3, 4), (ReceiveLane, 0, 4)],
+    ("end", "broken_at"),
+    [(SendChannel, 1), (SendChannel, 2), (SendChannel, 4), (ReceiveChannel, 4)],
 )
 def test_pushes_end_where_a_lane_fails_and_the_next_one_forms_another(
-    monkeypatch: pytest.MonkeyPatch, end: type[Lane], at_once: int, broken_at: int
+    monkeypatch: pytest.MonkeyPatch, end: type[Channel], broken_at: int
 ) -> None:
-    a, b = meet_and_push(at_once)
+    a, b = meet_and_push()
     move, moved = end._move, []
 
-    def broken(self: Lane, piece: object) -> None:
+    def broken(self: Channel, piece: object) -> None:
         moved.append(piece)
         if len(moved) == broken_at:
             raise RuntimeError
@@ -289,28 +237,11 @@ def test_what_a_sender_says_behind_a_push_is_shown_behind_it(
         transport.shutdown()
 
 
-def wires() -> tuple[LaneWire, LaneWire]:
+def wires() -> tuple[Wire, Wire]:
     """The sender's end and the receiver's."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         receiver = socket.create_connection(server.getsockname())
-        return LaneWire(server.accept()[0]), LaneWire(receiver)
-
-
-def test_telling_of_a_push_never_waits_where_it_fits_at_once_and_all_before_it_landed() -> None:
-    sender, receiver = wires()
-    sender._socket.settimeout(0)  # A wait is an error.
-    sender._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, AT_ONCE_BYTES)  # It doubles it.
-    push = Push(7, np.empty(0, np.int32), bytes(AT_ONCE_BYTES - 16))
-    assert push.fits_at_once
-    assert not push._replace(payload=bytes(AT_ONCE_BYTES - 15)).fits_at_once
-    assert not push._replace(target=FIRST).fits_at_once
-    for _ in range(100):
-        sender.tell_push(push)
-        assert receiver.next_push().handle == 7
-        receiver.tell_landed(7)
-        assert wait_until(sender.landed, poll_s=0) == [7]
-    for wire in (sender, receiver):
-        wire.close()
+        return Wire(server.accept()[0]), Wire(receiver)
 
 
 def test_pushes_that_are_read_at_once_are_heard_one_by_one() -> None:
@@ -333,13 +264,13 @@ def test_pushes_that_are_read_at_once_are_heard_one_by_one() -> None:
 
 
 def test_a_stranger_that_says_nothing_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lane_wire, "KEY_S", 0.05)
+    monkeypatch.setattr(channel_wire, "KEY_S", 0.05)
     key = bytes(KEY_BYTES)
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
         host, port = server.getsockname()
         stranger = socket.create_connection((host, port))
-        ours = LaneWire.connect(host, port, key, WAIT_S)
-        theirs = pool.submit(LaneWire.accept, server, key, WAIT_S).result(timeout=WAIT_S / 2)
+        ours = Wire.connect(host, port, key, WAIT_S)
+        theirs = pool.submit(Wire.accept, server, key, WAIT_S).result(timeout=WAIT_S / 2)
         theirs.tell_landed(7)
         assert wait_until(ours.landed) == [7]
         for one in (stranger, ours, theirs):
@@ -350,7 +281,7 @@ def test_a_push_is_read_whole_whatever_signal_comes_in_the_middle() -> None:
     """Such as the one that wakes a stopped process."""
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
         sender = socket.create_connection(server.getsockname())
-        wire = LaneWire(server.accept()[0])
+        wire = Wire(server.accept()[0])
         reader = pool.submit(threading.get_ident).result()
         heard = pool.submit(wire.next_push)
         told = struct.pack("<QII", 7, 2, 3) + np.array([5, 6], "<i4").tobytes() + b"end"
