@@ -9,12 +9,12 @@ Life of a push: QUEUED in the channel to its peer, which the first push forms ->
 sent in order -> LANDED: the receiver has scattered the last one and says so -> DONE.
 
 NCCL has no notion of a peer that is gone. A send or receive whose other end died waits on the
-device for ever, and holds some of its processors, until the communicator is torn down. Two things tear it
-down: the channel's socket breaks, or the exchange calls `close`, on proof of death or when it gives
-a lost peer up. Pushes in progress then end in ERROR. If the peer lives they do so once it has let
-go of their pages. While a peer is frozen, so are its channel and the pushes in it. Channels of
-other peers go on. Forming a communicator does not end either if the other end died. The channel is
-given up all the same, and a thread stays behind (`kv_transfer.nccl.groups`).
+device for ever, and holds some of its processors, until the communicator is torn down. Two things
+tear it down: the channel's socket breaks, or the exchange calls `close`, on proof of death or when
+it gives a lost peer up. Pushes in progress then end in ERROR. If the peer lives they do so once it
+has let go of their pages. While a peer is frozen, so are its channel and the pushes in it. Channels
+of other peers go on. Forming a communicator does not end either if the other end died. The channel
+is given up all the same, and a thread stays behind (`kv_transfer.nccl.groups`).
 """
 
 from __future__ import annotations
