@@ -84,6 +84,7 @@ class RouterServer:
             self.metrics,
             [metrics_route(self.metrics.registry)],
             self._gate,
+            allowed_origins=settings.allowed_origins,
             reuse_port=settings.reuse_port,
         )
         self._public = grpc.aio.server(

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, Field
 
 from baton.addresses import ROUTER_ADDRESS, ROUTER_INTERNAL_ADDRESS
-from baton.process.settings import MOST_TOKENS, SETTINGS, Address, OtlpEndpoint
+from baton.process.settings import MOST_TOKENS, SETTINGS, Address, OtlpEndpoint, Words
 from telemetry.failpoints import check as check_failpoints
 
 LocalPrefill = Literal["never", "cached", "auto"]
@@ -64,6 +64,9 @@ class RouterSettings(BaseModel):
     model."""
     admin: Address = "127.0.0.1:9090"
     """Sets the address for metrics, health and traces."""
+    allowed_origins: Words = ()
+    """Lists origins of web pages that may call the HTTP API, such as https://chat.example, with
+    commas between them. `*` is any. Empty: no page of another origin may."""
     auth_tokens_file: str = ""
     """Names a TOML file with lines `"token" = "tenant"`: only callers with one of these tokens are
     served, each as its tenant. Empty: every caller is served."""

@@ -1,6 +1,7 @@
 """What every test can use: `--slow`, reasons for skipping, the demo model, names of hosts."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -31,6 +32,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # As in the background of a shell.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     settings.load_profile("slow" if config.getoption("--slow") else "baton")
 
 

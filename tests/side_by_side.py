@@ -2,10 +2,9 @@
 
 python tests/side_by_side.py [arguments for pytest]
 
-Tests of whole clusters (`tests/e2e`, `tests/chaos`) mostly wait for processes, the others mostly
-compute. So on two cores both together take little longer than the longer of the two. Lines are
-shown as they come, each behind the name of its part. Arguments that name tests are run by one
-process.
+Tests of whole clusters (`WAITING`) mostly wait for processes, the others mostly compute. So on two
+cores both together take little longer than the longer of the two. Lines are shown as they come,
+each behind the name of its part. Arguments that name tests are run by one process.
 
 The exit status is that of the part that fared worse; 0 means that all is well.
 """
@@ -20,7 +19,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-WAITING = ("tests/e2e", "tests/chaos")
+WAITING = ("tests/e2e", "tests/chaos", "tests/compose")
 NO_TESTS = 5
 """pytest's status where a selection left nothing to run."""
 

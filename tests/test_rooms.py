@@ -38,6 +38,7 @@ FLOORS = (
         "router.requests",
         "router.doors",
         "router.doors.openai",
+        "router.doors.http",
     ),
     ("baton.client",),
     ("baton.local",),

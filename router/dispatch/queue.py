@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 MIN_RETRY_AFTER_S: Final = 0.5
 MAX_RETRY_AFTER_S: Final = 60.0
+UNMEASURED_RETRY_AFTER_S: Final = 1.0
+"""Of a router that has not measured its pace yet: it is likely to have started just now."""
 AGEING: Final = 64
 """Places in a line that one level of priority is worth."""
 
@@ -336,5 +338,5 @@ class AdmissionQueue(Generic[Entry]):
         """When a refused client may find room, by the measured pace."""
         wait_s = self.of(model).wait_s(now_s)
         if wait_s is None:
-            return MAX_RETRY_AFTER_S
+            return UNMEASURED_RETRY_AFTER_S
         return min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, wait_s))

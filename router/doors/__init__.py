@@ -1,1 +1,1 @@
-"""The doors for requests: gRPC, and HTTP in `openai`."""
+"""The doors for requests: gRPC, and the OpenAI API (`openai`) over HTTP (`http`)."""

@@ -70,8 +70,8 @@ class Models:
         """
         if self._named(name):
             return self._of(name)
-        if self.is_loading(name, now_s):
-            raise errors.model_loading(name)
+        if loading := self._loaded_now(name, now_s):
+            raise errors.model_loading(loading)
         if not self._workers or self._is_expected(name, now_s):
             raise errors.no_workers(name)
         candidates = self.runnable() or self.attached()
@@ -91,11 +91,15 @@ class Models:
     def is_loading(self, name: str, now_s: float) -> bool:
         """Whether a worker loads it now. An empty name means any model, while no worker is
         attached."""
+        return bool(self._loaded_now(name, now_s))
+
+    def _loaded_now(self, name: str, now_s: float) -> str:
+        """The name of the model that a worker loads now; "" for none."""
         is_any = not name and not self._workers
-        return any(
-            now_s - said_s < LOADING_S and (is_any or name == loaded)
-            for loaded, said_s in self._loading.values()
-        )
+        for loaded, said_s in self._loading.values():
+            if now_s - said_s < LOADING_S and (is_any or name == loaded):
+                return loaded
+        return ""
 
     def joined(self, worker: WorkerLink) -> None:
         """A worker was attached."""

@@ -25,12 +25,12 @@ SHORT_S = 0.3
 """In place of the bounds on time."""
 LONG_S = 20.0
 """Nothing here takes so long, but where a connection stays."""
-GET = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+GET = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.doors.openai.connections.HEADERS_S", SHORT_S)
+    monkeypatch.setattr("router.doors.http.connections.HEADERS_S", SHORT_S)
 
 
 @pytest.fixture
@@ -69,8 +69,11 @@ class Client:
         return time.monotonic() - began_s
 
 
+JSON_TYPE = "content-type: application/json"
+
+
 def post(*headers: str, body: bytes = b"") -> bytes:
-    lines = [f"POST {COMPLETIONS} HTTP/1.1", "host: x", *headers, "", ""]
+    lines = [f"POST {COMPLETIONS} HTTP/1.1", "host: localhost", JSON_TYPE, *headers, "", ""]
     return "\r\n".join(lines).encode() + body
 
 
@@ -87,7 +90,7 @@ async def test_headers_that_do_not_end_are_not_waited_for(port: Port, used: bool
     if used:
         assert await client.ask() == 200
     ended = asyncio.create_task(client.end())
-    client.writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nx-slow: ")
+    client.writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\nx-slow: ")
     async with asyncio.timeout(LONG_S):
         while not ended.done():
             client.writer.write(b"a")
@@ -140,7 +143,7 @@ async def test_who_waited_longest_makes_room(
 async def test_the_rest_of_an_unwanted_body_is_not_read_for_ever(
     port: Port, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.doors.openai.connections.MOST_UNWANTED_BYTES", 1 << 20)
+    monkeypatch.setattr("router.doors.http.connections.MOST_UNWANTED_BYTES", 1 << 20)
     client = await Client.of(port)
     assert await client.ask(post(f"content-length: {1 << 40}")) == 400
     ended, sent = asyncio.create_task(client.end()), 0
@@ -153,8 +156,8 @@ async def test_the_rest_of_an_unwanted_body_is_not_read_for_ever(
 
 
 async def test_a_body_comes_at_some_pace(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.doors.openai.bodies.BODY_GRACE_S", SHORT_S)
-    monkeypatch.setattr("router.doors.openai.bodies.BODY_BYTES_A_SECOND", 10_000)
+    monkeypatch.setattr("router.doors.http.bodies.BODY_GRACE_S", SHORT_S)
+    monkeypatch.setattr("router.doors.http.bodies.BODY_BYTES_A_SECOND", 10_000)
     body = b'{"prompt": "a", "max_tokens": 1}' + b" " * 19_968
     for piece_bytes, status in ((4000, 200), (40, 504)):
         client = await Client.of(port)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from router.dispatch.pace import Pace
-from router.dispatch.queue import AGEING, MAX_RETRY_AFTER_S, AdmissionQueue
+from router.dispatch.queue import AGEING, AdmissionQueue
 from router.errors import RouterError
 from router.jobs import Demand, ServedModel
 
@@ -168,7 +168,7 @@ def test_the_wait_is_the_backlog_over_the_pace_beside_it() -> None:
     queue.of("m").pace.running = 1
     jobs = [Job() for _ in range(60)]
     push(queue, *jobs)
-    assert queue.retry_after_s("m", 0.0) == MAX_RETRY_AFTER_S, "nothing is measured yet"
+    assert queue.retry_after_s("m", 0.0) == 1.0, "nothing is measured yet"
     for second, job in enumerate(jobs[:40], start=1):
         queue.of("m").take(job, float(second))
         queue.of("m").pace.done(10)

@@ -27,6 +27,8 @@ from telemetry.tracing import Tracing, setup_tracing
 MODEL = "tiny"
 CALLER = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
 GONE_S = 10.0
+TYPE = {"content-type": "application/json"}
+HEAD = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
 
 STATUSES = [
@@ -230,7 +232,7 @@ async def test_what_is_no_request(tmp_path: Path) -> None:
     async with open_port(tmp_path, says("a")) as port:
         for method, path, body, status, code in cases:
             url = f"http://{port.server.address}{path}"
-            answer = await port.client._client.request(method, url, content=body)
+            answer = await port.client._client.request(method, url, content=body, headers=TYPE)
             assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
             assert "SECRET" not in answer.text
 
@@ -272,7 +274,7 @@ async def send(port: Port, **body: object) -> asyncio.StreamWriter:
     """Sends a request over a plain socket; what comes back is left unread."""
     content = json.dumps({"model": MODEL, "prompt": "a", **body}).encode()
     _, writer = await asyncio.open_connection(*port.address)
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n"
+    head = f"{HEAD}content-length: {len(content)}\r\n"
     writer.write(f"{head}traceparent: {CALLER}\r\n\r\n".encode() + content)
     await writer.drain()
     return writer
@@ -303,11 +305,11 @@ async def test_a_caller_that_leaves_cancels(
 async def test_a_body_that_does_not_come_to_its_end_is_not_waited_for_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("router.doors.openai.bodies.BODY_GRACE_S", 0.1)
+    monkeypatch.setattr("router.doors.http.bodies.BODY_GRACE_S", 0.1)
     async with open_port(tmp_path, hangs) as port:
         with caplog.at_level(logging.INFO):
             reader, writer = await asyncio.open_connection(*port.address)
-            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{")
+            writer.write(f"{HEAD}content-length: 99\r\n\r\n{{".encode())
             answer = await asyncio.wait_for(reader.readline(), GONE_S)
         assert answer.startswith(b"HTTP/1.1 504 ")
         assert (await until(lambda: access_lines(caplog)))[0]["reason"] == "DEADLINE_EXCEEDED"

@@ -12,7 +12,7 @@ from google.rpc import error_details_pb2 as details
 from google.rpc import status_pb2
 
 from router import errors
-from router.doors.openai.statuses import http_status
+from router.doors.http.statuses import http_status
 from router.errors import RouterError, Violation
 
 Code = grpc.StatusCode

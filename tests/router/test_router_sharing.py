@@ -101,7 +101,7 @@ class Browser:
 
     def ask(self, method: str, path: str, body: object = None) -> None:
         content = b"" if body is None else json.dumps(body).encode()
-        head = f"{method} {path} HTTP/1.1\r\nhost: here\r\ncontent-length: {len(content)}\r\n"
+        head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(content)}\r\n"
         self._writer.write(f"{head}content-type: application/json\r\n\r\n".encode() + content)
 
     async def answer(self) -> bytes:

@@ -138,7 +138,7 @@ async def test_a_model_that_is_being_loaded(ask: Ask) -> None:
         await announce(server, identity, loading=True)
         assert not server.registry.members
         check(await ask(server), "UNAVAILABLE", "MODEL_LOADING", retry=True, model="tiny")
-        check(await ask(server, model=""), "UNAVAILABLE", "MODEL_LOADING", retry=True)
+        check(await ask(server, model=""), "UNAVAILABLE", "MODEL_LOADING", retry=True, model="tiny")
         check(await ask(server, model="x"), "UNAVAILABLE", "NO_WORKERS", retry=True, model="x")
     async with served(PREFILL) as (server, _):
         await announce(server, identity, loading=True)

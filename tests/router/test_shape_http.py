@@ -15,7 +15,7 @@ from openai_kit import Port, open_port, says
 from waiting import until
 
 from router.doors.auth import TokenGate
-from router.doors.openai.bodies import Bodies
+from router.doors.http.bodies import Bodies
 from router.doors.openai.schema import CompletionRequest
 from router.doors.openai.turns import ChatRequest, ChatTurn
 from router.errors import RouterError
@@ -25,6 +25,8 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SOON_S = 1.0
 """For a refusal: what was parsed and walked took seconds."""
 HALF_MIB = 1 << 19
+TO_POST = "POST {} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json"
+HEAD = f"{TO_POST.format(COMPLETIONS)}\r\n"
 
 
 class Answer(NamedTuple):
@@ -52,7 +54,7 @@ async def port(tmp_path: Path) -> AsyncIterator[Port]:
 async def post(port: Port, body: bytes, path: str = COMPLETIONS, *headers: str) -> Answer:
     began_s = time.monotonic()
     reader, writer = await asyncio.open_connection(*port.address)
-    lines = [f"POST {path} HTTP/1.1", "host: x", f"content-length: {len(body)}", *headers, "", ""]
+    lines = [TO_POST.format(path), f"content-length: {len(body)}", *headers, "", ""]
     writer.write("\r\n".join(lines).encode() + body)
     head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
     size = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
@@ -89,7 +91,7 @@ def test_commas_are_counted_too() -> None:
 async def test_a_large_body_is_refused_by_what_it_announces(port: Port) -> None:
     """Nothing of it is read: none of it is sent here."""
     reader, writer = await asyncio.open_connection(*port.address)
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: {1 << 30}\r\n\r\n"
+    head = f"{HEAD}content-length: {1 << 30}\r\n\r\n"
     writer.write(head.encode())
     assert (await asyncio.wait_for(reader.readline(), 10)).startswith(b"HTTP/1.1 400 ")
     writer.close()
@@ -97,7 +99,7 @@ async def test_a_large_body_is_refused_by_what_it_announces(port: Port) -> None:
 
 async def test_a_large_body_in_chunks_is_refused_at_the_bound(port: Port) -> None:
     reader, writer = await asyncio.open_connection(*port.address)
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    head = f"{HEAD}transfer-encoding: chunked\r\n\r\n"
     writer.write(head.encode())
     for _ in range(3):
         writer.write(b"%x\r\n" % HALF_MIB + b" " * HALF_MIB + b"\r\n")
@@ -175,9 +177,9 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 async def test_all_bodies_together_are_bounded(
     port: Port, counts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.doors.openai.bodies.MOST_HELD_BODY_BYTES", 300_000)
+    monkeypatch.setattr("router.doors.http.bodies.MOST_HELD_BODY_BYTES", 300_000)
     _, held = await asyncio.open_connection(*port.address)
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: 250000\r\n\r\n"
+    head = f"{HEAD}content-length: 250000\r\n\r\n"
     held.write(head.encode() + b" " * 249_999)
     await until(lambda: counts and counts[-1] == 249_999)
     body = b'{"prompt": "a", "max_tokens": 1}'
@@ -201,7 +203,7 @@ async def test_a_caller_without_a_token_is_answered_before_its_body_comes(tmp_pa
     tokens.write_text('"sk-good" = "acme"\n')
     async with open_port(tmp_path, says("a"), gate=TokenGate(tokens)) as port:
         reader, writer = await asyncio.open_connection(*port.address)
-        head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n"
+        head = f"{HEAD}content-length: 99\r\n\r\n"
         writer.write(head.encode())
         assert (await asyncio.wait_for(reader.readline(), 10)).startswith(b"HTTP/1.1 401 ")
         writer.close()

@@ -12,7 +12,7 @@ from router.doors.openai.turns import ChatRequest
 
 if TYPE_CHECKING:
     from router.doors.grpc_edge import Call
-    from router.doors.openai.statuses import JSON
+    from router.doors.http.statuses import JSON
     from router.jobs import Dispatcher
     from router.requests.generation import Generations
     from router.requests.tokenization import Tokenizers

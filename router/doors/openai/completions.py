@@ -13,7 +13,7 @@ from router.errors import Violation
 
 if TYPE_CHECKING:
     from router.doors.grpc_edge import Call
-    from router.doors.openai.statuses import JSON
+    from router.doors.http.statuses import JSON
     from router.jobs import Dispatcher
     from router.requests.bounds import BodyShape
     from router.requests.generation import GenerationRequest, Generations

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from router.doors.openai.statuses import JSON
+from router.doors.http.statuses import JSON
 
 if TYPE_CHECKING:
     from router.jobs import TokenScore

@@ -19,8 +19,8 @@ from router.requests.outputs import FINISH_WORDS, Finished, Started, TextDelta
 
 if TYPE_CHECKING:
     from router.doors.grpc_edge import Call
+    from router.doors.http.statuses import JSON
     from router.doors.openai.schema import StreamOptions
-    from router.doors.openai.statuses import JSON
     from router.jobs import TokenScore
     from router.requests.generation import GenerationRequest, Generations
     from router.requests.tokenization import Tokenizer

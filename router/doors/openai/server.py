@@ -18,14 +18,16 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from baton import __version__
 from router import errors
 from router.doors.auth import AUTHORIZATION, OPEN, Gate
-from router.doors.openai import statuses
-from router.doors.openai.bodies import Bodies
+from router.doors.http import statuses
+from router.doors.http.bodies import Bodies
+from router.doors.http.connections import Connections
+from router.doors.http.edge import Guards, HttpEndpoint, Method
+from router.doors.http.origins import guarded
 from router.doors.openai.chat import ChatCompletions
 from router.doors.openai.completions import Completions
-from router.doors.openai.connections import Connections
-from router.doors.openai.edge import Guards, HttpEndpoint, Method
 from router.doors.openai.tokens import Tokens
 from router.errors import Violation
 from router.events import NO_EVENTS, RouterEvents
@@ -36,7 +38,7 @@ from telemetry.embedded_http import EmbeddedHttpServer
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-    from router.doors.openai.statuses import JSON
+    from router.doors.http.statuses import JSON
     from router.jobs import Dispatcher, ServedModel
     from router.requests.tokenization import Tokenizers
     from router.requests.validation import Limits
@@ -48,8 +50,9 @@ TOKENIZE: Final = "/tokenize"
 DETOKENIZE: Final = "/detokenize"
 TOKENIZER_INFO: Final = "/tokenizer_info"
 HEALTH: Final = "/health"
+VERSION: Final = "/version"
 _SERVED: Final = ", ".join(
-    (CHAT_COMPLETIONS, COMPLETIONS, MODELS, TOKENIZE, DETOKENIZE, TOKENIZER_INFO, HEALTH)
+    (CHAT_COMPLETIONS, COMPLETIONS, MODELS, TOKENIZE, DETOKENIZE, TOKENIZER_INFO, HEALTH, VERSION)
 )
 
 
@@ -64,6 +67,7 @@ class OpenAiServer(EmbeddedHttpServer):
         events: receives events of requests.
         routes: further routes beside those of the API.
         gate: admits callers to the API; /health and `routes` are open to all.
+        allowed_origins: origins of web pages that may call; see `origins`.
         reuse_port: share the port with other routers.
     """
 
@@ -77,6 +81,7 @@ class OpenAiServer(EmbeddedHttpServer):
         routes: Sequence[BaseRoute] = (),
         gate: Gate = OPEN,
         *,
+        allowed_origins: Sequence[str] = (),
         reuse_port: bool = False,
     ) -> None:
         self._pages = _Pages(dispatcher, tokenizers, gate)
@@ -97,6 +102,7 @@ class OpenAiServer(EmbeddedHttpServer):
             Route(f"{MODELS}/{{name:path}}", self._pages.model),
             Route(TOKENIZER_INFO, self._pages.tokenizer),
             Route(HEALTH, self._pages.health),
+            Route(VERSION, self._pages.version),
         )
         application = Starlette(
             routes=[*api, *routes],
@@ -105,7 +111,7 @@ class OpenAiServer(EmbeddedHttpServer):
         connections = Connections(most_connections().http)
         super().__init__(
             listen,
-            connections.around(application),
+            connections.around(guarded(application, listen, allowed_origins)),
             "openai-server",
             reuse_port=reuse_port,
             protocol=connections.protocol,
@@ -131,9 +137,12 @@ class _Pages:
         self._started_s = int(time.time())
 
     async def models(self, request: Request) -> Response:
-        """All models served now."""
+        """All models served now; while there is none, the error that a generation would get."""
         self._admit(request)
-        models = [self._describe(model) for model in self._dispatcher.models()]
+        served = self._dispatcher.models()
+        if not served:
+            raise errors.no_workers(self._dispatcher.model("").name)
+        models = [self._describe(model) for model in served]
         return _json({"object": "list", "data": models})
 
     async def model(self, request: Request) -> Response:
@@ -162,6 +171,10 @@ class _Pages:
         """200 while some model can run."""
         ready = self._dispatcher.models() and not self.draining
         return Response(status_code=200 if ready else 503)
+
+    async def version(self, request: Request) -> Response:
+        """The release."""
+        return _json({"version": __version__})
 
     def _admit(self, request: Request) -> None:
         self._gate.caller_of(request.headers.get(AUTHORIZATION))
@@ -192,7 +205,8 @@ async def _not_served(request: Request, error: Exception) -> Response:
 async def _refused(request: Request, error: Exception) -> Response:
     """The response to an error of the API's pages."""
     assert isinstance(error, errors.RouterError)
-    return _json(statuses.error_body(error), statuses.http_status(error))
+    headers = statuses.retry_headers(error)
+    return _json(statuses.error_body(error), statuses.http_status(error), headers)
 
 
 def _json(content: JSON, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -11,7 +11,7 @@ from router.doors.openai.turns import TokenizeRequest
 
 if TYPE_CHECKING:
     from router.doors.grpc_edge import Call
-    from router.doors.openai.statuses import JSON
+    from router.doors.http.statuses import JSON
     from router.jobs import Dispatcher
     from router.requests.bounds import BodyShape
     from router.requests.generation import Generations

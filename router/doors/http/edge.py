@@ -31,9 +31,9 @@ from router import errors
 from router.doors.access import AccessRecord
 from router.doors.auth import AUTHORIZATION, Gate
 from router.doors.grpc_edge import Call
-from router.doors.openai.bodies import Bodies, Body
-from router.doors.openai.connections import connection_of
-from router.doors.openai.statuses import CLIENT_LEFT, JSON, error_body, http_status, retry_headers
+from router.doors.http.bodies import Bodies, Body
+from router.doors.http.connections import connection_of
+from router.doors.http.statuses import CLIENT_LEFT, JSON, error_body, http_status, retry_headers
 from router.requests.deadlines import UnreadError, read_by
 from router.requests.validation import MAX_CLIENT_TAG_BYTES
 from telemetry.names import Attr

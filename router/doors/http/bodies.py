@@ -70,9 +70,10 @@ class Body:
 
         Raises:
             ClientDisconnect: the client left before its end.
-            RouterError: MALFORMED_REQUEST, it is too large or has an impossible shape;
+            RouterError: MALFORMED_REQUEST, it is no JSON, too large or has an impossible shape;
                 DEADLINE_EXCEEDED, it came too slowly; ROUTER_BUSY, other bodies fill the budget.
         """
+        _check_type(request)
         self._shape.check_size(_announced(request))
         began_s = asyncio.get_running_loop().time()
         try:
@@ -101,6 +102,13 @@ class Body:
         self._bodies.hold(len(part))
         self._size_bytes += len(part)
         self._parts.append(part)
+
+
+def _check_type(request: Request) -> None:
+    """Web pages may send other types to any address, without asking first; see `origins`."""
+    told = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if told != "application/json" and not told.endswith("+json"):
+        raise errors.malformed_request("the content type must be application/json")
 
 
 def _announced(request: Request) -> int:
