@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from ipaddress import ip_address
 from typing import Final
 
 _ALL_INTERFACES: Final = ("0.0.0.0", "::")
@@ -27,6 +28,14 @@ def port_of(address: str) -> int | None:
 def host_of(address: str) -> str:
     """The host of `HOST:PORT` or `[V6]:PORT`, without the brackets."""
     return address.rpartition(":")[0].strip("[]")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a host of that name or address."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 def check_free(*, reuse_port: bool = False, **addresses: str) -> None:
@@ -63,6 +72,12 @@ def reachable(bound: str, host: str = "") -> str:
     port = bound.rpartition(":")[2]
     is_any = host_of(bound) in _ALL_INTERFACES
     return f"{host or socket.gethostname()}:{port}" if is_any else bound
+
+
+def local(bound: str) -> str:
+    """The address under which this machine reaches a bound address of its own."""
+    loopback = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host_of(bound))
+    return f"{loopback}:{port_of(bound)}" if loopback else bound
 
 
 def advertised(bound: str, advertise: str) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import cycle
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,6 +32,15 @@ def merged_log(names: list[str]) -> Callable[[str, str], None]:
         stdout.print(Text.assemble((f"{name:>{width}} │ ", colours[name]), Text.from_ansi(line)))
 
     return write
+
+
+def silence() -> None:
+    """Drops all further output, for when its reader has gone."""
+    stdout.quiet = stderr.quiet = True
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            os.dup2(nowhere, stream.fileno())
 
 
 @contextmanager

@@ -66,7 +66,7 @@ class RouterServer:
 
     def __init__(self, settings: RouterSettings) -> None:
         self.settings = settings
-        self._gate = gate_of(settings.auth_tokens_file)
+        self._gate = gate_of(settings.auth_tokens_file, settings.api_key)
         self.metrics = RouterMetrics(self._load)
         self.dispatcher = JobDispatcher(settings, self.metrics)
         self.registry = Registry(settings, self.dispatcher)

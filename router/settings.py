@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, Field
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from baton.addresses import ROUTER_ADDRESS, ROUTER_INTERNAL_ADDRESS
 from baton.process.settings import MOST_TOKENS, SETTINGS, Address, OtlpEndpoint, Words
@@ -67,9 +67,12 @@ class RouterSettings(BaseModel):
     allowed_origins: Words = ()
     """Lists origins of web pages that may call the HTTP API, such as https://chat.example, with
     commas between them. `*` is any. Empty: no page of another origin may."""
+    api_key: str = Field(default="", pattern=r"^[!-~]*$", repr=False)
+    """Serves only callers that show this key, as OpenAI's clients show theirs. Set it as
+    BATON_API_KEY: others of this host can read command lines. Empty: no key is asked for."""
     auth_tokens_file: str = ""
     """Names a TOML file with lines `"token" = "tenant"`: only callers with one of these tokens are
-    served, each as its tenant. Empty: every caller is served."""
+    served, each as its tenant. Empty: no token is asked for."""
 
     local_prefill: LocalPrefill = "cached"
     """Sets when a decode worker computes a new prompt itself. `cached`: if it holds the larger part
@@ -110,3 +113,9 @@ class RouterSettings(BaseModel):
     """Sets how long running requests may continue after that, seconds."""
     debug: RouterDebug = Field(default_factory=RouterDebug)
     """Holds rarely needed settings: the table `[router.debug]`."""
+
+    @model_validator(mode="after")
+    def _one_place_names_the_callers(self) -> RouterSettings:
+        if self.api_key and self.auth_tokens_file:
+            raise ValueError("set api_key or auth_tokens_file, not both")
+        return self

@@ -7,6 +7,8 @@ import socket
 from collections.abc import Sequence
 from typing import Final
 
+from baton.addresses import check_free
+
 HOST: Final = "127.0.0.1"
 PORTS_TRIED: Final = 100
 ANY_PORT: Final = range(20_000, 32_768)
@@ -36,15 +38,17 @@ class PortPicker:
         for held in self._held:
             held.close()
 
-    def pick(self, wanted: int | None, usual: int) -> str:
+    def pick(self, wanted: int | None, usual: int, host: str = HOST) -> str:
         """Returns HOST:PORT with a free port.
 
         Args:
             wanted: the port; 0: any port; None: the first free one from `usual` upwards.
             usual: where to begin for None.
+            host: an address of this machine.
 
         Raises:
             PortTakenError: no such port is free.
+            CannotListenError: the host is no address of this machine.
         """
         match wanted:
             case None:
@@ -53,12 +57,15 @@ class PortPicker:
                 ports = [*random.SystemRandom().sample(ANY_PORT, PORTS_TRIED), 0]
             case _:
                 ports = [wanted]
+        is_v6 = ":" in host
+        at = f"[{host}]" if is_v6 else host
+        check_free(host=f"{at}:0")
         for port in ports:
-            holder = socket.socket()
+            holder = socket.socket(socket.AF_INET6 if is_v6 else socket.AF_INET)
             claim = socket.socket(socket.AF_UNIX)
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                holder.bind((HOST, port))
+                holder.bind((host, port))
                 holder.listen(1)  # Only listening sockets exclude each other.
                 port = holder.getsockname()[1]
                 claim.bind(f"\0baton-up-port-{port}")
@@ -68,5 +75,5 @@ class PortPicker:
                 continue
             self._held.append(holder)
             self.claims.append(claim)
-            return f"{HOST}:{port}"
+            return f"{at}:{port}"
         raise PortTakenError(f"port {ports[0]} is taken")

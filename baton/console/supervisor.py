@@ -11,6 +11,7 @@ The life of a child:
    SIGKILL. Children stop rank by rank, the lowest first: a rank gets its signal when the one before
    has ended.
 
+If nobody reads the log any more, as in `baton up | head`, everything ends as it does when asked to.
 If the supervisor is killed, its children end, too: see `end_with_parent`.
 """
 
@@ -64,7 +65,10 @@ class Supervisor:
         """Set when the supervisor gave up or was asked to stop."""
         self.settled = False
         """Set by the owner once everything works. From then on dead children are restarted."""
-        self._children = [_Child(spec, self, write) for spec in specs]
+        self._write = write
+        self._is_unread = False
+        """A line could not be written, as into a closed pipe."""
+        self._children = [_Child(spec, self, self._tell) for spec in specs]
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -93,6 +97,16 @@ class Supervisor:
         """Records the first reason and wakes the owner, which then calls `stop`."""
         self.failed = self.failed or why
         self.ended.set()
+
+    def _tell(self, name: str, line: str) -> None:
+        """Passes a line on, as long as somebody reads them."""
+        if self._is_unread:
+            return
+        try:
+            self._write(name, line)
+        except (OSError, SystemExit):  # rich makes a SystemExit of a broken pipe.
+            self._is_unread = True
+            self.ended.set()
 
 
 class _Child:

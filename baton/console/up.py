@@ -23,7 +23,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
-from baton.console.ports import PortPicker
+from baton.addresses import is_loopback
+from baton.console.ports import HOST, PortPicker
 from baton.console.supervisor import ProcessSpec, Supervisor, Write
 from baton.process.gpu_slots import visible_gpus
 from worker.settings import Role
@@ -56,12 +57,36 @@ class UpOptions:
     device: Device = "auto"
     trace: bool = True
     """Whether every process sends its spans to the first router's trace store."""
+    host: str = HOST
+    """The address of this machine at which clients are served over gRPC."""
+    http_host: str = ""
+    """And over HTTP; "": the same."""
+    api_key: str = ""
+    """What clients must show; "": nothing, or what `has_tokens` tells."""
+    has_tokens: bool = False
+    """Whether the routers' own settings let in callers with a token alone."""
     grpc_port: int | None = None
     http_port: int | None = None
     admin_port: int | None = None
     kv_memory_gib: float | None = None
     drain_s: float = 30.0
     """Seconds that running requests may continue when everything is stopped."""
+
+    def __post_init__(self) -> None:
+        """Raises UpError if everybody who reaches this machine would be served."""
+        hosts = (self.host, self.http_host or self.host)
+        if self.asks_for_key or all(map(is_loopback, hosts)):
+            return
+        host = next(host for host in hosts if not is_loopback(host))
+        raise UpError(
+            f"at {host} everybody who reaches this machine would be served: set BATON_API_KEY or "
+            "--api-key, which clients then show"
+        )
+
+    @property
+    def asks_for_key(self) -> bool:
+        """Whether clients must show a key or a token."""
+        return bool(self.api_key) or self.has_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +104,8 @@ class UpPlan:
     worker_admin_addresses: tuple[tuple[str, str], ...]
     """Name and admin address of each worker."""
     drain_s: float
+    asks_for_key: bool = False
+    """Whether clients must show a key or a token."""
     claims: tuple[socket.socket, ...] = ()
     """Claims of its ports. No process listens there before a worker has loaded its model. Claims
     last as long as the plan exists."""
@@ -95,6 +122,7 @@ def plan(options: UpOptions) -> UpPlan:
     Raises:
         UpError: the processes cannot run on this machine.
         PortTakenError: another process has a wanted port.
+        CannotListenError: the host is no address of this machine.
     """
     roles = _roles(options)
     gpus = [] if options.device == "cpu" else visible_gpus()
@@ -102,8 +130,8 @@ def plan(options: UpOptions) -> UpPlan:
         raise UpError("there is no GPU here (--device cpu runs without one)")
     with PortPicker() as ports:
         at = _ClientAddresses(
-            grpc=ports.pick(options.grpc_port, GRPC_PORT),
-            http=ports.pick(options.http_port, HTTP_PORT),
+            grpc=ports.pick(options.grpc_port, GRPC_PORT, options.host),
+            http=ports.pick(options.http_port, HTTP_PORT, options.http_host or options.host),
         )
         names = (
             [f"router-{i}" for i in range(options.routers)] if options.routers > 1 else ["router"]
@@ -139,6 +167,7 @@ def plan(options: UpOptions) -> UpPlan:
         worker_addresses=tuple((worker.name, worker.address) for worker in workers),
         worker_admin_addresses=tuple((worker.name, worker.admin) for worker in workers),
         drain_s=options.drain_s,
+        asks_for_key=options.asks_for_key,
         claims=tuple(ports.claims),
     )
 
@@ -189,7 +218,7 @@ def _router_spec(
     return ProcessSpec(
         name=router.name,
         argv=[*_baton("router", flags), *switches],
-        environment=_quiet(),
+        environment={**_quiet(), **({"BATON_API_KEY": options.api_key} if options.api_key else {})},
         essential=is_only,
     )
 

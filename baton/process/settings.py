@@ -215,8 +215,16 @@ def _explain(error: ValidationError, table: str, kind: type[BaseModel]) -> str:
             lines.append(f"{table}: there is no setting `{field}`{_hint(field, kind)}")
         else:
             rule = problem["msg"].removeprefix("Value error, ")
-            lines.append(f"{table}: `{field}`: {rule} (got {problem['input']!r})")
+            got = f" (got {problem['input']!r})" if _is_shown(kind, field) else ""
+            lines.append(f"{table}: `{field}`: {rule}{got}")
     return "\n".join(lines)
+
+
+def _is_shown(kind: type[BaseModel], field: str) -> bool:
+    """Whether messages may quote a value: of a field that is no secret, and not of all at once."""
+    known = fields(kind)
+    found = known.get(field) or known.get(field.partition(".")[0])
+    return found is not None and found.repr
 
 
 def _hint(field: str, kind: type[BaseModel]) -> str:

@@ -48,7 +48,9 @@ def _names(parameter: Any) -> str:
     if parameter.param_type_name == "argument":
         return f"`{parameter.name.upper()}`"
     names = " ".join(f"`{name}`" for name in (*parameter.opts, *parameter.secondary_opts))
-    return names + (f"<br>`{parameter.envvar}`" if parameter.envvar else "")
+    told = parameter.envvar or ()
+    variables = (told,) if isinstance(told, str) else told
+    return names + ("<br>" + " ".join(f"`{name}`" for name in variables) if variables else "")
 
 
 def _default(parameter: Any) -> str:

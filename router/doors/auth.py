@@ -1,10 +1,12 @@
 """Who may call: bearer tokens, the tenant that each stands for, and how much a tenant may have.
 
+One key may let callers in (`KeyGate`), or a file of tokens (`TokenGate`). Without either everybody
+may call. Callers without a file are no tenant's.
+
 The file is TOML, one line a token: `"sk-..." = "tenant"`. Behind the tokens a table
 `[limits.TENANT]` may limit what a tenant has under way at once: `requests`, `tokens`, `sequences`
 (`router.jobs.Quota`). The file is read at start, and again when it has changed: tokens come and go
-without a restart. A change that cannot be read is logged, and the tokens known before stay. Without
-a file everybody may call, as no tenant.
+without a restart. A change that cannot be read is logged, and the tokens known before stay.
 
 Tokens are stored and looked up as digests, so the time of a look-up says nothing about them.
 """
@@ -15,7 +17,7 @@ import hashlib
 import logging
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
@@ -71,6 +73,21 @@ class OpenGate:
         return NOBODY
 
 
+class KeyGate:
+    """Lets in callers with one key."""
+
+    def __init__(self, key: str) -> None:
+        self._callers = {_digest(key): NOBODY}
+
+    def caller_of(self, authorization: str | None) -> Caller:
+        """Nobody in particular, who shows `Bearer KEY`.
+
+        Raises:
+            RouterError: UNAUTHENTICATED.
+        """
+        return _caller(self._callers, authorization)
+
+
 class TokenGate:
     """Lets in callers with a token of the file."""
 
@@ -94,11 +111,7 @@ class TokenGate:
             RouterError: UNAUTHENTICATED.
         """
         self._refresh()
-        scheme, token = (authorization or "")[: len(_SCHEME)], (authorization or "")[len(_SCHEME) :]
-        caller = self._callers.get(_digest(token.strip())) if scheme.lower() == _SCHEME else None
-        if caller is None:
-            raise errors.unauthenticated()
-        return caller
+        return _caller(self._callers, authorization)
 
     def _refresh(self) -> None:
         now_s = self._clock()
@@ -119,13 +132,24 @@ class TokenGate:
 OPEN: Final = OpenGate()
 
 
-def gate_of(path: str) -> Gate:
-    """The gate for a setting; "" gives an open one.
+def gate_of(path: str, key: str = "") -> Gate:
+    """The gate for two settings, of which one is set at most; "" and "" give an open one.
 
     Raises:
         TokensFileError: as `TokenGate`.
     """
+    if key:
+        return KeyGate(key)
     return TokenGate(Path(path)) if path else OPEN
+
+
+def _caller(callers: Mapping[bytes, Caller], authorization: str | None) -> Caller:
+    """Who shows the header, by digest of the tokens."""
+    scheme, token = (authorization or "")[: len(_SCHEME)], (authorization or "")[len(_SCHEME) :]
+    caller = callers.get(_digest(token.strip())) if scheme.lower() == _SCHEME else None
+    if caller is None:
+        raise errors.unauthenticated()
+    return caller
 
 
 def _read(path: Path) -> dict[bytes, Caller]:

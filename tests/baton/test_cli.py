@@ -11,6 +11,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from typing import NoReturn
 
 import grpc
 import pytest
@@ -342,7 +343,58 @@ def test_plans_that_cannot_be(
         up.plan(up.UpOptions(model="/m", **counts))
 
 
-def refuse_port_1(self: object, wanted: int | None, usual: int) -> str:
+def refuse_port_1(self: object, wanted: int | None, usual: int, host: str) -> str:
     if wanted == 1:
         raise PortTakenError("port 1 is taken")
     return "127.0.0.1:1234"
+
+
+LISTENS = {"BATON_LISTEN": "127.0.0.2:5", "BATON_HTTP_LISTEN": "127.0.0.3:6"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "wanted"),
+    [
+        ((), {}, ("127.0.0.1", None, "127.0.0.1", None, "")),
+        ((), LISTENS, ("127.0.0.2", 5, "127.0.0.3", 6, "")),
+        (("--host", "::1", "--port", "7"), LISTENS, ("::1", 7, "::1", 6, "")),
+        ((), {"BATON_API_KEY": "sk-1"}, ("127.0.0.1", None, "127.0.0.1", None, "sk-1")),
+        (
+            ("--host", "0.0.0.0", "--api-key", "sk-2"),
+            {"BATON_API_KEY": "sk-1"},
+            ("0.0.0.0", None, "0.0.0.0", None, "sk-2"),
+        ),
+    ],
+)
+def test_where_up_serves_clients(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments, variables, wanted
+) -> None:
+    """BATON_LISTEN was not read, without a word."""
+    asked = []
+
+    def plan(options: up.UpOptions) -> NoReturn:
+        asked.append(options)
+        raise up.UpError("enough")
+
+    monkeypatch.setattr(up, "plan", plan)
+    assert run("up", "--model", str(tmp_path), *arguments, **variables).exit_code == 1
+    (options,) = asked
+    assert wanted == (
+        options.host, options.grpc_port, options.http_host, options.http_port, options.api_key
+    )  # fmt: skip
+
+
+def test_up_refuses_to_serve_everybody() -> None:
+    result = run("up", "--host", "0.0.0.0")
+    assert result.exit_code == 1
+    assert "BATON_API_KEY or --api-key" in plain(result.output)
+
+
+def test_a_key_is_not_printed() -> None:
+    result = run("config", "router", BATON_API_KEY="sk-secret")
+    assert result.exit_code == 0
+    assert "sk-secret" not in result.output
+    result = run("config", "router", BATON_API_KEY="sk secret")
+    assert result.exit_code == 2
+    assert "api_key" in result.output
+    assert "secret" not in result.output

@@ -165,3 +165,25 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
     except OSError:
         return False
+
+
+@pytest.mark.parametrize("gone", [BrokenPipeError(), OSError(5, "gone"), SystemExit(1)])
+async def test_without_a_reader_everything_ends_in_order(gone: BaseException, tmp_path) -> None:
+    """As in `baton up | head -2`: rich ends the process that writes into a closed pipe."""
+    drained = tmp_path / "drained"
+    code = STOPPABLE.replace("os.write(1, b'draining\\n')", f"open({str(drained)!r}, 'w')")
+    written = []
+
+    def write(name: str, line: str) -> None:
+        written.append(line)
+        raise gone
+
+    supervisor = Supervisor([spec("router", code)], write)
+    supervisor.start()
+    async with asyncio.timeout(30):
+        await supervisor.ended.wait()
+    assert written == ["up"]
+    await supervisor.stop(drain_s=20)
+    assert drained.exists()
+    assert supervisor.pids() == {}
+    assert supervisor.failed == ""

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from waiting import until
 
+from baton.addresses import CannotListenError
 from baton.console import up
 from baton.console.supervisor import ProcessSpec
 
@@ -156,3 +157,38 @@ def test_several_routers_share_clients_workers_and_one_store_of_traces(
     assert {flags_of(spec)["--otlp-endpoint"] for spec in plan.specs} == {f"http://{internal[0]}"}
     assert ["--trace-store" in spec.argv for spec in plan.specs] == [True, False, False, False]
     assert plan.admin_address == plan.router_admin_addresses[0][1]
+
+
+OWN_PORTS = {"grpc_port": 0, "http_port": 0, "admin_port": 0}
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "baton.example", ""])
+def test_nobody_is_served_from_afar_without_a_key(host: str) -> None:
+    with pytest.raises(up.UpError, match="BATON_API_KEY or --api-key"):
+        up.UpOptions("/m", host=host)
+    with pytest.raises(up.UpError, match="BATON_API_KEY or --api-key"):
+        up.UpOptions("/m", http_host=host or "0.0.0.0")
+    assert up.UpOptions("/m", host=host, has_tokens=True).asks_for_key
+    assert not up.UpOptions("/m", host="::1", http_host="localhost").asks_for_key
+
+
+def test_only_the_doors_for_clients_are_opened_and_only_routers_get_the_key() -> None:
+    options = up.UpOptions("/m", device="cpu", host="0.0.0.0", api_key="sk-1", **OWN_PORTS)
+    plan = up.plan(options)
+    router, *workers = plan.specs
+    flags = flags_of(router)
+    assert flags["--listen"] == plan.router_address
+    assert plan.router_address.startswith("0.0.0.0:")
+    assert flags["--http-listen"].startswith("0.0.0.0:")
+    assert flags["--internal-listen"].startswith("127.0.0.1:")
+    assert flags["--admin"].startswith("127.0.0.1:")
+    assert router.environment["BATON_API_KEY"] == "sk-1"
+    assert "sk-1" not in " ".join(router.argv), "others of the host can read it"
+    assert all("BATON_API_KEY" not in worker.environment for worker in workers)
+    for worker in workers:
+        assert flags_of(worker)["--listen"].startswith("127.0.0.1:")
+
+
+def test_a_host_of_another_machine_is_told_so() -> None:
+    with pytest.raises(CannotListenError, match=r"203\.0\.113\.9.*--host"):
+        up.plan(up.UpOptions("/m", device="cpu", host="203.0.113.9", api_key="k", **OWN_PORTS))

@@ -71,7 +71,6 @@ def test_variables(page: Path) -> None:
         for kind in (WorkerSettings, RouterSettings)
         for name in fields(kind)
     }
-    known |= {one.envvar for command in COMMANDS.values() for one in command.params if one.envvar}
     known |= set(re.findall(r"BATON_[A-Z_]+", "".join(SOURCES.values())))
     compose = (ROOT / "compose" / "docker-compose.yml").read_text()
     known |= set(re.findall(r"BATON_[A-Z_]+", compose + (ROOT / "compose" / ".env").read_text()))

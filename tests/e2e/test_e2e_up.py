@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import termios
 import urllib.request
 
 import psutil
@@ -23,30 +25,24 @@ from worker.watchdog import EXIT_HUNG
 WAIT_S = 100.0
 
 
+def command(model, *options: str) -> list[str]:
+    """`baton up` at free ports."""
+    ports = [word for name in ("--port", "--http-port", "--admin-port") for word in (name, "0")]
+    shared = ["--model", str(model), "--device", "cpu", *ports]
+    return [sys.executable, "-m", "baton", "up", *shared, *options]
+
+
 @pytest.fixture(scope="module")
 def running(tmp_path_factory):
     """The process and its log."""
     tmp_path = tmp_path_factory.mktemp("up")
-    ports = [word for name in ("--port", "--http-port", "--admin-port") for word in (name, "0")]
     settings = {"failpoints": "live", "step_timeout_s": 4, "num_pages": 200}
     environment = {**os.environ, **variables_of(settings)}
     model = write_tiny_model(tmp_path / "model")
     log = tmp_path / "log"
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "baton",
-                "up",
-                "--routers",
-                "2",
-                "--model",
-                str(model),
-                "--device",
-                "cpu",
-                *ports,
-            ],
+            command(model, "--routers", "2"),
             env=environment,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -79,8 +75,8 @@ def answers(client) -> bool:
 def test_a_router_that_dies_is_started_again_and_meanwhile_the_other_serves(running):
     process, log = running
     until(lambda: "Ctrl-C" in log.read_text(), log)
-    commands = {child.pid: child.cmdline() for child in psutil.Process(process.pid).children()}
-    (router,) = (pid for pid, command in commands.items() if "router-0" in command)
+    lines = {child.pid: child.cmdline() for child in psutil.Process(process.pid).children()}
+    (router,) = (pid for pid, line in lines.items() if "router-0" in line)
     os.kill(router, signal.SIGKILL)
     with Client(said(log, r"gRPC +(\S+)"), retries=False) as client:
         until(lambda: "router-0 │ was ended by SIGKILL; starts again" in log.read_text(), log)
@@ -111,3 +107,41 @@ def test_a_worker_whose_step_hangs_is_started_again(running):
         until(lambda: answers(client), log)
         assert process.poll() is None
         assert log.read_text().count(restarted) == 1
+
+
+@pytest.mark.parametrize("stderr_too", [False, True])
+def test_a_log_that_nobody_reads_any_more_ends_everything(tmp_path, stderr_too):
+    """`baton up | head -2` and `baton up 2>&1 | head -2`."""
+    model = write_tiny_model(tmp_path / "model")
+    told = subprocess.STDOUT if stderr_too else subprocess.DEVNULL
+    process = subprocess.Popen(command(model), stdout=subprocess.PIPE, stderr=told)
+    assert process.stdout is not None
+    for _ in range(2):
+        assert process.stdout.readline()
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.stdout.close()
+    process.wait(40)
+    assert not psutil.wait_procs(children, 1)[1]
+
+
+def test_a_closed_terminal_ends_everything(tmp_path):
+    model = write_tiny_model(tmp_path / "model")
+    ours, terminal = os.openpty()
+    process = subprocess.Popen(
+        command(model), stdin=terminal, stdout=terminal, stderr=terminal, preexec_fn=_owns_terminal
+    )
+    os.close(terminal)
+    seen = b""
+    while b"Ctrl-C" not in seen:
+        seen += os.read(ours, 1 << 16)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) >= 3
+    os.close(ours)
+    assert process.wait(40) == 0
+    assert not psutil.wait_procs(children, 1)[1]
+
+
+def _owns_terminal() -> None:
+    """Makes the process a session leader with its standard input as terminal."""
+    os.setsid()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)

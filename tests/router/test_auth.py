@@ -55,6 +55,21 @@ def test_nobody_else_is_let_in(tokens: Path, shown: str | None) -> None:
     assert "sk-" not in str(caught.value)
 
 
+@pytest.mark.parametrize("shown", [None, "", f"Bearer {BAD}", f"Bearer {GOOD} x", GOOD])
+def test_one_key_lets_in_those_who_show_it(shown: str | None) -> None:
+    gate = gate_of("", GOOD)
+    assert gate.caller_of(f"bearer {GOOD}") == OPEN.caller_of(None), "it is no tenant's"
+    with pytest.raises(RouterError) as caught:
+        gate.caller_of(shown)
+    assert caught.value.code is grpc.StatusCode.UNAUTHENTICATED
+    assert "sk-" not in str(caught.value)
+
+
+def test_a_key_and_a_file_are_not_both_taken(tokens: Path) -> None:
+    with pytest.raises(ValueError, match="api_key or auth_tokens_file"):
+        RouterSettings(api_key=GOOD, auth_tokens_file=str(tokens))
+
+
 def test_a_token_names_its_tenant(tokens: Path) -> None:
     gate = gate_of(str(tokens))
     assert gate.caller_of(f"Bearer {GOOD}").tenant == "acme"

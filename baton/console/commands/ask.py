@@ -45,10 +45,11 @@ RouterOption = Annotated[
 TokenOption = Annotated[
     str,
     typer.Option(
+        "--api-key",
         "--token",
-        envvar="BATON_TOKEN",
+        envvar=["BATON_API_KEY", "BATON_TOKEN"],
         callback=_checked(check_token),
-        help="Token to show, where the router asks for one.",
+        help="Key or token to show, where the router asks for one.",
     ),
 ]
 

@@ -25,7 +25,7 @@ def config(
 
     Flags beat the environment, the environment beats the file, the file beats the defaults. A
     comment names the source of each value that is not a default. The output is a settings file:
-    save it as baton.toml.
+    save it as baton.toml. A key is not printed.
 
     Example: [cyan]BATON_MAX_SEQUENCES=8 baton config worker[/]
     """
@@ -39,7 +39,9 @@ def config(
 
 def to_toml(table: str, resolved: Resolved[Any]) -> str:
     """Writes settings as a TOML table. A comment names the source of each changed value."""
-    values = resolved.settings.model_dump(mode="json")
+    settings = resolved.settings
+    secret = {name for name, field in type(settings).model_fields.items() if not field.repr}
+    values = settings.model_dump(mode="json", exclude=secret)
     debug = values.pop(DEBUG)
     lines = [f"[{table}]"]
     lines += [_line(name, value, resolved.sources[name]) for name, value in values.items()]

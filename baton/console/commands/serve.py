@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from contextlib import suppress
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 from rich.markup import escape
 
 from baton import demo_model
-from baton.addresses import check_free
+from baton.addresses import ROUTER_ADDRESS, check_free, host_of, local, port_of
 from baton.console import up
 from baton.console.commands.trace import ROUTER_ADMIN_ADDRESS
+from baton.console.ports import HOST
 from baton.console.settings_options import takes_settings, warn_of_unknown_variables
 from baton.console.supervisor import Supervisor, end_with_parent
-from baton.output import merged_log, model_progress, stderr, stdout
-from baton.process.settings import Resolved
+from baton.output import merged_log, model_progress, silence, stderr, stdout
+from baton.process.settings import Resolved, resolve
 from router.settings import RouterSettings
 from worker.settings import Role, WorkerSettings
 
@@ -83,6 +86,24 @@ Port = typer.Option(
 )
 
 
+HostOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Address at which clients are served; 0.0.0.0: all of this machine's. Others than "
+        "loopback need a key. [default: that of BATON_LISTEN, else 127.0.0.1]",
+        show_default=False,
+    ),
+]
+KeyOption = Annotated[
+    str | None,
+    typer.Option(
+        envvar="BATON_API_KEY",
+        help="Key that clients must show. Others of this machine can read a command line: prefer "
+        "the variable.",
+    ),
+]
+
+
 def up_command(
     prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(min=0, help="Decode workers.")] = 1,
@@ -100,6 +121,8 @@ def up_command(
         bool,
         typer.Option(help="Keep the latest traces in the first router: `baton trace` draws them."),
     ] = True,
+    host: HostOption = None,
+    api_key: KeyOption = None,
     port: Annotated[int | None, Port] = None,
     http_port: Annotated[int | None, Port] = None,
     admin_port: Annotated[int | None, Port] = None,
@@ -114,26 +137,39 @@ def up_command(
 
     Each is a process of its own; one log shows them all. A worker that dies is started again, and
     so is a router if there are several. Ctrl-C drains, a second Ctrl-C stops at once. Each process
-    takes its other settings from BATON_* or baton.toml.
+    takes its other settings from BATON_* or baton.toml. So does this command for the addresses for
+    clients (BATON_LISTEN, BATON_HTTP_LISTEN) and the key.
 
     Example: [cyan]baton up --prefill 2 --decode 2 --model ./Llama-3.1-8B-Instruct[/]
     """
     warn_of_unknown_variables()
+    routers_own = resolve(RouterSettings, "router", {"api_key": api_key})
+    listen, http_listen = (_set_address(routers_own, name) for name in ("listen", "http_listen"))
     options = up.UpOptions(
-        model=resolve_model(model),
+        model=model,
         prefill=prefill,
         decode=decode,
         both=both,
         routers=routers,
         device=device,
         trace=trace,
-        grpc_port=port,
-        http_port=http_port,
+        host=host or host_of(listen),
+        http_host=host or host_of(http_listen),
+        api_key=routers_own.settings.api_key,
+        has_tokens=bool(routers_own.settings.auth_tokens_file),
+        grpc_port=port_of(listen) if port is None else port,
+        http_port=port_of(http_listen) if http_port is None else http_port,
         admin_port=admin_port,
         kv_memory_gib=kv_memory_gib,
         drain_s=drain_s,
     )
-    asyncio.run(_up(up.plan(options), trace))
+    asyncio.run(_up(up.plan(replace(options, model=resolve_model(model))), trace))
+
+
+def _set_address(routers_own: Resolved[RouterSettings], name: str) -> str:
+    """An address for clients that the environment or a file sets; else the host alone."""
+    is_set = routers_own.sources[name] != "default"
+    return str(getattr(routers_own.settings, name)) if is_set else f"{HOST}:"
 
 
 async def _up(plan: up.UpPlan, traced: bool) -> None:
@@ -153,23 +189,31 @@ async def _up(plan: up.UpPlan, traced: bool) -> None:
 
 
 def _stop_on_signals(supervisor: Supervisor) -> None:
-    """Lets the first signal drain and the second one kill."""
+    """Lets the first signal drain and the second one kill. A closed terminal drains, too."""
 
     def stop() -> None:
         if supervisor.ended.is_set():
             supervisor.kill()
-        else:
+            return
+        supervisor.ended.set()
+        with suppress(OSError, SystemExit):  # Nobody may read it any more.
             stderr.print("\ndraining; once more stops at once")
-            supervisor.ended.set()
 
+    def closed() -> None:
+        silence()
+        supervisor.ended.set()
+
+    loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop)
+        loop.add_signal_handler(number, stop)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # Not under nohup.
+        loop.add_signal_handler(signal.SIGHUP, closed)
 
 
 def _say_how_to_talk(plan: up.UpPlan, took_s: float, traced: bool) -> None:
     ask = "baton generate"
-    if not plan.router_address.endswith(f":{up.GRPC_PORT}"):
-        ask += f" --router {plan.router_address}"
+    if local(plan.router_address) != ROUTER_ADDRESS:
+        ask += f" --router {local(plan.router_address)}"
     admins = [address for _, address in plan.router_admin_addresses]
     to_watch = "" if admins == [ROUTER_ADMIN_ADDRESS] else f" --admin {','.join(admins)}"
     to_trace = (
@@ -182,6 +226,7 @@ def _say_how_to_talk(plan: up.UpPlan, took_s: float, traced: bool) -> None:
         f'  ask      [cyan]{ask} "What is the capital of France?"[/]',
         f"  gRPC     {plan.router_address}",
         f"  OpenAI   http://{plan.http_address}/v1",
+        *(["  key      asked for: BATON_API_KEY"] if plan.asks_for_key else []),
         *(f"  metrics  http://{address}/metrics" for address in admins),
         f"  watch    [cyan]baton top{to_watch}[/]",
         *([f"  trace    [cyan]baton trace{to_trace}[/]"] if traced else []),

@@ -14,14 +14,13 @@ that listens on this machine alone. Three rules keep it out:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ipaddress import ip_address
 from typing import TYPE_CHECKING, Final
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 
-from baton.addresses import host_of
+from baton.addresses import host_of, is_loopback
 from router.doors.http import statuses
 
 if TYPE_CHECKING:
@@ -72,11 +71,3 @@ def _named(header: str) -> str:
     if header.startswith("["):
         return header[1:].partition("]")[0]
     return header.partition(":")[0]
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a host of that name."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
