@@ -8,7 +8,8 @@ One constructor below raises each row of the API's error table. The edge convert
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -27,6 +28,8 @@ DOMAIN: Final = "baton.inference.v1"
 """`ErrorInfo.domain` of every error: the package that defines the reasons."""
 MAX_VIOLATIONS: Final = 32
 """Most violations in one error. Statuses travel in trailers, which hold a few KiB."""
+PROMPT: Final = "input"
+"""Field of a violation that the prompt is to blame for, whichever form it has."""
 _MAX_VALUE_CHARS: Final = 128
 """A client's own values in an error are cut at this length."""
 _MAX_NAMES: Final = 8
@@ -63,6 +66,19 @@ class RouterError(Exception):
         return f"{self.reason}: {self.message}"
 
 
+@contextmanager
+def naming_prompt(path: str) -> Iterator[None]:
+    """Within it, violations of the prompt name the field that holds it."""
+    try:
+        yield
+    except RouterError as error:
+        error.violations = [
+            Violation(path, one.description) if one.field == PROMPT else one
+            for one in error.violations
+        ]
+        raise
+
+
 def malformed_request(message: str = "the request could not be parsed") -> RouterError:
     """The bytes are not a message of the method's type."""
     return RouterError(grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_REQUEST", message)
@@ -91,24 +107,31 @@ def context_length_exceeded(
     prompt_tokens: int,
     max_tokens: int,
     limit_tokens: int,
-    limit_of: str = "the context",
+    limited_by: str = "",
     *,
     at_least: bool = False,
 ) -> RouterError:
-    """Prompt and `max_tokens` together do not fit the context, or the largest pool. `at_least`: the
-    prompt was not tokenized, because its bytes show that it has at least that many tokens."""
+    """Prompt and `max_tokens` together do not fit the context, or the largest pool. The message
+    begins as OpenAI's does, since clients match on it.
+
+    Args:
+        prompt_tokens: length of the prompt.
+        max_tokens: most tokens of an output.
+        limit_tokens: most of both.
+        limited_by: what sets the limit, if it is not the model.
+        at_least: the prompt was not tokenized, because its bytes show that it has at least that
+            many tokens.
+    """
+    limit = f"This model's maximum context length is {limit_tokens} tokens{limited_by}: "
     if prompt_tokens >= limit_tokens:  # for any max_tokens, set or not
-        at_fault = "input"
+        at_fault = PROMPT
         message = (
-            f"{'at least ' * at_least}{prompt_tokens} prompt tokens leave none of the "
-            f"{limit_tokens} tokens of {limit_of} for output, which is at least 1"
+            f"{limit}{'at least ' * at_least}{prompt_tokens} prompt tokens leave none for output, "
+            "which is at least 1"
         )
     else:
         at_fault = "input.stop.max_tokens"
-        message = (
-            f"{prompt_tokens} prompt tokens and max_tokens {max_tokens} exceed the {limit_tokens} "
-            f"tokens of {limit_of}"
-        )
+        message = f"{limit}{prompt_tokens} prompt tokens and max_tokens {max_tokens} exceed it"
     return RouterError(
         grpc.StatusCode.INVALID_ARGUMENT,
         "CONTEXT_LENGTH_EXCEEDED",

@@ -57,6 +57,8 @@ class Options(TypedDict, total=False):
     omit_text: bool
     choices: int
     priority: int
+    add_special_tokens: bool
+    """Whether the model's special tokens surround the prompt: yes for a text, no for messages."""
     client_tag: str
     template_variables: Mapping[str, Any]
     """Variables of the model's chat template, such as `enable_thinking`; only with messages."""

@@ -80,7 +80,7 @@ def generation_input(
     elif token_ids is not None:
         request.token_ids.ids.extend(token_ids)
         request.token_ids.SetInParent()
-    _set(request, options, ("choices", "priority"))
+    _set(request, options, ("choices", "priority", "add_special_tokens"))
     _set(request.sampling, options, _SAMPLING)
     _set(request.stop, options, _STOP)
     _set(request.output, options, _OUTPUT)

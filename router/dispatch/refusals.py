@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from router.settings import LocalPrefill
     from router.workers.link import WorkerLink
 
-_KV_POOL: Final = "a worker's KV pool"
+_KV_POOL: Final = ", the size of the largest KV pool"
 
 
 def error_of(group: ChoiceGroup, fault: Fault, max_workers_lost: int) -> errors.RouterError:

@@ -83,7 +83,8 @@ class Generations:
         Raises:
             RouterError: it was refused or could not be finished.
         """
-        with RequestSpan(call, request, self._events) as span:
+        path = validation.prompt_path(request.input)
+        with RequestSpan(call, request, self._events) as span, errors.naming_prompt(path):
             async with self.deadline(call):
                 with span.step(SpanName.ADMIT):
                     model, tokenizer = await self._admit(request)
@@ -177,7 +178,7 @@ class Generations:
         assert tokenizer is not None  # Validation made sure: text and chat need one.
         field = f"{path}.{kind}".lstrip(".")
         special = None
-        if isinstance(holder, api.TokenizeRequest) and holder.HasField("add_special_tokens"):
+        if holder.HasField("add_special_tokens"):
             special = holder.add_special_tokens
         try:
             prompt = holder.chat if kind == "chat" else holder.text

@@ -18,7 +18,7 @@ import numpy as np
 from baton.inference.v1 import inference_pb2 as api
 from baton.worker.v1 import worker_pb2
 from router import errors
-from router.errors import Violation
+from router.errors import PROMPT, Violation
 from router.requests.bounds import MAX_TURNS
 
 if TYPE_CHECKING:
@@ -128,6 +128,13 @@ def check_against_model(
         found.add(f"input.sampling.logit_bias[{token_id}]", _vocabulary_rule(model.vocab_size))
 
 
+def prompt_path(generation: api.GenerationInput) -> str:
+    """The field that holds the prompt; `errors.PROMPT` if none is set."""
+    held = {"text": "text", "token_ids": "token_ids.ids", "chat": "chat.messages"}
+    kind = generation.WhichOneof("prompt")
+    return f"{PROMPT}.{held[kind]}" if kind else PROMPT
+
+
 def check_prompt_ids(generation: api.GenerationInput, model: ServedModel) -> None:
     """Counts the ids of a prompt before they are converted.
 
@@ -206,8 +213,10 @@ def _check_prompt(
         case "chat":
             _check_chat(found, holder.chat, _join(path, "chat"))
         case _ if isinstance(holder, api.GenerationInput):
-            path = _join(path, "token_ids.ids")
-            found.unless(bool(holder.token_ids.ids), path, "must not be empty")
+            ids = _join(path, "token_ids.ids")
+            found.unless(bool(holder.token_ids.ids), ids, "must not be empty")
+            special = _join(path, "add_special_tokens")
+            found.unless(not holder.add_special_tokens, special, "token ids are used as they are")
 
 
 def _check_chat(found: Violations, chat: api.ChatPrompt, path: str) -> None:

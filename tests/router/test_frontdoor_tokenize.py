@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from frontdoor_kit import ScriptedDispatcher, open_door, plays, served_model, wr
 from tokenizers.processors import TemplateProcessing
 
 from baton.client.clients import AsyncClient
+from baton.errors import InvalidRequestError
 from baton.inference.v1 import inference_pb2 as api
 
 TEXT = "naïve 🎉 fox"
@@ -44,13 +46,20 @@ async def test_special_tokens(dispatcher: ScriptedDispatcher) -> None:
         turns = await ids(chat=CHAT)
         assert turns == await ids(chat=CHAT, add_special_tokens=False)
         assert await ids(chat=CHAT, add_special_tokens=True) == [0, *turns]
-        for prompt in ({"text": TEXT}, {"chat": CHAT}):
-            request = api.GenerateRequest(input=api.GenerationInput(**prompt))
-            await door.stub.Generate(request)
-            assert dispatcher.jobs[-1].prompt_ids.tolist() == await ids(**prompt)
+        for prompt, special in product(({"text": TEXT}, {"chat": CHAT}), (None, True, False)):
+            generation = api.GenerationInput(**prompt, add_special_tokens=special)
+            await door.stub.Generate(api.GenerateRequest(input=generation))
+            wanted = await ids(**prompt, add_special_tokens=special)
+            assert dispatcher.jobs[-1].prompt_ids.tolist() == wanted
         async with AsyncClient(door.address) as client:
             assert list(await client.tokenize(TEXT)) == [0, *bare]
             assert list(await client.tokenize(TEXT, add_special_tokens=False)) == bare
+            await client.generate(TEXT, add_special_tokens=False)
+            assert dispatcher.jobs[-1].prompt_ids.tolist() == bare
+            await client.generate(token_ids=[7, 8], add_special_tokens=False)
+            with pytest.raises(InvalidRequestError) as caught:
+                await client.generate(token_ids=[7, 8], add_special_tokens=True)
+        assert caught.value.violations[0].field == "input.add_special_tokens"
 
 
 async def test_texts_of_tokens(

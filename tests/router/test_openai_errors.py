@@ -20,6 +20,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from waiting import until
 
 from router import errors
+from router.doors.auth import TokenGate
 from router.jobs import Job, JobEvent, JobStarted
 from telemetry.names import Attr, Service, undeclared
 from telemetry.tracing import Tracing, setup_tracing
@@ -216,8 +217,35 @@ async def test_a_prompt_that_leaves_none_is_told_so(
         with pytest.raises(openai.BadRequestError) as caught:
             await create(model=MODEL, prompt=[7] * prompt_tokens, **asked)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
-    assert f"{prompt_tokens} prompt tokens leave none of the 256" in caught.value.message
+    limit = "This model's maximum context length is 256 tokens: "
+    assert f"{limit}{prompt_tokens} prompt tokens leave none" in caught.value.message
     assert "max_tokens" not in caught.value.message
+
+
+async def test_a_conversation_that_leaves_none_names_its_messages(tmp_path: Path) -> None:
+    turns: list[Any] = [{"role": "user", "content": "a b c d " * 100}]
+    async with open_port(tmp_path, says("a")) as port:
+        with pytest.raises(openai.BadRequestError) as caught:
+            await port.client.chat.completions.create(model=MODEL, messages=turns)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
+
+
+async def test_every_error_has_an_id(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens.toml"
+    tokens.write_text('"sk-good" = "acme"\n')
+    cases = [
+        ("GET", "/v1/models", 401),
+        ("POST", "/v1/completions", 401),
+        ("GET", "/v1/nothing", 404),
+        ("GET", "/v1/completions", 405),
+    ]
+    async with open_port(tmp_path, says("a"), gate=TokenGate(tokens)) as port:
+        url, client = f"http://{port.server.address}", port.client._client
+        for method, path, status in cases:
+            traced = await client.request(method, url + path, headers={"traceparent": CALLER})
+            assert (traced.status_code, traced.headers["x-request-id"]) == (status, "ab" * 16)
+            answer = await client.request(method, url + path)
+            assert len(answer.headers["x-request-id"]) == 32
 
 
 async def test_what_is_no_request(tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import openai_kit
 import pytest
-from frontdoor_kit import CHAT_TEMPLATE
+from frontdoor_kit import CHAT_TEMPLATE, write_tokenizer
 from openai_kit import Port, answers, open_port
+from tokenizers.processors import TemplateProcessing
 
 from router.doors.auth import TokenGate
 
@@ -43,6 +45,32 @@ async def test_there_and_back_with_special_tokens(tmp_path: Path) -> None:
         back = await ask(port, "/detokenize", tokens=said["tokens"])
         assert back == {"prompt": SPECIAL + TEXT}
         assert await ask(port, "/detokenize", tokens=[]) == {"prompt": ""}
+
+
+async def test_a_request_chooses_its_special_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_with_beginning(folder: Path) -> None:
+        tokenizer = write_tokenizer(folder)
+        tokenizer.post_processor = TemplateProcessing(
+            single=f"{SPECIAL} $A", special_tokens=[(SPECIAL, 0)]
+        )
+        tokenizer.save(str(folder / "tokenizer.json"))
+
+    monkeypatch.setattr(openai_kit, "write_tokenizer", write_with_beginning)
+    calls: list[tuple[str, dict[str, object]]] = [
+        ("/completions", {"prompt": TEXT}),
+        ("/completions", {"prompt": TEXT, "echo": True, "logprobs": 0}),
+        ("/chat/completions", {"messages": TURNS}),
+    ]
+    async with open_port(tmp_path, answers(lambda *_: [70])) as port:
+        for path, body in calls:
+            begins = []
+            for special in (None, True, False):
+                asked = {**body, "add_special_tokens": special}
+                await port.client.post(path, cast_to=object, body=asked)
+                begins.append(port.job.prompt_ids.tolist()[0] == 0)
+            assert begins == [path == "/completions", True, False]
 
 
 async def test_what_writes_prompts_elsewhere(tmp_path: Path) -> None:

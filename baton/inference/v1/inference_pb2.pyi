@@ -92,6 +92,7 @@ class GenerationInput(_message.Message):
     OUTPUT_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name, as ListModels reports it. Empty selects the only model, where
     exactly one is served.
@@ -104,6 +105,11 @@ class GenerationInput(_message.Message):
     """
     priority: _builtins.int
     """Higher runs first, in [-100, 100]. Unset: 0."""
+    add_special_tokens: _builtins.bool
+    """Whether to add the special tokens that the model expects around a text,
+    such as a beginning of text. Unset: true for text and false for chat, whose
+    template writes its own. Token ids are used as they are: true is rejected.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids, used as they are: no special token is added."""
@@ -138,17 +144,22 @@ class GenerationInput(_message.Message):
         output: Global___OutputOptions | None = ...,
         choices: _builtins.int | None = ...,
         priority: _builtins.int | None = ...,
+        add_special_tokens: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_choices", b"_choices", "_priority", b"_priority", "chat", b"chat", "choices", b"choices", "output", b"output", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_choices", b"_choices", "_priority", b"_priority", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "choices", b"choices", "output", b"output", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_choices", b"_choices", "_priority", b"_priority", "chat", b"chat", "choices", b"choices", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_choices", b"_choices", "_priority", b"_priority", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "choices", b"choices", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
     _WhichOneofReturnType__choices: _TypeAlias = _typing.Literal["choices"]  # noqa: Y015
     _WhichOneofArgType__choices: _TypeAlias = _typing.Literal["_choices", b"_choices"]  # noqa: Y015
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__choices) -> _WhichOneofReturnType__choices | None: ...
     @_typing.overload
@@ -921,10 +932,7 @@ class TokenizeRequest(_message.Message):
     text: _builtins.str
     """Raw text, not empty."""
     add_special_tokens: _builtins.bool
-    """Whether to add the special tokens that the model expects around a text,
-    such as a beginning of text. Unset: as Generate does, which is true for
-    text and false for chat, whose template writes its own.
-    """
+    """As in GenerationInput."""
     token_texts: _builtins.bool
     """Return the text of each token, too."""
     @_builtins.property
@@ -967,7 +975,7 @@ class TokenizeResponse(_message.Message):
     TOKEN_TEXTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The ids that Generate would run, unless `add_special_tokens` said otherwise."""
+        """The ids that Generate would run."""
 
     @_builtins.property
     def token_texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

@@ -6,8 +6,9 @@ Life of a request:
    `x-request-id`. The token is checked. Then the whole body is read (`bodies`).
 2. The method makes an `Answer` of it. The status is sent only with the first part of the answer, in
    a stream the first token, so a refused request gets its own status.
-3. The answer goes out at the client's pace. An error after the first part of a stream is its last
-   event. A complete stream ends with `[DONE]`.
+3. The answer goes out at the client's pace. A stream that is silent for long shows that it lives by
+   a comment, which begins its answer if nothing else has. An error after that is its last event. A
+   complete stream ends with `[DONE]`.
 4. A client that leaves cancels the work at once, at any point, and counts as 499. A client that
    stays and does not read loses its connection a little after the deadline.
 5. The access log gets one line.
@@ -19,8 +20,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from opentelemetry.trace import SpanKind
@@ -50,6 +51,12 @@ REQUEST_ID: Final = "x-request-id"
 _JSON_TYPE: Final = "application/json"
 _EVENTS_TYPE: Final = "text/event-stream; charset=utf-8"
 _LAST_EVENT: Final = b"[DONE]"
+SILENT_S: Final = 5.0
+"""A stream that has sent nothing for so long sends a comment. Proxies cut silent connections, most
+after a minute."""
+STILL_SILENT_S: Final = 10.0
+"""Time to the next comments."""
+COMMENT: Final = b": keepalive\n\n"
 
 
 class Answer(Protocol):
@@ -122,7 +129,7 @@ class HttpEndpoint:
         if not answer.stream:
             await response.whole(await answer.whole())
             return
-        async with aclosing(answer.chunks()) as chunks:
+        async with response.kept_alive(), aclosing(answer.chunks()) as chunks:
             async for chunk in chunks:
                 await response.event(to_json(chunk))
         await response.end(_LAST_EVENT)
@@ -154,6 +161,10 @@ class _Response:
         self.status = 0
         """Set when the answer begins; 0 before."""
         self.complete = False
+        self._wrote_s = 0.0
+        """When the stream's latest part was written."""
+        self._is_writing = False
+        self._commenting = asyncio.Lock()
 
     def admit(self, gate: Gate) -> None:
         """Admits the caller.
@@ -172,9 +183,43 @@ class _Response:
 
     async def event(self, data: bytes) -> None:
         """Sends an event of a stream; returns when the connection has taken it."""
+        if self._commenting.locked():
+            async with self._commenting:
+                pass
+        self._is_writing = True
+        await self._part(b"data: %b\n\n" % data)
+        self._is_writing = False
+        self._wrote_s = asyncio.get_running_loop().time()
+
+    @asynccontextmanager
+    async def kept_alive(self) -> AsyncIterator[None]:
+        """Sends a comment whenever the stream has been silent for long."""
+        comments = asyncio.create_task(self._comment())
+        try:
+            yield
+        finally:
+            comments.cancel()
+
+    async def _comment(self) -> None:
+        now_s = asyncio.get_running_loop().time
+        seen_s = self._wrote_s = now_s()
+        wait_s = SILENT_S
+        while True:
+            await asyncio.sleep(seen_s + wait_s - now_s())
+            if self._is_writing:  # The client reads nothing.
+                seen_s, wait_s = now_s(), SILENT_S
+            elif self._wrote_s > seen_s:
+                seen_s, wait_s = self._wrote_s, SILENT_S
+            else:
+                async with self._commenting:
+                    await self._part(COMMENT)
+                seen_s, wait_s = now_s(), STILL_SILENT_S
+
+    async def _part(self, data: bytes) -> None:
+        """Sends a part of a stream, and before the first one its headers."""
         if not self.status:
             await self._begin(200, _EVENTS_TYPE, {"cache-control": "no-cache"})
-        await self._write(b"data: %b\n\n" % data)
+        await self._write(data)
 
     async def end(self, data: bytes) -> None:
         """Sends a stream's last event."""
@@ -208,10 +253,10 @@ class _Response:
         self.call.record.write(self.call.id, self.call.arrived_ns, status, self._error or left)
 
     async def _begin(self, status: int, media_type: str, headers: dict[str, str]) -> None:
-        self.status = status
         fields = {"content-type": media_type, REQUEST_ID: self.call.id, **headers}
         encoded = [(name.encode(), value.encode()) for name, value in fields.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": encoded})
+        self.status = status
 
     async def _write(self, data: bytes, last: bool = False) -> None:
         self.complete = last

@@ -92,7 +92,11 @@ class Completions:
             if request.logprobs is None:
                 return Echo(prompt)
             tokenized = await self._generations.tokenize(
-                api.TokenizeRequest(model=request.model, text=prompt)
+                api.TokenizeRequest(
+                    model=request.model,
+                    text=prompt,
+                    add_special_tokens=request.add_special_tokens,
+                )
             )
             return Echo(prompt, list(tokenized.token_ids))
         if tokenizer is None:
@@ -107,6 +111,7 @@ def _generation(
         chosen: JSON = {"token_ids": api.TokenIds(ids=prompt)}
     elif echo is not None and echo.token_ids:
         chosen = {"token_ids": api.TokenIds(ids=echo.token_ids)}
+        request = request.model_copy(update={"add_special_tokens": None})
     else:
         chosen = {"text": prompt}
     max_tokens = 1 if request.echo_only else request.max_tokens

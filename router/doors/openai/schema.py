@@ -194,8 +194,9 @@ class GenerationRequest(ModelRequest):
     """Lower runs first, as in vLLM: the opposite of the gRPC API."""
     return_tokens_as_token_ids: bool | None = None
     """Writes tokens beside log probabilities as `token_id:7` instead of their text."""
+    add_special_tokens: bool | None = None
+    """If it is left out, a text gets special tokens and turns do not."""
 
-    add_special_tokens: Annotated[bool, Unless(True)] = False
     allowed_token_ids: Annotated[bool, Unless([])] = False
     bad_words: Annotated[bool, Unless([])] = False
     ebnf: Annotated[bool, Unless()] = False
@@ -234,6 +235,7 @@ class GenerationRequest(ModelRequest):
             ),
             choices=self.n,
             priority=-(self.priority or 0),
+            add_special_tokens=self.add_special_tokens,
             **prompt,
         )
 

@@ -7,6 +7,7 @@ messages are on the way.
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
@@ -24,7 +25,7 @@ from router.doors.auth import AUTHORIZATION, OPEN, Gate
 from router.doors.http import statuses
 from router.doors.http.bodies import Bodies
 from router.doors.http.connections import Connections
-from router.doors.http.edge import Guards, HttpEndpoint, Method
+from router.doors.http.edge import REQUEST_ID, Guards, HttpEndpoint, Method
 from router.doors.http.origins import guarded
 from router.doors.openai.chat import ChatCompletions
 from router.doors.openai.completions import Completions
@@ -34,6 +35,8 @@ from router.events import NO_EVENTS, RouterEvents
 from router.requests.bounds import BodyShape, most_connections
 from router.requests.generation import Generations
 from telemetry.embedded_http import EmbeddedHttpServer
+from telemetry.rpc import TRACEPARENT
+from telemetry.tracing import context_of, trace_id_of
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -199,14 +202,20 @@ async def _not_served(request: Request, error: Exception) -> Response:
         allowed = (error.headers or {}).get("Allow", "")
         message, code = f"this path takes {allowed}", "method_not_allowed"
     content = statuses.body(message, "invalid_request_error", None, code)
-    return _json(content, error.status_code, error.headers)
+    return _failed(request, content, error.status_code, error.headers or {})
 
 
 async def _refused(request: Request, error: Exception) -> Response:
     """The response to an error of the API's pages."""
     assert isinstance(error, errors.RouterError)
-    headers = statuses.retry_headers(error)
-    return _json(statuses.error_body(error), statuses.http_status(error), headers)
+    content, headers = statuses.error_body(error), statuses.retry_headers(error)
+    return _failed(request, content, statuses.http_status(error), headers)
+
+
+def _failed(request: Request, content: JSON, status: int, headers: Mapping[str, str]) -> Response:
+    """A response with an error. Its id is the caller's trace id, if it sends one."""
+    traced = trace_id_of(context_of(request.headers.get(TRACEPARENT)))
+    return _json(content, status, {**headers, REQUEST_ID: traced or uuid.uuid4().hex})
 
 
 def _json(content: JSON, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

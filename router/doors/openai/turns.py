@@ -142,7 +142,6 @@ class ChatRequest(TurnsRequest, GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: UInt32 | None = None
 
-    add_special_tokens: Annotated[bool, Unless(False)] = False
     audio: Annotated[bool, Unless()] = False
     documents: Annotated[bool, Unless([])] = False
     echo: Annotated[bool, Unless(False)] = False
