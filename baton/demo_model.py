@@ -63,15 +63,6 @@ def folder() -> Path:
     return cache_folder() / "models" / MODEL_NAME
 
 
-def resolve(model: str, progress: Progress | None = None) -> str:
-    """Returns the folder that a `model` setting names. Fetches `demo` if it is missing.
-
-    Raises:
-        DemoModelError: the demo model is missing and cannot be fetched.
-    """
-    return str(ensure(progress)) if model == DEMO else model
-
-
 def is_ready(path: Path) -> bool:
     """Whether the folder is complete and of this format."""
     try:

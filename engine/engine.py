@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
+from engine import memory
 from engine.attention import AttentionBackend, AttentionError, choose_backend
 from engine.attention.paged import PagedAttention
+from engine.checkpoints import Weights
 from engine.config import EngineConfig
 from engine.loop.executor import Executor, TorchExecutor
 from engine.loop.profiling import StepProfiler
@@ -32,7 +33,6 @@ log = logging.getLogger("baton.engine")
 
 Progress = Callable[[str, int, int], None]
 """Called with a phase, the amount done and the total."""
-DEFAULT_KV_BYTES = 1 << 30
 
 
 class EngineError(Exception):
@@ -65,6 +65,7 @@ class Engine:
             device=device,
             load_format=config.load_format,
             seed=config.seed,
+            check=lambda weights: _check_memory(config, weights, device),
             progress=progress,
         )
         pool = _build_pool(config, loaded, device)
@@ -184,6 +185,23 @@ def _dtype(name: str) -> torch.dtype:
     return dtypes[name]
 
 
+def _check_memory(config: EngineConfig, weights: Weights, device: torch.device) -> None:
+    """Compares weights and pool with the memory that is free."""
+    on_gpu = device.type == "cuda"
+    default = 0 if on_gpu or config.num_pages else memory.CPU_POOL_BYTES
+    need = memory.Need(
+        weights=weights,
+        weight_bytes=_dtype(config.dtype).itemsize,
+        pool_bytes=config.kv_memory_bytes or default,
+        on_gpu=on_gpu,
+    )
+    free = torch.cuda.mem_get_info(device)[0] if on_gpu else memory.available_bytes()
+    try:
+        memory.check(need, free, str(device) if on_gpu else "this machine")
+    except memory.NoRoomError as error:
+        raise EngineError(str(error)) from error
+
+
 def _build_pool(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> KvPool:
     page_bytes = _pool_of(1, config, loaded, torch.device("meta")).page_bytes
     num_pages = config.num_pages
@@ -194,7 +212,7 @@ def _build_pool(config: EngineConfig, loaded: LoadedModel, device: torch.device)
             f"memory is left for {max(0, num_pages)} pages of {page_bytes} bytes: raise"
             " kv_memory_gib or gpu_memory_utilization, or lower max_step_tokens or max_sequences"
         )
-    if device.type == "cpu" and num_pages * page_bytes > _available_bytes():
+    if device.type == "cpu" and num_pages * page_bytes > memory.available_bytes():
         raise EngineError(
             f"{num_pages} pages of {page_bytes} bytes are more than the memory left: lower"
             " num_pages or kv_memory_gib"
@@ -225,11 +243,11 @@ def _pool_of(
 def _memory_left(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> int:
     """Default bytes for the pool. They are measured if the fast path runs."""
     if device.type == "cpu":
-        return DEFAULT_KV_BYTES
+        return memory.CPU_POOL_BYTES
     scratch = _pool_of(1, config, loaded, device)
     backend = _backend(config, loaded, scratch)
     if not isinstance(backend, PagedAttention):
-        return DEFAULT_KV_BYTES
+        return memory.CPU_POOL_BYTES
     from engine.cuda.memory import bytes_left
 
     bounds = replace(config, max_context_tokens=loaded.config.max_position_embeddings)
@@ -262,14 +280,6 @@ def _build_executor(
     if config.cuda_graphs:
         executor.capture(progress)
     return executor
-
-
-def _available_bytes() -> int:
-    """Memory available without swapping, bytes. The page cache counts as free."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _model_info(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> ModelInfo:

@@ -33,6 +33,7 @@ from router.doors.auth import TokensFileError, gate_of
 from router.doors.frontdoor import SERVICE_NAME, InferenceService
 from router.doors.openai.server import OpenAiServer
 from router.requests.bounds import UNREAD_GRACE_S, most_connections
+from router.requests.chat_template import TemplateFileError, read_template
 from router.requests.tokenization import Tokenizers
 from router.requests.validation import Limits
 from router.trace_store import TraceStore, add_trace_receiver, trace_routes
@@ -74,7 +75,8 @@ class RouterServer:
         """The address for clients; "" before the router listens there."""
         self.internal_address = ""
         self.http_address = ""
-        self._tokenizers = Tokenizers(settings.debug.tokenizer_threads)
+        template = read_template(settings.chat_template)
+        self._tokenizers = Tokenizers(settings.debug.tokenizer_threads, template)
         self._limits = _limits(settings)
         self._http = OpenAiServer(
             settings.http_listen,
@@ -261,7 +263,7 @@ def main(settings: RouterSettings) -> int:
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             return runner.run(serve(settings))
-    except TokensFileError as error:
+    except (TokensFileError, TemplateFileError) as error:
         logger.error("the router cannot start: %s", error)
         return 1
 

@@ -74,6 +74,9 @@ class RouterSettings(BaseModel):
     """Names a TOML file with lines `"token" = "tenant"`: only callers with one of these tokens are
     served, each as its tenant. Empty: no token is asked for."""
 
+    chat_template: str = ""
+    """Names a Jinja file that replaces the chat template of every model."""
+
     local_prefill: LocalPrefill = "cached"
     """Sets when a decode worker computes a new prompt itself. `cached`: if it holds the larger part
     already and would finish the rest sooner than a prefill worker the whole, or if no prefill

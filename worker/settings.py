@@ -87,9 +87,10 @@ class WorkerSettings(BaseModel):
     """Names the worker in logs, metrics and the router's list. Give each worker a name of its own:
     routers add a number to a repeated name, new at every start, and warn."""
     model: str = Field(default="demo", min_length=1)
-    """Names the folder with config, weights and tokenizer. `demo` fetches a small model."""
+    """Names the folder with config, weights and tokenizer, a GGUF file, or an id of the Hugging
+    Face hub such as Qwen/Qwen3-8B. `demo` fetches a small model."""
     served_name: str = ""
-    """Sets the model name that clients use. Empty: the folder's name."""
+    """Sets the model name that clients use. Empty: the last part of `model`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Sets the number format of weights and KV. `auto`: the one in config.json; on a CPU float32,
     which is fast there."""

@@ -16,6 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from baton import __version__
 from baton.addresses import CannotListenError
+from baton.console import vllm_flags
 from baton.console.commands import (
     ask,
     bench,
@@ -42,8 +43,10 @@ from baton.errors import (
     UnavailableError,
     UnreachableError,
 )
+from baton.hub import HubError
 from baton.output import stderr, stdout
 from baton.process.settings import SettingsError
+from engine.memory import NoRoomError
 
 FAILED: Final = 1
 WRONG_USE: Final = 2
@@ -59,6 +62,8 @@ _ROOMS: Final = frozenset(
 
 def explain(error: Exception) -> tuple[str, int] | None:
     """Returns a message for the user and the exit code; None if the error is a bug."""
+    if (flag := getattr(error, "option_name", None)) and (told := vllm_flags.answer(flag)):
+        return told, WRONG_USE
     match error:
         case UnreachableError():
             return (
@@ -85,6 +90,8 @@ def explain(error: Exception) -> tuple[str, int] | None:
             UpError()
             | PortTakenError()
             | DemoModelError()
+            | HubError()
+            | NoRoomError()
             | TraceError()
             | TopError()
             | BenchError()

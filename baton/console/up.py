@@ -19,6 +19,7 @@ import os
 import socket
 import sys
 import urllib.request
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
@@ -49,7 +50,9 @@ class UpOptions:
     """The processes to run. Port 0: any free one; None: the usual port or the next free one."""
 
     model: str
-    """Folder of the model; `demo` is already resolved."""
+    """Its folder or GGUF file on this machine."""
+    served_name: str = ""
+    """The name that clients use; "": the last part of `model`."""
     prefill: int = 1
     decode: int = 1
     both: int = 0
@@ -69,6 +72,10 @@ class UpOptions:
     http_port: int | None = None
     admin_port: int | None = None
     kv_memory_gib: float | None = None
+    chat_template: str | None = None
+    """A Jinja file that replaces the model's own; None: as the routers' settings say."""
+    gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory for all workers on it."""
     drain_s: float = 30.0
     """Seconds that running requests may continue when everything is stopped."""
 
@@ -103,6 +110,8 @@ class UpPlan:
     """Name and address of each worker."""
     worker_admin_addresses: tuple[tuple[str, str], ...]
     """Name and admin address of each worker."""
+    workers_on: Mapping[str, int]
+    """Number of workers on each GPU; on "" they run on the CPU."""
     drain_s: float
     asks_for_key: bool = False
     """Whether clients must show a key or a token."""
@@ -156,16 +165,21 @@ def plan(options: UpOptions) -> UpPlan:
             for index, (name, role) in enumerate(roles)
         ]
     threads = max(1, (os.cpu_count() or 1) // len(workers))
+    on = Counter(worker.gpu for worker in workers)
     return UpPlan(
         specs=(
             *(_router_spec(options, at, router, routers) for router in routers),
-            *(_worker_spec(options, routers, worker, threads) for worker in workers),
+            *(
+                _worker_spec(options, routers, worker, threads, on[worker.gpu])
+                for worker in workers
+            ),
         ),
         router_address=at.grpc,
         http_address=at.http,
         router_admin_addresses=tuple((router.name, router.admin) for router in routers),
         worker_addresses=tuple((worker.name, worker.address) for worker in workers),
         worker_admin_addresses=tuple((worker.name, worker.admin) for worker in workers),
+        workers_on=on,
         drain_s=options.drain_s,
         asks_for_key=options.asks_for_key,
         claims=tuple(ports.claims),
@@ -210,6 +224,7 @@ def _router_spec(
         "--drain-grace-s": 0,  # No load balancer stands before it.
         "--drain-s": options.drain_s,
         "--otlp-endpoint": _spans_to(options, routers),
+        "--chat-template": options.chat_template,
     }
     is_only = len(routers) == 1
     switches = [] if is_only else ["--reuse-port"]
@@ -224,12 +239,19 @@ def _router_spec(
 
 
 def _worker_spec(
-    options: UpOptions, routers: Sequence[_Router], worker: _Worker, threads: int
+    options: UpOptions,
+    routers: Sequence[_Router],
+    worker: _Worker,
+    threads: int,
+    sharing: int,
 ) -> ProcessSpec:
+    """Plans one of `sharing` workers on its GPU."""
+    is_shared = worker.gpu and sharing > 1
     flags: _Flags = {
         "--name": worker.name,
         "--role": worker.role.value,
         "--model": options.model,
+        "--served-name": options.served_name or None,
         "--device": "cuda" if worker.gpu else "cpu",
         "--threads": threads,
         "--listen": worker.address,
@@ -237,6 +259,9 @@ def _worker_spec(
         "--admin": worker.admin,
         "--drain-s": options.drain_s,
         "--kv-memory-gib": options.kv_memory_gib,
+        "--gpu-memory-utilization": (
+            round(options.gpu_memory_utilization / sharing, 4) if is_shared else None
+        ),
         "--otlp-endpoint": _spans_to(options, routers),
     }
     device = {"CUDA_VISIBLE_DEVICES": worker.gpu} if worker.gpu else {}

@@ -31,7 +31,7 @@ from typing import Any, Final, Self, TypeVar, Unpack, overload
 
 import torch
 
-from baton import demo_model
+from baton import models
 from baton.client.clients import LONGEST_S
 from baton.client.generation import Gathering, Generation, Message, Options
 from baton.client.requests import generation_request, tokenize_request
@@ -74,6 +74,7 @@ class LLM:
         Raises:
             SettingsError: a setting is unknown, or its value does not fit.
             DemoModelError: the demo model cannot be fetched.
+            HubError: another model cannot be fetched.
             ModelError: the model cannot be read, or the engine does not support it.
             EngineError: the settings do not fit the model or the device.
             NoSlotError: `gpu_slots_dir` has no GPU left.
@@ -278,10 +279,12 @@ def _build(settings: WorkerSettings, stack: ExitStack) -> Engine:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     with model_progress() as fetching:
-        folder = demo_model.resolve(settings.model, fetching)
+        weights = settings.debug.load_format != "dummy"
+        files = models.find(settings.model, fetching, weights=weights)
     stack.enter_context(claimed_for(settings.device, settings.gpu_slots_dir, settings.name))
     with loading_progress(terminal(settings.log_format)) as loading:
-        found = settings.model_copy(update={"model": folder})
+        names = {"model": files.path, "served_name": settings.served_name or files.name}
+        found = settings.model_copy(update=names)
         return Engine.build(engine_config(found), loading)
 
 

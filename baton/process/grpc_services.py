@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Final
 
 import grpc
 import grpc.aio
+from google.protobuf import descriptor_pb2, descriptor_pool, text_format
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
@@ -42,8 +44,22 @@ class _Health(health.aio.HealthServicer):  # type: ignore[misc]  # It is untyped
         return response
 
 
+def _describe_v1() -> None:
+    """Makes v1 of the reflection service known, which the library lacks: clients that list all
+    services ask for its description, too."""
+    pool = descriptor_pool.Default()
+    with suppress(KeyError):
+        pool.FindServiceByName(REFLECTION_V1)
+        return
+    file = descriptor_pb2.FileDescriptorProto()
+    reflection_pb2.DESCRIPTOR.CopyToProto(file)
+    v1 = text_format.MessageToString(file).replace("v1alpha", "v1")
+    pool.Add(text_format.Parse(v1, descriptor_pb2.FileDescriptorProto()))
+
+
 def _add_reflection(server: grpc.aio.Server, service_names: tuple[str, ...]) -> None:
     """Adds reflection under v1 and v1alpha, which have the same messages on the wire."""
+    _describe_v1()
     names = (*service_names, reflection.SERVICE_NAME, REFLECTION_V1)
     reflection.enable_server_reflection(names, server)
     handler = grpc.stream_stream_rpc_method_handler(

@@ -12,6 +12,8 @@ from engine.model import Model
 from engine.pages.blocks import SCRATCH_PAGE
 from engine.pages.kv_pool import KvPool
 
+CONTEXT_BYTES = 1 << 30
+"""More than what CUDA itself takes for a process."""
 GRAPH_BYTES = 1 << 30
 """Bytes kept back for graphs, staging and tables. The memory of the largest graph comes on top."""
 SAMPLING_COPIES = 6
@@ -29,7 +31,8 @@ def bytes_left(
         scratch: a pool of the scratch page only, with the model's shape.
         attention: attention over `scratch`.
         bounds: bounds of the largest step.
-        utilization: share of the device's memory that this process may use, in all.
+        utilization: share of the device's memory that this process may use, in all. What others
+            use counts only where they leave less than that.
     """
     device = scratch.tensor.device
     torch.cuda.empty_cache()
@@ -42,7 +45,8 @@ def bytes_left(
     free, total = torch.cuda.mem_get_info(device)
     sampling = SAMPLING_COPIES * 4 * bounds.max_sequences * model.config.vocab_size
     graphs = GRAPH_BYTES + step * min(1.0, LONGEST_GRAPH / bounds.max_step_tokens)
-    return int(total * utilization - (total - free) - step - sampling - graphs)
+    used = min(total - free, torch.cuda.memory_reserved(device) + CONTEXT_BYTES)
+    return int(min(total * utilization - used, free) - step - sampling - graphs)
 
 
 def _run_largest(model: Model, scratch: KvPool, attention: PagedAttention, bounds: Bounds) -> None:

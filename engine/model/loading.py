@@ -1,4 +1,4 @@
-"""Loads weights from a Hugging Face id or folder (safetensors), a GGUF file, or a seed.
+"""Loads weights from a Hugging Face folder (safetensors), a GGUF file, or a seed.
 
 Tensors go one at a time straight into the model's own (fused) weights, so there is never a second
 copy of the model in memory.
@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.checkpoints import CheckpointError, Weights, safetensors_files
 from engine.model.config import ModelConfig, ModelError, UnsupportedModelError, read_config
 from engine.model.gguf import GgufFile
 from engine.model.llama import Layer, Model
 
+Check = Callable[[Weights], None]
+"""Takes the number of weights before they are read, and may refuse them."""
 Progress = Callable[[str, int, int], None]
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 DUMMY_STD = 0.02
-_HUB_FILES = ["*.json", "tokenizer*", "*.jinja", "*.model"]
-_HUB_COPIES = ["*/*", "consolidated*"]
-"""Files with a second copy of the weights, for other software."""
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -44,23 +44,25 @@ class LoadedModel:
 
 
 def load_model(
-    path_or_id: str,
+    path: str,
     *,
     dtype: torch.dtype,
     device: torch.device,
     load_format: str = "auto",
     seed: int = 0,
+    check: Check | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Builds the model and fills in its weights.
 
     Args:
-        path_or_id: folder, GGUF file, or Hugging Face id.
+        path: folder or GGUF file.
         dtype: dtype of the weights in memory.
         device: device of the weights.
         load_format: one of `LOAD_FORMATS`. auto: GGUF if the path is a GGUF file or has no other
             weights.
         seed: seed of dummy weights; equal seeds give equal weights in every process.
+        check: is called before the memory of the weights is taken; what it raises goes through.
         progress: called with ("weights", tensors done, tensors in all).
 
     Raises:
@@ -69,9 +71,11 @@ def load_model(
     """
     if load_format not in LOAD_FORMATS:
         raise ModelError(f"load format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
-    folder, gguf = _locate(path_or_id, load_format)
+    folder, gguf = _locate(path, load_format)
     checkpoint = GgufFile(gguf) if gguf else None
     config = checkpoint.config() if checkpoint else read_config(folder)
+    if check is not None:
+        check(_weights(config, dtype))
     model = Model(config, dtype, device)
     if load_format == "dummy":
         _fill_dummy(model, seed)
@@ -81,18 +85,25 @@ def load_model(
     return LoadedModel(model, config, _revision(model, config), str(gguf or folder))
 
 
+def _weights(config: ModelConfig, dtype: torch.dtype) -> Weights:
+    """Counts weights without memory for them."""
+    model = Model(config, dtype, torch.device("meta"))
+    count = sum(parameter.numel() for parameter in model.parameters())
+    return Weights(count, model.embedding.numel() if config.tie_embeddings else 0)
+
+
 # -- finding ------------------------------------------------------------------------------------
 
 
-def _locate(path_or_id: str, load_format: str) -> tuple[Path, Path | None]:
+def _locate(name: str, load_format: str) -> tuple[Path, Path | None]:
     """The folder, and the GGUF file to read, if any."""
-    path = Path(path_or_id).expanduser()
+    path = Path(name).expanduser()
     if path.is_file():
         if load_format == "safetensors":
             raise ModelError(f"{path} is a file: safetensors are read from a folder")
         return path.parent, path
     if not path.is_dir():
-        path = _download(path_or_id, weights=load_format != "dummy")
+        raise ModelError(f"there is no {path}")
     files = sorted(path.glob("*.gguf")) if _wants_gguf(path, load_format) else []
     if load_format == "gguf" and not files:
         raise ModelError(f"{path} holds no GGUF file")
@@ -109,18 +120,6 @@ def _wants_gguf(folder: Path, load_format: str) -> bool:
     return load_format == "gguf" or (
         load_format == "dummy" and not (folder / "config.json").is_file()
     )
-
-
-def _download(model_id: str, *, weights: bool) -> Path:
-    from huggingface_hub import snapshot_download
-
-    files = [*_HUB_FILES, "*.safetensors"] if weights else _HUB_FILES
-    try:
-        return Path(snapshot_download(model_id, allow_patterns=files, ignore_patterns=_HUB_COPIES))
-    except Exception as error:
-        raise ModelError(
-            f"{model_id!r} is neither a folder nor a model that could be fetched from the hub"
-        ) from error
 
 
 # -- places of a checkpoint's tensors -----------------------------------------------------------
@@ -206,7 +205,11 @@ def _read_safetensors(folder: Path) -> dict[str, Callable[[], Tensor]]:
     from safetensors import SafetensorError, safe_open
 
     tensors: dict[str, Callable[[], Tensor]] = {}
-    for file in _shards(folder):
+    try:
+        files = safetensors_files(folder)
+    except CheckpointError as error:
+        raise ModelError(str(error)) from error
+    for file in files:
         try:
             shard: Any = safe_open(file, framework="pt")
         except FileNotFoundError as error:
@@ -216,21 +219,6 @@ def _read_safetensors(folder: Path) -> dict[str, Callable[[], Tensor]]:
         for name in shard.keys():  # noqa: SIM118 (a shard is not a mapping)
             tensors[name] = partial(shard.get_tensor, name)
     return tensors
-
-
-def _shards(folder: Path) -> list[Path]:
-    """The files of the index, else the file with the usual name, else all safetensors files."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.is_file():
-        try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(f"{index} is no index of shards") from error
-        return [folder / name for name in sorted(names)]
-    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ModelError(f"{folder} holds no safetensors")
-    return files
 
 
 # -- dummy weights and the revision -------------------------------------------------------------

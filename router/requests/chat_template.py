@@ -19,6 +19,10 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
+class TemplateFileError(Exception):
+    """A file with a chat template cannot be used; the message says why."""
+
+
 class Template(Protocol):
     """A compiled chat template."""
 
@@ -36,6 +40,26 @@ def template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
     if isinstance(found, list):
         found = {entry["name"]: entry["template"] for entry in found}.get("default")
     return found if isinstance(found, str) else None
+
+
+def read_template(path: str) -> str | None:
+    """The source in a file that replaces the models' own templates; None for "".
+
+    Raises:
+        TemplateFileError: it cannot be read, or is no template.
+    """
+    if not path:
+        return None
+    try:
+        source = Path(path).read_text(encoding="utf-8")
+        compile_template(source)
+    except OSError as error:
+        raise TemplateFileError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise TemplateFileError(f"{path} is no text in UTF-8") from None
+    except jinja2.TemplateSyntaxError as error:
+        raise TemplateFileError(f"{path}, line {error.lineno}: {error.message}") from None
+    return source
 
 
 def compile_template(source: str) -> Template:

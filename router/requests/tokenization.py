@@ -91,9 +91,9 @@ class Tokenizer:
         self._longest_token_bytes = longest_token_bytes(backend)
 
     @classmethod
-    def load(cls, folder: str) -> Tokenizer | None:
+    def load(cls, folder: str, chat_template: str | None = None) -> Tokenizer | None:
         """Reads a model folder. None if it has no `tokenizer.json`; such a model takes and gives
-        ids."""
+        ids. `chat_template` is the source of one that replaces the model's own."""
         path = Path(folder)
         if not (path / "tokenizer.json").is_file():
             return None
@@ -101,7 +101,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         config = _read_json(path / "tokenizer_config.json")
-        source = template_source(path, config)
+        source = template_source(path, config) if chat_template is None else chat_template
         template = compile_template(source) if source is not None else None
         return cls(backend, template, _special_tokens(config), source)
 
@@ -156,7 +156,8 @@ class Tokenizer:
 class Tokenizers:
     """Tokenizers by model folder, and the threads that run them. Belongs to the event loop."""
 
-    def __init__(self, threads: int = 2) -> None:
+    def __init__(self, threads: int = 2, chat_template: str | None = None) -> None:
+        self._chat_template = chat_template
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="baton-tokenize")
         self._long_pool = ThreadPoolExecutor(1, thread_name_prefix="baton-tokenize-long")
         self._loads: dict[str, asyncio.Future[Tokenizer | None]] = {}
@@ -166,7 +167,7 @@ class Tokenizers:
         load = self._loads.get(folder)
         if load is None or (load.done() and (load.cancelled() or load.exception())):
             loop = asyncio.get_running_loop()
-            load = loop.run_in_executor(self._pool, Tokenizer.load, folder)
+            load = loop.run_in_executor(self._pool, Tokenizer.load, folder, self._chat_template)
             self._loads[folder] = load
         # Shielded: a caller that gives up must not cancel the load for other waiting callers.
         return await asyncio.shield(load)

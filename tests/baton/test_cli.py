@@ -18,11 +18,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from baton.addresses import CannotListenError, check_free
-from baton.console import up
+from baton.console import up, vllm_flags
 from baton.console.cli import app, explain
 from baton.console.ports import ANY_PORT, PortPicker, PortTakenError
 from baton.errors import BatonError, InvalidRequestError, OverloadedError
-from baton.process.settings import DEBUG
+from baton.process.settings import DEBUG, fields
 from worker.settings import WorkerSettings
 
 NOBODY = "127.0.0.1:1"
@@ -398,3 +398,30 @@ def test_a_key_is_not_printed() -> None:
     assert result.exit_code == 2
     assert "api_key" in result.output
     assert "secret" not in result.output
+
+
+@pytest.mark.parametrize("command", ["up", "worker"])
+@pytest.mark.parametrize(
+    ("flags", "answer"),
+    [
+        (("--max-model-len", "10"), "--max-context-tokens of baton worker"),
+        (("--max-model-len=10",), "(BATON_MAX_CONTEXT_TOKENS sets it under baton up)"),
+        (("--tensor-parallel-size", "2"), "a model must fit one GPU"),
+        (("-tp", "2"), "a model must fit one GPU"),
+    ],
+)
+def test_a_flag_of_vllm_is_answered_with_ours(
+    command: str, flags: tuple[str, ...], answer: str
+) -> None:
+    result = run(command, *flags)
+    assert result.exit_code == 2
+    assert answer in plain(result.output)
+
+
+def test_what_stands_for_vllms_flags_is_there() -> None:
+    """The page in docs checks the flags; these are the variables."""
+    known = {f"BATON_{name.replace('.', '_').upper()}" for name in fields(WorkerSettings)}
+    for flag in vllm_flags.FLAGS:
+        named = re.findall(r"BATON_\w+", vllm_flags.answer(flag) or "")
+        assert set(named) <= known
+    assert vllm_flags.answer("--nonsense") is None

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from baton import demo_model as demo
+from baton import models
 
 
 @pytest.fixture
@@ -36,8 +37,7 @@ def test_it_is_made_once(made: list[str], tmp_path: Path) -> None:
     first = demo.ensure()
     assert first == demo.ensure() == tmp_path / "models" / demo.MODEL_NAME
     assert made == ["download", "convert"]
-    assert demo.resolve("demo") == str(first)
-    assert demo.resolve("/some/folder") == "/some/folder"
+    assert models.find("demo") == (str(first), demo.MODEL_NAME)
 
 
 def test_an_environment_without_pip_is_told_so(

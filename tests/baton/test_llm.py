@@ -37,9 +37,9 @@ from baton.errors import (
     NotFoundError,
     ServerError,
 )
+from baton.hub import HubError
 from baton.process.settings import SettingsError
 from engine.engine import EngineError
-from engine.model import ModelError
 from telemetry import failpoints
 
 TEXTS = ["The quick brown fox", "Zwölf Boxkämpfer jagen", "いろはにほへと 🏃‍♀️"]
@@ -225,8 +225,18 @@ def test_every_broken_rule_is_named(llm) -> None:
         ([""], {}, InvalidRequestError, "input.text"),
         ([], {"messages": []}, InvalidRequestError, "messages"),
         ([], {"token_ids": [9999]}, InvalidRequestError, "vocabulary"),
-        ([], {"token_ids": [5] * 3000}, InvalidRequestError, "the context"),
-        ([], {"token_ids": [5] * 30, "max_tokens": 620}, InvalidRequestError, "exceed the 624"),
+        (
+            [],
+            {"token_ids": [5] * 3000},
+            InvalidRequestError,
+            "maximum context length is 624 tokens",
+        ),
+        (
+            [],
+            {"token_ids": [5] * 30, "max_tokens": 620},
+            InvalidRequestError,
+            "context length is 624 tokens.*exceed it",
+        ),
         (["x"], {"model": "other"}, NotFoundError, "served: tiny"),
     ],
 )
@@ -253,7 +263,7 @@ def test_the_first_bad_prompt_of_many_ends_the_others(llm, slow) -> None:
         (None, {"max_sequence": 4}, SettingsError, "max_sequences"),
         (None, {"debug": {"num_pages": -1}}, SettingsError, "num_pages"),
         (None, {"debug": {"num_pages": 1}}, EngineError, "pages"),
-        ("/nowhere/at/all", {}, ModelError, "nowhere"),
+        ("/nowhere/at/all", {}, HubError, "nowhere"),
     ],
 )
 def test_bad_settings(tiny, model, settings, kind, words) -> None:

@@ -13,6 +13,7 @@ import typer
 import yaml
 from docs_kit import DOCS, PAGES, ROOT, blocks, commands, spans
 
+from baton.console import vllm_flags
 from baton.console.cli import app
 from baton.process.settings import fields
 from router.settings import RouterSettings
@@ -26,7 +27,7 @@ FLAGS = {
     for name, command in COMMANDS.items()
 }
 FOREIGN_FLAGS = {"--scale", "--summary", "--merge", "--profile", "--exact", "--help", "--version"}
-"""Of Docker, of `python -m chaos` and of benchmarks."""
+"""Of Docker, of `python -m chaos` and of benchmarks. vLLM's are in a table of their own."""
 SOURCES = {
     path: path.read_text()
     for path in ROOT.rglob("*.py")
@@ -52,7 +53,7 @@ def test_commands_and_flags(page: Path) -> None:
     for line in code(page):
         if re.match(r"--[a-z]", line):
             flag = re.split(r"[ =]", line)[0]
-            if flag not in FOREIGN_FLAGS.union(*FLAGS.values()):
+            if flag not in FOREIGN_FLAGS.union(vllm_flags.FLAGS, *FLAGS.values()):
                 wrong.append(line)
         elif found := re.match(r"(?:[A-Z_]+=\S+ )*baton ([a-z]+)\b(.*)", line):
             wrong += [line] if found[1] not in COMMANDS else unknown_flags(found[1], found[2])

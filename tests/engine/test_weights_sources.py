@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -97,42 +95,3 @@ def test_dummy_weights_are_small_and_need_a_config_only(seed, folder):
     assert model.norm.weight.eq(1).all()
     first, second = (layer.qkv.weight for layer in model.layers)
     assert not torch.equal(first, second)
-
-
-class Hub:
-    """Stands in for the network: copies a folder by the patterns asked for."""
-
-    def __init__(self, source: Path, cache: Path) -> None:
-        self.source, self.cache = source, cache
-
-    def snapshot_download(
-        self, model_id: str, allow_patterns: list[str], ignore_patterns: list[str]
-    ) -> str:
-        if model_id != "org/tiny":
-            raise huggingface_hub.errors.RepositoryNotFoundError("no", response=None)
-        names = [str(p.relative_to(self.source)) for p in self.source.rglob("*") if p.is_file()]
-        target = self.cache / "snapshot"
-        shutil.rmtree(target, ignore_errors=True)
-        for name in huggingface_hub.utils.filter_repo_objects(
-            names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
-        ):
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(self.source / name, target / name)
-        return str(target)
-
-
-def test_an_id_is_fetched_from_the_hub_with_nothing_twice(folder, tmp_path, monkeypatch):
-    for name in ("consolidated.safetensors", "onnx/model.safetensors", "x.bin", "tokenizer.json"):
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text("")
-    hub = Hub(folder, tmp_path)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", hub.snapshot_download)
-    loaded = load("org/tiny")
-    assert loaded.revision == load(folder).revision
-    got = {path.name for path in Path(loaded.path).rglob("*")}
-    assert got >= {"config.json", "tokenizer.json", "model.safetensors"}
-    assert not got & {"consolidated.safetensors", "onnx", "x.bin"}
-    dummy = load("org/tiny", load_format="dummy")
-    assert not list(Path(dummy.path).glob("*.safetensors"))
-    with pytest.raises(ModelError, match="'org/none' is neither"):
-        load("org/none")

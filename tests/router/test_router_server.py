@@ -82,7 +82,7 @@ async def until_serving(channel: grpc.aio.Channel, *, is_true: bool = True) -> N
 async def test_no_request_waits_for_a_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is read from the first worker on, and before health says that the model can be run."""
     reads: list[str] = []
-    monkeypatch.setattr(Tokenizer, "load", reads.append)
+    monkeypatch.setattr(Tokenizer, "load", lambda folder, template: reads.append(folder))
     async with served(PREFILL):
         await until(lambda: reads)
     assert reads == ["/tiny"]
@@ -121,6 +121,10 @@ async def test_reflection_v1_names_the_services() -> None:
         answer = await call.read()
         names = {service.name for service in answer.list_services_response.service}
         assert {SERVICE_NAME, REFLECTION_V1, "grpc.health.v1.Health"} <= names
+        for name in names:  # as `buf curl --list-methods` does
+            asked = reflection_pb2.ServerReflectionRequest(file_containing_symbol=name)
+            answer = await ask(iter([asked])).read()
+            assert answer.file_descriptor_response.file_descriptor_proto, name
 
 
 async def test_draining_finishes_what_runs_and_refuses_the_rest() -> None:

@@ -11,7 +11,10 @@ import pytest
 from frontdoor_kit import CHAT_TEMPLATE, CORPUS, write_tokenizer
 
 from baton.inference.v1 import inference_pb2 as api
+from router.requests.chat_template import TemplateFileError, read_template
 from router.requests.tokenization import ChatTemplateError, Tokenizer, Tokenizers
+from router.server import main
+from router.settings import RouterSettings
 
 TURNS = [
     (api.ROLE_SYSTEM, "system", "Be brief & <polite>."),
@@ -227,3 +230,41 @@ def test_the_front_door_pulls_in_neither_torch_nor_transformers() -> None:
         "{'torch', 'transformers'} & set(sys.modules) else 0)"
     )
     subprocess.run([sys.executable, "-c", check], check=True)
+
+
+async def test_a_file_replaces_the_models_chat_template(folder: Path) -> None:
+    file = folder / "other.jinja"
+    file.write_text("{{ messages[0].content }}!")
+    use_template(folder, "not this one")
+    found = Tokenizers(chat_template=read_template(str(file)))
+    tokenizer = await found.get(str(folder))
+    found.close()
+    assert tokenizer is not None
+    assert tokenizer.render_chat(CHAT) == "Be brief & <polite>.!"
+    assert read_template("") is None
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (None, "none.jinja: No such file"),
+        (b"\xff", "is no text in UTF-8"),
+        (b"a\n{% if %}", "none.jinja, line 2: "),
+    ],
+)
+def test_a_file_that_is_no_template_is_told_at_start(
+    tmp_path: Path,
+    content: bytes | None,
+    complaint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("router.server.setup_logging", lambda *_: None)  # for all later tests, too
+    file = tmp_path / "none.jinja"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(TemplateFileError, match=complaint):
+        read_template(str(file))
+    settings = {"listen": "127.0.0.1:0", "internal_listen": "127.0.0.1:0"}
+    assert main(RouterSettings(chat_template=str(file), **settings)) == 1
+    assert complaint in caplog.text

@@ -14,7 +14,7 @@ from baton.client.clients import Client
 from baton.client.generation import Options
 from baton.console import up
 from baton.console.commands.ask import stream_answer, turns
-from baton.console.commands.serve import resolve_model
+from baton.console.commands.serve import find_model
 from baton.console.commands.trace import show_trace
 from baton.output import stderr, stdout
 
@@ -39,7 +39,7 @@ def demo(
     Example: [cyan]baton demo "Why is the sky blue?"[/]
     """
     options = up.UpOptions(
-        model=resolve_model(model),
+        model=find_model(model).path,
         device=device,
         grpc_port=0,
         http_port=0,

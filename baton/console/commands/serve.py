@@ -12,23 +12,25 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from baton import demo_model
+from baton import demo_model, models
 from baton.addresses import ROUTER_ADDRESS, check_free, host_of, local, port_of
 from baton.console import up
 from baton.console.commands.trace import ROUTER_ADMIN_ADDRESS
 from baton.console.ports import HOST
+from baton.console.room import check_room
 from baton.console.settings_options import takes_settings, warn_of_unknown_variables
 from baton.console.supervisor import Supervisor, end_with_parent
+from baton.models import Found
 from baton.output import merged_log, model_progress, silence, stderr, stdout
 from baton.process.settings import Resolved, resolve
 from router.settings import RouterSettings
 from worker.settings import Role, WorkerSettings
 
 
-def resolve_model(model: str) -> str:
-    """Returns the folder that `--model` names. Fetches the demo model if needed."""
+def find_model(model: str, *, weights: bool = True) -> Found:
+    """Returns the files of the model that `--model` names. Fetches them if needed."""
     with model_progress() as progress:
-        return demo_model.resolve(model, progress)
+        return models.find(model, progress, weights=weights)
 
 
 def _serve_worker(settings: WorkerSettings) -> None:
@@ -36,8 +38,9 @@ def _serve_worker(settings: WorkerSettings) -> None:
 
     end_with_parent()
     check_free(listen=settings.listen, admin=settings.admin)
-    folder = resolve_model(settings.model)
-    raise typer.Exit(main(settings.model_copy(update={"model": folder})))
+    found = find_model(settings.model, weights=settings.debug.load_format != "dummy")
+    names = {"model": found.path, "served_name": settings.served_name or found.name}
+    raise typer.Exit(main(settings.model_copy(update=names)))
 
 
 @takes_settings(RouterSettings, "router")
@@ -112,7 +115,11 @@ def up_command(
         int, typer.Option(min=1, help="Routers, which share the addresses for clients.")
     ] = 1,
     model: Annotated[
-        str, typer.Option(help="Folder of the model; `demo` fetches a small one.")
+        str,
+        typer.Option(
+            help="Folder, GGUF file or Hugging Face id (ORG/NAME) of the model; `demo` fetches a "
+            "small one."
+        ),
     ] = demo_model.DEMO,
     device: Annotated[
         up.Device, typer.Option(help="`auto`: one GPU a worker where there are any.")
@@ -123,6 +130,9 @@ def up_command(
     ] = True,
     host: HostOption = None,
     api_key: KeyOption = None,
+    chat_template: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Jinja file in place of the model's own.")
+    ] = None,
     port: Annotated[int | None, Port] = None,
     http_port: Annotated[int | None, Port] = None,
     admin_port: Annotated[int | None, Port] = None,
@@ -156,6 +166,7 @@ def up_command(
         host=host or host_of(listen),
         http_host=host or host_of(http_listen),
         api_key=routers_own.settings.api_key,
+        chat_template=chat_template,
         has_tokens=bool(routers_own.settings.auth_tokens_file),
         grpc_port=port_of(listen) if port is None else port,
         http_port=port_of(http_listen) if http_port is None else http_port,
@@ -163,7 +174,24 @@ def up_command(
         kv_memory_gib=kv_memory_gib,
         drain_s=drain_s,
     )
-    asyncio.run(_up(up.plan(replace(options, model=resolve_model(model))), trace))
+    asyncio.run(_up(_planned(options), trace))
+
+
+def _planned(options: up.UpOptions) -> up.UpPlan:
+    """Finds the model, and plans processes that fit into memory together."""
+    given = {"kv_memory_gib": options.kv_memory_gib}
+    of_workers = resolve(WorkerSettings, "worker", given).settings
+    found = find_model(options.model, weights=of_workers.debug.load_format != "dummy")
+    plan = up.plan(
+        replace(
+            options,
+            model=found.path,
+            served_name=of_workers.served_name or found.name,
+            gpu_memory_utilization=of_workers.gpu_memory_utilization,
+        )
+    )
+    check_room(found.path, of_workers, plan.workers_on)
+    return plan
 
 
 def _set_address(routers_own: Resolved[RouterSettings], name: str) -> str:

@@ -1,0 +1,47 @@
+"""Whether the workers of `baton up` fit into memory together, before any of them starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from engine import memory
+from engine.checkpoints import weights_of
+from worker.settings import WorkerSettings
+
+_WEIGHT_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def check_room(model: str, settings: WorkerSettings, workers_on: Mapping[str, int]) -> None:
+    """Compares what all workers of each device need with its free memory.
+
+    Workers compare again for themselves, by the model's config. This counts the weights in the
+    files. Where there are none, or nobody knows a GPU's memory, it leaves that to the workers.
+
+    Args:
+        model: the model's folder or GGUF file.
+        settings: those of every worker.
+        workers_on: number of workers on each GPU; on "" they run on the CPU.
+
+    Raises:
+        NoRoomError: they do not fit on one of them.
+    """
+    weights = weights_of(Path(model))
+    if weights is None or settings.debug.load_format == "dummy":
+        return
+    for gpu, workers in workers_on.items():
+        usual = "bfloat16" if gpu else "float32"
+        dtype = usual if settings.dtype == "auto" else settings.dtype
+        is_left_open = gpu or settings.debug.num_pages
+        default = 0 if is_left_open else memory.CPU_POOL_BYTES
+        need = memory.Need(
+            weights=weights,
+            weight_bytes=_WEIGHT_BYTES[dtype],
+            pool_bytes=int(settings.kv_memory_gib * memory.GIB) or default,
+            on_gpu=bool(gpu),
+            workers=workers,
+        )
+        free = memory.free_gpu_bytes(gpu) if gpu else memory.available_bytes()
+        if free is not None:
+            memory.check(need, free, f"GPU {gpu}" if gpu else "this machine")

@@ -1,0 +1,88 @@
+"""vLLM's flags and what stands for them here.
+
+The command line answers a flag of vLLM from this table, and the page `docs/coming-from-vllm.md`
+shows it. The flags are those of `vllm serve`: https://docs.vllm.ai/en/latest/cli/serve/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+SAME: Final = "the same"
+_ONE_GPU: Final = (
+    "not yet: a model must fit one GPU, and further GPUs take further workers "
+    "(`--prefill`, `--decode` or `--both` of `baton up`)"
+)
+_NO_TOOLS: Final = "not yet: there are no tools and no reasoning parsers"
+
+FLAGS: Final[Mapping[str, str]] = {
+    "--allowed-origins": "`--allowed-origins` of `baton router`, with commas between origins",
+    "--api-key": SAME,
+    "--block-size": "`--page-size-tokens` of `baton worker`",
+    "--chat-template": SAME,
+    "--cpu-offload-gb": "not yet: weights stay on the GPU",
+    "--data-parallel-size": "`--both` of `baton up`: workers that do both legs",
+    "--disable-log-requests": "nothing: prompts are never logged; `--log-level` sets the rest",
+    "--download-dir": "`HF_HOME`, the variable of the Hugging Face library",
+    "--dtype": "`--dtype` of `baton worker`",
+    "--enable-auto-tool-choice": _NO_TOOLS,
+    "--enable-chunked-prefill": "nothing: prompts are always computed in chunks",
+    "--enable-lora": "not yet: there are no adapters",
+    "--enable-prefix-caching": "nothing: it is on; `--no-prefix-cache` of `baton worker` ends it",
+    "--enforce-eager": "nothing: graphs are captured within seconds",
+    "--gpu-memory-utilization": "`--gpu-memory-utilization` of `baton worker`",
+    "--host": "`--host` of `baton up`",
+    "--kv-cache-dtype": "not yet: the KV has the format of the weights",
+    "--kv-cache-memory-bytes": "`--kv-memory-gib`",
+    "--kv-transfer-config": "nothing: `baton prefill` and `baton decode` find each other",
+    "--load-format": "the variable `BATON_DEBUG_LOAD_FORMAT`",
+    "--max-logprobs": "nothing: up to 20 are answered",
+    "--max-model-len": "`--max-context-tokens` of `baton worker`",
+    "--max-num-batched-tokens": "`--max-step-tokens` of `baton worker`",
+    "--max-num-seqs": "`--max-sequences` of `baton worker`",
+    "--no-enable-prefix-caching": "`--no-prefix-cache` of `baton worker`",
+    "--num-gpu-blocks-override": "the variable `BATON_DEBUG_NUM_PAGES`",
+    "--otlp-traces-endpoint": "`--otlp-endpoint` of `baton router` and `baton worker`",
+    "--pipeline-parallel-size": _ONE_GPU,
+    "--port": "`--http-port` of `baton up`; `--port` is gRPC's",
+    "--quantization": "not yet: weights have 16 or 32 bits",
+    "--reasoning-parser": _NO_TOOLS,
+    "--revision": "nothing: fetch that revision, and name its folder",
+    "--root-path": "nothing: a proxy in front can take paths away",
+    "--scheduling-policy": "`--scheduling` of `baton worker`",
+    "--seed": "`seed` in each request",
+    "--served-model-name": "`--served-name` of `baton worker`",
+    "--speculative-config": "not yet: there is no speculative decoding",
+    "--ssl-certfile": "nothing: end TLS in a proxy in front of the router",
+    "--ssl-keyfile": "nothing: end TLS in a proxy in front of the router",
+    "--swap-space": "not yet: KV that leaves the pool is computed again",
+    "--tensor-parallel-size": _ONE_GPU,
+    "-tp": _ONE_GPU,
+    "--tokenizer": "nothing: the tokenizer is in the model's folder",
+    "--tool-call-parser": _NO_TOOLS,
+    "--trust-remote-code": "nothing: code of a model never runs",
+    "--uvicorn-log-level": "`--log-level`",
+}
+"""What to use instead, as Markdown."""
+
+
+def answer(flag: str) -> str | None:
+    """What to tell somebody who used a flag of vLLM; None if it is none."""
+    flag = flag.partition("=")[0].replace("_", "-")
+    flag = "-tp" if flag == "-t" else flag  # as a command line without it reads it
+    if (ours := FLAGS.get(flag)) is None:
+        return None
+    variable = _variable(ours)
+    also = f" ({variable} sets it under `baton up`)" if variable else ""
+    return f"{flag} is vLLM's. Here: {ours}{also}".replace("`", "")
+
+
+def _variable(ours: str) -> str:
+    """The variable of a worker's flag."""
+    if not ours.endswith("of `baton worker`"):
+        return ""
+    name = ours.partition("`")[2].partition("`")[0]
+    if name.startswith("--no-"):
+        return f"BATON_{name[5:].replace('-', '_').upper()}=false"
+    return f"BATON_{name[2:].replace('-', '_').upper()}"

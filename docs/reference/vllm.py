@@ -1,0 +1,40 @@
+"""Writes the tables of `coming-from-vllm.md` from what the parsers use."""
+
+from __future__ import annotations
+
+from baton.console.vllm_flags import FLAGS
+from reference import table
+from router.doors.openai.schema import CompletionRequest, GenerationRequest, Unless
+from router.doors.openai.turns import ChatRequest
+
+
+def flags_table() -> str:
+    """vLLM's flags and ours."""
+    return table(("vLLM", "Baton"), *((f"`{flag}`", ours) for flag, ours in FLAGS.items()))
+
+
+def fields_table() -> str:
+    """The fields of a request: those that are honoured, and those that are refused."""
+    kinds = {
+        "both": GenerationRequest,
+        "`/v1/completions` alone": CompletionRequest,
+        "`/v1/chat/completions` alone": ChatRequest,
+    }
+    return table(
+        ("requests", "honoured", "refused, unless they ask for nothing"),
+        *(
+            (name, _fields(kind, refused=False), _fields(kind, refused=True))
+            for name, kind in kinds.items()
+        ),
+    )
+
+
+def _fields(kind: type[GenerationRequest], *, refused: bool) -> str:
+    """Names of the fields that are new in a kind of request."""
+    old = set() if kind is GenerationRequest else GenerationRequest.model_fields.keys()
+    names = [
+        name
+        for name, field in kind.model_fields.items()
+        if name not in old and any(isinstance(mark, Unless) for mark in field.metadata) == refused
+    ]
+    return ", ".join(f"`{name}`" for name in sorted(names))

@@ -1,0 +1,132 @@
+"""Whether workers fit into the memory of a host or a GPU, before their weights are read."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from engine.checkpoints import Weights
+
+GIB: Final = 1 << 30
+CPU_POOL_BYTES: Final = GIB
+"""KV pool of a worker on a CPU, unless its size is set."""
+BESIDE_BYTES: Final = GIB // 2
+"""What a worker needs beside weights and pool: code, buffers, the CUDA context."""
+_LEAST_POOL_BYTES: Final = GIB // 10
+"""A smaller pool is not suggested."""
+_CGROUP: Final = Path("/sys/fs/cgroup")
+_NVIDIA_SMI_S: Final = 10.0
+
+
+class NoRoomError(Exception):
+    """Workers do not fit; the message says what would."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What each of some workers with the same model needs, bytes."""
+
+    weights: Weights
+    weight_bytes: int
+    """Bytes of one weight."""
+    pool_bytes: int
+    """0 if the pool takes what is left."""
+    on_gpu: bool
+    workers: int = 1
+
+    @property
+    def model_bytes(self) -> int:
+        """All weights. On a CPU a tied embedding of float32 is kept twice: once packed."""
+        twice = not self.on_gpu and self.weight_bytes == 4
+        count = self.weights.count + (self.weights.tied if twice else 0)
+        return count * self.weight_bytes
+
+    @property
+    def each_bytes(self) -> int:
+        """What one worker needs."""
+        return self.model_bytes + self.pool_bytes + BESIDE_BYTES
+
+    @property
+    def all_bytes(self) -> int:
+        """What all need."""
+        return self.workers * self.each_bytes
+
+
+def check(need: Need, free_bytes: int, where: str) -> None:
+    """Compares what workers need with what is free.
+
+    Args:
+        need: of all workers there.
+        free_bytes: memory there.
+        where: `this machine` or a GPU's name.
+
+    Raises:
+        NoRoomError: it is too little.
+    """
+    if need.all_bytes <= free_bytes:
+        return
+    of = f"{need.workers} workers, each with" if need.workers > 1 else "one worker with"
+    raise NoRoomError(
+        f"the model needs {_gib(need.all_bytes)} GiB, {_gib(free_bytes)} are free on {where} "
+        f"({of} {_gib(need.model_bytes)} of weights and {_gib(need.pool_bytes)} of KV pool): "
+        + _advice(need, free_bytes)
+    )
+
+
+def _advice(need: Need, free_bytes: int) -> str:
+    """What would fit."""
+    fits = []
+    small = replace(need, weight_bytes=2)
+    if small.weight_bytes < need.weight_bytes and small.all_bytes <= free_bytes:
+        fits.append(f"dtype bfloat16 (BATON_DTYPE) needs {_gib(small.all_bytes)}")
+    pool = free_bytes // need.workers - (need.each_bytes - need.pool_bytes)
+    if _LEAST_POOL_BYTES <= pool < need.pool_bytes:
+        tenths = pool * 10 // GIB / 10
+        fits.append(f"kv_memory_gib {tenths:g} fits and holds fewer tokens")
+    if need.workers > (room := free_bytes // need.each_bytes) > 0:
+        fits.append(f"there is room for {room} such worker{'s' if room > 1 else ''}")
+    if need.on_gpu and need.workers > 1:
+        fits.append("give each worker a GPU")
+    return "; ".join(fits) or "take a smaller model, or more memory"
+
+
+def _gib(count: int) -> str:
+    return f"{count / GIB:.1f}"
+
+
+def available_bytes() -> int:
+    """Memory of this host that is available without swapping, or what a container's limit leaves of
+    it. The page cache counts as free."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    return min((available, *_left_of_limits()))
+
+
+def _left_of_limits() -> tuple[int, ...]:
+    """What the limits of the process's control group leave (cgroup v2); none without limits."""
+    try:
+        most = (_CGROUP / "memory.max").read_text().strip()
+        if most == "max":
+            return ()
+        used = int((_CGROUP / "memory.current").read_text())
+        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return ()
+    return (int(most) - used + int(stat.get("inactive_file", 0)),)
+
+
+def free_gpu_bytes(gpu: str) -> int | None:
+    """Free memory of a GPU, by its name in `CUDA_VISIBLE_DEVICES`; None if nobody can tell."""
+    command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits", "-i", gpu]
+    try:
+        told = subprocess.run(
+            command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=True
+        )
+        return int(told.stdout.split()[0]) << 20
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None
