@@ -75,8 +75,9 @@ wheels: install-dev ## baton-llm and baton-client, wheels and source archives, i
 clean: ## Remove .venv and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist site *.egg-info wheels/*/*.egg-info
 
-$(RUN_STAMP): EXTRAS := router,worker,gguf
-$(DEV_STAMP): EXTRAS := dev
+comma := ,
+$(RUN_STAMP): EXTRAS := router,worker,gguf$(if $(GPU),$(comma)gpu)
+$(DEV_STAMP): EXTRAS := dev$(if $(GPU),$(comma)gpu)
 
 # Whether pip's own sources have a CPU build of torch.
 HAS_CPU_TORCH = $(PIP) install --quiet --dry-run --ignore-installed --no-deps --report - \

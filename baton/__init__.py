@@ -38,10 +38,11 @@ def _llm() -> Any:
     try:
         from baton.local.llm import LLM
     except ModuleNotFoundError as error:
-        hint = "pip install 'baton-llm[worker,router]'"
         if error.name in ("baton.local", "baton.local.llm"):
-            problem = f"baton-client has no LLM: pip uninstall baton-client, then {hint}"
+            problem = "baton-client has no LLM: pip uninstall baton-client, then install baton-llm"
             raise ImportError(problem, name=error.name) from None
-        error.add_note(f"LLM needs what servers need: {hint}")
+        from baton.installing import install_line
+
+        error.add_note(f"LLM needs what servers need: {install_line('worker', 'router')}")
         raise
     return LLM

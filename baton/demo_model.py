@@ -33,6 +33,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
+from baton.installing import install_line
+
 DEMO: Final = "demo"
 """The name of the demo model where a folder is expected."""
 MODEL_NAME: Final = "SmolLM2-135M-Instruct"
@@ -195,7 +197,7 @@ def _convert(gguf: Path, target: Path) -> None:
         import transformers
         from safetensors.torch import save_file
     except ImportError as error:
-        raise SystemExit(f"{error.name} is missing: pip install 'baton-llm[worker,gguf]'") from None
+        raise SystemExit(f"{error.name} is missing: {install_line('worker', 'gguf')}") from None
     where: dict[str, Any] = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     print(f"{_DOING}converting the tokenizer", flush=True)
     tokenizer = transformers.AutoTokenizer.from_pretrained(**where)

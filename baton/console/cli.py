@@ -44,6 +44,7 @@ from baton.errors import (
     UnreachableError,
 )
 from baton.hub import HubError
+from baton.installing import install_line
 from baton.output import stderr, stdout
 from baton.process.settings import SettingsError
 from engine.memory import NoRoomError
@@ -104,8 +105,9 @@ def explain(error: Exception) -> tuple[str, int] | None:
             return f"cannot listen on {address}: is something else there?", FAILED
         case ModuleNotFoundError(name=str(name)) if name.partition(".")[0] not in _ROOMS:
             return (
-                f"{name.partition('.')[0]} is not installed: `pip install 'baton-llm[router]'` "
-                "is what a router needs, [worker] a worker, [worker,router,gguf] the demo",
+                f"{name.partition('.')[0]} is not installed. A router needs "
+                f"`{install_line('router')}`, all else "
+                f"`{install_line('worker', 'router', 'gguf')}`",
                 FAILED,
             )
         case OSError(errno=errno.EADDRINUSE | errno.EADDRNOTAVAIL):

@@ -17,6 +17,7 @@ from baton.addresses import ROUTER_ADDRESS
 from baton.client.clients import LONGEST_S
 from baton.console.loadgen.errors import BenchError
 from baton.console.settings_options import takes_options
+from baton.installing import install_line
 from baton.output import print_json, stderr, stdout
 from baton.process.settings import MOST_TOKENS
 
@@ -202,7 +203,7 @@ def bench(given: Given) -> None:
 
 def _need(module: str) -> None:
     if importlib.util.find_spec(module) is None:
-        raise BenchError(f"this needs {module}: pip install 'baton-llm[bench]'")
+        raise BenchError(f"this needs {module}: {install_line('bench')}")
 
 
 def _options(given: Given, targets: tuple[Target, ...]) -> BenchOptions:

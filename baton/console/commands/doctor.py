@@ -13,6 +13,7 @@ from rich.markup import escape
 
 from baton.console.commands.trace import ROUTER_ADMIN_ADDRESS, AdminOption
 from baton.console.doctor.finding import Finding, Level, warning
+from baton.installing import install_line
 from baton.output import stdout
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def _show_cluster(admin: str | None) -> Counter[Level]:
     address = admin or ROUTER_ADMIN_ADDRESS
     title = f"cluster at {address}"
     if importlib.util.find_spec("prometheus_client") is None:
-        missing = warning("router", "not looked at", "pip install 'baton-llm[service]'")
+        missing = warning("router", "not looked at", install_line("service"))
         return _show(title, [missing])
     from baton.console.doctor.cluster import check_cluster
 

@@ -16,6 +16,7 @@ from baton.console.commands.trace import ROUTER_ADMIN_ADDRESS, AdminOption
 from baton.console.top.scrape import Scrape, TopError, scrape
 from baton.console.top.screen import WIDTH, draw
 from baton.console.top.view import View, view
+from baton.installing import install_line
 from baton.output import print_json, rounded
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def top(
     Example: [cyan]baton top --admin ROUTER:9090[/]
     """
     if importlib.util.find_spec("prometheus_client") is None:
-        raise TopError("this needs prometheus-client: pip install 'baton-llm[service]'")
+        raise TopError(f"this needs prometheus-client: {install_line('service')}")
     address = admin or ROUTER_ADMIN_ADDRESS
     looks = iter([_look_once(address)]) if once else _looks(address, interval, window)
     if as_json:

@@ -17,6 +17,7 @@ from typing import Final
 
 from baton import demo_model
 from baton.console.doctor.finding import Finding, error, ok, warning
+from baton.installing import install_line
 
 MIN_PYTHON: Final = (3, 11)
 MIN_SHM_BYTES: Final = 256 << 20
@@ -69,14 +70,15 @@ def _distributions() -> Iterator[Finding]:
     with contextlib.suppress(metadata.PackageNotFoundError):
         client, whole = (metadata.version(name) for name in ("baton-client", "baton-llm"))
         advice = (
-            "pip uninstall baton-client, then pip install --force-reinstall --no-deps baton-llm"
+            "pip uninstall baton-client, then "
+            f"{install_line().replace('install ', 'install --force-reinstall --no-deps ')}"
         )
         yield warning("baton-client", f"{client}, beside baton-llm {whole}", advice)
 
 
 def _torch() -> Iterator[Finding]:
     if importlib.util.find_spec("torch") is None:
-        advice = "a router needs none; for workers: pip install 'baton-llm[worker]'"
+        advice = f"a router needs none; for workers: {install_line('worker')}"
         yield warning("torch", "not installed", advice)
         return
     import torch
