@@ -41,6 +41,14 @@ OWN_FAULTS: Final = (
     "WORKER_LOST_MID_STREAM",
 )
 """Outcomes of requests that are Baton's own fault: neither the caller's nor the load's."""
+CALLERS_FAULTS: Final = (
+    "CONTEXT_LENGTH_EXCEEDED",
+    "INVALID_FIELD",
+    "MALFORMED_REQUEST",
+    "MODEL_NOT_FOUND",
+    "UNAUTHENTICATED",
+)
+"""Reasons for which no server could have served a request."""
 OVERLOADED: Final = ("DEADLINE_UNREACHABLE", "NO_WORKERS", "QUEUE_FULL", "QUEUE_TIMEOUT")
 """Reasons of refusals that more workers would avoid."""
 LOSS_CAUSES: Final = ("congested", "frozen", "socket_closed", "stream_ended")

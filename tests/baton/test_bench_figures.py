@@ -10,7 +10,14 @@ import pytest
 from baton.console.loadgen.outcome import OK, SHORT, Outcome, SenderReport
 from baton.console.loadgen.report import goodput
 from baton.console.loadgen.report.queue_simulation import single_server_waits_s
-from baton.console.loadgen.report.summary import Percentiles, Slo, Summary, percentiles, summarize
+from baton.console.loadgen.report.summary import (
+    ClientFigures,
+    Percentiles,
+    Slo,
+    Summary,
+    percentiles,
+    summarize,
+)
 
 
 def outcome(number: int, sent_s: float, arrivals_s: list[float], **changes: object) -> Outcome:
@@ -103,6 +110,24 @@ def test_a_late_or_busy_client_is_named() -> None:
     assert "stamped 9.0 ms late" in summary_of(good, loop_lags_s=[0.009]).client.complaints[0]
     assert "busy for 95%" in summary_of(good, cpu_s=0.95).client.complaints[0]
     assert len(summary_of(late, loop_lags_s=[1.0], cpu_s=1.0).client.complaints) == 3
+
+
+def test_a_client_may_be_late_by_a_part_of_the_time_between_tokens() -> None:
+    """On a CPU with 70 ms between tokens, 12 ms hardly show."""
+    slow = [outcome(i, float(i), [i + 0.1, i + 0.17, i + 0.24]) for i in range(10)]
+    fast = [outcome(i, float(i), [i + 0.1, i + 0.11, i + 0.12]) for i in range(10)]
+
+    def client_of(outcomes: list[Outcome], cpu_s: float = 0.02) -> ClientFigures:
+        report = SenderReport(outcomes, [0.012] * 10, cpu_s=cpu_s, wall_s=1.0)
+        return summarize([report], 1, 2.0, Slo()).client
+
+    assert client_of(slow).allowed_lag_ms == pytest.approx(14)
+    assert client_of(slow).complaints == ()
+    assert client_of(fast).allowed_lag_ms == 5
+    assert "stamped 12.0 ms late" in client_of(fast).complaints[0]
+    assert client_of(fast).is_machine_busy
+    assert not client_of(fast, cpu_s=0.6).is_machine_busy
+    assert not client_of(slow).is_machine_busy
 
 
 def test_a_queue_of_one_server() -> None:

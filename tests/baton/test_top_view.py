@@ -217,3 +217,25 @@ def test_samples_add_up_over_labels() -> None:
     assert samples.by_label("n", "b") == {"x": 3}
     assert not samples.has("m")
     assert view(Scrape(0.0, samples)).inflight == 0
+
+
+def test_bad_requests_are_no_refusals(pages: Pages) -> None:
+    refused = Counter(
+        Metric.REJECTIONS.removesuffix("_total"), "", ["reason"], registry=pages.registry
+    )
+    for reason, count in (("INVALID_FIELD", 3), ("UNAUTHENTICATED", 2), ("QUEUE_FULL", 4)):
+        refused.labels(reason).inc(count)
+    ended = Counter(
+        Metric.REQUESTS.removesuffix("_total"), "", ["outcome"], registry=pages.registry
+    )
+    for outcome in ("OK", "INVALID_FIELD", "INTERNAL"):
+        ended.labels(outcome).inc(0)
+    before = scrape(pages.address)
+    ended.labels("OK").inc(2)
+    ended.labels("INVALID_FIELD").inc(7)
+    ended.labels("INTERNAL").inc(1)
+    now = scrape(pages.address)
+    seen = view(now, before)
+    assert (seen.bad_requests, seen.rejections) == (5, 4)
+    assert seen.error_rate is not None
+    assert seen.request_rate == pytest.approx(10 * seen.error_rate), "one of ten is an error"

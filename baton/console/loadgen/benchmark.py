@@ -75,7 +75,8 @@ class BenchOptions:
     """None: no search, but `repeats` runs at `rate`."""
     idle_ttft_ms: float | None = None
     """Simulate a queue before one server that takes this long for each request."""
-    max_lag_ms: float = 5.0
+    max_lag_ms: float | None = None
+    """Delay of the client that is allowed at p99; None: a part of the time between tokens."""
     """Largest delay of the client, at the 99th percentile, in a valid result."""
     admin: str = ""
     """HOST:PORT of a router's admin port; spans are read there."""
@@ -120,6 +121,13 @@ class Result:
             for number, run in enumerate(self.runs, 1)
             for complaint in run.summary.client.complaints
         )
+
+    @property
+    def bottleneck(self) -> str:
+        """What the complaints blame."""
+        busy = [run.summary.client.is_machine_busy for run in self.runs]
+        complaining = [bool(run.summary.client.complaints) for run in self.runs]
+        return "this machine is busy" if busy == complaining else "the client was the bottleneck"
 
     @property
     def unserved(self) -> str:

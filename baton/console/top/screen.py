@@ -66,6 +66,7 @@ def _requests(view: View) -> Table:
     grid.add_row("output tokens/s", rate(view.output_token_rate))
     again = f"{view.retries:,} / {view.failovers:,} / {view.rejections:,}"
     grid.add_row("retried/resumed/refused", again)
+    grid.add_row("bad requests", f"{view.bad_requests:,}")
     return grid
 
 

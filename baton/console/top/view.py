@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from baton.console.top.scrape import NOTHING, Bucket, Known, Scrape, Scraped
+from telemetry.metrics.table import CALLERS_FAULTS
 from telemetry.names import Metric
 
 LATENCIES: Final = (
@@ -85,7 +86,10 @@ class View:
     output_token_rate: float | None
     retries: int
     failovers: int
+    bad_requests: int
+    """Refused for the caller's own fault."""
     rejections: int
+    """Refused for another reason."""
     latencies: dict[str, Quantiles]
     workers: list[WorkerView]
     routers: int = 1
@@ -120,18 +124,22 @@ def view(now: Scrape, earlier: Scrape | None = None, rates: Scrape | None = None
     requests = f"{Metric.REQUESTS}_total"
     ended = _rate(router, then, requests)
     served = _rate(router, then, requests, outcome="OK")
+    bad = sum(_rate(router, then, requests, outcome=reason) or 0.0 for reason in CALLERS_FAULTS)
+    refused = f"{Metric.REJECTIONS}_total"
+    bad_requests = int(sum(router.total(refused, reason=reason) for reason in CALLERS_FAULTS))
     return View(
         window_s=None if earlier is None else now.at_s - earlier.at_s,
         inflight=int(router.total(Metric.INFLIGHT)),
         queued_requests=int(router.total(Metric.QUEUE_DEPTH)),
         queued_tokens=int(router.total(Metric.QUEUE_TOKENS)),
         request_rate=ended,
-        error_rate=None if ended is None or served is None else ended - served,
+        error_rate=None if ended is None or served is None else max(0.0, ended - served - bad),
         prompt_token_rate=_rate(router, then, f"{Metric.PROMPT_TOKENS}_total"),
         output_token_rate=_rate(router, then, f"{Metric.OUTPUT_TOKENS}_total"),
         retries=int(router.total(f"{Metric.RETRIES}_total")),
         failovers=int(router.total(f"{Metric.FAILOVERS}_total")),
-        rejections=int(router.total(f"{Metric.REJECTIONS}_total")),
+        bad_requests=bad_requests,
+        rejections=int(router.total(refused)) - bad_requests,
         latencies=latencies,
         workers=workers,
         routers=now.routers,

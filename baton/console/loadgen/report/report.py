@@ -61,7 +61,7 @@ def _page(result: Result, pictures: Sequence[str]) -> str:
     addresses = ", ".join(target.address for target in result.options.targets)
     body = [
         _warning("nothing was served", [*filter(None, [result.unserved])]),
-        _warning("the client was the bottleneck", result.complaints),
+        _warning(result.bottleneck, result.complaints),
         _cards(result),
         pictures[0],
         *_tables(result),

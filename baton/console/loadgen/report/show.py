@@ -93,7 +93,7 @@ def render(result: Result) -> RenderableType:
         parts.append(_warning("NOT VALID: nothing was served", result.unserved))
     if result.complaints:
         remedy = "More sender processes (--senders) or a quieter machine help."
-        title = "NOT VALID: the client was the bottleneck"
+        title = f"NOT VALID: {result.bottleneck}"
         parts.append(_warning(title, *result.complaints, remedy))
     return Group(*parts)
 

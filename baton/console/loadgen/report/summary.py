@@ -18,6 +18,11 @@ from baton.console.loadgen.outcome import Outcome, SenderReport
 
 BUSY_SHARE: Final = 0.9
 """A sender that used a larger share of a core was too busy to be on time."""
+IDLE_SHARE: Final = 0.5
+"""A sender that used less has waited for its core if it was late."""
+LEAST_ALLOWED_LAG_MS: Final = 5.0
+ALLOWED_LAG_SHARE: Final = 0.2
+"""Of the median time between tokens. A delay that is smaller hardly changes the figures."""
 QUANTILES: Final = (50, 90, 95, 99)
 
 
@@ -92,8 +97,15 @@ class ClientFigures:
     """Delay of event loops: time stamps of messages may be as late."""
     busiest_cpu_share: float
     """Share of a core that the busiest sender used."""
+    allowed_lag_ms: float
+    """A larger delay at p99 shows in the figures."""
     complaints: tuple[str, ...]
     """Reasons why the figures measure the client and not the server; none: they are valid."""
+
+    @property
+    def is_machine_busy(self) -> bool:
+        """Whether the client is late though it has little to do: something else takes the cores."""
+        return bool(self.complaints) and self.busiest_cpu_share < IDLE_SHARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,16 +147,21 @@ def summarize(
     seed: int,
     offered_rate: float,
     slo: Slo,
-    max_lag_ms: float,
+    max_lag_ms: float | None = None,
     simulated: Percentiles | None = None,
 ) -> Summary:
-    """The figures of one run."""
+    """The figures of one run. The client may be `max_lag_ms` late; None: some part of the time
+    between tokens."""
     outcomes = gathered(reports)
     good = [outcome for outcome in outcomes if outcome.ok]
     gaps = [outcome.gaps_s for outcome in good if len(outcome.arrivals_s) > 1]
     wall_s = _wall_s(outcomes)
     tokens = sum(outcome.tokens for outcome in good)
     kept = sum(map(slo.kept_by, outcomes)) if slo.given else None
+    itl_ms = percentiles(1e3 * np.concatenate(gaps)) if gaps else None
+    if max_lag_ms is None:
+        part_ms = 0.0 if itl_ms is None else ALLOWED_LAG_SHARE * itl_ms.p50
+        max_lag_ms = max(LEAST_ALLOWED_LAG_MS, part_ms)
     return Summary(
         seed=seed,
         offered_rate=offered_rate,
@@ -157,7 +174,7 @@ def summarize(
         output_token_rate=tokens / wall_s,
         ttft_ms=_ms(outcome.ttft_s for outcome in good),
         second_gap_ms=_ms(gap[0] for gap in gaps),
-        itl_ms=percentiles(1e3 * np.concatenate(gaps)) if gaps else None,
+        itl_ms=itl_ms,
         tpot_ms=_ms(o.tpot_s for o in good if o.tpot_s is not None),
         e2e_ms=_ms(outcome.e2e_s for outcome in good),
         tokens_per_message=tokens / max(1, sum(len(o.arrivals_s) for o in good)),
@@ -197,4 +214,4 @@ def _client_figures(
         complaints.append(f"1 % of the messages were stamped {loop_lag.p99:.1f} ms late or later")
     if busiest > BUSY_SHARE:
         complaints.append(f"a sender was busy for {busiest:.0%} of the time")
-    return ClientFigures(len(reports), lag, loop_lag, busiest, tuple(complaints))
+    return ClientFigures(len(reports), lag, loop_lag, busiest, max_lag_ms, tuple(complaints))
