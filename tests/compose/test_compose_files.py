@@ -119,6 +119,21 @@ def test_everything_mounted_and_copied_is_there(found: Any) -> None:
         assert f"!{name}" in allowed
 
 
+def test_a_change_of_code_leaves_the_packages_of_others_in_place() -> None:
+    """They are gigabytes; their stages see nothing of the code."""
+    text = (COMPOSE / "Dockerfile").read_text()
+    stages = dict(
+        re.findall(r"^FROM (\w+ AS \S+)\n(.*?)(?=^FROM|\Z)", text, re.MULTILINE | re.DOTALL)
+    )
+    packages = [stage for stage in stages if stage.endswith("-packages")]
+    assert len(packages) == 3
+    for stage in packages:
+        assert stage.startswith("needs AS ")
+        assert "COPY" not in stages[stage]
+    (copied,) = re.findall(r"^COPY (.*) \./$", stages["venv AS needs"], re.MULTILINE)
+    assert copied.split() == ["pyproject.toml", "constraints-cpu.txt"]
+
+
 def test_hadolint() -> None:
     run_tool("hadolint", "Dockerfile")
 
