@@ -2,14 +2,15 @@
 
 python -m bench.step_time [--rows 4 40 64] [--context 1100] [--spread 0] [--pieces 0 192]
                           [--behind 0 4000 7800] [--repeats 20] [--model FOLDER] [--no-graphs]
-                          [--profile] [--uncut] [--json FILE]
+                          [--profile] [--rows-are alike|different] [--json FILE]
 
 A table, in ms: the median step of `rows` rows of `context` tokens each, alone and with `pieces`
 tokens of one prompt of which `behind` tokens are computed, and how long the host is busy launching
 it (`--no-graphs`: kernel by kernel). Dummy weights, random KV, greedy; each step is launched while
 the one before it runs, as the step loop does. `--spread`: the rows' tokens are the quantiles of a
 log-normal distribution of this sigma, around `context`, up to MOST_TOKENS. `--profile` adds the
-kernels of the last step. `--uncut`: decode attention does not cut contexts into parts.
+kernels of the last step. `--rows-are`: what decode attention takes the rows for, whatever their
+lengths.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -30,8 +31,7 @@ from bench.engine import SHAPE
 from engine.attention import choose_backend
 from engine.attention.paged import PagedAttention
 from engine.bounds import Bounds
-from engine.cuda import decode_attention
-from engine.cuda.decode_attention import BLOCK_TOKENS, Parts
+from engine.cuda import shapes
 from engine.cuda.executor import CudaExecutor
 from engine.model import load_model
 from engine.pages.kv_pool import KvPool
@@ -150,7 +150,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", default=str(SHAPE))
     parser.add_argument("--attention", default="fa3")
     parser.add_argument("--no-graphs", action="store_true")
-    parser.add_argument("--uncut", action="store_true")
+    parser.add_argument("--rows-are", choices=["alike", "different"])
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -165,8 +165,8 @@ def main() -> None:
     contexts = {rows: lengths(rows, arguments.context, arguments.spread) for rows in arguments.rows}
     most_tokens = max(map(sum, contexts.values())) + max(arguments.behind) + max(arguments.pieces)
     graphs = not arguments.no_graphs
-    if arguments.uncut:
-        decode_attention.parts_of = lambda rows, kv_heads: Parts(1, BLOCK_TOKENS)
+    if arguments.rows_are:
+        shapes.lengths_differ = lambda *_: arguments.rows_are == "different"  # type: ignore[attr-defined]
     step_tokens = max(2048, SLOTS + max(arguments.pieces))
     stepper = Stepper(arguments.model, most_tokens, step_tokens, arguments.attention, graphs)
     found = []

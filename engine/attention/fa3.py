@@ -13,6 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.attention.paged import PagedAttention, PagedStep
+from engine.attention.parts import Division, division
 from engine.pages.kv_pool import KvPool
 
 LONG_PIECE = 192
@@ -34,6 +35,7 @@ class DecodeKernel(Protocol):
         contexts: Tensor,
         page_table: Tensor,
         window: int | None,
+        divided: Division,
     ) -> Tensor:
         """See there."""
         ...
@@ -56,8 +58,9 @@ class Fa3Backend(PagedAttention):
 
     def attend_ends(self, layer: int, q: Tensor, contexts: Tensor, page_table: Tensor) -> Tensor:
         """See `PagedAttention`."""
+        divided = division(len(q), self._pool.tensor.shape[1], differ=self._step.differ)
         window = self._windows[layer]
-        return self._decode_kernel(q, self._pool, layer, contexts, page_table, window)
+        return self._decode_kernel(q, self._pool, layer, contexts, page_table, window, divided)
 
     def _continued_prompts(
         self, layer: int, q: Tensor, step: PagedStep, window: tuple[int, int]

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from engine.attention.base import AttentionBatch
 from engine.attention.beside import Beside
+from engine.attention.parts import lengths_differ
 from engine.pages.kv_pool import KvPool
 
 ALL = (-1, -1)
@@ -44,6 +45,8 @@ class PagedStep(NamedTuple):
     """Most new tokens of a prompt row."""
     all_fresh: bool
     """Whether every prompt row begins at position 0."""
+    differ: bool = True
+    """Whether decode rows differ in length (`engine.attention.parts`)."""
 
 
 class PagedAttention(ABC):
@@ -95,6 +98,7 @@ class PagedAttention(ABC):
                 query_starts=starts,
                 max_query=int(batch.query_lens[first:].max(initial=0)),
                 all_fresh=fresh,
+                differ=lengths_differ(batch.context_lens[:first], self._pool.tensor.shape[1]),
             )
         )
 

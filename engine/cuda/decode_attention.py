@@ -1,10 +1,10 @@
 """Attention of decode rows over the paged pool: one new token a row, split along the context.
 
 This is flash decoding (Dao et al. 2023) for pages. A program takes one KV head of one row and a
-part of its context. All query heads of the KV head share the loads. A second kernel merges the
-parts. Long contexts have more parts than short ones, so that the device does not wait for one row.
-The start of a part depends only on the row's own length and on the batch's bucket. So a row's
-result does not depend on the other rows.
+part of its context, or all of it. All query heads of the KV head share the loads. A second kernel
+merges the parts. Long contexts have more parts than short ones, so that the device does not wait
+for one row (`engine.attention.parts`). The start of a part depends only on the row's own length and
+on the batch's division. So within a division a row's result does not depend on the other rows.
 
 Memory is the limit: every byte of K and V is read once.
 """
@@ -12,32 +12,16 @@ Memory is the limit: every byte of K and V is read once.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.attention.parts import LEAST_TOKENS_OF_FEW, Division
 from engine.cuda.kernels import launch
 from engine.pages.kv_pool import KvPool
 
-BLOCK_TOKENS = 64
-FEW_ITEMS = 64
-"""Up to this number of items (rows times KV heads), each item gets as many parts as keep the device
-busy."""
-PROGRAMS_OF_FEW = 512
-"""Programs for few items: about four for each of a Hopper's 132 processors."""
-MOST_PARTS_OF_FEW = 32
-MOST_ITEMS = 1024
-"""Up to this number of items, contexts are cut because their lengths differ, so that the device
-waits for none. More items keep the device busy for several rounds and are not cut."""
-MOST_PROGRAMS = 4096
-"""Most programs for cut items. A program without a part of its row returns at once."""
-MOST_PARTS_OF_MANY = 16
-WARPS = 2
 MERGE_WARPS = 1
-STAGES = 3
 MIN_GROUP = 16
 """Rows of the smallest matrix product. The query heads of a KV head are padded to this number."""
 
@@ -154,27 +138,6 @@ def _merge_parts(
     tl.store(out + (kv_head * group + head) * dim + at, merged)
 
 
-class Parts(NamedTuple):
-    """The division of contexts into parts."""
-
-    most: int
-    """Most parts of a row."""
-    least_tokens: int
-    """Least tokens of a part, if the row has as many."""
-
-
-def parts_of(rows: int, kv_heads: int) -> Parts:
-    """The parts for the contexts of a batch. The cost to begin a part pays off less if many rows
-    and heads keep the device busy. So with many items a part has at least one token for each of
-    them."""
-    items = rows * kv_heads
-    if items <= FEW_ITEMS:
-        return Parts(min(PROGRAMS_OF_FEW // items, MOST_PARTS_OF_FEW), BLOCK_TOKENS)
-    if items <= MOST_ITEMS:
-        return Parts(min(MOST_PROGRAMS // items, MOST_PARTS_OF_MANY), items)
-    return Parts(1, BLOCK_TOKENS)
-
-
 def decode_attention(
     q: Tensor,
     pool: KvPool,
@@ -182,7 +145,7 @@ def decode_attention(
     contexts: Tensor,
     page_table: Tensor,
     window: int | None,
-    parts: Parts | None = None,
+    divided: Division,
 ) -> Tensor:
     """Attends from the last position of each row.
 
@@ -193,14 +156,14 @@ def decode_attention(
         contexts: [B] int32, positions of each row, at least 1.
         page_table: [B, P] int32.
         window: positions seen, with the row's own; None: all.
-        parts: division of the contexts; None: that of `parts_of`.
+        divided: the division of the contexts.
 
     Returns:
         [B, Hq, D]
     """
     rows, heads, dim = q.shape
     kv_heads = pool.tensor.shape[1]
-    most, least = parts or parts_of(rows, kv_heads)
+    most, least, tiles = divided
     group = heads // kv_heads
     strides = pool.tensor.stride()
     seen = 1 << 30 if window is None else window
@@ -233,12 +196,12 @@ def decode_attention(
         max(MIN_GROUP, triton.next_power_of_2(group)),
         dim,
         pool.page_size,
-        BLOCK_TOKENS,
-        num_warps=WARPS,
-        num_stages=STAGES,
+        tiles.block,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
     )
     if not whole:
-        _merge(out, partial, sums, contexts, seen, Parts(most, least), kv_heads)
+        _merge(out, partial, sums, contexts, seen, divided, kv_heads)
     return out
 
 
@@ -248,7 +211,7 @@ def _merge(
     sums: Tensor,
     contexts: Tensor,
     seen: int,
-    parts: Parts,
+    divided: Division,
     kv_heads: int,
 ) -> None:
     """Merges the parts of every row into [B, Hq, D]."""
@@ -261,13 +224,13 @@ def _merge(
         contexts,
         out,
         seen,
-        parts.most,
-        parts.least_tokens,
+        divided.most,
+        divided.least_tokens,
         kv_heads,
-        parts.least_tokens == BLOCK_TOKENS,
-        triton.next_power_of_2(parts.most),
+        divided.least_tokens == LEAST_TOKENS_OF_FEW,
+        triton.next_power_of_2(divided.most),
         heads // kv_heads,
         dim,
-        BLOCK_TOKENS,
+        divided.tiles.block,
         num_warps=MERGE_WARPS,
     )

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.paged import PagedAttention, PagedStep
+from engine.attention.parts import lengths_differ
 from engine.bounds import Bounds
 from engine.cuda.forward import FusedForward, RowEnds
 from engine.cuda.inputs import Inputs, attention_of, ends_of
@@ -116,7 +117,7 @@ class CudaExecutor:
         self._nobody = bounds.max_sequences
         """Slot of padding rows: the last entry of the token table."""
         self._token_table = torch.zeros(self._nobody + 1, dtype=torch.int32, device=device)
-        self._shapes = Shapes(bounds)
+        self._shapes = Shapes(bounds, pool.tensor.shape[1])
         shapes = self._shapes.all
         self._staging = StepStaging(_most_integers(bounds, shapes[0], max_pages), device)
         most_rows = max(shape.rows for shape in shapes)
@@ -246,8 +247,9 @@ class CudaExecutor:
         self._staging.upload()
         token_ids[:count] = self._token_table.index_select(0, decoding)
         fresh = bool((queries == plan.context_lens[count:]).all())
+        differ = lengths_differ(plan.context_lens[:count], self._pool.tensor.shape[1])
         self._attention.prepare(
-            PagedStep(count, contexts, page_table, starts, int(queries.max()), fresh)
+            PagedStep(count, contexts, page_table, starts, int(queries.max()), fresh, differ)
         )
         scores = []
         if plan.scores:

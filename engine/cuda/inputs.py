@@ -50,6 +50,7 @@ def attention_of(packed: PackedStep, inputs: StepInputs) -> PagedStep:
         packed.prompts.starts if packed.prompts else None,
         shape.prompt_tokens,
         all_fresh=False,
+        differ=shape.differ,
     )
 
 

@@ -3,7 +3,8 @@
 Launching a step's kernels one by one takes the host 8 ms and more, because every launch gives the
 interpreter to other threads. A graph is one launch. The shapes are:
 
-- decode rows alone, in buckets;
+- decode rows alone, in buckets. Most buckets have two shapes, one for rows that differ in length
+  and one for rows alike (`engine.attention.parts`);
 - decode rows with a short piece of a prompt, which is all that a decode worker computes beside
   them;
 - prompts alone, up to the longest graph or the largest step without decode rows.
@@ -17,6 +18,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import NamedTuple
 
+from engine.attention.parts import has_two, lengths_differ
 from engine.bounds import Bounds
 from engine.schedule.step import StepPlan
 
@@ -43,6 +45,8 @@ class Shape(NamedTuple):
     prompt_rows: int = 0
     """Rows of prompt tokens. One more row holds the padding."""
     prompt_tokens: int = 0
+    differ: bool = True
+    """Whether decode rows differ in length (`engine.attention.parts`)."""
 
     @property
     def rows(self) -> int:
@@ -58,7 +62,8 @@ class Shape(NamedTuple):
 class Shapes:
     """The shapes of an executor, and the choice of one for a step."""
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: Bounds, kv_heads: int) -> None:
+        self._kv_heads = kv_heads
         most, decodes = bounds.max_sequences, bounds.decodes
         self._decodes = bucket_sizes(most) if decodes else ()
         self._beside = bucket_sizes(most, (SPACING,), MIXED_SPACING) if decodes else ()
@@ -70,11 +75,25 @@ class Shapes:
         plain = [Shape(rows) for rows in self._decodes]
         mixed = [_with_prompts(rows, piece) for rows in self._beside for piece in PIECES]
         alone = [_with_prompts(0, tokens) for tokens in self._alone]
-        return sorted(plain + mixed + alone, key=lambda shape: shape.tokens, reverse=True)
+        alike = [shape._replace(differ=False) for shape in plain if self._has_two(shape)]
+        shapes = [*plain, *alike, *mixed, *alone]
+        return sorted(shapes, key=lambda shape: shape.tokens, reverse=True)
 
     def of(self, plan: StepPlan) -> Shape | None:
         """The smallest shape that holds the step. None if there is none: its kernels run one by
         one."""
+        shape = self._smallest(plan)
+        if shape is None or not self._has_two(shape):
+            return shape
+        contexts = plan.context_lens[: plan.num_decodes]
+        return shape._replace(differ=lengths_differ(contexts, self._kv_heads))
+
+    def _has_two(self, shape: Shape) -> bool:
+        """Whether there are two shapes of this size. Beside a prompt, decode rows are a small part
+        of the step, and a second graph takes tens of megabytes."""
+        return not shape.prompt_rows and has_two(shape.decodes, self._kv_heads)
+
+    def _smallest(self, plan: StepPlan) -> Shape | None:
         if plan.prompt_tokens == 0:
             decodes = bucket_of(plan.num_decodes, self._decodes)
             return None if decodes is None else Shape(decodes)

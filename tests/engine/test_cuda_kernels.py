@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.attention import AttentionBatch, choose_backend
+from engine.attention.parts import LARGE, MIDDLE, OF_FEW, SMALL, Division, division
 from engine.model.llama import Linear, rotate
 from engine.pages.kv_pool import KvPool
 
@@ -101,11 +102,12 @@ def test_products_of_a_single_row(outputs, inputs):
     assert relative_error(gated(x, layer), F.silu(gate) * up) < 6e-3
 
 
-@pytest.mark.parametrize("parts", [None, (1, 64), (2, 64), (5, 64), (32, 64), (8, 150), (32, 1024)])
+@pytest.mark.parametrize("parts", [(1, 1), (2, 64), (5, 64), (32, 64), (8, 150), (32, 1024)])
+@pytest.mark.parametrize("tiles", [LARGE, MIDDLE, SMALL, OF_FEW])
 @pytest.mark.parametrize("page_size", [16, 32, 128])
 @pytest.mark.parametrize("window", [None, 100])
-def test_parts_of_a_context_make_a_whole(parts, page_size, window):
-    from engine.cuda.decode_attention import Parts, decode_attention
+def test_parts_of_a_context_make_a_whole(parts, tiles, page_size, window):
+    from engine.cuda.decode_attention import decode_attention
 
     contexts = torch.tensor([1, 63, 64, 65, 700, 2000], dtype=torch.int32, device=CUDA)
     pool = KvPool(
@@ -115,7 +117,7 @@ def test_parts_of_a_context_make_a_whole(parts, page_size, window):
     pool.tensor.normal_()
     table = torch.randperm(pool.num_pages, device=CUDA).int().view(6, -1)
     q = draw(6, 12, 128)[:, :8]
-    got = decode_attention(q, pool, 1, contexts, table, window, parts and Parts(*parts))
+    got = decode_attention(q, pool, 1, contexts, table, window, Division(*parts, tiles))
     for row, length in enumerate(contexts.tolist()):
         kv = pool.layer_kv(1)[table[row].long()].permute(2, 1, 0, 3, 4).reshape(2, 2, -1, 128)
         first = 0 if window is None else max(0, length - window)
@@ -125,19 +127,24 @@ def test_parts_of_a_context_make_a_whole(parts, page_size, window):
         assert relative_error(got[row], (weights @ values).view(8, 128)) < 1e-2
 
 
-@pytest.mark.parametrize("times", [1, 8, 100])
+@pytest.mark.parametrize("times", [1, 8, 12, 40, 100])
 def test_batches_of_any_size_are_cut_to_the_same_result(times):
-    """Few rows, many and so many that none is cut."""
-    from engine.cuda.decode_attention import Parts, decode_attention, parts_of
+    """Few rows, and more and more."""
+    from engine.cuda.decode_attention import decode_attention
 
     contexts = torch.tensor([1, 63, 64, 65, 700, 2000], dtype=torch.int32, device=CUDA)
     pool = pool_of(6 * 128, 2, 128)
     pool.tensor.normal_()
     table = torch.randperm(pool.num_pages, device=CUDA).int().view(6, -1)
     q, rows = draw(6, 8, 128).repeat(times, 1, 1), (contexts.repeat(times), table.repeat(times, 1))
-    whole = decode_attention(q, pool, 1, *rows, None, Parts(1, 64))
-    assert relative_error(decode_attention(q, pool, 1, *rows, None), whole) < 1e-2
-    assert (parts_of(len(q), 2).most == 1) is (times == 100)
+    want = decode_attention(q, pool, 1, *rows, None, Division(1, 1, OF_FEW))
+    for differ in (True, False):
+        divided = division(len(q), 2, differ=differ)
+        got = decode_attention(q, pool, 1, *rows, None, divided)
+        assert relative_error(got, want) < 1e-2
+        again = decode_attention(q, pool, 1, *rows, None, divided)
+        assert torch.equal(got, again), "a division gives a row the same result every time"
+        assert torch.equal(got[:6], got[-6:]), "and in every place"
 
 
 def test_greedy_takes_the_lowest_of_equals_and_tells_bad_rows():

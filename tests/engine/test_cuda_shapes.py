@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -66,6 +68,9 @@ def step(decodes: int, *prompts: tuple[int, int], last: bool = True, scored: boo
     )  # fmt: skip
 
 
+KV_HEADS = 8
+
+
 def shapes_of(max_sequences: int, max_step_tokens: int = 2048, decodes: bool = True) -> Shapes:
     return Shapes(
         Bounds(
@@ -73,8 +78,28 @@ def shapes_of(max_sequences: int, max_step_tokens: int = 2048, decodes: bool = T
             max_step_tokens=max_step_tokens,
             max_context_tokens=4096,
             decodes=decodes,
-        )
+        ),
+        KV_HEADS,
     )
+
+
+def test_many_rows_have_two_graphs_and_lengths_choose() -> None:
+    shapes = shapes_of(64)
+    for shape in shapes.all:
+        two = shape.decodes > 4 and not shape.prompt_rows
+        assert (shape._replace(differ=False) in shapes.all) is two
+        assert shape._replace(differ=True) in shapes.all
+    for prompts in ([], [(0, 64)]):
+        alike = step(40, *prompts)
+        differs = replace(alike, context_lens=alike.context_lens.copy())
+        alike.context_lens[:] = 3000
+        differs.context_lens[:] = 100
+        differs.context_lens[5] = 3000
+        of_alike, of_different = shapes.of(alike), shapes.of(differs)
+        assert of_alike is not None
+        assert of_alike.differ is bool(prompts)
+        assert of_different == of_alike._replace(differ=True)
+        assert of_alike in shapes.all
 
 
 @pytest.mark.parametrize("most", [1, 3, 8, 40, 128])

@@ -1,0 +1,93 @@
+"""How the decode kernel divides the contexts of a batch.
+
+An *item* is one KV head of one row. It is whole, which one program reads, or cut into parts, which
+several programs read and a second kernel merges. Cutting costs the second kernel and the beginning
+of each part. It pays where the device would wait for few programs: with few items, or with some
+that are much longer than the others. So most batches have two divisions, one for rows alike and one
+for rows that differ, and the host takes one by their lengths. The measurements are in
+`bench/history/engine.md`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+PROCESSORS = 132
+"""Of a Hopper. As many items or fewer are cut even if they are alike, to keep the device busy."""
+PROGRAMS_OF_FEW = 512
+"""Programs for few items alike: about four for each processor."""
+MOST_PROGRAMS = 4096
+"""Most programs for rows that differ, unless `LEAST_PARTS` make more. A program without a part of
+its row returns at once."""
+LEAST_PARTS, MOST_PARTS = 8, 16
+"""Of rows that differ."""
+LEAST_TOKENS_OF_FEW = 64
+MOST_LEAST_TOKENS = 512
+LONGER = 1.4
+"""Rows differ if the longest has as many times the tokens of the mean."""
+
+
+class Tiles(NamedTuple):
+    """How a program reads its tokens."""
+
+    block: int
+    """Tokens of a round."""
+    warps: int
+    stages: int
+    """Rounds that are under way at once."""
+
+
+class Division(NamedTuple):
+    """The division of contexts into parts."""
+
+    most: int
+    """Most parts of a row."""
+    least_tokens: int
+    """Least tokens of a part, if the row has as many."""
+    tiles: Tiles
+
+
+LARGE, MIDDLE, SMALL = Tiles(128, 4, 3), Tiles(64, 4, 3), Tiles(32, 2, 4)
+"""A program with large tiles reads faster. More programs with smaller ones fit a processor."""
+OF_FEW = Tiles(64, 2, 3)
+
+
+def has_two(rows: int, kv_heads: int) -> bool:
+    """Whether a batch of this size has two divisions."""
+    return PROGRAMS_OF_FEW // (rows * kv_heads) < MOST_PARTS if rows else False
+
+
+def division(rows: int, kv_heads: int, *, differ: bool) -> Division:
+    """The division of a batch of this size, whose rows differ in length or are alike."""
+    items = rows * kv_heads
+    is_few = items <= PROCESSORS
+    if differ or not has_two(rows, kv_heads):
+        most = MOST_PARTS if is_few else MOST_PROGRAMS // items
+        least = LEAST_TOKENS_OF_FEW if is_few else _least_tokens(items)
+        return Division(min(max(most, LEAST_PARTS), MOST_PARTS), least, LARGE)
+    if is_few:
+        return Division(PROGRAMS_OF_FEW // items, LEAST_TOKENS_OF_FEW, OF_FEW)
+    if items <= 2.5 * PROCESSORS:
+        return Division(1, 1, LARGE)
+    return Division(1, 1, MIDDLE if items <= 5 * PROCESSORS else SMALL)
+
+
+def lengths_differ(contexts: NDArray[np.int32], kv_heads: int) -> bool:
+    """Whether contexts differ so much that the division for such is faster.
+
+    Args:
+        contexts: [B] tokens of each row.
+        kv_heads: KV heads of each row.
+    """
+    rows, longest = len(contexts), int(contexts.max(initial=0))
+    has_parts = longest >= 2 * _least_tokens(rows * kv_heads)
+    return has_parts and longest * rows > LONGER * int(contexts.sum(dtype=np.int64))
+
+
+def _least_tokens(items: int) -> int:
+    """Of a part of many items. The cost to begin a part pays off less if many keep the device
+    busy."""
+    return min(items, MOST_LEAST_TOKENS)
