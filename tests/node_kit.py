@@ -20,8 +20,13 @@ SCENARIO_S = 30
 
 def run_scenario(name: str, address: str) -> dict[str, Any]:
     """What came of a scenario of `scenario.mjs` against the router at the address."""
+    return run_program("scenario.mjs", name, address)
+
+
+def run_program(program: str, *arguments: str) -> dict[str, Any]:
+    """The JSON that a program of `tests/node` writes."""
     _install()
-    command = ["node", str(FOLDER / "scenario.mjs"), name, address]
+    command = ["node", str(FOLDER / program), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SCENARIO_S, check=False)
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)

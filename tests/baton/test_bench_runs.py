@@ -132,7 +132,9 @@ def test_a_client_that_cannot_keep_up_says_so(tmp_path: Path) -> None:
             *("--report", str(tmp_path)),
         )
     assert found.exit_code == 1, found.output
-    assert "NOT VALID: the client was the bottleneck" in found.stdout
+    # Beside other work, the machine and not the client may be what is short.
+    blamed = "the client was the bottleneck|this machine is busy"
+    assert re.search(f"NOT VALID: ({blamed})", found.stdout)
     assert re.search(r"1 % of the requests were sent \d+\.\d ms late", found.stdout)
     assert "not valid" in found.stderr
     assert json.loads((tmp_path / "result.json").read_text())["valid"] is False

@@ -1,0 +1,182 @@
+"""Clients that others wrote, unchanged, against a router, a prefill and a decode worker."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from clients.environments import folder_of
+from cluster import Cluster, make_cluster
+from node_kit import run_program
+
+from baton.demo_model import MODEL_NAME
+
+pytestmark = [pytest.mark.clients, pytest.mark.timeout(1200)]
+
+PROGRAMS = Path(__file__).with_name("programs")
+RUN_S = 240
+QUESTION = "What is the capital of France?"
+TEXT = "The capital of France is"
+
+
+class Served(NamedTuple):
+    """A cluster with the demo model, and what our own client gets from it."""
+
+    url: str
+    """Without /v1."""
+    chat: str
+    text: str
+
+
+@pytest.fixture(scope="module")
+def served(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    cluster: Cluster = make_cluster(
+        demo_model, tmp_path_factory.mktemp("clients"), num_pages=600, max_step_tokens=512
+    )
+    try:
+        cluster.start_all()
+        with cluster.client() as client:
+            chat = client.generate(
+                messages=[{"role": "user", "content": QUESTION}], max_tokens=16, temperature=0.0
+            )
+            text = client.generate(TEXT, max_tokens=8, temperature=0.0)
+        yield Served(f"http://{cluster.plan.http_address}", chat.text, text.text)
+        cluster.check_baseline()
+    finally:
+        cluster.stop()
+
+
+def run(*command: str | Path, **variables: str) -> str:
+    """What a program writes to standard output."""
+    done = subprocess.run(
+        [str(word) for word in command],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=RUN_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return done.stdout
+
+
+def said_by(program: str, requirement: str, served: Served) -> dict[str, Any]:
+    """The JSON in the last line of a program of `programs`."""
+    python = folder_of(requirement) / "python"
+    shown = run(python, PROGRAMS / program, f"{served.url}/v1", MODEL_NAME)
+    said: dict[str, Any] = json.loads(shown.splitlines()[-1])
+    return said
+
+
+@pytest.mark.parametrize(
+    ("program", "requirement"),
+    [
+        ("with_openai.py", "openai"),
+        ("with_litellm.py", "litellm"),
+        ("with_langchain.py", "langchain-openai"),
+    ],
+)
+def test_chat_stream_text_and_a_prompt_that_is_too_long(
+    served: Served, program: str, requirement: str
+) -> None:
+    assert said_by(program, requirement, served) == {
+        "chat": served.chat,
+        "stream": served.chat,
+        "text": served.text,
+        "too_long": "context_length_exceeded",
+    }
+
+
+def test_openai_in_node(served: Served) -> None:
+    said = run_program("openai.mjs", f"{served.url}/v1", MODEL_NAME)
+    assert said == {
+        "model": MODEL_NAME,
+        "chat": served.chat,
+        "stream": served.chat,
+        "text": served.text,
+        "tooLong": [400, "context_length_exceeded", "messages"],
+    }
+
+
+def test_instructor_reads_json_out_of_a_text(served: Served) -> None:
+    assert said_by("with_instructor.py", "instructor", served)["fields"]
+
+
+def test_llm_on_the_command_line(served: Served, tmp_path: Path) -> None:
+    models = [{"model_id": "baton", "model_name": MODEL_NAME, "api_base": f"{served.url}/v1"}]
+    (tmp_path / "extra-openai-models.yaml").write_text(json.dumps(models))
+    asked = ["-m", "baton", QUESTION, "-o", "temperature", "0", "-o", "max_tokens", "16"]
+    variables = {"LLM_USER_PATH": str(tmp_path), "OPENAI_API_KEY": "none"}
+    for options in ([], ["--no-stream"]):
+        shown = run(folder_of("llm") / "llm", *asked, *options, **variables)
+        assert shown.strip() == served.chat.strip()
+
+
+def test_guidellm(served: Served, demo_model: Path, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    run(
+        folder_of("guidellm") / "guidellm",
+        "run",
+        *("--backend", f"kind=openai_http,target={served.url},model={MODEL_NAME}"),
+        *("--profile", "kind=concurrent,streams=2"),
+        *("--constraint", "kind=max_requests,count=6"),
+        *("--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=8"),
+        *("--tokenizer", f"kind=huggingface_auto,model={demo_model}"),
+        *("--output", f"kind=json,path={report}"),
+        "--disable-console-interactive",
+    )
+    (measured,) = json.loads(report.read_text())["benchmarks"]
+    assert measured["metrics"]["request_totals"]["errored"] == 0
+    answers = measured["requests"]["successful"]
+    assert len(answers) >= 6
+    assert {answer["output_tokens"] for answer in answers} == {8}
+
+
+def test_aiperf(served: Served, demo_model: Path, tmp_path: Path) -> None:
+    run(
+        folder_of("aiperf") / "aiperf",
+        *("profile", "--model", MODEL_NAME, "--url", served.url, "--tokenizer", demo_model),
+        *("--endpoint-type", "chat", "--streaming", "--concurrency", "2", "--request-count", "6"),
+        *("--synthetic-input-tokens-mean", "32", "--output-tokens-mean", "8"),
+        *("--extra-inputs", "ignore_eos:true", "--artifact-dir", tmp_path),
+    )
+    report = json.loads((tmp_path / "profile_export_aiperf.json").read_text())
+    assert report["request_count"]["avg"] == 6
+    assert not report["error_summary"]
+    assert report["usage_completion_tokens"]["avg"] == 8
+
+
+def test_lm_eval(served: Served, tmp_path: Path) -> None:
+    """A multiple choice of its own: no network is asked."""
+    data = tmp_path / "data.jsonl"
+    questions = [
+        {"question": TEXT, "choices": [" Paris", " a banana"]},
+        {"question": "Water is made of hydrogen and", "choices": [" oxygen", " cheese"]},
+    ]
+    data.write_text("".join(json.dumps(one) + "\n" for one in questions))
+    task = {
+        "task": "baton_local",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data)}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": 0,
+        "metric_list": [{"metric": "acc"}],
+    }
+    (tmp_path / "baton_local.yaml").write_text(json.dumps(task))
+    arguments = f"model={MODEL_NAME},base_url={served.url}/v1/completions,tokenizer_backend=remote"
+    run(
+        folder_of("lm-eval[api]") / "lm_eval",
+        *("run", "--model", "local-completions", "--tasks", "baton_local", "--batch_size", "2"),
+        *("--include_path", tmp_path, "--output_path", tmp_path, "--model_args", arguments),
+        HF_HUB_OFFLINE="1",
+    )
+    (report,) = tmp_path.rglob("results_*.json")
+    assert json.loads(report.read_text())["results"]["baton_local"]["acc,none"] == 1.0
