@@ -142,6 +142,10 @@ def test_a_closed_terminal_ends_everything(tmp_path):
 
 
 def _owns_terminal() -> None:
-    """Makes the process a session leader with its standard input as terminal."""
+    """Makes the process a session leader with its standard input as terminal.
+
+    It takes a hang-up as usual, even if these tests run under nohup.
+    """
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     os.setsid()
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
