@@ -29,6 +29,8 @@ DURATION_S = float(os.environ.get("BATON_SOAK_S", "600"))
 CHECKPOINTS = 12
 READERS = 12
 CANCELLED_SHARE = 0.1
+CANCELLED_WITHIN_S = 0.1
+"""Most answers take longer, so most of these cancellations come in time."""
 REST_S = 1.0
 MAX_GROWTH_BYTES = 512
 """A request: the ids of its attempt and its transfer are remembered, some 90 bytes each."""
@@ -84,7 +86,8 @@ class Soak:
             "logprobs": rng.random() < 0.1,
             "ignore_eos": rng.random() < 0.5,
         }
-        cancel_after_s = rng.random() * 0.4 if rng.random() < CANCELLED_SHARE else None
+        late_s = rng.random() * CANCELLED_WITHIN_S
+        cancel_after_s = late_s if rng.random() < CANCELLED_SHARE else None
         if cancel_after_s is None and rng.random() < 0.3:
             await client.generate(**prompt, **options, timeout_s=60)
             return "whole"
@@ -172,7 +175,7 @@ def test_what_is_held_at_rest_does_not_grow(tmp_path):
         print(f"\n{soak.report()}")
     assert set(codes.values()) == {0}, cluster.tail()
     assert set(soak.outcomes) == {"whole", "streamed", "cancelled"}, cluster.tail()
-    assert soak.outcomes["cancelled"] > 0.05 * soak.outcomes.total()
+    assert soak.outcomes["cancelled"] > 0.02 * soak.outcomes.total()
     for name, samples in soak.samples.items():
         first, middle, last = samples[0], samples[len(samples) // 2], samples[-1]
         slack_bytes = SLACK_BYTES / (last.requests - middle.requests)
