@@ -9,7 +9,9 @@ from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 
+from baton import models
 from baton.addresses import ROUTER_INTERNAL_ADDRESS
+from baton.demo_model import Progress
 from baton.process.settings import (
     MOST_TOKENS,
     SETTINGS,
@@ -173,3 +175,16 @@ class WorkerSettings(BaseModel):
         if 0 < self.debug.mixed_prefill_tokens < self.page_size_tokens:
             raise ValueError("debug.mixed_prefill_tokens must be at least page_size_tokens")
         return self
+
+
+def with_model_found(settings: WorkerSettings, progress: Progress) -> WorkerSettings:
+    """The settings with the model's path on this machine and the name under which it is served.
+    Fetches the files that are missing.
+
+    Raises:
+        DemoModelError, HubError: they cannot be fetched.
+    """
+    weights = settings.debug.load_format != "dummy"
+    found = models.find(settings.model, progress, weights=weights)
+    names = {"model": found.path, "served_name": settings.served_name or found.name}
+    return settings.model_copy(update=names)

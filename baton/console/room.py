@@ -13,21 +13,20 @@ from worker.settings import WorkerSettings
 _WEIGHT_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def check_room(model: str, settings: WorkerSettings, workers_on: Mapping[str, int]) -> None:
+def check_room(settings: WorkerSettings, workers_on: Mapping[str, int]) -> None:
     """Compares what all workers of each device need with its free memory.
 
     Workers compare again for themselves, by the model's config. This counts the weights in the
     files. Where there are none, or nobody knows a GPU's memory, it leaves that to the workers.
 
     Args:
-        model: the model's folder or GGUF file.
-        settings: those of every worker.
+        settings: those of every worker; `model` is its folder or GGUF file.
         workers_on: number of workers on each GPU; on "" they run on the CPU.
 
     Raises:
         NoRoomError: they do not fit on one of them.
     """
-    weights = weights_of(Path(model))
+    weights = weights_of(Path(settings.model))
     if weights is None or settings.debug.load_format == "dummy":
         return
     for gpu, workers in workers_on.items():

@@ -31,7 +31,6 @@ from typing import Any, Final, Self, TypeVar, Unpack, overload
 
 import torch
 
-from baton import models
 from baton.client.clients import LONGEST_S
 from baton.client.generation import Gathering, Generation, Message, Options
 from baton.client.requests import generation_request, tokenize_request
@@ -51,7 +50,7 @@ from router.requests.tokenization import Tokenizers
 from router.requests.validation import Limits
 from worker.engine_config import engine_config
 from worker.loading import loading_progress, terminal
-from worker.settings import Role, WorkerSettings
+from worker.settings import Role, WorkerSettings, with_model_found
 
 Prompt = str | Sequence[int] | Sequence[Message]
 """A text, token ids, or the turns of a chat."""
@@ -279,13 +278,10 @@ def _build(settings: WorkerSettings, stack: ExitStack) -> Engine:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     with model_progress() as fetching:
-        weights = settings.debug.load_format != "dummy"
-        files = models.find(settings.model, fetching, weights=weights)
+        settings = with_model_found(settings, fetching)
     stack.enter_context(claimed_for(settings.device, settings.gpu_slots_dir, settings.name))
     with loading_progress(terminal(settings.log_format)) as loading:
-        names = {"model": files.path, "served_name": settings.served_name or files.name}
-        found = settings.model_copy(update=names)
-        return Engine.build(engine_config(found), loading)
+        return Engine.build(engine_config(settings), loading)
 
 
 async def _open(engine: Engine, settings: WorkerSettings, stack: ExitStack) -> InferenceService:

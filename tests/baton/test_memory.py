@@ -64,16 +64,16 @@ def test_all_workers_of_a_device_are_counted_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = str(write_tiny_model(tmp_path / "model"))
-    settings = WorkerSettings(kv_memory_gib=2)
+    settings = WorkerSettings(model=folder, kv_memory_gib=2)
     monkeypatch.setattr(memory, "available_bytes", lambda: 6 * GIB)
     monkeypatch.setattr(memory, "free_gpu_bytes", {"0": 6 * GIB, "1": None}.get)
-    check_room(folder, settings, {"": 2})
-    check_room(folder, settings, {"0": 2, "1": 9})
+    check_room(settings, {"": 2})
+    check_room(settings, {"0": 2, "1": 9})
     for workers_on in ({"": 3}, {"1": 1, "0": 3}):
         with pytest.raises(NoRoomError, match="3 workers, each with"):
-            check_room(folder, settings, workers_on)
+            check_room(settings, workers_on)
     without = settings.model_copy(update={"debug": WorkerDebug(load_format="dummy")})
-    check_room(folder, without, {"": 3})
+    check_room(without, {"": 3})
 
 
 def test_a_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

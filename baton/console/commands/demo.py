@@ -9,14 +9,13 @@ from typing import Annotated, TextIO
 
 import typer
 
-from baton import demo_model
+from baton import demo_model, models
 from baton.client.clients import Client
 from baton.client.generation import Options
 from baton.console import up
 from baton.console.commands.ask import stream_answer, turns
-from baton.console.commands.serve import find_model
 from baton.console.commands.trace import show_trace
-from baton.output import stderr, stdout
+from baton.output import model_progress, stderr, stdout
 
 LOG_TAIL_LINES = 30
 KV_MEMORY_GIB = 0.25
@@ -38,8 +37,10 @@ def demo(
 
     Example: [cyan]baton demo "Why is the sky blue?"[/]
     """
+    with model_progress() as progress:
+        found = models.find(model, progress)
     options = up.UpOptions(
-        model=find_model(model).path,
+        model=found.path,
         device=device,
         grpc_port=0,
         http_port=0,

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from baton import demo_model, models
+from baton import demo_model
 from baton.addresses import ROUTER_ADDRESS, check_free, host_of, local, port_of
 from baton.console import up
 from baton.console.commands.trace import ROUTER_ADMIN_ADDRESS
@@ -20,17 +20,10 @@ from baton.console.ports import HOST
 from baton.console.room import check_room
 from baton.console.settings_options import takes_settings, warn_of_unknown_variables
 from baton.console.supervisor import Supervisor, end_with_parent
-from baton.models import Found
 from baton.output import merged_log, model_progress, silence, stderr, stdout
 from baton.process.settings import Resolved, resolve
 from router.settings import RouterSettings
-from worker.settings import Role, WorkerSettings
-
-
-def find_model(model: str, *, weights: bool = True) -> Found:
-    """Returns the files of the model that `--model` names. Fetches them if needed."""
-    with model_progress() as progress:
-        return models.find(model, progress, weights=weights)
+from worker.settings import Role, WorkerSettings, with_model_found
 
 
 def _serve_worker(settings: WorkerSettings) -> None:
@@ -38,9 +31,9 @@ def _serve_worker(settings: WorkerSettings) -> None:
 
     end_with_parent()
     check_free(listen=settings.listen, admin=settings.admin)
-    found = find_model(settings.model, weights=settings.debug.load_format != "dummy")
-    names = {"model": found.path, "served_name": settings.served_name or found.name}
-    raise typer.Exit(main(settings.model_copy(update=names)))
+    with model_progress() as progress:
+        found = with_model_found(settings, progress)
+    raise typer.Exit(main(found))
 
 
 @takes_settings(RouterSettings, "router")
@@ -179,18 +172,18 @@ def up_command(
 
 def _planned(options: up.UpOptions) -> up.UpPlan:
     """Finds the model, and plans processes that fit into memory together."""
-    given = {"kv_memory_gib": options.kv_memory_gib}
-    of_workers = resolve(WorkerSettings, "worker", given).settings
-    found = find_model(options.model, weights=of_workers.debug.load_format != "dummy")
+    given = {"model": options.model, "kv_memory_gib": options.kv_memory_gib}
+    with model_progress() as progress:
+        of_workers = with_model_found(resolve(WorkerSettings, "worker", given).settings, progress)
     plan = up.plan(
         replace(
             options,
-            model=found.path,
-            served_name=of_workers.served_name or found.name,
+            model=of_workers.model,
+            served_name=of_workers.served_name,
             gpu_memory_utilization=of_workers.gpu_memory_utilization,
         )
     )
-    check_room(found.path, of_workers, plan.workers_on)
+    check_room(of_workers, plan.workers_on)
     return plan
 
 
