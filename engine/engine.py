@@ -160,7 +160,7 @@ def _resolve(config: EngineConfig) -> EngineConfig:
     return replace(
         config,
         device=device,
-        dtype=("float32" if on_cpu else "bfloat16") if config.dtype == "auto" else config.dtype,
+        dtype=memory.dtype_on(config.dtype, on_gpu=not on_cpu),
         name=config.name or Path(config.model).name,
         max_step_tokens=step_tokens,
     )
@@ -188,11 +188,11 @@ def _dtype(name: str) -> torch.dtype:
 def _check_memory(config: EngineConfig, weights: Weights, device: torch.device) -> None:
     """Compares weights and pool with the memory that is free."""
     on_gpu = device.type == "cuda"
-    default = 0 if on_gpu or config.num_pages else memory.CPU_POOL_BYTES
-    need = memory.Need(
-        weights=weights,
-        weight_bytes=_dtype(config.dtype).itemsize,
-        pool_bytes=config.kv_memory_bytes or default,
+    need = memory.need_of(
+        weights,
+        dtype=config.dtype,
+        kv_memory_bytes=config.kv_memory_bytes,
+        num_pages=config.num_pages,
         on_gpu=on_gpu,
     )
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else memory.available_bytes()

@@ -15,6 +15,8 @@ CPU_POOL_BYTES: Final = GIB
 """KV pool of a worker on a CPU, unless its size is set."""
 BESIDE_BYTES: Final = GIB // 2
 """What a worker needs beside weights and pool: code, buffers, the CUDA context."""
+WEIGHT_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of one weight, by dtype."""
 _LEAST_POOL_BYTES: Final = GIB // 10
 """A smaller pool is not suggested."""
 _CGROUP: Final = Path("/sys/fs/cgroup")
@@ -53,6 +55,32 @@ class Need:
     def all_bytes(self) -> int:
         """What all need."""
         return self.workers * self.each_bytes
+
+
+def dtype_on(dtype: str, *, on_gpu: bool) -> str:
+    """The dtype that a setting asks for on a device."""
+    usual = "bfloat16" if on_gpu else "float32"
+    return usual if dtype == "auto" else dtype
+
+
+def need_of(
+    weights: Weights,
+    *,
+    dtype: str,
+    kv_memory_bytes: int,
+    num_pages: int,
+    on_gpu: bool,
+    workers: int = 1,
+) -> Need:
+    """What workers with these settings need. The other arguments are as in `EngineConfig`."""
+    is_left_open = on_gpu or num_pages
+    return Need(
+        weights=weights,
+        weight_bytes=WEIGHT_BYTES[dtype_on(dtype, on_gpu=on_gpu)],
+        pool_bytes=kv_memory_bytes or (0 if is_left_open else CPU_POOL_BYTES),
+        on_gpu=on_gpu,
+        workers=workers,
+    )
 
 
 def check(need: Need, free_bytes: int, where: str) -> None:

@@ -162,6 +162,11 @@ class WorkerSettings(BaseModel):
     debug: WorkerDebug = Field(default_factory=WorkerDebug)
     """Holds rarely needed settings: the table `[worker.debug]`."""
 
+    @property
+    def kv_memory_bytes(self) -> int:
+        """`kv_memory_gib` in bytes."""
+        return int(self.kv_memory_gib * (1 << 30))
+
     @model_validator(mode="after")
     def _one_place_names_the_gpu(self) -> WorkerSettings:
         if self.gpu_slots_dir and self.device.startswith("cuda:"):

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
 
 from engine import memory
 from engine.checkpoints import weights_of
 from worker.settings import WorkerSettings
-
-_WEIGHT_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def check_room(settings: WorkerSettings, workers_on: Mapping[str, int]) -> None:
@@ -30,14 +27,11 @@ def check_room(settings: WorkerSettings, workers_on: Mapping[str, int]) -> None:
     if weights is None or settings.debug.load_format == "dummy":
         return
     for gpu, workers in workers_on.items():
-        usual = "bfloat16" if gpu else "float32"
-        dtype = usual if settings.dtype == "auto" else settings.dtype
-        is_left_open = gpu or settings.debug.num_pages
-        default = 0 if is_left_open else memory.CPU_POOL_BYTES
-        need = memory.Need(
-            weights=weights,
-            weight_bytes=_WEIGHT_BYTES[dtype],
-            pool_bytes=int(settings.kv_memory_gib * memory.GIB) or default,
+        need = memory.need_of(
+            weights,
+            dtype=settings.dtype,
+            kv_memory_bytes=settings.kv_memory_bytes,
+            num_pages=settings.debug.num_pages,
             on_gpu=bool(gpu),
             workers=workers,
         )
