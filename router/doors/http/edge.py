@@ -163,8 +163,8 @@ class _Response:
         self.complete = False
         self._wrote_s = 0.0
         """When the stream's latest part was written."""
-        self._is_writing = False
-        self._commenting = asyncio.Lock()
+        self._writing = asyncio.Lock()
+        """Held while a part of the stream is written. A client that reads nothing holds it up."""
 
     def admit(self, gate: Gate) -> None:
         """Admits the caller.
@@ -183,12 +183,8 @@ class _Response:
 
     async def event(self, data: bytes) -> None:
         """Sends an event of a stream; returns when the connection has taken it."""
-        if self._commenting.locked():
-            async with self._commenting:
-                pass
-        self._is_writing = True
-        await self._part(b"data: %b\n\n" % data)
-        self._is_writing = False
+        async with self._writing:
+            await self._part(b"data: %b\n\n" % data)
         self._wrote_s = asyncio.get_running_loop().time()
 
     @asynccontextmanager
@@ -206,12 +202,12 @@ class _Response:
         wait_s = SILENT_S
         while True:
             await asyncio.sleep(seen_s + wait_s - now_s())
-            if self._is_writing:  # The client reads nothing.
+            if self._writing.locked():
                 seen_s, wait_s = now_s(), SILENT_S
             elif self._wrote_s > seen_s:
                 seen_s, wait_s = self._wrote_s, SILENT_S
             else:
-                async with self._commenting:
+                async with self._writing:
                     await self._part(COMMENT)
                 seen_s, wait_s = now_s(), STILL_SILENT_S
 
@@ -253,10 +249,10 @@ class _Response:
         self.call.record.write(self.call.id, self.call.arrived_ns, status, self._error or left)
 
     async def _begin(self, status: int, media_type: str, headers: dict[str, str]) -> None:
+        self.status = status
         fields = {"content-type": media_type, REQUEST_ID: self.call.id, **headers}
         encoded = [(name.encode(), value.encode()) for name, value in fields.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": encoded})
-        self.status = status
 
     async def _write(self, data: bytes, last: bool = False) -> None:
         self.complete = last
