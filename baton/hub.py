@@ -62,9 +62,10 @@ def fetch(model_id: str, progress: Progress, *, weights: bool = True) -> str:
 
 def _refused(model_id: str, hub: str, error: Any) -> str:
     """Says why the hub did not answer as it was asked to."""
+    from huggingface_hub import get_token
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
-    has_token = bool(_token())
+    has_token = bool(get_token())
     if isinstance(error, GatedRepoError):
         then = "the account of HF_TOKEN must be let in" if has_token else "then set HF_TOKEN"
         return f"{model_id} is gated: ask for access at {hub}/{model_id}; {then}"
@@ -77,12 +78,6 @@ def _refused(model_id: str, hub: str, error: Any) -> str:
     if status == 401:
         return f"{hub} does not accept HF_TOKEN (status 401)"
     return f"{hub} cannot give {model_id} now (status {status})"
-
-
-def _token() -> str | None:
-    from huggingface_hub import get_token
-
-    return get_token()
 
 
 def _reporter(doing: str, progress: Progress) -> Any:

@@ -8,17 +8,20 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlparse
 
+from baton.process.gpu_slots import has_gpu
+
 DISTRIBUTION: Final = "baton-llm"
 TORCH_INDEX: Final = "https://download.pytorch.org/whl/cpu"
 """Has builds of torch for machines without a GPU. Others come with gigabytes of CUDA."""
 _WITH_TORCH: Final = frozenset(("worker", "gguf", "gpu", "dev"))
 
 
-def install_line(*extras: str) -> str:
+def install_line(*extras: str, flags: str = "") -> str:
     """The command of pip that adds extras to this installation.
 
     Args:
         extras: names of extras of `baton-llm`; none for the whole without any.
+        flags: of pip, with a space after each.
     """
     wanted = f"[{','.join(extras)}]" if extras else ""
     origin = _origin()
@@ -28,8 +31,10 @@ def install_line(*extras: str) -> str:
         what = f"'{DISTRIBUTION}{wanted} @ {origin}'"
     else:
         what = f"'{DISTRIBUTION}{wanted}'"
-    needs_index = not _WITH_TORCH.isdisjoint(extras) and not any(Path("/dev").glob("nvidia[0-9]*"))
-    return f"pip install {what}" + (f" --extra-index-url {TORCH_INDEX}" if needs_index else "")
+    needs_index = not (_WITH_TORCH.isdisjoint(extras) or has_gpu())
+    return f"pip install {flags}{what}" + (
+        f" --extra-index-url {TORCH_INDEX}" if needs_index else ""
+    )
 
 
 def _origin() -> str:

@@ -31,6 +31,11 @@ class NoSlotError(Exception):
     """No GPU can be claimed; the message says why."""
 
 
+def has_gpu() -> bool:
+    """Whether this machine has an NVIDIA GPU, whoever may use it."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
 def visible_gpus() -> list[str]:
     """The GPUs that this process may use, by their names in `CUDA_VISIBLE_DEVICES`."""
     if (chosen := os.environ.get(VISIBLE)) is not None:

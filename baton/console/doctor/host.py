@@ -18,6 +18,7 @@ from typing import Final
 from baton import demo_model
 from baton.console.doctor.finding import Finding, error, ok, warning
 from baton.installing import install_line
+from baton.process.gpu_slots import has_gpu
 
 MIN_PYTHON: Final = (3, 11)
 MIN_SHM_BYTES: Final = 256 << 20
@@ -70,8 +71,7 @@ def _distributions() -> Iterator[Finding]:
     with contextlib.suppress(metadata.PackageNotFoundError):
         client, whole = (metadata.version(name) for name in ("baton-client", "baton-llm"))
         advice = (
-            "pip uninstall baton-client, then "
-            f"{install_line().replace('install ', 'install --force-reinstall --no-deps ')}"
+            f"pip uninstall baton-client, then {install_line(flags='--force-reinstall --no-deps ')}"
         )
         yield warning("baton-client", f"{client}, beside baton-llm {whole}", advice)
 
@@ -94,7 +94,7 @@ def _torch() -> Iterator[Finding]:
 
 
 def _no_gpu() -> Iterator[Finding]:
-    if any(Path("/dev").glob("nvidia[0-9]*")):
+    if has_gpu():
         advice = (
             "a driver is there that this torch cannot use: compare nvidia-smi with torch's CUDA"
         )

@@ -76,8 +76,8 @@ class BenchOptions:
     idle_ttft_ms: float | None = None
     """Simulate a queue before one server that takes this long for each request."""
     max_lag_ms: float | None = None
-    """Delay of the client that is allowed at p99; None: a part of the time between tokens."""
-    """Largest delay of the client, at the 99th percentile, in a valid result."""
+    """Largest delay of the client, at the 99th percentile, in a valid result; None: a part of the
+    time between tokens."""
     admin: str = ""
     """HOST:PORT of a router's admin port; spans are read there."""
 
