@@ -19,7 +19,7 @@ from baton.console.cli import app
 from baton.console.loadgen.benchmark import BenchOptions, Run, SearchOptions, measure
 from baton.console.loadgen.endpoints import Target
 from baton.console.loadgen.errors import BenchError
-from baton.console.loadgen.report.summary import Slo
+from baton.console.loadgen.report.summary import IDLE_SHARE, Slo
 from baton.console.loadgen.report.tables import figure
 from baton.console.loadgen.trace_files import TraceRow
 from baton.console.loadgen.workload import Workload
@@ -132,12 +132,15 @@ def test_a_client_that_cannot_keep_up_says_so(tmp_path: Path) -> None:
             *("--report", str(tmp_path)),
         )
     assert found.exit_code == 1, found.output
-    # Beside other work, the machine and not the client may be what is short.
-    blamed = "the client was the bottleneck|this machine is busy"
-    assert re.search(f"NOT VALID: ({blamed})", found.stdout)
+    result = json.loads((tmp_path / "result.json").read_text())
+    clients = [run["client"] for run in result["runs"] if run["client"]["complaints"]]
+    # Beside other work it has less than half of a core, and the machine is to blame.
+    is_idle = max(client["busiest_cpu_share"] for client in clients) < IDLE_SHARE
+    blamed = "this machine is busy" if is_idle else "the client was the bottleneck"
+    assert f"NOT VALID: {blamed}" in found.stdout
     assert re.search(r"1 % of the requests were sent \d+\.\d ms late", found.stdout)
     assert "not valid" in found.stderr
-    assert json.loads((tmp_path / "result.json").read_text())["valid"] is False
+    assert result["valid"] is False
     assert "Not valid" in (tmp_path / "report.html").read_text()
 
 

@@ -175,7 +175,7 @@ def test_what_is_held_at_rest_does_not_grow(tmp_path):
         print(f"\n{soak.report()}")
     assert set(codes.values()) == {0}, cluster.tail()
     assert set(soak.outcomes) == {"whole", "streamed", "cancelled"}, cluster.tail()
-    assert soak.outcomes["cancelled"] > 0.02 * soak.outcomes.total()
+    assert soak.outcomes["cancelled"] > 0.05 * soak.outcomes.total()
     for name, samples in soak.samples.items():
         first, middle, last = samples[0], samples[len(samples) // 2], samples[-1]
         slack_bytes = SLACK_BYTES / (last.requests - middle.requests)
