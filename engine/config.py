@@ -18,7 +18,7 @@ class EngineConfig(Bounds):
     load_format: str = "auto"
     """"auto", "safetensors", "gguf" or "dummy"."""
     dtype: str = "auto"
-    """"float32", "bfloat16" or "float16"; auto: float32 on CPU, the model's own elsewhere."""
+    """"float32", "bfloat16" or "float16"; auto: float32 on CPU, bfloat16 elsewhere."""
     device: str = "auto"
     """"cpu", "cuda", "cuda:1"; auto: cuda where there is one."""
     seed: int = 0

@@ -94,8 +94,8 @@ class WorkerSettings(BaseModel):
     served_name: str = ""
     """Sets the model name that clients use. Empty: the last part of `model`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Sets the number format of weights and KV. `auto`: the one in config.json; on a CPU float32,
-    which is fast there."""
+    """Sets the number format of weights and KV. `auto`: bfloat16, and on a CPU float32, which is
+    fast there."""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """Sets the device: `auto`, `cpu`, `cuda` or `cuda:N`. `auto`: the first GPU if there is one."""
     gpu_slots_dir: str = ""

@@ -82,7 +82,7 @@ def _takes(name: str, field: FieldInfo) -> str:
     if isinstance(kind, type) and issubclass(kind, Role):
         return ", ".join(f"`{role}`" for role in Role)
     if get_origin(kind) is tuple:
-        return "list of `HOST:PORT`"
+        return "list of texts" if get_args(kind)[0] is str else "list of `HOST:PORT`"
     addresses = name in ("admin", "listen", "internal_listen", "http_listen")
     words = ["`HOST:PORT`" if addresses else TYPES[kind]]
     words += [unit for suffix, unit in UNITS.items() if name.endswith(suffix)][-1:]
