@@ -21,6 +21,34 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _ToolMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ToolModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    TOOL_MODE_UNSPECIFIED: _ToolMode.ValueType  # 0
+    """Not set: rejected."""
+    TOOL_MODE_AUTO: _ToolMode.ValueType  # 1
+    """The model decides."""
+    TOOL_MODE_NONE: _ToolMode.ValueType  # 2
+    """No call. The model does not see the tools."""
+    TOOL_MODE_REQUIRED: _ToolMode.ValueType  # 3
+    """At least one call."""
+
+class ToolMode(_ToolMode, metaclass=_ToolModeEnumTypeWrapper):
+    """Modes of ToolChoice."""
+
+TOOL_MODE_UNSPECIFIED: ToolMode.ValueType  # 0
+"""Not set: rejected."""
+TOOL_MODE_AUTO: ToolMode.ValueType  # 1
+"""The model decides."""
+TOOL_MODE_NONE: ToolMode.ValueType  # 2
+"""No call. The model does not see the tools."""
+TOOL_MODE_REQUIRED: ToolMode.ValueType  # 3
+"""At least one call."""
+Global___ToolMode: _TypeAlias = ToolMode  # noqa: Y015
+
 class _Role:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -35,6 +63,8 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     """The user."""
     ROLE_ASSISTANT: _Role.ValueType  # 3
     """The model."""
+    ROLE_TOOL: _Role.ValueType  # 4
+    """The result of a call."""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
     """Speaker of a turn."""
@@ -47,6 +77,8 @@ ROLE_USER: Role.ValueType  # 2
 """The user."""
 ROLE_ASSISTANT: Role.ValueType  # 3
 """The model."""
+ROLE_TOOL: Role.ValueType  # 4
+"""The result of a call."""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
 class _FinishReason:
@@ -63,6 +95,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """A stop sequence or stop token."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 3
     """max_tokens or the context limit."""
+    FINISH_REASON_TOOL_CALLS: _FinishReason.ValueType  # 4
+    """The model calls functions."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why generation ended without an error."""
@@ -75,6 +109,8 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 2
 """A stop sequence or stop token."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 3
 """max_tokens or the context limit."""
+FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 4
+"""The model calls functions."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
@@ -93,6 +129,9 @@ class GenerationInput(_message.Message):
     CHOICES_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    STRUCTURE_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name, as ListModels reports it. Empty selects the only model, where
     exactly one is served.
@@ -109,6 +148,14 @@ class GenerationInput(_message.Message):
     """Whether to add the special tokens that the model expects around a text,
     such as a beginning of text. Unset: true for text and false for chat, whose
     template writes its own. Token ids are used as they are: true is rejected.
+    """
+    cache_salt: _builtins.str
+    """At most 256 bytes. Requests share cached pages of their prompts only if
+    they have the same salt, and the same tenant.
+    """
+    truncate_prompt_tokens: _builtins.int
+    """Keep only this many tokens of the prompt, its last, and no more than the
+    context holds beside max_tokens; at least 1.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
@@ -132,6 +179,13 @@ class GenerationInput(_message.Message):
     def output(self) -> Global___OutputOptions:
         """What to return beside text."""
 
+    @_builtins.property
+    def structure(self) -> Global___Structure:
+        """The form that the output must have; unset for any. It begins behind the
+        thinking of a model that thinks. Beside tools an answer has this form or
+        calls functions. Not beside `ignore_eos`.
+        """
+
     def __init__(
         self,
         *,
@@ -145,10 +199,13 @@ class GenerationInput(_message.Message):
         choices: _builtins.int | None = ...,
         priority: _builtins.int | None = ...,
         add_special_tokens: _builtins.bool | None = ...,
+        structure: Global___Structure | None = ...,
+        cache_salt: _builtins.str = ...,
+        truncate_prompt_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_choices", b"_choices", "_priority", b"_priority", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "choices", b"choices", "output", b"output", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_choices", b"_choices", "_priority", b"_priority", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "choices", b"choices", "output", b"output", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "stop", b"stop", "structure", b"structure", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_choices", b"_choices", "_priority", b"_priority", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "choices", b"choices", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "stop", b"stop", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_choices", b"_choices", "_priority", b"_priority", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "add_special_tokens", b"add_special_tokens", "cache_salt", b"cache_salt", "chat", b"chat", "choices", b"choices", "model", b"model", "output", b"output", "priority", b"priority", "prompt", b"prompt", "sampling", b"sampling", "stop", b"stop", "structure", b"structure", "text", b"text", "token_ids", b"token_ids", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
@@ -156,6 +213,8 @@ class GenerationInput(_message.Message):
     _WhichOneofArgType__choices: _TypeAlias = _typing.Literal["_choices", b"_choices"]  # noqa: Y015
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
+    _WhichOneofReturnType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["truncate_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__truncate_prompt_tokens: _TypeAlias = _typing.Literal["_truncate_prompt_tokens", b"_truncate_prompt_tokens"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
@@ -165,9 +224,113 @@ class GenerationInput(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__truncate_prompt_tokens) -> _WhichOneofReturnType__truncate_prompt_tokens | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerationInput: _TypeAlias = GenerationInput  # noqa: Y015
+
+@_typing.final
+class Structure(_message.Message):
+    """The form of an output. Its text has at most 256 KiB."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_OBJECT_FIELD_NUMBER: _builtins.int
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    LARK_FIELD_NUMBER: _builtins.int
+    GBNF_FIELD_NUMBER: _builtins.int
+    json_object: _builtins.bool
+    """Any JSON object: must be true."""
+    regex: _builtins.str
+    """A regular expression, in the syntax of Rust's regex crate, that the whole
+    output matches.
+    """
+    lark: _builtins.str
+    """A grammar in llguidance's variant of Lark."""
+    gbnf: _builtins.str
+    """A grammar in llama.cpp's GBNF."""
+    @_builtins.property
+    def json_schema(self) -> Global___JsonSchema:
+        """An instance of a JSON schema."""
+
+    @_builtins.property
+    def choice(self) -> Global___Choices:
+        """One of some texts."""
+
+    def __init__(
+        self,
+        *,
+        json_object: _builtins.bool = ...,
+        json_schema: Global___JsonSchema | None = ...,
+        regex: _builtins.str = ...,
+        choice: Global___Choices | None = ...,
+        lark: _builtins.str = ...,
+        gbnf: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "form", b"form", "gbnf", b"gbnf", "json_object", b"json_object", "json_schema", b"json_schema", "lark", b"lark", "regex", b"regex"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "form", b"form", "gbnf", b"gbnf", "json_object", b"json_object", "json_schema", b"json_schema", "lark", b"lark", "regex", b"regex"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_form: _TypeAlias = _typing.Literal["json_object", "json_schema", "regex", "choice", "lark", "gbnf"]  # noqa: Y015
+    _WhichOneofArgType_form: _TypeAlias = _typing.Literal["form", b"form"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_form) -> _WhichOneofReturnType_form | None: ...
+
+Global___Structure: _TypeAlias = Structure  # noqa: Y015
+
+@_typing.final
+class JsonSchema(_message.Message):
+    """A JSON schema."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SCHEMA_FIELD_NUMBER: _builtins.int
+    STRICT_FIELD_NUMBER: _builtins.int
+    schema: _builtins.str
+    """The schema as JSON, whose order of properties is the output's."""
+    strict: _builtins.bool
+    """Refuse the request if a keyword of the schema cannot be enforced. Otherwise
+    such keywords are dropped, and GenerationStarted names them.
+    """
+    def __init__(
+        self,
+        *,
+        schema: _builtins.str = ...,
+        strict: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["schema", b"schema", "strict", b"strict"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JsonSchema: _TypeAlias = JsonSchema  # noqa: Y015
+
+@_typing.final
+class Choices(_message.Message):
+    """Texts to choose from."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """At least one; none is empty."""
+
+    def __init__(
+        self,
+        *,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Choices: _TypeAlias = Choices  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):
@@ -202,9 +365,24 @@ class ChatPrompt(_message.Message):
     MESSAGES_FIELD_NUMBER: _builtins.int
     TEMPLATE_VARIABLES_FIELD_NUMBER: _builtins.int
     CONTINUE_LAST_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    TOOL_CHOICE_FIELD_NUMBER: _builtins.int
+    PARALLEL_TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    REASONING_EFFORT_FIELD_NUMBER: _builtins.int
+    THINKING_TOKEN_BUDGET_FIELD_NUMBER: _builtins.int
     continue_last: _builtins.bool
     """The last turn, which must be the assistant's, has only begun: the answer
     goes on where its content ends.
+    """
+    parallel_tool_calls: _builtins.bool
+    """False allows one call only. Unset: true."""
+    reasoning_effort: _builtins.str
+    """How much to think: "none", "minimal", "low", "medium", "high" or "xhigh",
+    as far as the chat template knows it. Empty: as the template says.
+    """
+    thinking_token_budget: _builtins.int
+    """Most tokens to think, after which the thinking is ended. Needs a model that
+    thinks.
     """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
@@ -218,20 +396,107 @@ class ChatPrompt(_message.Message):
         rejected.
         """
 
+    @_builtins.property
+    def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
+        """Functions that the model may call, at most 128, with all their schemas at
+        most 256 KiB. The answer then comes as `message`.
+        """
+
+    @_builtins.property
+    def tool_choice(self) -> Global___ToolChoice:
+        """Whether to call them. Unset: auto."""
+
     def __init__(
         self,
         *,
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
         template_variables: _struct_pb2.Struct | None = ...,
         continue_last: _builtins.bool = ...,
+        tools: _abc.Iterable[Global___Tool] | None = ...,
+        tool_choice: Global___ToolChoice | None = ...,
+        parallel_tool_calls: _builtins.bool | None = ...,
+        reasoning_effort: _builtins.str = ...,
+        thinking_token_budget: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["template_variables", b"template_variables"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls", "_thinking_token_budget", b"_thinking_token_budget", "parallel_tool_calls", b"parallel_tool_calls", "template_variables", b"template_variables", "thinking_token_budget", b"thinking_token_budget", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["continue_last", b"continue_last", "messages", b"messages", "template_variables", b"template_variables"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls", "_thinking_token_budget", b"_thinking_token_budget", "continue_last", b"continue_last", "messages", b"messages", "parallel_tool_calls", b"parallel_tool_calls", "reasoning_effort", b"reasoning_effort", "template_variables", b"template_variables", "thinking_token_budget", b"thinking_token_budget", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__parallel_tool_calls: _TypeAlias = _typing.Literal["parallel_tool_calls"]  # noqa: Y015
+    _WhichOneofArgType__parallel_tool_calls: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls"]  # noqa: Y015
+    _WhichOneofReturnType__thinking_token_budget: _TypeAlias = _typing.Literal["thinking_token_budget"]  # noqa: Y015
+    _WhichOneofArgType__thinking_token_budget: _TypeAlias = _typing.Literal["_thinking_token_budget", b"_thinking_token_budget"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parallel_tool_calls) -> _WhichOneofReturnType__parallel_tool_calls | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__thinking_token_budget) -> _WhichOneofReturnType__thinking_token_budget | None: ...
+
+Global___ChatPrompt: _TypeAlias = ChatPrompt  # noqa: Y015
+
+@_typing.final
+class Tool(_message.Message):
+    """A function that the model may call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
+    PARAMETERS_FIELD_NUMBER: _builtins.int
+    STRICT_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name: letters, digits, `_`, `-` and `.`, at most 64."""
+    description: _builtins.str
+    """What it does, for the model; may be empty."""
+    parameters: _builtins.str
+    """JSON schema of its arguments, an object, as JSON. Empty: no arguments."""
+    strict: _builtins.bool
+    """Hold arguments to the schema, and refuse the request if a keyword of the
+    schema cannot be enforced. Where a call is required, arguments are held to
+    the schema in any case, without such keywords.
+    """
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        description: _builtins.str = ...,
+        parameters: _builtins.str = ...,
+        strict: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description", "name", b"name", "parameters", b"parameters", "strict", b"strict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ChatPrompt: _TypeAlias = ChatPrompt  # noqa: Y015
+Global___Tool: _TypeAlias = Tool  # noqa: Y015
+
+@_typing.final
+class ToolChoice(_message.Message):
+    """Whether the model calls functions."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODE_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    mode: Global___ToolMode.ValueType
+    """One of the modes."""
+    name: _builtins.str
+    """The name of the one function to call."""
+    def __init__(
+        self,
+        *,
+        mode: Global___ToolMode.ValueType = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "mode", b"mode", "name", b"name"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "mode", b"mode", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_choice: _TypeAlias = _typing.Literal["mode", "name"]  # noqa: Y015
+    _WhichOneofArgType_choice: _TypeAlias = _typing.Literal["choice", b"choice"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_choice) -> _WhichOneofReturnType_choice | None: ...
+
+Global___ToolChoice: _TypeAlias = ToolChoice  # noqa: Y015
 
 @_typing.final
 class ChatMessage(_message.Message):
@@ -241,23 +506,71 @@ class ChatMessage(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
     role: Global___Role.ValueType
     """Who speaks."""
     content: _builtins.str
     """What is said; may be empty."""
+    reasoning: _builtins.str
+    """What the assistant thought before, for templates that want it."""
+    tool_call_id: _builtins.str
+    """Of a tool's turn: the call that it answers."""
+    name: _builtins.str
+    """Of a tool's turn: the function's name. Empty: the call's."""
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """Calls that the assistant made."""
+
     def __init__(
         self,
         *,
         role: Global___Role.ValueType = ...,
         content: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        tool_call_id: _builtins.str = ...,
+        name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
+
+@_typing.final
+class ToolCall(_message.Message):
+    """A call of a function."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """Set by the server in answers; a tool's turn refers to it."""
+    name: _builtins.str
+    """The function's name."""
+    arguments: _builtins.str
+    """The arguments as JSON, as the model wrote them."""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
 
 @_typing.final
 class SamplingOptions(_message.Message):
@@ -294,6 +607,8 @@ class SamplingOptions(_message.Message):
     REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """Finite, at least 0. 0 is greedy, and so is all below 0.00001. Unset: 1."""
     top_p: _builtins.float
@@ -320,6 +635,18 @@ class SamplingOptions(_message.Message):
         vocabulary's size.
         """
 
+    @_builtins.property
+    def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The only tokens that may be drawn: at most 16,384, each below the
+        vocabulary's size. Empty: all.
+        """
+
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Texts that are never completed, neither at the start of a word nor within
+        it: at most 128, each of 1 to 256 bytes. Needs a tokenizer.
+        """
+
     def __init__(
         self,
         *,
@@ -332,10 +659,12 @@ class SamplingOptions(_message.Message):
         repetition_penalty: _builtins.float | None = ...,
         seed: _builtins.int | None = ...,
         logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
+        allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        bad_words: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
     _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
@@ -446,6 +775,9 @@ class OutputOptions(_message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     OMIT_TEXT_FIELD_NUMBER: _builtins.int
+    SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    OMIT_REASONING_FIELD_NUMBER: _builtins.int
     logprobs: _builtins.bool
     """Return log probabilities of the chosen tokens."""
     top_logprobs: _builtins.int
@@ -456,6 +788,14 @@ class OutputOptions(_message.Message):
     """
     omit_text: _builtins.bool
     """Leave `text` empty and return ids only; stop texts still apply."""
+    skip_special_tokens: _builtins.bool
+    """Leave special tokens out of the text. Unset: true."""
+    message: _builtins.bool
+    """Return the answer to a chat as `message`, its reasoning, content and calls
+    apart. `text` is then empty. Always so where the prompt has tools.
+    """
+    omit_reasoning: _builtins.bool
+    """Leave the reasoning out of `message`. It is counted nevertheless."""
     def __init__(
         self,
         *,
@@ -463,12 +803,17 @@ class OutputOptions(_message.Message):
         top_logprobs: _builtins.int = ...,
         prompt_logprobs: _builtins.bool = ...,
         omit_text: _builtins.bool = ...,
+        skip_special_tokens: _builtins.bool | None = ...,
+        message: _builtins.bool = ...,
+        omit_reasoning: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "skip_special_tokens", b"skip_special_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "omit_text", b"omit_text", "prompt_logprobs", b"prompt_logprobs", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens", "logprobs", b"logprobs", "message", b"message", "omit_reasoning", b"omit_reasoning", "omit_text", b"omit_text", "prompt_logprobs", b"prompt_logprobs", "skip_special_tokens", b"skip_special_tokens", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__skip_special_tokens: _TypeAlias = _typing.Literal["skip_special_tokens"]  # noqa: Y015
+    _WhichOneofArgType__skip_special_tokens: _TypeAlias = _typing.Literal["_skip_special_tokens", b"_skip_special_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__skip_special_tokens) -> _WhichOneofReturnType__skip_special_tokens | None: ...
 
 Global___OutputOptions: _TypeAlias = OutputOptions  # noqa: Y015
 
@@ -552,6 +897,7 @@ class Choice(_message.Message):
     OUTPUT_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     STOP_SEQUENCE_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """From 0."""
     finish_reason: Global___FinishReason.ValueType
@@ -562,6 +908,10 @@ class Choice(_message.Message):
     def output(self) -> Global___TokenDelta:
         """All its tokens and text."""
 
+    @_builtins.property
+    def message(self) -> Global___ChatMessage:
+        """The answer in its parts, where it is parsed."""
+
     def __init__(
         self,
         *,
@@ -569,10 +919,11 @@ class Choice(_message.Message):
         output: Global___TokenDelta | None = ...,
         finish_reason: Global___FinishReason.ValueType = ...,
         stop_sequence: _builtins.str = ...,
+        message: Global___ChatMessage | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["output", b"output"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "output", b"output"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "output", b"output", "stop_sequence", b"stop_sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "message", b"message", "output", b"output", "stop_sequence", b"stop_sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -656,6 +1007,7 @@ class GenerationStarted(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    DROPPED_KEYWORDS_FIELD_NUMBER: _builtins.int
     generation_id: _builtins.str
     """Server's id of the generation, 32 hex digits; the trace id of its spans."""
     model: _builtins.str
@@ -670,6 +1022,10 @@ class GenerationStarted(_message.Message):
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
         """One per prompt token, where asked for; the first has no log probability."""
 
+    @_builtins.property
+    def dropped_keywords(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """JSON pointers of keywords of the schema that are not enforced."""
+
     def __init__(
         self,
         *,
@@ -679,10 +1035,11 @@ class GenerationStarted(_message.Message):
         prompt_tokens: _builtins.int = ...,
         cached_prompt_tokens: _builtins.int = ...,
         prompt_logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        dropped_keywords: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "generation_id", b"generation_id", "model", b"model", "model_revision", b"model_revision", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "dropped_keywords", b"dropped_keywords", "generation_id", b"generation_id", "model", b"model", "model_revision", b"model_revision", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -701,6 +1058,7 @@ class TokenDelta(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
     choice_index: _builtins.int
     """Which of the choices these tokens belong to."""
     first_token_index: _builtins.int
@@ -717,6 +1075,12 @@ class TokenDelta(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
         """One per token, where asked for."""
 
+    @_builtins.property
+    def message(self) -> Global___MessageDelta:
+        """What these tokens add to the message, where the answer is parsed. Then
+        `text` is empty.
+        """
+
     def __init__(
         self,
         *,
@@ -725,14 +1089,81 @@ class TokenDelta(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         text: _builtins.str = ...,
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        message: Global___MessageDelta | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_index", b"choice_index", "first_token_index", b"first_token_index", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice_index", b"choice_index", "first_token_index", b"first_token_index", "logprobs", b"logprobs", "message", b"message", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TokenDelta: _TypeAlias = TokenDelta  # noqa: Y015
+
+@_typing.final
+class MessageDelta(_message.Message):
+    """What tokens add to a message."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONTENT_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    content: _builtins.str
+    """More of the content."""
+    reasoning: _builtins.str
+    """More of what the model thinks."""
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]:
+        """New calls, and more of a call's arguments."""
+
+    def __init__(
+        self,
+        *,
+        content: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "reasoning", b"reasoning", "tool_calls", b"tool_calls"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MessageDelta: _TypeAlias = MessageDelta  # noqa: Y015
+
+@_typing.final
+class ToolCallDelta(_message.Message):
+    """What tokens add to a call. The first one of a call has its id and name."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Which of the message's calls, from 0."""
+    id: _builtins.str
+    """See ToolCall."""
+    name: _builtins.str
+    """See ToolCall."""
+    arguments: _builtins.str
+    """More of the arguments, as the model writes them."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "index", b"index", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCallDelta: _TypeAlias = ToolCallDelta  # noqa: Y015
 
 @_typing.final
 class TokenLogprobs(_message.Message):
@@ -841,22 +1272,26 @@ class Usage(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of the prompt, counted once."""
     cached_prompt_tokens: _builtins.int
     """Of those, from a prefix cache."""
     output_tokens: _builtins.int
     """Tokens generated, over all choices."""
+    reasoning_tokens: _builtins.int
+    """Of those, spent on thinking, where the answer is parsed."""
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         cached_prompt_tokens: _builtins.int = ...,
         output_tokens: _builtins.int = ...,
+        reasoning_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

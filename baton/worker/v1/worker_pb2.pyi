@@ -135,6 +135,8 @@ class _FailureReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Failure
     """The peer named in Submit is unknown or its fingerprint differs."""
     FAILURE_REASON_QUEUE_FULL: _FailureReason.ValueType  # 8
     """The queue of this worker is full."""
+    FAILURE_REASON_STRUCTURE: _FailureReason.ValueType  # 9
+    """The grammar of the output needs more fuel than it has, or left no token."""
 
 class FailureReason(_FailureReason, metaclass=_FailureReasonEnumTypeWrapper):
     """Why an attempt failed at a worker."""
@@ -157,6 +159,8 @@ FAILURE_REASON_BAD_PEER: FailureReason.ValueType  # 7
 """The peer named in Submit is unknown or its fingerprint differs."""
 FAILURE_REASON_QUEUE_FULL: FailureReason.ValueType  # 8
 """The queue of this worker is full."""
+FAILURE_REASON_STRUCTURE: FailureReason.ValueType  # 9
+"""The grammar of the output needs more fuel than it has, or left no token."""
 Global___FailureReason: _TypeAlias = FailureReason  # noqa: Y015
 
 @_typing.final
@@ -741,6 +745,10 @@ class Sampling(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
+    THINKING_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """0 is greedy."""
     top_p: _builtins.float
@@ -761,9 +769,23 @@ class Sampling(_message.Message):
     """Log probabilities wanted: of the chosen token and of this many best;
     unset for none.
     """
+    grammar: _builtins.str
+    """The form of the output, as a grammar of llguidance's (JSON); empty for any."""
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
         """Bias by token id."""
+
+    @_builtins.property
+    def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The only tokens that may be drawn; empty for all."""
+
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Runs of tokens that are never completed, each as packed ids."""
+
+    @_builtins.property
+    def thinking(self) -> Global___ThinkingBudget:
+        """Ends the thinking of a model; unset for no bound."""
 
     def __init__(
         self,
@@ -778,16 +800,54 @@ class Sampling(_message.Message):
         seed: _builtins.int = ...,
         logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
         top_logprobs: _builtins.int | None = ...,
+        grammar: _builtins.str = ...,
+        allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        bad_words: _abc.Iterable[_builtins.bytes] | None = ...,
+        thinking: Global___ThinkingBudget | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "thinking", b"thinking", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "grammar", b"grammar", "logit_bias", b"logit_bias", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "thinking", b"thinking", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__top_logprobs: _TypeAlias = _typing.Literal["top_logprobs"]  # noqa: Y015
     _WhichOneofArgType__top_logprobs: _TypeAlias = _typing.Literal["_top_logprobs", b"_top_logprobs"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_logprobs) -> _WhichOneofReturnType__top_logprobs | None: ...
 
 Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
+
+@_typing.final
+class ThinkingBudget(_message.Message):
+    """A bound on the tokens that a model thinks. When they are spent, the tokens
+    that end the thinking are the only ones that may be drawn.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    BEGIN_IDS_FIELD_NUMBER: _builtins.int
+    END_IDS_FIELD_NUMBER: _builtins.int
+    tokens: _builtins.int
+    """Most output tokens before the end of thinking is forced."""
+    begin_ids: _builtins.bytes
+    """Packed ids with which the output begins if the model thinks; empty where
+    the prompt has begun the thinking already.
+    """
+    end_ids: _builtins.bytes
+    """Packed ids that end the thinking, at least one."""
+    def __init__(
+        self,
+        *,
+        tokens: _builtins.int = ...,
+        begin_ids: _builtins.bytes = ...,
+        end_ids: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_ids", b"begin_ids", "end_ids", b"end_ids", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ThinkingBudget: _TypeAlias = ThinkingBudget  # noqa: Y015
 
 @_typing.final
 class Stopping(_message.Message):
