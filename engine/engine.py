@@ -19,6 +19,7 @@ from engine.config import EngineConfig
 from engine.loop.executor import Executor, TorchExecutor
 from engine.loop.profiling import StepProfiler
 from engine.loop.step_loop import OnLost, OnStep, StepLoop
+from engine.masks.matchers import Matchers
 from engine.model import LoadedModel, load_model
 from engine.pages.blocks import BlockManager, CacheEvent
 from engine.pages.eviction import EVICTION_POLICIES
@@ -45,10 +46,13 @@ class Engine:
     The events of a request go to the sink that it was submitted with (`engine.types`).
     """
 
-    def __init__(self, model: ModelInfo, pool: KvPool, loop: StepLoop) -> None:
+    def __init__(
+        self, model: ModelInfo, pool: KvPool, loop: StepLoop, matchers: Matchers | None = None
+    ) -> None:
         self.model = model
         self.pool = pool
         self._loop = loop
+        self._matchers = matchers or Matchers(model.path, model.vocab_size, model.eos_token_ids)
 
     @classmethod
     def build(cls, config: EngineConfig, progress: Progress | None = None) -> Engine:
@@ -99,10 +103,17 @@ class Engine:
     def stop(self) -> None:
         """Stops the step loop. Remaining requests are dropped without an event."""
         self._loop.stop()
+        self._matchers.close()
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Accepts a request. A request that cannot run gets RequestFailed."""
-        self._loop.submit(request, sink)
+        if not self._matchers.are_wanted(request):
+            self._loop.submit(request, sink)
+            return
+        matchers = self._matchers.prepare(request)
+        # The matchers hold `min_tokens`, since a grammar may end earlier.
+        stop = replace(request.stop, min_tokens=0)
+        self._loop.submit(replace(request, stop=stop), sink, matchers)
 
     def deliver(self, request_id: bytes, records: Sequence[TokenRecord]) -> None:
         """RECEIVE: the KV of the whole prompt is in the reserved pages.

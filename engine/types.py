@@ -45,6 +45,20 @@ class FailureReason(enum.Enum):
     INTERNAL = "internal"
     TOO_LARGE = "too_large"
     NUMERICAL = "numerical"
+    STRUCTURE = "structure"
+    """The grammar of its output needs more fuel than it has, or leaves no token to draw."""
+
+
+@dataclass(frozen=True, slots=True)
+class ThinkingBudget:
+    """A bound on the tokens that a model thinks."""
+
+    tokens: int
+    """Most output tokens before the end of the thinking is forced."""
+    begin_ids: tuple[int, ...]
+    """The output begins with these if the model thinks; empty if the prompt has begun it."""
+    end_ids: tuple[int, ...]
+    """These end the thinking."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +79,20 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     top_logprobs: int | None = None
     """None: no log probabilities; n: those of the token and of the n best."""
+    grammar: str = ""
+    """The form of the output, in llguidance's own form (JSON); empty: any."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """The only tokens to draw; empty: all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Runs of tokens that are never completed."""
+    thinking: ThinkingBudget | None = None
+
+    @property
+    def is_restricted(self) -> bool:
+        """Whether not every token may be drawn."""
+        return bool(
+            self.grammar or self.allowed_token_ids or self.bad_words or self.thinking is not None
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from engine.types import (
     Request,
     SamplingParams,
     StopRules,
+    ThinkingBudget,
     TokenIds,
     TokenRecord,
 )
@@ -49,6 +50,7 @@ _FAILURE_REASONS: Final = {
     FailureReason.INTERNAL: worker_pb2.FAILURE_REASON_INTERNAL,
     FailureReason.TOO_LARGE: worker_pb2.FAILURE_REASON_TOO_LARGE,
     FailureReason.NUMERICAL: worker_pb2.FAILURE_REASON_NUMERICAL,
+    FailureReason.STRUCTURE: worker_pb2.FAILURE_REASON_STRUCTURE,
 }
 
 
@@ -319,4 +321,19 @@ def _sampling_of(message: worker_pb2.Sampling) -> SamplingParams:
         seed=message.seed,
         logit_bias=dict(message.logit_bias),
         top_logprobs=message.top_logprobs if message.HasField("top_logprobs") else None,
+        grammar=message.grammar,
+        allowed_token_ids=tuple(message.allowed_token_ids),
+        bad_words=tuple(_run(word) for word in message.bad_words),
+        thinking=_thinking_of(message.thinking) if message.HasField("thinking") else None,
     )
+
+
+def _thinking_of(message: worker_pb2.ThinkingBudget) -> ThinkingBudget:
+    begin_ids, end_ids = _run(message.begin_ids), _run(message.end_ids)
+    if not end_ids:
+        raise MalformedMessage("thinking")
+    return ThinkingBudget(message.tokens, begin_ids, end_ids)
+
+
+def _run(packed: bytes) -> tuple[int, ...]:
+    return tuple(unpack_ids(packed).tolist())

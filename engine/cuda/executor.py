@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.paged import PagedAttention, PagedStep
@@ -36,9 +37,10 @@ from engine.cuda.packing import PackedStep, pack, rows_of, stores_of
 from engine.cuda.shapes import PROMPT_ROWS, Shape, Shapes
 from engine.cuda.staging import Int32s, StepStaging
 from engine.loop.executor import SCORE_ROWS, Launched
+from engine.masks.rules import words_of
 from engine.model import Model
 from engine.pages.kv_pool import KvPool
-from engine.sampling import SamplePlan, Sampler, SampleResult, Scores, score
+from engine.sampling import Masks, SamplePlan, Sampler, SampleResult, Scores, score
 from engine.schedule.step import ScorePlan, ScoreResult, StepPlan, StepResult
 from telemetry import failpoints
 
@@ -63,6 +65,17 @@ class _InFlight(NamedTuple):
     future: Launched
 
 
+class _Draw(NamedTuple):
+    """The draw of a step whose logits are computed, or will be."""
+
+    logits: Tensor
+    """[S, vocab]"""
+    slots: Tensor
+    """[S]"""
+    plan: SamplePlan | None
+    scores: list[_HostScores]
+
+
 class StepWaiter:
     """Completes the futures of steps, in order, on a thread of its own.
 
@@ -74,11 +87,10 @@ class StepWaiter:
         self._thread = threading.Thread(target=self._run, name="baton-step-waiter", daemon=True)
         self._thread.start()
 
-    def add(self, done: torch.cuda.Event, read: Read) -> Launched:
-        """Takes a launched step; returns its future."""
-        step = _InFlight(done, read, Future())
-        self._steps.put(step)
-        return step.future
+    def add(self, done: torch.cuda.Event, read: Read, future: Launched) -> Launched:
+        """Takes a launched step and its future, which it returns."""
+        self._steps.put(_InFlight(done, read, future))
+        return future
 
     def stop(self) -> None:
         """Ends the thread after the steps that it has."""
@@ -124,6 +136,8 @@ class CudaExecutor:
         self._inputs = Inputs(shapes[0], most_rows, max_pages, device)
         self._graphs: dict[Shape, _Graph] = {}
         self._waiter = StepWaiter()
+        self._waiting: tuple[_Draw, Launched] | None = None
+        """The draw of the step launched last, if it waits for masks."""
 
     def capture(self, progress: Progress | None = None) -> None:
         """Makes the graph of every shape. Blocks until that is done.
@@ -166,6 +180,25 @@ class CudaExecutor:
             failed.set_exception(error)
             return failed
 
+    def mask_bits(self, count: int) -> NDArray[np.int32]:
+        """Pinned memory. The allocator does not reuse it before it is copied."""
+        words = words_of(self._sampler.vocab_size)
+        bits: NDArray[np.int32] = torch.empty(
+            (count, words), dtype=torch.int32, pin_memory=True
+        ).numpy()
+        return bits
+
+    def sample(self, masks: Masks | None) -> None:
+        """Queues the draw that waits. A step whose launch failed has none."""
+        if self._waiting is None:
+            return
+        (draw, future), self._waiting = self._waiting, None
+        try:
+            with torch.inference_mode(), torch.cuda.stream(self.stream):
+                self._finish(self._draw(draw, masks), future)
+        except Exception as error:
+            future.set_exception(error)
+
     def shutdown(self) -> None:
         """Waits for the steps launched."""
         self._waiter.stop()
@@ -175,9 +208,12 @@ class CudaExecutor:
             self._transfer(plan)
         if plan.num_tokens == 0:
             return self._finish(_nothing_drawn)
-        if (shape := self._shapes.of(plan)) is not None:
-            return self._finish(self._padded(plan, shape))
-        return self._finish(self._exact(plan))
+        shape = self._shapes.of(plan)
+        draw = self._exact(plan) if shape is None else self._padded(plan, shape)
+        if plan.masked.size:
+            self._waiting = draw, Future()
+            return self._waiting[1]
+        return self._finish(self._draw(draw))
 
     def _transfer(self, plan: StepPlan) -> None:
         """Queues page copies and token table writes before the step. They are rare, so no graph has
@@ -191,14 +227,14 @@ class CudaExecutor:
         if plan.write_slots.size:
             self._token_table[slots.long()] = tokens
 
-    def _finish(self, read: Read) -> Launched:
+    def _finish(self, read: Read, future: Launched | None = None) -> Launched:
         done = torch.cuda.Event(blocking=True)
         done.record(self.stream)
-        return self._waiter.add(done, read)
+        return self._waiter.add(done, read, future or Future())
 
     # -- steps of a shape -----------------------------------------------------------------------
 
-    def _padded(self, plan: StepPlan, shape: Shape) -> Read:
+    def _padded(self, plan: StepPlan, shape: Shape) -> _Draw:
         packed = self._pack(plan, shape)
         ready = self._graphs.get(shape)
         if ready is None:
@@ -206,14 +242,12 @@ class CudaExecutor:
         else:
             ready.graph.replay()
             logits = ready.logits
-        if plan.sample is None:
-            return _nothing_drawn
         count = len(plan.sample_slots)
-        if count == plan.num_decodes:
+        if plan.sample is None or count == plan.num_decodes:
             logits = logits[:count]
         else:
             logits = logits.index_select(0, packed.sampled)
-        return self._draw(logits, packed.sample_slots, plan.sample, [])
+        return _Draw(logits, packed.sample_slots, plan.sample, [])
 
     def _pack(self, plan: StepPlan | None, shape: Shape) -> PackedStep:
         """Packs the step and queues its copy to the device. None: padding only."""
@@ -233,7 +267,7 @@ class CudaExecutor:
 
     # -- steps with longer prompts --------------------------------------------------------------
 
-    def _exact(self, plan: StepPlan) -> Read:
+    def _exact(self, plan: StepPlan) -> _Draw:
         count, add = plan.num_decodes, self._staging.add
         queries = plan.query_lens[count:]
         self._staging.begin()
@@ -260,9 +294,8 @@ class CudaExecutor:
             pages = page_table.index_select(0, sampled_rows)
             ends = RowEnds(sampled, sampled_contexts, pages)
             hidden = self._forward.hidden(token_ids, positions, stores, ends)
-        if plan.sample is None:
-            return lambda: _nothing_drawn(scores)
-        return self._draw(self._forward.logits(hidden), slots, plan.sample, scores)
+        logits = hidden if plan.sample is None else self._forward.logits(hidden)
+        return _Draw(logits, slots, plan.sample, scores)
 
     def _score(self, hidden: Tensor, wanted: ScorePlan) -> _HostScores:
         """Scores a prompt in chunks of rows, since a long prompt's logits would not fit at once."""
@@ -278,20 +311,16 @@ class CudaExecutor:
 
     # -- drawing --------------------------------------------------------------------------------
 
-    def _draw(
-        self,
-        logits: Tensor,
-        slots: Tensor,
-        plan: SamplePlan | None,
-        scores: list[_HostScores],
-    ) -> Read:
-        """Draws tokens from [S, vocab], puts them into the token table at [S] slots and queues
-        their copy to the host."""
-        assert plan is not None, "rows whose logits are computed are sampled"
-        if plan == SamplePlan(plan.num_rows):
+    def _draw(self, draw: _Draw, masks: Masks | None = None) -> Read:
+        """Draws a step's tokens, puts them into the token table and queues their copy to the
+        host."""
+        logits, slots, plan, scores = draw
+        if plan is None:
+            return lambda: _nothing_drawn(scores)
+        if masks is None and plan == SamplePlan(plan.num_rows):
             drawn = _to_pinned(greedy(logits, slots, self._token_table))
             return lambda: _read_greedy(drawn, scores)
-        result = self._sampler.sample(logits.float(), plan)
+        result = self._sampler.sample(logits.float(), plan, masks)
         self._token_table[slots.long()] = result.tokens.int()
         host = result._replace(
             **{name: _to_pinned(t) for name, t in result._asdict().items() if t is not None}

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention import AttentionBackend, AttentionBatch
+from engine.masks.rules import words_of
 from engine.model import Model
 from engine.pages.kv_pool import KvPool
-from engine.sampling import Sampler, SampleResult, score
+from engine.sampling import Masks, Sampler, SampleResult, score
 from engine.schedule.step import ScorePlan, ScoreResult, StepPlan, StepResult
 from telemetry import failpoints
 
@@ -34,7 +35,17 @@ class Executor(Protocol):
     """Runs steps."""
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Queues a step after those launched before."""
+        """Queues a step after those launched before. If the plan has masked rows, the draw of all
+        its tokens waits for `sample`."""
+        ...
+
+    def mask_bits(self, count: int) -> NDArray[np.int32]:
+        """Memory for `count` masks, from which they are sent to the device: [count, W]."""
+        ...
+
+    def sample(self, masks: Masks | None) -> None:
+        """Queues the draw of the step launched last, which was planned with masked rows. None: it
+        needs no masks any more."""
         ...
 
     def shutdown(self) -> None:
@@ -53,6 +64,13 @@ class NullExecutor:
             StepResult(np.zeros(count, np.int32), np.ones(count, np.bool_), None, None, None)
         )
         return done
+
+    def mask_bits(self, count: int) -> NDArray[np.int32]:
+        """Masks of one word."""
+        return np.zeros((count, 1), np.int32)
+
+    def sample(self, masks: Masks | None) -> None:
+        """Nothing to draw."""
 
     def shutdown(self) -> None:
         """Nothing to stop."""
@@ -80,18 +98,30 @@ class TorchExecutor:
         self._sampler = sampler
         self._device = device
         self._token_table = torch.zeros(max_slots, dtype=torch.int64, device=device)
+        self._masks: Future[Masks | None] | None = None
+        """Masks of the step launched last, for which the device's thread waits."""
         self._stream = ThreadPoolExecutor(1, thread_name_prefix="baton-device")
 
     def launch(self, plan: StepPlan) -> Launched:
         """Queues the step on the device's thread."""
-        return self._stream.submit(self._run, plan)
+        self._masks = Future() if plan.masked.size else None
+        return self._stream.submit(self._run, plan, self._masks)
+
+    def mask_bits(self, count: int) -> NDArray[np.int32]:
+        """New memory."""
+        return np.empty((count, words_of(self._sampler.vocab_size)), np.int32)
+
+    def sample(self, masks: Masks | None) -> None:
+        """Hands the masks to the device's thread."""
+        assert self._masks is not None, "the step launched last has no masked row"
+        self._masks.set_result(masks)
 
     def shutdown(self) -> None:
         """Waits for the steps launched and ends the thread."""
         self._stream.shutdown(wait=True)
 
     @torch.inference_mode()
-    def _run(self, plan: StepPlan) -> StepResult:
+    def _run(self, plan: StepPlan, masks: Future[Masks | None] | None = None) -> StepResult:
         failpoints.hit("engine.step")
         if plan.copy_source.size:
             self._pool.copy_pages(self._upload(plan.copy_source), self._upload(plan.copy_target))
@@ -104,7 +134,7 @@ class TorchExecutor:
         if plan.sample is None:
             return _empty_result(scores)
         logits = self._model.logits(hidden[self._upload(plan.sample_tokens)])
-        drawn = self._sampler.sample(logits, plan.sample)
+        drawn = self._sampler.sample(logits, plan.sample, masks.result() if masks else None)
         self._token_table[self._upload(plan.sample_slots)] = drawn.tokens
         return _to_host(drawn, scores)
 

@@ -16,7 +16,8 @@ The order of operations is that of vLLM's V1 sampler (`vllm/v1/sample/sampler.py
 the OpenAI API where that defines it:
 1. log probabilities of the model's own distribution, before any change to it;
 2. `min_tokens` (ids that would end the sequence cannot be drawn) and `logit_bias`;
-3. repetition penalty over prompt and output, then frequency and presence over the output;
+3. repetition penalty over prompt and output, then frequency and presence over the output; then the
+   mask: tokens that the form of the output does not allow cannot be drawn;
 4. greedy rows take the best token here, the lowest id among equals;
 5. temperature; 6. min-p; 7. top-k; 8. top-p over what is left, renormalised;
 9. one token by inverse CDF, in the order of the vocabulary, at the row's uniform number.
@@ -29,7 +30,7 @@ plan alone, and nothing here waits for the device.
 """
 
 from engine.sampling.ops import Scores, score
-from engine.sampling.plan import SamplePlan
+from engine.sampling.plan import Masks, SamplePlan
 from engine.sampling.sampler import Sampler, SampleResult
 
-__all__ = ["SamplePlan", "SampleResult", "Sampler", "Scores", "score"]
+__all__ = ["Masks", "SamplePlan", "SampleResult", "Sampler", "Scores", "score"]

@@ -82,6 +82,18 @@ def penalise(
     return logits.addcmul_(in_output.float(), presence[:, None], value=-1)
 
 
+def mask(logits: Tensor, bits: Tensor) -> Tensor:
+    """Minus infinity for tokens whose bit is clear; returns new logits.
+
+    Args:
+        logits: [R, V] float32.
+        bits: [R, W] int32, at least V bits.
+    """
+    shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
+    is_clear = (bits[:, :, None] >> shifts).bitwise_and_(1).eq_(0).view(len(bits), -1)
+    return logits.masked_fill(is_clear[:, : logits.shape[-1]].bool(), float("-inf"))
+
+
 def scale(logits: Tensor, temperature: Tensor) -> Tensor:
     """(logit - best of the row) / temperature: 0 at the best, so no temperature overflows.
 

@@ -82,6 +82,15 @@ class LogprobRows(NamedTuple):
     """The most alternatives that any row asks for. The reader takes each row's own number."""
 
 
+class Masks(NamedTuple):
+    """Rows that may draw only some tokens."""
+
+    rows: I64
+    """[M]"""
+    bits: NDArray[np.int32]
+    """[M, W]: bit i % 32 of word i // 32 stands for token i."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplePlan:
     """The sampling of one step. If every part is None, it is an argmax over the rows."""

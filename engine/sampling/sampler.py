@@ -16,7 +16,15 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from engine.sampling.plan import Adjustments, Draw, LogprobRows, Nucleus, Penalties, SamplePlan
+    from engine.sampling.plan import (
+        Adjustments,
+        Draw,
+        LogprobRows,
+        Masks,
+        Nucleus,
+        Penalties,
+        SamplePlan,
+    )
     from engine.types import SamplingParams, StopRules, TokenIds
 
 
@@ -52,7 +60,7 @@ class Sampler:
     ) -> None:
         self._columns = Columns(max_slots, vocab_size, eos_ids)
         self._max_slots = max_slots
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._device = torch.device(device)
         self._record_margins = record_margins
         self._history: History | None = None
@@ -85,14 +93,18 @@ class Sampler:
         """
         return self._columns.plan(slots, indices, choices)
 
-    def sample(self, logits: Tensor, plan: SamplePlan) -> SampleResult:
+    def sample(self, logits: Tensor, plan: SamplePlan, masks: Masks | None = None) -> SampleResult:
         """Draws the planned tokens and counts them for penalties. Executor's thread, in plan order.
 
         Args:
             logits: [R, V] float32, a row for each planned one; not changed.
             plan: the plan of the step.
+            masks: the rows that may draw only some tokens, with those.
         """
-        tokens, margin = self._choose(self._shape(logits, plan), plan.draw)
+        shaped = self._shape(logits, plan)
+        if masks is not None:
+            shaped = self._mask(shaped, masks)
+        tokens, margin = self._choose(shaped, plan.draw)
         if plan.penalties is not None:
             self._count(tokens, plan.penalties)
         # A sum is the cheapest pass over a row that finds both NaN and infinity.
@@ -113,13 +125,20 @@ class Sampler:
             self._penalise(logits, plan.penalties)
         return logits
 
+    def _mask(self, logits: Tensor, masks: Masks) -> Tensor:
+        bits = self._upload(masks.bits)
+        if len(masks.rows) == len(logits):
+            return ops.mask(logits, bits)
+        rows = self._upload(masks.rows)
+        return logits.index_copy(0, rows, ops.mask(logits[rows], bits))
+
     def _adjust(self, logits: Tensor, adjustments: Adjustments) -> None:
         where = self._upload(adjustments.rows), self._upload(adjustments.ids)
         logits[where] += self._upload(adjustments.values)
 
     def _penalise(self, logits: Tensor, penalties: Penalties) -> None:
         if self._history is None:
-            self._history = History(self._max_slots, self._vocab_size, self._device)
+            self._history = History(self._max_slots, self.vocab_size, self._device)
         if penalties.resets is not None:
             self._history.reset(*map(self._upload, penalties.resets))
         rows, slots = self._upload(penalties.rows), self._upload(penalties.slots)

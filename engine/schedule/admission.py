@@ -41,12 +41,13 @@ def admit(scheduler: Scheduler) -> None:
     if scheduler.preempted or not scheduler.waiting or scheduler.slots.num_free == 0:
         return
     in_slots = [active for active in scheduler.requests.values() if active.state in IN_SLOTS]
-    ordered = scheduler.policy.order(scheduler.waiting, in_slots)
+    prepared = [active for active in scheduler.waiting if active.is_prepared]
+    ordered = scheduler.policy.order(prepared, in_slots)
     for active in sorted(ordered, key=lambda active: not active.request.generated):
         if _try_admit(scheduler, active):
             scheduler.waiting.remove(active)
             scheduler.policy.admitted(active)
-            for older in scheduler.waiting:
+            for older in prepared:
                 older.passed_over += older.seniority < active.seniority
         elif (
             active.passed_over >= scheduler.config.max_passed_over or scheduler.slots.num_free == 0
@@ -116,7 +117,9 @@ def _try_admit(scheduler: Scheduler, active: ActiveRequest) -> bool:
     kept_back = max(growth_reserve(scheduler, wanted), largest)
     if num_sequences > scheduler.slots.num_free or wanted > scheduler.blocks.available - kept_back:
         return False
-    active.sequences = [Sequence(active, i, outputs[i]) for i in range(num_sequences)]
+    active.sequences = [
+        Sequence(active, i, outputs[i], active.matcher_of(i)) for i in range(num_sequences)
+    ]
     if num_sequences > 1 and request.generated:
         _admit_resumed(scheduler, active)
         return True

@@ -199,6 +199,7 @@ def _build(
         copy_target=np.fromiter(copies.keys(), np.int32, len(copies)),
         write_slots=np.fromiter(writes.keys(), np.int32, len(writes)),
         write_tokens=np.fromiter(writes.values(), np.int32, len(writes)),
+        masked=np.flatnonzero(slots.is_masked[samples.slots]).astype(np.int32),
         scores=tuple(scores),
         chunks=tuple(chunks),
     )

@@ -21,10 +21,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 
 import numpy as np
 
 from engine.bounds import Bounds
+from engine.masks.matchers import TokenMatcher
 from engine.pages.blocks import BlockManager
 from engine.pages.prefix import page_keys
 from engine.sampling import Sampler
@@ -97,9 +99,16 @@ class Scheduler:
 
     # -- intake ---------------------------------------------------------------------------------
 
-    def submit(self, request: Request, sink: Sink, keys: Iterable[bytes] = ()) -> None:
-        """Accepts a request. `keys` are the known leading keys of its prompt."""
-        active = ActiveRequest(request, sink, self._arrivals, keys=list(keys))
+    def submit(
+        self,
+        request: Request,
+        sink: Sink,
+        keys: Iterable[bytes] = (),
+        matchers: Future[list[TokenMatcher]] | None = None,
+    ) -> None:
+        """Accepts a request. `keys` are the known leading keys of its prompt. A request whose
+        tokens are restricted waits for its `matchers`."""
+        active = ActiveRequest(request, sink, self._arrivals, keys=list(keys), matchers=matchers)
         self._arrivals += 1
         if request.id in self.requests:
             self.emit(active.sink, RequestFailed(request.id, FailureReason.INTERNAL))
@@ -143,6 +152,8 @@ class Scheduler:
         if reason is None:
             self._assign_sampler(sequence)
             self._writes[slot] = record.token_id
+            if sequence.matcher is not None:
+                sequence.matcher.consume([record.token_id])
         else:
             self.end(sequence, reason)
             self.let_go()
@@ -212,6 +223,7 @@ class Scheduler:
         self.slots.noise_choice[slot] = sequence.noise_choice
         self.slots.request_id[slot], self.slots.sink[slot] = request.id, active.sink
         self.slots.set_stop_ids(slot, sorted(end_ids(request.stop, self.config.eos_token_ids)))
+        self.slots.is_masked[slot] = sequence.matcher is not None
         sequence.slot = slot
         self.owners[slot] = sequence
         self._assign_sampler(sequence)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from engine.masks.matchers import TokenMatcher
 from engine.types import PageIds, Request, Sink, TokenIds, TokenRecord
 
 
@@ -44,6 +46,17 @@ class ActiveRequest:
     """Whether its sequences have been in the batch."""
     passed_over: int = 0
     """Number of smaller requests that were admitted before it."""
+    matchers: Future[list[TokenMatcher]] | None = None
+    """For each choice the tokens that it may draw; None: all of them may draw any."""
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether it need not wait for its matchers."""
+        return self.matchers is None or self.matchers.done()
+
+    def matcher_of(self, choice: int) -> TokenMatcher | None:
+        """The matcher of a choice, once the request is prepared."""
+        return None if self.matchers is None else self.matchers.result()[choice]
 
     @property
     def initial_outputs(self) -> tuple[TokenIds, ...]:
@@ -60,6 +73,8 @@ class Sequence:
     choice: int
     outputs: TokenIds
     """The generated tokens, while the sequence is out of a slot."""
+    matcher: TokenMatcher | None = None
+    """Knows the tokens that it may draw; None: all."""
     slot: int = -1
     """-1 while preempted."""
     preemptions: int = 0

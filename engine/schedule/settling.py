@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.pages.prefix import page_keys
+from engine.schedule.masking import consume
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequences import RequestState, Sequence
 from engine.schedule.slots import SlotState
@@ -102,6 +103,7 @@ def _settle_tokens(
     for i in np.flatnonzero(ended).tolist():
         owner = _owner(scheduler, int(where[i]))
         scheduler.end(owner, _reason(scheduler, owner, int(tokens[i]), bool(stopped[i])))
+    consume(scheduler, where[~ended], tokens[~ended])
     leaving = where[(slots.state[where] == SlotState.PREEMPTING) & (slots.in_flight[where] == 0)]
     for slot in leaving.tolist():
         scheduler.finish_preemption(_owner(scheduler, slot))

@@ -66,6 +66,8 @@ class SlotTable:
         self.stop_ids = np.full((max_slots, FEW_STOP_IDS), NO_TOKEN, np.int32)
         """Ids that end the sequence, with end of sequence, padded."""
         self._stop_counts = np.zeros(max_slots, np.int32)
+        self.is_masked = np.zeros(max_slots, np.bool_)
+        """Whether the sequence may draw only some tokens. The scheduler sets it."""
         self.outputs = np.zeros((max_slots, 256), np.int32)
         self._free = list(range(max_slots - 1, -1, -1))
 

@@ -62,6 +62,9 @@ class StepPlan:
     write_slots: Int32s
     write_tokens: Int32s
     """Token table entries that only the host knows (delivered first tokens)."""
+    masked: Int32s = field(default_factory=lambda: np.zeros(0, np.int32))
+    """[M]. Rows among the samples that may draw only some tokens. Their masks come after the
+    launch, by `Executor.sample`."""
     scores: tuple[ScorePlan, ...] = ()
     chunks: tuple[ChunkPlan, ...] = field(default=(), repr=False)
     """Set by the scheduler for its own settling. The executor does not read it."""

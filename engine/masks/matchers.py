@@ -1,0 +1,178 @@
+"""Makes matchers from the options of requests, and fills masks."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from numpy.typing import NDArray
+
+from engine.masks.rules import AllowedTokens, BadWords, MinTokens, Rule, ThinkingEnds
+from engine.stopping import end_ids
+from engine.types import Request
+
+Masks = NDArray[np.int32]
+"""[M, W]"""
+
+ITEMS_A_MASK: Final = 10_000
+"""Most parser items that one mask may take. A schema with 150 optional properties fits. A grammar
+made to be ambiguous is stopped where a mask takes some 60 ms, which every row of the step waits
+for; with llguidance's own bound, 50,000, that is a second (`tests/router/test_structure_fuel.py`
+has both)."""
+LIMITS: Final = LLParserLimits(step_max_items=ITEMS_A_MASK, verbose_errors=False)
+"""Fuel of a compilation and of each mask. Errors do not show the grammar. A router checks with the
+same (`router.structure.schema`)."""
+KEPT_GRAMMARS: Final = 64
+"""Compiled grammars that are kept, the latest used ones."""
+_ALL: Final = np.int32(-1)
+
+
+class GrammarError(Exception):
+    """A grammar cannot be followed here: it needs more fuel than it has, or is not one."""
+
+
+class TokenMatcher:
+    """Follows one sequence and knows the tokens that it may draw next."""
+
+    def __init__(self, grammar: LLMatcher | None, rules: Sequence[Rule] = ()) -> None:
+        self.grammar = grammar
+        self._rules = tuple(rules)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the grammar cannot go on, because its fuel was spent."""
+        return self.grammar is not None and self.grammar.is_error()
+
+    def consume(self, token_ids: Sequence[int]) -> None:
+        """Takes the sequence's next tokens."""
+        if self.grammar is not None and token_ids:
+            self.grammar.consume_tokens(list(token_ids))
+        for rule in self._rules:
+            rule.consume(token_ids)
+
+    def narrow(self, bits: NDArray[np.int32], index: int) -> None:
+        """Applies the rules to the grammar's mask of output token `index`."""
+        for rule in self._rules:
+            rule.narrow(bits, index)
+
+    def copy(self) -> TokenMatcher:
+        """A matcher for another sequence with the same tokens so far."""
+        grammar = self.grammar.deep_copy() if self.grammar is not None else None
+        return TokenMatcher(grammar, [rule.copy() for rule in self._rules])
+
+
+class Matchers:
+    """Makes matchers for one model. Safe to use from several threads."""
+
+    def __init__(self, folder: str, vocab_size: int, eos_ids: Iterable[int]) -> None:
+        self._folder = Path(folder)
+        self._vocab_size = vocab_size
+        self._eos_ids = tuple(eos_ids)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="baton-grammars")
+        self._tokenizer: LLTokenizer | None = None
+        self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
+
+    @staticmethod
+    def are_wanted(request: Request) -> bool:
+        """Whether the tokens of a request are restricted."""
+        return request.sampling.is_restricted
+
+    def prepare(self, request: Request) -> Future[list[TokenMatcher]]:
+        """Makes one matcher for each choice, which have taken the choices' earlier tokens.
+
+        Raises:
+            GrammarError: from the future.
+        """
+        return self._thread.submit(self._prepare, request)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _prepare(self, request: Request) -> list[TokenMatcher]:
+        options, stop = request.sampling, request.stop
+        rules: list[Rule] = []
+        if options.allowed_token_ids:
+            rules.append(AllowedTokens(options.allowed_token_ids, self._vocab_size))
+        if options.bad_words:
+            rules.append(BadWords(options.bad_words))
+        if options.thinking is not None:
+            rules.append(ThinkingEnds(options.thinking, self._vocab_size))
+        if stop.min_tokens:
+            ends = end_ids(stop, self._eos_ids)
+            rules.append(MinTokens(stop.min_tokens, ends, self._vocab_size))
+        first = TokenMatcher(self._grammar(options.grammar) if options.grammar else None, rules)
+        matchers = [first.copy() for _ in range(request.choices)]
+        for matcher, tokens in zip(matchers, request.generated, strict=False):
+            matcher.consume(tokens.tolist())
+        if any(matcher.is_broken for matcher in matchers):
+            raise GrammarError("the grammar's fuel is spent")
+        return matchers
+
+    def _grammar(self, text: str) -> LLMatcher:
+        key = hashlib.sha256(text.encode()).digest()
+        compiled = self._compiled.pop(key, None)
+        if compiled is None:
+            compiled = LLMatcher(self._load(), text, log_level=0, limits=LIMITS)
+            if compiled.is_error():
+                raise GrammarError("the grammar cannot be compiled")
+        self._compiled[key] = compiled
+        if len(self._compiled) > KEPT_GRAMMARS:
+            self._compiled.popitem(last=False)
+        return compiled.deep_copy()
+
+    def _load(self) -> LLTokenizer:
+        if self._tokenizer is None:
+            file = self._folder / "tokenizer.json"
+            if not file.is_file():
+                raise GrammarError("the model has no tokenizer")
+            self._tokenizer = read_tokenizer(file, self._vocab_size, self._eos_ids)
+        return self._tokenizer
+
+
+def read_tokenizer(file: Path, vocab_size: int, eos_ids: Iterable[int]) -> LLTokenizer:
+    """Reads a `tokenizer.json`. Ids beyond its own vocabulary are never allowed."""
+    return LLTokenizer(file.read_text(encoding="utf-8"), vocab_size, list(eos_ids))
+
+
+class MaskFiller:
+    """Fills the masks of a step, the grammars' on several threads with the interpreter released."""
+
+    def __init__(self, threads: int | None = None) -> None:
+        self._pool = LLExecutor(threads or max(1, min(16, (os.cpu_count() or 1))))
+
+    def fill(self, masks: Masks, wanted: Sequence[tuple[TokenMatcher, int]]) -> list[bool]:
+        """Fills the mask of the output token with the given index for each matcher.
+
+        Args:
+            masks: [M, W], contiguous.
+            wanted: M matchers, each once, and the index of the output token.
+
+        Returns:
+            [M]: whether there is a token that may be drawn. Where there is none, all may be drawn,
+            so that the row yields a token, which nobody takes.
+        """
+        masks.fill(_ALL)
+        grammars = [
+            (matcher.grammar, row)
+            for row, (matcher, _) in enumerate(wanted)
+            if matcher.grammar is not None and not matcher.is_broken
+        ]
+        if grammars:
+            words = masks.shape[1]
+            self._pool.unsafe_compute_mask_ptr(grammars, masks.ctypes.data, 4 * words, len(masks))
+        found = []
+        for row, (matcher, index) in enumerate(wanted):
+            matcher.narrow(masks[row], index)
+            is_open = not matcher.is_broken and bool(masks[row].any())
+            found.append(is_open)
+            if not is_open:
+                masks[row] = _ALL
+        return found
