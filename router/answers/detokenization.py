@@ -38,6 +38,28 @@ class Decoder(Protocol):
         ...
 
 
+class NamingDecoder(Protocol):
+    """The part of a tokenizer that can also write special tokens by their names."""
+
+    special_ids: frozenset[int]
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ids."""
+        ...
+
+
+class ShowsSpecial:
+    """A decoder that writes some special tokens by their names."""
+
+    def __init__(self, decoder: NamingDecoder, shown_ids: frozenset[int]) -> None:
+        self._decoder = decoder
+        self.special_ids = decoder.special_ids - shown_ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of ids. `Detokenizer` drops the special ones that are not shown."""
+        return self._decoder.decode(token_ids, skip_special_tokens=False)
+
+
 class Detokenizer:
     """Text of one choice's tokens, at character boundaries.
 

@@ -1,0 +1,243 @@
+"""The parts of answers: each family's own words, cut at every letter, give the same message."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from frontdoor_kit import write_tokenizer
+
+from router.answers.calls import joined_calls
+from router.answers.forms import (
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    MISTRAL_NAMED,
+    ResponseForm,
+    Thought,
+    form_of,
+    thought_of,
+)
+from router.answers.parser import AnswerParser
+from router.requests.tokenization import Tokenizer
+
+QWEN = form_of({}, "<tool_call> </tool_call> <think> </think>")
+LLAMA_3 = form_of({}, "{%- if x %}<|python_tag|>{%- endif %}")
+MISTRAL_7B = form_of({}, "[TOOL_CALLS] [TOOL_RESULTS]")
+MISTRAL_SMALL = form_of({}, "[TOOL_CALLS] [ARGS] [THINK] [/THINK]")
+OWN: dict[str, Any] = {
+    "start_anchor": "<|im_start|>assistant",
+    "fields": {
+        "thinking": {"open": "<think>", "close": "</think>"},
+        "content": {},
+        "tool_calls": {
+            "open_pattern": r"<tool_call>\s*<function=(?P<name>\w+)>",
+            "close_pattern": r"</function>\s*</tool_call>",
+            "repeats": True,
+            "content": "xml-inline",
+            "content_args": {
+                "tag_pattern": r"<parameter=(?P<key>\w+)>\n?(?P<value>.*?)\n?</parameter>"
+            },
+            "transform": {
+                "type": "function",
+                "function": {"name": "{name}", "arguments": "{content}"},
+            },
+        },
+    },
+}
+"""A response template that a checkpoint brings: parameters as XML, without JSON."""
+CODER = form_of({"response_template": OWN}, "<tool_call> <function=")
+SHIPPED_JSON = form_of(
+    {
+        "response_template": {
+            "start_anchor": "<|im_start|>assistant",
+            "fields": {
+                "content": {},
+                "tool_calls": {
+                    "open": "<tool_call>",
+                    "close": "</tool_call>",
+                    "repeats": True,
+                    "content": "json",
+                    "transform": {"type": "function", "function": "{content}"},
+                },
+            },
+        }
+    },
+    "<tool_call>",
+)
+
+
+class Message(NamedTuple):
+    content: str
+    reasoning: str = ""
+    calls: tuple[tuple[str, str], ...] = ()
+    complete: int = 0
+
+
+CASES: dict[str, tuple[ResponseForm, str, Message]] = {
+    "qwen": (
+        QWEN,
+        '<think>\nhm <b> </think>\n\nLet me see. \n<tool_call>\n{"name": "f", "arguments": '
+        '{"a": "x}\\"", "b": [1, {"c": 2}]}}\n</tool_call>\n<tool_call>\n'
+        '{"arguments": {}, "name": "g"}\n</tool_call>\n',
+        Message(
+            "Let me see.",
+            "hm <b>",
+            (("f", '{"a": "x}\\"", "b": [1, {"c": 2}]}'), ("g", "{}")),
+            2,
+        ),
+    ),
+    "no part": (QWEN, " plain <t answer\n ", Message(" plain <t answer\n ")),
+    "no call": (
+        QWEN,
+        "a <tool_call>oops</tool_call> and more",
+        Message("a <tool_call>oops</tool_call> and more"),
+    ),
+    "broken head": (
+        QWEN,
+        '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
+        Message('<tool_call>{"name": 3, "arguments": {}}</tool_call>'),
+    ),
+    "cut in the head": (
+        QWEN,
+        '<tool_call>{"name": "f", "argu',
+        Message('<tool_call>{"name": "f", "argu'),
+    ),
+    "cut in the arguments": (
+        QWEN,
+        '<tool_call>{"name": "f", "arguments": {"a": "b c',
+        Message("", calls=(("f", '{"a": "b c'),)),
+    ),
+    "arguments as a text": (
+        QWEN,
+        '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
+        Message("", calls=(("f", '{"a": 1}'),), complete=1),
+    ),
+    "no arguments": (
+        QWEN,
+        '<tool_call>{"name": "f"}</tool_call>',
+        Message("", calls=(("f", "{}"),), complete=1),
+    ),
+    "text behind": (
+        QWEN,
+        '<tool_call>{"name": "f", "arguments": {"ü": "🎉"}}</tool_call>\nDone.',
+        Message("Done.", calls=(("f", '{"ü": "🎉"}'),), complete=1),
+    ),
+    "llama": (
+        LLAMA_3,
+        '{"name": "f", "parameters": {"q": "a"}}; {"name": "g", "parameters": {}}',
+        Message("", calls=(("f", '{"q": "a"}'), ("g", "{}")), complete=2),
+    ),
+    "llama's tag": (
+        LLAMA_3,
+        '<|python_tag|>{"type": "function", "name": "f", "parameters": {"q": [null, 1.5e3]}}',
+        Message("", calls=(("f", '{"q": [null, 1.5e3]}'),), complete=1),
+    ),
+    "an object that is no call": (LLAMA_3, '{"answer": 42}', Message('{"answer": 42}')),
+    "text before an object": (LLAMA_3, 'So {"name": "f"}', Message('So {"name": "f"}')),
+    "mistral": (
+        MISTRAL_7B,
+        '[TOOL_CALLS][{"name": "f", "arguments": {"q": "]"}}, {"name": "g", "arguments": {}}]',
+        Message("", calls=(("f", '{"q": "]"}'), ("g", "{}")), complete=2),
+    ),
+    "mistral, no call": (MISTRAL_7B, "sure [TOOL_CALLS]x", Message("sure [TOOL_CALLS]x")),
+    "mistral, named": (
+        MISTRAL_SMALL,
+        '[THINK]so[/THINK][TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{"b": 2} ',
+        Message("", "so", (("f", '{"a": 1}'), ("g", '{"b": 2}')), 2),
+    ),
+    "a checkpoint's own": (
+        CODER,
+        "<think>t</think>a\n<tool_call>\n<function=f>\n<parameter=n>\n3\n</parameter>\n"
+        "<parameter=s>\nx\n</parameter>\n</function>\n</tool_call>b",
+        Message("ab", "t", (("f", '{"n": 3, "s": "x"}'),), 1),
+    ),
+    "a checkpoint's own JSON": (
+        SHIPPED_JSON,
+        '<tool_call>{"name": "f", "arguments": {"a":  1}}</tool_call>',
+        Message("", calls=(("f", '{"a":  1}'),), complete=1),
+    ),
+}
+TOOLS = [("f", '{"properties": {"n": {"type": "integer"}}}'), ("g", "")]
+
+
+def read(form: ResponseForm, pieces: Iterable[str], *, thinks: bool = False) -> Message:
+    parser = AnswerParser(form, thinks=thinks, tools=TOOLS)
+    parts = [*map(parser.push, pieces), parser.finish()]
+    calls = joined_calls(call for one in parts for call in one.calls)
+    assert len({call.id for call in calls}) == len(calls) == parser.calls_begun
+    return Message(
+        "".join(one.content for one in parts),
+        "".join(one.reasoning for one in parts),
+        tuple((call.name, call.arguments) for call in calls),
+        parser.calls_complete,
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_parts_do_not_depend_on_the_cuts(name: str) -> None:
+    form, text, message = CASES[name]
+    assert read(form, [text]) == message
+    assert read(form, text) == message
+    for cut in range(1, len(text)):
+        assert read(form, [text[:cut], text[cut:]]) == message
+
+
+def test_a_prompt_that_has_begun_the_thinking() -> None:
+    assert read(QWEN, ["\nhm</think>\n\nyes"], thinks=True) == Message("yes", "hm")
+    assert read(QWEN, ["never ends"], thinks=True) == Message("", "never ends")
+    assert thought_of(QWEN, "<|im_start|>assistant\n<think>\n") == Thought(is_open=True)
+    assert thought_of(QWEN, "<|im_start|>assistant\n<think>\n\n</think>\n\n") == Thought()
+    assert thought_of(QWEN, "<think>a</think>b\nassistant\n") == Thought(may_begin=True)
+    assert thought_of(QWEN, "assistant\n<think>so", continues=True) == Thought(is_open=True)
+    assert thought_of(LLAMA_3, "<think>") == Thought()
+
+
+def test_a_broken_response_template_is_not_used(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    for spec in ({"fields": {"content": {"open_pattern": "("}}}, {"fields": {"a": 3}}, {"x": 1}):
+        config |= {"response_template": spec, "chat_template": "<tool_call>"}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        tokenizer = Tokenizer.load(str(tmp_path))
+        assert tokenizer is not None
+        assert tokenizer.form.calls is HERMES
+        assert AnswerParser(tokenizer.form).push("a").content == "a"
+
+
+def test_a_call_is_given_as_soon_as_it_is_certain() -> None:
+    parser = AnswerParser(QWEN)
+    assert not parser.push('<tool_call>\n{"name": "get_weather", "arguments": ').calls
+    (first,) = parser.push('{"ci').calls
+    assert (first.index, first.name, first.arguments) == (0, "get_weather", '{"ci')
+    assert first.id.startswith("call_")
+    (more,) = parser.push('ty": "Pa').calls
+    assert (more.id, more.name, more.arguments) == ("", "", 'ty": "Pa')
+    assert not parser.calls_complete
+    (last,) = parser.push('ris"}}\n</tool').calls
+    assert last.arguments == 'ris"}'
+    assert parser.calls_complete == 1
+
+
+def test_whose_words_decide_the_form() -> None:
+    assert QWEN.calls is HERMES
+    assert LLAMA_3.calls is LLAMA
+    assert MISTRAL_7B.calls is MISTRAL
+    assert MISTRAL_SMALL.calls is MISTRAL_NAMED
+    assert CODER.calls is None
+    assert CODER.reads_calls
+    assert form_of({}, None) == form_of({}, "{{ messages }}") == ResponseForm()
+    assert form_of({}, "<think></think>").without_calls().thinking is not None
+    assert LLAMA_3.without_calls() == ResponseForm()
+    nine = AnswerParser(MISTRAL_7B).push('[TOOL_CALLS][{"name": "f", "arguments": {').calls
+    assert len(nine[0].id) == 9, "its chat template refuses other ids"
+
+
+def test_arguments_are_never_written_anew() -> None:
+    arguments = '{"a":1.50,\t"b" : "\\u00e9",  "c":1e2}'
+    text = f'<tool_call>{{"name":"f","arguments":{arguments}}}</tool_call>'
+    assert read(QWEN, text).calls == (("f", arguments),)
+    assert json.loads(arguments)
