@@ -314,6 +314,17 @@ def numerical_error() -> RouterError:
     return RouterError(grpc.StatusCode.INTERNAL, "NUMERICAL_ERROR", message)
 
 
+def structure_too_complex(tokens_sent: int) -> RouterError:
+    """The grammar of the output needs more fuel for a token than it has, or leaves no token. It
+    would do so again."""
+    return RouterError(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "STRUCTURE_TOO_COMPLEX",
+        f"the structure is too complex to be followed after {tokens_sent} tokens",
+        {"tokens_sent": str(tokens_sent)},
+    )
+
+
 def cancelled() -> RouterError:
     """The caller went away."""
     return RouterError(grpc.StatusCode.CANCELLED, "CANCELLED", "the caller cancelled")

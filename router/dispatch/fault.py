@@ -11,7 +11,11 @@ if TYPE_CHECKING:
     from router.workers.link import WorkerLink
 
 _FINAL: Final = frozenset(
-    {worker_pb2.FAILURE_REASON_TOO_LARGE, worker_pb2.FAILURE_REASON_NUMERICAL}
+    {
+        worker_pb2.FAILURE_REASON_TOO_LARGE,
+        worker_pb2.FAILURE_REASON_NUMERICAL,
+        worker_pb2.FAILURE_REASON_STRUCTURE,
+    }
 )
 _OF_HAND_OFF: Final = frozenset(
     {

@@ -27,6 +27,8 @@ def error_of(group: ChoiceGroup, fault: Fault, max_workers_lost: int) -> errors.
     match fault.reason:
         case worker_pb2.FAILURE_REASON_NUMERICAL:
             return errors.numerical_error()
+        case worker_pb2.FAILURE_REASON_STRUCTURE:
+            return errors.structure_too_complex(run.tokens_sent)
         case worker_pb2.FAILURE_REASON_INTERNAL:
             return errors.internal()
         case worker_pb2.FAILURE_REASON_TOO_LARGE:

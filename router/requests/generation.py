@@ -13,7 +13,7 @@ In every case the dispatcher is done with the job before `Generations.stream` re
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,13 @@ import numpy as np
 
 from baton.inference.v1 import inference_pb2 as api
 from router import errors
+from router.answers.detokenization import (
+    CONTEXT_TOKENS,
+    Decoder,
+    Detokenizer,
+    ShowsSpecial,
+    StopTexts,
+)
 from router.errors import Violation
 from router.events import NO_EVENTS, RouterEvents
 from router.jobs import (
@@ -35,8 +42,9 @@ from router.jobs import (
     ServedModel,
 )
 from router.requests import validation
+from router.requests.chat_template import ChatTemplateError
 from router.requests.deadlines import until
-from router.requests.detokenization import CONTEXT_TOKENS, Detokenizer, StopTexts
+from router.requests.filling import fill_sampling, fill_stopping, last, restrict, salted
 from router.requests.outputs import (
     FINISH_REASONS,
     ChoiceOutput,
@@ -47,12 +55,13 @@ from router.requests.outputs import (
 )
 from router.requests.request_span import RequestSpan
 from router.requests.tokenization import (
-    ChatTemplateError,
+    EncodedPrompt,
     PromptIds,
     PromptTooLongError,
     Tokenizer,
     Tokenizers,
 )
+from router.structure.plan import AnswerPlan
 from telemetry.names import SpanName
 
 if TYPE_CHECKING:
@@ -90,13 +99,18 @@ class Generations:
                     model, tokenizer = await self._admit(request)
                 with span.step(SpanName.TOKENIZE):
                     most = model.max_context_tokens
-                    prompt_ids = await self._tokenize(request.input, tokenizer, "input", most)
-                    job = self._job(request.input, call, span, model, prompt_ids)
+                    prompt = await self._tokenize(request.input, tokenizer, "input", most)
+                    plan = await self._tokenizers.plans.plan(
+                        request.input, model, tokenizer, prompt.text
+                    )
+                    job = self._job(request.input, call, span, model, prompt.ids)
+                    restrict(job, request.input.sampling, tokenizer, plan)
             if not request.input.stop.HasField("max_tokens"):
                 self._shorten(job)
             span.describe_job(job)
             outbox = OutputBuffer(self._limits.max_unread_tokens, whole=call.whole)
-            generation = _Generation(self._dispatcher, job, request.input, tokenizer, outbox)
+            generation = _Generation(self._dispatcher, job, outbox, plan)
+            generation.choices += _choices(job, request.input, tokenizer, plan)
             async with generation.running():
                 while (output := await outbox.take()) is not None:
                     left_s = call.passed_s
@@ -126,7 +140,7 @@ class Generations:
         if tokenizer is None:
             validation.check_tokenizable(found, request)
             found.raise_if_any()
-        token_ids = (await self._tokenize(request, tokenizer, "")).tolist()
+        token_ids = (await self._tokenize(request, tokenizer, "")).ids.tolist()
         texts: list[str] = []
         if tokenizer is not None and request.token_texts:
             texts = await self._tokenizers.texts(tokenizer, token_ids)
@@ -169,12 +183,17 @@ class Generations:
         tokenizer: Tokenizer | None,
         path: str,
         max_tokens: int | None = None,
-    ) -> PromptIds:
-        """The prompt's ids. A prompt that certainly has more than `max_tokens` is refused
-        instead."""
-        kind = holder.WhichOneof("prompt")
-        if isinstance(holder, api.GenerationInput) and kind == "token_ids":
-            return np.array(holder.token_ids.ids, dtype=np.uint32)
+    ) -> EncodedPrompt:
+        """The prompt's ids. A prompt that certainly has more than `max_tokens` is refused instead,
+        unless it is truncated."""
+        kind, keep = holder.WhichOneof("prompt"), None
+        if isinstance(holder, api.GenerationInput):
+            if holder.HasField("truncate_prompt_tokens"):
+                assert max_tokens is not None
+                room = max(1, max_tokens - (holder.stop.max_tokens or 1))
+                keep, max_tokens = min(holder.truncate_prompt_tokens, room), None
+            if kind == "token_ids":
+                return EncodedPrompt(last(np.array(holder.token_ids.ids, np.uint32), keep), "")
         assert tokenizer is not None  # Validation made sure: text and chat need one.
         field = f"{path}.{kind}".lstrip(".")
         special = None
@@ -182,16 +201,17 @@ class Generations:
             special = holder.add_special_tokens
         try:
             prompt = holder.chat if kind == "chat" else holder.text
-            prompt_ids = await self._tokenizers.encode(tokenizer, prompt, special, max_tokens)
+            encoded = await self._tokenizers.encode(tokenizer, prompt, special, max_tokens)
         except ChatTemplateError as error:
+            field = f"{field}.{error.field}".rstrip(".")
             raise errors.invalid_fields([Violation(field, error.rule)]) from None
         except PromptTooLongError as error:
             raise errors.context_length_exceeded(
                 error.least_tokens, 1, error.max_tokens, at_least=True
             ) from None
-        if not len(prompt_ids):
+        if not len(encoded.ids):
             raise errors.invalid_fields([Violation(field, "has no tokens")])
-        return prompt_ids
+        return EncodedPrompt(last(encoded.ids, keep), encoded.text)
 
     def _job(
         self,
@@ -205,12 +225,8 @@ class Generations:
             id=call.id,
             model=model,
             prompt_ids=prompt_ids,
-            sampling=validation.fill_sampling(
-                generation.sampling, generation.output, model.vocab_size
-            ),
-            stopping=validation.fill_stopping(
-                generation.stop, len(prompt_ids), model, self._limits
-            ),
+            sampling=fill_sampling(generation.sampling, generation.output, model.vocab_size),
+            stopping=fill_stopping(generation.stop, len(prompt_ids), model, self._limits),
             choices=generation.choices or 1,
             arrived_ns=call.arrived_ns,
             deadline_ns=self._deadline_ns(call),
@@ -220,7 +236,7 @@ class Generations:
             tenant=call.tenant,
             holder=call.holder,
             quota=call.quota,
-            cache_salt=call.tenant.encode(),
+            cache_salt=salted(call.tenant, generation.cache_salt),
             workers=call.record.workers,
         )
 
@@ -246,16 +262,14 @@ class _Generation:
         self,
         dispatcher: Dispatcher,
         job: Job,
-        generation: api.GenerationInput,
-        tokenizer: Tokenizer | None,
         outbox: OutputBuffer,
+        plan: AnswerPlan,
     ) -> None:
         self._dispatcher = dispatcher
         self._job = job
         self._outbox = outbox
-        self._choices = [
-            _choice_output(index, job, generation, tokenizer) for index in range(job.choices)
-        ]
+        self._plan = plan
+        self.choices: list[ChoiceOutput] = []
         self._started: Started | None = None
         self._last: Finished | None = None
         self._finished = False
@@ -291,7 +305,7 @@ class _Generation:
             case JobTokens():
                 self._take_tokens(event)
             case JobStarted():
-                self._started = Started(self._job, *event)
+                self._started = Started(self._job, *event, self._plan.dropped)
                 self._outbox.put(self._started)
             case ChoiceEnded():
                 self._end_by_worker(event)
@@ -302,28 +316,31 @@ class _Generation:
     def _take_tokens(self, event: JobTokens) -> None:
         if self._started is None:
             raise RuntimeError("tokens before JobStarted")
-        choice = self._choices[event.choice]
+        choice = self.choices[event.choice]
         if choice.ended:
             return
         self._outbox.put(choice.push(event))
         if choice.stop_text is not None:
             self._dispatcher.end_choice(self._job, choice.choice)
-            self._end(choice, Finished(choice.choice, api.FINISH_REASON_STOP, choice.stop_text))
+            self._end(choice, api.FINISH_REASON_STOP, choice.stop_text)
 
     def _end_by_worker(self, event: ChoiceEnded) -> None:
-        choice = self._choices[event.choice]
+        choice = self.choices[event.choice]
         if choice.ended:
             return
         if choice.num_tokens != event.output_tokens:
             raise RuntimeError("a choice ended before all its tokens came")
+        self._end(choice, FINISH_REASONS[event.reason])
+
+    def _end(
+        self, choice: ChoiceOutput, reason: api.FinishReason.ValueType, stop_text: str = ""
+    ) -> None:
+        """Announces the end of a choice; the last one's waits for the totals."""
         if (rest := choice.rest()) is not None:
             self._outbox.put(rest)
-        self._end(choice, Finished(choice.choice, FINISH_REASONS[event.reason]))
-
-    def _end(self, choice: ChoiceOutput, finished: Finished) -> None:
-        """Announces the end of a choice; the last one's waits for the totals."""
         choice.ended = True
-        if all(one.ended for one in self._choices):
+        finished = Finished(choice.choice, choice.reason(reason), stop_text)
+        if all(one.ended for one in self.choices):
             self._last = finished
         else:
             self._outbox.put(finished)
@@ -334,19 +351,34 @@ class _Generation:
         usage = api.Usage(
             prompt_tokens=self._job.prompt_tokens,
             cached_prompt_tokens=self._started.cached_prompt_tokens,
-            output_tokens=sum(choice.num_tokens for choice in self._choices),
+            output_tokens=sum(choice.num_tokens for choice in self.choices),
+            reasoning_tokens=sum(choice.reasoning_tokens for choice in self.choices),
         )
         self._outbox.put(
             Finished(self._last.choice, self._last.reason, self._last.stop_text, usage, timings)
         )
 
 
-def _choice_output(
-    index: int, job: Job, generation: api.GenerationInput, tokenizer: Tokenizer | None
-) -> ChoiceOutput:
+def _choices(
+    job: Job, generation: api.GenerationInput, tokenizer: Tokenizer | None, plan: AnswerPlan
+) -> Iterator[ChoiceOutput]:
     stop, output = generation.stop, generation.output
-    texts = StopTexts(stop.sequences, stop.include_stop) if stop.sequences else None
-    detokenizer = None
-    if tokenizer is not None and (texts is not None or not output.omit_text):
-        detokenizer = Detokenizer(tokenizer, job.prompt_ids[-CONTEXT_TOKENS:].tolist())
-    return ChoiceOutput(index, job, detokenizer, texts, output, stop.include_stop)
+    wants_text = bool(stop.sequences) or plan.is_message or not output.omit_text
+    tail = job.prompt_ids[-CONTEXT_TOKENS:].tolist()
+    decoder: Decoder | None = tokenizer
+    if tokenizer is not None and (shown := _shown_ids(tokenizer, output, plan)):
+        decoder = ShowsSpecial(tokenizer, shown)
+    for index in range(job.choices):
+        detokenizer = Detokenizer(decoder, tail) if decoder is not None and wants_text else None
+        texts = StopTexts(stop.sequences, stop.include_stop) if stop.sequences else None
+        yield ChoiceOutput(index, job, detokenizer, texts, generation, plan)
+
+
+def _shown_ids(tokenizer: Tokenizer, output: api.OutputOptions, plan: AnswerPlan) -> frozenset[int]:
+    """Special tokens that the text must show: all that the client wants, and those by which parts
+    of the answer are found."""
+    if output.HasField("skip_special_tokens") and not output.skip_special_tokens:
+        return tokenizer.special_ids
+    if plan.form is None or not plan.form.markers:
+        return frozenset()
+    return tokenizer.ids_within(plan.form.markers)

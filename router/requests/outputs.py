@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from google.protobuf import duration_pb2
@@ -21,21 +21,27 @@ from google.protobuf import duration_pb2
 from baton.inference.v1 import inference_pb2 as api
 from baton.worker.v1 import worker_pb2
 from router import errors
+from router.answers.calls import CallPart
 from router.jobs import Job, JobTimings, JobTokens, TokenScore
 
 if TYPE_CHECKING:
-    from router.requests.detokenization import Detokenizer, StopTexts
+    from router.answers.detokenization import Detokenizer, StopTexts
+    from router.answers.parser import Parts
+    from router.structure.plan import AnswerPlan
 
 FINISH_REASONS: Final = {
     worker_pb2.END_REASON_END_OF_SEQUENCE: api.FINISH_REASON_END_OF_SEQUENCE,
     worker_pb2.END_REASON_STOP_TOKEN: api.FINISH_REASON_STOP,
     worker_pb2.END_REASON_LENGTH: api.FINISH_REASON_LENGTH,
 }
+_OWN_END: Final = (api.FINISH_REASON_END_OF_SEQUENCE, api.FINISH_REASON_STOP)
+"""Ends that the model chose."""
 
 FINISH_WORDS: Final = {
     api.FINISH_REASON_END_OF_SEQUENCE: "stop",
     api.FINISH_REASON_STOP: "stop",
     api.FINISH_REASON_LENGTH: "length",
+    api.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
 """Words for the end of a choice in OpenAI's API, spans and the access log."""
 
@@ -47,6 +53,8 @@ class Started(NamedTuple):
     cached_prompt_tokens: int
     prompt_logprobs: Sequence[TokenScore]
     """The same as in `JobStarted`."""
+    dropped_keywords: Sequence[str] = ()
+    """JSON pointers of keywords of the schema that are not enforced."""
 
 
 @dataclass(slots=True)
@@ -57,13 +65,22 @@ class TextDelta:
     first_index: int
     token_ids: list[int]
     texts: list[str]
+    """If the answer is parsed, those of its content."""
     logprobs: list[TokenScore]
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[CallPart] = field(default_factory=list)
+    reasoning_tokens: int = 0
+    is_message: bool = False
+    """Whether the answer is parsed."""
 
     def extend(self, later: TextDelta) -> None:
         """Appends the tokens that follow these."""
         self.token_ids += later.token_ids
         self.texts += later.texts
         self.logprobs += later.logprobs
+        self.reasoning += later.reasoning
+        self.calls += later.calls
+        self.reasoning_tokens += later.reasoning_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +100,8 @@ Output = Started | TextDelta | Finished
 class ChoiceOutput:
     """Output of one choice. It has every generated token. Its text leaves out the stop text.
 
-    `push` sets `num_tokens`, and `stop_text` once a stop text is found. Nothing may follow after
-    that.
+    `push` sets `num_tokens`, and `stop_text` once a stop text is found, or once the only call that
+    is allowed is complete. Nothing but `rest` may follow after that.
     """
 
     def __init__(
@@ -93,42 +110,79 @@ class ChoiceOutput:
         job: Job,
         detokenizer: Detokenizer | None,
         stop_texts: StopTexts | None,
-        output: api.OutputOptions,
-        include_stop: bool,
+        generation: api.GenerationInput,
+        plan: AnswerPlan,
     ) -> None:
         self.choice = choice
         self.num_tokens = 0
+        self.reasoning_tokens = 0
         self.stop_text: str | None = None
         self.ended = False
         self._detokenizer = detokenizer
         self._stop_texts = stop_texts
-        self._omit_text = output.omit_text
+        self._omit_text = generation.output.omit_text
         self._min_tokens = job.stopping.min_tokens
-        self._silent_ids = frozenset() if include_stop else _ending_ids(job)
+        self._silent_ids = frozenset() if generation.stop.include_stop else _ending_ids(job)
+        self._plan = plan
+        self._parser = plan.parser()
 
     def push(self, event: JobTokens) -> TextDelta:
         """Takes new tokens, up to the one that completes a stop text."""
         if event.first_index != self.num_tokens:
             raise RuntimeError("tokens are missing or doubled")
-        texts = []
+        delta = self._delta()
         for token_id in event.token_ids:
             self.num_tokens += 1
-            if text := self._text(token_id):
-                texts.append(text)
+            self._add(delta, self._text(token_id))
             if self.stop_text is not None:
                 break
         count = self.num_tokens - event.first_index
-        token_ids, logprobs = list(event.token_ids[:count]), list(event.logprobs[:count])
-        return TextDelta(self.choice, event.first_index, token_ids, texts, logprobs)
+        delta.token_ids += event.token_ids[:count]
+        delta.logprobs += event.logprobs[:count]
+        return delta
 
     def rest(self) -> TextDelta | None:
         """The text still held back when the choice has ended, as a delta without tokens."""
         text = self._stop_texts.finish() if self._stop_texts is not None else ""
         if self._detokenizer is not None and self.stop_text is None:
             text += self._detokenizer.finish()
-        if not text or self._omit_text:
-            return None
-        return TextDelta(self.choice, self.num_tokens, [], [text], [])
+        delta = self._delta()
+        if self._parser is not None:
+            self._take(delta, self._parser.push(text))
+            self._take(delta, self._parser.finish())
+        elif text and not self._omit_text:
+            delta.texts.append(text)
+        return delta if delta.texts or delta.reasoning or delta.calls else None
+
+    def reason(self, ended_by: api.FinishReason.ValueType) -> api.FinishReason.ValueType:
+        """Why the choice ended: with calls, if the model ended it and has made any."""
+        called = self._parser is not None and self._parser.calls_begun
+        return api.FINISH_REASON_TOOL_CALLS if called and ended_by in _OWN_END else ended_by
+
+    def _delta(self) -> TextDelta:
+        is_message = self._plan.is_message
+        return TextDelta(self.choice, self.num_tokens, [], [], [], is_message=is_message)
+
+    def _add(self, delta: TextDelta, text: str) -> None:
+        """Adds the text of one token."""
+        if self._parser is None:
+            if text:
+                delta.texts.append(text)
+            return
+        if text:
+            self._take(delta, self._parser.push(text))
+        if self._parser.thinking:
+            self.reasoning_tokens += 1
+            delta.reasoning_tokens += 1
+        if self._plan.one_call and self._parser.calls_complete and self.stop_text is None:
+            self.stop_text = ""
+
+    def _take(self, delta: TextDelta, parts: Parts) -> None:
+        if parts.content:
+            delta.texts.append(parts.content)
+        if parts.reasoning and not self._plan.omit_reasoning:
+            delta.reasoning.append(parts.reasoning)
+        delta.calls += parts.calls
 
     def _text(self, token_id: int) -> str:
         if self._detokenizer is None:
@@ -253,6 +307,7 @@ class Messages:
 
 def _started_message(job: Job, started: Started) -> api.StreamGenerateResponse:
     message = api.GenerationStarted(
+        dropped_keywords=started.dropped_keywords,
         generation_id=job.id,
         model=job.model.name,
         model_revision=job.model.revision,
@@ -266,15 +321,23 @@ def _started_message(job: Job, started: Started) -> api.StreamGenerateResponse:
 
 
 def _delta_message(delta: TextDelta) -> api.StreamGenerateResponse:
-    return api.StreamGenerateResponse(
-        delta=api.TokenDelta(
-            choice_index=delta.choice,
-            first_token_index=delta.first_index,
-            token_ids=delta.token_ids,
-            text="".join(delta.texts),
-            logprobs=_logprobs(delta.logprobs),
-        )
+    message = api.TokenDelta(
+        choice_index=delta.choice,
+        first_token_index=delta.first_index,
+        token_ids=delta.token_ids,
+        logprobs=_logprobs(delta.logprobs),
     )
+    text = "".join(delta.texts)
+    if not delta.is_message:
+        message.text = text
+    elif text or delta.reasoning or delta.calls:
+        message.message.content = text
+        message.message.reasoning = "".join(delta.reasoning)
+        for call in delta.calls:
+            message.message.tool_calls.add(
+                index=call.index, id=call.id, name=call.name, arguments=call.arguments
+            )
+    return api.StreamGenerateResponse(delta=message)
 
 
 def _finished_message(

@@ -19,16 +19,25 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import numpy as np
 import tokenizers
-from google.protobuf.json_format import MessageToDict
 from numpy.typing import NDArray
 
 from baton.inference.v1 import inference_pb2 as api
-from router.requests.chat_template import Template, compile_template, template_source
+from router.answers.forms import ResponseForm, form_of
+from router.answers.parser import is_readable
+from router.requests.chat_template import (
+    ChatTemplateError,
+    Template,
+    compile_template,
+    names_in,
+    template_source,
+    variables_of,
+)
 from router.requests.longest_token import longest_token_bytes
+from router.structure.plan import AnswerPlans
 
 PromptIds = NDArray[np.uint32]
 Result = TypeVar("Result")
@@ -42,20 +51,6 @@ _LONG_IDS: Final = 16_384
 _TURN_CHARS: Final = 32
 """Cost of rendering any turn of a conversation, in characters of text."""
 
-_ROLES: Final[Mapping[int, str]] = {
-    api.ROLE_SYSTEM: "system",
-    api.ROLE_USER: "user",
-    api.ROLE_ASSISTANT: "assistant",
-}
-
-
-class ChatTemplateError(Exception):
-    """The model has no chat template, or the template refuses these turns; `rule` says which."""
-
-    def __init__(self, rule: str) -> None:
-        super().__init__(rule)
-        self.rule = rule
-
 
 class PromptTooLongError(Exception):
     """The number of bytes shows that the text cannot fit."""
@@ -64,6 +59,14 @@ class PromptTooLongError(Exception):
         super().__init__(f"at least {least_tokens} tokens, and room for {max_tokens}")
         self.least_tokens = least_tokens
         self.max_tokens = max_tokens
+
+
+class EncodedPrompt(NamedTuple):
+    """A prompt as a model gets it."""
+
+    ids: PromptIds
+    text: str
+    """The text of which they are made."""
 
 
 class Tokenizer:
@@ -75,11 +78,16 @@ class Tokenizer:
         template: Template | None = None,
         special_tokens: Mapping[str, str] | None = None,
         template_source: str | None = None,
+        form: ResponseForm | None = None,
     ) -> None:
         self._backend = backend
         self._template = template
         self.template_source = template_source
         """Source of `template`."""
+        self.template_names = frozenset(names_in(template_source) if template_source else ())
+        """Variables that the template reads."""
+        self.form = form or ResponseForm()
+        """The form of the model's answers."""
         self.special_tokens = dict(special_tokens or {})
         """Texts of special tokens by name, such as `eos_token`."""
         self.special_ids = frozenset(
@@ -103,7 +111,10 @@ class Tokenizer:
         config = _read_json(path / "tokenizer_config.json")
         source = template_source(path, config) if chat_template is None else chat_template
         template = compile_template(source) if source is not None else None
-        return cls(backend, template, _special_tokens(config), source)
+        form = form_of(config, source)
+        if form.spec is not None and not is_readable(form.spec):
+            form = form_of({}, source)
+        return cls(backend, template, _special_tokens(config), source, form)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> PromptIds:
         """Ids of a raw text, with the special tokens that the model expects around it."""
@@ -130,11 +141,15 @@ class Tokenizer:
         """
         if self._template is None:
             raise ChatTemplateError("the model has no chat template")
+        if chat.tools and "tools" not in self.template_names:
+            raise ChatTemplateError("the model's chat template takes none", "tools")
         end = secrets.token_hex(16) if chat.continue_last else ""
         try:
-            given = self.special_tokens | _variables(chat) | _set_here(chat, end)
+            given = self.special_tokens | variables_of(chat, end, self.template_names)
             text = self._template.render(**given)
             return text[: text.rindex(end)] if end else text
+        except ChatTemplateError:
+            raise
         except Exception as error:  # A template is a program and may raise anything.
             raise ChatTemplateError("the chat template refused the turns") from error
 
@@ -143,6 +158,17 @@ class Tokenizer:
         U+FFFD."""
         batch = [token_ids]
         return self._backend.decode_batch(batch, skip_special_tokens=skip_special_tokens)[0]
+
+    def special_id(self, text: str) -> int | None:
+        """The id of a special token; None if the text is none."""
+        token_id = self._backend.token_to_id(text)
+        return token_id if token_id in self.special_ids else None
+
+    def ids_within(self, texts: Iterable[str]) -> frozenset[int]:
+        """The special tokens whose names stand in one of the texts."""
+        whole = "\n".join(texts)
+        names = ((one, self._backend.id_to_token(one)) for one in self.special_ids)
+        return frozenset(token_id for token_id, name in names if name and name in whole)
 
     def token_text(self, token_id: int) -> str:
         """Text of one token as it is inside a text; the name of a special token."""
@@ -161,6 +187,8 @@ class Tokenizers:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="baton-tokenize")
         self._long_pool = ThreadPoolExecutor(1, thread_name_prefix="baton-tokenize-long")
         self._loads: dict[str, asyncio.Future[Tokenizer | None]] = {}
+        self.plans = AnswerPlans()
+        """Plans of answers, which need tokenizers and threads as well."""
 
     async def get(self, folder: str) -> Tokenizer | None:
         """The tokenizer of a model folder, read at most once unless reading it fails."""
@@ -182,7 +210,7 @@ class Tokenizers:
         prompt: str | api.ChatPrompt,
         add_special_tokens: bool | None = None,
         max_tokens: int | None = None,
-    ) -> PromptIds:
+    ) -> EncodedPrompt:
         """Ids of a text or a conversation. All but short ones are encoded on threads.
 
         Args:
@@ -220,6 +248,7 @@ class Tokenizers:
         """Ends the threads after their current work."""
         for pool in (self._pool, self._long_pool):
             pool.shutdown(wait=False, cancel_futures=True)
+        self.plans.close()
 
     async def _run(self, work: Callable[[], Result], *, is_long: bool) -> Result:
         """Runs work on a thread and returns its result. Work that is cancelled before it begins is
@@ -228,54 +257,18 @@ class Tokenizers:
         return await asyncio.get_running_loop().run_in_executor(pool, work)
 
 
-def _variables(chat: api.ChatPrompt) -> dict[str, Any]:
-    """The caller's variables for the template. JSON's numbers come as floats. Whole ones become
-    integers, since templates print them.
-
-    Raises:
-        Exception: a number is infinite or NaN.
-    """
-    return {name: _plain(value) for name, value in MessageToDict(chat.template_variables).items()}
-
-
-def _set_here(chat: api.ChatPrompt, end: str) -> dict[str, Any]:
-    """Variables of the template that no caller can set. `end` goes after the last content, so that
-    text which the template adds after it can be cut off."""
-    turns = [{"role": _ROLES[turn.role], "content": turn.content} for turn in chat.messages]
-    if end:
-        turns[-1]["content"] += end
-    return {
-        "messages": turns,
-        "tools": None,
-        "documents": None,
-        "add_generation_prompt": not end,
-    }
-
-
-def _plain(value: Any) -> Any:
-    match value:
-        case float() if value.is_integer():
-            return int(value)
-        case dict():
-            return {name: _plain(one) for name, one in value.items()}
-        case list():
-            return [_plain(one) for one in value]
-        case _:
-            return value
-
-
 def _encode(
     tokenizer: Tokenizer,
     prompt: str | api.ChatPrompt,
     add_special_tokens: bool,
     max_tokens: int | None,
-) -> PromptIds:
+) -> EncodedPrompt:
     if isinstance(prompt, str):
-        return tokenizer.encode(prompt, add_special_tokens)
+        return EncodedPrompt(tokenizer.encode(prompt, add_special_tokens), prompt)
     text = tokenizer.render_chat(prompt)
     if max_tokens is not None:
         tokenizer.check_length(text, max_tokens)
-    return tokenizer.encode(text, add_special_tokens)
+    return EncodedPrompt(tokenizer.encode(text, add_special_tokens), text)
 
 
 def _texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
@@ -286,8 +279,12 @@ def _texts(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[str]:
 def _chars(prompt: str | api.ChatPrompt) -> int:
     if isinstance(prompt, str):
         return len(prompt)
-    turns = sum(_TURN_CHARS + len(turn.content) for turn in prompt.messages)
-    return turns + prompt.template_variables.ByteSize()
+    turns = sum(
+        _TURN_CHARS + (turn.ByteSize() if turn.tool_calls else len(turn.content))
+        for turn in prompt.messages
+    )
+    tools = sum(tool.ByteSize() for tool in prompt.tools)
+    return turns + tools + prompt.template_variables.ByteSize()
 
 
 def _ids(encoding: tokenizers.Encoding) -> PromptIds:

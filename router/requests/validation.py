@@ -8,7 +8,6 @@ rule and never repeat the client's values.
 from __future__ import annotations
 
 import math
-import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -16,10 +15,10 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from baton.inference.v1 import inference_pb2 as api
-from baton.worker.v1 import worker_pb2
 from router import errors
 from router.errors import PROMPT, Violation
 from router.requests.bounds import MAX_TURNS
+from router.structure.fields import MAX_ALLOWED_TOKENS, check_answer, check_chat
 
 if TYPE_CHECKING:
     from router.jobs import ServedModel
@@ -37,8 +36,6 @@ TEMPLATE_OWN: Final = frozenset(("messages", "tools", "documents", "add_generati
 
 _MAX_REPORTED_IDS: Final = 8
 """Most reported ids of one list. A prompt with another model's tokens would have thousands."""
-_GREEDY_BELOW: Final = 1e-5
-"""Below this temperature only the likeliest token can be drawn, and logits would overflow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +93,7 @@ def check_request(
     _check_sampling(found, generation.sampling)
     _check_stop(found, generation.stop, limits)
     _check_output(found, generation.output)
+    found.found += check_answer(generation)
     if generation.HasField("choices"):
         ok = 1 <= generation.choices <= limits.max_choices
         found.unless(ok, "input.choices", f"must be in [1, {limits.max_choices}]")
@@ -108,6 +106,8 @@ def check_tokenize(request: api.TokenizeRequest) -> Violations:
     """Checks the rules of a Tokenize request. Paths start at the request itself."""
     found = Violations()
     _check_prompt(found, request, "")
+    if request.WhichOneof("prompt") == "chat":
+        found.found += check_chat(request.chat, "chat")
     return found
 
 
@@ -118,6 +118,10 @@ def check_against_model(
     ids = {
         "input.token_ids.ids": (generation.token_ids.ids, model.max_context_tokens),
         "input.stop.token_ids": (generation.stop.token_ids, MAX_STOP_TOKENS),
+        "input.sampling.allowed_token_ids": (
+            generation.sampling.allowed_token_ids,
+            MAX_ALLOWED_TOKENS,
+        ),
     }
     for path, (values, most) in ids.items():
         if len(values) <= most:  # A longer list is refused for its length.
@@ -149,57 +153,17 @@ def check_prompt_ids(generation: api.GenerationInput, model: ServedModel) -> Non
 def check_without_tokenizer(found: Violations, generation: api.GenerationInput) -> None:
     """Checks for options that need a tokenizer, for a model that has none."""
     _check_tokenizable(found, generation, "input")
-    found.unless(
-        not generation.stop.sequences, "input.stop.sequences", "the model has no tokenizer"
-    )
+    for path, given in (
+        ("input.stop.sequences", bool(generation.stop.sequences)),
+        ("input.sampling.bad_words", bool(generation.sampling.bad_words)),
+        ("input.structure", generation.HasField("structure")),
+    ):
+        found.unless(not given, path, "the model has no tokenizer")
 
 
 def check_tokenizable(found: Violations, request: api.TokenizeRequest) -> None:
     """Refuses to tokenize for a model without a tokenizer."""
     _check_tokenizable(found, request, "")
-
-
-def fill_sampling(
-    sampling: api.SamplingOptions, output: api.OutputOptions, vocab_size: int
-) -> worker_pb2.Sampling:
-    """Sampling with every default filled in, and a drawn seed if none is given."""
-    temperature = sampling.temperature if sampling.HasField("temperature") else 1.0
-    penalty = sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0
-    return worker_pb2.Sampling(
-        temperature=temperature if temperature >= _GREEDY_BELOW else 0.0,
-        top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
-        top_k=sampling.top_k if sampling.top_k < vocab_size else 0,
-        min_p=sampling.min_p,
-        frequency_penalty=sampling.frequency_penalty,
-        presence_penalty=sampling.presence_penalty,
-        repetition_penalty=penalty,
-        seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
-        logit_bias=sampling.logit_bias,
-        top_logprobs=output.top_logprobs if output.logprobs else None,
-    )
-
-
-def fill_stopping(
-    stop: api.StopOptions, prompt_tokens: int, model: ServedModel, limits: Limits
-) -> worker_pb2.Stopping:
-    """Stopping rules with `max_tokens` filled in, so that prompt and output fit the context.
-
-    Raises:
-        RouterError: CONTEXT_LENGTH_EXCEEDED, or INVALID_FIELD if `min_tokens` exceeds `max_tokens`.
-    """
-    room = model.max_context_tokens - prompt_tokens
-    max_tokens = stop.max_tokens or max(1, min(room, limits.default_max_tokens))
-    if max_tokens > room:
-        raise errors.context_length_exceeded(prompt_tokens, max_tokens, model.max_context_tokens)
-    if stop.min_tokens > max_tokens:
-        rule = f"must be at most max_tokens, which is {max_tokens} here"
-        raise errors.invalid_fields([Violation("input.stop.min_tokens", rule)])
-    return worker_pb2.Stopping(
-        max_tokens=max_tokens,
-        min_tokens=stop.min_tokens,
-        token_ids=stop.token_ids,
-        ignore_eos=stop.ignore_eos,
-    )
 
 
 def _check_prompt(

@@ -1,0 +1,92 @@
+"""Fills the fields of a job with what a request says and with the defaults for the rest."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from typing import TYPE_CHECKING, Final
+
+from baton.inference.v1 import inference_pb2 as api
+from baton.worker.v1 import worker_pb2
+from router import errors
+from router.errors import Violation
+
+if TYPE_CHECKING:
+    from router.jobs import Job, ServedModel
+    from router.requests.tokenization import PromptIds, Tokenizer
+    from router.requests.validation import Limits
+    from router.structure.plan import AnswerPlan
+
+_GREEDY_BELOW: Final = 1e-5
+"""Below this temperature only the likeliest token can be drawn, and logits would overflow."""
+
+
+def fill_sampling(
+    sampling: api.SamplingOptions, output: api.OutputOptions, vocab_size: int
+) -> worker_pb2.Sampling:
+    """Sampling with every default filled in, and a drawn seed if none is given."""
+    temperature = sampling.temperature if sampling.HasField("temperature") else 1.0
+    penalty = sampling.repetition_penalty if sampling.HasField("repetition_penalty") else 1.0
+    return worker_pb2.Sampling(
+        temperature=temperature if temperature >= _GREEDY_BELOW else 0.0,
+        top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
+        top_k=sampling.top_k if sampling.top_k < vocab_size else 0,
+        min_p=sampling.min_p,
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        repetition_penalty=penalty,
+        seed=sampling.seed if sampling.HasField("seed") else secrets.randbits(64),
+        logit_bias=sampling.logit_bias,
+        top_logprobs=output.top_logprobs if output.logprobs else None,
+        allowed_token_ids=sampling.allowed_token_ids,
+    )
+
+
+def fill_stopping(
+    stop: api.StopOptions, prompt_tokens: int, model: ServedModel, limits: Limits
+) -> worker_pb2.Stopping:
+    """Stopping rules with `max_tokens` filled in, so that prompt and output fit the context.
+
+    Raises:
+        RouterError: CONTEXT_LENGTH_EXCEEDED, or INVALID_FIELD if `min_tokens` exceeds `max_tokens`.
+    """
+    room = model.max_context_tokens - prompt_tokens
+    max_tokens = stop.max_tokens or max(1, min(room, limits.default_max_tokens))
+    if max_tokens > room:
+        raise errors.context_length_exceeded(prompt_tokens, max_tokens, model.max_context_tokens)
+    if stop.min_tokens > max_tokens:
+        rule = f"must be at most max_tokens, which is {max_tokens} here"
+        raise errors.invalid_fields([Violation("input.stop.min_tokens", rule)])
+    return worker_pb2.Stopping(
+        max_tokens=max_tokens,
+        min_tokens=stop.min_tokens,
+        token_ids=stop.token_ids,
+        ignore_eos=stop.ignore_eos,
+    )
+
+
+def restrict(
+    job: Job, sampling: api.SamplingOptions, tokenizer: Tokenizer | None, plan: AnswerPlan
+) -> None:
+    """Adds to the job what narrows the tokens that may be drawn."""
+    job.sampling.grammar = plan.grammar
+    if plan.thinking is not None:
+        job.sampling.thinking.CopyFrom(plan.thinking)
+    for word in sampling.bad_words:
+        assert tokenizer is not None, "validation made sure"
+        # A word has other tokens at the start of a text, or within a word, than after a space.
+        ids = (tokenizer.encode(text, False) for text in (word, f" {word}"))
+        runs = {one.astype("<u4").tobytes() for one in ids}
+        job.sampling.bad_words.extend(sorted(run for run in runs if run))
+
+
+def last(ids: PromptIds, count: int | None) -> PromptIds:
+    """The last `count` ids; None for all."""
+    return ids if count is None else ids[-count:]
+
+
+def salted(tenant: str, salt: str) -> bytes:
+    """What a request's cached pages are keyed by: its tenant, and its own salt if it has one."""
+    if not salt:
+        return tenant.encode()
+    return hashlib.sha256(f"{len(tenant)}:{tenant}{salt}".encode()).digest()

@@ -1,0 +1,260 @@
+"""Prepares JSON schemas, so that a grammar can enforce all that is left of them.
+
+llguidance refuses a schema with a keyword that it cannot enforce. Where the client asks for strict
+adherence, so does Baton, and names the keyword's JSON pointer. Otherwise the keyword is dropped and
+its pointer reported. Values of a schema never appear in an error.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from llguidance import LLMatcher, LLParserLimits
+
+LIMITS: Final = LLParserLimits(step_max_items=10_000, verbose_errors=False)
+"""Fuel of a compilation and of each mask, as workers have it (`engine.masks.matchers`)."""
+MAX_SCHEMA_BYTES: Final = 256 << 10
+_MAX_ROUNDS: Final = 16
+"""Most times that a schema is checked again after keywords were dropped."""
+_MAX_ISOLATED: Final = 64
+"""Most parts of a schema that are checked alone, to find the one to blame."""
+_MAX_NAMED: Final = 16
+
+_OF_NAMES: Final = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_OF_LISTS: Final = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_OF_ONE: Final = (
+    "items", "additionalProperties", "additionalItems", "contains", "not", "if", "then", "else",
+    "propertyNames", "unevaluatedProperties", "unevaluatedItems",
+)  # fmt: skip
+_SHAPE: Final = frozenset((*_OF_NAMES, *_OF_LISTS, *_OF_ONE, "type", "$ref", "required"))
+"""Keywords without which a schema would mean something else. They are never dropped."""
+_KEYS: Final = re.compile(r"Unimplemented keys: (\[.*\])")
+_FORMAT: Final = re.compile(r"Unknown format: (.*)")
+
+
+class SchemaError(Exception):
+    """A schema cannot be used."""
+
+    def __init__(self, rule: str, pointers: list[str] | None = None) -> None:
+        super().__init__(rule)
+        self.rule = rule
+        """Which rule it breaks, with pointers, but no value."""
+        self.pointers = pointers or []
+        self.field = ""
+        """The request's field that holds it, if that is known."""
+
+
+class Part(NamedTuple):
+    """A schema inside a schema."""
+
+    pointer: str
+    schema: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A schema that can be enforced."""
+
+    schema: dict[str, Any]
+    coerce_one_of: bool = False
+    """Whether some `oneOf` counts as `anyOf`."""
+    dropped: list[str] = field(default_factory=list)
+    """JSON pointers of keywords that are not enforced."""
+
+
+def read(text: str) -> dict[str, Any]:
+    """Reads a schema.
+
+    Raises:
+        SchemaError: it is too large, no JSON, or no schema.
+    """
+    if len(text) > MAX_SCHEMA_BYTES or len(text.encode()) > MAX_SCHEMA_BYTES:
+        raise SchemaError(f"must have at most {MAX_SCHEMA_BYTES} bytes")
+    try:
+        schema = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        raise SchemaError("must be a JSON schema: it is no JSON") from None
+    if schema is True:
+        return {}
+    if not isinstance(schema, dict):
+        raise SchemaError("must be a JSON schema: an object")
+    return schema
+
+
+def prepare(schema: dict[str, Any], *, strict: bool) -> Prepared:
+    """Checks a schema and drops what cannot be enforced. Changes the schema.
+
+    Raises:
+        SchemaError: strict adherence is impossible, or the schema is none.
+    """
+    schema.pop("x-guidance", None)  # It would change how llguidance reads the schema.
+    prepared = Prepared(schema)
+    found: list[str] = []
+    for _ in range(_MAX_ROUNDS):
+        problem = _problem(schema, coerce_one_of=prepared.coerce_one_of)
+        if not problem:
+            break
+        pointers = _drop(prepared, problem)
+        if strict:
+            found += pointers
+            continue
+        prepared.dropped += pointers
+    else:
+        raise SchemaError("has too many keywords that cannot be enforced")
+    if found:
+        rule = "cannot be enforced, as strict asks"
+        raise SchemaError(f"{_listed(found)} {rule}", found)
+    return prepared
+
+
+def _drop(prepared: Prepared, problem: str) -> list[str]:
+    """Drops what a problem names; returns its pointers.
+
+    Raises:
+        SchemaError: it is nothing that can be dropped.
+    """
+    schema = prepared.schema
+    if match := _KEYS.search(problem):
+        keys = set(json.loads(match[1]))
+        if pointers := _remove(schema, lambda key, _: key in keys):
+            return pointers
+    if match := _FORMAT.search(problem):
+        name = match[1].strip()
+        if pointers := _remove(schema, lambda key, value: key == "format" and value == name):
+            return pointers
+    if "coerce_one_of" in problem:
+        prepared.coerce_one_of = True
+        return _overlapping(schema)
+    if problem.startswith("Resource"):
+        _refuse_references(schema, lambda target: not target.startswith("#"), "a remote reference")
+    if problem.startswith("Pointer"):
+        _refuse_references(schema, lambda target: not _resolves(schema, target), "no such schema")
+    return _drop_blamed(prepared, problem)
+
+
+def _drop_blamed(prepared: Prepared, problem: str) -> list[str]:
+    """Finds the keyword to blame by checking parts of the schema alone, and drops it."""
+    schema, coerce = prepared.schema, prepared.coerce_one_of
+    shared = _shared(schema)
+    part, left = Part("", schema), _MAX_ISOLATED
+    while left > 0:
+        for inner in _children(part):
+            left -= 1
+            if _problem({**shared, **inner.schema}, coerce_one_of=coerce) or left <= 0:
+                part = inner
+                break
+        else:
+            break
+    where = part.pointer
+    for key in part.schema:
+        rest = {name: one for name, one in part.schema.items() if name != key}
+        if _problem({**shared, **rest}, coerce_one_of=coerce) != problem:
+            where = f"{part.pointer}/{_escaped(key)}"
+            if key in _SHAPE or "Unsatisfiable" in problem:
+                break
+            del part.schema[key]
+            return [where]
+    at = f" at {where[:128]}" if where else ""
+    raise SchemaError(f"is no schema that can be enforced{at}", [where])
+
+
+def _problem(schema: dict[str, Any], *, coerce_one_of: bool) -> str:
+    """The first problem that llguidance has with a schema; "" for none."""
+    overrides: Any = {"coerce_one_of": coerce_one_of, "lenient": False}
+    grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides)
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
+    return messages[0] if is_error else ""
+
+
+def _parts(schema: dict[str, Any]) -> Iterator[Part]:
+    """The schema and all schemas in it."""
+    waiting = deque([Part("", schema)])
+    while waiting:
+        part = waiting.popleft()
+        yield part
+        waiting += _children(part)
+
+
+def _children(part: Part) -> Iterator[Part]:
+    for key, value in part.schema.items():
+        pointer = f"{part.pointer}/{_escaped(key)}"
+        if key in _OF_NAMES and isinstance(value, dict):
+            for name, one in value.items():
+                if isinstance(one, dict):
+                    yield Part(f"{pointer}/{_escaped(name)}", one)
+        elif key in _OF_LISTS and isinstance(value, list):
+            for index, one in enumerate(value):
+                if isinstance(one, dict):
+                    yield Part(f"{pointer}/{index}", one)
+        elif key in _OF_ONE and isinstance(value, dict):
+            yield Part(pointer, value)
+
+
+def _remove(schema: dict[str, Any], is_wrong: Callable[[str, Any], bool]) -> list[str]:
+    pointers = []
+    for part in _parts(schema):
+        for key in [key for key, value in part.schema.items() if is_wrong(key, value)]:
+            del part.schema[key]
+            pointers.append(f"{part.pointer}/{_escaped(key)}")
+    return pointers
+
+
+def _overlapping(schema: dict[str, Any]) -> list[str]:
+    """Pointers of `oneOf` whose alternatives may overlap; of all, if there are many."""
+    shared = _shared(schema)
+    parts = [part for part in _parts(schema) if "oneOf" in part.schema]
+    if 1 < len(parts) <= _MAX_ISOLATED:
+        alone = ({**shared, "oneOf": part.schema["oneOf"]} for part in parts)
+        wrong = [bool(_problem(one, coerce_one_of=False)) for one in alone]
+        if any(wrong):
+            parts = [part for part, is_wrong in zip(parts, wrong, strict=True) if is_wrong]
+    return [f"{part.pointer}/oneOf" for part in parts]
+
+
+def _refuse_references(schema: dict[str, Any], is_wrong: Callable[[str], bool], what: str) -> None:
+    wrong = [
+        f"{part.pointer}/$ref"
+        for part in _parts(schema)
+        if isinstance(target := part.schema.get("$ref"), str) and is_wrong(target)
+    ]
+    if wrong:
+        raise SchemaError(f"{_listed(wrong)} is {what}", wrong)
+
+
+def _resolves(schema: dict[str, Any], target: str) -> bool:
+    found: Any = schema
+    for part in target.removeprefix("#").lstrip("/").split("/"):
+        name = part.replace("~1", "/").replace("~0", "~")
+        if not name:
+            continue
+        if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+            found = found[int(name)]
+        elif isinstance(found, dict) and name in found:
+            found = found[name]
+        else:
+            return False
+    return True
+
+
+def _shared(schema: dict[str, Any]) -> dict[str, Any]:
+    """The definitions to which parts refer."""
+    return {name: one for name, one in schema.items() if name in ("$defs", "definitions")}
+
+
+def _listed(pointers: list[str]) -> str:
+    """Names of a few pointers. A pointer consists of the client's own names, cut at a length."""
+    shown = ", ".join(pointer[:128] for pointer in pointers[:_MAX_NAMED])
+    return shown + (", ..." if len(pointers) > _MAX_NAMED else "")
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(name)

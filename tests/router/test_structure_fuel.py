@@ -1,0 +1,70 @@
+"""The fuel of a mask: enough for the schemas that people write, and too little to stop a step."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from engine.masks import matchers
+from router.structure.schema import LIMITS
+
+AMBIGUOUS = "start: e\ne: e e | e e e | /[a-z]/"
+END = 2
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo_model: Path) -> LLTokenizer:
+    return LLTokenizer((demo_model / "tokenizer.json").read_text(), 49152, [END])
+
+
+def longest_mask_s(matcher: LLMatcher, tokens: int) -> float:
+    """Draws tokens at random until the fuel is spent or the text ends."""
+    rng, longest_s = np.random.default_rng(0), 0.0
+    for _ in range(tokens):
+        began_s = time.perf_counter()
+        mask = matcher.compute_bitmask()
+        longest_s = max(longest_s, time.perf_counter() - began_s)
+        if matcher.is_error():
+            break
+        bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
+        allowed = np.setdiff1d(np.flatnonzero(bits), [END])
+        if not len(allowed):
+            break
+        matcher.consume_token(int(rng.choice(allowed)))
+    return longest_s
+
+
+def schema(optional: int) -> dict[str, Any]:
+    names = [f"p{i}" for i in range(optional)]
+    properties = {name: {"type": ["string", "null"]} for name in names}
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+def test_routers_check_with_the_fuel_of_workers() -> None:
+    assert repr(LIMITS) == repr(matchers.LIMITS)
+    assert LIMITS.step_max_items == matchers.ITEMS_A_MASK
+
+
+def test_an_ambiguous_grammar_is_stopped_early(tokenizer: LLTokenizer) -> None:
+    matcher = LLMatcher(tokenizer, AMBIGUOUS, log_level=0, limits=LIMITS)
+    ours_s = longest_mask_s(matcher, 60)
+    assert matcher.is_error()
+    assert "start" not in matcher.get_error(), "it does not show the grammar"
+    loose = LLParserLimits(verbose_errors=False)
+    unbounded = LLMatcher(tokenizer, AMBIGUOUS, log_level=0, limits=loose)
+    theirs_s = longest_mask_s(unbounded, 40)
+    assert ours_s < theirs_s / 2
+
+
+@pytest.mark.parametrize("optional", [20, 150])
+def test_wide_schemas_have_enough(tokenizer: LLTokenizer, optional: int) -> None:
+    options: Any = {"whitespace_pattern": "[ \\n]?"}
+    grammar = LLMatcher.grammar_from_json_schema(schema(optional), overrides=options)
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+    longest_mask_s(matcher, 80)
+    assert not matcher.is_error(), matcher.get_error()

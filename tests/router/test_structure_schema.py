@@ -1,0 +1,108 @@
+"""Schemas: what cannot be enforced is named by its pointer, and no value is ever shown."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from router.structure.schema import MAX_SCHEMA_BYTES, SchemaError, prepare, read
+
+SECRET = "hunter2"
+UNSUPPORTED: list[tuple[dict[str, Any], list[str]]] = [
+    ({"not": {"const": SECRET}}, ["/not"]),
+    ({"type": "object", "dependentRequired": {SECRET: ["b"]}, "if": {}, "then": {}},
+     ["/dependentRequired", "/if", "/then"]),
+    ({"type": "string", "format": SECRET}, ["/format"]),
+    ({"properties": {"a/b": {"items": {"uniqueItems": True}}}},
+     ["/properties/a~1b/items/uniqueItems"]),
+    ({"anyOf": [{"type": "string"}, {"type": "array", "contains": {}}]}, ["/anyOf/1/contains"]),
+    ({"type": "string", "pattern": f"(?={SECRET})x"}, ["/pattern"]),
+    ({"$defs": {"d": {"propertyNames": {"pattern": "a"}}}, "$ref": "#/$defs/d"},
+     ["/$defs/d/propertyNames"]),
+    ({"properties": {"a": {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+                     "b": {"oneOf": [{"type": "integer"}, {"type": "string"}]}}},
+     ["/properties/a/oneOf"]),
+]  # fmt: skip
+IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
+    ({"type": SECRET}, "/type"),
+    ({"properties": {"a": {"type": "array", "items": {"type": 3}}}}, "/properties/a/items/type"),
+    ({"properties": [SECRET]}, "/properties"),
+    ({"$ref": "#/nope"}, "/$ref is no such schema"),
+    ({"properties": {"a": {"$ref": f"https://{SECRET}/x"}}}, "/properties/a/$ref is a remote"),
+    ({"type": "integer", "minimum": 3, "maximum": 1}, "no schema that can be enforced"),
+]
+
+
+@pytest.mark.parametrize(("schema", "pointers"), UNSUPPORTED)
+def test_what_cannot_be_enforced_is_refused_or_dropped(
+    schema: dict[str, Any], pointers: list[str]
+) -> None:
+    text = json.dumps(schema)
+    with pytest.raises(SchemaError) as caught:
+        prepare(read(text), strict=True)
+    assert sorted(caught.value.pointers) == sorted(pointers)
+    assert all(pointer in caught.value.rule for pointer in pointers)
+    assert SECRET not in caught.value.rule
+    prepared = prepare(read(text), strict=False)
+    assert sorted(prepared.dropped) == sorted(pointers)
+    assert prepared.coerce_one_of == any("oneOf" in pointer for pointer in pointers)
+
+
+@pytest.mark.parametrize(("schema", "rule"), IMPOSSIBLE)
+@pytest.mark.parametrize("strict", [True, False])
+def test_what_is_no_schema_is_refused(schema: dict[str, Any], rule: str, strict: bool) -> None:
+    with pytest.raises(SchemaError) as caught:
+        prepare(read(json.dumps(schema)), strict=strict)
+    assert rule in caught.value.rule
+    assert SECRET not in caught.value.rule
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"a": NaN}', "[" * 100_000, '"a"'])
+def test_what_is_no_json_object(text: str) -> None:
+    with pytest.raises(SchemaError, match="must be a JSON schema"):
+        read(text)
+
+
+def test_the_clients_own_options_for_llguidance_do_not_count() -> None:
+    schema = {"type": "object", "not": {}, "x-guidance": {"lenient": True}}
+    with pytest.raises(SchemaError):
+        prepare(schema, strict=True)
+    assert "x-guidance" not in prepare({**schema}, strict=False).schema
+
+
+def test_the_order_of_properties_is_kept() -> None:
+    text = '{"properties": {"z": {}, "a": {}, "m": {"not": {}}}}'
+    assert list(prepare(read(text), strict=False).schema["properties"]) == ["z", "a", "m"]
+
+
+def wide(count: int) -> dict[str, Any]:
+    """Schema of many alternatives, each an object of its own."""
+    return {
+        "anyOf": [
+            {"type": "object", "properties": {f"p{i}": {"not": {}, "description": "x" * 250}}}
+            for i in range(count)
+        ]
+    }
+
+
+def test_large_schemas_take_milliseconds_and_larger_ones_none() -> None:
+    text = json.dumps(wide(800))
+    assert 0.9 * MAX_SCHEMA_BYTES < len(text) <= MAX_SCHEMA_BYTES
+    began_s = time.perf_counter()
+    assert len(prepare(read(text), strict=False).dropped) == 800
+    assert time.perf_counter() - began_s < 5.0
+    with pytest.raises(SchemaError, match="at most"):
+        read(json.dumps(wide(9_000)))
+
+
+def test_many_faults_end_soon() -> None:
+    """Each is found by checking parts alone, and that is bounded."""
+    bad = {"type": "string", "pattern": "(?=x)"}
+    schema = {"type": "object", "properties": {f"p{i}": bad for i in range(2_000)}}
+    began_s = time.perf_counter()
+    with pytest.raises(SchemaError):
+        prepare(read(json.dumps(schema)), strict=False)
+    assert time.perf_counter() - began_s < 20.0
