@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 
 from baton.inference.v1 import inference_pb2 as api
+from router.answers.calls import CallPart, joined_calls
 from router.doors.auth import OPEN, Gate
 from router.doors.grpc_edge import Call, Edge
 from router.events import NO_EVENTS, RouterEvents
@@ -113,6 +114,7 @@ class _Whole:
         self._response = api.GenerateResponse()
         self._choices: dict[int, api.Choice] = {}
         self._texts: dict[int, list[str]] = {}
+        self._messages: dict[int, _WholeMessage] = {}
 
     def add(self, message: api.StreamGenerateResponse) -> None:
         """Adds the next message."""
@@ -125,6 +127,8 @@ class _Whole:
                 output.token_ids.extend(delta.token_ids)
                 output.logprobs.extend(delta.logprobs)
                 self._texts[delta.choice_index].append(delta.text)
+                if delta.HasField("message"):
+                    self._extend(delta.choice_index, delta.message)
             case "finished":
                 self._finish(message.finished)
 
@@ -132,8 +136,13 @@ class _Whole:
         """The whole response, choices by index. Texts are joined here, once."""
         for index, choice in sorted(self._choices.items()):
             choice.output.text = "".join(self._texts[index])
+            if (message := self._messages.get(index)) is not None:
+                choice.message.CopyFrom(message.whole())
             self._response.choices.append(choice)
         return self._response
+
+    def _extend(self, index: int, delta: api.MessageDelta) -> None:
+        self._messages.setdefault(index, _WholeMessage()).add(delta)
 
     def _finish(self, finished: api.GenerationFinished) -> None:
         choice = self._choice(finished.choice_index)
@@ -150,3 +159,32 @@ class _Whole:
             )
             self._texts[index] = []
         return self._choices[index]
+
+
+class _WholeMessage:
+    """Collects the deltas of one choice's message."""
+
+    def __init__(self) -> None:
+        self._contents: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[CallPart] = []
+
+    def add(self, delta: api.MessageDelta) -> None:
+        """Adds the next delta."""
+        self._contents.append(delta.content)
+        self._reasoning.append(delta.reasoning)
+        self._calls += [
+            CallPart(call.index, call.id, call.name, call.arguments) for call in delta.tool_calls
+        ]
+
+    def whole(self) -> api.ChatMessage:
+        """The message."""
+        return api.ChatMessage(
+            role=api.ROLE_ASSISTANT,
+            content="".join(self._contents),
+            reasoning="".join(self._reasoning),
+            tool_calls=[
+                api.ToolCall(id=call.id, name=call.name, arguments=call.arguments)
+                for call in joined_calls(self._calls)
+            ],
+        )

@@ -58,13 +58,16 @@ async def open_port(
     events: RouterEvents = NO_EVENTS,
     gate: Gate = OPEN,
     limits: Limits | None = None,
+    max_context_tokens: int = 256,
     **client_options: object,
 ) -> AsyncIterator[Port]:
     """Serves a model with a tokenizer on a free port."""
     write_tokenizer(folder)
     tokenizer = Tokenizer.load(str(folder))
     assert tokenizer is not None
-    dispatcher = ScriptedDispatcher([served_model(folder, max_context_tokens=256)], script)
+    dispatcher = ScriptedDispatcher(
+        [served_model(folder, max_context_tokens=max_context_tokens)], script
+    )
     tokenizers = Tokenizers()
     limits = limits or Limits()
     server = OpenAiServer("127.0.0.1:0", dispatcher, tokenizers, limits, events, gate=gate)

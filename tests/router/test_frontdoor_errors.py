@@ -182,6 +182,7 @@ FROM_DISPATCHER = [
     errors.kv_transfer_failed(3),
     errors.kv_integrity(),
     errors.numerical_error(),
+    errors.structure_too_complex(3),
     errors.worker_lost_mid_stream(2),
 ]
 

@@ -138,12 +138,10 @@ async def test_half_characters_have_no_bytes_and_infinity_a_number(tmp_path: Pat
 
 async def test_what_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:
     fields: list[dict[str, object]] = [
-        {"tools": [{"type": "function", "function": {"name": "f"}}]},
-        {"response_format": {"type": "json_object"}},
-        {"response_format": {"type": "json_schema", "json_schema": {}}},
-        {"reasoning_effort": "high"},
+        {"functions": [{"name": "f"}]},
+        {"verbosity": "high"},
         {"chat_template": "{{ messages }}"},
-        {"structured_outputs": {"choice": ["a"]}},
+        {"xtc_probability": 0.5},
     ]
     async with open_port(tmp_path, says("a")) as port:
         for field in fields:
@@ -241,12 +239,15 @@ async def test_fields_that_ask_for_nothing_pass(tmp_path: Path) -> None:
 
 async def test_turns_that_cannot_be_rendered(tmp_path: Path) -> None:
     cases: list[tuple[dict[str, object], str]] = [
-        ({"role": "tool", "content": "SECRET"}, "messages[1].role"),
+        ({"role": "tool", "content": "SECRET"}, "messages[1].tool_call_id"),
         ({"role": "user", "content": [{"type": "image_url"}, "SECRET"]}, "messages[1].content"),
         ({"role": "user", "content": {"SECRET": 1}}, "messages[1].content"),
         ({"role": "user", "contents": "SECRET"}, "messages[1].content"),
         ({"role": "system", "content": None}, "messages[1].content"),
-        ({"role": "assistant", "tool_calls": [{"id": "SECRET"}]}, "messages[1].tool_calls"),
+        (
+            {"role": "assistant", "tool_calls": [{"id": "SECRET"}]},
+            "messages[1].tool_calls[0].function",
+        ),
     ]
     async with open_port(tmp_path, says("a")) as port:
         for turn, param in cases:

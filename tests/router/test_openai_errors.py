@@ -50,6 +50,7 @@ STATUSES = [
     (errors.deadline_exceeded(3), openai.InternalServerError, 504, "server_error", False),
     (errors.kv_integrity(), openai.InternalServerError, 500, "server_error", False),
     (errors.numerical_error(), openai.InternalServerError, 500, "server_error", False),
+    (errors.structure_too_complex(3), openai.BadRequestError, 400, "invalid_request_error", False),
 ]
 
 

@@ -90,7 +90,7 @@ BAD: list[tuple[str, dict[str, object], str]] = [
     ("/tokenize", {"prompt": "a", "messages": TURNS}, "prompt"),
     ("/tokenize", {"messages": [{"role": "cook", "content": "a"}]}, "messages[0].role"),
     ("/tokenize", {"messages": TURNS, "add_generation_prompt": False}, "add_generation_prompt"),
-    ("/tokenize", {"messages": TURNS, "tools": [{}]}, "tools"),
+    ("/tokenize", {"messages": TURNS, "tools": [{}]}, "tools[0].type"),
     ("/detokenize", {}, "tokens"),
     ("/detokenize", {"tokens": "abc"}, "tokens"),
     ("/detokenize", {"tokens": [1, -1]}, "tokens"),

@@ -8,7 +8,7 @@ from frontdoor_kit import CORPUS, byte_fallback_tokenizer, byte_level_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.requests.detokenization import Detokenizer, StopTexts
+from router.answers.detokenization import Detokenizer, StopTexts
 from router.requests.tokenization import Tokenizer
 
 BYTE_LEVEL = Tokenizer(byte_level_tokenizer())

@@ -10,7 +10,7 @@ from frontdoor_kit import served_model
 
 from baton.inference.v1 import inference_pb2 as api
 from router.errors import RouterError, Violation
-from router.requests import validation
+from router.requests import filling, validation
 from router.requests.validation import Limits
 
 LIMITS = Limits(default_max_tokens=20, max_output_tokens=48, max_choices=4)
@@ -143,17 +143,17 @@ def test_a_prompt_of_foreign_ids_names_a_few() -> None:
 
 
 def test_sampling_defaults() -> None:
-    filled = validation.fill_sampling(api.SamplingOptions(), api.OutputOptions(), 512)
+    filled = filling.fill_sampling(api.SamplingOptions(), api.OutputOptions(), 512)
     assert (filled.temperature, filled.top_p, filled.repetition_penalty) == (1, 1, 1)
     assert (filled.top_k, filled.min_p, filled.frequency_penalty) == (0, 0, 0)
     assert not filled.HasField("top_logprobs")
-    again = validation.fill_sampling(api.SamplingOptions(), api.OutputOptions(), 512)
+    again = filling.fill_sampling(api.SamplingOptions(), api.OutputOptions(), 512)
     assert filled.seed != again.seed
 
 
 def test_zeros_are_values() -> None:
     sampling = api.SamplingOptions(temperature=0, seed=0, top_k=512, logit_bias={3: -1.5})
-    filled = validation.fill_sampling(sampling, api.OutputOptions(logprobs=True), 512)
+    filled = filling.fill_sampling(sampling, api.OutputOptions(logprobs=True), 512)
     assert (filled.temperature, filled.seed) == (0, 0)
     assert filled.top_k == 0, "the whole vocabulary is no restriction"
     assert filled.HasField("top_logprobs")
@@ -166,7 +166,7 @@ def test_zeros_are_values() -> None:
 )
 def test_max_tokens(prompt_tokens: int, asked: int | None, given: int) -> None:
     stop = api.StopOptions(max_tokens=asked, min_tokens=1, token_ids=[5], ignore_eos=True)
-    filled = validation.fill_stopping(stop, prompt_tokens, MODEL, LIMITS)
+    filled = filling.fill_stopping(stop, prompt_tokens, MODEL, LIMITS)
     assert filled.max_tokens == given
     assert (filled.min_tokens, list(filled.token_ids), filled.ignore_eos) == (1, [5], True)
 
@@ -179,7 +179,7 @@ def test_the_context_bounds_prompt_and_output(
     prompt_tokens: int, asked: int | None, field: str
 ) -> None:
     with pytest.raises(RouterError) as caught:
-        validation.fill_stopping(api.StopOptions(max_tokens=asked), prompt_tokens, MODEL, LIMITS)
+        filling.fill_stopping(api.StopOptions(max_tokens=asked), prompt_tokens, MODEL, LIMITS)
     assert caught.value.reason == "CONTEXT_LENGTH_EXCEEDED"
     assert [violation.field for violation in caught.value.violations] == [field]
     assert caught.value.metadata["prompt_tokens"] == str(prompt_tokens)
@@ -187,7 +187,7 @@ def test_the_context_bounds_prompt_and_output(
 
 def test_min_tokens_may_not_exceed_max_tokens() -> None:
     with pytest.raises(RouterError) as caught:
-        validation.fill_stopping(api.StopOptions(min_tokens=21), 10, MODEL, LIMITS)
+        filling.fill_stopping(api.StopOptions(min_tokens=21), 10, MODEL, LIMITS)
     assert [one.field for one in caught.value.violations] == ["input.stop.min_tokens"]
 
 

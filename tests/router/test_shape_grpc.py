@@ -184,7 +184,7 @@ def test_fields_are_counted_without_parsing() -> None:
     )
     request.input.chat.template_variables.update({"a": [1, {"b": 2}]})
     data, kind = request.SerializeToString(), request.DESCRIPTOR
-    assert count_fields(data, kind, 1000) == 20
+    assert count_fields(data, kind, 1000) == 30
     assert count_fields(data, kind, 3) == 4
     for malformed in (b"\xff" * 50, b"\x0a\xff\xff\xff\x7f", b"\x07", b"\x0a"):
         assert count_fields(malformed, kind, 1000) <= 1

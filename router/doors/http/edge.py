@@ -20,7 +20,14 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Mapping,
+)
 from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
@@ -63,6 +70,11 @@ class Answer(Protocol):
     """The answer of a method: `chunks` if `stream` is set, else `whole`."""
 
     stream: bool
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        """Further headers, complete when the first part is there."""
+        ...
 
     async def whole(self) -> JSON:
         """All of it."""
@@ -127,8 +139,10 @@ class HttpEndpoint:
         body.let_go()
         response.begun = True
         if not answer.stream:
-            await response.whole(await answer.whole())
+            content = await answer.whole()
+            await response.whole(content, answer.headers)
             return
+        response.headers = answer.headers
         async with response.kept_alive(), aclosing(answer.chunks()) as chunks:
             async for chunk in chunks:
                 await response.event(to_json(chunk))
@@ -161,6 +175,8 @@ class _Response:
         self.status = 0
         """Set when the answer begins; 0 before."""
         self.complete = False
+        self.headers: Mapping[str, str] = {}
+        """Further headers of a stream."""
         self._wrote_s = 0.0
         """When the stream's latest part was written."""
         self._writing = asyncio.Lock()
@@ -174,11 +190,10 @@ class _Response:
         """
         self.call = self.call.admitted(gate, self.request.headers.get(AUTHORIZATION))
 
-    async def whole(self, content: JSON, status: int = 200, **headers: str) -> None:
+    async def whole(self, content: JSON, headers: Mapping[str, str], status: int = 200) -> None:
         """Sends a whole answer."""
         body = to_json(content)
-        headers["content-length"] = str(len(body))
-        await self._begin(status, _JSON_TYPE, headers)
+        await self._begin(status, _JSON_TYPE, {**headers, "content-length": str(len(body))})
         await self._write(body, last=True)
 
     async def event(self, data: bytes) -> None:
@@ -214,7 +229,7 @@ class _Response:
     async def _part(self, data: bytes) -> None:
         """Sends a part of a stream, and before the first one its headers."""
         if not self.status:
-            await self._begin(200, _EVENTS_TYPE, {"cache-control": "no-cache"})
+            await self._begin(200, _EVENTS_TYPE, {"cache-control": "no-cache", **self.headers})
         await self._write(data)
 
     async def end(self, data: bytes) -> None:
@@ -230,7 +245,7 @@ class _Response:
         if self.status:
             await self.end(to_json(content))
         else:
-            await self.whole(content, status, **retry_headers(described))
+            await self.whole(content, retry_headers(described), status)
 
     def give_up(self) -> None:
         """Notes that the client did not read its answer by the deadline."""

@@ -40,7 +40,9 @@ _PARAMS: Final = (
     ("input.chat.messages", "messages"),
     ("input.chat.template_variables", "chat_template_kwargs"),
     ("input.chat.continue_last", "continue_final_message"),
+    ("input.chat.", ""),
     ("input.chat", "messages"),
+    ("input.structure", "response_format"),
     ("input.sampling.", ""),
     ("input.stop.sequences", "stop"),
     ("input.stop.token_ids", "stop_token_ids"),
@@ -53,6 +55,7 @@ _PARAMS: Final = (
     ("chat.messages", "messages"),
     ("chat.template_variables", "chat_template_kwargs"),
     ("chat.continue_last", "continue_final_message"),
+    ("chat.", ""),
     ("chat", "messages"),
 )
 """Prefixes of paths in `inference.proto` and their names in this API. The first match counts."""

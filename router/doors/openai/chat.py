@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from baton.inference.v1 import inference_pb2 as api
+from router.answers.calls import CallPart, joined_calls
 from router.doors.openai.logprobs import chat_logprobs
 from router.doors.openai.reply import Reply, ReplyOrder, ReplyPart
 from router.doors.openai.schema import StreamOptions, parse
@@ -27,7 +28,12 @@ class ChatForm:
 
     def choice(self, piece: ReplyPart) -> JSON:
         """A whole choice."""
-        message = {"role": "assistant", "content": piece.text, "refusal": None}
+        calls = joined_calls(piece.calls)
+        content = None if calls and not piece.text else piece.text
+        message: JSON = {"role": "assistant", "content": content, "refusal": None}
+        message |= _reasoning(piece)
+        if calls:
+            message["tool_calls"] = [_call(call) for call in calls]
         return self._with("message", message, piece)
 
     def delta(self, piece: ReplyPart) -> JSON:
@@ -35,7 +41,13 @@ class ChatForm:
         time an extra chunk as a token."""
         delta: JSON = {"role": "assistant"} if piece.first else {}
         if piece.finish_reason is None:
-            delta["content"] = piece.text
+            delta |= _reasoning(piece)
+            if piece.calls:
+                delta["tool_calls"] = [
+                    {"index": call.index, **_call(call)} for call in joined_calls(piece.calls)
+                ]
+            if piece.text or len(delta) == piece.first:
+                delta["content"] = piece.text
         return self._with("delta", delta, piece)
 
     def _with(self, name: str, content: JSON, piece: ReplyPart) -> JSON:
@@ -44,7 +56,28 @@ class ChatForm:
             name: content,
             "logprobs": None if piece.scored is None else chat_logprobs(piece.scored),
             "finish_reason": piece.finish_reason,
+            **({} if piece.token_ids is None else {"token_ids": piece.token_ids}),
         }
+
+    def prompt_ids(self, token_ids: list[int]) -> tuple[JSON, JSON]:
+        """The prompt's ids stand in the answer itself."""
+        return {"prompt_token_ids": token_ids}, {}
+
+
+def _reasoning(piece: ReplyPart) -> JSON:
+    """What the model thought, under both names that clients know."""
+    if not piece.reasoning:
+        return {}
+    text = "".join(piece.reasoning)
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _call(call: CallPart) -> JSON:
+    """A call, or a part of one. Only the first part has id and name."""
+    if not call.is_first:
+        return {"function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 class ChatCompletions:
@@ -76,14 +109,19 @@ class ChatCompletions:
             [None],
             tokenizer,
             bool(request.return_tokens_as_token_ids),
+            token_ids=bool(request.return_token_ids),
+            service_tier=request.service_tier,
         )
         return Reply(self._generations, order, call)
 
 
 def _generation(request: ChatRequest) -> api.GenerationInput:
     max_tokens = request.max_completion_tokens
-    return request.input(
+    generation = request.input(
         request.max_tokens if max_tokens is None else max_tokens,
         (request.top_logprobs or 0) if request.logprobs else None,
         chat=request.chat(),
     )
+    generation.output.message = True
+    generation.output.omit_reasoning = request.include_reasoning is False
+    return generation

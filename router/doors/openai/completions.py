@@ -8,7 +8,8 @@ from baton.inference.v1 import inference_pb2 as api
 from router import errors
 from router.doors.openai.logprobs import completion_logprobs
 from router.doors.openai.reply import Echo, Reply, ReplyOrder, ReplyPart
-from router.doors.openai.schema import CompletionRequest, Prompt, StreamOptions, parse
+from router.doors.openai.schema import CompletionRequest, StreamOptions, parse
+from router.doors.openai.values import Prompt
 from router.errors import Violation
 
 if TYPE_CHECKING:
@@ -34,9 +35,14 @@ class CompletionForm:
             "text": piece.text,
             "logprobs": None if piece.scored is None else completion_logprobs(piece.scored),
             "finish_reason": piece.finish_reason,
+            **({} if piece.token_ids is None else {"token_ids": piece.token_ids}),
         }
 
     delta = choice
+
+    def prompt_ids(self, token_ids: list[int]) -> tuple[JSON, JSON]:
+        """The prompt's ids stand in each of its choices, since there may be several prompts."""
+        return {}, {"prompt_token_ids": token_ids}
 
 
 class Completions:
@@ -81,6 +87,8 @@ class Completions:
             tokenizer,
             bool(request.return_tokens_as_token_ids),
             request.echo_only,
+            bool(request.return_token_ids),
+            request.service_tier,
         )
         return Reply(self._generations, order, call)
 

@@ -10,22 +10,27 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar
+from urllib.parse import quote
 
 from baton.inference.v1 import inference_pb2 as api
+from router.answers.calls import CallPart
+from router.doors.http.statuses import JSON
 from router.doors.openai.logprobs import ScoredToken, Scorer
 from router.requests.outputs import FINISH_WORDS, Finished, Started, TextDelta
 
 if TYPE_CHECKING:
     from router.doors.grpc_edge import Call
-    from router.doors.http.statuses import JSON
     from router.doors.openai.schema import StreamOptions
     from router.jobs import TokenScore
     from router.requests.generation import GenerationRequest, Generations
     from router.requests.tokenization import Tokenizer
 
 Item = TypeVar("Item")
+DROPPED: Final = "x-dropped-keywords"
+"""Header that names the keywords of a schema that are not enforced."""
+_MAX_HEADER_CHARS: Final = 2048
 
 
 @dataclass(slots=True)
@@ -39,6 +44,12 @@ class ReplyPart:
     finish_reason: str | None = None
     first: bool = False
     """Whether it is the first part of its choice."""
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[CallPart] = field(default_factory=list)
+    token_ids: list[int] | None = None
+    """If the request asks for them."""
+    extra: JSON = field(default_factory=dict)
+    """Further fields of its choice."""
 
     @property
     def text(self) -> str:
@@ -50,6 +61,10 @@ class ReplyPart:
         self.texts += later.texts
         if self.scored is not None and later.scored is not None:
             self.scored += later.scored
+        self.reasoning += later.reasoning
+        self.calls += later.calls
+        if self.token_ids is not None and later.token_ids is not None:
+            self.token_ids += later.token_ids
         self.finish_reason = later.finish_reason
 
 
@@ -66,6 +81,10 @@ class Form(Protocol):
 
     def delta(self, piece: ReplyPart) -> JSON:
         """A piece of a choice, in a stream."""
+        ...
+
+    def prompt_ids(self, token_ids: list[int]) -> tuple[JSON, JSON]:
+        """Fields for a prompt's ids: of the answer, and of each of the prompt's choices."""
         ...
 
 
@@ -92,6 +111,10 @@ class ReplyOrder:
     tokens_as_ids: bool = False
     echo_only: bool = False
     """Whether only the prompt is wanted. The one token that is generated then is left out."""
+    token_ids: bool = False
+    """Whether the ids of prompts and outputs are wanted."""
+    service_tier: str | None = None
+    """The tier that the request names."""
 
     @property
     def stream(self) -> bool:
@@ -112,6 +135,8 @@ class Reply:
         """Choices by index in the reply. They are added when their prompt's generation starts."""
         self._usage = _Usage()
         self._head: JSON = {}
+        self.headers: dict[str, str] = {}
+        """Headers of the answer, known when its first part is."""
 
     async def whole(self) -> JSON:
         """The reply in one object.
@@ -126,7 +151,8 @@ class Reply:
                     earlier.extend(piece)
                 else:
                     whole[piece.choice] = piece
-        choices = [self._order.form.choice(piece) for _, piece in sorted(whole.items())]
+        form = self._order.form
+        choices = [{**form.choice(piece), **piece.extra} for _, piece in sorted(whole.items())]
         return {**self._head, "choices": choices, "usage": self._usage.json()}
 
     async def chunks(self) -> AsyncGenerator[JSON, None]:
@@ -138,7 +164,8 @@ class Reply:
         options, form = self._order.stream_options, self._order.form
         async with aclosing(self._pieces()) as pieces:
             async for piece in pieces:
-                chunk: JSON = {**self._head, "choices": [form.delta(piece)]}
+                choice = {**form.delta(piece), **piece.extra}
+                chunk: JSON = {**self._head, "choices": [choice]}
                 if options.include_usage:
                     counts = self._usage.json() if options.continuous_usage_stats else None
                     chunk["usage"] = counts
@@ -155,6 +182,7 @@ class Reply:
                         pass
                     case TextDelta():
                         self._usage.output_tokens += len(output.token_ids)
+                        self._usage.reasoning_tokens += output.reasoning_tokens
                         yield self._choices[first + output.choice].add(output)
                     case Started():
                         for piece in self._start(prompt, output):
@@ -174,9 +202,19 @@ class Reply:
             "model": started.job.model.name,
             "system_fingerprint": started.job.model.revision or None,
         }
+        if self._order.service_tier is not None:
+            tier = self._order.service_tier
+            self._head["service_tier"] = tier if tier in ("flex", "priority") else "default"
+        if started.dropped_keywords:
+            self.headers[DROPPED] = named(started.dropped_keywords)
         first = prompt * self._choices_per_prompt
         new = [_Choice(first + index, self._order) for index in range(self._choices_per_prompt)]
         self._choices.update({choice.index: choice for choice in new})
+        if self._order.token_ids:
+            of_answer, of_choice = form.prompt_ids(started.job.prompt_ids.tolist())
+            self._head |= of_answer
+            for choice in new:
+                choice.extra = of_choice
         if (echo := self._order.echoes[prompt]) is None:
             return []
         return [choice.echo(echo, started.prompt_logprobs) for choice in new]
@@ -187,6 +225,9 @@ class _Choice:
 
     def __init__(self, index: int, order: ReplyOrder) -> None:
         self.index = index
+        self.extra: JSON = {}
+        """Further fields of its first part."""
+        self._token_ids = order.token_ids
         self._begun = False
         self._echo_only = order.echo_only
         self._scorer: Scorer | None = None
@@ -203,6 +244,9 @@ class _Choice:
     def add(self, delta: TextDelta) -> ReplyPart:
         """New tokens. Tokens without text make a piece, too, since clients count and time them."""
         piece = self._piece(delta.texts)
+        piece.reasoning, piece.calls = delta.reasoning, delta.calls
+        if self._token_ids:
+            piece.token_ids = delta.token_ids
         if self._scorer is not None:
             piece.scored = self._scorer.score(delta.token_ids, delta.logprobs)
         return piece
@@ -216,7 +260,7 @@ class _Choice:
 
     def _piece(self, texts: list[str]) -> ReplyPart:
         first, self._begun = not self._begun, True
-        return ReplyPart(self.index, texts, first=first)
+        return ReplyPart(self.index, texts, first=first, extra=self.extra if first else {})
 
 
 @dataclass(slots=True)
@@ -226,6 +270,7 @@ class _Usage:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    reasoning_tokens: int = 0
 
     def json(self) -> JSON:
         return {
@@ -233,7 +278,16 @@ class _Usage:
             "completion_tokens": self.output_tokens,
             "total_tokens": self.prompt_tokens + self.output_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
+
+
+def named(pointers: Sequence[str]) -> str:
+    """JSON pointers as a header's value, as many as it holds."""
+    value = ", ".join(quote(pointer, safe="/~$") for pointer in pointers)
+    if len(value) <= _MAX_HEADER_CHARS:
+        return value
+    return value[: value.rindex(", ", 0, _MAX_HEADER_CHARS)] + ", ..."
 
 
 async def merged(

@@ -11,23 +11,25 @@ models keep only whether they were set.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Final, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    PlainValidator,
-    ValidationError,
-    ValidationInfo,
-)
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic import BaseModel, BeforeValidator, Field, PlainValidator, ValidationError
 
 from baton.inference.v1 import inference_pb2 as api
 from router import errors
+from router.doors.openai.forms import FormFields
+from router.doors.openai.values import (
+    MAX_PROMPTS,
+    ApiObject,
+    AtMost,
+    Prompt,
+    UInt32,
+    Unless,
+    ids_of,
+    name_of,
+    prompts,
+    texts_of,
+)
 from router.errors import Violation
 from router.requests.bounds import LEAST_ELEMENTS
 from router.requests.validation import (
@@ -36,89 +38,7 @@ from router.requests.validation import (
     MAX_STOP_TOKENS,
     MAX_TOP_LOGPROBS,
 )
-
-MAX_PROMPTS: Final = 256
-"""Prompts of one request, times `n`: each is a generation of its own."""
-
-UInt32 = Annotated[int, Field(ge=0, lt=1 << 32)]
-Prompt = str | list[int]
-"""A text, or token ids."""
-
-
-def _prompts(value: object, info: ValidationInfo) -> list[Prompt]:
-    """One prompt or several, each a text or token ids. A list of numbers means token ids."""
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, list) and len(value) >= 1:
-        if isinstance(value[0], int):
-            return [_ids(value, info)]
-        if len(value) <= MAX_PROMPTS:
-            return [one if isinstance(one, str) else _ids(one, info) for one in value]
-    rule = "must be a text, a list of token ids, or a list of at most {most} of these"
-    raise PydanticCustomError("prompt", rule, {"most": MAX_PROMPTS})
-
-
-def _ids(value: object, info: ValidationInfo) -> list[int]:
-    # pydantic would report each wrong element, and prompts are long.
-    most: int = (info.context or {})["most_ids"]
-    if isinstance(value, list) and len(value) > most:
-        raise PydanticCustomError("prompt", "must have at most {most} ids", {"most": most})
-    if isinstance(value, list) and set(map(type, value)) <= {int}:
-        ids: list[int] = value
-        if not ids or (min(ids) >= 0 and max(ids) < 1 << 32):
-            return ids
-    raise PydanticCustomError("prompt", "token ids must be integers of 32 bits")
-
-
-@dataclass(frozen=True, slots=True)
-class AtMost:
-    """Counts the entries of a value before any entry is checked, since each wrong entry would be
-    reported. For lists pydantic's own `max_length` does the same."""
-
-    most: int
-    what: str
-
-    def __get_pydantic_core_schema__(
-        self, source: object, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        """What pydantic asks for."""
-        return core_schema.no_info_before_validator_function(self._count, handler(source))
-
-    def _count(self, value: object) -> object:
-        if isinstance(value, list | dict) and len(value) > self.most:
-            rule = "must have at most {most} {what}"
-            raise PydanticCustomError("count", rule, {"most": self.most, "what": self.what})
-        return value
-
-
-class Unless:
-    """Marks a field that is not supported. The field is true if it was set to a value other than
-    null and the given values, which ask for nothing."""
-
-    def __init__(self, *neutral: object) -> None:
-        self._neutral = neutral
-
-    def __get_pydantic_core_schema__(
-        self, source: object, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        """What pydantic asks for."""
-        return core_schema.no_info_plain_validator_function(self._is_set)
-
-    def _is_set(self, value: object) -> bool:
-        return value is not None and value not in self._neutral
-
-
-def _name(value: object) -> object:
-    return "" if value is None else value
-
-
-def _texts(value: object) -> object:
-    """The stop texts as a list. An empty text stops nothing."""
-    if isinstance(value, str):
-        return [value] if value else []
-    if not isinstance(value, list | None):
-        raise PydanticCustomError("stop", "must be a text or a list of texts")
-    return value or []
+from router.structure.fields import MAX_ALLOWED_TOKENS, MAX_BAD_WORDS
 
 
 class StreamOptions(BaseModel):
@@ -130,37 +50,10 @@ class StreamOptions(BaseModel):
     """Adds the counts so far to every chunk, if `include_usage` is set."""
 
 
-class ChatMessage(BaseModel):
-    """An object of the API, with fields that are not supported."""
-
-    model_config = ConfigDict(extra="ignore")
-    unsupported: ClassVar[frozenset[str]] = frozenset()
-    """Names of the fields that are marked `Unless`."""
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **options: Any) -> None:
-        """Collects the names of these fields."""
-        super().__pydantic_init_subclass__(**options)
-        cls.unsupported = frozenset(
-            name
-            for name, info in cls.model_fields.items()
-            if any(isinstance(one, Unless) for one in info.metadata)
-        )
-
-    def refusals(self, path: str) -> list[Violation]:
-        """Violations for fields that are set and not supported; their names follow the path."""
-        given = self.model_fields_set & self.unsupported
-        return [
-            Violation(path + name, "is not supported")
-            for name in sorted(given)
-            if getattr(self, name)
-        ]
-
-
-class ModelRequest(ChatMessage):
+class ModelRequest(ApiObject):
     """The part that every method's request has."""
 
-    model: Annotated[str, BeforeValidator(_name)] = ""
+    model: Annotated[str, BeforeValidator(name_of)] = ""
     """May be left out if just one model is served."""
 
     def refused(self) -> list[Violation]:
@@ -168,7 +61,26 @@ class ModelRequest(ChatMessage):
         return self.refusals("")
 
 
-class GenerationRequest(ModelRequest):
+HARMLESS: Final = frozenset(
+    (
+        "metadata",
+        "prediction",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "request_id",
+        "safety_identifier",
+        "store",
+        "user",
+    )
+)
+"""Fields of OpenAI's API and of vLLM's server that are ignored, since they change no answer."""
+_ALL: Final = (1 << 32) - 1
+_TIERS: Final = {"flex": -10, "priority": 10}
+"""Priorities of service tiers; of all others 0."""
+
+
+class GenerationRequest(FormFields, ModelRequest):
     """The fields that both methods that generate share."""
 
     stream: bool | None = None
@@ -185,7 +97,9 @@ class GenerationRequest(ModelRequest):
     seed: int | None = None
     """Any integer; only the lowest 64 bits are used."""
     logit_bias: Annotated[dict[UInt32, float] | None, AtMost(MAX_LOGIT_BIASES, "entries")] = None
-    stop: Annotated[list[str], AtMost(MAX_STOP_TEXTS, "texts"), BeforeValidator(_texts)] = []
+    stop: Annotated[list[str], AtMost(MAX_STOP_TEXTS, "texts"), BeforeValidator(texts_of)] = Field(
+        default_factory=list
+    )
     stop_token_ids: Annotated[list[UInt32], Field(max_length=MAX_STOP_TOKENS)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
@@ -197,24 +111,47 @@ class GenerationRequest(ModelRequest):
     add_special_tokens: bool | None = None
     """If it is left out, a text gets special tokens and turns do not."""
 
-    allowed_token_ids: Annotated[bool, Unless([])] = False
-    bad_words: Annotated[bool, Unless([])] = False
-    ebnf: Annotated[bool, Unless()] = False
-    guided_choice: Annotated[bool, Unless()] = False
-    guided_grammar: Annotated[bool, Unless()] = False
-    guided_json: Annotated[bool, Unless()] = False
-    guided_regex: Annotated[bool, Unless()] = False
-    json_schema: Annotated[bool, Unless()] = False
+    allowed_token_ids: Annotated[list[UInt32], Field(max_length=MAX_ALLOWED_TOKENS)] | None = None
+    bad_words: Annotated[list[str], Field(max_length=MAX_BAD_WORDS)] | None = None
+    cache_salt: str | None = None
+    """Requests share cached pages only with those of the same salt."""
+    return_token_ids: bool | None = None
+    """Adds the ids of the prompt and of the output."""
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
+    """Stands for a priority, unless `priority` is set."""
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 32)] | None = None
+    """Keeps the prompt's last tokens; -1: as many as the context holds beside the output."""
+
+    custom_logit_processor: Annotated[bool, Unless()] = False
+    dry_allowed_length: Annotated[bool, Unless()] = False
+    dry_base: Annotated[bool, Unless()] = False
+    dry_multiplier: Annotated[bool, Unless(0)] = False
+    dry_sequence_breakers: Annotated[bool, Unless()] = False
+    kv_transfer_params: Annotated[bool, Unless({})] = False
     length_penalty: Annotated[bool, Unless(1)] = False
+    logit_processors: Annotated[bool, Unless([])] = False
     logits_processors: Annotated[bool, Unless([])] = False
+    logprob_token_ids: Annotated[bool, Unless([])] = False
+    lora_path: Annotated[bool, Unless()] = False
+    max_repetition_pattern_size: Annotated[bool, Unless(0)] = False
+    min_repetition_pattern_size: Annotated[bool, Unless(0)] = False
+    mm_processor_kwargs: Annotated[bool, Unless({})] = False
+    moderation: Annotated[bool, Unless(False)] = False
     prompt_logprobs: Annotated[bool, Unless()] = False
-    regex: Annotated[bool, Unless()] = False
-    response_format: Annotated[bool, Unless({"type": "text"})] = False
-    skip_special_tokens: Annotated[bool, Unless(True)] = False
-    structural_tag: Annotated[bool, Unless()] = False
-    structured_outputs: Annotated[bool, Unless()] = False
-    truncate_prompt_tokens: Annotated[bool, Unless()] = False
+    repetition_detection: Annotated[bool, Unless()] = False
+    repetition_min_count: Annotated[bool, Unless(0)] = False
+    spaces_between_special_tokens: Annotated[bool, Unless(True)] = False
+    stop_regex: Annotated[bool, Unless([])] = False
+    typical_p: Annotated[bool, Unless(1)] = False
     use_beam_search: Annotated[bool, Unless(False)] = False
+    vllm_xargs: Annotated[bool, Unless({})] = False
+    xtc_probability: Annotated[bool, Unless(0)] = False
+    xtc_threshold: Annotated[bool, Unless()] = False
+
+    def refused(self) -> list[Violation]:
+        """Fields that are set and cannot be honoured."""
+        return [*super().refused(), *self.several_forms()]
 
     def input(
         self, max_tokens: int | None, top_logprobs: int | None, **prompt: Any
@@ -226,18 +163,29 @@ class GenerationRequest(ModelRequest):
             top_logprobs: alternatives beside each token; None for no log probabilities.
             prompt: one of the fields `text`, `token_ids` and `chat`.
         """
+        kept = self.truncate_prompt_tokens
         return api.GenerationInput(
             model=self.model,
             sampling=self._sampling(),
             stop=self._stopping(max_tokens),
             output=api.OutputOptions(
-                logprobs=top_logprobs is not None, top_logprobs=top_logprobs or 0
+                logprobs=top_logprobs is not None,
+                top_logprobs=top_logprobs or 0,
+                skip_special_tokens=self.skip_special_tokens,
             ),
             choices=self.n,
-            priority=-(self.priority or 0),
+            priority=self._priority(),
             add_special_tokens=self.add_special_tokens,
+            structure=self.structure(),
+            cache_salt=self.cache_salt or "",
+            truncate_prompt_tokens=_ALL if kept == -1 else kept,
             **prompt,
         )
+
+    def _priority(self) -> int:
+        if self.priority is None:
+            return _TIERS.get(self.service_tier or "", 0)
+        return -self.priority
 
     def _sampling(self) -> api.SamplingOptions:
         return api.SamplingOptions(
@@ -250,6 +198,8 @@ class GenerationRequest(ModelRequest):
             repetition_penalty=self.repetition_penalty,
             seed=None if self.seed is None else self.seed % (1 << 64),
             logit_bias=self.logit_bias,
+            allowed_token_ids=self.allowed_token_ids,
+            bad_words=self.bad_words,
         )
 
     def _stopping(self, max_tokens: int | None) -> api.StopOptions:
@@ -266,7 +216,7 @@ class GenerationRequest(ModelRequest):
 class CompletionRequest(GenerationRequest):
     """A request of /v1/completions."""
 
-    prompt: Annotated[list[Prompt], PlainValidator(_prompts)]
+    prompt: Annotated[list[Prompt], PlainValidator(prompts)]
     max_tokens: UInt32 | None = 16
     """16 if it is left out, as in OpenAI's API; null for the server's default; 0 with `echo` for
     the prompt alone."""
@@ -274,8 +224,28 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
     best_of: int | None = None
 
+    add_generation_prompt: Annotated[bool, Unless(True)] = False
+    audio: Annotated[bool, Unless()] = False
+    chat_template: Annotated[bool, Unless()] = False
+    chat_template_kwargs: Annotated[bool, Unless({})] = False
+    continue_final_message: Annotated[bool, Unless(False)] = False
+    documents: Annotated[bool, Unless([])] = False
+    function_call: Annotated[bool, Unless("none")] = False
+    functions: Annotated[bool, Unless([])] = False
+    include_reasoning: Annotated[bool, Unless(True)] = False
+    max_completion_tokens: Annotated[bool, Unless()] = False
+    messages: Annotated[bool, Unless([])] = False
+    modalities: Annotated[bool, Unless(["text"])] = False
+    parallel_tool_calls: Annotated[bool, Unless(True)] = False
     prompt_embeds: Annotated[bool, Unless()] = False
+    reasoning_effort: Annotated[bool, Unless("none")] = False
     suffix: Annotated[bool, Unless("")] = False
+    thinking_token_budget: Annotated[bool, Unless()] = False
+    tool_choice: Annotated[bool, Unless("none", "auto")] = False
+    tools: Annotated[bool, Unless([])] = False
+    top_logprobs: Annotated[bool, Unless()] = False
+    verbosity: Annotated[bool, Unless("medium")] = False
+    web_search_options: Annotated[bool, Unless()] = False
 
     @property
     def echo_only(self) -> bool:
@@ -296,7 +266,7 @@ class CompletionRequest(GenerationRequest):
 class DetokenizeRequest(ModelRequest):
     """A request of /detokenize."""
 
-    tokens: Annotated[list[int], PlainValidator(_ids)]
+    tokens: Annotated[list[int], PlainValidator(ids_of)]
 
 
 Request = TypeVar("Request", bound=ModelRequest)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from baton.inference.v1 import inference_pb2 as api
@@ -21,6 +22,7 @@ class Said:
     """An answer that is complete already."""
 
     stream = False
+    headers: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, content: JSON) -> None:
         self._content = content

@@ -10,21 +10,19 @@ from pydantic import AfterValidator, BeforeValidator, Field, JsonValue
 from pydantic_core import PydanticCustomError
 
 from baton.inference.v1 import inference_pb2 as api
-from router.doors.openai.schema import (
-    ChatMessage,
-    GenerationRequest,
-    ModelRequest,
-    UInt32,
-    Unless,
-)
+from router.doors.openai.forms import Call, ToolChoice, Tools, tool_fields
+from router.doors.openai.schema import GenerationRequest, ModelRequest
+from router.doors.openai.values import ApiObject, UInt32, Unless
 from router.errors import Violation
 from router.requests.bounds import MAX_CONTENT_PARTS, MAX_TEMPLATE_VALUES, MAX_TURNS
+from router.structure.fields import MAX_TOOLS
 
 _ROLES: Final = {
     "system": api.ROLE_SYSTEM,
     "developer": api.ROLE_SYSTEM,
     "user": api.ROLE_USER,
     "assistant": api.ROLE_ASSISTANT,
+    "tool": api.ROLE_TOOL,
 }
 MAX_DEPTH: Final = 16
 """Deepest nesting of `chat_template_kwargs`."""
@@ -75,16 +73,35 @@ def _inside(value: JsonValue) -> Iterable[JsonValue]:
             return ()
 
 
-class ChatTurn(ChatMessage):
+class ChatTurn(ApiObject):
     """One message."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | None, BeforeValidator(_content)] = None
     """The text. Only a turn of the assistant may have none."""
+    name: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    """The same as `reasoning`."""
+    tool_call_id: str | None = None
+    tool_calls: Annotated[list[Call], Field(max_length=MAX_TOOLS)] | None = None
 
     audio: Annotated[bool, Unless()] = False
     function_call: Annotated[bool, Unless()] = False
-    tool_calls: Annotated[bool, Unless([])] = False
+
+    def message(self) -> api.ChatMessage:
+        """The turn as a message of the gRPC API."""
+        return api.ChatMessage(
+            role=_ROLES[self.role],
+            content=self.content or "",
+            reasoning=self.reasoning_content or self.reasoning or "",
+            tool_calls=[
+                api.ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
+                for call in self.tool_calls or ()
+            ],
+            tool_call_id=self.tool_call_id or "",
+            name=(self.name or "") if self.role == "tool" else "",
+        )
 
     def refused(self, path: str) -> list[Violation]:
         """Violations: fields that are set and not supported, and a missing content."""
@@ -105,8 +122,13 @@ class TurnsRequest(ModelRequest):
     add_generation_prompt: bool | None = None
     """The opposite of `continue_final_message`. Clients that continue a turn set both."""
 
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    thinking_token_budget: UInt32 | None = None
+
     chat_template: Annotated[bool, Unless()] = False
-    tools: Annotated[bool, Unless([])] = False
 
     def refused(self) -> list[Violation]:
         """Fields that are set and cannot be honoured."""
@@ -122,11 +144,12 @@ class TurnsRequest(ModelRequest):
     def chat(self) -> api.ChatPrompt:
         """The turns as a message of the gRPC API."""
         chat = api.ChatPrompt(
-            messages=[
-                api.ChatMessage(role=_ROLES[turn.role], content=turn.content or "")
-                for turn in self.messages
-            ],
+            messages=[turn.message() for turn in self.messages],
             continue_last=bool(self.continue_final_message),
+            parallel_tool_calls=self.parallel_tool_calls if self.tools else None,
+            reasoning_effort=self.reasoning_effort or "",
+            thinking_token_budget=self.thinking_token_budget,
+            **tool_fields(self.tools, self.tool_choice),
         )
         if self.chat_template_kwargs:
             chat.template_variables.update(self.chat_template_kwargs)
@@ -141,15 +164,18 @@ class ChatRequest(TurnsRequest, GenerationRequest):
     """The older name of `max_completion_tokens`."""
     logprobs: bool | None = None
     top_logprobs: UInt32 | None = None
+    include_reasoning: bool | None = None
 
     audio: Annotated[bool, Unless()] = False
+    best_of: Annotated[bool, Unless(1)] = False
     documents: Annotated[bool, Unless([])] = False
     echo: Annotated[bool, Unless(False)] = False
     function_call: Annotated[bool, Unless("none")] = False
     functions: Annotated[bool, Unless([])] = False
     modalities: Annotated[bool, Unless(["text"])] = False
-    reasoning_effort: Annotated[bool, Unless("none")] = False
-    tool_choice: Annotated[bool, Unless("none", "auto")] = False
+    prompt: Annotated[bool, Unless()] = False
+    prompt_embeds: Annotated[bool, Unless()] = False
+    suffix: Annotated[bool, Unless("")] = False
     verbosity: Annotated[bool, Unless("medium")] = False
     web_search_options: Annotated[bool, Unless()] = False
 

@@ -1,0 +1,145 @@
+"""Kinds of values in request bodies, beside those that pydantic has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Final
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationInfo,
+)
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema, to_json
+
+from router.errors import Violation
+from router.structure.schema import MAX_SCHEMA_BYTES
+
+MAX_PROMPTS: Final = 256
+"""Prompts of one request, times `n`: each is a generation of its own."""
+
+UInt32 = Annotated[int, Field(ge=0, lt=1 << 32)]
+Prompt = str | list[int]
+"""A text, or token ids."""
+
+
+def prompts(value: object, info: ValidationInfo) -> list[Prompt]:
+    """One prompt or several, each a text or token ids. A list of numbers means token ids."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and len(value) >= 1:
+        if isinstance(value[0], int):
+            return [ids_of(value, info)]
+        if len(value) <= MAX_PROMPTS:
+            return [one if isinstance(one, str) else ids_of(one, info) for one in value]
+    rule = "must be a text, a list of token ids, or a list of at most {most} of these"
+    raise PydanticCustomError("prompt", rule, {"most": MAX_PROMPTS})
+
+
+def ids_of(value: object, info: ValidationInfo) -> list[int]:
+    """Token ids."""
+    # pydantic would report each wrong element, and prompts are long.
+    most: int = (info.context or {})["most_ids"]
+    if isinstance(value, list) and len(value) > most:
+        raise PydanticCustomError("prompt", "must have at most {most} ids", {"most": most})
+    if isinstance(value, list) and set(map(type, value)) <= {int}:
+        ids: list[int] = value
+        if not ids or (min(ids) >= 0 and max(ids) < 1 << 32):
+            return ids
+    raise PydanticCustomError("prompt", "token ids must be integers of 32 bits")
+
+
+@dataclass(frozen=True, slots=True)
+class AtMost:
+    """Counts the entries of a value before any entry is checked, since each wrong entry would be
+    reported. For lists pydantic's own `max_length` does the same."""
+
+    most: int
+    what: str
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """What pydantic asks for."""
+        return core_schema.no_info_before_validator_function(self._count, handler(source))
+
+    def _count(self, value: object) -> object:
+        if isinstance(value, list | dict) and len(value) > self.most:
+            rule = "must have at most {most} {what}"
+            raise PydanticCustomError("count", rule, {"most": self.most, "what": self.what})
+        return value
+
+
+class Unless:
+    """Marks a field that is not supported. The field is true if it was set to a value other than
+    null and the given values, which ask for nothing."""
+
+    def __init__(self, *neutral: object) -> None:
+        self._neutral = neutral
+
+    def __get_pydantic_core_schema__(
+        self, source: object, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """What pydantic asks for."""
+        return core_schema.no_info_plain_validator_function(self._is_set)
+
+    def _is_set(self, value: object) -> bool:
+        return value is not None and value not in self._neutral
+
+
+def name_of(value: object) -> object:
+    """A name; null is an empty one."""
+    return "" if value is None else value
+
+
+def texts_of(value: object) -> object:
+    """The stop texts as a list. An empty text stops nothing."""
+    if isinstance(value, str):
+        return [value] if value else []
+    if not isinstance(value, list | None):
+        raise PydanticCustomError("stop", "must be a text or a list of texts")
+    return value or []
+
+
+class ApiObject(BaseModel):
+    """An object of the API, with fields that are not supported."""
+
+    model_config = ConfigDict(extra="ignore")
+    unsupported: ClassVar[frozenset[str]] = frozenset()
+    """Names of the fields that are marked `Unless`."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        """Collects the names of these fields."""
+        super().__pydantic_init_subclass__(**options)
+        cls.unsupported = frozenset(
+            name
+            for name, info in cls.model_fields.items()
+            if any(isinstance(one, Unless) for one in info.metadata)
+        )
+
+    def refusals(self, path: str) -> list[Violation]:
+        """Violations for fields that are set and not supported; their names follow the path."""
+        given = self.model_fields_set & self.unsupported
+        return [
+            Violation(path + name, "is not supported")
+            for name in sorted(given)
+            if getattr(self, name)
+        ]
+
+
+def _json_text(value: object) -> object:
+    """A JSON value as text, in its own order. A text is taken to be JSON already."""
+    if isinstance(value, str | None):
+        return value
+    if not isinstance(value, dict | bool):
+        raise PydanticCustomError("schema", "must be a JSON schema: an object")
+    # A longer text is refused for its length later. An error here would copy all of the value.
+    return to_json(value)[: MAX_SCHEMA_BYTES + 1].decode(errors="ignore")
+
+
+JsonText = Annotated[str | None, BeforeValidator(_json_text)]
+"""A JSON schema."""

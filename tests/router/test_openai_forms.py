@@ -1,0 +1,388 @@
+"""Structured output, tools and reasoning over the OpenAI API, as the official client sees them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from openai_kit import Port, answers, open_port, says
+from pydantic import BaseModel
+from tool_templates import HERMES, LLAMA, THINKING
+
+from baton.worker.v1 import worker_pb2
+
+MODEL = "tiny"
+HELLO = [{"role": "user", "content": "Hello"}]
+END = worker_pb2.END_REASON_END_OF_SEQUENCE
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+        "strict": True,
+    },
+}
+CLOCK: dict[str, Any] = {"type": "function", "function": {"name": "clock"}}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+LLAMA_CALL = '{"name": "get_weather", "parameters": {"city": "Paris"}}'
+
+
+class Person(BaseModel):
+    name: str
+    age: int
+
+
+@pytest.fixture
+async def port(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Port]:
+    template, *texts = getattr(request, "param", (HERMES, '{"name": "Ann", "age": 3}'))
+    (tmp_path / "chat_template.jinja").write_text(template)
+    async with open_port(tmp_path, says(*texts, reason=END), max_context_tokens=2048) as port:
+        yield port
+
+
+def accepts(port: Port, text: str) -> bool:
+    """Whether the grammar of the latest job has this whole text."""
+    file = Path(port.job.model.path) / "tokenizer.json"
+    ends = list(port.job.model.eos_token_ids)
+    tokenizer = LLTokenizer(file.read_text(), port.job.model.vocab_size, ends)
+    matcher = LLMatcher(tokenizer, port.job.sampling.grammar, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = port.ids(text)
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+async def create(port: Port, *, messages: Any = HELLO, **fields: Any) -> Any:
+    return await port.client.chat.completions.create(model=MODEL, messages=messages, **fields)
+
+
+async def refusal(port: Port, **fields: Any) -> openai.BadRequestError:
+    jobs = len(port.dispatcher.jobs)
+    with pytest.raises(openai.BadRequestError) as caught:
+        await create(port, **fields)
+    assert len(port.dispatcher.jobs) == jobs
+    return caught.value
+
+
+FORMS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "response_format": (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "p", "schema": PERSON},
+            }
+        },
+        '{"name": "é", "age": -3}',
+        '{"name": "a"}',
+    ),
+    "json_object": ({"response_format": {"type": "json_object"}}, '{"a": [1]}', "[1]"),
+    "guided_json": ({"guided_json": json.dumps(PERSON)}, '{"name":"a","age":1}', "{}"),
+    "json_schema": ({"json_schema": PERSON}, '{"name":"a","age":1}', "{}"),
+    "json": ({"structured_outputs": {"json": PERSON}}, '{"name":"a","age":1}', "{}"),
+    "regex": ({"structured_outputs": {"regex": r"^a/\d+$"}}, "a/12", "a/"),
+    "guided_regex": ({"guided_regex": r"a\d+"}, "a12", "ba12"),
+    "sglang's regex": ({"regex": r"a\d+"}, "a12", "a12b"),
+    "choice": ({"structured_outputs": {"choice": ["yes", 'n"o']}}, 'n"o', "no"),
+    "guided_choice": ({"guided_choice": ["yes", "no"]}, "no", "non"),
+    "lark": ({"structured_outputs": {"grammar": 'start: "a" /[0-9]+/'}}, "a12", "12"),
+    "gbnf": ({"guided_grammar": 'root ::= "a" [0-9]+'}, "a12", "12"),
+    "ebnf": ({"ebnf": 'root ::= "a" | "b"'}, "b", "c"),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+async def test_each_way_to_ask_for_a_form(port: Port, name: str) -> None:
+    fields, good, bad = FORMS[name]
+    await create(port, extra_body=fields)
+    assert accepts(port, good)
+    assert not accepts(port, bad)
+    await port.client.completions.create(model=MODEL, prompt="a", extra_body=fields)
+    assert accepts(port, good)
+
+
+async def test_white_space_is_at_most_one_character(port: Port) -> None:
+    await create(port, response_format={"type": "json_object"})
+    assert accepts(port, '{ "a":\n1}')
+    assert not accepts(port, '{  "a": 1}')
+
+
+async def test_the_clients_parse_helper(port: Port) -> None:
+    got = await port.client.chat.completions.parse(
+        model=MODEL, messages=HELLO, response_format=Person
+    )
+    assert got.choices[0].message.parsed == Person(name="Ann", age=3)
+    async with port.client.chat.completions.stream(
+        model=MODEL, messages=HELLO, response_format=Person
+    ) as stream:
+        final = await stream.get_final_completion()
+    assert final.choices[0].message.parsed == Person(name="Ann", age=3)
+
+
+async def test_keywords_that_cannot_be_enforced(port: Port) -> None:
+    schema = {**PERSON, "not": {"const": "SECRET"}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "p", "schema": schema, "strict": True}}
+    error = await refusal(port, response_format=wanted)
+    assert error.param == "response_format.json_schema.schema"
+    assert "/not" in error.message
+    assert "SECRET" not in error.message
+    wanted["json_schema"]["strict"] = False
+    for stream in (False, True):
+        answer = await port.client.chat.completions.with_raw_response.create(
+            model=MODEL, messages=HELLO, response_format=wanted, stream=stream
+        )
+        assert answer.headers["x-dropped-keywords"] == "/not"
+        await answer.http_response.aclose()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"structured_outputs": {"regex": "(SECRET"}}, "response_format.regex"),
+        ({"structured_outputs": {"grammar": "start: SECRET"}}, "response_format.lark"),
+        ({"ebnf": "root ::= SECRET ("}, "response_format.gbnf"),
+        ({"guided_json": '{"$ref": "https://SECRET"}'}, "response_format.json_schema.schema"),
+        ({"guided_json": "SECRET"}, "response_format.json_schema.schema"),
+        ({"guided_choice": []}, "response_format.choice"),
+        ({"guided_choice": [""]}, "response_format.choice"),
+        ({"guided_json": "{}", "regex": "SECRET"}, "regex"),
+        ({"structural_tag": {"SECRET": 1}}, "structural_tag"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
+        ({"structured_outputs": {"structural_tag": "SECRET"}}, "structured_outputs.structural_tag"),
+        ({"guided_regex": "a+", "ignore_eos": True}, "ignore_eos"),
+        ({"guided_json": {"enum": ["x" * 300_000]}}, "response_format.json_schema"),
+        ({"regex": "x" * 300_000}, "response_format.regex"),
+    ],
+)
+async def test_bad_forms(port: Port, fields: dict[str, Any], param: str) -> None:
+    error = await refusal(port, extra_body=fields)
+    assert error.param == param
+    assert (error.body or {})["code"] == "invalid_field"
+    assert "SECRET" not in error.message
+    assert len(error.message) < 500
+
+
+@pytest.mark.parametrize("port", [(HERMES, f"Sure. {CALL}"), (LLAMA, LLAMA_CALL)], indirect=True)
+async def test_a_call_of_a_tool(port: Port) -> None:
+    got = await create(port, tools=[WEATHER, CLOCK])
+    (choice,) = got.choices
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls"
+    assert (call.type, call.function.name) == ("function", "get_weather")
+    assert json.loads(call.function.arguments) == {"city": "Paris"}
+    assert choice.message.content in (None, "Sure.")
+    async with port.client.chat.completions.stream(
+        model=MODEL, messages=HELLO, tools=[WEATHER]
+    ) as stream:
+        names = [event.type async for event in stream]
+        final = (await stream.get_final_completion()).choices[0]
+    assert "tool_calls.function.arguments.delta" in names
+    assert final.finish_reason == "tool_calls"
+    assert final.message.tool_calls[0].function.parsed_arguments == {"city": "Paris"}
+    answer = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]},
+        {"role": "tool", "tool_call_id": call.id, "content": "Rain."},
+    ]
+    await create(port, messages=answer, tools=[WEATHER])
+    prompt = port.tokenizer.decode(port.job.prompt_ids.tolist())
+    assert '"name": "get_weather", "arguments": {"city": "Paris"}' in prompt
+    assert "Rain." in prompt
+
+
+async def test_which_calls_a_grammar_has(port: Port) -> None:
+    await create(port, tools=[CLOCK])
+    assert not port.job.sampling.grammar, "auto is free"
+    await create(port, tools=[WEATHER, CLOCK])
+    assert accepts(port, "Any text")
+    assert accepts(port, f"Sure. {CALL}\n{CALL} Done.")
+    assert not accepts(port, CALL.replace("city", "town")), "strict is held to its schema"
+    assert accepts(port, CALL.replace("get_weather", "clock").replace("city", "town"))
+    await create(port, tools=[WEATHER, CLOCK], tool_choice="required")
+    assert accepts(port, f"{CALL}\n{CALL}")
+    assert not accepts(port, f"Sure. {CALL}")
+    await create(port, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False)
+    assert accepts(port, CALL)
+    assert not accepts(port, f"{CALL}\n{CALL}")
+    named = {"type": "function", "function": {"name": "clock"}}
+    await create(port, tools=[WEATHER, CLOCK], tool_choice=named)
+    assert not accepts(port, CALL)
+    assert accepts(port, CALL.replace("get_weather", "clock"))
+    loose = {**WEATHER["function"], "strict": False}
+    await create(port, tools=[{"type": "function", "function": loose}], tool_choice="required")
+    assert not accepts(port, CALL.replace("city", "town")), "a call that is required is held, too"
+    await create(port, tools=[WEATHER], response_format={"type": "json_object"})
+    assert accepts(port, CALL)
+    assert accepts(port, '{"a": 1}')
+    assert not accepts(port, "Any text")
+    await create(port, tools=[WEATHER], tool_choice="none")
+    assert not port.job.sampling.grammar
+    assert "get_weather" not in port.tokenizer.decode(port.job.prompt_ids.tolist())
+
+
+@pytest.mark.parametrize("port", [(HERMES, f"{CALL}\n{CALL}")], indirect=True)
+async def test_one_call_only(port: Port) -> None:
+    several = await create(port, tools=[CLOCK])
+    assert len(several.choices[0].message.tool_calls) == 2
+    one = await create(port, tools=[CLOCK], parallel_tool_calls=False)
+    assert len(one.choices[0].message.tool_calls) == 1
+    assert one.choices[0].finish_reason == "tool_calls"
+    assert one.usage.completion_tokens < several.usage.completion_tokens
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [WEATHER] * 2}, "tools[1].name"),
+        ({"tools": [CLOCK] * 129}, "tools"),
+        ({"tools": [{"type": "custom", "custom": {"name": "SECRET"}}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {"name": "no spaces"}}]}, "tools[0].name"),
+        ({"tools": [CLOCK], "tool_choice": {"function": {"name": "SECRET"}}}, "tool_choice.name"),
+        ({"tool_choice": "required"}, "tool_choice.mode"),
+        ({"tools": [CLOCK], "tool_choice": "SECRET"}, "tool_choice"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": "[SECRET]"}}]},
+            "tools[0].parameters",
+        ),
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"reasoning_effort": "SECRET"}, "reasoning_effort"),
+        ({"thinking_token_budget": 3}, "thinking_token_budget"),
+    ],
+)
+async def test_bad_tools(port: Port, fields: dict[str, Any], param: str) -> None:
+    error = await refusal(port, extra_body=fields)
+    assert (error.param or "").startswith(param)
+    assert "SECRET" not in error.message
+
+
+async def test_a_strict_tool_whose_schema_cannot_be_enforced(port: Port) -> None:
+    function = {**CLOCK["function"], "strict": True, "parameters": {"type": "object", "not": {}}}
+    error = await refusal(port, tools=[WEATHER, {"type": "function", "function": function}])
+    assert error.param == "tools[1].parameters"
+    assert "/not" in error.message
+
+
+@pytest.mark.parametrize(
+    ("turn", "param"),
+    [
+        ({"role": "tool", "tool_call_id": "SECRET", "content": "a"}, "messages[1].tool_call_id"),
+        (
+            {
+                "role": "assistant",
+                "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "[]"}}],
+            },
+            "messages[1].tool_calls[0].arguments",
+        ),
+        ({"role": "user", "content": "a", "tool_calls": [{"id": "a", "function": {"name": "f"}}]},
+         "messages[1].tool_calls"),
+    ],
+)  # fmt: skip
+async def test_bad_turns(port: Port, turn: dict[str, Any], param: str) -> None:
+    error = await refusal(port, messages=[*HELLO, turn])
+    assert error.param == param
+    assert "SECRET" not in error.message
+
+
+async def test_a_template_without_tools(tmp_path: Path) -> None:
+    async with open_port(tmp_path, says("a")) as port:
+        error = await refusal(port, tools=[CLOCK])
+        assert error.param == "tools"
+
+
+THOUGHT = "<think>\nWell </think>\n\nyes"
+
+
+@pytest.mark.parametrize("port", [(THINKING, THOUGHT)], indirect=True)
+async def test_reasoning(port: Port) -> None:
+    got = await create(port)
+    message = got.choices[0].message
+    assert (message.content, message.reasoning, message.reasoning_content) == (
+        "yes",
+        "Well",
+        "Well",
+    )
+    details = got.usage.completion_tokens_details
+    assert 3 <= details.reasoning_tokens < got.usage.completion_tokens
+    streamed = [chunk async for chunk in await create(port, stream=True, n=2)]
+    deltas = [choice.delta for chunk in streamed for choice in chunk.choices if choice.index == 1]
+    assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == "Well"
+    assert "".join(delta.content or "" for delta in deltas) == "yes"
+    silent = await create(port, extra_body={"include_reasoning": False})
+    assert "reasoning" not in (silent.choices[0].message.model_extra or {})
+    assert silent.usage.completion_tokens_details.reasoning_tokens == details.reasoning_tokens
+    text = await port.client.completions.create(model=MODEL, prompt="a")
+    assert text.choices[0].text == THOUGHT
+
+
+@pytest.mark.parametrize("port", [(THINKING, "so</think>yes")], indirect=True)
+async def test_a_form_begins_behind_the_thinking(port: Port) -> None:
+    wanted = {"structured_outputs": {"choice": ["yes", "no"]}}
+    await create(port, extra_body=wanted)
+    assert accepts(port, "yes")
+    assert accepts(port, "<think>Well, no way</think>\n\nyes")
+    forced = {**wanted, "chat_template_kwargs": {"forced": True}, "thinking_token_budget": 5}
+    got = await create(port, extra_body=forced)
+    assert got.choices[0].message.reasoning == "so"
+    assert got.choices[0].message.content == "yes"
+    assert accepts(port, "so</think>yes")
+    assert not accepts(port, "yes")
+    budget = port.job.sampling.thinking
+    assert (budget.tokens, budget.begin_ids) == (5, b"")
+    assert budget.end_ids == port.tokenizer.encode("</think>", False).astype("<u4").tobytes()
+    await create(port, extra_body=wanted, reasoning_effort="none")
+    assert accepts(port, "yes")
+    assert not accepts(port, "<think></think>yes")
+
+
+async def test_further_fields(port: Port) -> None:
+    got = await create(
+        port,
+        service_tier="priority",
+        extra_body={
+            "allowed_token_ids": [70, 71],
+            "bad_words": ["fox"],
+            "cache_salt": "pepper",
+            "return_token_ids": True,
+            "truncate_prompt_tokens": 3,
+        },
+    )
+    sampling = port.job.sampling
+    assert list(sampling.allowed_token_ids) == [70, 71]
+    words = {port.tokenizer.encode(text, False).astype("<u4").tobytes() for text in ("fox", " fox")}
+    assert set(sampling.bad_words) == words
+    assert port.job.prompt_tokens == 3
+    assert got.prompt_token_ids == port.job.prompt_ids.tolist()
+    assert got.choices[0].token_ids == port.ids('{"name": "Ann", "age": 3}')
+    assert port.job.priority > 0
+    assert got.service_tier == "priority"
+    salted = port.job.cache_salt
+    await create(port)
+    assert salted != port.job.cache_salt
+    text = await port.client.completions.create(
+        model=MODEL, prompt=[[70], [71]], extra_body={"return_token_ids": True}
+    )
+    assert [choice.prompt_token_ids for choice in text.choices] == [[70], [71]]
+
+
+async def test_special_tokens_in_the_text(tmp_path: Path) -> None:
+    async with open_port(tmp_path, answers(lambda *_: [1, 70])) as port:
+        for skip, text in ((True, ""), (False, port.tokenizer.token_text(1))):
+            got = await create(port, extra_body={"skip_special_tokens": skip})
+            assert got.choices[0].message.content == text + port.tokenizer.token_text(70)
