@@ -20,7 +20,8 @@ from typing import Final, Self, TypedDict, Unpack
 
 from baton.addresses import ROUTER_ADDRESS
 from baton.client.channels import open_aio_channel, open_channel
-from baton.client.generation import Gathering, Generation, Message, Model, Options
+from baton.client.generation import Gathering, Generation, Model
+from baton.client.options import Message, Options
 from baton.client.requests import generation_request, tokenize_request
 from baton.client.streams import AsyncGenerationStream, GenerationStream, typed_errors
 from baton.grpc_options import client_options
@@ -128,7 +129,7 @@ class Client(_Caller):
             messages: chat turns, rendered with the model's template; or
             token_ids: ids, used as they are.
             timeout_s: bounds the whole generation. None: the client's own bound applies.
-            options: see `baton.client.generation.Options`.
+            options: see `baton.client.options.Options`.
 
         Raises:
             BatonError: the call failed.

@@ -1,4 +1,4 @@
-"""Options and results of a generation; checks the events of a stream and gathers its result.
+"""Results of a generation; checks the events of a stream and gathers its result.
 
 The life of a stream: `started`, then deltas of every choice, one `finished` for each choice, then
 OK. `Gathering` checks that grammar event by event and raises `ProtocolError` if it is broken. For
@@ -7,10 +7,8 @@ each choice, the tokens seen so far are exactly [0, n), in order: a delta must b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, TypedDict
 
 from baton.errors import ProtocolError
 from baton.inference.v1 import inference_pb2 as pb
@@ -22,48 +20,7 @@ class FinishReason(StrEnum):
     END_OF_SEQUENCE = "end_of_sequence"
     STOP = "stop"
     LENGTH = "length"
-
-
-class Message(TypedDict):
-    """One turn of a chat."""
-
-    role: str
-    """"system", "user" or "assistant"."""
-    content: str
-
-
-class Options(TypedDict, total=False):
-    """Options of a generation. The server has defaults for missing ones."""
-
-    model: str
-    max_tokens: int
-    min_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    frequency_penalty: float
-    presence_penalty: float
-    repetition_penalty: float
-    seed: int
-    logit_bias: Mapping[int, float]
-    stop: str | Sequence[str]
-    stop_token_ids: Sequence[int]
-    ignore_eos: bool
-    include_stop: bool
-    logprobs: bool
-    top_logprobs: int
-    prompt_logprobs: bool
-    omit_text: bool
-    choices: int
-    priority: int
-    add_special_tokens: bool
-    """Whether the model's special tokens surround the prompt: yes for a text, no for messages."""
-    client_tag: str
-    template_variables: Mapping[str, Any]
-    """Variables of the model's chat template, such as `enable_thinking`; only with messages."""
-    continue_last: bool
-    """Whether the answer continues the last message, which is the assistant's."""
+    TOOL_CALLS = "tool_calls"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +32,28 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a function, or in a delta a part of one: the first part has id and name."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+    """JSON, as the model wrote it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """New tokens of one choice and the text that became complete with them."""
 
     text: str
+    """If the answer is parsed, its content only."""
     token_ids: tuple[int, ...]
     choice: int = 0
     first_token_index: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +63,8 @@ class Usage:
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
     output_tokens: int = 0
+    reasoning_tokens: int = 0
+    """Of those, spent on thinking, if the answer is parsed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +84,13 @@ class Completion:
     """One whole choice."""
 
     text: str
+    """If the answer is parsed, its content only."""
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     stop_sequence: str = ""
     logprobs: tuple[TokenLogprobs, ...] = ()
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +104,13 @@ class Generation:
     model: str
     model_revision: str
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    dropped_keywords: tuple[str, ...] = ()
+    """JSON pointers of keywords of the schema that were not enforced."""
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """Calls of the first choice."""
+        return self.choices[0].tool_calls
 
     @property
     def text(self) -> str:
@@ -160,6 +143,7 @@ _REASONS = {
     pb.FINISH_REASON_END_OF_SEQUENCE: FinishReason.END_OF_SEQUENCE,
     pb.FINISH_REASON_STOP: FinishReason.STOP,
     pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    pb.FINISH_REASON_TOOL_CALLS: FinishReason.TOOL_CALLS,
 }
 
 
@@ -168,6 +152,8 @@ class _Growing:
     """A choice that is being received."""
 
     texts: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: dict[int, ToolCall] = field(default_factory=dict)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finished: Completion | None = None
@@ -215,6 +201,8 @@ class Gathering:
         """
         self._start(response.started)
         for choice in response.choices:
+            if choice.HasField("message"):
+                choice.output.message.CopyFrom(_whole_delta(choice.message))
             self._extend(choice.output, of=choice.index)
             self._finish(choice.index, choice.finish_reason, choice.stop_sequence)
         self._close(response.usage, response.timings)
@@ -237,6 +225,7 @@ class Gathering:
             model=self._started.model,
             model_revision=self._started.model_revision,
             prompt_logprobs=tuple(map(_logprobs, self._started.prompt_logprobs)),
+            dropped_keywords=tuple(self._started.dropped_keywords),
         )
 
     def _start(self, started: pb.GenerationStarted) -> None:
@@ -253,10 +242,21 @@ class Gathering:
                 f"not at {len(choice.token_ids)}"
             )
         logprobs = tuple(map(_logprobs, delta.logprobs))
-        choice.texts.append(delta.text)
+        text, reasoning = delta.text or delta.message.content, delta.message.reasoning
+        calls = tuple(
+            ToolCall(call.index, call.id, call.name, call.arguments)
+            for call in delta.message.tool_calls
+        )
+        choice.texts.append(text)
+        choice.reasoning.append(reasoning)
         choice.token_ids.extend(delta.token_ids)
         choice.logprobs.extend(logprobs)
-        return Delta(delta.text, tuple(delta.token_ids), index, delta.first_token_index, logprobs)
+        for call in calls:
+            begun = choice.calls.get(call.index)
+            whole = call.arguments if begun is None else begun.arguments + call.arguments
+            choice.calls[call.index] = replace(begun or call, arguments=whole)
+        first = delta.first_token_index
+        return Delta(text, tuple(delta.token_ids), index, first, logprobs, reasoning, calls)
 
     def _finish(self, index: int, reason: pb.FinishReason.ValueType, stop_sequence: str) -> None:
         choice = self._running(index)
@@ -268,6 +268,8 @@ class Gathering:
             finish_reason=_REASONS[reason],
             stop_sequence=stop_sequence,
             logprobs=tuple(choice.logprobs),
+            reasoning="".join(choice.reasoning),
+            tool_calls=tuple(choice.calls.values()),
         )
 
     def _running(self, index: int) -> _Growing:
@@ -278,7 +280,12 @@ class Gathering:
         return self._choices[index]
 
     def _close(self, usage: pb.Usage, timings: pb.Timings) -> None:
-        self._usage = Usage(usage.prompt_tokens, usage.cached_prompt_tokens, usage.output_tokens)
+        self._usage = Usage(
+            usage.prompt_tokens,
+            usage.cached_prompt_tokens,
+            usage.output_tokens,
+            usage.reasoning_tokens,
+        )
         self._timings = Timings(
             queue_s=timings.queue.ToNanoseconds() / 1e9,
             prefill_s=timings.prefill.ToNanoseconds() / 1e9,
@@ -287,6 +294,15 @@ class Gathering:
             decode_s=timings.decode.ToNanoseconds() / 1e9,
             time_to_first_token_s=timings.time_to_first_token.ToNanoseconds() / 1e9,
         )
+
+
+def _whole_delta(message: pb.ChatMessage) -> pb.MessageDelta:
+    """A whole message as its only delta."""
+    calls = [
+        pb.ToolCallDelta(index=index, id=call.id, name=call.name, arguments=call.arguments)
+        for index, call in enumerate(message.tool_calls)
+    ]
+    return pb.MessageDelta(content=message.content, reasoning=message.reasoning, tool_calls=calls)
 
 
 def _logprobs(message: pb.TokenLogprobs) -> TokenLogprobs:

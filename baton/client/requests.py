@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from baton.client.generation import Message, Options
+from baton.client.options import Message, Options, Tool
 from baton.inference.v1 import inference_pb2 as pb
 
 _Request = TypeVar("_Request", pb.GenerateRequest, pb.StreamGenerateRequest)
@@ -69,18 +70,18 @@ def generation_input(
     if sum(form is not None for form in (prompt, messages, token_ids)) != 1:
         raise ValueError("give exactly one of prompt, messages and token_ids")
     if messages is None and not options.keys().isdisjoint(_CHAT):
-        raise ValueError("only messages have template variables and a last turn to continue")
+        given = ", ".join(name for name in _CHAT if name in options)
+        raise ValueError(f"only with messages: {given}")
     request = pb.GenerationInput(model=options.get("model", ""))
     if prompt is not None:
         request.text = _one_text(prompt)
     elif messages is not None:
         request.chat.CopyFrom(chat_prompt(messages))
-        request.chat.template_variables.update(options.get("template_variables", {}))
-        request.chat.continue_last = options.get("continue_last", False)
+        _set_chat(request.chat, options)
     elif token_ids is not None:
         request.token_ids.ids.extend(token_ids)
         request.token_ids.SetInParent()
-    _set(request, options, ("choices", "priority", "add_special_tokens"))
+    _set(request, options, _INPUT)
     _set(request.sampling, options, _SAMPLING)
     _set(request.stop, options, _STOP)
     _set(request.output, options, _OUTPUT)
@@ -88,7 +89,53 @@ def generation_input(
     stop = options.get("stop", ())
     request.stop.sequences.extend([stop] if isinstance(stop, str) else stop)
     request.stop.token_ids.extend(options.get("stop_token_ids", ()))
+    request.sampling.allowed_token_ids.extend(options.get("allowed_token_ids", ()))
+    request.sampling.bad_words.extend(options.get("bad_words", ()))
+    _set_structure(request, options)
     return request
+
+
+def _set_chat(chat: pb.ChatPrompt, options: Options) -> None:
+    chat.template_variables.update(options.get("template_variables", {}))
+    _set(chat, options, ("continue_last", *_CHAT_SCALARS))
+    chat.tools.extend(map(_tool, options.get("tools", ())))
+    if (choice := options.get("tool_choice")) in _MODES:
+        chat.tool_choice.mode = _MODES[choice]
+    elif choice is not None:
+        chat.tool_choice.name = choice
+
+
+def _tool(tool: Tool) -> pb.Tool:
+    return pb.Tool(
+        name=tool["name"],
+        description=tool.get("description", ""),
+        parameters=_json(tool.get("parameters", "")),
+        strict=tool.get("strict", False),
+    )
+
+
+def _set_structure(request: pb.GenerationInput, options: Options) -> None:
+    if len(given := [name for name in _FORMS if name in options]) > 1:
+        raise ValueError(f"give only one of {', '.join(given)}")
+    if "json_schema" in options:
+        request.structure.json_schema.schema = _json(options["json_schema"])
+        request.structure.json_schema.strict = options.get("strict", False)
+    elif "strict" in options:
+        raise ValueError("strict belongs to json_schema; a tool has a strict of its own")
+    if "choice" in options:
+        request.structure.choice.texts.extend(_texts(options["choice"]))
+    _set(request.structure, options, ("json_object", "regex", "lark", "gbnf"))
+
+
+def _json(schema: str | Mapping[str, Any]) -> str:
+    """The text of a schema. Its order of properties is the output's, so it is kept."""
+    return schema if isinstance(schema, str) else json.dumps(schema)
+
+
+def _texts(texts: Sequence[str]) -> Sequence[str]:
+    if isinstance(texts, str):
+        raise TypeError("choice: must be several texts, not one")
+    return texts
 
 
 def _one_text(prompt: object) -> str:
@@ -97,7 +144,23 @@ def _one_text(prompt: object) -> str:
     return prompt
 
 
-_CHAT = ("template_variables", "continue_last")
+_INPUT = ("choices", "priority", "add_special_tokens", "cache_salt", "truncate_prompt_tokens")
+_CHAT_SCALARS = ("parallel_tool_calls", "reasoning_effort", "thinking_token_budget")
+_CHAT = (
+    "template_variables",
+    "continue_last",
+    "tools",
+    "tool_choice",
+    "message",
+    "omit_reasoning",
+    *_CHAT_SCALARS,
+)
+_FORMS = ("json_schema", "json_object", "regex", "choice", "lark", "gbnf")
+_MODES = {
+    "auto": pb.TOOL_MODE_AUTO,
+    "none": pb.TOOL_MODE_NONE,
+    "required": pb.TOOL_MODE_REQUIRED,
+}
 _SAMPLING = (
     "temperature",
     "top_p",
@@ -109,11 +172,24 @@ _SAMPLING = (
     "seed",
 )
 _STOP = ("max_tokens", "min_tokens", "ignore_eos", "include_stop")
-_OUTPUT = ("logprobs", "top_logprobs", "prompt_logprobs", "omit_text")
+_OUTPUT = (
+    "logprobs",
+    "top_logprobs",
+    "prompt_logprobs",
+    "omit_text",
+    "skip_special_tokens",
+    "message",
+    "omit_reasoning",
+)
 
 
 def _set(
-    message: pb.GenerationInput | pb.SamplingOptions | pb.StopOptions | pb.OutputOptions,
+    message: pb.GenerationInput
+    | pb.SamplingOptions
+    | pb.StopOptions
+    | pb.OutputOptions
+    | pb.ChatPrompt
+    | pb.Structure,
     options: Options,
     names: Sequence[str],
 ) -> None:
@@ -132,10 +208,21 @@ def chat_prompt(messages: Sequence[Message]) -> pb.ChatPrompt:
     Raises:
         ValueError: a role is unknown, or a turn lacks role or content.
     """
-    if any("role" not in turn or "content" not in turn for turn in messages):
+    return pb.ChatPrompt(messages=map(_turn, messages))
+
+
+def _turn(turn: Message) -> pb.ChatMessage:
+    if "role" not in turn or not ("content" in turn or turn.get("tool_calls")):
         raise ValueError("a message has a role and a content")
-    return pb.ChatPrompt(
-        messages=[pb.ChatMessage(role=_role(m["role"]), content=m["content"]) for m in messages]
+    return pb.ChatMessage(
+        role=_role(turn["role"]),
+        content=turn.get("content", ""),
+        reasoning=turn.get("reasoning", ""),
+        tool_calls=[
+            pb.ToolCall(id=call.id, name=call.name, arguments=call.arguments)
+            for call in turn.get("tool_calls", ())
+        ],
+        tool_call_id=turn.get("tool_call_id", ""),
     )
 
 
@@ -145,6 +232,7 @@ def _role(name: str) -> pb.Role.ValueType:
             "system": pb.ROLE_SYSTEM,
             "user": pb.ROLE_USER,
             "assistant": pb.ROLE_ASSISTANT,
+            "tool": pb.ROLE_TOOL,
         }[name]
     except KeyError:
-        raise ValueError(f"a role is system, user or assistant, not {name!r}") from None
+        raise ValueError(f"a role is system, user, assistant or tool, not {name!r}") from None

@@ -14,7 +14,7 @@ _ONE_GPU: Final = (
     "not yet: a model must fit one GPU, and further GPUs take further workers "
     "(`--prefill`, `--decode` or `--both` of `baton up`)"
 )
-_NO_TOOLS: Final = "not yet: there are no tools and no reasoning parsers"
+_BY_TEMPLATE: Final = "nothing: the chat template shows how a model calls tools and thinks"
 
 FLAGS: Final[Mapping[str, str]] = {
     "--allowed-origins": "`--allowed-origins` of `baton router`, with commas between origins",
@@ -26,7 +26,7 @@ FLAGS: Final[Mapping[str, str]] = {
     "--disable-log-requests": "nothing: prompts are never logged; `--log-level` sets the rest",
     "--download-dir": "`HF_HOME`, the variable of the Hugging Face library",
     "--dtype": "`--dtype` of `baton worker`",
-    "--enable-auto-tool-choice": _NO_TOOLS,
+    "--enable-auto-tool-choice": _BY_TEMPLATE,
     "--enable-chunked-prefill": "nothing: prompts are always computed in chunks",
     "--enable-lora": "not yet: there are no adapters",
     "--enable-prefix-caching": "nothing: it is on; `--no-prefix-cache` of `baton worker` ends it",
@@ -47,7 +47,7 @@ FLAGS: Final[Mapping[str, str]] = {
     "--pipeline-parallel-size": _ONE_GPU,
     "--port": "`--http-port` of `baton up`; `--port` is gRPC's",
     "--quantization": "not yet: weights have 16 or 32 bits",
-    "--reasoning-parser": _NO_TOOLS,
+    "--reasoning-parser": _BY_TEMPLATE,
     "--revision": "nothing: fetch that revision, and name its folder",
     "--root-path": "nothing: a proxy in front can take paths away",
     "--scheduling-policy": "`--scheduling` of `baton worker`",
@@ -60,7 +60,7 @@ FLAGS: Final[Mapping[str, str]] = {
     "--tensor-parallel-size": _ONE_GPU,
     "-tp": _ONE_GPU,
     "--tokenizer": "nothing: the tokenizer is in the model's folder",
-    "--tool-call-parser": _NO_TOOLS,
+    "--tool-call-parser": _BY_TEMPLATE,
     "--trust-remote-code": "nothing: code of a model never runs",
     "--uvicorn-log-level": "`--log-level`",
 }

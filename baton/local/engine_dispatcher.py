@@ -116,6 +116,8 @@ class _Running:
                 return errors.context_length_exceeded(
                     prompt, output, self._pool_tokens, "the KV pool"
                 )
+            case FailureReason.STRUCTURE:
+                return errors.structure_too_complex(self.run.tokens_sent)
             case FailureReason.INTERNAL:
                 return errors.internal()
 

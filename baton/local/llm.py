@@ -32,7 +32,8 @@ from typing import Any, Final, Self, TypeVar, Unpack, overload
 import torch
 
 from baton.client.clients import LONGEST_S
-from baton.client.generation import Gathering, Generation, Message, Options
+from baton.client.generation import Gathering, Generation
+from baton.client.options import Message, Options
 from baton.client.requests import generation_request, tokenize_request
 from baton.client.streams import GenerationStream
 from baton.errors import BatonError
@@ -129,7 +130,7 @@ class LLM:
             messages: chat turns, rendered with the model's template; or
             token_ids: ids, used as they are.
             timeout_s: bounds the whole call. None: no bound.
-            options: see `baton.client.generation.Options`; the same for all prompts.
+            options: see `baton.client.options.Options`; the same for all prompts.
 
         Returns:
             The generation of one prompt, or a list for several, in their order.

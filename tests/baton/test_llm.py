@@ -28,7 +28,8 @@ from waiting import wait_until
 import baton.local.engine_dispatcher
 import baton.local.llm
 from baton import LLM
-from baton.client.generation import FinishReason, Message
+from baton.client.generation import FinishReason
+from baton.client.options import Message
 from baton.errors import (
     BatonError,
     CancelledError,
@@ -320,6 +321,9 @@ def test_a_bound_on_time_is_kept(llm, slow) -> None:
 
 
 def test_ctrl_c_leaves_nothing_running(llm, slow) -> None:
+    # A loop of an earlier test may have left its own handler.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
     def interrupt() -> None:
         wait_until(lambda: running(llm) == 4)
         os.kill(os.getpid(), signal.SIGINT)
@@ -477,3 +481,17 @@ def test_the_demo_model_is_there_by_default(demo_model: Path) -> None:
         )
     assert answer.text == "The capital of France is Paris."
     assert answer.finish_reason is FinishReason.END_OF_SEQUENCE
+
+
+def test_forms_and_tools(llm: LLM) -> None:
+    """As over a server: `test_e2e_structure` has them all."""
+    wild = {"temperature": 1.5, "seed": 3, "max_tokens": 40}
+    two = llm.generate(["a", "b"], regex="[a-f]{3}[0-9]", **wild)
+    assert all(one.text[:3].isalpha() and one.text[3:].isdigit() for one in two)
+    assert llm.generate(TEXTS[0], choice=["yes", "no"], choices=2, **wild).text in ("yes", "no")
+    with pytest.raises(InvalidRequestError, match="/not"):
+        llm.generate("a", json_schema={"not": {}}, strict=True)
+    with pytest.raises(InvalidRequestError, match="too complex"):
+        llm.generate("a", regex="[a-f]{3}", allowed_token_ids=[1], **wild)
+    with pytest.raises(InvalidRequestError, match="chat template"):
+        llm.generate(messages=CHAT, tools=[{"name": "f"}])

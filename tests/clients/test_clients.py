@@ -13,6 +13,7 @@ import pytest
 from clients.environments import folder_of
 from cluster import Cluster, make_cluster
 from node_kit import run_program
+from tool_templates import HERMES
 
 from baton.demo_model import MODEL_NAME
 
@@ -35,8 +36,14 @@ class Served(NamedTuple):
 
 @pytest.fixture(scope="module")
 def served(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    template = tmp_path_factory.mktemp("template") / "tools.jinja"
+    template.write_text(HERMES)
     cluster: Cluster = make_cluster(
-        demo_model, tmp_path_factory.mktemp("clients"), num_pages=600, max_step_tokens=512
+        demo_model,
+        tmp_path_factory.mktemp("clients"),
+        own={"router": {"chat_template": template}},
+        num_pages=600,
+        max_step_tokens=512,
     )
     try:
         cluster.start_all()
@@ -67,7 +74,7 @@ def run(*command: str | Path, **variables: str) -> str:
 
 def said_by(program: str, requirement: str, served: Served) -> dict[str, Any]:
     """The JSON in the last line of a program of `programs`."""
-    python = folder_of(requirement) / "python"
+    python = folder_of(*requirement.split()) / "python"
     shown = run(python, PROGRAMS / program, f"{served.url}/v1", MODEL_NAME)
     said: dict[str, Any] = json.loads(shown.splitlines()[-1])
     return said
@@ -90,6 +97,26 @@ def test_chat_stream_text_and_a_prompt_that_is_too_long(
         "text": served.text,
         "too_long": "context_length_exceeded",
     }
+
+
+@pytest.mark.parametrize(
+    ("program", "requirement"),
+    [
+        ("forms_openai.py", "openai"),
+        ("forms_litellm.py", "litellm mcp"),  # It needs mcp for tools, and does not say so.
+        ("forms_langchain.py", "langchain-openai"),
+        ("forms_instructor.py", "instructor"),
+    ],
+)
+def test_schemas_and_tools(served: Served, program: str, requirement: str) -> None:
+    """The programs check the values against their schema; what they call and get is no text."""
+    said = said_by(program, requirement, served)
+    assert len(said["parsed"]) >= 2
+    cities = [*said["parsed"], said.get("called", said["parsed"][0])]
+    assert all(set(city) == {"name", "people"} for city in cities)
+    if "finish" in said:
+        assert said["finish"] == "tool_calls"
+        assert said["after"] in ("stop", "length", "tool_calls"), "it was answered"
 
 
 def test_openai_in_node(served: Served) -> None:

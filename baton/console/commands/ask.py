@@ -14,7 +14,8 @@ from rich.table import Table
 from baton.addresses import ROUTER_ADDRESS
 from baton.client.channels import check_address
 from baton.client.clients import Client, check_token
-from baton.client.generation import Generation, Message, Options
+from baton.client.generation import Generation
+from baton.client.options import Message, Options
 from baton.console.commands.trace import AdminOption, show_trace
 from baton.output import print_json, stderr, stdout
 

@@ -11,7 +11,7 @@ import typer
 
 from baton import demo_model, models
 from baton.client.clients import Client
-from baton.client.generation import Options
+from baton.client.options import Options
 from baton.console import up
 from baton.console.commands.ask import stream_answer, turns
 from baton.console.commands.trace import show_trace

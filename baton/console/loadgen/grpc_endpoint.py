@@ -13,7 +13,8 @@ import grpc
 import grpc.aio
 
 from baton.client.channels import open_aio_channel
-from baton.client.generation import Gathering, Options
+from baton.client.generation import Gathering
+from baton.client.options import Options
 from baton.client.requests import generation_input
 from baton.console.loadgen.endpoints import Asked, EndpointError, Kept, Reading, timed_out
 from baton.console.loadgen.outcome import UNREACHABLE

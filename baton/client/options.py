@@ -1,0 +1,103 @@
+"""Options of a generation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NotRequired, TypedDict
+
+from baton.client.generation import ToolCall
+
+
+class Tool(TypedDict):
+    """A function that a model may call."""
+
+    name: str
+    description: NotRequired[str]
+    parameters: NotRequired[str | Mapping[str, Any]]
+    """JSON schema of its arguments; left out if it has none."""
+    strict: NotRequired[bool]
+    """Whether the arguments are held to the schema."""
+
+
+class Message(TypedDict):
+    """One turn of a chat."""
+
+    role: str
+    """"system", "user", "assistant" or "tool"."""
+    content: NotRequired[str]
+    """The text. Only a turn of the assistant's that calls functions may have none."""
+    reasoning: NotRequired[str]
+    """What the assistant thought before, for templates that want it."""
+    tool_calls: NotRequired[Sequence[ToolCall]]
+    """Calls that the assistant made: those of an earlier result, as they are."""
+    tool_call_id: NotRequired[str]
+    """In a tool's turn, the call that it answers."""
+
+
+class Options(TypedDict, total=False):
+    """Options of a generation. The server has defaults for missing ones."""
+
+    model: str
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    seed: int
+    logit_bias: Mapping[int, float]
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    include_stop: bool
+    logprobs: bool
+    top_logprobs: int
+    prompt_logprobs: bool
+    omit_text: bool
+    choices: int
+    priority: int
+    add_special_tokens: bool
+    """Whether the model's special tokens surround the prompt: yes for a text, no for messages."""
+    client_tag: str
+    json_schema: str | Mapping[str, Any]
+    """The output is an instance of this JSON schema. Of `json_schema`, `json_object`, `regex`,
+    `choice`, `lark` and `gbnf` only one may be given."""
+    strict: bool
+    """Whether a schema with a keyword that cannot be enforced is refused. Otherwise the keyword is
+    dropped, and the result names it."""
+    json_object: bool
+    """Whether the output is a JSON object."""
+    regex: str
+    """The whole output matches this regular expression, in the syntax of Rust's `regex`."""
+    choice: Sequence[str]
+    """The output is one of these texts."""
+    lark: str
+    """The output follows this grammar, in llguidance's variant of Lark."""
+    gbnf: str
+    """The output follows this grammar, in llama.cpp's GBNF."""
+    tools: Sequence[Tool]
+    """Functions that the model may call; only with messages."""
+    tool_choice: str
+    """"auto", "none", "required", or the name of the function to call."""
+    parallel_tool_calls: bool
+    """Whether it may make several calls; it may if this is not set."""
+    reasoning_effort: str
+    thinking_token_budget: int
+    """Most tokens to think; then the thinking is ended."""
+    message: bool
+    """Whether the answer is parsed into reasoning and content. With tools it always is."""
+    omit_reasoning: bool
+    allowed_token_ids: Sequence[int]
+    bad_words: Sequence[str]
+    skip_special_tokens: bool
+    truncate_prompt_tokens: int
+    """Keeps only the prompt's last tokens."""
+    cache_salt: str
+    """Cached pages of prompts are shared only among requests with the same salt."""
+    template_variables: Mapping[str, Any]
+    """Variables of the model's chat template, such as `enable_thinking`; only with messages."""
+    continue_last: bool
+    """Whether the answer continues the last message, which is the assistant's."""
