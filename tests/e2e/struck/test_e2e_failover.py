@@ -24,6 +24,19 @@ REPLAYED = [
         "repetition_penalty": 1.1,
         "min_tokens": 250,
     },
+    {  # It dies inside a string, and the grammar must go on there.
+        "temperature": 1.3,
+        "seed": 8,
+        "ignore_eos": False,
+        "json_schema": {
+            "type": "object",
+            "properties": {
+                "a": {"type": "integer"},
+                "b": {"type": "string", "minLength": 2000},
+            },
+            "required": ["a", "b"],
+        },
+    },
 ]
 
 

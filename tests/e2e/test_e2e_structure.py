@@ -1,0 +1,211 @@
+"""Structured output, tools and reasoning through real processes: the demo model under a chat
+template that gives tools and shows thinking."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+from cluster import Cluster, make_cluster
+from node_kit import run_program
+from pydantic import BaseModel, ConfigDict, Field
+from tool_templates import THINKING
+
+from baton.client.clients import Client
+from baton.client.generation import FinishReason
+from baton.demo_model import MODEL_NAME
+from baton.errors import InvalidRequestError
+
+QUESTION = [{"role": "user", "content": "What is the weather in Paris?"}]
+WEATHER: dict[str, Any] = {
+    "name": "get_weather",
+    "description": "Weather of a city",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 12},
+            "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        },
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+WILD = {"temperature": 1.3, "seed": 4, "max_tokens": 96}
+PLAIN = {"reasoning_effort": "none"}
+"""Without thinking."""
+
+
+class Person(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    name: str = Field(max_length=12)
+    age: int = Field(ge=0, le=150)
+
+
+@pytest.fixture(scope="module")
+def cluster(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    template = tmp_path_factory.mktemp("template") / "thinking.jinja"
+    template.write_text(THINKING)
+    cluster = make_cluster(
+        demo_model,
+        tmp_path_factory.mktemp("logs"),
+        own={"router": {"chat_template": template}},
+        max_step_tokens=512,
+    )
+    try:
+        cluster.start_all()
+        yield cluster
+        cluster.check_baseline()
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture
+def client(cluster: Cluster) -> Iterator[Client]:
+    with cluster.client() as client:
+        yield client
+
+
+@pytest.fixture
+def theirs(cluster: Cluster) -> openai.OpenAI:
+    url = f"http://{cluster.plan.http_address}/v1"
+    return openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+
+
+def test_the_official_client_parses_what_it_asked_for(theirs: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL_NAME, "messages": QUESTION, **WILD}
+    asked["extra_body"] = PLAIN
+    parsed = theirs.chat.completions.parse(**asked, response_format=Person)
+    assert isinstance(parsed.choices[0].message.parsed, Person)
+    with theirs.chat.completions.stream(**asked, response_format=Person) as stream:
+        for _ in stream:
+            pass
+        streamed = stream.get_final_completion()
+    assert streamed.choices[0].message.parsed == parsed.choices[0].message.parsed
+
+
+def test_the_official_client_calls_tools(theirs: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL_NAME, "extra_body": PLAIN, **WILD}
+    asked["tools"] = [{"type": "function", "function": WEATHER}]
+    got = theirs.chat.completions.create(
+        **asked, messages=QUESTION, tool_choice="required", parallel_tool_calls=False
+    ).choices[0]
+    assert got.finish_reason == "tool_calls"
+    (call,) = got.message.tool_calls or ()
+    jsonschema.validate(json.loads(call.function.arguments), WEATHER["parameters"])
+    with theirs.chat.completions.stream(
+        **asked, messages=QUESTION, tool_choice="required", parallel_tool_calls=False
+    ) as stream:
+        for _ in stream:
+            pass
+        (streamed,) = stream.get_final_completion().choices[0].message.tool_calls or ()
+    assert streamed.function.arguments == call.function.arguments
+    turns = [
+        *QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]},
+        {"role": "tool", "tool_call_id": call.id, "content": "Rain."},
+    ]
+    after = theirs.chat.completions.create(**asked, messages=turns, tool_choice="none")
+    assert after.choices[0].message.content
+
+
+FORMS: list[dict[str, Any]] = [
+    {"json_schema": Person.model_json_schema(), "strict": True},
+    {"json_object": True},
+    {"regex": r"[a-f]{4,8}-\d{2}"},
+    {"choice": ["rain", "sun"]},
+    {"lark": 'start: "wet" | "dry" " " /[a-z]{3}/'},
+    {"gbnf": 'root ::= "x" [0-9] [0-9]'},
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: next(iter(form)))
+def test_our_client_asks_for_any_form(client: Client, form: dict[str, Any]) -> None:
+    whole = client.generate(messages=QUESTION, **WILD, **PLAIN, **form, choices=2)
+    with client.stream(messages=QUESTION, **WILD, **PLAIN, **form, choices=2) as stream:
+        deltas = list(stream)
+    assert stream.result.choices == whole.choices, "it depends on the seed alone"
+    joined = "".join(delta.text for delta in deltas if delta.choice == 1)
+    assert joined == whole.choices[1].text
+    if "json_schema" in form:
+        assert all(Person.model_validate_json(choice.text) for choice in whole.choices)
+    raw = client.generate("The weather is", **WILD, **form)
+    assert raw.text
+
+
+def test_our_client_calls_tools_and_answers_for_them(client: Client) -> None:
+    got = client.generate(
+        messages=QUESTION,
+        tools=[WEATHER],
+        tool_choice="get_weather",
+        parallel_tool_calls=False,
+        **WILD,
+        **PLAIN,
+    )
+    assert got.finish_reason is FinishReason.TOOL_CALLS
+    assert got.tool_calls[0].name == "get_weather"
+    jsonschema.validate(json.loads(got.tool_calls[0].arguments), WEATHER["parameters"])
+    turns = [
+        *QUESTION,
+        {"role": "assistant", "tool_calls": got.tool_calls},
+        *({"role": "tool", "tool_call_id": call.id, "content": "Rain."} for call in got.tool_calls),
+    ]
+    after = client.generate(messages=turns, tools=[WEATHER], tool_choice="none", **WILD, **PLAIN)
+    assert after.text
+
+
+def test_a_client_in_node_from_the_protos_alone(cluster: Cluster) -> None:
+    said = run_program("forms.mjs", cluster.plan.router_address)
+    assert set(said["formed"]) == set(said["called"]) == {"city"}
+    assert (said["finish"], said["name"]) == ("FINISH_REASON_TOOL_CALLS", "get_weather")
+    assert said["same"]
+
+
+def test_thinking_is_bounded_and_the_form_begins_behind_it(client: Client) -> None:
+    got = client.generate(
+        messages=QUESTION,
+        template_variables={"forced": True},
+        thinking_token_budget=12,
+        choice=["rain", "sun"],
+        message=True,
+        **WILD,
+    )
+    (choice,) = got.choices
+    assert choice.text in ("rain", "sun")
+    assert choice.reasoning
+    assert 12 <= got.usage.reasoning_tokens <= 16
+    free = client.generate(
+        messages=QUESTION, template_variables={"forced": True}, message=True, **WILD
+    )
+    assert free.usage.reasoning_tokens > 16
+
+
+def test_tokens_that_may_and_may_not_be_drawn(client: Client) -> None:
+    only = client.generate("a", allowed_token_ids=[28, 29, 30], ignore_eos=True, **WILD)
+    assert set(only.token_ids) <= {28, 29, 30}
+    usual = client.generate("The capital of France is", max_tokens=4, temperature=0.0)
+    assert "Paris" in usual.text
+    without = client.generate(
+        "The capital of France is", max_tokens=24, temperature=0.0, bad_words=["Paris"]
+    )
+    assert "Paris" not in without.text
+
+
+def test_a_grammar_that_runs_out_of_fuel_ends_its_request_alone(
+    cluster: Cluster, client: Client
+) -> None:
+    """Each letter multiplies the ways to read the text."""
+    before = cluster.metric("baton_failovers_total")
+    with client.stream("a", regex="[a-z ]{80,90}", **WILD) as other:
+        with pytest.raises(InvalidRequestError) as caught:
+            client.generate("a", lark="start: e\ne: e e | e e e | /[a-z]/", **WILD)
+        assert caught.value.reason == "STRUCTURE_TOO_COMPLEX"
+        for _ in other:
+            pass
+        assert len(other.result.text) >= 80
+    assert cluster.metric("baton_failovers_total") == before
