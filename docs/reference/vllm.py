@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from baton.console.vllm_flags import FLAGS
 from reference import table
-from router.doors.openai.schema import CompletionRequest, GenerationRequest, Unless
+from router.doors.openai.schema import HARMLESS, CompletionRequest, GenerationRequest
 from router.doors.openai.turns import ChatRequest
+from router.doors.openai.values import Unless
 
 
 def flags_table() -> str:
@@ -20,12 +23,15 @@ def fields_table() -> str:
         "`/v1/completions` alone": CompletionRequest,
         "`/v1/chat/completions` alone": ChatRequest,
     }
-    return table(
-        ("requests", "honoured", "refused, unless they ask for nothing"),
-        *(
-            (name, _fields(kind, refused=False), _fields(kind, refused=True))
-            for name, kind in kinds.items()
-        ),
+    return (
+        table(
+            ("requests", "honoured", "refused, unless they ask for nothing"),
+            *(
+                (name, _fields(kind, refused=False), _fields(kind, refused=True))
+                for name, kind in kinds.items()
+            ),
+        )
+        + f"\n\nWithout effect on an answer, and ignored: {_names(HARMLESS)}."
     )
 
 
@@ -37,4 +43,8 @@ def _fields(kind: type[GenerationRequest], *, refused: bool) -> str:
         for name, field in kind.model_fields.items()
         if name not in old and any(isinstance(mark, Unless) for mark in field.metadata) == refused
     ]
+    return _names(names)
+
+
+def _names(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in sorted(names))
