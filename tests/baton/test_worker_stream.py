@@ -248,7 +248,7 @@ async def test_two_routers_hear_of_their_own_only() -> None:
         one, two = RouterEnd(worker.address), RouterEnd(worker.address)
         await one.attach("one")
         await two.attach("two")
-        assert worker.servicer.streams == 2
+        await until(lambda: worker.servicer.streams == 2)  # A moment after it says so.
         first, second = Attempted(20), Attempted(30)
         await one.say(submit=first.message(WHOLE))
         await two.say(submit=second.message(WHOLE))
