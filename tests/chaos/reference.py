@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from chaos.checker import Choice, Token
 from chaos.history import Ask
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.loop.executor import Launched
+from engine.sampling import Masks
 from engine.schedule.step import StepPlan
 from engine.types import (
     EndReason,
@@ -142,12 +144,20 @@ class _Margins:
             ]
         return self._executor.launch(plan)
 
+    def mask_bits(self, count: int) -> NDArray[np.int32]:
+        """See `Executor`."""
+        return self._executor.mask_bits(count)
+
+    def sample(self, masks: Masks | None) -> None:
+        """See `Executor`."""
+        self._executor.sample(masks)
+
     def shutdown(self) -> None:
         """See `Executor`."""
         self._executor.shutdown()
 
-    def _take(self, logits: Any, plan: Any) -> Any:
-        result = self._sample(logits, plan)
+    def _take(self, logits: Any, plan: Any, masks: Any = None) -> Any:
+        result = self._sample(logits, plan, masks)
         margins = result.margin.tolist()
         self._found.update(zip(self._rows.pop(id(plan)), margins, strict=True))
         return result
