@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 from stand_in_names import Names, lookup
 
 from baton import demo_model as demo
+from telemetry.garbage import set_apart
 
 # An example may take long on a machine that stands still for a moment. Where `CI` is set examples
 # are the same every time.
@@ -44,6 +45,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _skip(items, "clients", "a client of others: run with --clients")
     if any("gpu" in item.keywords for item in items) and not _has_gpu():
         _skip(items, "gpu", "needs a CUDA device, and there is none here")
+
+
+def pytest_collection_finish() -> None:
+    set_apart()  # What was imported, or each full collection takes a second of some test's time.
 
 
 def _skip(items: list[pytest.Item], marker: str, reason: str) -> None:

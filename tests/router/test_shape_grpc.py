@@ -37,7 +37,7 @@ from router.requests.wire_shape import count_fields
 
 GENERATE = "/baton.inference.v1.InferenceService/Generate"
 SOON_S = 1.0
-"""For a refusal: what was parsed and walked took seconds."""
+"""Of the CPU, for a refusal: what was parsed and walked took seconds."""
 
 
 def wire(number: int, data: bytes) -> bytes:
@@ -85,9 +85,9 @@ async def details_of(door: Door, data: bytes) -> Refusal:
 async def test_a_message_of_many_fields_is_refused_before_it_is_parsed(
     door: Door, name: str
 ) -> None:
-    began_s = time.monotonic()
+    began_s = time.thread_time()  # of the event loop, where messages are read
     found = await details_of(door, WIDE[name])
-    assert time.monotonic() - began_s < SOON_S
+    assert time.thread_time() - began_s < SOON_S
     assert found.info.reason == "MALFORMED_REQUEST"
     assert f"{MOST_FIELDS} fields" in found.message
 
