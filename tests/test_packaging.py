@@ -264,7 +264,7 @@ def test_a_client_installs_without_torch(distributions: Path, tmp_path: Path) ->
 def test_a_router_installs_and_serves_without_torch(distributions: Path, tmp_path: Path) -> None:
     (wheel,) = distributions.glob("*.whl")
     python = install(tmp_path / "venv", f"{wheel}[router]")
-    assert not packages(python) & {"torch", "transformers"}
+    assert "torch" not in packages(python)
     with free_port() as port:
         flags = ["--listen", "--internal-listen", "--http-listen"]
         command = [str(python), "-m", "baton", "router", "--admin", f"127.0.0.1:{port}"]
