@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -29,8 +30,10 @@ has both)."""
 LIMITS: Final = LLParserLimits(step_max_items=ITEMS_A_MASK, verbose_errors=False)
 """Fuel of a compilation and of each mask. Errors do not show the grammar. A router checks with the
 same (`router.structure.schema`)."""
-KEPT_GRAMMARS: Final = 64
+KEPT_COMPILATIONS: Final = 128
 """Compiled grammars that are kept, the latest used ones."""
+MASK_THREADS: Final = max(1, min(16, os.cpu_count() or 1))
+"""Threads that fill the masks of a step."""
 _ALL: Final = np.int32(-1)
 
 
@@ -62,11 +65,6 @@ class TokenMatcher:
         for rule in self._rules:
             rule.narrow(bits, index)
 
-    def copy(self) -> TokenMatcher:
-        """A matcher for another sequence with the same tokens so far."""
-        grammar = self.grammar.deep_copy() if self.grammar is not None else None
-        return TokenMatcher(grammar, [rule.copy() for rule in self._rules])
-
 
 class Matchers:
     """Makes matchers for one model. Safe to use from several threads."""
@@ -77,7 +75,8 @@ class Matchers:
         self._eos_ids = tuple(eos_ids)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="baton-grammars")
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[tuple[bytes, int], LLMatcher] = OrderedDict()
+        self._turns = itertools.cycle(range(MASK_THREADS))
 
     @staticmethod
     def are_wanted(request: Request) -> bool:
@@ -108,8 +107,13 @@ class Matchers:
         if stop.min_tokens:
             ends = end_ids(stop, self._eos_ids)
             rules.append(MinTokens(stop.min_tokens, ends, self._vocab_size))
-        first = TokenMatcher(self._grammar(options.grammar) if options.grammar else None, rules)
-        matchers = [first.copy() for _ in range(request.choices)]
+        matchers = [
+            TokenMatcher(
+                self._grammar(options.grammar) if options.grammar else None,
+                [rule.copy() for rule in rules],
+            )
+            for _ in range(request.choices)
+        ]
         for matcher, tokens in zip(matchers, request.generated, strict=False):
             matcher.consume(tokens.tolist())
         if any(matcher.is_broken for matcher in matchers):
@@ -117,14 +121,19 @@ class Matchers:
         return matchers
 
     def _grammar(self, text: str) -> LLMatcher:
-        key = hashlib.sha256(text.encode()).digest()
+        """A matcher at the beginning of a text.
+
+        Copies of one compiled grammar share its lexer, which one thread may use at a time. So a
+        grammar is compiled as often as there are threads, and matchers take turns.
+        """
+        key = hashlib.sha256(text.encode()).digest(), next(self._turns)
         compiled = self._compiled.pop(key, None)
         if compiled is None:
             compiled = LLMatcher(self._load(), text, log_level=0, limits=LIMITS)
             if compiled.is_error():
                 raise GrammarError("the grammar cannot be compiled")
         self._compiled[key] = compiled
-        if len(self._compiled) > KEPT_GRAMMARS:
+        if len(self._compiled) > KEPT_COMPILATIONS:
             self._compiled.popitem(last=False)
         return compiled.deep_copy()
 
@@ -145,8 +154,8 @@ def read_tokenizer(file: Path, vocab_size: int, eos_ids: Iterable[int]) -> LLTok
 class MaskFiller:
     """Fills the masks of a step, the grammars' on several threads with the interpreter released."""
 
-    def __init__(self, threads: int | None = None) -> None:
-        self._pool = LLExecutor(threads or max(1, min(16, (os.cpu_count() or 1))))
+    def __init__(self, threads: int = MASK_THREADS) -> None:
+        self._pool = LLExecutor(threads)
 
     def fill(self, masks: Masks, wanted: Sequence[tuple[TokenMatcher, int]]) -> list[bool]:
         """Fills the mask of the output token with the given index for each matcher.

@@ -89,9 +89,10 @@ def mask(logits: Tensor, bits: Tensor) -> Tensor:
         logits: [R, V] float32.
         bits: [R, W] int32, at least V bits.
     """
-    shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
-    is_clear = (bits[:, :, None] >> shifts).bitwise_and_(1).eq_(0).view(len(bits), -1)
-    return logits.masked_fill(is_clear[:, : logits.shape[-1]].bool(), float("-inf"))
+    # By bytes: what is written on the way has a byte a token, not four.
+    powers = 1 << torch.arange(8, dtype=torch.uint8, device=bits.device)
+    is_clear = (bits.view(torch.uint8)[:, :, None] & powers).eq(0).view(len(bits), -1)
+    return logits.masked_fill(is_clear[:, : logits.shape[-1]], float("-inf"))
 
 
 def scale(logits: Tensor, temperature: Tensor) -> Tensor:
