@@ -2,7 +2,7 @@
 
 python -m bench.engine [--cases NAME ...] [--repeats 1] [--page-size 16 ...] [--json FILE]
                        [--plot FILE] [--profile NAME ...] [--sampling [NAME ...]]
-                       [--sampled-case NAME] [--tokenizer FOLDER]
+                       [--sampled-case NAME]
 
 Dummy weights (the speed does not depend on them), random token ids, greedy, lengths forced, no
 prefix cache. Before the cases, ten seconds of matrix products measure what the chip sustains.
@@ -12,9 +12,8 @@ from the first submission to the last token. `floor` is what the rates of the li
 products' operations at 653 TFLOP/s or their bytes at the measured rate of small batches, KV at
 3.7 TB/s, attention over prompts at 520 TFLOP/s, summed, on one H200. `--sampling` runs 256 x
 (128 + 512) again with each sampling option in all rows; `--page-size` takes several, and runs all
-once for each. With a tokenizer there is one more option, `schema`: every row writes a list of
-objects of a JSON schema that never ends. Compare it with `temperature`. `vllm` is vLLM 0.25.1 on
-one H200 (max_num_seqs 256, max_num_batched_tokens 8192, FlashAttention-3, CUDA graphs).
+once for each. `vllm` is vLLM 0.25.1 on one H200 (max_num_seqs 256, max_num_batched_tokens 8192,
+FlashAttention-3, CUDA graphs).
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ import argparse
 import gc
 import json
 import platform
-import shutil
 import statistics
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -83,18 +80,6 @@ SAMPLING = {
     ),
     "5 logprobs": SamplingParams(temperature=0.8, top_logprobs=5),
 }
-SCHEMA = "schema"
-RECORD = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 40},
-        "age": {"type": "integer", "minimum": 0, "maximum": 150},
-        "email": {"type": "string", "format": "email"},
-        "tags": {"type": "array", "items": {"enum": ["a", "b", "c"]}, "maxItems": 5},
-    },
-    "required": ["name", "age", "email", "tags"],
-    "additionalProperties": False,
-}
 CASES = {
     "prefill-8192": Case(32, 8192, 1, 38_500, 39_200, 38_800),
     "prefill-1024": Case(128, 1024, 1, 43_400, 45_700, 44_000),
@@ -146,15 +131,6 @@ class Watch:
                 self._left -= 1
         if self._left == 0:
             self.done.set()
-
-
-def endless_records() -> str:
-    """The grammar of a list that is longer than any case's outputs."""
-    from llguidance import LLMatcher
-
-    records = {"type": "array", "items": RECORD, "minItems": 1000}
-    options: Any = {"whitespace_pattern": "[ \\n]?"}
-    return LLMatcher.grammar_from_json_schema(records, overrides=options)
 
 
 def run_case(
@@ -209,11 +185,11 @@ def sustained_tflops(seconds: float) -> float:
     return 2 * 8192 * 4096 * 28672 * count / (time.perf_counter() - begin) / 1e12
 
 
-def profile(engine: Engine, name: str, rows: int = 14) -> str:
+def profile(engine: Engine, name: str, sampling: SamplingParams = GREEDY, rows: int = 14) -> str:
     """Where the device's time goes in a case: kernels by time, and the share that it idles."""
     activity = torch.profiler.ProfilerActivity.CUDA
     with torch.profiler.profile(activities=[activity]) as profiler:
-        seconds, _ = run_case(engine, CASES[name], seed=7)
+        seconds, _ = run_case(engine, CASES[name], 7, sampling)
         torch.cuda.synchronize()
     averages = sorted(profiler.key_averages(), key=lambda e: -e.self_device_time_total)
     busy = sum(entry.self_device_time_total for entry in averages) / 1e6
@@ -227,7 +203,7 @@ def profile(engine: Engine, name: str, rows: int = 14) -> str:
     return "\n".join(lines)
 
 
-def build(arguments: argparse.Namespace, page_size: int) -> Engine:
+def build(arguments: argparse.Namespace, page_size: int = 16, model: Path = SHAPE) -> Engine:
     """The engine of all cases, ready."""
     begin, last = time.perf_counter(), {"phase": ""}
 
@@ -236,11 +212,6 @@ def build(arguments: argparse.Namespace, page_size: int) -> Engine:
             last["phase"] = phase
             print(f"{time.perf_counter() - begin:6.1f} s  {phase} ({total})", flush=True)
 
-    model = SHAPE
-    if arguments.tokenizer:
-        model = Path(tempfile.mkdtemp())
-        for file in (*SHAPE.iterdir(), arguments.tokenizer / "tokenizer.json"):
-            shutil.copy(file, model)
     config = EngineConfig(
         model=str(model),
         load_format="dummy",
@@ -295,11 +266,8 @@ def run_all(arguments: argparse.Namespace, page_size: int) -> dict[str, Any]:
 def run_sampling(engine: Engine, arguments: argparse.Namespace) -> dict[str, float]:
     """Output tokens a second of one case with every row sampled in one way."""
     rates = {}
-    options = dict(SAMPLING)
-    if arguments.tokenizer:
-        options[SCHEMA] = SamplingParams(temperature=0.8, grammar=endless_records())
     for name in arguments.sampling:
-        outcome = measure(engine, arguments.sampled_case, arguments.repeats, options[name])
+        outcome = measure(engine, arguments.sampled_case, arguments.repeats, SAMPLING[name])
         rates[name] = outcome.rate
         step = f"{outcome.step_p50_ms:9.2f} ms, {outcome.cpu_per_step_ms:.2f} ms of CPU a step"
         print(f"{name:>16} {outcome.rate:10,.1f} {step}", flush=True)
@@ -340,28 +308,30 @@ def free_memory() -> None:
     torch.cuda.empty_cache()
 
 
-def parse() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--page-size", type=int, nargs="+", default=[16])
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """What `build` reads."""
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--step-tokens", type=int, default=8192)
     parser.add_argument("--mixed-tokens", type=int, default=0)
-    parser.add_argument("--matmul-seconds", type=float, default=10.0)
     parser.add_argument("--no-graphs", action="store_true")
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_engine_options(parser)
+    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--page-size", type=int, nargs="+", default=[16])
+    parser.add_argument("--matmul-seconds", type=float, default=10.0)
     parser.add_argument("--profile", nargs="*", default=[], choices=list(CASES))
-    parser.add_argument("--sampling", nargs="*", default=None, choices=[*SAMPLING, SCHEMA])
+    parser.add_argument("--sampling", nargs="*", default=None, choices=list(SAMPLING))
     parser.add_argument("--sampled-case", default="decode-256", choices=list(CASES))
-    parser.add_argument("--tokenizer", type=Path, help="a folder with tokenizer.json")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this measures a GPU, and there is none; on a CPU: python -m bench.throughput")
-    if SCHEMA in (arguments.sampling or []) and not arguments.tokenizer:
-        parser.error("schema needs --tokenizer")
     if arguments.sampling is not None:
         arguments.sampling = arguments.sampling or list(SAMPLING)
     else:

@@ -1,17 +1,24 @@
-"""What structured output costs a worker's CPUs: compiling grammars, and the masks of a step.
+"""What structured output costs a worker: compiling grammars, masks, and the steps of a GPU.
 
     python -m bench.structure [--tokenizer FOLDER]
+    python -m bench.structure --tokenizer FOLDER --on-gpu CASE ... [--repeats 3] [--profile]
 
 Each row of a batch is at another place of its text. What it costs the router's event loop is
 measured by `tests/router/test_structure_lag.py`.
+
+On a GPU the cases of `bench.engine` run with every row sampled at one temperature, and with every
+row under a schema at the same temperature, in turns: lists of objects that never end.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
+import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,8 +27,11 @@ from llguidance import LLMatcher, LLTokenizer
 
 from baton import demo_model
 from baton.inference.v1 import inference_pb2 as api
-from engine.masks.matchers import LIMITS, MaskFiller, TokenMatcher
+from bench import engine as gpu
+from engine.engine import Engine
+from engine.masks.matchers import LIMITS, MASK_THREADS, MaskFiller, Masks, TokenMatcher
 from engine.masks.rules import words_of
+from engine.types import SamplingParams
 from router.structure.grammar import Grammar
 
 PERSON: Final[dict[str, Any]] = {
@@ -88,10 +98,12 @@ def masks(tokenizer: LLTokenizer, vocab: int) -> None:
             times.append(time.perf_counter() - began_s)
         print(f"compile {name}: {1e3 * statistics.median(times):.1f} ms")
     grammar, filler = grammar_of(PERSON), MaskFiller()
-    compiled = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+    compiled = [
+        LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS) for _ in range(MASK_THREADS)
+    ]
     for rows in ROWS:
         drawn = texts(tokenizer, grammar, rows, 40)
-        matchers = [TokenMatcher(compiled.deep_copy()) for _ in range(rows)]
+        matchers = [TokenMatcher(compiled[i % MASK_THREADS].deep_copy()) for i in range(rows)]
         bits, times = np.empty((rows, words_of(vocab)), np.int32), []
         for step in range(40):
             alive = [i for i in range(rows) if step < len(drawn[i])]
@@ -107,11 +119,66 @@ def masks(tokenizer: LLTokenizer, vocab: int) -> None:
         print(f"masks of {rows} rows: p50 {p50:.2f} ms, p99 {p99:.2f} ms a step")
 
 
+class TimedFiller(MaskFiller):
+    """Notes how long the masks of each step took."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times_ms: list[float] = []
+
+    def fill(self, masks: Masks, wanted: Sequence[tuple[TokenMatcher, int]]) -> list[bool]:
+        """See `MaskFiller`."""
+        began_s = time.perf_counter()
+        found = super().fill(masks, wanted)
+        self.times_ms.append(1e3 * (time.perf_counter() - began_s))
+        return found
+
+
+def on_gpu(engine: Engine, case: str, repeats: int, with_profile: bool) -> None:
+    """One case without and with a schema in all rows, in turns."""
+    filler = TimedFiller()
+    engine._loop._filler = filler
+    endless = {"type": "array", "items": PERSON, "minItems": 1000}
+    options = {
+        "temperature": SamplingParams(temperature=0.8),
+        "schema": SamplingParams(temperature=0.8, grammar=grammar_of(endless)),
+    }
+    runs: dict[str, list[gpu.Outcome]] = {name: [] for name in options}
+    for _ in range(repeats):
+        for name, sampling in options.items():
+            runs[name].append(gpu.measure(engine, case, 1, sampling))
+    rates = {name: statistics.median(run.rate for run in found) for name, found in runs.items()}
+    for name, found in runs.items():
+        share = rates[name] / rates["temperature"]
+        step = statistics.median(run.step_p50_ms for run in found)
+        each = ", ".join(f"{run.rate:,.0f}" for run in found)
+        print(f"{case} {name}: {rates[name]:,.0f} tok/s ({share:.1%}; {each}), step {step:.2f} ms")
+    p50, p99 = np.percentile(np.array(filler.times_ms), (50, 99))
+    print(f"{case}: masks p50 {p50:.2f} ms, p99 {p99:.2f} ms a step", flush=True)
+    if with_profile:
+        for name, sampling in options.items():
+            print(f"{name}: {gpu.profile(engine, case, sampling, rows=6)}", flush=True)
+
+
 def main() -> None:
     """Runs all of it."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    gpu.add_engine_options(parser)
     parser.add_argument("--tokenizer", default="")
-    folder = Path(parser.parse_args().tokenizer or demo_model.ensure())
+    parser.add_argument("--on-gpu", nargs="+", default=[], choices=list(gpu.CASES))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--profile", action="store_true")
+    arguments = parser.parse_args()
+    folder = Path(arguments.tokenizer or demo_model.ensure())
+    if arguments.on_gpu:
+        with tempfile.TemporaryDirectory() as model:
+            for file in (*gpu.SHAPE.iterdir(), folder / "tokenizer.json"):
+                shutil.copy(file, model)
+            engine = gpu.build(arguments, model=Path(model))
+            for case in arguments.on_gpu:
+                on_gpu(engine, case, arguments.repeats, arguments.profile)
+            engine.stop()
+        return
     vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
     tokenizer = LLTokenizer((folder / "tokenizer.json").read_text(), vocab, [2])
     masks(tokenizer, vocab)

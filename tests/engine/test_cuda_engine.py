@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
+import time
 
 import numpy as np
 import pytest
 import torch
 from engine_kit import Run, build, check_baseline, finish, hand_off, submit
+from llguidance import LLMatcher
 from tiny_models import write_tiny_model
+from tokenizers import Tokenizer
 
 from engine.types import SamplingParams, TokenRecord
 
@@ -129,6 +133,64 @@ def test_penalties_bias_and_choices_run(engine):
     run = submit(engine, prompt_of(33), 20, choices=3, sampling=sampling, min_tokens=20)
     finish(run)
     assert [len(tokens) for tokens in run.tokens] == [20, 20, 20]
+
+
+ALLOWED = tuple(range(40, 90))
+
+
+def test_rows_with_masks_leave_the_others_alone(model_path):
+    """Of one step, with graphs and without, greedy and sampled. Cached pages would differ in their
+    last bits, since other steps wrote them."""
+    engine, plain = (
+        build_on_gpu(model_path, cuda_graphs=graphs, prefix_cache=False) for graphs in (True, False)
+    )
+    for temperature in (0.0, 0.9):
+        free = SamplingParams(temperature=temperature, seed=3)
+        held = SamplingParams(temperature=temperature, seed=3, allowed_token_ids=ALLOWED)
+        before = run_all(engine, sampling=free)
+        found = [run_mixed(e, free, held) for e in (engine, plain)]
+        assert [run.tokens for run in found[0]] == [run.tokens for run in found[1]]
+        for run, was in zip(found[0][::2], before[::2], strict=True):
+            assert run.tokens == was.tokens
+        for run in found[0][1::2]:
+            assert set(run.tokens[0]) <= set(ALLOWED)
+            assert len(set(run.tokens[0])) > 3
+    for built in (engine, plain):
+        check_baseline(built)
+        built.stop()
+
+
+def run_mixed(engine, free: SamplingParams, held: SamplingParams) -> list[Run]:
+    """Every second row has a mask."""
+    all_there = threading.Event()
+    engine._loop.post(lambda _: all_there.wait(10))
+    runs = [
+        submit(engine, prompt_of(n), 40, min_tokens=40, sampling=held if i % 2 else free)
+        for i, n in enumerate(LENGTHS)
+    ]
+    time.sleep(0.3)  # Matchers are made on a thread.
+    all_there.set()
+    finish(*runs)
+    return runs
+
+
+def test_grammars_hold_through_graphs_and_hand_offs(tmp_path):
+    path = write_tiny_model(tmp_path, **SHAPES["gqa4-128"])
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    grammar = LLMatcher.grammar_from_regex(r"[a-d]{5,9}-[0-9]{3}(, [a-z]+){2,4}")
+    sampling = SamplingParams(temperature=1.2, seed=5, grammar=grammar)
+    first, second = build_on_gpu(path), build_on_gpu(path)
+    whole = submit(first, prompt_of(90), 60, choices=3, sampling=sampling)
+    finish(whole)
+    for end, tokens in zip(whole.ends, whole.tokens, strict=True):
+        text = tokenizer.decode(tokens)
+        assert re.match(r"[a-d]{5,9}-[0-9]{3}(, [a-z]+)*", text), text
+        assert end is not None
+    handed = hand_off(second, first, prompt_of(90), 60, choices=3, sampling=sampling)
+    assert handed.tokens == whole.tokens
+    for engine in (first, second):
+        check_baseline(engine)
+        engine.stop()
 
 
 def test_hand_off_between_engines(engine, model_path):
