@@ -26,6 +26,10 @@ MOMENTS = {
 """Worker, failpoint, at which hit; the runs whose requests are there when it is killed or stopped.
 No prompt comes twice: of what a decode worker holds already nothing is handed off."""
 
+ATTEMPTS = 3
+"""Runs of other requests, until one comes to the moment: on a busy machine all prompts of a run may
+be computed by the other worker."""
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
@@ -61,7 +65,11 @@ def test_an_accident_at_a_named_moment_costs_nobody_an_answer(
 ) -> None:
     target, failpoint, nth, killed_in, stopped_in = MOMENTS[moment]
     number = killed_in if ending == "kill" else stopped_in
-    outcome = made.run(plan_moment(SEED, number, target, f"{failpoint}={ending}@{nth}"))
-    assert outcome.is_good, outcome.report()
+    for other in range(ATTEMPTS):
+        fault = f"{failpoint}={ending}@{nth}"
+        outcome = made.run(plan_moment(SEED, number + 100 * other, target, fault))
+        assert outcome.is_good, outcome.report()
+        if outcome.blows:
+            break
     assert [blow.name for blow in outcome.blows] == [target]
     assert all(history.ended_ok for history in outcome.histories)
