@@ -43,10 +43,10 @@ test: lint ## Lint, then everything that runs without a GPU
 	$(BIN)/python tests/side_by_side.py $(PYTEST_ARGS)
 
 test-slow: install-dev ## What takes minutes
-	$(BIN)/python -m pytest --slow -m slow $(PYTEST_ARGS)
+	$(BIN)/python tests/side_by_side.py --one --slow -m slow $(PYTEST_ARGS)
 
 test-clients: install-dev ## Clients that others wrote
-	$(BIN)/python -m pytest --clients -m clients $(PYTEST_ARGS)
+	$(BIN)/python tests/side_by_side.py --one --clients -m clients $(PYTEST_ARGS)
 
 chaos: install-dev ## Runs with faults: make chaos RUNS=500 SEED=1; ONLY=7 repeats one of them
 	PYTHONPATH=tests:. $(BIN)/python -m chaos --runs $(RUNS) --seed $(SEED) $(if $(ONLY),--only $(ONLY)) $(CHAOS_ARGS)

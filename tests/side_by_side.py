@@ -1,10 +1,11 @@
 """Runs the suite as two pytest processes side by side.
 
-python tests/side_by_side.py [arguments for pytest]
+python tests/side_by_side.py [--one] [arguments for pytest]
 
 Tests of whole clusters (`WAITING`) mostly wait for processes, the others mostly compute. So on two
 cores both together take little longer than the longer of the two. Lines are shown as they come,
-each behind the name of its part. Arguments that name tests are run by one process.
+each behind the name of its part. With `--one` there is one process, for tests that load both cores.
+Arguments that name tests are run by one process, too, and once.
 
 Many tests hold something to a bound on time, and a machine may stand still for a moment. So where
 at most `FEW` tests of a part failed, they are run once more, alone, when both parts have ended. Who
@@ -26,6 +27,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 WAITING = ("tests/e2e", "tests/chaos", "tests/compose")
+ONE = "--one"
 FEW = 3
 """As many tests may fail by a stall; more that fail are a fault."""
 FAILED = 1
@@ -117,22 +119,24 @@ def run(parts: list[Part]) -> int:
         print(f"{part.name:8} {part.last_line}")
         for test in part.passed_again:
             print(f"{part.name:8} PASSED ON THE SECOND TRY ONLY: {test}")
-    if statuses.count(NO_TESTS) == 1:
+    if len(parts) > 1 and statuses.count(NO_TESTS) == 1:
         statuses.remove(NO_TESTS)
     return max(map(abs, statuses))
 
 
 def main(arguments: list[str]) -> int:
-    """Runs both parts, or what the arguments name."""
+    """Runs both parts, all in one, or what the arguments name."""
     if any(map(names_tests, arguments)):
         return subprocess.call([sys.executable, "-m", "pytest", *arguments], cwd=ROOT)
     began_s = time.monotonic()
     others = [f"--ignore={folder}" for folder in WAITING]
+    if ONE in arguments:
+        parts = {"all": [argument for argument in arguments if argument != ONE]}
+    else:
+        parts = {"clusters": [*arguments, *WAITING], "units": [*arguments, *others]}
     with tempfile.TemporaryDirectory() as caches:
-        clusters = Part("clusters", [*arguments, *WAITING], Path(caches, "clusters"))
-        units = Part("units", [*arguments, *others], Path(caches, "units"))
-        status = run([clusters, units])
-    print(f"both in {time.monotonic() - began_s:.0f} s")
+        status = run([Part(name, given, Path(caches, name)) for name, given in parts.items()])
+    print(f"took {time.monotonic() - began_s:.0f} s")
     return status
 
 

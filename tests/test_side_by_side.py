@@ -58,3 +58,4 @@ def test_a_file_that_cannot_be_read_fails(tmp_path: Path) -> None:
 def test_one_part_may_have_nothing_to_run(tmp_path: Path) -> None:
     assert run([part(tmp_path, "one"), part(tmp_path, "two", SOUND)]) == 0
     assert run([part(tmp_path, "three"), part(tmp_path, "four")]) == NO_TESTS
+    assert run([part(tmp_path, "five")]) == NO_TESTS
