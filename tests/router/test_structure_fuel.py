@@ -26,9 +26,9 @@ def longest_mask_s(matcher: LLMatcher, tokens: int) -> float:
     """Draws tokens at random until the fuel is spent or the text ends."""
     rng, longest_s = np.random.default_rng(0), 0.0
     for _ in range(tokens):
-        began_s = time.perf_counter()
+        began_s = time.thread_time()
         mask = matcher.compute_bitmask()
-        longest_s = max(longest_s, time.perf_counter() - began_s)
+        longest_s = max(longest_s, time.thread_time() - began_s)
         if matcher.is_error():
             break
         bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
