@@ -80,9 +80,10 @@ class Part:
         print(f"{self.name:8} once more, alone: {', '.join(failed)}", flush=True)
         self._start("--last-failed", "--last-failed-no-failures=none")
         again = self.wait()
-        if again == 0:
-            self.passed_again = failed
-        return again
+        if again != 0:  # Also where nothing was found to run.
+            return status
+        self.passed_again = failed
+        return 0
 
     def _start(self, *more: str) -> None:
         self._process = subprocess.Popen(
@@ -126,12 +127,14 @@ def run(parts: list[Part]) -> int:
 
 def main(arguments: list[str]) -> int:
     """Runs both parts, all in one, or what the arguments name."""
+    is_one = ONE in arguments
+    arguments = [argument for argument in arguments if argument != ONE]
     if any(map(names_tests, arguments)):
         return subprocess.call([sys.executable, "-m", "pytest", *arguments], cwd=ROOT)
     began_s = time.monotonic()
     others = [f"--ignore={folder}" for folder in WAITING]
-    if ONE in arguments:
-        parts = {"all": [argument for argument in arguments if argument != ONE]}
+    if is_one:
+        parts = {"all": arguments}
     else:
         parts = {"clusters": [*arguments, *WAITING], "units": [*arguments, *others]}
     with tempfile.TemporaryDirectory() as caches:

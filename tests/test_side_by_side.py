@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from side_by_side import FAILED, FEW, NO_TESTS, Part, run
+from side_by_side import FAILED, FEW, NO_TESTS, Part, main, run
 
 SOUND = "def test_sound(): pass\n"
 BROKEN = "def test_broken(): assert False\n"
@@ -53,6 +53,23 @@ def test_many_failures_are_not_tried_again(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_read_fails(tmp_path: Path) -> None:
     assert run([part(tmp_path, "one", SOUND, "import nothing_of_this_name\n")]) != 0
+
+
+# Has another name in every run, so that the one that failed is not found again.
+RENAMED = """
+import os, pytest
+@pytest.mark.parametrize("run", [str(os.getpid())])
+def test_renamed(run): assert False
+"""
+
+
+def test_a_failed_test_that_is_not_found_again_has_failed(tmp_path: Path) -> None:
+    assert run([part(tmp_path, "one", SOUND, RENAMED), part(tmp_path, "two", SOUND)]) == FAILED
+
+
+def test_arguments_may_name_tests_beside_one_process() -> None:
+    named = "tests/test_side_by_side.py"
+    assert main(["--one", "--collect-only", "-q", named]) == 0
 
 
 def test_one_part_may_have_nothing_to_run(tmp_path: Path) -> None:

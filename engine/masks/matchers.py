@@ -31,7 +31,7 @@ LIMITS: Final = LLParserLimits(step_max_items=ITEMS_A_MASK, verbose_errors=False
 """Fuel of a compilation and of each mask. Errors do not show the grammar. A router checks with the
 same (`router.structure.schema`)."""
 KEPT_COMPILATIONS: Final = 128
-"""Compiled grammars that are kept, the latest used ones."""
+"""Compiled grammars that are kept, the latest used ones; the largest allowed take 1 MB each."""
 MASK_THREADS: Final = max(1, min(16, os.cpu_count() or 1))
 """Threads that fill the masks of a step."""
 _ALL: Final = np.int32(-1)
