@@ -1,0 +1,189 @@
+"""The protocols of the precision room: schemes, formats, methods.
+
+1. A *format* reads the checkpoint's own description and says, for each module, its *scheme*.
+2. For each `Linear`, `engine.model.precision.choice` picks a *method* by scheme and device.
+3. The loader hands the method one part of its weight after the other: `fill`. A part is a float
+   tensor or a `Quantised` one. The method keeps it in its own form at once.
+4. `finish` makes the weight ready for products. From then on only products read it.
+
+Shapes: N output channels, K input channels, T tokens.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from engine.model.precision.rounding import Rounded
+
+BLOCK = 128
+"""Channels of a block of an FP8 weight, in either direction, and of a group of its input."""
+
+
+class Kind(Enum):
+    """What the values of a quantised weight are."""
+
+    FP8_CHANNELS = "fp8"
+    """e4m3, a scale for each output channel."""
+    FP8_BLOCKS = "fp8 in blocks"
+    """e4m3, a scale for each 128 x 128."""
+    INT4 = "int4"
+    """0 to 15, a scale (and a zero point) for each group of inputs of an output channel."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How a checkpoint keeps one module's weight."""
+
+    kind: Kind
+    group: int = 0
+    """INT4: inputs of a group, which share a scale; 0: all inputs of a channel."""
+    static_input: bool = False
+    """FP8_CHANNELS: the checkpoint has the scale of the input."""
+    float_input: bool = False
+    """FP8: the input is not rounded. No product does that, so such a weight is widened."""
+
+
+class Quantised(NamedTuple):
+    """A weight [N, K], or some rows of one, in few bits."""
+
+    values: Tensor
+    """[N, K] e4m3; INT4: uint8 of 0 to 15."""
+    scales: Tensor
+    """float32: [N, 1] (FP8_CHANNELS), [N / 128, K / 128], rounded up (FP8_BLOCKS), [N, K / group]
+    (INT4)."""
+    zero_points: Tensor | None = None
+    """INT4: [N, K / group] uint8, the value that means 0; None: 8."""
+    input_scale: Tensor | None = None
+    """Scalar float32 if the scheme says `static_input`."""
+
+
+class TensorSpec(NamedTuple):
+    """What a format expects of one tensor of the checkpoint."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+
+
+class Format(Protocol):
+    """How a checkpoint writes quantised weights. It is made from the checkpoint's description, and
+    refuses what it does not know before any weight is read."""
+
+    name: str
+
+    def scheme(self, module: str) -> Scheme | None:
+        """The scheme of a module such as `model.layers.0.self_attn.q_proj`; None: its weight is
+        kept as a float tensor `.weight`."""
+        ...
+
+    def specs(self, module: str, shape: tuple[int, int]) -> dict[str, TensorSpec]:
+        """The tensors of a quantised module with a weight of `shape` [N, K], by full name.
+
+        Raises:
+            UnsupportedModelError: the shape does not fit the scheme.
+        """
+        ...
+
+    def read(
+        self, module: str, shape: tuple[int, int], get: Callable[[str], Tensor]
+    ) -> Quantised:
+        """Reads a quantised module. `get` reads one of its tensors by full name.
+
+        Raises:
+            ModelError: a scale is not finite or not positive.
+            UnsupportedModelError: the weight is written in a way that is not supported.
+        """
+        ...
+
+    def is_unused(self, name: str) -> bool:
+        """Whether the checkpoint may hold this tensor though no product needs it, such as a scale
+        of the KV cache."""
+        ...
+
+
+class InputKind(Enum):
+    """The form in which a product takes its input."""
+
+    PLAIN = "plain"
+    """In the model's dtype."""
+    ROWS = "rows"
+    """e4m3, each row with the scale of its own maximum."""
+    STATIC = "static"
+    """e4m3 with one given scale."""
+    GROUPS = "groups"
+    """e4m3, each 128 values of a row with the scale of their maximum."""
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """The input that a method takes. Whoever makes a `Linear`'s input rounds it so."""
+
+    kind: InputKind = InputKind.PLAIN
+    scale: Tensor | None = None
+    """[1] float32 if the kind is STATIC."""
+
+
+PLAIN = Input()
+
+
+class Kernels(Protocol):
+    """Products by kernels for one device, which methods use instead of PyTorch's where there are
+    any. `out` is the dtype of the result."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """[T, K] by [N, K] -> [T, N]."""
+        ...
+
+    def gated(self, x: Tensor, weight: Tensor) -> Tensor | None:
+        """silu(gate) * up of one row, gate and up stacked in the weight; None: it cannot."""
+        ...
+
+    def fp8_linear(
+        self, values: Tensor, scales: Tensor, x: Rounded, bias: Tensor | None, out: torch.dtype
+    ) -> Tensor:
+        """Values [N, K] with scales [N]; x with scales by row."""
+        ...
+
+    def fp8_block_linear(
+        self, values: Tensor, scales: Tensor, x: Rounded, bias: Tensor | None, out: torch.dtype
+    ) -> Tensor:
+        """Values [N, K] with scales [N / 128, K / 128]; x with scales by group."""
+        ...
+
+
+class Method(nn.Module, ABC):
+    """Owns the storage and the product of one `Linear`."""
+
+    input: Input = PLAIN
+
+    @abstractmethod
+    def fill(self, first_row: int, part: Tensor | Quantised) -> None:
+        """Takes the rows of the weight from `first_row` on. A float part is quantised if need be."""
+
+    def finish(self, kernels: Kernels | None = None) -> None:
+        """Makes the filled weight ready. `kernels`: products of this device; None: PyTorch's."""
+
+    @abstractmethod
+    def product(self, x: Tensor | Rounded, bias: Tensor | None) -> Tensor:
+        """[T, K] in the form of `input` -> [T, N]."""
+
+    def gated(self, x: Tensor | Rounded) -> Tensor | None:
+        """silu(gate) * up in one kernel, where there is one; None: there is none."""
+        return None
+
+
+class Part(NamedTuple):
+    """Rows of a fused weight that are one module of the checkpoint."""
+
+    module: str
+    rows: int
+
+
+MethodFactory = Callable[[Sequence[Part], int, torch.dtype, torch.device], Method]
+"""Makes the method of a weight of these parts with so many inputs."""
