@@ -19,6 +19,8 @@ class EngineConfig(Bounds):
     """"auto", "safetensors", "gguf" or "dummy"."""
     dtype: str = "auto"
     """"float32", "bfloat16" or "float16"; auto: float32 on CPU, bfloat16 elsewhere."""
+    quantization: str = ""
+    """"fp8" rounds the weights of a float checkpoint while they are loaded; "": nothing."""
     device: str = "auto"
     """"cpu", "cuda", "cuda:1"; auto: cuda where there is one."""
     seed: int = 0

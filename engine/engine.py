@@ -69,6 +69,7 @@ class Engine:
             device=device,
             load_format=config.load_format,
             seed=config.seed,
+            quantization=config.quantization,
             check=lambda weights: _check_memory(config, weights, device),
             progress=progress,
         )
@@ -283,7 +284,7 @@ def _build_executor(
     backend = _backend(config, loaded, pool)
     device = pool.tensor.device
     if not (isinstance(backend, PagedAttention) and device.type == "cuda"):
-        loaded.model.pack()
+        loaded.model.finish()
         return TorchExecutor(loaded.model, pool, backend, sampler, config.max_sequences, device)
     from engine.cuda.executor import CudaExecutor
 
@@ -303,6 +304,7 @@ def _model_info(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> Mode
     agreed = {
         "revision": loaded.revision,
         "dtype": config.dtype,
+        "precision": loaded.precision,
         "page_size": config.page_size,
         "layout": LAYOUT_VERSION,
         "model": asdict(model),

@@ -17,6 +17,8 @@ BESIDE_BYTES: Final = GIB // 2
 """What a worker needs beside weights and pool: code, buffers, the CUDA context."""
 WEIGHT_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one weight, by dtype."""
+QUANTIZED_BYTES: Final = {"fp8": 1}
+"""Bytes of one weight that a GPU rounds while loading, by `quantization`."""
 _LEAST_POOL_BYTES: Final = GIB // 10
 """A smaller pool is not suggested."""
 _CGROUP: Final = Path("/sys/fs/cgroup")
@@ -37,14 +39,20 @@ class Need:
     pool_bytes: int
     """0 if the pool takes what is left."""
     on_gpu: bool
+    quantization: str = ""
     workers: int = 1
 
     @property
     def model_bytes(self) -> int:
-        """All weights. On a CPU a tied embedding of float32 is kept twice: once packed."""
-        twice = not self.on_gpu and self.weight_bytes == 4
-        count = self.weights.count + (self.weights.tied if twice else 0)
-        return count * self.weight_bytes
+        """All weights. On a CPU quantised weights are widened, and a tied embedding of float32 is
+        kept twice: once packed."""
+        weights = self.weights
+        if not self.on_gpu:
+            twice = weights.tied if self.weight_bytes == 4 else 0
+            return (weights.count + weights.packed_count + twice) * self.weight_bytes
+        inside = weights.count - weights.outside
+        inside_bytes = min(self.weight_bytes, QUANTIZED_BYTES.get(self.quantization, 4)) * inside
+        return weights.outside * self.weight_bytes + inside_bytes + weights.packed_bytes
 
     @property
     def each_bytes(self) -> int:
@@ -70,6 +78,7 @@ def need_of(
     kv_memory_bytes: int,
     num_pages: int,
     on_gpu: bool,
+    quantization: str = "",
     workers: int = 1,
 ) -> Need:
     """What workers with these settings need. The other arguments are as in `EngineConfig`."""
@@ -79,6 +88,7 @@ def need_of(
         weight_bytes=WEIGHT_BYTES[dtype_on(dtype, on_gpu=on_gpu)],
         pool_bytes=kv_memory_bytes or (0 if is_left_open else CPU_POOL_BYTES),
         on_gpu=on_gpu,
+        quantization=quantization,
         workers=workers,
     )
 

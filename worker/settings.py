@@ -96,6 +96,9 @@ class WorkerSettings(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Sets the number format of weights and KV. `auto`: bfloat16, and on a CPU float32, which is
     fast there."""
+    quantization: Literal["", "fp8"] = ""
+    """Rounds the weights of a float checkpoint while they are loaded. `fp8`: FP8 weights with a
+    scale for each output channel, and FP8 inputs. Quantised checkpoints need no setting."""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """Sets the device: `auto`, `cpu`, `cuda` or `cuda:N`. `auto`: the first GPU if there is one."""
     gpu_slots_dir: str = ""

@@ -33,6 +33,7 @@ def check_room(settings: WorkerSettings, workers_on: Mapping[str, int]) -> None:
             kv_memory_bytes=settings.kv_memory_bytes,
             num_pages=settings.debug.num_pages,
             on_gpu=bool(gpu),
+            quantization=settings.quantization,
             workers=workers,
         )
         free = memory.free_gpu_bytes(gpu) if gpu else memory.available_bytes()

@@ -13,10 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.paged import PagedAttention
-from engine.cuda.kernels import HeadNorms, add_rms_norm, rms_norm, rope_store
-from engine.cuda.single_row import gated, linear
+from engine.cuda import kernels
+from engine.cuda.kernels import HeadNorms, rope_store
+from engine.cuda.products import CudaProducts
+from engine.cuda.rounding import (
+    add_rms_norm_rounded,
+    rms_norm_rounded,
+    rounded,
+    silu_mul_rounded,
+)
 from engine.model import Model
-from engine.model.llama import Layer
+from engine.model.llama import Layer, Linear, RmsNorm
+from engine.model.precision.rounding import Rounded, Rounding
 from engine.pages.kv_pool import KvPool
 
 
@@ -31,19 +39,28 @@ class RowEnds(NamedTuple):
     """[S, P] int32."""
 
 
+class _Next(NamedTuple):
+    norm: RmsNorm
+    reader: Rounding | None
+    """How the product after the norm rounds its input."""
+
+
 class FusedForward:
-    """Runs a loaded model over a pool."""
+    """Runs a loaded model over a pool. It makes the model's weights ready for products."""
 
     def __init__(
         self, model: Model, pool: KvPool, attention: PagedAttention, max_context_tokens: int
     ) -> None:
+        self._products = CudaProducts()
+        model.finish(self._products)
         self._model = model
         self._pool = pool
         self._attention = attention
         self._layers = cast("list[Layer]", list(model.layers))
         self._head_norms = [_head_norms(layer) for layer in self._layers]
-        self._next_norms = [*(layer.input_norm for layer in self._layers[1:]), model.norm]
-        """Per layer, the norm that follows its sum."""
+        self._nexts = [_Next(layer.input_norm, layer.qkv.method.input) for layer in self._layers]
+        self._nexts.append(_Next(model.norm, None))
+        """The norm before each layer and before the head, and who reads it."""
         self._rope = _rope_table(model, max_context_tokens)
 
     def hidden(
@@ -56,36 +73,65 @@ class FusedForward:
         The attention backend must have been prepared for this step.
         """
         residual = F.embedding(token_ids, self._model.embedding)
-        first = self._layers[0].input_norm
-        x = rms_norm(residual, first.weight, first.eps)
-        for layer, norm in zip(self._layers, self._next_norms, strict=True):
+        norm, reader = self._nexts[0]
+        x = _norm(residual, norm, reader)
+        for layer, (norm, reader) in zip(self._layers, self._nexts[1:], strict=True):
             q, k, v = self._project(layer, x, positions, stores)
             if ends is None or layer is not self._layers[-1]:
                 attended = self._attention.attend(layer.index, q, k, v)
             elif len(ends.tokens) == 0:
-                return x[:0]
+                return residual[:0]
             else:
                 q, residual = (t.index_select(0, ends.tokens) for t in (q, residual))
                 attended = self._attention.attend_ends(
                     layer.index, q, ends.contexts, ends.page_table
                 )
-            x = linear(attended.flatten(1), layer.output.weight, layer.output.bias)
-            x = add_rms_norm(residual, x, layer.mlp_norm.weight, layer.mlp_norm.eps)
-            x = linear(gated(x, layer.gate_up), layer.down.weight, layer.down.bias)
-            x = add_rms_norm(residual, x, norm.weight, norm.eps)
+            out = layer.output(_rounded(attended.flatten(1), layer.output.method.input))
+            x = _add_norm(residual, out, layer.mlp_norm, layer.gate_up.method.input)
+            out = layer.down(_gated(x, layer.gate_up, layer.down.method.input))
+            x = _add_norm(residual, out, norm, reader)
+        assert isinstance(x, Tensor)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, H] -> [S, vocab], in the model's dtype."""
-        return linear(hidden, self._model.head)
+        return self._products.linear(hidden, self._model.head, None)
 
     def _project(
-        self, layer: Layer, x: Tensor, positions: Tensor, stores: Tensor
+        self, layer: Layer, x: Tensor | Rounded, positions: Tensor, stores: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, with q and k rotated. k and v are also stored in the pool."""
         norms = self._head_norms[layer.index]
-        qkv = linear(x, layer.qkv.weight, layer.qkv.bias)
+        qkv = layer.qkv(x)
         return rope_store(qkv, self._rope, positions, stores, self._pool, layer.index, norms)
+
+
+def _norm(x: Tensor, norm: RmsNorm, reader: Rounding | None) -> Tensor | Rounded:
+    if reader is None:
+        return kernels.rms_norm(x, norm.weight, norm.eps)
+    return rms_norm_rounded(x, norm.weight, norm.eps, reader)
+
+
+def _add_norm(
+    residual: Tensor, x: Tensor, norm: RmsNorm, reader: Rounding | None
+) -> Tensor | Rounded:
+    """Adds `x` to `residual` in place; returns the norm of the sum."""
+    if reader is None:
+        return kernels.add_rms_norm(residual, x, norm.weight, norm.eps)
+    return add_rms_norm_rounded(residual, x, norm.weight, norm.eps, reader)
+
+
+def _rounded(x: Tensor, reader: Rounding | None) -> Tensor | Rounded:
+    return x if reader is None else rounded(x, reader)
+
+
+def _gated(x: Tensor | Rounded, gate_up: Linear, reader: Rounding | None) -> Tensor | Rounded:
+    """silu(gate) * up of [T, H] -> [T, I]."""
+    fused = gate_up.method.gated(x) if gate_up.bias is None else None
+    if fused is not None:
+        return _rounded(fused, reader)
+    both = gate_up(x)
+    return kernels.silu_mul(both) if reader is None else silu_mul_rounded(both, reader)
 
 
 def _head_norms(layer: Layer) -> HeadNorms | None:

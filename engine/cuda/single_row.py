@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.cuda.kernels import launch, silu_mul
-from engine.model.llama import Linear
+from engine.cuda.kernels import launch
 
 _BLOCKS = (2048, 1024, 512)
 """Inputs that are loaded at once. The largest that divides a row is used."""
@@ -61,14 +60,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out
 
 
-def gated(x: Tensor, gate_up: Linear) -> Tensor:
-    """silu(gate) * up of [T, H] -> [T, I]. For T = 1 it uses one kernel."""
+def gated(x: Tensor, weight: Tensor) -> Tensor | None:
+    """silu(gate) * up of [1, H] -> [1, I] in one kernel, gate and up stacked in the weight. None if
+    there is more than one row, or no size divides it."""
     block = _block(x)
-    if not block or gate_up.bias is not None:
-        return silu_mul(gate_up(x))
-    outputs = len(gate_up.weight) // 2
+    if not block:
+        return None
+    outputs = len(weight) // 2
     out = x.new_empty(1, outputs)
-    arguments = (x, gate_up.weight, out, outputs, x.shape[1], block)
+    arguments = (x, weight, out, outputs, x.shape[1], block)
     launch(_gated_dot, (outputs,), *arguments, num_warps=_WARPS)
     return out
 

@@ -9,9 +9,8 @@ Keys and names follow the GGUF specification (ggml-org/ggml, docs/gguf.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from engine.model.config import (
     UnsupportedModelError,
     build_config,
 )
+from engine.model.sources import Header
 
 SUPPORTED_GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Names of architectures in GGUF. A Mistral is a llama there."""
@@ -116,16 +116,32 @@ class GgufFile:
         pairs = zip(config.rope_frequencies, divisors, strict=True)
         return replace(config, rope_frequencies=tuple(f / divisor for f, divisor in pairs))
 
-    def tensors(self, config: ModelConfig) -> dict[str, Callable[[], Tensor]]:
-        """A dequantising reader for each tensor, by its Hugging Face name."""
-        heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
-        if self._get("general.architecture") != "llama":
-            heads = {}
-        readers: dict[str, Callable[[], Tensor]] = {}
-        for name in self._tensors.keys() - {_ROPE_FACTORS}:
-            kind = name.split(".")[2] if name.startswith("blk.") else ""
-            readers[_hugging_face_name(name)] = partial(self._read, name, heads.get(kind, 0))
-        return readers
+    @property
+    def headers(self) -> dict[str, Header]:
+        """See `engine.model.sources.Source`. Tensors are dequantised to float32."""
+        names = self._tensors.keys() - {_ROPE_FACTORS}
+        return {
+            _hugging_face_name(name): Header(self._shape(name), torch.float32) for name in names
+        }
+
+    def read(self, name: str) -> Tensor:
+        """A tensor by its Hugging Face name, dequantised."""
+        own = self._own_names[name]
+        kind = own.split(".")[2] if own.startswith("blk.") else ""
+        return self._read(own, self._rotated_heads.get(kind, 0))
+
+    @cached_property
+    def _own_names(self) -> dict[str, str]:
+        return {_hugging_face_name(name): name for name in self._tensors.keys() - {_ROPE_FACTORS}}
+
+    @cached_property
+    def _rotated_heads(self) -> dict[str, int]:
+        """Heads of the tensors whose rows have another order than Hugging Face's."""
+        architecture = self._get("general.architecture")
+        if architecture != "llama":
+            return {}
+        heads = self._get("llama.attention.head_count")
+        return {"attn_q": heads, "attn_k": self._get("llama.attention.head_count_kv", heads)}
 
     def _settings(self, architecture: str) -> dict[str, Any]:
         prefix = f"{architecture}."

@@ -8,13 +8,18 @@ Shapes: T tokens of a step, H hidden size, Hq query heads, Hkv KV heads, D head 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.attention import AttentionBackend
 from engine.model.config import ModelConfig
-from engine.model.packing import pack, product
+from engine.model.precision.base import Kernels, Part, parameter
+from engine.model.precision.choice import Precision
+from engine.model.precision.packing import pack, product
+from engine.model.precision.rounding import Rounded
 
 
 class Rope(nn.Module):
@@ -39,18 +44,27 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Linear(nn.Module):
-    """A product with a weight. The loader fills the weight."""
+    """A product with a weight, which is one or several modules of a checkpoint."""
 
     def __init__(
-        self, inputs: int, outputs: int, bias: bool, dtype: torch.dtype, device: torch.device
+        self,
+        parts: Sequence[Part],
+        inputs: int,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        precision: Precision,
     ) -> None:
         super().__init__()
-        self.weight = _parameter((outputs, inputs), dtype, device)
-        self.bias = _parameter((outputs,), dtype, device) if bias else None
+        self.parts = parts
+        self.inputs = inputs
+        self.method = precision.method(parts, inputs, device)
+        outputs = sum(part.rows for part in parts)
+        self.bias = parameter((outputs,), dtype, device) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | Rounded) -> Tensor:
         """[T, inputs] -> [T, outputs]."""
-        return product(x, self.weight, self.bias)
+        return self.method.product(x, self.bias)
 
 
 class RmsNorm(nn.Module):
@@ -59,7 +73,7 @@ class RmsNorm(nn.Module):
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = _parameter((size,), dtype, device)
+        self.weight = parameter((size,), dtype, device)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises over the last dimension."""
@@ -70,24 +84,38 @@ class Layer(nn.Module):
     """Attention and a gated feed-forward, each with a norm before it and a residual around it."""
 
     def __init__(
-        self, config: ModelConfig, index: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        index: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        precision: Precision,
     ) -> None:
         super().__init__()
         self.index = index
         self.head_dim = config.head_dim
         self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        width, hidden = config.num_heads * config.head_dim, config.hidden_size
-        qkv_width = sum(self.heads) * config.head_dim
-        gate_up = 2 * config.intermediate_size
-        eps = config.norm_eps
-        self.input_norm = RmsNorm(hidden, eps, dtype, device)
-        self.qkv = Linear(hidden, qkv_width, config.qkv_bias, dtype, device)
-        self.q_norm = RmsNorm(config.head_dim, eps, dtype, device) if config.qk_norm else None
-        self.k_norm = RmsNorm(config.head_dim, eps, dtype, device) if config.qk_norm else None
-        self.output = Linear(width, hidden, config.output_bias, dtype, device)
-        self.mlp_norm = RmsNorm(hidden, eps, dtype, device)
-        self.gate_up = Linear(hidden, gate_up, config.mlp_bias, dtype, device)
-        self.down = Linear(config.intermediate_size, hidden, config.mlp_bias, dtype, device)
+        hidden, middle = config.hidden_size, config.intermediate_size
+        q, kv = (count * config.head_dim for count in self.heads[:2])
+
+        def norm(size: int) -> RmsNorm:
+            return RmsNorm(size, config.norm_eps, dtype, device)
+
+        def linear(inputs: int, bias: bool, rows: Mapping[str, int]) -> Linear:
+            parts = [Part(f"model.layers.{index}.{name}", count) for name, count in rows.items()]
+            return Linear(parts, inputs, bias, dtype, device, precision)
+
+        self.input_norm = norm(hidden)
+        projections = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
+        self.qkv = linear(hidden, config.qkv_bias, projections)
+        self.q_norm = norm(config.head_dim) if config.qk_norm else None
+        self.k_norm = norm(config.head_dim) if config.qk_norm else None
+        self.output = linear(q, config.output_bias, {"self_attn.o_proj": hidden})
+        self.mlp_norm = norm(hidden)
+        self.gate_up = linear(
+            hidden, config.mlp_bias, {"mlp.gate_proj": middle, "mlp.up_proj": middle}
+        )
+        self.down = linear(middle, config.mlp_bias, {"mlp.down_proj": hidden})
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionBackend) -> Tensor:
         """[T, H] -> [T, H]."""
@@ -109,28 +137,46 @@ class Layer(nn.Module):
 class Model(nn.Module):
     """The decoder. Weights are uninitialised until the loader has filled them."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        precision: Precision | None = None,
+    ) -> None:
         super().__init__()
+        precision = precision or Precision(device, dtype)
         self.config = config
         hidden = config.hidden_size
-        self.embedding = _parameter((config.vocab_size, hidden), dtype, device)
+        self.embedding = parameter((config.vocab_size, hidden), dtype, device)
         self.rope = Rope(config, device)
-        layers = [Layer(config, i, dtype, device) for i in range(config.num_layers)]
+        layers = [Layer(config, i, dtype, device, precision) for i in range(config.num_layers)]
         self.layers = nn.ModuleList(layers)
         self.norm = RmsNorm(hidden, config.norm_eps, dtype, device)
         self.head = (
             self.embedding
             if config.tie_embeddings
-            else _parameter((config.vocab_size, hidden), dtype, device)
+            else parameter((config.vocab_size, hidden), dtype, device)
         )
 
-    def pack(self) -> None:
-        """Packs the weights of products, one by one, if that makes them faster. An embedding that
-        is also the head is kept twice, because rows of a packed weight cannot be looked up."""
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.weight = pack(module.weight)
-        self.head = pack(self.head)
+    @property
+    def linears(self) -> list[Linear]:
+        """All products of the layers, in the order in which a token meets them."""
+        return [module for module in self.modules() if isinstance(module, Linear)]
+
+    def finish(self, kernels: Kernels | None = None) -> None:
+        """Makes the filled weights ready for products, one by one.
+
+        On a CPU an embedding that is also the head is kept twice, because rows of a packed weight
+        cannot be looked up.
+
+        Args:
+            kernels: products of the device; None: PyTorch's.
+        """
+        for linear in self.linears:
+            linear.method.finish(kernels)
+        if kernels is None:
+            self.head = pack(self.head)
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: AttentionBackend) -> Tensor:
         """[T] ids at [T] positions -> [T, H], after the last norm.
@@ -147,7 +193,3 @@ class Model(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, H] -> [R, vocab] float32."""
         return product(hidden, self.head).float()
-
-
-def _parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)

@@ -8,27 +8,35 @@ from __future__ import annotations
 
 import hashlib
 import json
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from engine.checkpoints import CheckpointError, Weights, safetensors_files
-from engine.model.config import ModelConfig, ModelError, UnsupportedModelError, read_config
+from engine.checkpoints import Weights
+from engine.model.config import (
+    ModelConfig,
+    ModelError,
+    UnsupportedModelError,
+    read_config,
+    read_json,
+)
 from engine.model.gguf import GgufFile
-from engine.model.llama import Layer, Model
+from engine.model.llama import Layer, Linear, Model
+from engine.model.precision.base import Format, TensorSpec
+from engine.model.precision.choice import Precision
+from engine.model.precision.formats import read_format
+from engine.model.sources import Dummy, Safetensors, Source
 
 Check = Callable[[Weights], None]
 """Takes the number of weights before they are read, and may refuse them."""
 Progress = Callable[[str, int, int], None]
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
-DUMMY_STD = 0.02
-_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +46,11 @@ class LoadedModel:
     model: Model
     config: ModelConfig
     revision: str
-    """Digest of the config and of sampled weight rows, or of the dummy seed."""
+    """Digest of the config and of the first and last row of every tensor that was read."""
     path: str
     """The folder from which it was loaded."""
+    precision: str = ""
+    """The format of quantised weights, or the `quantization`; empty: float."""
 
 
 def load_model(
@@ -50,6 +60,7 @@ def load_model(
     device: torch.device,
     load_format: str = "auto",
     seed: int = 0,
+    quantization: str = "",
     check: Check | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
@@ -62,6 +73,7 @@ def load_model(
         load_format: one of `LOAD_FORMATS`. auto: GGUF if the path is a GGUF file or has no other
             weights.
         seed: seed of dummy weights; equal seeds give equal weights in every process.
+        quantization: "fp8" rounds the weights of the layers' products while they are loaded.
         check: is called before the memory of the weights is taken; what it raises goes through.
         progress: called with ("weights", tensors done, tensors in all).
 
@@ -72,24 +84,37 @@ def load_model(
     if load_format not in LOAD_FORMATS:
         raise ModelError(f"load format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
     folder, gguf = _locate(path, load_format)
-    checkpoint = GgufFile(gguf) if gguf else None
-    config = checkpoint.config() if checkpoint else read_config(folder)
+    file = GgufFile(gguf) if gguf else None
+    config = file.config() if file else read_config(folder)
+    form = None if file else read_format(read_json(folder / "config.json"), folder)
+    precision = Precision(device, dtype, form, quantization)
     if check is not None:
-        check(_weights(config, dtype))
-    model = Model(config, dtype, device)
-    if load_format == "dummy":
-        _fill_dummy(model, seed)
+        check(_weights(config, dtype, precision))
+    model = Model(config, dtype, device, precision)
+    precision.log_widened()
+    is_dummy = load_format == "dummy"
+    places = list(_places(model, None if is_dummy else form))
+    source: Source
+    if is_dummy:
+        source = Dummy(_shapes(places), seed, dtype, device)
     else:
-        tensors = checkpoint.tensors(config) if checkpoint else _read_safetensors(folder)
-        _fill(model, tensors, progress)
-    return LoadedModel(model, config, _revision(model, config), str(gguf or folder))
+        source = file or Safetensors(folder)
+        _check(places, source, form, tied=config.tie_embeddings)
+    revision = _fill(places, source, config, progress)
+    return LoadedModel(model, config, revision, str(gguf or folder), precision.name)
 
 
-def _weights(config: ModelConfig, dtype: torch.dtype) -> Weights:
+def _weights(config: ModelConfig, dtype: torch.dtype, precision: Precision) -> Weights:
     """Counts weights without memory for them."""
-    model = Model(config, dtype, torch.device("meta"))
-    count = sum(parameter.numel() for parameter in model.parameters())
-    return Weights(count, model.embedding.numel() if config.tie_embeddings else 0)
+    model = Model(config, dtype, torch.device("meta"), precision)
+    own = [each for each in model.parameters() if each.dtype == dtype]
+    others = [each for each in model.parameters() if each.dtype != dtype]
+    return Weights(
+        count=sum(each.numel() for each in own),
+        tied=model.embedding.numel() if config.tie_embeddings else 0,
+        outside=model.embedding.numel() * (1 if config.tie_embeddings else 2),
+        packed_bytes=sum(each.numel() * each.element_size() for each in others),
+    )
 
 
 # -- finding ------------------------------------------------------------------------------------
@@ -124,123 +149,119 @@ def _wants_gguf(folder: Path, load_format: str) -> bool:
 
 # -- places of a checkpoint's tensors -----------------------------------------------------------
 
+Get = Callable[[str], Tensor]
+"""Reads a tensor by its name."""
 
-def targets(model: Model) -> dict[str, Tensor]:
-    """The part of the model's weights that each tensor of a checkpoint fills, by the tensor's name.
-    Parts of a fused weight are views into it."""
-    parts: dict[str, Tensor] = {
-        "model.embed_tokens.weight": model.embedding,
-        "model.norm.weight": model.norm.weight,
-    }
+
+class Place(NamedTuple):
+    """A part of the model's weights."""
+
+    specs: dict[str, TensorSpec]
+    """The tensors of the checkpoint that fill it."""
+    fill: Callable[[Get], None]
+
+
+def _places(model: Model, form: Format | None) -> Iterator[Place]:
+    """All parts of the model, in a fixed order. `form`: the format of quantised weights."""
+    yield _plain("model.embed_tokens.weight", model.embedding)
+    yield _plain("model.norm.weight", model.norm.weight)
     if not model.config.tie_embeddings:
-        parts["lm_head.weight"] = model.head
+        yield _plain("lm_head.weight", model.head)
     for layer in model.layers:
         assert isinstance(layer, Layer)
         prefix = f"model.layers.{layer.index}."
-        parts.update({prefix + name: part for name, part in _layer_targets(layer)})
-    return parts
+        yield _plain(f"{prefix}input_layernorm.weight", layer.input_norm.weight)
+        yield _plain(f"{prefix}post_attention_layernorm.weight", layer.mlp_norm.weight)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            yield _plain(f"{prefix}self_attn.q_norm.weight", layer.q_norm.weight)
+            yield _plain(f"{prefix}self_attn.k_norm.weight", layer.k_norm.weight)
+        for linear in (layer.qkv, layer.gate_up, layer.output, layer.down):
+            yield from _linear_places(linear, form)
 
 
-def _layer_targets(layer: Layer) -> Iterator[tuple[str, Tensor]]:
-    yield "input_layernorm.weight", layer.input_norm.weight
-    yield "post_attention_layernorm.weight", layer.mlp_norm.weight
-    if layer.q_norm is not None and layer.k_norm is not None:
-        yield "self_attn.q_norm.weight", layer.q_norm.weight
-        yield "self_attn.k_norm.weight", layer.k_norm.weight
-    widths = [heads * layer.head_dim for heads in layer.heads]
-    half = layer.gate_up.weight.shape[0] // 2
-    fused = (
-        (layer.qkv, widths, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-        (layer.gate_up, [half, half], ("mlp.gate_proj", "mlp.up_proj")),
-        (layer.output, [layer.output.weight.shape[0]], ("self_attn.o_proj",)),
-        (layer.down, [layer.down.weight.shape[0]], ("mlp.down_proj",)),
-    )
-    for linear, sizes, names in fused:
-        for name, part in zip(names, torch.split(linear.weight, sizes), strict=True):
-            yield f"{name}.weight", part
+def _plain(name: str, target: Tensor) -> Place:
+    """A tensor that is copied as it is."""
+    spec = TensorSpec(tuple(target.shape), _FLOATS)
+    return Place({name: spec}, partial(_fill_plain, target, name))
+
+
+def _fill_plain(target: Tensor, name: str, get: Get) -> None:
+    target.copy_(get(name))
+
+
+def _linear_places(linear: Linear, form: Format | None) -> Iterator[Place]:
+    first = 0
+    for module, rows in linear.parts:
+        shape = rows, linear.inputs
+        if form is None or form.scheme(module) is None:
+            specs = {f"{module}.weight": TensorSpec(shape, _FLOATS)}
+            yield Place(specs, partial(_fill_float, linear, first, f"{module}.weight"))
+        else:
+            specs = form.specs(module, shape)
+            yield Place(specs, partial(_fill_quantised, linear, first, form, module, shape))
         if linear.bias is not None:
-            for name, part in zip(names, torch.split(linear.bias, sizes), strict=True):
-                yield f"{name}.bias", part
+            yield _plain(f"{module}.bias", linear.bias[first : first + rows])
+        first += rows
 
 
-def _fill(
-    model: Model, tensors: Mapping[str, Callable[[], Tensor]], progress: Progress | None
+def _fill_float(linear: Linear, first: int, name: str, get: Get) -> None:
+    linear.method.fill(first, get(name))
+
+
+def _fill_quantised(
+    linear: Linear, first: int, form: Format, module: str, shape: tuple[int, int], get: Get
 ) -> None:
-    parts = targets(model)
-    _check_names(parts, tensors, model.config.tie_embeddings)
-    for done, (name, part) in enumerate(parts.items(), 1):
-        tensor = tensors[name]()
-        if tensor.shape != part.shape:
-            raise ModelError(
-                f"{name} has shape {list(tensor.shape)}, the config says {list(part.shape)}"
-            )
-        if tensor.dtype not in _WEIGHT_DTYPES:
-            raise UnsupportedModelError(f"{name} is {tensor.dtype}: quantised weights")
-        part.copy_(tensor)
-        if progress:
-            progress("weights", done, len(parts))
+    linear.method.fill(first, form.read(module, shape, get))
 
 
-def _check_names(
-    parts: Mapping[str, Tensor], tensors: Mapping[str, Callable[[], Tensor]], tied: bool
-) -> None:
-    missing = sorted(parts.keys() - tensors.keys())
+def _shapes(places: list[Place]) -> dict[str, tuple[int, ...]]:
+    return {name: spec.shape for place in places for name, spec in place.specs.items()}
+
+
+def _check(places: list[Place], source: Source, form: Format | None, *, tied: bool) -> None:
+    """Compares the tensors that the model needs with what the checkpoint says of its own."""
+    wanted = {name: spec for place in places for name, spec in place.specs.items()}
+    missing = sorted(wanted.keys() - source.headers.keys())
     extra = sorted(
         name
-        for name in tensors.keys() - parts.keys()
-        if not name.endswith("rotary_emb.inv_freq") and not (tied and name == "lm_head.weight")
+        for name in source.headers.keys() - wanted.keys()
+        if not name.endswith("rotary_emb.inv_freq")
+        and not (tied and name == "lm_head.weight")
+        and not (form is not None and form.is_unused(name))
     )
     if missing or extra:
         raise ModelError(
             f"the checkpoint does not fit the config: {len(missing)} tensors missing"
             f" ({', '.join(missing[:3])}), {len(extra)} unknown ({', '.join(extra[:3])})"
         )
+    for name, spec in wanted.items():
+        header = source.headers[name]
+        if header.shape != spec.shape:
+            raise ModelError(
+                f"{name} has shape {list(header.shape)}, the config says {list(spec.shape)}"
+            )
+        if header.dtype not in spec.dtypes:
+            raise UnsupportedModelError(
+                f"{name} is {header.dtype}; this model has"
+                f" {' or '.join(map(str, spec.dtypes))} there"
+            )
 
 
-# -- sources ------------------------------------------------------------------------------------
-
-
-def _read_safetensors(folder: Path) -> dict[str, Callable[[], Tensor]]:
-    """A reader for each tensor of all shards. Nothing is read yet."""
-    from safetensors import SafetensorError, safe_open
-
-    tensors: dict[str, Callable[[], Tensor]] = {}
-    try:
-        files = safetensors_files(folder)
-    except CheckpointError as error:
-        raise ModelError(str(error)) from error
-    for file in files:
-        try:
-            shard: Any = safe_open(file, framework="pt")
-        except FileNotFoundError as error:
-            raise ModelError(f"{file} is missing") from error
-        except SafetensorError as error:
-            raise ModelError(f"{file} is damaged or no safetensors file") from error
-        for name in shard.keys():  # noqa: SIM118 (a shard is not a mapping)
-            tensors[name] = partial(shard.get_tensor, name)
-    return tensors
-
-
-# -- dummy weights and the revision -------------------------------------------------------------
-
-
-def _fill_dummy(model: Model, seed: int) -> None:
-    """Fills in random weights. Each has a generator of its own, so the order does not matter."""
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 1 and name.endswith("norm.weight"):
-            parameter.fill_(1.0)
-            continue
-        generator = torch.Generator(parameter.device)
-        generator.manual_seed((seed * 1_000_003 + zlib.crc32(name.encode())) % 2**63)
-        parameter.normal_(0.0, DUMMY_STD, generator=generator)
-
-
-def _revision(model: Model, config: ModelConfig) -> str:
-    """Digest of the config and of the first and last rows of every weight (as bfloat16, so that
-    precision in memory does not change it)."""
+def _fill(
+    places: list[Place], source: Source, config: ModelConfig, progress: Progress | None
+) -> str:
+    """Reads all tensors, one at a time; returns the revision."""
     digest = hashlib.sha256(json.dumps(asdict(config), sort_keys=True).encode())
-    for name, parameter in model.named_parameters():
-        rows = torch.stack((parameter[0].flatten(), parameter[-1].flatten()))
+
+    def get(name: str) -> Tensor:
+        tensor = source.read(name)
+        ends = torch.stack((tensor[0], tensor[-1])) if tensor.dim() else tensor.reshape(1)
         digest.update(name.encode())
-        digest.update(rows.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
+        digest.update(ends.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return tensor
+
+    for done, place in enumerate(places, 1):
+        place.fill(get)
+        if progress:
+            progress("weights", done, len(places))
     return digest.hexdigest()[:16]

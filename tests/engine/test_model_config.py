@@ -104,7 +104,6 @@ def test_ends_of_sequence_come_from_both_configs(read, tmp_path):
         ({"architectures": None, "model_type": "foo"}, r"foo.*LlamaForCausalLM"),
         ({"architectures": ["LlamaForSequenceClassification"]}, r"LlamaForSequenceClassification"),
         ({"model_type": "smollm3"}, "smollm3"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"pretraining_tp": 2}, "pretraining_tp"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, r"dynamic.*yarn"),

@@ -49,7 +49,7 @@ class Runner:
     def __init__(self, loaded: LoadedModel, page_size: int = 8, num_pages: int = 64, seed: int = 0):
         config = loaded.config
         self.model = loaded.model
-        self.model.pack()  # as the engine does
+        self.model.finish()  # as the engine does
         dtype = loaded.model.embedding.dtype
         self.pool = KvPool(
             num_pages=num_pages, num_layers=config.num_layers, num_kv_heads=config.num_kv_heads,

@@ -9,7 +9,7 @@ from torch import nn
 
 from engine.model.config import read_config
 from engine.model.loading import load_model
-from engine.model.packing import pack, padded, product
+from engine.model.precision.packing import pack, padded, product
 
 CPU = torch.device("cpu")
 
@@ -58,8 +58,8 @@ def test_a_packed_model_says_the_same(tmp_path, tied: bool) -> None:
     hidden = torch.randn(5, model.config.hidden_size)
     plain = model.logits(hidden)
     size = sum(p.numel() for p in model.parameters())
-    model.pack()
-    model.pack()
+    model.finish()
+    model.finish()
     kept_twice = model.embedding.numel() if tied else 0
     assert sum(p.numel() for p in model.parameters()) == size + kept_twice
     torch.testing.assert_close(model.logits(hidden), plain, rtol=0, atol=1e-4)

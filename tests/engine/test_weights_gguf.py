@@ -162,7 +162,7 @@ def test_blocks_are_dequantised_as_gguf_defines_it(kind, tmp_path):
     weights = load_file(folder / "model.safetensors")
     for name, part in (
         ("lm_head.weight", got.model.head),
-        ("model.layers.1.mlp.down_proj.weight", got.model.layers[1].down.weight),
+        ("model.layers.1.mlp.down_proj.weight", got.model.layers[1].down.method.weight),
     ):
         blocks = gguf.quants.quantize(weights[name].numpy(), quantisation)
         want = torch.from_numpy(gguf.dequantize(blocks, quantisation).astype(np.float32))

@@ -37,7 +37,7 @@ watching = threading.Thread(target=watch)
 watching.start()
 model = load(sys.argv[1]).model
 loaded, loading = resident(), peak
-model.pack()
+model.finish()
 stop.set()
 watching.join()
 sizes = (p.numel() * p.element_size() for p in model.parameters())

@@ -12,7 +12,7 @@ Shapes: N output channels, K input channels, T tokens.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from engine.model.precision.rounding import Rounded
+from engine.model.precision.rounding import Rounded, Rounding
 
 BLOCK = 128
 """Channels of a block of an FP8 weight, in either direction, and of a group of its input."""
@@ -90,9 +90,7 @@ class Format(Protocol):
         """
         ...
 
-    def read(
-        self, module: str, shape: tuple[int, int], get: Callable[[str], Tensor]
-    ) -> Quantised:
+    def read(self, module: str, shape: tuple[int, int], get: Callable[[str], Tensor]) -> Quantised:
         """Reads a quantised module. `get` reads one of its tensors by full name.
 
         Raises:
@@ -105,31 +103,6 @@ class Format(Protocol):
         """Whether the checkpoint may hold this tensor though no product needs it, such as a scale
         of the KV cache."""
         ...
-
-
-class InputKind(Enum):
-    """The form in which a product takes its input."""
-
-    PLAIN = "plain"
-    """In the model's dtype."""
-    ROWS = "rows"
-    """e4m3, each row with the scale of its own maximum."""
-    STATIC = "static"
-    """e4m3 with one given scale."""
-    GROUPS = "groups"
-    """e4m3, each 128 values of a row with the scale of their maximum."""
-
-
-@dataclass(frozen=True, slots=True)
-class Input:
-    """The input that a method takes. Whoever makes a `Linear`'s input rounds it so."""
-
-    kind: InputKind = InputKind.PLAIN
-    scale: Tensor | None = None
-    """[1] float32 if the kind is STATIC."""
-
-
-PLAIN = Input()
 
 
 class Kernels(Protocol):
@@ -160,11 +133,14 @@ class Kernels(Protocol):
 class Method(nn.Module, ABC):
     """Owns the storage and the product of one `Linear`."""
 
-    input: Input = PLAIN
+    input: Rounding | None = None
+    """How its input is rounded; None: it takes the model's dtype. Whoever makes the input on a GPU
+    rounds it."""
 
     @abstractmethod
     def fill(self, first_row: int, part: Tensor | Quantised) -> None:
-        """Takes the rows of the weight from `first_row` on. A float part is quantised if need be."""
+        """Takes the rows of the weight from `first_row` on, and quantises a float part if need
+        be."""
 
     def finish(self, kernels: Kernels | None = None) -> None:
         """Makes the filled weight ready. `kernels`: products of this device; None: PyTorch's."""
@@ -178,12 +154,13 @@ class Method(nn.Module, ABC):
         return None
 
 
+def parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    """Memory for weights, not filled."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
 class Part(NamedTuple):
     """Rows of a fused weight that are one module of the checkpoint."""
 
     module: str
     rows: int
-
-
-MethodFactory = Callable[[Sequence[Part], int, torch.dtype, torch.device], Method]
-"""Makes the method of a weight of these parts with so many inputs."""

@@ -1,61 +1,94 @@
-"""Rounding of activations to FP8 (e4m3), in PyTorch. The CUDA kernels give the same bits.
+"""Activations rounded to FP8 (e4m3, Micikevicius et al. 2022) with scales in float32.
 
-A scale is the largest magnitude divided by 448, the largest e4m3. A value is divided by its scale
-in float32 and rounded to the nearest e4m3, ties to even.
+A value v becomes the e4m3 number nearest to v / s, ties to even, and stands for that number times
+s. The scale s is the largest magnitude of its values, divided by the largest of e4m3. Both
+divisions are true ones, so a CPU and a GPU agree in every bit.
+
+A NaN stays one. An infinity makes its row, or its group, NaN where it is: it is never hidden.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-MOST = 448.0
-"""The largest finite e4m3."""
-LEAST_SCALE = 1e-12
-"""Scale of values that are all zero."""
+E4M3: Final = torch.float8_e4m3fn
+E4M3_MOST: Final = 448.0
+LEAST_SCALE: Final = 1e-12
+"""The scale of zeros, by which they can be divided."""
+GROUP: Final = 128
+"""Values with one scale, where it is not a whole row's."""
 
 
 class Rounded(NamedTuple):
-    """Activations [T, K] in FP8."""
+    """T rows of K values."""
 
     values: Tensor
-    """[T, K] e4m3."""
+    """[T, K] e4m3, contiguous."""
     scales: Tensor
-    """float32: [T, 1], or [T, K / group]."""
+    """float32: [T, 1], contiguous, or [T, K / group] with any strides."""
 
 
-def scale_of(most: Tensor) -> Tensor:
-    """The scale of values whose largest magnitude is `most`. float32."""
-    return (most.float() / MOST).clamp_min(LEAST_SCALE)
+class Rounding(NamedTuple):
+    """How rows are rounded: each by a scale of its own, unless a field says otherwise."""
 
+    scale: Tensor | None = None
+    """One float32, found before by calibration."""
+    group: int | None = None
+    """Neighbours with a scale of their own; it divides K."""
 
-def to_e4m3(x: Tensor, scale: Tensor) -> Tensor:
-    """x / scale as e4m3."""
-    return (x.float() / scale).clamp_(-MOST, MOST).to(torch.float8_e4m3fn)
+    def __call__(self, x: Tensor) -> Rounded:
+        """[T, K] of any floating type, rounded."""
+        if self.scale is not None:
+            return round_static(x, self.scale)
+        return round_rows(x) if self.group is None else round_groups(x, self.group)
 
 
 def round_rows(x: Tensor) -> Rounded:
-    """Rounds [T, K] with a scale for each row."""
-    scales = scale_of(x.abs().amax(1, keepdim=True))
-    return Rounded(to_e4m3(x, scales), scales)
+    """[T, K], a scale for each row."""
+    scales = _scales(x)
+    return Rounded(rounded_by(x, scales), scales)
 
 
 def round_static(x: Tensor, scale: Tensor) -> Rounded:
-    """Rounds [T, K] with one given scale, [1] float32. Larger values become the largest e4m3."""
-    return Rounded(to_e4m3(x, scale), scale.expand(len(x), 1))
+    """[T, K] with one scale, which is given. Larger values become the largest of e4m3."""
+    scales = scale.float().reshape(1, 1).expand(len(x), 1).contiguous()
+    return Rounded(rounded_by(x, scales), scales)
 
 
-def round_groups(x: Tensor, group: int = 128) -> Rounded:
-    """Rounds [T, K] with a scale for each `group` values of a row. K must be a multiple of it."""
-    parts = x.unflatten(1, (-1, group))
-    scales = scale_of(parts.abs().amax(2))
-    return Rounded(to_e4m3(parts, scales[:, :, None]).flatten(1), scales)
+def round_groups(x: Tensor, group: int = GROUP) -> Rounded:
+    """[T, K], a scale for each `group` neighbours of a row.
+
+    Raises:
+        ValueError: `group` does not divide K.
+    """
+    rows, size = x.shape
+    if size % group:
+        raise ValueError(f"rows of {size} values cannot be cut into groups of {group}")
+    parts = x.reshape(rows, size // group, group)
+    scales = _scales(parts)
+    return Rounded(rounded_by(parts, scales).view(rows, size), scales.squeeze(2))
 
 
 def restored(rounded: Rounded) -> Tensor:
-    """The rounded activations as float32, [T, K]."""
-    groups = rounded.scales.shape[1]
-    parts = rounded.values.float().unflatten(1, (groups, -1))
-    return (parts * rounded.scales[:, :, None]).flatten(1)
+    """[T, K] float32, the values that the rounded ones stand for."""
+    values, scales = rounded
+    parts = values.float().view(len(values), scales.shape[1], -1)
+    return (parts * scales.unsqueeze(2)).view(values.shape)
+
+
+def scale_of(most: Tensor) -> Tensor:
+    """The scale of values whose largest magnitude is `most`, float32."""
+    return (most.float() / E4M3_MOST).clamp_min(LEAST_SCALE)
+
+
+def rounded_by(x: Tensor, scales: Tensor) -> Tensor:
+    """x / scales as e4m3."""
+    return (x.float() / scales).clamp(-E4M3_MOST, E4M3_MOST).to(E4M3)
+
+
+def _scales(x: Tensor) -> Tensor:
+    """The scale of the last dimension's values, which becomes 1."""
+    return scale_of(x.abs().amax(-1, keepdim=True))

@@ -1,0 +1,130 @@
+"""Chooses the method of each `Linear`, by its parts' schemes, its shape and the device."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+
+from engine.model.config import UnsupportedModelError
+from engine.model.precision.base import BLOCK, Format, Kind, Method, Part, Scheme
+from engine.model.precision.dense import Dense
+from engine.model.precision.fp8 import LEAST_CAPABILITY, Fp8Blocks, Fp8Channels
+
+log = logging.getLogger("baton.engine")
+
+QUANTIZATIONS = ("", "fp8")
+"""What float weights can be rounded to while they are loaded; "": nothing."""
+FP8_MULTIPLE = 16
+"""FP8 products take only multiples of it, in both directions."""
+
+
+class Precision:
+    """The precision of a model's weights."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        form: Format | None = None,
+        quantization: str = "",
+    ) -> None:
+        """What the weights of a model become.
+
+        Args:
+            device: the device that computes with them.
+            dtype: the model's dtype.
+            form: the format of a quantised checkpoint.
+            quantization: one of `QUANTIZATIONS`, for a float checkpoint.
+
+        Raises:
+            UnsupportedModelError: the checkpoint is quantised already, the quantization is unknown,
+                or the device cannot compute with it.
+        """
+        if quantization not in QUANTIZATIONS:
+            names = ", ".join(filter(None, QUANTIZATIONS))
+            raise UnsupportedModelError(f"quantization {quantization!r} is unknown; known: {names}")
+        if form is not None and quantization:
+            raise UnsupportedModelError(
+                f"quantization {quantization}: the checkpoint is quantised already, as {form.name};"
+                " leave the setting out"
+            )
+        self.form = form
+        self.name = form.name if form else quantization
+        """Name for people and fingerprints; empty: float."""
+        self._rounds = Scheme(Kind.FP8_CHANNELS) if quantization == "fp8" else None
+        self._device = device
+        self._dtype = dtype
+        self._widened: defaultdict[str, set[str]] = defaultdict(set)
+        """Modules by the reason why they are widened."""
+
+    def method(self, parts: Sequence[Part], inputs: int, device: torch.device) -> Method:
+        """The method of a `Linear` of these parts, with memory on `device`."""
+        outputs = sum(part.rows for part in parts)
+        schemes = {self._scheme(part.module) for part in parts}
+        scheme = schemes.pop()
+        if schemes:
+            return self._widen(parts, "its parts are kept in different ways", inputs, device)
+        if scheme is None:
+            return Dense(outputs, inputs, self._dtype, device)
+        if obstacle := self._obstacle(scheme, parts, inputs):
+            return self._widen(parts, obstacle, inputs, device)
+        on_gpu = self._device.type == "cuda"
+        match scheme.kind:
+            case Kind.FP8_CHANNELS:
+                return Fp8Channels(
+                    outputs,
+                    inputs,
+                    self._dtype,
+                    device,
+                    on_gpu=on_gpu,
+                    static_input=scheme.static_input,
+                )
+            case Kind.FP8_BLOCKS:
+                return Fp8Blocks(outputs, inputs, self._dtype, device, on_gpu=on_gpu)
+            case Kind.INT4:
+                return Dense(outputs, inputs, self._dtype, device)
+
+    def log_widened(self) -> None:
+        """Names the modules that are widened to the model's dtype, and why."""
+        for reason, modules in self._widened.items():
+            log.warning(
+                "widened to the model's dtype: %s",
+                reason,
+                extra={"modules": sorted(modules), "count": len(modules)},
+            )
+        self._widened.clear()
+
+    def _scheme(self, module: str) -> Scheme | None:
+        return self.form.scheme(module) if self.form else self._rounds
+
+    def _obstacle(self, scheme: Scheme, parts: Sequence[Part], inputs: int) -> str:
+        """Why no product takes such a weight; empty: one does."""
+        if scheme.kind is Kind.INT4:
+            return ""
+        self._refuse_old_gpu()
+        if scheme.float_input:
+            return "its input is not rounded, and FP8 products take FP8 inputs only"
+        multiple = BLOCK if scheme.kind is Kind.FP8_BLOCKS else FP8_MULTIPLE
+        if inputs % multiple or any(part.rows % multiple for part in parts):
+            return f"its shape is no multiple of {multiple}"
+        return ""
+
+    def _refuse_old_gpu(self) -> None:
+        if self._device.type != "cuda":
+            return
+        capability = torch.cuda.get_device_capability(self._device)
+        if capability < LEAST_CAPABILITY:
+            have, least = (".".join(map(str, each)) for each in (capability, LEAST_CAPABILITY))
+            raise UnsupportedModelError(
+                f"{self.name} weights need a GPU of compute capability {least} or more (Ada,"
+                f" Hopper); this one has {have}: take a checkpoint without FP8"
+            )
+
+    def _widen(
+        self, parts: Sequence[Part], reason: str, inputs: int, device: torch.device
+    ) -> Method:
+        self._widened[reason].update(part.module for part in parts)
+        return Dense(sum(part.rows for part in parts), inputs, self._dtype, device)

@@ -1,0 +1,66 @@
+"""Weights in the model's dtype, and quantised ones that are widened to it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.model.precision.base import BLOCK, Kernels, Method, Quantised, parameter
+from engine.model.precision.packing import pack, product
+from engine.model.precision.rounding import Rounded
+
+INT4_ZERO = 8
+"""The value that means 0 where a weight has no zero points."""
+
+
+class Dense(Method):
+    """A plain weight."""
+
+    def __init__(self, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = parameter((outputs, inputs), dtype, device)
+        self._kernels: Kernels | None = None
+
+    def fill(self, first_row: int, part: Tensor | Quantised) -> None:
+        """See `Method`. A quantised part is widened."""
+        wide = dequantised(part) if isinstance(part, Quantised) else part
+        self.weight[first_row : first_row + len(wide)].copy_(wide)
+
+    def finish(self, kernels: Kernels | None = None) -> None:
+        """See `Method`. On a CPU the weight is packed."""
+        self._kernels = kernels
+        if kernels is None:
+            self.weight = pack(self.weight)
+
+    def product(self, x: Tensor | Rounded, bias: Tensor | None) -> Tensor:
+        """See `Method`."""
+        assert isinstance(x, Tensor)
+        if self._kernels is not None:
+            return self._kernels.linear(x, self.weight, bias)
+        return product(x, self.weight, bias)
+
+    def gated(self, x: Tensor | Rounded) -> Tensor | None:
+        """See `Method`."""
+        if self._kernels is None or not isinstance(x, Tensor):
+            return None
+        return self._kernels.gated(x, self.weight)
+
+
+def dequantised(part: Quantised) -> Tensor:
+    """The weight that a quantised one stands for, [N, K] float32."""
+    values, scales = part.values, part.scales
+    if values.dtype == torch.float8_e4m3fn:
+        return values.float() * _spread(scales, values.shape)
+    group = values.shape[1] // scales.shape[1]
+    zero: Tensor | int = INT4_ZERO
+    if part.zero_points is not None:
+        zero = part.zero_points.float().repeat_interleave(group, 1)
+    return (values.float() - zero) * scales.repeat_interleave(group, 1)
+
+
+def _spread(scales: Tensor, shape: torch.Size) -> Tensor:
+    """The scale of each value of an FP8 weight, [N, 1] or [N, K]."""
+    if scales.shape == (shape[0], 1):
+        return scales
+    rows = scales.repeat_interleave(BLOCK, 0)[: shape[0]]
+    return rows.repeat_interleave(BLOCK, 1)[:, : shape[1]]

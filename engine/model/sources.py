@@ -1,0 +1,113 @@
+"""Where tensors come from: safetensors, a GGUF file (`engine.model.gguf`), or a seed."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from engine.checkpoints import CheckpointError, safetensors_files
+from engine.model.config import ModelError, UnsupportedModelError
+
+DUMMY_STD = 0.02
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Names of dtypes in safetensors, whose headers are read without their tensors."""
+
+
+class Header(NamedTuple):
+    """What a checkpoint says of a tensor without reading it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Source(Protocol):
+    """Reads tensors by their Hugging Face names."""
+
+    @property
+    def headers(self) -> Mapping[str, Header]:
+        """The headers of all tensors, by name."""
+        ...
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, newly read."""
+        ...
+
+
+class Safetensors:
+    """All shards of a folder. They are mapped, and each tensor is read when it is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        """Opens the shards and reads their headers.
+
+        Raises:
+            ModelError: there are none, or one is missing or damaged.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            files = safetensors_files(folder)
+        except CheckpointError as error:
+            raise ModelError(str(error)) from error
+        self.headers: dict[str, Header] = {}
+        self._shards: dict[str, Any] = {}
+        for file in files:
+            try:
+                shard: Any = safe_open(file, framework="pt")
+            except FileNotFoundError as error:
+                raise ModelError(f"{file} is missing") from error
+            except SafetensorError as error:
+                raise ModelError(f"{file} is damaged or no safetensors file") from error
+            for name in shard.keys():  # noqa: SIM118 (a shard is not a mapping)
+                self._shards[name] = shard
+                self.headers[name] = _header(name, shard.get_slice(name))
+
+    def read(self, name: str) -> Tensor:
+        """See `Source`."""
+        tensor: Tensor = self._shards[name].get_tensor(name)
+        return tensor
+
+
+def _header(name: str, view: Any) -> Header:
+    dtype = _DTYPES.get(view.get_dtype())
+    if dtype is None:
+        raise UnsupportedModelError(f"{name} is {view.get_dtype()}, which cannot be read")
+    return Header(tuple(view.get_shape()), dtype)
+
+
+class Dummy:
+    """Random tensors. Each has a generator of its own, so the order does not matter."""
+
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], seed: int, dtype: torch.dtype, device: Any
+    ) -> None:
+        self.headers = {name: Header(shape, dtype) for name, shape in shapes.items()}
+        self._seed = seed
+        self._device = torch.device(device)
+
+    def read(self, name: str) -> Tensor:
+        """See `Source`. Weights of norms are 1."""
+        shape, dtype = self.headers[name]
+        tensor = torch.empty(shape, dtype=dtype, device=self._device)
+        if len(shape) == 1 and name.endswith("norm.weight"):
+            return tensor.fill_(1.0)
+        generator = torch.Generator(self._device)
+        generator.manual_seed((self._seed * 1_000_003 + zlib.crc32(name.encode())) % 2**63)
+        return tensor.normal_(0.0, DUMMY_STD, generator=generator)
