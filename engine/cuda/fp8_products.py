@@ -1,0 +1,235 @@
+"""Products of FP8 weights with FP8 activations. Of few rows, memory is the only limit.
+
+1. A program takes a tile of output channels and a part of the input, so that narrow weights have
+   enough programs, too. Weights are the left operand of the tensor cores, rows the right one:
+   both lie along the input, as `wgmma` wants FP8, and few rows waste little of it.
+2. While the kernel before still runs, the program asks for its weights to be brought into the L2
+   cache. Then it waits for the activations (programmatic dependent launch).
+3. The parts of a tile are written apart. The last program to arrive adds them in their order, so a
+   sum is the same every time. It sets the counter back for the next product.
+
+Tensor cores add FP8 products with about 14 bits. So the sums of 128 inputs are added in float32,
+as DeepSeek-V3 does (arXiv 2412.19437, 3.3.2).
+
+From `FEW_ROWS` on, arithmetic limits, and the product is cuBLAS's.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+from __future__ import annotations
+
+from functools import cache
+from typing import Final, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from engine.cuda.kernels import launch
+
+FEW_ROWS: Final = 64
+"""The most rows of a product of our own."""
+BLOCK: Final = 128
+"""Inputs and outputs with one scale, where a weight has scales by blocks."""
+LEAST_COLUMNS: Final = 16
+"""Rows of the smallest product, to which fewer are padded."""
+_MOST_TILES: Final = 4096
+
+
+class Tiles(NamedTuple):
+    """How a product is cut."""
+
+    outputs: int
+    """Of a program: 64 or a multiple of 128. By blocks of scales 64 or 128."""
+    inputs: int
+    """Of a step. By blocks of scales 128."""
+    parts: int
+    """Of the input, a program for each."""
+    stages: int
+    """Steps whose loads are on their way."""
+    warps: int
+    ahead: int = 0
+    """Inputs of each part that are asked for before the kernel before has ended. With 0 the product
+    is launched after that, as any other kernel."""
+    described: bool = True
+    """Loads are the copy engine's (TMA)."""
+
+
+@triton.jit
+def _bring(pointers, size):
+    """Asks for `size` bytes at each pointer, a multiple of 16, to be brought into the L2 cache."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r",
+        [pointers, size],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _few_rows(
+    values,
+    described_values,
+    scales,
+    x,
+    described_x,
+    x_scales,
+    bias,
+    out,
+    partial,
+    arrivals,
+    rows,
+    outputs,
+    inputs,
+    x_scales_row,
+    x_scales_step,
+    padded_rows: tl.constexpr,
+    bn: tl.constexpr,
+    bk: tl.constexpr,
+    parts: tl.constexpr,
+    ahead: tl.constexpr,
+    described: tl.constexpr,
+    by_blocks: tl.constexpr,
+    has_bias: tl.constexpr,
+    whole: tl.constexpr,
+):
+    tile, part = tl.program_id(0), tl.program_id(1)
+    first = tile * bn
+    channel, at = tl.arange(0, bn), tl.arange(0, bk)
+    row = tl.arange(0, padded_rows)
+    steps = tl.cdiv(inputs, bk)
+    begin, end = part * steps // parts, (part + 1) * steps // parts
+    weights = values + tl.minimum(first + channel, outputs - 1).to(tl.int64) * inputs
+    if ahead > 0:
+        gdc_launch_dependents()
+        _bring(weights + begin * bk, tl.minimum(ahead, tl.minimum(end * bk, inputs) - begin * bk))
+        gdc_wait()
+    seen = (row < rows)[:, None]
+    acc = tl.zeros((bn, padded_rows), tl.float32)
+    for step in range(begin, end):
+        k = step * bk + at
+        if described:
+            weight = described_values.load([first, step * bk])
+            taken = described_x.load([0, step * bk])
+        elif whole:
+            weight = tl.load(weights[:, None] + k[None, :])
+            taken = tl.load(x + row[:, None] * inputs + k[None, :], mask=seen, other=0.0)
+        else:
+            inside = (k < inputs)[None, :]
+            weight = tl.load(weights[:, None] + k[None, :], mask=inside, other=0.0)
+            taken = tl.load(x + row[:, None] * inputs + k[None, :], mask=seen & inside, other=0.0)
+        if by_blocks:
+            of_block = tl.load(scales + first // 128 * steps + step)
+            of_rows = tl.load(
+                x_scales + row * x_scales_row + step * x_scales_step, mask=row < rows, other=0.0
+            )
+            acc += tl.dot(weight, taken.T) * (of_block * of_rows)[None, :]
+        else:
+            acc += tl.dot(weight, taken.T)
+    if parts > 1:
+        places = (tile * parts + part) * bn + channel
+        places = partial + places[:, None] * padded_rows + row[None, :]
+        tl.store(places, acc, mask=row[None, :] < rows)
+        tl.debug_barrier()
+        if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") != parts - 1:
+            return
+        places -= part * bn * padded_rows
+        acc = tl.zeros((bn, padded_rows), tl.float32)
+        for one in range(parts):
+            acc += tl.load(
+                places + one * bn * padded_rows,
+                mask=row[None, :] < rows,
+                other=0.0,
+                cache_modifier=".cg",
+            )
+        tl.store(arrivals + tile, 0)
+    there = first + channel < outputs
+    if not by_blocks:
+        acc *= tl.load(scales + first + channel, mask=there, other=0.0)[:, None]
+        acc *= tl.load(x_scales + row * x_scales_row, mask=row < rows, other=0.0)[None, :]
+    if has_bias:
+        acc += tl.load(bias + first + channel, mask=there, other=0.0).to(tl.float32)[:, None]
+    target = out + row[None, :] * outputs + (first + channel)[:, None]
+    tl.store(target, acc, mask=there[:, None] & (row < rows)[None, :])
+
+
+def few_rows(
+    values: Tensor,
+    scales: Tensor,
+    x: Tensor,
+    x_scales: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    tiles: Tiles,
+) -> Tensor:
+    """The product of at most 128 rows, by our own kernel, on one stream at a time.
+
+    Args:
+        values: [N, K] e4m3, contiguous; K is a multiple of 16.
+        scales: [N] float32, or [N / 128, K / 128], contiguous (rounded up).
+        x: [T, K] e4m3, contiguous.
+        x_scales: [T, 1] float32, or [T, K / 128], with any strides.
+        bias: [N], or None.
+        out_dtype: of the result.
+        tiles: how it is cut.
+
+    Returns:
+        [T, N]
+    """
+    (outputs, inputs), rows = values.shape, len(x)
+    padded = max(LEAST_COLUMNS, triton.next_power_of_2(rows))
+    out = torch.empty(rows, outputs, dtype=out_dtype, device=x.device)
+    count = triton.cdiv(outputs, tiles.outputs)
+    part_shape = (count if tiles.parts > 1 else 0, tiles.parts, tiles.outputs, padded)
+    partial = torch.empty(part_shape, dtype=torch.float32, device=x.device)
+    described = (
+        (
+            TensorDescriptor.from_tensor(values, [tiles.outputs, tiles.inputs]),
+            TensorDescriptor.from_tensor(x, [padded, tiles.inputs]),
+        )
+        if tiles.described
+        else (values, x)
+    )
+    launch(
+        _few_rows,
+        (count, tiles.parts),
+        values,
+        described[0],
+        scales,
+        x,
+        described[1],
+        x_scales,
+        out if bias is None else bias,
+        out,
+        partial,
+        _arrivals(x.device),
+        rows,
+        outputs,
+        inputs,
+        x_scales.stride(0),
+        x_scales.stride(1),
+        padded,
+        tiles.outputs,
+        tiles.inputs,
+        tiles.parts,
+        tiles.ahead,
+        tiles.described,
+        scales.dim() == 2,
+        bias is not None,
+        inputs % tiles.inputs == 0,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        launch_pdl=tiles.ahead > 0,
+    )
+    return out
+
+
+@cache
+def _arrivals(device: torch.device) -> Tensor:
+    """Programs of each tile that have stored their part. Zeros between two products."""
+    return torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)

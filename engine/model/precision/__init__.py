@@ -1,0 +1,1 @@
+"""Numbers of fewer bits: how values are rounded to them, and what comes back."""

@@ -1,0 +1,88 @@
+"""Activations rounded to FP8 (e4m3, Micikevicius et al. 2022) with scales in float32.
+
+A value v becomes the e4m3 number nearest to v / s, ties to even, and stands for that number times
+s. The scale s is the largest magnitude of its values, divided by the largest of e4m3. Both
+divisions are true ones, so a CPU and a GPU agree in every bit.
+
+A NaN stays one. An infinity makes its row, or its group, NaN where it is: it is never hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+E4M3: Final = torch.float8_e4m3fn
+E4M3_MOST: Final = 448.0
+LEAST_SCALE: Final = 1e-12
+"""The scale of zeros, by which they can be divided."""
+GROUP: Final = 128
+"""Values with one scale, where it is not a whole row's."""
+
+
+class Rounded(NamedTuple):
+    """T rows of K values."""
+
+    values: Tensor
+    """[T, K] e4m3, contiguous."""
+    scales: Tensor
+    """float32: [T, 1], contiguous, or [T, K / group] with any strides."""
+
+
+class Rounding(NamedTuple):
+    """How rows are rounded: each by a scale of its own, unless a field says otherwise."""
+
+    scale: Tensor | None = None
+    """One float32, found before by calibration."""
+    group: int | None = None
+    """Neighbours with a scale of their own; it divides K."""
+
+    def __call__(self, x: Tensor) -> Rounded:
+        """[T, K] of any floating type, rounded."""
+        if self.scale is not None:
+            return round_static(x, self.scale)
+        return round_rows(x) if self.group is None else round_groups(x, self.group)
+
+
+def round_rows(x: Tensor) -> Rounded:
+    """[T, K], a scale for each row."""
+    scales = _scales(x)
+    return Rounded(_divided(x, scales), scales)
+
+
+def round_static(x: Tensor, scale: Tensor) -> Rounded:
+    """[T, K] with one scale, which is given. Larger values become the largest of e4m3."""
+    scales = scale.float().reshape(1, 1).expand(len(x), 1).contiguous()
+    return Rounded(_divided(x, scales), scales)
+
+
+def round_groups(x: Tensor, group: int = GROUP) -> Rounded:
+    """[T, K], a scale for each `group` neighbours of a row.
+
+    Raises:
+        ValueError: `group` does not divide K.
+    """
+    rows, size = x.shape
+    if size % group:
+        raise ValueError(f"rows of {size} values cannot be cut into groups of {group}")
+    parts = x.reshape(rows, size // group, group)
+    scales = _scales(parts)
+    return Rounded(_divided(parts, scales).view(rows, size), scales.squeeze(2))
+
+
+def restored(rounded: Rounded) -> Tensor:
+    """[T, K] float32, the values that the rounded ones stand for."""
+    values, scales = rounded
+    parts = values.float().view(len(values), scales.shape[1], -1)
+    return (parts * scales.unsqueeze(2)).view(values.shape)
+
+
+def _scales(x: Tensor) -> Tensor:
+    """The scale of the last dimension's values, which becomes 1."""
+    return (x.float().abs().amax(-1, keepdim=True) / E4M3_MOST).clamp_min(LEAST_SCALE)
+
+
+def _divided(x: Tensor, scales: Tensor) -> Tensor:
+    return (x.float() / scales).clamp(-E4M3_MOST, E4M3_MOST).to(E4M3)
