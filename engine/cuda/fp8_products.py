@@ -37,6 +37,10 @@ BLOCK: Final = 128
 LEAST_COLUMNS: Final = 16
 """Rows of the smallest product, to which fewer are padded."""
 _MOST_TILES: Final = 4096
+_REGISTERS_OF_SUMS: Final = 128
+_PROGRAMS: Final = 264
+_LEAST_STEPS: Final = 4
+_MOST_PARTS: Final = 8
 
 
 class Tiles(NamedTuple):
@@ -92,6 +96,7 @@ def _few_rows(
     bn: tl.constexpr,
     bk: tl.constexpr,
     parts: tl.constexpr,
+    at_once: tl.constexpr,
     ahead: tl.constexpr,
     described: tl.constexpr,
     by_blocks: tl.constexpr,
@@ -140,7 +145,7 @@ def _few_rows(
             return
         places -= part * bn * padded_rows
         acc = tl.zeros((bn, padded_rows), tl.float32)
-        for one in range(parts):
+        for one in tl.range(0, parts, loop_unroll_factor=at_once):
             acc += tl.load(
                 places + one * bn * padded_rows,
                 mask=row[None, :] < rows,
@@ -156,6 +161,75 @@ def _few_rows(
         acc += tl.load(bias + first + channel, mask=there, other=0.0).to(tl.float32)[:, None]
     target = out + row[None, :] * outputs + (first + channel)[:, None]
     tl.store(target, acc, mask=there[:, None] & (row < rows)[None, :])
+
+
+@triton.jit
+def _one_row(
+    values,
+    scales,
+    x,
+    x_scales,
+    bias,
+    out,
+    outputs,
+    inputs: tl.constexpr,
+    bn: tl.constexpr,
+    bk: tl.constexpr,
+    has_bias: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    channel = tl.program_id(0) * bn + tl.arange(0, bn)
+    at = tl.arange(0, bk)
+    weights = values + tl.minimum(channel, outputs - 1).to(tl.int64) * inputs
+    if pdl:
+        gdc_launch_dependents()
+        _bring(weights, inputs)
+        gdc_wait()
+    acc = tl.zeros((bn, bk), tl.float32)
+    for start in range(0, inputs, bk):
+        taken = tl.load(x + start + at).to(tl.float32)
+        weight = tl.load(weights[:, None] + (start + at)[None, :]).to(tl.float32)
+        acc += weight * taken[None, :]
+    there = channel < outputs
+    total = tl.sum(acc, axis=1) * tl.load(scales + channel, mask=there, other=0.0)
+    total *= tl.load(x_scales)
+    if has_bias:
+        total += tl.load(bias + channel, mask=there, other=0.0).to(tl.float32)
+    tl.store(out + channel, total, mask=there)
+
+
+def one_row(
+    values: Tensor,
+    scales: Tensor,
+    x: Tensor,
+    x_scales: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    tiles: Tiles,
+) -> Tensor:
+    """The product of one row without tensor cores, as `few_rows`; `tiles.inputs` divides K."""
+    outputs, inputs = values.shape
+    out = torch.empty(1, outputs, dtype=out_dtype, device=x.device)
+    given = out if bias is None else bias
+    launch(
+        _one_row,
+        (triton.cdiv(outputs, tiles.outputs),),
+        values,
+        scales,
+        x,
+        x_scales,
+        given,
+        out,
+        outputs,
+        inputs,
+        tiles.outputs,
+        tiles.inputs,
+        bias is not None,
+        tiles.ahead > 0,
+        num_warps=tiles.warps,
+        launch_pdl=tiles.ahead > 0,
+    )
+    return out
 
 
 def few_rows(
@@ -217,6 +291,7 @@ def few_rows(
         tiles.outputs,
         tiles.inputs,
         tiles.parts,
+        _parts_at_once(tiles, padded),
         tiles.ahead,
         tiles.described,
         scales.dim() == 2,
@@ -227,6 +302,111 @@ def few_rows(
         launch_pdl=tiles.ahead > 0,
     )
     return out
+
+
+def _parts_at_once(tiles: Tiles, padded_rows: int) -> int:
+    """Parts whose sums the last program loads at the same time, as its registers allow."""
+    sums_of_a_thread = tiles.outputs * padded_rows // (32 * tiles.warps)
+    fit = max(1, _REGISTERS_OF_SUMS // sums_of_a_thread)
+    return max(count for count in range(1, min(fit, tiles.parts) + 1) if tiles.parts % count == 0)
+
+
+def fp8_linear(
+    values: Tensor,
+    scales: Tensor,
+    x: Tensor,
+    x_scales: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """The product of rows with a weight whose output channels have a scale each.
+
+    Args:
+        values: [N, K] e4m3, contiguous; N and K are multiples of 16.
+        scales: [N] float32.
+        x: [T, K] e4m3, contiguous.
+        x_scales: [T, 1] float32, contiguous.
+        bias: [N] in `out_dtype`, or None.
+        out_dtype: bfloat16 or float16.
+
+    Returns:
+        [T, N]
+    """
+    rows = len(x)
+    if rows <= FEW_ROWS:
+        tiles = tiles_of(*values.shape, rows)
+        return few_rows(values, scales, x, x_scales, bias, out_dtype, tiles)
+    weight, columns = values.t(), scales.view(1, -1)
+    if not hasattr(functional, "scaled_mm"):  # torch before 2.10
+        return torch._scaled_mm(
+            x, weight, x_scales, columns, bias, out_dtype=out_dtype, use_fast_accum=True
+        )
+    recipe = functional.ScalingType.RowWise
+    return functional.scaled_mm(
+        x,
+        weight,
+        x_scales,
+        recipe,
+        columns,
+        recipe,
+        bias=bias,
+        output_dtype=out_dtype,
+        use_fast_accum=True,
+    )
+
+
+def fp8_block_linear(
+    values: Tensor,
+    scales: Tensor,
+    x: Tensor,
+    x_scales: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """The product of rows with a weight whose blocks of 128 x 128 have a scale each.
+
+    Args:
+        values: [N, K] e4m3, contiguous; both are multiples of 128.
+        scales: [N / 128, K / 128] float32, contiguous.
+        x: [T, K] e4m3, contiguous.
+        x_scales: [T, K / 128] float32. Best column after column with space for a multiple of four
+            rows, as `engine.cuda.rounding` leaves them; others are copied.
+        bias: [N] in `out_dtype`, or None.
+        out_dtype: bfloat16 or float16.
+
+    Returns:
+        [T, N]
+    """
+    rows = len(x)
+    if rows <= FEW_ROWS:
+        tiles = tiles_of(*values.shape, rows)
+        return few_rows(values, scales, x, x_scales, bias, out_dtype, tiles)
+    padded = -(-rows // 4) * 4  # cuBLAS takes no other numbers of rows.
+    columns = x_scales.new_ones(x_scales.shape[1], padded).t()
+    if padded == rows and x_scales.stride() == columns.stride():
+        columns = x_scales
+    else:
+        columns[:rows] = x_scales
+        x = functional.pad(x.view(torch.uint8), (0, 0, 0, padded - rows)).view(x.dtype)
+    out = functional.scaled_mm(
+        x,
+        values.t(),
+        columns,
+        functional.ScalingType.BlockWise1x128,
+        scales.t(),
+        functional.ScalingType.BlockWise128x128,
+        output_dtype=out_dtype,
+    )[:rows]
+    return out if bias is None else out + bias
+
+
+def tiles_of(outputs: int, inputs: int, rows: int) -> Tiles:
+    """How a product of at most `FEW_ROWS` rows is cut."""
+    width = 128
+    count = triton.cdiv(outputs, width)
+    steps = triton.cdiv(inputs, BLOCK)
+    parts = max(1, min(_PROGRAMS // count, steps // _LEAST_STEPS, _MOST_PARTS))
+    return Tiles(width, BLOCK, parts, stages=4, warps=4)
 
 
 @cache
