@@ -175,6 +175,7 @@ def _one_row(
     inputs: tl.constexpr,
     bn: tl.constexpr,
     bk: tl.constexpr,
+    lines: tl.constexpr,
     has_bias: tl.constexpr,
     pdl: tl.constexpr,
 ):
@@ -183,7 +184,8 @@ def _one_row(
     weights = values + tl.minimum(channel, outputs - 1).to(tl.int64) * inputs
     if pdl:
         gdc_launch_dependents()
-        _bring(weights, inputs)
+        line = tl.minimum(tl.arange(0, lines) * 128, inputs - 128)
+        _bring(weights[:, None] + line[None, :], 128)
         gdc_wait()
     acc = tl.zeros((bn, bk), tl.float32)
     for start in range(0, inputs, bk):
@@ -224,6 +226,7 @@ def one_row(
         inputs,
         tiles.outputs,
         tiles.inputs,
+        triton.next_power_of_2(inputs // 128),
         bias is not None,
         tiles.ahead > 0,
         num_warps=tiles.warps,
@@ -332,10 +335,22 @@ def fp8_linear(
     Returns:
         [T, N]
     """
-    rows = len(x)
+    (outputs, inputs), rows = values.shape, len(x)
     if rows <= FEW_ROWS:
-        tiles = tiles_of(*values.shape, rows)
+        tiles = tiles_of(outputs, inputs, rows)
         return few_rows(values, scales, x, x_scales, bias, out_dtype, tiles)
+    return _scaled_rows(values, scales, x, x_scales, bias, out_dtype)
+
+
+def _scaled_rows(
+    values: Tensor,
+    scales: Tensor,
+    x: Tensor,
+    x_scales: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """`fp8_linear` by cuBLAS."""
     weight, columns = values.t(), scales.view(1, -1)
     if not hasattr(functional, "scaled_mm"):  # torch before 2.10
         return torch._scaled_mm(
@@ -377,9 +392,9 @@ def fp8_block_linear(
     Returns:
         [T, N]
     """
-    rows = len(x)
+    (outputs, inputs), rows = values.shape, len(x)
     if rows <= FEW_ROWS:
-        tiles = tiles_of(*values.shape, rows)
+        tiles = tiles_of(outputs, inputs, rows)
         return few_rows(values, scales, x, x_scales, bias, out_dtype, tiles)
     padded = -(-rows // 4) * 4  # cuBLAS takes no other numbers of rows.
     columns = x_scales.new_ones(x_scales.shape[1], padded).t()

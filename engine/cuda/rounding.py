@@ -202,7 +202,7 @@ def _empty(x: Tensor, size: int, how: Rounding) -> tuple[Rounded, int, int]:
 
 def _block(size: int, group: int) -> int:
     """Values of a program, where a row need not be one's."""
-    whole = triton.next_power_of_2(size)
+    whole: int = triton.next_power_of_2(size)
     return whole if group == _ROWS else min(whole, _ACTIVATION_BLOCK)
 
 
