@@ -68,7 +68,7 @@ def read_config(folder: Path) -> ModelConfig:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    stated = _read_json(folder / "config.json")
+    stated = read_json(folder / "config.json")
     architecture = _architecture(stated)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -111,7 +111,12 @@ def build_config(architecture: str, config: Any, eos_token_ids: tuple[int, ...])
     )
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """An object from a JSON file beside a model.
+
+    Raises:
+        ModelError: there is none.
+    """
     if not file.is_file():
         raise ModelError(f"{str(file.parent)!r} is no model: it has no {file.name}")
     try:
@@ -181,7 +186,7 @@ def _windows(architecture: str, config: Any) -> tuple[int | None, ...]:
 def _eos_token_ids(config: Any, folder: Path) -> tuple[int, ...]:
     """Ids from the config and the generation config. Either may hold one id or a list."""
     file = folder / "generation_config.json"
-    generation = _read_json(file) if file.is_file() else {}
+    generation = read_json(file) if file.is_file() else {}
     ids: set[int] = set()
     for value in (config.eos_token_id, generation.get("eos_token_id")):
         ids.update(value if isinstance(value, list) else [] if value is None else [value])
