@@ -20,6 +20,8 @@ FLOORS = (
     (
         "engine",
         "engine.model",
+        "engine.model.precision",
+        "engine.model.precision.formats",
         "engine.attention",
         "engine.masks",
         "engine.sampling",

@@ -7,6 +7,7 @@ is found.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -344,7 +345,7 @@ def _gptq_config(group: int, *, symmetric: bool, version: str = "") -> Any:
         "true_sequential": True,
         "use_cuda_fp16": False,
         **({"checkpoint_format": version, "lm_head": False} if version else {}),
-        **({"dynamic": {f"-:{each.replace('.', chr(92) + '.')}$": {} for each in skip}}),
+        "dynamic": {f"-:{re.escape(each)}$": {} for each in skip},
     }
 
 
@@ -378,9 +379,7 @@ FORMS: dict[str, Form] = {
     ),
     "pack-quantized-channel": Form(
         _pack_quantized(-1, symmetric=True),
-        _compressed(
-            "pack-quantized", {**_INT4, "strategy": "channel", "group_size": None}, None
-        ),
+        _compressed("pack-quantized", {**_INT4, "strategy": "channel", "group_size": None}, None),
     ),
     "pack-quantized-asym": Form(
         _pack_quantized(GROUP, symmetric=False),
@@ -407,9 +406,7 @@ FORMS: dict[str, Form] = {
     ),
     "awq": Form(_awq(symmetric=False), _awq_config(zero_point=True)),
     "awq-symmetric": Form(_awq(symmetric=True), _awq_config(zero_point=False)),
-    "gptq": Form(
-        _gptq(GROUP, symmetric=True, less=1), _gptq_config(GROUP, symmetric=True)
-    ),
+    "gptq": Form(_gptq(GROUP, symmetric=True, less=1), _gptq_config(GROUP, symmetric=True)),
     "gptq-asym": Form(
         _gptq(GROUP, symmetric=False, less=1), _gptq_config(GROUP, symmetric=False, version="gptq")
     ),
