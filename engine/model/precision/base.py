@@ -69,6 +69,20 @@ class TensorSpec(NamedTuple):
 
     shape: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
+    other: tuple[int, ...] | None = None
+    """Another shape that is as good."""
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether a tensor may have this shape. Sizes of 1 do not count: libraries write one scale
+        as [] or [1], and scales of channels as [N] or [N, 1]."""
+        found = _without_ones(shape)
+        return found == _without_ones(self.shape) or (
+            self.other is not None and found == _without_ones(self.other)
+        )
+
+
+def _without_ones(shape: Sequence[int]) -> list[int]:
+    return [size for size in shape if size != 1]
 
 
 class Format(Protocol):
