@@ -236,7 +236,7 @@ def _check(places: list[Place], source: Source, form: Format | None, *, tied: bo
         )
     for name, spec in wanted.items():
         header = source.headers[name]
-        if header.shape != spec.shape:
+        if not spec.fits(header.shape):
             raise ModelError(
                 f"{name} has shape {list(header.shape)}, the config says {list(spec.shape)}"
             )
