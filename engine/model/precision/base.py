@@ -12,7 +12,7 @@ Shapes: N output channels, K input channels, T tokens.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol

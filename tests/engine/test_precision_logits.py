@@ -1,0 +1,106 @@
+"""Logits of quantised weights against transformers with the same rounding hooked in, for every
+family and form, and how many rounded inputs flip. See `precision_reference`."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from precision_reference import TIE, Flips, Reference, modules_of, watch
+from quantised_checkpoints import FORMS, INPUT_SCALE
+from quantised_folders import fp8_reference, reference_of, rule_of, write_quantised
+from safetensors.torch import load_file, save_file
+from test_model_logits import Runner, load
+from tiny_models import write_tiny_model
+
+FAMILIES: Mapping[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"family": "mistral", "sliding_window": 24},
+    "qwen2": {"family": "qwen2", "use_sliding_window": False},
+    "qwen3": {"family": "qwen3", "head_dim": 64},
+}
+SHAPE = {"hidden": 256, "heads": 4, "kv_heads": 2, "tokenizer": False}
+"""All projections are multiples of 128."""
+HEAD = 0.125
+"""What the head is multiplied by. Logits then reach 2, whose last bit in float32 is 1e-7."""
+LOGITS = 1e-5
+"""How far a logit may be off."""
+MOST_FLIPS = 1e-4
+CHUNKS = ((0, 16), (16, 35), (35, 90))
+TOKENS = 96
+ONLINE = 'quantization="fp8"'
+SECONDS = [("llama", ONLINE), ("qwen2", "fp8-static"), ("llama", "fp8-blocks"), ("qwen3", "gptq")]
+"""What `make test` runs, beside the matrix."""
+
+
+def cases() -> list[Any]:
+    every = [(family, form) for family in FAMILIES for form in (ONLINE, *FORMS)]
+    return [
+        pytest.param(*case, marks=() if case in SECONDS else pytest.mark.slow) for case in every
+    ]
+
+
+@pytest.fixture(scope="module")
+def floats(tmp_path_factory) -> dict[str, Path]:
+    """Folders of float models, by family, as they are asked for."""
+
+    class Folders(dict[str, Path]):
+        def __missing__(self, family: str) -> Path:
+            folder = tmp_path_factory.mktemp(family) / "float"
+            self[family] = write_tiny_model(folder, **SHAPE, **FAMILIES[family])
+            file = folder / "model.safetensors"
+            tensors = load_file(file)
+            tensors["lm_head.weight"] *= HEAD
+            save_file(tensors, file, metadata={"format": "pt"})
+            return self[family]
+
+    return Folders()
+
+
+def scales_of(module: str) -> float:
+    """An input's scale of its own for each module, so that the largest of a fused product counts."""
+    return INPUT_SCALE * (1 + zlib.crc32(module.encode()) % 100 / 100)
+
+
+@pytest.mark.parametrize(("family", "form"), cases())
+def test_logits_equal_transformers_that_rounds_alike(family, form, floats, tmp_path):
+    """Whole, then in chunks and token by token: inputs are rounded alike at every batch size."""
+    source = floats[family]
+    loaded, reference, rounds = build(source, form, tmp_path)
+    ids = np.random.default_rng(1).integers(1, 384, TOKENS).tolist()
+    for steps in ([(0, TOKENS)], [*CHUNKS, *((at, at + 1) for at in range(90, TOKENS))]):
+        with watch(loaded.model) as inputs:
+            runner = Runner(loaded)
+            found = torch.cat([runner.step([(0, ids[a:b])])[0] for a, b in steps])
+        assert set(inputs) == rounds
+        want = reference.logits(ids, inputs)
+        check(found, want, reference.flips)
+
+
+def build(source: Path, form: str, folder: Path) -> tuple[Any, Reference, set[str]]:
+    """An engine's model, its reference, and the modules whose inputs are rounded."""
+    if form == ONLINE:
+        loaded = load(source, quantization="fp8")
+        return loaded, fp8_reference(source), set(modules_of(loaded.model))
+    modules = modules_of(load(source).model)
+    scales = {module: scales_of(module) for module in modules}
+    checkpoint = write_quantised(source, folder, form, input_scales=scales)
+    rule = rule_of(form, checkpoint)
+    rounds = {module for module in modules if rule(module) is not None}
+    return load(folder), reference_of(source, form, checkpoint), rounds
+
+
+def check(found: torch.Tensor, want: torch.Tensor, flips: Flips) -> None:
+    largest = float(want.abs().max())
+    error = float((found - want).abs().max())
+    print(f"\nlogits up to {largest:.1f}, {error:.1e} off; {flips}")
+    assert largest > 1
+    assert error < LOGITS
+    assert flips.missing == []
+    assert flips.share <= MOST_FLIPS
+    assert flips.worst < TIE
