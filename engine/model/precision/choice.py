@@ -52,7 +52,7 @@ class Precision:
                 " leave the setting out"
             )
         self.form = form
-        self.name = form.name if form else quantization
+        self.name = form.name if form else quantization and f"{quantization} (rounded on load)"
         """Name for people and fingerprints; empty: float."""
         self._rounds = Scheme(Kind.FP8_CHANNELS) if quantization == "fp8" else None
         self._device = device
