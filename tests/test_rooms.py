@@ -20,6 +20,7 @@ FLOORS = (
     (
         "engine",
         "engine.model",
+        "engine.model.precision",
         "engine.attention",
         "engine.masks",
         "engine.sampling",
