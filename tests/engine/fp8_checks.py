@@ -129,7 +129,7 @@ def check_few_rows() -> None:
         for tiles in ways:
             given = (weight.values, weight.scales.view(-1), *x, bias, torch.float32, tiles)
             got = few_rows(*given)
-            assert relative_error(got, want) < 5e-4
+            assert relative_error(got, want) < 1e-3
             assert torch.equal(got, few_rows(*given))
 
 
@@ -141,7 +141,7 @@ def check_few_rows_by_blocks() -> None:
     want = restored(x).double() @ weight.double().t()
     for tiles in (Tiles(128, 128, 1, 4, 4), Tiles(64, 128, 3, 4, 4, EARLY)):
         got = few_rows(values, scales, *x, None, torch.float32, tiles)
-        assert relative_error(got, want) < 5e-4
+        assert relative_error(got, want) < 1e-3
 
 
 def check_one_row() -> None:
