@@ -29,9 +29,10 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from bench.fp8_one_row import one_row
 from bench.products import BYTES_S, CACHE_BYTES, SHAPES, graph_us
 from engine.cuda import rounding
-from engine.cuda.fp8_products import Tiles, few_rows, fp8_linear, one_row
+from engine.cuda.fp8_products import Tiles, few_rows, fp8_linear
 from engine.cuda.fp8_products import _scaled_rows as scaled_rows
 from engine.model.precision.rounding import Rounded, Rounding, restored, round_rows
 

@@ -63,7 +63,7 @@ class Tiles(NamedTuple):
 
 
 @triton.jit
-def _bring(pointers, size):
+def bring(pointers, size):
     """Asks for `size` bytes at each pointer, a multiple of 16, to be brought into the L2 cache."""
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
@@ -73,6 +73,24 @@ def _bring(pointers, size):
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def _sum_of_parts(places, seen, parts: tl.constexpr, at_once: tl.constexpr):
+    """The sums of all parts, added in their order; `places` are those of the first."""
+    size: tl.constexpr = places.shape[0] * places.shape[1]
+    total = tl.zeros(places.shape, tl.float32)
+    for part in tl.range(0, parts, loop_unroll_factor=at_once):
+        mask = seen[None, :]
+        total += tl.load(places + part * size, mask=mask, other=0.0, cache_modifier=".cg")
+    return total
+
+
+@triton.jit
+def _scaled(acc, scales, x_scales, channel, row, rows, outputs, x_scales_row):
+    """Sums by the scales of their channels and rows."""
+    acc *= tl.load(scales + channel, mask=channel < outputs, other=0.0)[:, None]
+    return acc * tl.load(x_scales + row * x_scales_row, mask=row < rows, other=0.0)[None, :]
 
 
 @triton.jit
@@ -101,138 +119,51 @@ def _few_rows(
     described: tl.constexpr,
     by_blocks: tl.constexpr,
     has_bias: tl.constexpr,
-    whole: tl.constexpr,
 ):
     tile, part = tl.program_id(0), tl.program_id(1)
     first = tile * bn
-    channel, at = tl.arange(0, bn), tl.arange(0, bk)
-    row = tl.arange(0, padded_rows)
+    channel, row = tl.arange(0, bn), tl.arange(0, padded_rows)
     steps = tl.cdiv(inputs, bk)
     begin, end = part * steps // parts, (part + 1) * steps // parts
     weights = values + tl.minimum(first + channel, outputs - 1).to(tl.int64) * inputs
     if ahead > 0:
         gdc_launch_dependents()
-        _bring(weights + begin * bk, tl.minimum(ahead, tl.minimum(end * bk, inputs) - begin * bk))
+        bring(weights + begin * bk, tl.minimum(ahead, tl.minimum(end * bk, inputs) - begin * bk))
         gdc_wait()
     seen = (row < rows)[:, None]
     acc = tl.zeros((bn, padded_rows), tl.float32)
     for step in range(begin, end):
-        k = step * bk + at
+        k = step * bk + tl.arange(0, bk)
         if described:
             weight = described_values.load([first, step * bk])
             taken = described_x.load([0, step * bk])
-        elif whole:
-            weight = tl.load(weights[:, None] + k[None, :])
-            taken = tl.load(x + row[:, None] * inputs + k[None, :], mask=seen, other=0.0)
         else:
             inside = (k < inputs)[None, :]
             weight = tl.load(weights[:, None] + k[None, :], mask=inside, other=0.0)
             taken = tl.load(x + row[:, None] * inputs + k[None, :], mask=seen & inside, other=0.0)
         if by_blocks:
             of_block = tl.load(scales + first // 128 * steps + step)
-            of_rows = tl.load(
-                x_scales + row * x_scales_row + step * x_scales_step, mask=row < rows, other=0.0
-            )
+            of_rows = x_scales + row * x_scales_row + step * x_scales_step
+            of_rows = tl.load(of_rows, mask=row < rows, other=0.0)
             acc += tl.dot(weight, taken.T) * (of_block * of_rows)[None, :]
         else:
             acc += tl.dot(weight, taken.T)
     if parts > 1:
-        places = (tile * parts + part) * bn + channel
-        places = partial + places[:, None] * padded_rows + row[None, :]
+        place = (tile * parts + part) * bn + channel
+        places = partial + place[:, None] * padded_rows + row[None, :]
         tl.store(places, acc, mask=row[None, :] < rows)
         tl.debug_barrier()
         if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") != parts - 1:
             return
-        places -= part * bn * padded_rows
-        acc = tl.zeros((bn, padded_rows), tl.float32)
-        for one in tl.range(0, parts, loop_unroll_factor=at_once):
-            acc += tl.load(
-                places + one * bn * padded_rows,
-                mask=row[None, :] < rows,
-                other=0.0,
-                cache_modifier=".cg",
-            )
+        acc = _sum_of_parts(places - part * bn * padded_rows, row < rows, parts, at_once)
         tl.store(arrivals + tile, 0)
-    there = first + channel < outputs
     if not by_blocks:
-        acc *= tl.load(scales + first + channel, mask=there, other=0.0)[:, None]
-        acc *= tl.load(x_scales + row * x_scales_row, mask=row < rows, other=0.0)[None, :]
+        acc = _scaled(acc, scales, x_scales, first + channel, row, rows, outputs, x_scales_row)
+    there = first + channel < outputs
     if has_bias:
         acc += tl.load(bias + first + channel, mask=there, other=0.0).to(tl.float32)[:, None]
     target = out + row[None, :] * outputs + (first + channel)[:, None]
     tl.store(target, acc, mask=there[:, None] & (row < rows)[None, :])
-
-
-@triton.jit
-def _one_row(
-    values,
-    scales,
-    x,
-    x_scales,
-    bias,
-    out,
-    outputs,
-    inputs: tl.constexpr,
-    bn: tl.constexpr,
-    bk: tl.constexpr,
-    lines: tl.constexpr,
-    has_bias: tl.constexpr,
-    pdl: tl.constexpr,
-):
-    channel = tl.program_id(0) * bn + tl.arange(0, bn)
-    at = tl.arange(0, bk)
-    weights = values + tl.minimum(channel, outputs - 1).to(tl.int64) * inputs
-    if pdl:
-        gdc_launch_dependents()
-        line = tl.minimum(tl.arange(0, lines) * 128, inputs - 128)
-        _bring(weights[:, None] + line[None, :], 128)
-        gdc_wait()
-    acc = tl.zeros((bn, bk), tl.float32)
-    for start in range(0, inputs, bk):
-        taken = tl.load(x + start + at).to(tl.float32)
-        weight = tl.load(weights[:, None] + (start + at)[None, :]).to(tl.float32)
-        acc += weight * taken[None, :]
-    there = channel < outputs
-    total = tl.sum(acc, axis=1) * tl.load(scales + channel, mask=there, other=0.0)
-    total *= tl.load(x_scales)
-    if has_bias:
-        total += tl.load(bias + channel, mask=there, other=0.0).to(tl.float32)
-    tl.store(out + channel, total, mask=there)
-
-
-def one_row(
-    values: Tensor,
-    scales: Tensor,
-    x: Tensor,
-    x_scales: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-    tiles: Tiles,
-) -> Tensor:
-    """The product of one row without tensor cores, as `few_rows`; `tiles.inputs` divides K."""
-    outputs, inputs = values.shape
-    out = torch.empty(1, outputs, dtype=out_dtype, device=x.device)
-    given = out if bias is None else bias
-    launch(
-        _one_row,
-        (triton.cdiv(outputs, tiles.outputs),),
-        values,
-        scales,
-        x,
-        x_scales,
-        given,
-        out,
-        outputs,
-        inputs,
-        tiles.outputs,
-        tiles.inputs,
-        triton.next_power_of_2(inputs // 128),
-        bias is not None,
-        tiles.ahead > 0,
-        num_warps=tiles.warps,
-        launch_pdl=tiles.ahead > 0,
-    )
-    return out
 
 
 def few_rows(
@@ -299,7 +230,6 @@ def few_rows(
         tiles.described,
         scales.dim() == 2,
         bias is not None,
-        inputs % tiles.inputs == 0,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         launch_pdl=tiles.ahead > 0,

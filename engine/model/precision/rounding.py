@@ -4,7 +4,7 @@ A value v becomes the e4m3 number nearest to v / s, ties to even, and stands for
 s. The scale s is the largest magnitude of its values, divided by the largest of e4m3. Both
 divisions are true ones, so a CPU and a GPU agree in every bit.
 
-A NaN stays one. An infinity makes its row, or its group, NaN where it is: it is never hidden.
+A NaN stays one. An infinity becomes NaN, but by a given scale the largest number.
 """
 
 from __future__ import annotations
