@@ -5,7 +5,9 @@
 On a CPU the weight is dequantised when it is loaded. On a GPU it stays in four bits, and the
 kernels of `humming-kernels` multiply it with activations in the model's dtype
 (`precision.humming`). They turn a group's values into that dtype, scale included, and add in
-float32. So their result is that of the dequantised weight.
+float32. So their result is that of the dequantised weight, but for one thing: where several blocks
+share a tile of the result, each adds its part to the tile in the model's dtype, in the order in
+which they end. The same input may then give results that differ in the last bits.
 """
 
 from __future__ import annotations
