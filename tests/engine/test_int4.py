@@ -1,25 +1,25 @@
-"""INT4 weights: what they mean, how a fused one is filled, and their products on a GPU.
+"""INT4 weights: what they mean, how a fused one is filled, which kernels are compiled.
 
-The library `humming-kernels` runs on GPUs alone. Without one a stand-in shows which kernels are
-asked for; whether they multiply rightly is shown by the tests marked `gpu`.
+The library `humming-kernels` runs on GPUs alone. Here a stand-in shows which kernels it is asked
+for; whether they multiply rightly is shown by `test_int4_kernels`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 import types
 from collections.abc import Iterator
 
 import pytest
 import torch
+from int4_kit import BF16, CPU, CUDA, drawn, method_of
 from torch import Tensor, nn
 
 from engine.model.config import ModelError
 from engine.model.precision import humming
-from engine.model.precision.base import Kind, Part, Quantised, Scheme
+from engine.model.precision.base import Quantised
 from engine.model.precision.int4 import (
     Int4,
     compile_all,
@@ -29,40 +29,6 @@ from engine.model.precision.int4 import (
     quantised,
     takes,
 )
-
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-BF16 = torch.bfloat16
-
-
-def drawn(
-    n: int, k: int, group: int, zero_points: bool, dtype: torch.dtype = BF16, seed: int = 0
-) -> Quantised:
-    """A weight as a checkpoint has it. Values of every kind; scales as the dtype has them."""
-    generator = torch.Generator().manual_seed(seed + n + k)
-    shape = n, k // (group or k)
-    values = torch.randint(0, 16, (n, k), generator=generator, dtype=torch.uint8)
-    scales = (torch.rand(shape, generator=generator) * 0.02 + 0.001).to(dtype).float()
-    if not zero_points:
-        return Quantised(values, scales)
-    zeros = torch.randint(0, 16, shape, generator=generator, dtype=torch.uint8)
-    return Quantised(values, scales, zeros)
-
-
-def method_of(
-    parts: list[Quantised | Tensor],
-    inputs: int,
-    group: int,
-    device: torch.device = CPU,
-    dtype: torch.dtype = BF16,
-) -> Int4:
-    rows = [len(part.values) if isinstance(part, Quantised) else len(part) for part in parts]
-    named = [Part(f"part{i}", count) for i, count in enumerate(rows)]
-    method = Int4(Scheme(Kind.INT4, group), named, inputs, dtype, device)
-    first = 0
-    for part, count in zip(parts, rows, strict=True):
-        method.fill(first, part)
-        first += count
-    return method
 
 
 def unpacked(packed: Tensor) -> Tensor:
@@ -181,6 +147,27 @@ def test_why_a_device_cannot_run_int4(monkeypatch: pytest.MonkeyPatch) -> None:
     assert int4_obstacle(CUDA).endswith("8.0 or newer, and T4 has 7.5")
 
 
+def test_why_nothing_can_be_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    class Files:
+        def get_nvrtc_library_path(self) -> str:
+            return "/cuda/lib/libnvrtc.so.13"
+
+        def filter_cuda_paths(self, required_headers: list[str]) -> dict[str, list[str]]:
+            if not (tmp_path / required_headers[0]).exists():
+                raise RuntimeError("No suitable CUDA 13 environment found.")
+            return {"include_paths": [str(tmp_path), str(tmp_path / "cccl")]}
+
+    monkeypatch.setattr(humming, "_module", lambda name: Files())
+    monkeypatch.setenv("BATON_CACHE", str(tmp_path / "cache"))
+    assert humming._toolkit_obstacle().startswith("No suitable CUDA 13 environment found.; pip")
+    for header in ("cuda_runtime.h", "crt/host_defines.h", "cccl/cuda/std/cstdint"):
+        path = tmp_path / header
+        assert humming._toolkit_obstacle() != ""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    assert humming._toolkit_obstacle() == ""
+
+
 def test_products_are_refused_before_their_kernels_are_there() -> None:
     method = method_of([drawn(32, 64, 32, False)], 64, 32)
     with pytest.raises(RuntimeError, match="compile_all"):
@@ -280,172 +267,3 @@ def test_a_folder_that_cannot_be_written_is_an_error_of_the_model(library, monke
     monkeypatch.setenv("BATON_CACHE", "/dev/null/nowhere")
     with pytest.raises(ModelError, match="cannot be compiled"):
         humming.compiled(['{"n": 64}'], 70, CUDA, None)
-
-
-# On a GPU, with the library.
-
-ROWS = 300
-ROUNDING = 8e-3
-"""Of the weight to bf16, of the result, and of up to ten parts of the result, added in bf16: eight
-parts give 0.0043. A zero point that is one too high gives 0.2."""
-KINDS = [(768, 1024, group, zero) for group in (0, 32, 64, 128) for zero in (False, True)]
-PADDED = [(576, 576, 64, True), (96, 128, 0, False)]
-"""Weights whose rows are filled up to a multiple of 128."""
-
-
-def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Counts from now on what is compiled, and what is looked for in the folder of kernels."""
-    from humming.jit import compiler
-
-    found: list[str] = []
-    for kind in (compiler.NVRTCCompiler, compiler.NVCCCompiler):
-        for name in ("_compile", "compile"):
-            inner = getattr(kind, name)
-
-            def spied(*args: object, inner=inner, name=name, **more: object) -> object:
-                found.append(name)
-                return inner(*args, **more)
-
-            monkeypatch.setattr(kind, name, spied)
-    return found
-
-
-@pytest.fixture(scope="module")
-def on_gpu() -> dict[tuple[int, int, int, bool], tuple[Int4, Tensor]]:
-    """Finished methods with their kernels, and their weights in float64."""
-    if obstacle := int4_obstacle(CUDA):
-        pytest.skip(obstacle)
-    found = {}
-    for n, k, group, zero in KINDS + PADDED:
-        first = drawn(n // 2, k, group, zero, seed=1)
-        second = drawn(n - n // 2, k, group, zero, seed=2)
-        method = method_of([first, second], k, group, CUDA)
-        method.finish()
-        weight = torch.cat((dequantised(first), dequantised(second))).double()
-        found[n, k, group, zero] = method, weight.to(CUDA)
-    told: list[tuple[str, int, int]] = []
-    compile_all(
-        nn.ModuleList(method for method, _ in found.values()), ROWS, lambda *what: told.append(what)
-    )
-    assert told
-    assert told[-1][1] == told[-1][2] == len(told)
-    return found
-
-
-def relative_error(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want).norm() / want.norm())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", KINDS + PADDED, ids=str)
-def test_products_equal_those_of_the_dequantised_weight(on_gpu, kind) -> None:
-    method, weight = on_gpu[kind]
-    generator = torch.Generator(CUDA).manual_seed(3)
-    bias = torch.randn(len(weight), generator=generator, device=CUDA, dtype=BF16)
-    for rows in (1, 2, 7, 8, 9, 16, 17, 31, 40, 64, 100, 128, 129, 200, 255, 256, 300):
-        x = torch.randn(rows, method.inputs, generator=generator, device=CUDA, dtype=BF16)
-        want = x.double() @ weight.T
-        got = method.product(x, None)
-        assert (got.shape, got.dtype) == (want.shape, BF16)
-        assert relative_error(got, want) < ROUNDING, rows
-        assert relative_error(method.product(x, bias), want + bias.double()) < ROUNDING, rows
-    assert not bool(method.locks.any())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [BF16, torch.float16])
-def test_a_float_weight_and_other_dtypes(on_gpu, dtype) -> None:
-    weight = torch.randn(256, 512).to(dtype) * 0.02
-    method = method_of([weight], 512, 128, CUDA, dtype)
-    method.finish()
-    compile_all(method, 16)
-    x = torch.randn(5, 512, device=CUDA, dtype=dtype)
-    want = x.double() @ dequantised(quantised(weight, 128, dtype)).double().to(CUDA).T
-    assert relative_error(method.product(x, None), want) < ROUNDING
-
-
-@pytest.mark.gpu
-def test_zero_points_that_are_all_eight_are_left_out(on_gpu) -> None:
-    part = drawn(256, 512, 128, True)
-    part = part._replace(zero_points=torch.full_like(part.zero_points, 8))
-    method = method_of([part], 512, 128, CUDA)
-    method.finish()
-    assert method.zero_points is None
-
-
-@pytest.mark.gpu
-def test_nothing_is_compiled_while_serving(on_gpu, monkeypatch) -> None:
-    found = compilations(monkeypatch)
-    for method, _ in on_gpu.values():
-        for rows in (*range(1, ROWS + 1), 1000):
-            method.product(torch.zeros(rows, method.inputs, device=CUDA, dtype=BF16), None)
-    torch.cuda.synchronize()
-    assert found == []
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 32, 300])
-def test_graphs_replay_products(on_gpu, monkeypatch, rows) -> None:
-    found = compilations(monkeypatch)
-    kinds = [kind for kind in KINDS if kind[2] in (0, 128)]
-    x = torch.zeros(rows, 1024, device=CUDA, dtype=BF16)
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    with torch.inference_mode(), torch.cuda.stream(stream):
-        graph.capture_begin(capture_error_mode="thread_local")
-        got = [on_gpu[kind][0].product(x, None) for kind in kinds]
-        graph.capture_end()
-    for seed in range(3):
-        torch.cuda.synchronize()
-        x.copy_(torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)))
-        torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
-            graph.replay()
-        torch.cuda.synchronize()
-        for kind, out in zip(kinds, got, strict=True):
-            assert relative_error(out, x.double() @ on_gpu[kind][1].T) < ROUNDING, kind
-    assert found == []
-
-
-def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets the library look for its kernels anew, as a new process does."""
-    from humming.kernel.humming import HummingKernel
-
-    monkeypatch.setattr(HummingKernel, "_instances", {})
-    monkeypatch.setattr(HummingKernel, "_str2kernel_cache", {})
-
-
-@pytest.mark.gpu
-def test_a_second_start_finds_the_kernels_on_disk(on_gpu, monkeypatch) -> None:
-    found = compilations(monkeypatch)
-    forget(monkeypatch)
-    method, _ = on_gpu[KINDS[0]]
-    compile_all(method, ROWS)
-    assert set(found) == {"compile"}  # looked for, and found
-
-
-@pytest.mark.gpu
-def test_kernels_are_compiled_without_nvcc(on_gpu, monkeypatch, tmp_path) -> None:
-    from humming.utils import cuda
-    from humming.utils import jit as folders
-
-    from_pip = [found for found in cuda.find_all_cuda_paths() if found["source"] == "pypi"]
-    if not any("cccl" in path for found in from_pip for path in found["include_paths"]):
-        pytest.skip("humming-kernels[cu13] is not installed by pip")
-    monkeypatch.setattr(
-        cuda, "find_all_cuda_paths", lambda: [{**found, "binaries": {}} for found in from_pip]
-    )
-    monkeypatch.setattr(folders, "get_humming_cache_dir", lambda: f"{tmp_path}/")
-    monkeypatch.setenv("PATH", os.path.dirname(sys.executable))
-    forget(monkeypatch)
-    found = compilations(monkeypatch)
-    assert int4_obstacle(CUDA) == ""
-    method, weight = on_gpu[KINDS[-1]]
-    before = method.table
-    try:
-        compile_all(method, 8)
-        x = torch.randn(3, method.inputs, device=CUDA, dtype=BF16)
-        assert relative_error(method.product(x, None), x.double() @ weight.T) < ROUNDING
-    finally:
-        method.table = before
-    assert "_compile" in found
-    assert any(tmp_path.glob("*/kernel.cubin"))

@@ -2,10 +2,10 @@
 
 Source: github.com/vllm-project/humming, "docs" and `humming.transform`, version 0.1.19.
 
-The library makes a kernel for each shape of weight and each range of row numbers, about thirty for
-a shape. A kernel takes two to six seconds of a core, by NVRTC: no `nvcc` is needed. What is
-compiled is kept in a folder and used again. Left alone, the library compiles a shape's kernels when
-it is first multiplied. `compiled` does it before.
+The library makes a kernel for each shape of weight and each range of row numbers: on Hopper GPUs
+25 to 33 for a shape. A kernel takes two to six seconds of a core, by NVRTC: no `nvcc` is needed.
+What is compiled is kept in a folder and used again. Left alone, the library compiles a shape's
+kernels when it is first multiplied. `compiled` does it before.
 
 Nothing here imports the library before an INT4 weight is on a GPU.
 """
@@ -35,12 +35,14 @@ LEAST_TORCH: Final = (2, 11)
 """For older ones the library compiles its launcher with the host's C++ compiler."""
 LEAST_CAPABILITY: Final = (8, 0)
 """Of GPUs that multiply bf16."""
+HEADERS: Final = ["cuda_runtime.h", "crt/host_defines.h", "cuda/std/cstdint"]
+"""One of each package of headers: of the runtime, which the library looks for, of crt, of CCCL."""
 COLUMNS: Final = 128
 """The rows of a weight are filled up to a multiple of this: some kernels take no other."""
 LOCKS: Final = 2048
 """Integers by which the blocks of one product wait for each other, as many as the library has."""
-MOST_COMPILERS: Final = 16
-"""At one time. Each takes about 0.3 GB."""
+MOST_COMPILERS: Final = 32
+"""At one time. Each takes 0.2 GB."""
 NO_LIMIT: Final = 1 << 30
 
 
@@ -70,16 +72,18 @@ def obstacle(device: torch.device) -> str:
 
 
 def _toolkit_obstacle() -> str:
-    """Why nothing can be compiled; empty if the headers and NVRTC are there."""
+    """Why nothing can be compiled; empty if NVRTC and the headers that it will see are there."""
     try:
         with environment():
-            headers = _module("humming.utils.cuda").filter_cuda_paths(
-                required_headers=["cuda_runtime.h", "crt/host_defines.h"]
-            )["include_paths"]
+            find = _module("humming.utils.cuda").filter_cuda_paths
+            folders = [
+                Path(folder) for folder in find(required_headers=HEADERS[:1])["include_paths"]
+            ]
     except (ModelError, RuntimeError) as error:
         return f"{error}; {INSTALL}"
-    if not any((Path(folder) / "cuda" / "std" / "cstdint").exists() for folder in headers):
-        return f"INT4 kernels cannot be compiled: no headers of CCCL in {headers[0]}; {INSTALL}"
+    for header in HEADERS:
+        if not any((folder / header).exists() for folder in folders):
+            return f"INT4 kernels cannot be compiled: no {header} in {folders[0]}; {INSTALL}"
     return ""
 
 
