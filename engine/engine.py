@@ -21,6 +21,7 @@ from engine.loop.profiling import StepProfiler
 from engine.loop.step_loop import OnLost, OnStep, StepLoop
 from engine.masks.matchers import Matchers
 from engine.model import LoadedModel, load_model
+from engine.model.precision.int4 import compile_all
 from engine.pages.blocks import BlockManager, CacheEvent
 from engine.pages.eviction import EVICTION_POLICIES
 from engine.pages.kv_pool import LAYOUT_VERSION, KvPool
@@ -73,6 +74,7 @@ class Engine:
             check=lambda weights: _check_memory(config, weights, device),
             progress=progress,
         )
+        compile_all(loaded.model, config.max_step_tokens, progress)
         pool = _build_pool(config, loaded, device)
         info = _model_info(config, loaded, pool)
         config = replace(

@@ -107,8 +107,9 @@ def load_model(
 def _weights(config: ModelConfig, dtype: torch.dtype, precision: Precision) -> Weights:
     """Counts weights without memory for them."""
     model = Model(config, dtype, torch.device("meta"), precision)
-    own = [each for each in model.parameters() if each.dtype == dtype]
-    others = [each for each in model.parameters() if each.dtype != dtype]
+    kept = [*model.parameters(), *model.buffers()]
+    own = [each for each in kept if each.dtype == dtype]
+    others = [each for each in kept if each.dtype != dtype]
     return Weights(
         count=sum(each.numel() for each in own),
         tied=model.embedding.numel() if config.tie_embeddings else 0,

@@ -78,7 +78,7 @@ def pack_pairs(values: Tensor) -> Tensor:
 class Int4(Method):
     """An INT4 weight on a GPU, multiplied by humming-kernels.
 
-    After `finish` it needs its kernels: `compile_all`.
+    It needs its kernels: `compile_all`.
 
     Memory: K / 2 bytes of values for a channel and 2 for each group; zero points take one byte for
     a group before `finish`, and half of one after it.
@@ -130,7 +130,9 @@ class Int4(Method):
 
     def finish(self, kernels: Kernels | None = None) -> None:
         """Puts the weight into the order of the kernels. Zero points that are all 8 are left out:
-        the kernels without them are faster."""
+        the kernels without them are faster. A second call does nothing."""
+        if self.config:
+            return
         zero_points, device = self.zero_points, self.values.device
         if zero_points is not None and bool((zero_points == MIDDLE).all()):
             zero_points = None
@@ -153,13 +155,13 @@ class Int4(Method):
 
 @torch.inference_mode()
 def compile_all(model: nn.Module, most_rows: int, progress: Progress | None = None) -> None:
-    """Compiles and loads the kernels of all INT4 weights of a model, for steps of 1 to `most_rows`
-    rows. After it no product compiles or loads anything, so graphs may be captured.
+    """Finishes all INT4 weights of a model, and compiles and loads their kernels, for steps of 1 to
+    `most_rows` rows. After it no product compiles or loads anything, so graphs may be captured.
 
     Without INT4 weights it does nothing. Blocks until all is done.
 
     Args:
-        model: a model whose methods are finished.
+        model: a model whose weights are filled.
         most_rows: the most rows that a product has.
         progress: called with ("int4 kernels", kernels done, kernels in all).
 
@@ -169,6 +171,8 @@ def compile_all(model: nn.Module, most_rows: int, progress: Progress | None = No
     methods = [module for module in model.modules() if isinstance(module, Int4)]
     if not methods:
         return
+    for method in methods:
+        method.finish()
     by_config = {method.config: method for method in methods}
     device = methods[0].values.device
     tables = humming.compiled(list(by_config), most_rows, device, progress)
