@@ -81,7 +81,9 @@ def restored(rounded: Rounded) -> Tensor:
 
 def scale_of(most: Tensor) -> Tensor:
     """The scale of values whose largest magnitude is `most`, float32."""
-    return (most.float() / E4M3_MOST).clamp_min(LEAST_SCALE)
+    wide = most.float()
+    # By a tensor: a GPU would multiply by the inverse of a number, which rounds twice.
+    return (wide / torch.full_like(wide, E4M3_MOST)).clamp_min(LEAST_SCALE)
 
 
 def rounded_by(x: Tensor, scales: Tensor) -> Tensor:
