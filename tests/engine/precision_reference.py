@@ -110,11 +110,30 @@ Inputs = Mapping[str, Input]
 
 
 @contextmanager
-def watch(model: Model) -> Iterator[dict[str, Input]]:
-    """What the products inside round their inputs to, of all steps one after the other. Filled when
-    the block ends."""
-    noted: defaultdict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+def watch(*models: Model) -> Iterator[dict[str, Input]]:
+    """What the products inside round their inputs to, of one sequence, by position. It may be
+    computed by several models; a position that is computed again counts as it was first. Filled
+    when the block ends."""
+    notes: defaultdict[str, list[tuple[Tensor, Tensor, Tensor]]] = defaultdict(list)
     inputs: dict[str, Input] = {}
+    hooks = [hook for model in models for hook in _hooks(model, notes)]
+    try:
+        yield inputs
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for module, steps in notes.items():
+        positions, values, scales = (torch.cat(each).numpy() for each in zip(*steps, strict=True))
+        found, first = np.unique(positions, return_index=True)
+        assert found.tolist() == list(range(len(found))), "a position is missing"
+        inputs[module] = Input(values[first].astype(np.float64), scales[first])
+
+
+def _hooks(model: Model, notes: defaultdict[str, list[tuple[Tensor, Tensor, Tensor]]]) -> Any:
+    at = [torch.empty(0)]
+
+    def note_positions(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+        at[0] = arguments[1].clone()
 
     def note(linear: nn.Module, arguments: tuple[Any, ...]) -> None:
         assert isinstance(linear, Linear)
@@ -124,17 +143,11 @@ def watch(model: Model) -> Iterator[dict[str, Input]]:
                 return
             x = linear.method.input(x)
         for part in linear.parts:
-            noted[part.module].append((x.values.float(), x.scales))
+            notes[part.module].append((at[0], x.values.float(), x.scales))
 
-    hooks = [linear.register_forward_pre_hook(note) for linear in model.linears]
-    try:
-        yield inputs
-    finally:
-        for hook in hooks:
-            hook.remove()
-    for module, steps in noted.items():
-        values, scales = (torch.cat(each).numpy() for each in zip(*steps, strict=True))
-        inputs[module] = Input(values.astype(np.float64), scales)
+    yield model.register_forward_pre_hook(note_positions)
+    for linear in model.linears:
+        yield linear.register_forward_pre_hook(note)
 
 
 class Reference:

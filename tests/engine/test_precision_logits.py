@@ -26,8 +26,9 @@ FAMILIES: Mapping[str, dict[str, Any]] = {
 }
 SHAPE = {"hidden": 256, "heads": 4, "kv_heads": 2, "tokenizer": False}
 """All projections are multiples of 128."""
-HEAD = 0.125
-"""What the head is multiplied by. Logits then reach 2, whose last bit in float32 is 1e-7."""
+SCALES = {"_proj.weight": 0.5, "lm_head.weight": 0.125}
+"""What weights are multiplied by, which otherwise suit a hidden size of 64. Logits reach 2, whose
+last bit in float32 is 1e-7, and attention makes no more of small differences than it does there."""
 LOGITS = 1e-5
 """How far a logit may be off."""
 MOST_FLIPS = 1e-4
@@ -54,12 +55,18 @@ def floats(tmp_path_factory) -> dict[str, Path]:
             folder = tmp_path_factory.mktemp(family) / "float"
             self[family] = write_tiny_model(folder, **SHAPE, **FAMILIES[family])
             file = folder / "model.safetensors"
-            tensors = load_file(file)
-            tensors["lm_head.weight"] *= HEAD
+            tensors = {name: scaled(name, each) for name, each in load_file(file).items()}
             save_file(tensors, file, metadata={"format": "pt"})
             return self[family]
 
     return Folders()
+
+
+def scaled(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    for end, factor in SCALES.items():
+        if name.endswith(end):
+            return tensor * factor
+    return tensor
 
 
 def scales_of(module: str) -> float:
