@@ -378,9 +378,7 @@ FORMS: dict[str, Form] = {
     ),
     "pack-quantized-channel": Form(
         _pack_quantized(-1, symmetric=True),
-        _compressed(
-            "pack-quantized", {**_INT4, "strategy": "channel", "group_size": None}, None
-        ),
+        _compressed("pack-quantized", {**_INT4, "strategy": "channel", "group_size": None}, None),
     ),
     "pack-quantized-asym": Form(
         _pack_quantized(GROUP, symmetric=False),
@@ -407,9 +405,7 @@ FORMS: dict[str, Form] = {
     ),
     "awq": Form(_awq(symmetric=False), _awq_config(zero_point=True)),
     "awq-symmetric": Form(_awq(symmetric=True), _awq_config(zero_point=False)),
-    "gptq": Form(
-        _gptq(GROUP, symmetric=True, less=1), _gptq_config(GROUP, symmetric=True)
-    ),
+    "gptq": Form(_gptq(GROUP, symmetric=True, less=1), _gptq_config(GROUP, symmetric=True)),
     "gptq-asym": Form(
         _gptq(GROUP, symmetric=False, less=1), _gptq_config(GROUP, symmetric=False, version="gptq")
     ),

@@ -192,7 +192,8 @@ SCALES = {"awq": "scales", "gptq": "scales", "fp8-blocks": "weight_scale_inv"}
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.inf, math.nan])
 @pytest.mark.parametrize(
-    "name", ["compressed-tensors-channel-dynamic", "pack-quantized-group", "fp8-blocks", "awq", "gptq"]
+    "name",
+    ["compressed-tensors-channel-dynamic", "pack-quantized-group", "fp8-blocks", "awq", "gptq"],
 )
 def test_a_scale_that_is_not_finite_or_not_positive_is_refused_by_name(name, bad, opened):
     checkpoint = quantised(float_tensors(), name)
@@ -249,7 +250,11 @@ def test_one_scale_may_be_a_scalar_or_a_list_and_that_of_fp8_one_a_channel(opene
 @pytest.mark.parametrize(
     ("name", "shape", "message"),
     [
-        ("pack-quantized-group", (144, 176), "176 inputs, which is no multiple of the group size 3"),
+        (
+            "pack-quantized-group",
+            (144, 176),
+            "176 inputs, which is no multiple of the group size 3",
+        ),
         ("awq", (144, 176), "176 inputs, which is no multiple of the group size 32"),
         ("gptq", (144, 176), "176 inputs, which is no multiple of the group size 32"),
         ("awq", (141, 160), "141 outputs, which is no multiple of the 8 that an int32 holds"),

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from precision_reference import TIE, Flips, Reference, modules_of, watch
+from precision_reference import MOST_FLIPS, TIE, Flips, Reference, modules_of, watch
 from quantised_checkpoints import FORMS, INPUT_SCALE
 from quantised_folders import fp8_reference, reference_of, rule_of, write_quantised
 from safetensors.torch import load_file, save_file
@@ -31,7 +31,6 @@ SCALES = {"_proj.weight": 0.5, "lm_head.weight": 0.125}
 last bit in float32 is 1e-7, and attention makes no more of small differences than it does there."""
 LOGITS = 1e-5
 """How far a logit may be off."""
-MOST_FLIPS = 1e-4
 CHUNKS = ((0, 16), (16, 35), (35, 90))
 TOKENS = 96
 ONLINE = 'quantization="fp8"'
@@ -70,7 +69,7 @@ def scaled(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def scales_of(module: str) -> float:
-    """An input's scale of its own for each module, so that the largest of a fused product counts."""
+    """Scales of inputs differ from module to module: the largest of a fused product counts."""
     return INPUT_SCALE * (1 + zlib.crc32(module.encode()) % 100 / 100)
 
 

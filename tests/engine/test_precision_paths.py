@@ -11,15 +11,17 @@ follows the engine's flips and asks for the same tokens past what float32 sums l
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from engine_kit import Run, finish, hand_off, held, submit
-from precision_reference import MOST_FLIPS, TIE, Reference, watch
+from precision_reference import MOST_FLIPS, TIE, Inputs, Reference, watch
 from quantised_checkpoints import FORMS
 from quantised_folders import (
     FLOAT_INPUT,
@@ -36,6 +38,8 @@ from test_precision_logits import FAMILIES, SHAPE
 from tiny_models import write_tiny_model
 
 from engine.engine import Engine
+from engine.loop.executor import TorchExecutor
+from engine.model import Model
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -62,7 +66,8 @@ def cases() -> list[Any]:
         pytest.param(
             each,
             id="-".join(each),
-            marks=[pytest.mark.model] * (each[0] == DEMO) + [pytest.mark.slow] * (each not in QUICK),
+            marks=[pytest.mark.model] * (each[0] == DEMO)
+            + [pytest.mark.slow] * (each not in QUICK),
         )
         for each in every
     ]
@@ -75,8 +80,9 @@ class Case(NamedTuple):
     options: dict[str, Any]
     answers: References
     prompts: list[list[int]]
-    reference: Any
-    """Makes its `Reference`."""
+    reference: Callable[[], Reference]
+    """Loads it."""
+    is_demo: bool
 
     def engine(self, **options: Any) -> AbstractContextManager[Engine]:
         """One that runs until the block ends, and then holds no page."""
@@ -88,7 +94,7 @@ class Case(NamedTuple):
         ties = 0
         for number, (prompt, run) in enumerate(zip(self.prompts, runs, strict=True)):
             want = self.answers(prompt, MAX_TOKENS)
-            ties += any([self._leaves(want, given, tokens, number) for tokens in run.tokens])
+            ties += any(self._leaves(want, given, tokens, number) for tokens in run.tokens)
         print(f"\n{ties} of {len(runs)} outputs left at a tie")
         assert ties <= MOST_TIES * len(runs)
 
@@ -113,25 +119,24 @@ def case(request, tmp_path_factory) -> Iterator[Case]:
     else:
         source = write_tiny_model(scratch / "float", **SHAPE, **FAMILIES[model])
         rng = np.random.default_rng(7)
-        prompts = [rng.integers(1, 384, length).tolist() for length in (1, 17, 64, 70)]
-    yield make(source, scratch / form, form, prompts, DEMO_FLIP if model == DEMO else TINY_FLIP)
+        prompts = [rng.integers(1, 384, length).tolist() for length in (70, 64, 17, 5)]
+    prompts.sort(key=len, reverse=True)
+    yield make(source, scratch / form, form, prompts, is_demo=model == DEMO)
     shutil.rmtree(scratch)
 
 
-def make(source: Path, folder: Path, form: str, prompts: list[list[int]], flip: float) -> Case:
+def make(source: Path, folder: Path, form: str, prompts: list[list[int]], *, is_demo: bool) -> Case:
+    flip = DEMO_FLIP if is_demo else TINY_FLIP
     if form == ONLINE:
-        make_reference = lambda: fp8_reference(source)  # noqa: E731
-        answers = References(source, form, lambda: fp8_reference(source).model, flip)
-        return Case(source, {"quantization": "fp8"}, answers, prompts, make_reference)
+        load = partial(fp8_reference, source)
+        answers = References(source, form, lambda: load().model, flip)
+        return Case(source, {"quantization": "fp8"}, answers, prompts, load, is_demo)
     scales = calibrated(source, max(prompts, key=len)) if form in STATIC else None
     checkpoint = write_quantised(source, folder, form, input_scales=scales)
-
-    def reference() -> Reference:
-        return reference_of(source, form, checkpoint)
-
+    load = partial(reference_of, source, form, checkpoint)
     noise = NOISE if form.startswith(FLOAT_INPUT) else flip
-    answers = References(folder, form, lambda: reference().model, noise)
-    return Case(folder, {}, answers, prompts, reference)
+    answers = References(folder, form, lambda: load().model, noise)
+    return Case(folder, {}, answers, prompts, load, is_demo)
 
 
 def demo_prompts(path: Path) -> list[list[int]]:
@@ -157,22 +162,83 @@ def run_all(engine: Engine, prompts: Sequence[list[int]], **options: Any) -> lis
 
 
 def test_every_path_gives_the_tokens_of_the_reference(case):
-    """Whole; all but the last tokens from the prefix cache; in chunks, in a pool that makes some
-    wait and start again; handed off; resumed after three tokens; three choices."""
+    """Whole; all but the last tokens from the prefix cache; in chunks, in a pool that preempts;
+    handed off; resumed after three tokens; three choices."""
     prompts = case.prompts
-    need = sum(-(-(len(prompt) + MAX_TOKENS) // PAGE_TOKENS) for prompt in prompts)
-    small = {"max_step_tokens": 24, "num_pages": need * 2 // 3 + 1, "prefix_cache": False}
-    with case.engine(max_step_tokens=512) as whole, case.engine(**small) as chunks:
+    with case.engine(max_step_tokens=512) as whole, case.engine(**small(prompts)) as chunks:
         case.check(run_all(whole, prompts))
         before = whole.load().prompt_tokens_cached
         case.check(run_all(whole, prompts))
         complete = sum((len(p) - 1) // PAGE_TOKENS * PAGE_TOKENS for p in prompts)
         assert whole.load().prompt_tokens_cached - before == complete
         case.check(run_all(chunks, prompts))
+        assert chunks.load().preemptions > 0
         case.check([hand_off(chunks, whole, prompt, MAX_TOKENS) for prompt in prompts])
         case.check(resumed(case, whole), given=3)
         (three,) = run_all(chunks, prompts[1:2], choices=3)
         case._replace(prompts=prompts[1:2]).check([three])
+
+
+def small(prompts: list[list[int]]) -> dict[str, Any]:
+    """Chunks of 60 tokens, and room for all prompts with a token each and three pages more. Long
+    prompts come first: so all are there when the pages run out."""
+    pages = sum(-(-(len(prompt) + 1) // PAGE_TOKENS) for prompt in prompts)
+    no_reserve = {"page_watermark": 1.0, "reserve_pages": 0, "prefix_cache": False}
+    return {"max_step_tokens": 60, "num_pages": pages + 4, **no_reserve}
+
+
+def test_tokens_are_the_best_of_a_reference_that_follows_the_flips(case, request):
+    """Each prompt by each path, alone, behind a token of its own so that no two share pages."""
+    if case.is_demo and not request.config.getoption("--slow"):
+        pytest.skip("takes minutes: run with --slow")
+    reference = case.reference()
+    one_options = {"max_step_tokens": 24, "prefix_cache": False}
+    with case.engine(**one_options) as one, case.engine(max_step_tokens=512) as other:
+        for prompt in case.prompts:
+            for mark, path in enumerate((in_chunks, from_the_cache, handed_off, gone_on), 11):
+                own = [mark, *prompt]
+                with watch(model_of(one), model_of(other)) as inputs:
+                    tokens = path(one, other, own)
+                check_best(reference, own, tokens, inputs, case.is_demo)
+
+
+def in_chunks(one: Engine, _: Engine, prompt: list[int]) -> list[int]:
+    return run_all(one, [prompt])[0].tokens[0]
+
+
+def from_the_cache(_: Engine, other: Engine, prompt: list[int]) -> list[int]:
+    run_all(other, [prompt])
+    return run_all(other, [prompt])[0].tokens[0]
+
+
+def handed_off(one: Engine, other: Engine, prompt: list[int]) -> list[int]:
+    return hand_off(one, other, prompt, MAX_TOKENS).tokens[0]
+
+
+def gone_on(_: Engine, other: Engine, prompt: list[int]) -> list[int]:
+    """After three tokens, which are part of the prompt."""
+    run = submit(other, prompt[:-3], MAX_TOKENS, generated=[prompt[-3:]])
+    finish(run)
+    return run.tokens[0]
+
+
+def check_best(
+    reference: Reference, prompt: list[int], tokens: list[int], inputs: Inputs, is_demo: bool
+) -> None:
+    logits = reference.logits([*prompt, *tokens[:-1]], inputs)[len(prompt) - 1 :]
+    chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    short = float((logits.max(1).values - chosen).max())
+    print(f"\n{short:.1e} below the best; {reference.flips}")
+    assert short <= (FOLLOWED if is_demo else NOISE)
+    assert reference.flips.missing == []
+    assert reference.flips.share <= MOST_FLIPS
+    assert reference.flips.worst < TIE
+
+
+def model_of(engine: Engine) -> Model:
+    executor = engine._loop._executor
+    assert isinstance(executor, TorchExecutor)
+    return executor._model
 
 
 def resumed(case: Case, engine: Engine) -> list[Run]:
