@@ -52,20 +52,21 @@ def floats(tmp_path_factory) -> dict[str, Path]:
     class Folders(dict[str, Path]):
         def __missing__(self, family: str) -> Path:
             folder = tmp_path_factory.mktemp(family) / "float"
-            self[family] = write_tiny_model(folder, **SHAPE, **FAMILIES[family])
-            file = folder / "model.safetensors"
-            tensors = {name: scaled(name, each) for name, each in load_file(file).items()}
-            save_file(tensors, file, metadata={"format": "pt"})
+            self[family] = shrink(write_tiny_model(folder, **SHAPE, **FAMILIES[family]))
             return self[family]
 
     return Folders()
 
 
-def scaled(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    for end, factor in SCALES.items():
-        if name.endswith(end):
-            return tensor * factor
-    return tensor
+def shrink(folder: Path) -> Path:
+    """Multiplies a model's weights by `SCALES`."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        for end, factor in SCALES.items():
+            if name.endswith(end):
+                tensor *= factor
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def scales_of(module: str) -> float:
