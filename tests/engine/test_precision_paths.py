@@ -53,8 +53,7 @@ FOLLOWED = 0.01
 PAGE_TOKENS = 4
 MOST_TIES = 0.5
 """Share of outputs that may leave at a tie."""
-QUICK = [("llama", ONLINE), ("qwen3", "fp8-blocks"), ("llama", "pack-quantized-group"),
-         (DEMO, ONLINE)]  # fmt: skip
+QUICK = [("llama", ONLINE), ("llama", "pack-quantized-group")]
 DEMO_FORMS = [form for form in FORMS if not form.endswith("blocks")]
 """Blocks of 128 fit none of SmolLM2's shapes."""
 
@@ -154,6 +153,16 @@ def demo_prompts(path: Path) -> list[list[int]]:
     ]
 
 
+@pytest.mark.model
+def test_the_demo_model_in_fp8_whole_and_handed_off(demo_model, tmp_path):
+    """The short case: two prompts, in chunks of 24 tokens."""
+    prompts = sorted(demo_prompts(demo_model), key=len)[:2]
+    case = make(demo_model, tmp_path, ONLINE, prompts, is_demo=True)
+    with case.engine(max_step_tokens=24) as engine:
+        case.check(run_all(engine, prompts))
+        case.check([hand_off(engine, engine, prompt, MAX_TOKENS) for prompt in prompts])
+
+
 def run_all(engine: Engine, prompts: Sequence[list[int]], **options: Any) -> list[Run]:
     with held(engine):
         runs = [submit(engine, prompt, MAX_TOKENS, **options) for prompt in prompts]
@@ -187,10 +196,8 @@ def small(prompts: list[list[int]]) -> dict[str, Any]:
     return {"max_step_tokens": 60, "num_pages": pages + 4, **no_reserve}
 
 
-def test_tokens_are_the_best_of_a_reference_that_follows_the_flips(case, request):
+def test_tokens_are_the_best_of_a_reference_that_follows_the_flips(case):
     """Each prompt by each path, alone, behind a token of its own so that no two share pages."""
-    if case.is_demo and not request.config.getoption("--slow"):
-        pytest.skip("takes minutes: run with --slow")
     reference = case.reference()
     one_options = {"max_step_tokens": 24, "prefix_cache": False}
     with case.engine(**one_options) as one, case.engine(max_step_tokens=512) as other:

@@ -3,9 +3,10 @@ workers compare, and how much memory is counted."""
 
 from __future__ import annotations
 
-import json
 import logging
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +37,10 @@ COUNTED = 0.1
 for each input, counts as packed weights."""
 
 
+def mostly_slow(every: Iterable[str], *quick: str) -> list[Any]:
+    return [pytest.param(each, marks=() if each in quick else pytest.mark.slow) for each in every]
+
+
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Path:
     return shrink(write_tiny_model(tmp_path_factory.mktemp("tiny") / "float", **SHAPE))
@@ -58,7 +63,7 @@ def reads(monkeypatch) -> list[str]:
 # -- settings -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["fp8-dynamic", "modelopt-fp8", "awq"])
+@pytest.mark.parametrize("form", ["modelopt-fp8", "awq"])
 def test_quantization_of_a_quantised_checkpoint_is_refused(form, source, tmp_path, reads):
     write_quantised(source, tmp_path, form)
     with pytest.raises(UnsupportedModelError, match=r"quantised already, as .*; leave the setting"):
@@ -94,14 +99,19 @@ def test_a_gpu_without_fp8_is_refused_before_anything_is_read(source, reads, mon
 @pytest.mark.parametrize(
     ("form", "name"),
     [
-        ("fp8-dynamic", "weight_scale"),
         ("fp8-static", "input_scale"),
-        ("fp8-blocks", "weight_scale_inv"),
-        ("compressed-tensors-channel-dynamic", "weight_scale"),
-        ("pack-quantized-group", "weight_scale"),
-        ("pack-quantized-asym", "weight_zero_point"),
         ("awq", "scales"),
-        ("gptq", "qzeros"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                ("fp8-dynamic", "weight_scale"),
+                ("fp8-blocks", "weight_scale_inv"),
+                ("compressed-tensors-channel-dynamic", "weight_scale"),
+                ("pack-quantized-group", "weight_scale"),
+                ("pack-quantized-asym", "weight_zero_point"),
+                ("gptq", "qzeros"),
+            )
+        ),
     ],
 )
 def test_what_is_missing_or_misshapen_is_refused_before_anything_is_read(
@@ -183,7 +193,7 @@ def test_nothing_is_said_where_nothing_is_widened(source, tmp_path, caplog):
     assert widened(caplog) == {}
 
 
-@pytest.mark.parametrize("form", ["fp8-dynamic", "fp8-blocks", "pack-quantized-group", "awq"])
+@pytest.mark.parametrize("form", mostly_slow(("fp8-dynamic", "fp8-blocks", "awq"), "fp8-blocks"))
 def test_a_fused_weight_with_a_skipped_part_is_widened(form, source, tmp_path, caplog):
     """And computes what the checkpoint says: two parts dequantised, one float, no input rounded."""
     skipped = QKV[1]
@@ -253,7 +263,7 @@ def in_memory(path: Path, dtype: torch.dtype, **options: str) -> int:
     return sum(each.numel() * each.element_size() for each in model.parameters())
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", mostly_slow(FORMS, "fp8-static", "awq"))
 def test_memory_on_a_cpu_is_counted_from_headers(form, source, tmp_path):
     write_quantised(source, tmp_path, form)
     for dtype in ("float32", "bfloat16"):
