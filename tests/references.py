@@ -35,23 +35,38 @@ class Reference(NamedTuple):
 class References:
     """Greedy answers of the model in a folder, in float32."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(
+        self,
+        path: Path,
+        precision: str = "",
+        load: Callable[[], Any] | None = None,
+        noise: float = NOISE,
+    ) -> None:
+        """Answers of the model in a folder.
+
+        Args:
+            path: the folder.
+            precision: name of what `load` does to the model, if anything.
+            load: gives the model; None: as transformers loads the folder.
+            noise: what two computations of a logit differ by at most.
+        """
+        self._load = load or (lambda: _load_float32(path))
         self._model: Any = None
-        self._digest = _digest_of(path)
+        self._marks = [_digest_of(path), *filter(None, [precision])]
+        self.noise = noise
 
     def __call__(
         self, prompt: Sequence[int], max_tokens: int, *, past_end: bool = False
     ) -> Reference:
         """The answer up to and with end of sequence, or `past_end` to its full length."""
-        options = json.dumps([self._digest, list(prompt), max_tokens, past_end])
+        options = json.dumps([*self._marks, list(prompt), max_tokens, past_end])
         key = hashlib.sha256(options.encode()).hexdigest()[:24]
         stored = _stored().get(key)
         if stored is not None and MODE != "compute":
             return Reference(*stored)
         found = self._compute(prompt, max_tokens, past_end)
         if stored is not None:
-            _compare(Reference(*stored), found)
+            _compare(Reference(*stored), found, self.noise)
         elif MODE == "write":
             _stored()[key] = [found.tokens, [round(margin, 5) for margin in found.margins]]
             lines = [f'"{name}": {json.dumps(one)}' for name, one in sorted(_stored().items())]
@@ -60,11 +75,9 @@ class References:
 
     def _compute(self, prompt: Sequence[int], max_tokens: int, past_end: bool) -> Reference:
         import torch
-        from transformers import AutoModelForCausalLM
 
         if self._model is None:
-            load = AutoModelForCausalLM.from_pretrained
-            self._model = load(self._path, dtype=torch.float32)
+            self._model = self._load()
         ids = torch.tensor([list(prompt)])
         least = {"min_new_tokens": max_tokens, "eos_token_id": None} if past_end else {}
         out = self._model.generate(
@@ -80,6 +93,13 @@ class References:
         best = torch.cat(out.logits).topk(2).values
         margins = (best[:, 0] - best[:, 1]).tolist()
         return Reference(out.sequences[0, len(prompt) :].tolist(), margins)
+
+
+def _load_float32(path: Path) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
 @cache
@@ -98,6 +118,7 @@ def _stored() -> dict[str, Any]:
     return json.loads(STORE.read_text()) if STORE.exists() else {}
 
 
+@cache
 def _digest_of(path: Path) -> str:
     config = json.loads((path / "config.json").read_text())
     config.pop("transformers_version", None)
@@ -107,7 +128,7 @@ def _digest_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _compare(stored: Reference, found: Reference) -> None:
+def _compare(stored: Reference, found: Reference, noise: float) -> None:
     pairs = zip(stored.tokens, found.tokens, found.margins, strict=False)
     at_fault = next((margin for one, other, margin in pairs if one != other), 0.0)
-    assert at_fault < NOISE, "a stored answer is not what transformers says: see references.py"
+    assert at_fault < noise, "a stored answer is not what transformers says: see references.py"

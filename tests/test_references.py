@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-READERS = ("engine/test_engine_demo_model.py", "e2e/test_e2e_tokens.py", "baton/test_llm.py")
+READERS = (
+    "engine/test_engine_demo_model.py",
+    "engine/test_precision_paths.py",
+    "e2e/test_e2e_tokens.py",
+    "baton/test_llm.py",
+)
 
 
 @pytest.mark.slow

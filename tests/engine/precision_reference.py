@@ -28,12 +28,14 @@ MOST = 448.0
 LEAST_SCALE = 1e-12
 MANTISSA_BITS = 3
 LEAST_EXPONENT = -6
+MOST_FLIPS = 1e-4
 TIE = 1e-5
 """How far from the middle of two numbers a flip may be, in parts of its row's largest."""
 
 
 class Rule(NamedTuple):
-    """How a product's input is rounded: each row by its own scale, unless a field says otherwise."""
+    """How a product's input is rounded: each row by a scale of its own, unless a field says
+    otherwise."""
 
     scale: float | None = None
     group: int | None = None
@@ -110,11 +112,32 @@ Inputs = Mapping[str, Input]
 
 
 @contextmanager
-def watch(model: Model) -> Iterator[dict[str, Input]]:
-    """What the products inside round their inputs to, of all steps one after the other. Filled when
+def watch(*models: Model) -> Iterator[dict[str, Input]]:
+    """What the products inside round their inputs to, of one sequence, by position. It may be
+    computed by several models; a position that is computed again counts as it was last. Filled when
     the block ends."""
-    noted: defaultdict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    notes: defaultdict[str, list[tuple[Tensor, Tensor, Tensor]]] = defaultdict(list)
     inputs: dict[str, Input] = {}
+    hooks = [hook for model in models for hook in _hooks(model, notes)]
+    try:
+        yield inputs
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for module, steps in notes.items():
+        positions, values, scales = (
+            torch.cat(each[::-1]).numpy() for each in zip(*steps, strict=True)
+        )
+        found, last = np.unique(positions, return_index=True)
+        assert found.tolist() == list(range(len(found))), "a position is missing"
+        inputs[module] = Input(values[last].astype(np.float64), scales[last])
+
+
+def _hooks(model: Model, notes: defaultdict[str, list[tuple[Tensor, Tensor, Tensor]]]) -> Any:
+    at = [torch.empty(0)]
+
+    def note_positions(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+        at[0] = arguments[1].clone()
 
     def note(linear: nn.Module, arguments: tuple[Any, ...]) -> None:
         assert isinstance(linear, Linear)
@@ -124,17 +147,11 @@ def watch(model: Model) -> Iterator[dict[str, Input]]:
                 return
             x = linear.method.input(x)
         for part in linear.parts:
-            noted[part.module].append((x.values.float(), x.scales))
+            notes[part.module].append((at[0], x.values.float(), x.scales))
 
-    hooks = [linear.register_forward_pre_hook(note) for linear in model.linears]
-    try:
-        yield inputs
-    finally:
-        for hook in hooks:
-            hook.remove()
-    for module, steps in noted.items():
-        values, scales = (torch.cat(each).numpy() for each in zip(*steps, strict=True))
-        inputs[module] = Input(values.astype(np.float64), scales)
+    yield model.register_forward_pre_hook(note_positions)
+    for linear in model.linears:
+        yield linear.register_forward_pre_hook(note)
 
 
 class Reference:
@@ -172,10 +189,13 @@ class Reference:
 
         Args:
             ids: the tokens.
-            followed: an engine's rounded inputs for the same tokens. Flips are counted, and at a
-                flip its number is taken.
+            followed: an engine's rounded inputs for the same tokens, and perhaps for more. Flips
+                are counted, and at a flip its number is taken.
         """
-        self._followed, self.flips = followed, Flips()
+        self.flips = Flips()
+        self._followed = None
+        if followed is not None:
+            self._followed = {name: _first(each, len(ids)) for name, each in followed.items()}
         try:
             logits: Tensor = self.model(torch.tensor([list(ids)])).logits[0].float()
         finally:
@@ -212,6 +232,10 @@ class Reference:
         flips.count += int(differ.sum())
         flips.worst = max(flips.worst, float(off.max()))
         return Input(np.where(differ, theirs.values, found.values), found.scales)
+
+
+def _first(inputs: Input, rows: int) -> Input:
+    return Input(inputs.values[:rows], inputs.scales[:rows])
 
 
 def modules_of(model: Model) -> list[str]:
