@@ -19,6 +19,8 @@ class EngineConfig(Bounds):
     """"auto", "safetensors", "gguf" or "dummy"."""
     dtype: str = "auto"
     """"float32", "bfloat16" or "float16"; auto: float32 on CPU, bfloat16 elsewhere."""
+    kv_cache_dtype: str = "auto"
+    """How KV is stored, one of `engine.pages.pools.POOLS`; auto: in the model's dtype."""
     device: str = "auto"
     """"cpu", "cuda", "cuda:1"; auto: cuda where there is one."""
     seed: int = 0

@@ -13,11 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.paged import PagedAttention
-from engine.cuda.kernels import HeadNorms, add_rms_norm, rms_norm, rope_store
+from engine.cuda.kernels import add_rms_norm, rms_norm
+from engine.cuda.kv.fp8_store import rope_store_fp8
+from engine.cuda.kv.rope_store import HeadNorms, rope_store
 from engine.cuda.single_row import gated, linear
 from engine.model import Model
 from engine.model.llama import Layer
 from engine.pages.kv_pool import KvPool
+
+_STORES = {"fp8": rope_store_fp8}
+"""Kernels that store K and V in another precision than the model's."""
 
 
 class RowEnds(NamedTuple):
@@ -41,6 +46,7 @@ class FusedForward:
         self._pool = pool
         self._attention = attention
         self._layers = cast("list[Layer]", list(model.layers))
+        self._rope_store = _STORES.get(pool.precision, rope_store)
         self._head_norms = [_head_norms(layer) for layer in self._layers]
         self._next_norms = [*(layer.input_norm for layer in self._layers[1:]), model.norm]
         """Per layer, the norm that follows its sum."""
@@ -85,7 +91,7 @@ class FusedForward:
         """q, k and v, with q and k rotated. k and v are also stored in the pool."""
         norms = self._head_norms[layer.index]
         qkv = linear(x, layer.qkv.weight, layer.qkv.bias)
-        return rope_store(qkv, self._rope, positions, stores, self._pool, layer.index, norms)
+        return self._rope_store(qkv, self._rope, positions, stores, self._pool, layer.index, norms)
 
 
 def _head_norms(layer: Layer) -> HeadNorms | None:
