@@ -27,6 +27,7 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
         name=settings.served_name,
         load_format=settings.debug.load_format,
         dtype=settings.dtype,
+        kv_cache_dtype=settings.kv_cache_dtype,
         device=settings.device,
         attention=settings.debug.attention,
         page_size=settings.page_size_tokens,

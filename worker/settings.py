@@ -96,6 +96,9 @@ class WorkerSettings(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Sets the number format of weights and KV. `auto`: bfloat16, and on a CPU float32, which is
     fast there."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """Sets the number format of stored KV. `auto`: that of `dtype`. `fp8` takes half the bytes of
+    bfloat16 and needs pages of a multiple of 16 tokens. It must be the same on all workers."""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """Sets the device: `auto`, `cpu`, `cuda` or `cuda:N`. `auto`: the first GPU if there is one."""
     gpu_slots_dir: str = ""
