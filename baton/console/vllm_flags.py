@@ -46,7 +46,7 @@ FLAGS: Final[Mapping[str, str]] = {
     "--otlp-traces-endpoint": "`--otlp-endpoint` of `baton router` and `baton worker`",
     "--pipeline-parallel-size": _ONE_GPU,
     "--port": "`--http-port` of `baton up`; `--port` is gRPC's",
-    "--quantization": "not yet: weights have 16 or 32 bits",
+    "--quantization": "`--quantization fp8` of `baton worker` for float checkpoints; else nothing",
     "--reasoning-parser": _BY_TEMPLATE,
     "--revision": "nothing: fetch that revision, and name its folder",
     "--root-path": "nothing: a proxy in front can take paths away",
