@@ -33,10 +33,12 @@ class Reference(NamedTuple):
 
 
 class References:
-    """Greedy answers of the model in a folder, in float32."""
+    """Greedy answers of the model in a folder, in float32; with `fp8_kv` over a cache that rounds
+    as an FP8 pool does."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, fp8_kv: bool = False) -> None:
         self._path = path
+        self._fp8_kv = fp8_kv
         self._model: Any = None
         self._digest = _digest_of(path)
 
@@ -44,8 +46,9 @@ class References:
         self, prompt: Sequence[int], max_tokens: int, *, past_end: bool = False
     ) -> Reference:
         """The answer up to and with end of sequence, or `past_end` to its full length."""
-        options = json.dumps([self._digest, list(prompt), max_tokens, past_end])
-        key = hashlib.sha256(options.encode()).hexdigest()[:24]
+        options = [self._digest, list(prompt), max_tokens, past_end]
+        options += ["fp8"] * self._fp8_kv
+        key = hashlib.sha256(json.dumps(options).encode()).hexdigest()[:24]
         stored = _stored().get(key)
         if stored is not None and MODE != "compute":
             return Reference(*stored)
@@ -66,6 +69,7 @@ class References:
             load = AutoModelForCausalLM.from_pretrained
             self._model = load(self._path, dtype=torch.float32)
         ids = torch.tensor([list(prompt)])
+        cache = {"past_key_values": rounding_cache()} if self._fp8_kv else {}
         least = {"min_new_tokens": max_tokens, "eos_token_id": None} if past_end else {}
         out = self._model.generate(
             ids,
@@ -76,21 +80,39 @@ class References:
             return_dict_in_generate=True,
             output_logits=True,
             **least,
+            **cache,
         )
         best = torch.cat(out.logits).topk(2).values
         margins = (best[:, 0] - best[:, 1]).tolist()
         return Reference(out.sequences[0, len(prompt) :].tolist(), margins)
 
 
+def rounding_cache() -> Any:
+    """A cache of transformers that keeps, and gives to attention, K after rope and V as an FP8 pool
+    stores them."""
+    from transformers import DynamicCache
+
+    from engine.pages.fp8_rounding import round_rows, widen
+
+    class RoundingCache(DynamicCache):
+        def update(self, key_states: Any, value_states: Any, *args: Any, **options: Any) -> Any:
+            k, v = (widen(round_rows(x), x.dtype) for x in (key_states, value_states))
+            return super().update(k, v, *args, **options)
+
+    return RoundingCache()
+
+
 @cache
-def references(path: Path) -> References:
+def references(path: Path, fp8_kv: bool = False) -> References:
     """Those of the model in a folder."""
-    return References(path)
+    return References(path, fp8_kv)
 
 
-def generate_reference(path: Path) -> Callable[[tuple[int, ...], int], list[int]]:
+def generate_reference(
+    path: Path, fp8_kv: bool = False
+) -> Callable[[tuple[int, ...], int], list[int]]:
     """Greedy output by transformers up to and with end of sequence."""
-    return lambda prompt, max_tokens: references(path)(prompt, max_tokens).tokens
+    return lambda prompt, max_tokens: references(path, fp8_kv)(prompt, max_tokens).tokens
 
 
 @cache
