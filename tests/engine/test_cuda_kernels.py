@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from engine.attention import AttentionBatch, choose_backend
 from engine.attention.parts import LARGE, MIDDLE, OF_FEW, SMALL, Division, division
 from engine.model.llama import Linear, rotate
-from engine.pages.kv_pool import PlainPool
+from engine.pages.kv_pool import KvPool, PlainPool
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -27,8 +27,8 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=generator, device=CUDA, dtype=torch.bfloat16)
 
 
-def pool_of(pages: int, heads: int, dim: int, layers: int = 2) -> PlainPool:
-    return PlainPool(
+def pool_of(pages: int, heads: int, dim: int, layers: int = 2, kind=PlainPool) -> KvPool:
+    return kind(
         num_pages=pages, num_layers=layers, num_kv_heads=heads, head_dim=dim,
         page_size=PAGE_SIZE, dtype=torch.bfloat16, device=CUDA,
     )  # fmt: skip

@@ -56,6 +56,7 @@ class Bench:
             prefix_cache=options.pop("prefix_cache", True),
             page_watermark=options.pop("watermark", 0.9),
             full_step_tokens=options.pop("full", step_tokens),
+            gathers=options.pop("gathers", False),
         )
         eviction = EVICTION_POLICIES[options.pop("eviction", "lru")]()
         self.blocks = BlockManager(num_pages, eviction)
