@@ -7,6 +7,7 @@ is found.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -344,7 +345,7 @@ def _gptq_config(group: int, *, symmetric: bool, version: str = "") -> Any:
         "true_sequential": True,
         "use_cuda_fp16": False,
         **({"checkpoint_format": version, "lm_head": False} if version else {}),
-        **({"dynamic": {f"-:{each.replace('.', chr(92) + '.')}$": {} for each in skip}}),
+        "dynamic": {f"-:{re.escape(each)}$": {} for each in skip},
     }
 
 

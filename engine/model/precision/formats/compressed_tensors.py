@@ -50,7 +50,8 @@ def read_compressed_tensors(settings: Settings) -> LayoutFormat:
                 return targets[target]
         return targets.get(A_CLASS) if is_linear else None
 
-    formats = sorted({_format(group, settings) for group in _groups(settings)})
+    quantised = (group for group in _groups(settings) if group.get("weights") is not None)
+    formats = sorted({_format(group, settings) for group in quantised})
     return LayoutFormat(" ".join(("compressed-tensors", *formats)), layout)
 
 

@@ -32,7 +32,7 @@ from engine.model.precision.formats.packing import (
 from engine.model.precision.formats.settings import Settings
 
 SYMMETRIC_ZERO = 8
-EXTRA_BIAS = "bias"
+EXTRA_BIAS = "_proj.bias"
 """Old versions of AutoGPTQ wrote biases of zeros for modules that have none."""
 
 

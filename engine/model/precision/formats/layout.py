@@ -60,7 +60,8 @@ class LayoutFormat:
         Args:
             name: its name for people.
             layout: the layout of a module; None: its weight is a float tensor.
-            unused: tensors of quantised modules that no product needs, beside scales of the cache.
+            unused: ends of the names of tensors of quantised modules that no product needs, beside
+                scales of the cache.
         """
         self.name = name
         self._layout = layout
@@ -82,7 +83,9 @@ class LayoutFormat:
     def is_unused(self, name: str) -> bool:
         """See `Format`."""
         module, _, end = name.rpartition(".")
-        return end in CACHE_SCALES or (end in self._unused and self._layout(module) is not None)
+        return end in CACHE_SCALES or (
+            name.endswith(self._unused) and self._layout(module) is not None
+        )
 
     def _quantised(self, module: str) -> Layout:
         layout = self._layout(module)

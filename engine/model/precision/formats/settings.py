@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,7 @@ class Settings:
         said = f"is {value!r}" if key in self.values else "is missing"
         return UnsupportedModelError(f"{self.path(key)} {said}, which is not supported; {works}")
 
-    def one_of(self, key: str, supported: Collection[Any], default: Any = None) -> Any:
+    def one_of(self, key: str, supported: Sequence[Any], default: Any = None) -> Any:
         """A value that must be one of these. Case does not count.
 
         Raises:
@@ -44,8 +44,7 @@ class Settings:
         """
         value = self.get(key, default)
         value = value.lower() if isinstance(value, str) else value
-        # True equals 1, and a list cannot be looked up in a set.
-        if not any(type(value) is type(each) and value == each for each in supported):
+        if value not in supported:
             raise self.refusal(key, f"supported: {', '.join(map(_said, supported))}")
         return value
 
