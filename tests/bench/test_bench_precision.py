@@ -11,7 +11,7 @@ from quantised_folders import write_quantised
 from bench.precision import FLOAT, HEAD, TOKENS, WINDOW, measure, windows
 from engine.config import EngineConfig
 
-FLOAT_PERPLEXITY = 0.0
+FLOAT_PERPLEXITY = 34.580
 SLACK = 2.0
 """By how much worse than what was seen a precision may be."""
 
@@ -27,9 +27,10 @@ class Seen(NamedTuple):
 
 
 SEEN = {
-    "FP8 weights": Seen({"quantization": "fp8"}, "", 0.0, 0.0),
-    "INT4 weights, groups of 32": Seen({}, "pack-quantized-group", 0.0, 0.0),
-    "INT4 weights, groups of 32, zero points (AWQ's form)": Seen({}, "awq", 0.0, 0.0),
+    "FP8 weights": Seen({"quantization": "fp8"}, "", 0.469, 0.0278),
+    "INT4 weights, groups of 32": Seen({}, "pack-quantized-group", 8.987, 0.3312),
+    "INT4 weights, groups of 32, zero points (AWQ's form)": Seen({}, "awq", 7.474, 0.2494),
+    # Not measured yet: until engines have it, these are skipped, and then they fail.
     "FP8 KV": Seen({"kv_cache_dtype": "fp8"}, "", 0.0, 0.0),
     "FP8 weights and KV": Seen({"quantization": "fp8", "kv_cache_dtype": "fp8"}, "", 0.0, 0.0),
 }
