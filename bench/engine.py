@@ -2,7 +2,7 @@
 
 python -m bench.engine [--cases NAME ...] [--repeats 1] [--page-size 16 ...] [--json FILE]
                        [--plot FILE] [--profile NAME ...] [--sampling [NAME ...]]
-                       [--sampled-case NAME]
+                       [--sampled-case NAME] [--precisions NAME ...]
 
 Dummy weights (the speed does not depend on them), random token ids, greedy, lengths forced, no
 prefix cache. Before the cases, ten seconds of matrix products measure what the chip sustains.
@@ -12,20 +12,22 @@ from the first submission to the last token. `floor` is what the rates of the li
 products' operations at 653 TFLOP/s or their bytes at the measured rate of small batches, KV at
 3.7 TB/s, attention over prompts at 520 TFLOP/s, summed, on one H200. `--sampling` runs 256 x
 (128 + 512) again with each sampling option in all rows; `--page-size` takes several, and runs all
-once for each. `vllm` is vLLM 0.25.1 on one H200 (max_num_seqs 256, max_num_batched_tokens 8192,
-FlashAttention-3, CUDA graphs).
+once for each, and so does `--precisions`; `target`, `floor` and `vllm` are those of bf16. `vllm` is
+vLLM 0.25.1 on one H200 (max_num_seqs 256, max_num_batched_tokens 8192, FlashAttention-3, CUDA
+graphs).
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import platform
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +48,15 @@ from engine.types import (
 )
 
 SHAPE = Path(__file__).parent / "shapes" / "llama-8b"
+INT4_SHAPE = SHAPE.with_name("llama-8b-int4")
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp8": {"quantization": "fp8"},
+    "fp8+kv": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
+    "bf16+kv": {"kv_cache_dtype": "fp8"},
+    "int4": {"model": str(INT4_SHAPE)},
+}
+"""Options of engines, beside those of the command line."""
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -203,8 +214,13 @@ def profile(engine: Engine, name: str, sampling: SamplingParams = GREEDY, rows: 
     return "\n".join(lines)
 
 
-def build(arguments: argparse.Namespace, page_size: int = 16, model: Path = SHAPE) -> Engine:
-    """The engine of all cases, ready."""
+def build(
+    arguments: argparse.Namespace,
+    page_size: int = 16,
+    model: Path = SHAPE,
+    options: Mapping[str, Any] | None = None,
+) -> Engine:
+    """The engine of all cases, ready. `options` replace those of the command line."""
     begin, last = time.perf_counter(), {"phase": ""}
 
     def progress(phase: str, done: int, total: int) -> None:
@@ -212,21 +228,23 @@ def build(arguments: argparse.Namespace, page_size: int = 16, model: Path = SHAP
             last["phase"] = phase
             print(f"{time.perf_counter() - begin:6.1f} s  {phase} ({total})", flush=True)
 
-    config = EngineConfig(
-        model=str(model),
-        load_format="dummy",
-        device="cuda",
-        page_size=page_size,
-        max_sequences=arguments.sequences,
-        max_step_tokens=arguments.step_tokens,
-        mixed_prefill_tokens=arguments.mixed_tokens or UNBOUNDED,
-        prefix_cache=False,
-        gpu_memory_utilization=0.85,
-        cuda_graphs=not arguments.no_graphs,
-    )
+    usual: dict[str, Any] = {
+        "model": str(model),
+        "load_format": "dummy",
+        "device": "cuda",
+        "page_size": page_size,
+        "max_sequences": arguments.sequences,
+        "max_step_tokens": arguments.step_tokens,
+        "mixed_prefill_tokens": arguments.mixed_tokens or UNBOUNDED,
+        "prefix_cache": False,
+        "gpu_memory_utilization": 0.85,
+        "cuda_graphs": not arguments.no_graphs,
+    }
+    config = EngineConfig(**usual | dict(options or {}))
     engine = Engine.build(config, progress)
     pages = engine.pool.num_pages
-    print(f"{time.perf_counter() - begin:6.1f} s  ready, {pages} pages", flush=True)
+    size = f"{pages} pages, {pages * page_size:,} tokens"
+    print(f"{time.perf_counter() - begin:6.1f} s  ready, {size}", flush=True)
     engine.start()
     return engine
 
@@ -241,9 +259,10 @@ def report(outcome: Outcome) -> str:
     )
 
 
-def run_all(arguments: argparse.Namespace, page_size: int) -> dict[str, Any]:
+def run_all(arguments: argparse.Namespace, precision: str, page_size: int) -> dict[str, Any]:
     """Every case on one engine; prints the table, returns what it says."""
-    engine = build(arguments, page_size)
+    print(f"{precision}, pages of {page_size}")
+    engine = build(arguments, page_size, options=PRECISIONS[precision])
     print(
         f"{'page ' + str(page_size):>14} {'rate':>10} {'target':>10} {'vllm':>10} {'floor':>10}"
         f" {'/vllm':>6} {'steps':>6} {'p50 ms':>9} {'p99 ms':>9} {'cpu ms':>7}"
@@ -258,6 +277,7 @@ def run_all(arguments: argparse.Namespace, page_size: int) -> dict[str, Any]:
     engine.stop()
     return {
         "page_size": page_size,
+        "precision": precision,
         "cases": [{**asdict(o), "rate": o.rate, **asdict(CASES[o.case])} for o in outcomes],
         "sampling": sampled,
     }
@@ -287,7 +307,12 @@ def plot(runs: list[dict[str, Any]], title: str, path: Path) -> None:
     for index, run in enumerate(runs):
         at = np.arange(len(names)) + (index - (len(runs) - 1) / 2) * height
         shares = [case["rate"] / case["floor"] for case in run["cases"]]
-        bars = axes.barh(at, shares, 0.9 * height, label=f"Baton, pages of {run['page_size']}")
+        bars = axes.barh(
+            at,
+            shares,
+            0.9 * height,
+            label=f"Baton, {run['precision']}, pages of {run['page_size']}",
+        )
         axes.bar_label(bars, [f"{share:.0%}" for share in shares], padding=3, fontsize=8)
     peer = [case["vllm"] / case["floor"] for case in runs[0]["cases"]]
     axes.vlines(peer, np.arange(len(names)) - 0.42, np.arange(len(names)) + 0.42, "k", label="vLLM")
@@ -323,6 +348,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--page-size", type=int, nargs="+", default=[16])
+    parser.add_argument(
+        "--precisions", nargs="+", default=["bf16"], choices=list(PRECISIONS), metavar="NAME"
+    )
     parser.add_argument("--matmul-seconds", type=float, default=10.0)
     parser.add_argument("--profile", nargs="*", default=[], choices=list(CASES))
     parser.add_argument("--sampling", nargs="*", default=None, choices=list(SAMPLING))
@@ -347,8 +375,8 @@ def main() -> None:
     title = f"{device}, torch {torch.__version__}, {sustained:.0f} TFLOP/s sustained"
     print(title)
     runs = []
-    for page_size in arguments.page_size:
-        runs.append(run_all(arguments, page_size))
+    for precision, page_size in itertools.product(arguments.precisions, arguments.page_size):
+        runs.append(run_all(arguments, precision, page_size))
         free_memory()
     if arguments.json:
         about = {

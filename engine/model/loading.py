@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -31,6 +32,8 @@ from engine.model.precision.base import Format, TensorSpec
 from engine.model.precision.choice import Precision
 from engine.model.precision.formats import read_format
 from engine.model.sources import Dummy, Safetensors, Source
+
+log = logging.getLogger("baton.engine")
 
 Check = Callable[[Weights], None]
 """Takes the number of weights before they are read, and may refuse them."""
@@ -107,8 +110,9 @@ def load_model(
 def _weights(config: ModelConfig, dtype: torch.dtype, precision: Precision) -> Weights:
     """Counts weights without memory for them."""
     model = Model(config, dtype, torch.device("meta"), precision)
-    own = [each for each in model.parameters() if each.dtype == dtype]
-    others = [each for each in model.parameters() if each.dtype != dtype]
+    kept = [*model.parameters(), *model.buffers()]
+    own = [each for each in kept if each.dtype == dtype]
+    others = [each for each in kept if each.dtype != dtype]
     return Weights(
         count=sum(each.numel() for each in own),
         tied=model.embedding.numel() if config.tie_embeddings else 0,
@@ -221,13 +225,20 @@ def _shapes(places: list[Place]) -> dict[str, tuple[int, ...]]:
 def _check(places: list[Place], source: Source, form: Format | None, *, tied: bool) -> None:
     """Compares the tensors that the model needs with what the checkpoint says of its own."""
     wanted = {name: spec for place in places for name, spec in place.specs.items()}
+    unused = {name for name in source.headers if form is not None and form.is_unused(name)}
+    if unused:
+        log.info(
+            "%d tensors are ignored, such as %s (FP8 KV takes no scales of a checkpoint)",
+            len(unused),
+            min(unused),
+        )
     missing = sorted(wanted.keys() - source.headers.keys())
     extra = sorted(
         name
         for name in source.headers.keys() - wanted.keys()
         if not name.endswith("rotary_emb.inv_freq")
         and not (tied and name == "lm_head.weight")
-        and not (form is not None and form.is_unused(name))
+        and name not in unused
     )
     if missing or extra:
         raise ModelError(

@@ -28,7 +28,7 @@ import numpy as np
 from engine.bounds import Bounds
 from engine.masks.matchers import TokenMatcher
 from engine.pages.blocks import BlockManager
-from engine.pages.prefix import page_keys
+from engine.pages.prefix import request_keys
 from engine.sampling import Sampler
 from engine.schedule.policies import Fcfs, SchedulingPolicy
 from engine.schedule.sequences import ActiveRequest, PrefillTask, RequestState, Sequence
@@ -322,10 +322,8 @@ class Scheduler:
 
     def _publish(self, active: ActiveRequest, tokens: TokenIds, pages: PageIds) -> None:
         """Keys the complete pages of `tokens`, which begin a sequence."""
-        size = self.config.page_size
-        complete = len(tokens) // size
-        keys = page_keys(tokens[: complete * size], size, active.request.cache_salt, active.keys)
-        self.blocks.publish(pages[:complete], keys)
+        keys = request_keys(self.config, active.request, tokens, active.keys)
+        self.blocks.publish(pages[: len(keys)], keys)
 
     # -- preemption -----------------------------------------------------------------------------
 

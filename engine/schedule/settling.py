@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.pages.prefix import page_keys
+from engine.pages.prefix import request_keys
 from engine.schedule.masking import consume
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequences import RequestState, Sequence
@@ -211,10 +211,10 @@ def _publish(scheduler: Scheduler, chunk: ChunkPlan) -> None:
         return
     active = task.leader.active
     task.keys = (
-        page_keys(
+        request_keys(
+            config,
+            active.request,
             task.leader.tokens()[: complete * config.page_size],
-            config.page_size,
-            active.request.cache_salt,
             task.keys[:complete],
         )
         + task.keys[complete:]

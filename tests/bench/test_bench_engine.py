@@ -36,7 +36,7 @@ def test_a_case_is_run_counted_and_shown(tmp_path, monkeypatch, capsys) -> None:
     assert words[:6] == ["tiny", "100.0", "80.0", "50.0", "100.0", "2.000"]
     picture = tmp_path / "plot.png"
     case = {"case": "tiny", "rate": outcome.rate, "vllm": CASE.vllm, "floor": CASE.floor}
-    bench.plot([{"page_size": 16, "cases": [case]}], "title", picture)
+    bench.plot([{"page_size": 16, "precision": "bf16", "cases": [case]}], "title", picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

@@ -38,6 +38,8 @@ from engine.types import (
 )
 
 GREEDY = SamplingParams(temperature=0.0)
+SALT = b"\0"
+"""Of a request without a salt, over a pool whose precision is not told."""
 
 
 class Bench:
@@ -346,7 +348,7 @@ def test_a_chunk_in_flight_is_void_where_its_sequence_began_again_in_another_slo
     admit(bench.scheduler)
     assert sequence.slot != used
     bench.turn()
-    assert bench.blocks.count_cached(page_keys(np.array(sequence.tokens(), np.int32), 4)) == 0
+    assert bench.blocks.count_cached(page_keys(np.array(sequence.tokens(), np.int32), 4, SALT)) == 0
     bench.run()
     bench.check_output(request_id)
 
@@ -412,12 +414,14 @@ def test_resumed_choices_that_differ_are_cached_under_their_own_tokens():
     bench.run()
     whole = [[*prompt, *given[i], *bench.outputs[request_id, i]][:-1] for i in range(2)]
     for tokens in whole:
-        pages = bench.blocks.acquire(page_keys(np.array(tokens, np.int32), 4))
+        pages = bench.blocks.acquire(page_keys(np.array(tokens, np.int32), 4, SALT))
         assert len(pages) == len(tokens) // 4
         assert bench.device.kv[pages].reshape(-1).tolist() == tokens[: 4 * len(pages)]
         bench.blocks.release(pages)
     crossed = np.array(whole[0][:8] + whole[1][8:], np.int32)
-    assert bench.blocks.count_cached(page_keys(crossed, 4)) == 2, "computed behind other tokens"
+    assert bench.blocks.count_cached(page_keys(crossed, 4, SALT)) == 2, (
+        "computed behind other tokens"
+    )
     bench.check_baseline()
 
 

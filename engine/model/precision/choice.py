@@ -12,6 +12,7 @@ from engine.model.config import UnsupportedModelError
 from engine.model.precision.base import BLOCK, Format, Kind, Method, Part, Scheme
 from engine.model.precision.dense import Dense
 from engine.model.precision.fp8 import LEAST_CAPABILITY, Fp8Blocks, Fp8Channels
+from engine.model.precision.int4 import Int4, int4_obstacle, takes
 
 log = logging.getLogger("baton.engine")
 
@@ -52,7 +53,7 @@ class Precision:
                 " leave the setting out"
             )
         self.form = form
-        self.name = form.name if form else quantization
+        self.name = form.name if form else quantization and f"{quantization} (rounded on load)"
         """Name for people and fingerprints; empty: float."""
         self._rounds = Scheme(Kind.FP8_CHANNELS) if quantization == "fp8" else None
         self._device = device
@@ -84,6 +85,8 @@ class Precision:
                 )
             case Kind.FP8_BLOCKS:
                 return Fp8Blocks(outputs, inputs, self._dtype, device, on_gpu=on_gpu)
+            case Kind.INT4 if on_gpu:
+                return Int4(scheme, parts, inputs, self._dtype, device)
             case Kind.INT4:
                 return Dense(outputs, inputs, self._dtype, device)
 
@@ -103,7 +106,7 @@ class Precision:
     def _obstacle(self, scheme: Scheme, parts: Sequence[Part], inputs: int) -> str:
         """Why no product takes such a weight; empty: one does."""
         if scheme.kind is Kind.INT4:
-            return ""
+            return self._int4_obstacle(scheme, (sum(part.rows for part in parts), inputs))
         self._refuse_old_gpu()
         if scheme.float_input:
             return "its input is not rounded, and FP8 products take FP8 inputs only"
@@ -111,6 +114,15 @@ class Precision:
         if inputs % multiple or any(part.rows % multiple for part in parts):
             return f"its shape is no multiple of {multiple}"
         return ""
+
+    def _int4_obstacle(self, scheme: Scheme, shape: tuple[int, int]) -> str:
+        if self._device.type != "cuda":
+            return ""
+        if obstacle := int4_obstacle(self._device):
+            raise UnsupportedModelError(f"{self.name} weights: {obstacle}")
+        if takes(shape, scheme.group, self._dtype):
+            return ""
+        return f"no INT4 kernel takes weights of {shape} in groups of {scheme.group or shape[1]}"
 
     def _refuse_old_gpu(self) -> None:
         if self._device.type != "cuda":

@@ -6,11 +6,9 @@ import torch
 from torch import Tensor
 
 from engine.model.precision.base import BLOCK, Kernels, Method, Quantised, parameter
+from engine.model.precision.int4 import dequantised as dequantised_int4
 from engine.model.precision.packing import pack, product
 from engine.model.precision.rounding import Rounded
-
-INT4_ZERO = 8
-"""The value that means 0 where a weight has no zero points."""
 
 
 class Dense(Method):
@@ -48,14 +46,10 @@ class Dense(Method):
 
 def dequantised(part: Quantised) -> Tensor:
     """The weight that a quantised one stands for, [N, K] float32."""
-    values, scales = part.values, part.scales
-    if values.dtype == torch.float8_e4m3fn:
-        return values.float() * _spread(scales, values.shape)
-    group = values.shape[1] // scales.shape[1]
-    zero: Tensor | int = INT4_ZERO
-    if part.zero_points is not None:
-        zero = part.zero_points.float().repeat_interleave(group, 1)
-    return (values.float() - zero) * scales.repeat_interleave(group, 1)
+    values = part.values
+    if values.dtype != torch.float8_e4m3fn:
+        return dequantised_int4(part)
+    return values.float() * _spread(part.scales, values.shape)
 
 
 def _spread(scales: Tensor, shape: torch.Size) -> Tensor:

@@ -4,7 +4,7 @@ A value v becomes the e4m3 number nearest to v / s, ties to even, and stands for
 s. The scale s is the largest magnitude of its values, divided by the largest of e4m3. Both
 divisions are true ones, so a CPU and a GPU agree in every bit.
 
-A NaN stays one. An infinity makes its row, or its group, NaN where it is: it is never hidden.
+A NaN stays one. An infinity becomes NaN, but by a given scale the largest number.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ def restored(rounded: Rounded) -> Tensor:
 
 def scale_of(most: Tensor) -> Tensor:
     """The scale of values whose largest magnitude is `most`, float32."""
-    return (most.float() / E4M3_MOST).clamp_min(LEAST_SCALE)
+    wide = most.float()
+    # By a tensor: a GPU would multiply by the inverse of a number, which rounds twice.
+    return (wide / torch.full_like(wide, E4M3_MOST)).clamp_min(LEAST_SCALE)
 
 
 def rounded_by(x: Tensor, scales: Tensor) -> Tensor:

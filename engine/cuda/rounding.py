@@ -1,0 +1,210 @@
+"""Kernels that leave activations rounded to FP8, as `engine.model.precision.rounding` says.
+
+A product's input is rounded by the kernel that makes it, so it goes through memory once. A value
+is first rounded to the model's dtype, as the plain kernels do. By rows a program sees a whole row,
+because the scale depends on all of it.
+
+Scales by groups lie column after column, and a column has space for a multiple of four rows, as
+cuBLAS wants them.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from engine.cuda.kernels import launch
+from engine.model.precision.rounding import E4M3, Rounded, Rounding
+
+_ACTIVATION_BLOCK: Final = 1024
+_VALUES_OF_A_WARP: Final = 512
+_MOST_WARPS: Final = 16
+_STATIC: Final = -1
+_ROWS: Final = 0
+
+
+@triton.jit
+def _store(value, values, scales, given, row, at, inside, size, stride, group: tl.constexpr):
+    """Rounds a part of a row and stores it. Group -1: by the given scale; 0: by the part's own."""
+    block: tl.constexpr = value.shape[0]
+    if group == -1:
+        scale = tl.load(given)
+        tl.store(scales + row, scale)
+    elif group == 0:
+        scale = tl.maximum(tl.div_rn(tl.max(tl.abs(value)), 448.0), 1e-12)
+        tl.store(scales + row, scale)
+    else:
+        parts: tl.constexpr = block // group
+        most = tl.max(tl.abs(tl.reshape(value, (parts, group))), axis=1, keep_dims=True)
+        of_parts = tl.maximum(tl.div_rn(most, 448.0), 1e-12)
+        column = tl.min(at) // group + tl.arange(0, parts)
+        places = scales + row + column.to(tl.int64) * stride
+        tl.store(places[:, None], of_parts, mask=(column * group < size)[:, None])
+        scale = tl.reshape(tl.broadcast_to(of_parts, (parts, group)), (block,))
+    value = tl.div_rn(value, tl.zeros((block,), tl.float32) + scale)
+    value = tl.clamp(value, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(values + row * size + at, value.to(tl.float8e4nv), mask=inside)
+
+
+@triton.jit
+def _norm(
+    residual,
+    x,
+    weight,
+    values,
+    scales,
+    given,
+    eps,
+    size,
+    stride,
+    adds: tl.constexpr,
+    pdl: tl.constexpr,
+    group: tl.constexpr,
+    block: tl.constexpr,
+):
+    if pdl:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, block)
+    inside = at < size
+    dtype: tl.constexpr = x.dtype.element_ty
+    gain = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    if pdl:
+        gdc_wait()
+    value = tl.load(x + row * size + at, mask=inside, other=0.0).to(tl.float32)
+    if adds:
+        value += tl.load(residual + row * size + at, mask=inside, other=0.0).to(tl.float32)
+        total = value.to(dtype)
+        tl.store(residual + row * size + at, total, mask=inside)
+        value = total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value) / size + eps)
+    value = (value * scale * gain).to(dtype).to(tl.float32)
+    _store(value, values, scales, given, row, at, inside, size, stride, group)
+
+
+@triton.jit
+def _silu_mul(
+    gate_up,
+    values,
+    scales,
+    given,
+    size,
+    stride,
+    pdl: tl.constexpr,
+    group: tl.constexpr,
+    block: tl.constexpr,
+):
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * block + tl.arange(0, block)
+    inside = at < size
+    dtype: tl.constexpr = gate_up.dtype.element_ty
+    gate = tl.load(gate_up + row * 2 * size + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * size + size + at, mask=inside, other=0.0).to(tl.float32)
+    activated = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
+    value = (activated * up).to(dtype).to(tl.float32)
+    _store(value, values, scales, given, row, at, inside, size, stride, group)
+
+
+@triton.jit
+def _round(
+    x,
+    values,
+    scales,
+    given,
+    size,
+    stride,
+    pdl: tl.constexpr,
+    group: tl.constexpr,
+    block: tl.constexpr,
+):
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * block + tl.arange(0, block)
+    inside = at < size
+    value = tl.load(x + row * size + at, mask=inside, other=0.0).to(tl.float32)
+    _store(value, values, scales, given, row, at, inside, size, stride, group)
+
+
+def rms_norm_rounded(
+    x: Tensor, weight: Tensor, eps: float, how: Rounding, *, pdl: bool = False
+) -> Rounded:
+    """Root mean square norm of [T, H]. `pdl`: starts while the kernel before still runs."""
+    return _normed(x, x, weight, eps, how, adds=False, pdl=pdl)
+
+
+def add_rms_norm_rounded(
+    residual: Tensor, x: Tensor, weight: Tensor, eps: float, how: Rounding, *, pdl: bool = False
+) -> Rounded:
+    """Adds `x` to `residual` in place; returns the norm of the sum. Both are [T, H]."""
+    return _normed(residual, x, weight, eps, how, adds=True, pdl=pdl)
+
+
+def silu_mul_rounded(gate_up: Tensor, how: Rounding, *, pdl: bool = False) -> Rounded:
+    """[T, 2 I], gate then up -> [T, I]."""
+    size = gate_up.shape[1] // 2
+    out, stride, group = _empty(gate_up, size, how)
+    block = _block(size, group)
+    grid = (len(gate_up), triton.cdiv(size, block))
+    given = out.scales if how.scale is None else how.scale
+    arguments = (gate_up, *out, given, size, stride, pdl, group, block)
+    launch(_silu_mul, grid, *arguments, num_warps=_warps(block), launch_pdl=pdl)
+    return out
+
+
+def rounded(x: Tensor, how: Rounding, *, pdl: bool = False) -> Rounded:
+    """[T, K], contiguous, rounded; for what no kernel of ours has made, such as attention."""
+    size = x.shape[1]
+    out, stride, group = _empty(x, size, how)
+    block = _block(size, group)
+    grid = (len(x), triton.cdiv(size, block))
+    given = out.scales if how.scale is None else how.scale
+    arguments = (x, *out, given, size, stride, pdl, group, block)
+    launch(_round, grid, *arguments, num_warps=_warps(block), launch_pdl=pdl)
+    return out
+
+
+def _normed(
+    residual: Tensor, x: Tensor, weight: Tensor, eps: float, how: Rounding, *, adds: bool, pdl: bool
+) -> Rounded:
+    size = x.shape[1]
+    out, stride, group = _empty(x, size, how)
+    block = triton.next_power_of_2(size)
+    given = out.scales if how.scale is None else how.scale
+    arguments = (residual, x, weight, *out, given, eps, size, stride, adds, pdl, group, block)
+    launch(_norm, (len(x),), *arguments, num_warps=_warps(block), launch_pdl=pdl)
+    return out
+
+
+def _empty(x: Tensor, size: int, how: Rounding) -> tuple[Rounded, int, int]:
+    """Room for a result, the stride of its scales' columns, and the kernels' `group`."""
+    rows = len(x)
+    values = torch.empty(rows, size, dtype=E4M3, device=x.device)
+    if how.scale is not None or how.group is None:
+        scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
+        return Rounded(values, scales), 1, _ROWS if how.scale is None else _STATIC
+    if size % how.group:
+        raise ValueError(f"rows of {size} values cannot be cut into groups of {how.group}")
+    column = -(-rows // 4) * 4
+    scales = torch.empty(size // how.group, column, dtype=torch.float32, device=x.device)
+    return Rounded(values, scales[:, :rows].t()), column, how.group
+
+
+def _block(size: int, group: int) -> int:
+    """Values of a program, where a row need not be one's."""
+    whole: int = triton.next_power_of_2(size)
+    return whole if group == _ROWS else min(whole, _ACTIVATION_BLOCK)
+
+
+def _warps(block: int) -> int:
+    return max(1, min(_MOST_WARPS, block // _VALUES_OF_A_WARP))

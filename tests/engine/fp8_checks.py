@@ -1,0 +1,172 @@
+"""What must hold of the FP8 kernels: on a GPU, and in Triton's interpreter, which is this module's
+`main`. The interpreter drops the carry of a mantissa in conversions to FP8, truncates its
+subnormals, and has neither FP8's NaN nor PTX. So a GPU alone shows some values and early launches.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from engine.model.precision.rounding import (
+    Rounded,
+    Rounding,
+    restored,
+    round_groups,
+    round_rows,
+)
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
+EARLY = 0 if INTERPRETED else 512
+SHAPES = [(208, 592, 17), (128, 512, 1)]
+"""Outputs, inputs, rows."""
+if not INTERPRETED:
+    SHAPES += [(256, 1024, 3), (4096, 4096, 1), (6144, 14336, 64), (28672, 4096, 33)]
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator(DEVICE).manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator, device=DEVICE, dtype=torch.float32)
+
+
+def kinds() -> list[Rounding]:
+    return [Rounding(), Rounding(scale=torch.tensor([0.01], device=DEVICE)), Rounding(group=128)]
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def assert_same(got: Rounded, want: Rounded) -> None:
+    """In every bit."""
+    assert torch.equal(got.scales, want.scales)
+    assert alike(got, want).all()
+
+
+def assert_nearly_same(got: Rounded, want: Rounded) -> None:
+    """Up to the order of a sum before, which may round a value to the other side."""
+    assert torch.allclose(got.scales, want.scales, rtol=1e-2)
+    assert alike(got, want).float().mean() > 0.99
+
+
+def alike(got: Rounded, want: Rounded) -> Tensor:
+    """[T, K]: the values are the same."""
+    assert got.values.is_contiguous()
+    ours, theirs = got.values.float(), want.values.float()
+    if INTERPRETED:
+        carried = (theirs.abs().frexp().mantissa == 0.5) | (theirs.abs() < 2**-6)
+        ours = torch.where(carried, theirs, ours)
+    return ours == theirs
+
+
+def check_rounding_of_any_rows() -> None:
+    from engine.cuda.rounding import rounded
+
+    for how in kinds():
+        for rows, size in ((1, 4096), (5, 1408)):
+            x = draw(rows, size).mul(3).to(DTYPE)
+            x[-1, :700] = 0
+            x[0, 7] = 1000
+            assert_same(rounded(x, how), how(x))
+
+
+def check_rounding_keeps_what_is_not_finite() -> None:
+    if INTERPRETED:
+        return
+    from engine.cuda.rounding import rounded
+
+    for bad in (float("nan"), float("inf")):
+        for how in kinds():
+            x = draw(2, 256).to(DTYPE)
+            x[1, 3] = bad
+            got = restored(rounded(x, how))
+            assert got[0].isfinite().all()
+            assert how.scale is not None or not got[1].isfinite().all()
+            assert bad == float("inf") or got[1, 3].isnan()
+
+
+def check_norms() -> None:
+    from engine.cuda.kernels import add_rms_norm, rms_norm
+    from engine.cuda.rounding import add_rms_norm_rounded, rms_norm_rounded
+
+    x, residual = draw(3, 1408).to(DTYPE), draw(3, 1408, seed=1).to(DTYPE)
+    gain = draw(1408).to(DTYPE)
+    for how in kinds():
+        assert_nearly_same(rms_norm_rounded(x, gain, 1e-5, how), how(rms_norm(x, gain, 1e-5)))
+        ours, theirs = residual.clone(), residual.clone()
+        got = add_rms_norm_rounded(ours, x, gain, 1e-5, how)
+        assert_nearly_same(got, how(add_rms_norm(theirs, x.clone(), gain, 1e-5)))
+        assert torch.equal(ours, theirs)
+
+
+def check_silu() -> None:
+    from engine.cuda.kernels import silu_mul
+    from engine.cuda.rounding import silu_mul_rounded
+
+    gate_up = draw(3, 2 * 1408).to(DTYPE)
+    for how in kinds():
+        assert_nearly_same(silu_mul_rounded(gate_up, how), how(silu_mul(gate_up)))
+
+
+def check_few_rows() -> None:
+    """Tails of both dimensions, tiles in parts, and the same sum every time."""
+    from engine.cuda.fp8_products import Tiles, few_rows
+
+    ways = [
+        Tiles(128, 128, 1, 4, 4),
+        Tiles(64, 128, 3, 4, 4, EARLY),
+        Tiles(64, 128, 2, 3, 4, EARLY, described=False),
+        Tiles(128, 256, 2, 3, 4),
+    ]
+    for outputs, inputs, rows in SHAPES:
+        weight, x = round_rows(draw(outputs, inputs)), round_rows(draw(rows, inputs, seed=1))
+        bias = draw(outputs)
+        want = restored(x).double() @ restored(weight).double().t() + bias.double()
+        for tiles in ways:
+            given = (weight.values, weight.scales.view(-1), *x, bias, torch.float32, tiles)
+            got = few_rows(*given)
+            assert relative_error(got, want) < 1e-3
+            assert torch.equal(got, few_rows(*given))
+
+
+def check_few_rows_by_blocks() -> None:
+    from engine.cuda.fp8_products import Tiles, few_rows
+
+    values, scales, weight = blocks(256, 512)
+    x = round_groups(draw(5, 512, seed=1))
+    want = restored(x).double() @ weight.double().t()
+    for tiles in (Tiles(128, 128, 1, 4, 4), Tiles(64, 128, 3, 4, 4, EARLY)):
+        got = few_rows(values, scales, *x, None, torch.float32, tiles)
+        assert relative_error(got, want) < 1e-3
+
+
+def check_one_row() -> None:
+    from bench.fp8_one_row import one_row
+    from engine.cuda.fp8_products import Tiles
+
+    weight, x = round_rows(draw(100, 1024)), round_rows(draw(1, 1024, seed=1))
+    want = restored(x).double() @ restored(weight).double().t()
+    tiles = Tiles(2, 512, 1, 1, 4, EARLY)
+    got = one_row(weight.values, weight.scales.view(-1), *x, None, torch.float32, tiles)
+    assert relative_error(got, want) < 1e-5
+
+
+def blocks(outputs: int, inputs: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Values and scales of a weight with scales by blocks, and what it stands for."""
+    cut = draw(outputs, inputs).view(outputs // 128, 128, inputs // 128, 128)
+    scales = cut.abs().amax((1, 3)) / 448
+    values = (cut / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+    weight = (values.float() * scales[:, None, :, None]).view(outputs, inputs)
+    return values.view(outputs, inputs), scales, weight
+
+
+CHECKS = [found for name, found in sorted(globals().items()) if name.startswith("check_")]
+
+if __name__ == "__main__":
+    for check in CHECKS:
+        check()
+        print(check.__name__)
