@@ -29,6 +29,7 @@ FLOORS = (
         "engine.schedule",
         "engine.loop",
         "engine.cuda",
+        "engine.cuda.products",
     ),
     ("worker_base",),
     ("prefill_service", "decode_service"),

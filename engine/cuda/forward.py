@@ -16,7 +16,7 @@ from engine.attention.paged import PagedAttention
 from engine.cuda import kernels
 from engine.cuda.kernels import HeadNorms, rope_store
 from engine.cuda.products import CudaProducts
-from engine.cuda.rounding import (
+from engine.cuda.products.rounding import (
     add_rms_norm_rounded,
     rms_norm_rounded,
     rounded,
