@@ -27,6 +27,7 @@ from engine.model.precision.rounding import E4M3, Rounded
 _PLAIN: Final = 0
 _CHANNELS: Final = 1
 _BLOCKS: Final = 2
+"""What scales a weight has: the `kind` of a kernel."""
 
 
 class Cut(NamedTuple):
@@ -71,12 +72,12 @@ def _weighted(weight, scales, row, start, lines: tl.constexpr, kind: tl.constexp
 
 
 @triton.jit
-def _total(acc, scales, x_scales, row, kind: tl.constexpr):
-    """The sum, scaled if a row has one scale."""
-    total = tl.sum(acc)
+def _scale(scales, row, kind: tl.constexpr):
+    """The scale of a row; 1 if it has none, or several."""
+    scale = 1.0
     if kind == 1:
-        total = total * tl.load(scales + row) * tl.load(x_scales)
-    return total
+        scale = tl.load(scales + row)
+    return scale
 
 
 @triton.jit
@@ -97,9 +98,11 @@ def _dot(
     row = tl.program_id(0).to(tl.int64)
     lines: tl.constexpr = inputs // 128
     coming = _loaded(weight + row * inputs, 0, block)
+    scale = _scale(scales, row, kind)
     if pdl:
         gdc_launch_dependents()
         gdc_wait()
+    x_scale = _scale(x_scales, 0, kind)
     acc = tl.zeros((block // 128, 128), tl.float32)
     for start in tl.static_range(0, inputs, block):
         value = coming
@@ -107,7 +110,7 @@ def _dot(
             coming = _loaded(weight + row * inputs, start + block, block)
         taken = _taken(x, x_scales, step, start, block, kind)
         acc += taken * _weighted(value, scales, row, start, lines, kind)
-    total = _total(acc, scales, x_scales, row, kind)
+    total = tl.sum(acc) * scale * x_scale
     if has_bias:
         total += tl.load(bias + row).to(tl.float32)
     tl.store(out + row, total)
@@ -132,9 +135,11 @@ def _gated_dot(
     lines: tl.constexpr = inputs // 128
     gate_coming = _loaded(weight + row * inputs, 0, block)
     up_coming = _loaded(weight + up_row * inputs, 0, block)
+    gate_scale, up_scale = _scale(scales, row, kind), _scale(scales, up_row, kind)
     if pdl:
         gdc_launch_dependents()
         gdc_wait()
+    x_scale = _scale(x_scales, 0, kind)
     gate_acc = tl.zeros((block // 128, 128), tl.float32)
     up_acc = tl.zeros((block // 128, 128), tl.float32)
     for start in tl.static_range(0, inputs, block):
@@ -146,8 +151,8 @@ def _gated_dot(
         gate_acc += taken * _weighted(gate, scales, row, start, lines, kind)
         up_acc += taken * _weighted(up, scales, up_row, start, lines, kind)
     dtype: tl.constexpr = out.dtype.element_ty
-    gate = _total(gate_acc, scales, x_scales, row, kind).to(dtype).to(tl.float32)
-    up = _total(up_acc, scales, x_scales, up_row, kind).to(dtype).to(tl.float32)
+    gate = (tl.sum(gate_acc) * gate_scale * x_scale).to(dtype).to(tl.float32)
+    up = (tl.sum(up_acc) * up_scale * x_scale).to(dtype).to(tl.float32)
     activated = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
     tl.store(out + row, activated * up)
 
