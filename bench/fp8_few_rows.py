@@ -50,6 +50,7 @@ MOST_ERROR: Final = 4e-3
 CUTS: Final = (Cut(1024, 4), Cut(2048, 4), Cut(2048, 2), Cut(4096, 4), Cut(4096, 8))
 """Of one row. A row is cut by the first that divides it, here and in the engine."""
 METHODS: Final = {"channels": Fp8Channels, "blocks": Fp8Blocks}
+VALUES_OF_A_WARP: Final = (256, 128)
 LAYERS: Final = 3
 HIDDEN: Final = 4096
 WIDE: Final = 14336
@@ -145,6 +146,9 @@ def warmed(rows: int, method: str) -> dict[Way, str]:
     layer = layer_of(method)
     for _, patched in variants(rows, {}):
         with patched():
+            run_layer(layer, state_of(rows, layer))
+    for values in VALUES_OF_A_WARP[1:]:
+        with patch.object(rounding, "_VALUES_OF_A_WARP", values):
             run_layer(layer, state_of(rows, layer))
     return {}
 
@@ -315,17 +319,18 @@ def rounding_costs(rows: int) -> list[dict[str, Any]]:
     wide = gate_up.view(-1)[: rows * WIDE].view(rows, WIDE)
     kinds = {"rows": Rounding(), "groups": Rounding(group=128)}
     found = []
-    for kind, how in kinds.items():
+    for values, (kind, how) in product(VALUES_OF_A_WARP, kinds.items()):
         run: dict[str, Any] = {
             "norm": lambda how=how: rounding.add_rms_norm_rounded(residual, x, gain, 1e-5, how),
             "silu": lambda how=how: rounding.silu_mul_rounded(gate_up, how),
             "round": lambda how=how: rounding.rounded(x, how),
             "round wide": lambda how=how: rounding.rounded(wide, how),
         }
-        times = {name: graph_us([kernel] * 50) for name, kernel in run.items()}
-        found.append({"rows": rows, "kind": kind, **times})
+        with patch.object(rounding, "_VALUES_OF_A_WARP", values):
+            times = {name: graph_us([kernel] * 50) for name, kernel in run.items()}
+        found.append({"rows": rows, "kind": kind, "values": values, **times})
         line = ", ".join(f"{name} {us:5.2f}" for name, us in times.items())
-        print(f"{rows:4d} rows {kind:>6}: {line} us", flush=True)
+        print(f"{rows:4d} rows {kind:>6}, {values} values of a warp: {line} us", flush=True)
     return found
 
 

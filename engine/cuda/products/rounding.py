@@ -28,9 +28,11 @@ from engine.model.precision.rounding import E4M3, Rounded, Rounding
 
 _ACTIVATION_BLOCK: Final = 1024
 _FEW_ROWS: Final = 64
+"""Rows up to which `silu_mul_rounded` by rows is two kernels."""
 _PROGRAMS: Final = 264
-_VALUES_OF_A_WARP: Final = 512
-_MOST_WARPS: Final = 16
+"""About two for each processor."""
+_VALUES_OF_A_WARP: Final = 256
+_MOST_WARPS: Final = 32
 _STATIC: Final = -1
 _ROWS: Final = 0
 
