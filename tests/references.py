@@ -127,7 +127,7 @@ def rounding_cache() -> Any:
 @cache
 def references(path: Path, fp8_kv: bool = False) -> References:
     """Those of the model in a folder."""
-    return References(path, fp8_kv)
+    return References(path, fp8_kv=fp8_kv)
 
 
 def generate_reference(

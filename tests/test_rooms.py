@@ -30,6 +30,7 @@ FLOORS = (
         "engine.loop",
         "engine.cuda",
         "engine.cuda.kv",
+        "engine.cuda.products",
     ),
     ("worker_base",),
     ("prefill_service", "decode_service"),

@@ -1,4 +1,4 @@
-"""Products of FP8 weights with FP8 activations. Of few rows, memory is the only limit.
+"""Products of few rows in FP8. Memory is nearly their only limit.
 
 1. A program takes a tile of output channels and a part of the input, so that narrow weights have
    enough programs, too. Weights are the left operand of the tensor cores, rows the right one:
@@ -8,10 +8,11 @@
 3. The parts of a tile are written apart. The last program to arrive adds them in their order, so a
    sum is the same every time. It sets the counter back for the next product.
 
-Tensor cores add FP8 products with about 14 bits. So the sums of 128 inputs are added in float32,
-as DeepSeek-V3 does (arXiv 2412.19437, 3.3.2).
+Weights and activations come by the copy engine (TMA), which fills what lies beyond an edge with
+zeros. So no size has to be a multiple of a tile's.
 
-From `FEW_ROWS` on, arithmetic limits, and the product is cuBLAS's.
+Tensor cores add FP8 products with about 14 bits. So the sums of a step's inputs are added in
+float32, as DeepSeek-V3 does (arXiv 2412.19437, 3.3.2).
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -24,23 +25,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engine.cuda.kernels import launch
 
-FEW_ROWS: Final = 64
-"""The most rows of a product of our own."""
-BLOCK: Final = 128
-"""Inputs and outputs with one scale, where a weight has scales by blocks."""
 LEAST_COLUMNS: Final = 16
 """Rows of the smallest product, to which fewer are padded."""
 _MOST_TILES: Final = 4096
 _REGISTERS_OF_SUMS: Final = 128
-_PROGRAMS: Final = 264
-_LEAST_STEPS: Final = 4
-_MOST_PARTS: Final = 8
 
 
 class Tiles(NamedTuple):
@@ -58,8 +51,6 @@ class Tiles(NamedTuple):
     ahead: int = 0
     """Inputs of each part that are asked for before the kernel before has ended. With 0 the product
     is launched after that, as any other kernel."""
-    described: bool = True
-    """Loads are the copy engine's (TMA)."""
 
 
 @triton.jit
@@ -94,12 +85,30 @@ def _scaled(acc, scales, x_scales, channel, row, rows, outputs, x_scales_row):
 
 
 @triton.jit
+def _sums(
+    weights, activations, scales, x_scales, row, seen, first, begin, end, x_row, x_step, steps,
+    bn: tl.constexpr, bk: tl.constexpr, by_blocks: tl.constexpr,
+):  # fmt: skip
+    """The sums of a part of the input, [channels, rows]. Copies beyond an edge are zeros."""
+    acc = tl.zeros((bn, row.shape[0]), tl.float32)
+    for step in range(begin, end):
+        weight = weights.load([first, step * bk])
+        taken = activations.load([0, step * bk])
+        if by_blocks:
+            of_block = tl.load(scales + first // 128 * steps + step)
+            of_rows = tl.load(x_scales + row * x_row + step * x_step, mask=seen, other=0.0)
+            acc += tl.dot(weight, taken.T) * (of_block * of_rows)[None, :]
+        else:
+            acc += tl.dot(weight, taken.T)
+    return acc
+
+
+@triton.jit(do_not_specialize=["rows", "x_row", "x_step"])
 def _few_rows(
     values,
-    described_values,
+    weights,
     scales,
-    x,
-    described_x,
+    activations,
     x_scales,
     bias,
     out,
@@ -108,62 +117,48 @@ def _few_rows(
     rows,
     outputs,
     inputs,
-    x_scales_row,
-    x_scales_step,
+    x_row,
+    x_step,
     padded_rows: tl.constexpr,
     bn: tl.constexpr,
     bk: tl.constexpr,
     parts: tl.constexpr,
     at_once: tl.constexpr,
     ahead: tl.constexpr,
-    described: tl.constexpr,
     by_blocks: tl.constexpr,
     has_bias: tl.constexpr,
 ):
     tile, part = tl.program_id(0), tl.program_id(1)
     first = tile * bn
     channel, row = tl.arange(0, bn), tl.arange(0, padded_rows)
+    seen = row < rows
     steps = tl.cdiv(inputs, bk)
     begin, end = part * steps // parts, (part + 1) * steps // parts
-    weights = values + tl.minimum(first + channel, outputs - 1).to(tl.int64) * inputs
     if ahead > 0:
         gdc_launch_dependents()
-        bring(weights + begin * bk, tl.minimum(ahead, tl.minimum(end * bk, inputs) - begin * bk))
+        ours = values + tl.minimum(first + channel, outputs - 1).to(tl.int64) * inputs
+        bring(ours + begin * bk, tl.minimum(ahead, tl.minimum(end * bk, inputs) - begin * bk))
         gdc_wait()
-    seen = (row < rows)[:, None]
-    acc = tl.zeros((bn, padded_rows), tl.float32)
-    for step in range(begin, end):
-        k = step * bk + tl.arange(0, bk)
-        if described:
-            weight = described_values.load([first, step * bk])
-            taken = described_x.load([0, step * bk])
-        else:
-            inside = (k < inputs)[None, :]
-            weight = tl.load(weights[:, None] + k[None, :], mask=inside, other=0.0)
-            taken = tl.load(x + row[:, None] * inputs + k[None, :], mask=seen & inside, other=0.0)
-        if by_blocks:
-            of_block = tl.load(scales + first // 128 * steps + step)
-            of_rows = x_scales + row * x_scales_row + step * x_scales_step
-            of_rows = tl.load(of_rows, mask=row < rows, other=0.0)
-            acc += tl.dot(weight, taken.T) * (of_block * of_rows)[None, :]
-        else:
-            acc += tl.dot(weight, taken.T)
+    acc = _sums(
+        weights, activations, scales, x_scales, row, seen, first, begin, end, x_row, x_step, steps,
+        bn, bk, by_blocks,
+    )  # fmt: skip
     if parts > 1:
         place = (tile * parts + part) * bn + channel
         places = partial + place[:, None] * padded_rows + row[None, :]
-        tl.store(places, acc, mask=row[None, :] < rows)
+        tl.store(places, acc, mask=seen[None, :])
         tl.debug_barrier()
         if tl.atomic_add(arrivals + tile, 1, sem="acq_rel") != parts - 1:
             return
-        acc = _sum_of_parts(places - part * bn * padded_rows, row < rows, parts, at_once)
+        acc = _sum_of_parts(places - part * bn * padded_rows, seen, parts, at_once)
         tl.store(arrivals + tile, 0)
     if not by_blocks:
-        acc = _scaled(acc, scales, x_scales, first + channel, row, rows, outputs, x_scales_row)
+        acc = _scaled(acc, scales, x_scales, first + channel, row, rows, outputs, x_row)
     there = first + channel < outputs
     if has_bias:
         acc += tl.load(bias + first + channel, mask=there, other=0.0).to(tl.float32)[:, None]
     target = out + row[None, :] * outputs + (first + channel)[:, None]
-    tl.store(target, acc, mask=there[:, None] & (row < rows)[None, :])
+    tl.store(target, acc, mask=there[:, None] & seen[None, :])
 
 
 def few_rows(
@@ -175,7 +170,7 @@ def few_rows(
     out_dtype: torch.dtype,
     tiles: Tiles,
 ) -> Tensor:
-    """The product of at most 128 rows, by our own kernel, on one stream at a time.
+    """The product of at most 128 rows, on one stream at a time.
 
     Args:
         values: [N, K] e4m3, contiguous; K is a multiple of 16.
@@ -195,22 +190,13 @@ def few_rows(
     count = triton.cdiv(outputs, tiles.outputs)
     part_shape = (count if tiles.parts > 1 else 0, tiles.parts, tiles.outputs, padded)
     partial = torch.empty(part_shape, dtype=torch.float32, device=x.device)
-    described = (
-        (
-            TensorDescriptor.from_tensor(values, [tiles.outputs, tiles.inputs]),
-            TensorDescriptor.from_tensor(x, [padded, tiles.inputs]),
-        )
-        if tiles.described
-        else (values, x)
-    )
     launch(
         _few_rows,
         (count, tiles.parts),
         values,
-        described[0],
+        TensorDescriptor.from_tensor(values, [tiles.outputs, tiles.inputs]),
         scales,
-        x,
-        described[1],
+        TensorDescriptor.from_tensor(x, [padded, tiles.inputs]),
         x_scales,
         out if bias is None else bias,
         out,
@@ -227,7 +213,6 @@ def few_rows(
         tiles.parts,
         _parts_at_once(tiles, padded),
         tiles.ahead,
-        tiles.described,
         scales.dim() == 2,
         bias is not None,
         num_warps=tiles.warps,
@@ -242,116 +227,6 @@ def _parts_at_once(tiles: Tiles, padded_rows: int) -> int:
     sums_of_a_thread = tiles.outputs * padded_rows // (32 * tiles.warps)
     fit = max(1, _REGISTERS_OF_SUMS // sums_of_a_thread)
     return max(count for count in range(1, min(fit, tiles.parts) + 1) if tiles.parts % count == 0)
-
-
-def fp8_linear(
-    values: Tensor,
-    scales: Tensor,
-    x: Tensor,
-    x_scales: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """The product of rows with a weight whose output channels have a scale each.
-
-    Args:
-        values: [N, K] e4m3, contiguous; N and K are multiples of 16.
-        scales: [N] float32.
-        x: [T, K] e4m3, contiguous.
-        x_scales: [T, 1] float32, contiguous.
-        bias: [N] in `out_dtype`, or None.
-        out_dtype: bfloat16 or float16.
-
-    Returns:
-        [T, N]
-    """
-    (outputs, inputs), rows = values.shape, len(x)
-    if rows <= FEW_ROWS:
-        tiles = tiles_of(outputs, inputs, rows)
-        return few_rows(values, scales, x, x_scales, bias, out_dtype, tiles)
-    return _scaled_rows(values, scales, x, x_scales, bias, out_dtype)
-
-
-def _scaled_rows(
-    values: Tensor,
-    scales: Tensor,
-    x: Tensor,
-    x_scales: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """`fp8_linear` by cuBLAS."""
-    weight, columns = values.t(), scales.view(1, -1)
-    if not hasattr(functional, "scaled_mm"):  # torch before 2.10
-        return torch._scaled_mm(
-            x, weight, x_scales, columns, bias, out_dtype=out_dtype, use_fast_accum=True
-        )
-    recipe = functional.ScalingType.RowWise
-    return functional.scaled_mm(
-        x,
-        weight,
-        x_scales,
-        recipe,
-        columns,
-        recipe,
-        bias=bias,
-        output_dtype=out_dtype,
-        use_fast_accum=True,
-    )
-
-
-def fp8_block_linear(
-    values: Tensor,
-    scales: Tensor,
-    x: Tensor,
-    x_scales: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """The product of rows with a weight whose blocks of 128 x 128 have a scale each.
-
-    Args:
-        values: [N, K] e4m3, contiguous; both are multiples of 128.
-        scales: [N / 128, K / 128] float32, contiguous.
-        x: [T, K] e4m3, contiguous.
-        x_scales: [T, K / 128] float32. Best column after column with space for a multiple of four
-            rows, as `engine.cuda.rounding` leaves them; others are copied.
-        bias: [N] in `out_dtype`, or None.
-        out_dtype: bfloat16 or float16.
-
-    Returns:
-        [T, N]
-    """
-    (outputs, inputs), rows = values.shape, len(x)
-    if rows <= FEW_ROWS:
-        tiles = tiles_of(outputs, inputs, rows)
-        return few_rows(values, scales, x, x_scales, bias, out_dtype, tiles)
-    padded = -(-rows // 4) * 4  # cuBLAS takes no other numbers of rows.
-    columns = x_scales.new_ones(x_scales.shape[1], padded).t()
-    if padded == rows and x_scales.stride() == columns.stride():
-        columns = x_scales
-    else:
-        columns[:rows] = x_scales
-        x = functional.pad(x.view(torch.uint8), (0, 0, 0, padded - rows)).view(x.dtype)
-    out = functional.scaled_mm(
-        x,
-        values.t(),
-        columns,
-        functional.ScalingType.BlockWise1x128,
-        scales.t(),
-        functional.ScalingType.BlockWise128x128,
-        output_dtype=out_dtype,
-    )[:rows]
-    return out if bias is None else out + bias
-
-
-def tiles_of(outputs: int, inputs: int, rows: int) -> Tiles:
-    """How a product of at most `FEW_ROWS` rows is cut."""
-    width = 128
-    count = triton.cdiv(outputs, width)
-    steps = triton.cdiv(inputs, BLOCK)
-    parts = max(1, min(_PROGRAMS // count, steps // _LEAST_STEPS, _MOST_PARTS))
-    return Tiles(width, BLOCK, parts, stages=4, warps=4)
 
 
 @cache

@@ -1,0 +1,235 @@
+"""Products of one row with a weight. Memory is the only limit of a batch of one.
+
+Each output has one program (or an output of gate and of up, which it activates and multiplies).
+Libraries reach the chip's bandwidth only on the largest weights here, because they tile for
+matrices. Tensor cores would not help: in FP8, too, the sums are done before the weights arrive.
+
+A program asks for its first weights while the kernel before still runs, and then waits for the row
+(programmatic dependent launch).
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from engine.cuda.early import early
+from engine.cuda.kernels import launch
+from engine.model.precision.rounding import E4M3, Rounded
+
+_PLAIN: Final = 0
+_CHANNELS: Final = 1
+_BLOCKS: Final = 2
+"""What scales a weight has: the `kind` of a kernel."""
+
+
+class Cut(NamedTuple):
+    """How a row of a weight is read."""
+
+    block: int
+    """Inputs that are loaded at once: a power of two times 128."""
+    warps: int = 4
+
+
+_CUTS: Final = (Cut(2048), Cut(1024), Cut(512))
+"""The first that divides a row is used."""
+_FP8_CUTS: Final = (Cut(1024), Cut(512))
+
+
+@triton.jit
+def _loaded(row, start, block: tl.constexpr):
+    """A block of a row, [block / 128, 128]."""
+    line = tl.arange(0, block // 128)[:, None] * 128
+    return tl.load(row + start + line + tl.arange(0, 128)[None, :])
+
+
+@triton.jit
+def _taken(x, x_scales, step, start, block: tl.constexpr, kind: tl.constexpr):
+    """A block of the activations, scaled if their scales change along a row."""
+    taken = _loaded(x, start, block).to(tl.float32)
+    if kind == 2:
+        line = start // 128 + tl.arange(0, block // 128)
+        taken *= tl.load(x_scales + line * step)[:, None]
+    return taken
+
+
+@triton.jit
+def _weighted(weight, scales, row, start, lines: tl.constexpr, kind: tl.constexpr):
+    """A block of a row of the weight, scaled if its scales change along the row."""
+    block: tl.constexpr = weight.shape[0] * 128
+    weight = weight.to(tl.float32)
+    if kind == 2:
+        line = start // 128 + tl.arange(0, block // 128)
+        weight *= tl.load(scales + row // 128 * lines + line)[:, None]
+    return weight
+
+
+@triton.jit
+def _scale(scales, row, kind: tl.constexpr):
+    """The scale of a row; 1 if it has none, or several."""
+    scale = 1.0
+    if kind == 1:
+        scale = tl.load(scales + row)
+    return scale
+
+
+@triton.jit
+def _dot(
+    x,
+    x_scales,
+    step,
+    weight,
+    scales,
+    bias,
+    out,
+    inputs: tl.constexpr,
+    block: tl.constexpr,
+    kind: tl.constexpr,
+    has_bias: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    lines: tl.constexpr = inputs // 128
+    coming = _loaded(weight + row * inputs, 0, block)
+    scale = _scale(scales, row, kind)
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
+    x_scale = _scale(x_scales, 0, kind)
+    acc = tl.zeros((block // 128, 128), tl.float32)
+    for start in tl.static_range(0, inputs, block):
+        value = coming
+        if start + block < inputs:
+            coming = _loaded(weight + row * inputs, start + block, block)
+        taken = _taken(x, x_scales, step, start, block, kind)
+        acc += taken * _weighted(value, scales, row, start, lines, kind)
+    total = tl.sum(acc) * scale * x_scale
+    if has_bias:
+        total += tl.load(bias + row).to(tl.float32)
+    tl.store(out + row, total)
+
+
+@triton.jit
+def _gated_dot(
+    x,
+    x_scales,
+    step,
+    weight,
+    scales,
+    out,
+    outputs,
+    inputs: tl.constexpr,
+    block: tl.constexpr,
+    kind: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    up_row = row + outputs
+    lines: tl.constexpr = inputs // 128
+    gate_coming = _loaded(weight + row * inputs, 0, block)
+    up_coming = _loaded(weight + up_row * inputs, 0, block)
+    gate_scale, up_scale = _scale(scales, row, kind), _scale(scales, up_row, kind)
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
+    x_scale = _scale(x_scales, 0, kind)
+    gate_acc = tl.zeros((block // 128, 128), tl.float32)
+    up_acc = tl.zeros((block // 128, 128), tl.float32)
+    for start in tl.static_range(0, inputs, block):
+        gate, up = gate_coming, up_coming
+        if start + block < inputs:
+            gate_coming = _loaded(weight + row * inputs, start + block, block)
+            up_coming = _loaded(weight + up_row * inputs, start + block, block)
+        taken = _taken(x, x_scales, step, start, block, kind)
+        gate_acc += taken * _weighted(gate, scales, row, start, lines, kind)
+        up_acc += taken * _weighted(up, scales, up_row, start, lines, kind)
+    dtype: tl.constexpr = out.dtype.element_ty
+    gate = (tl.sum(gate_acc) * gate_scale * x_scale).to(dtype).to(tl.float32)
+    up = (tl.sum(up_acc) * up_scale * x_scale).to(dtype).to(tl.float32)
+    activated = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
+    tl.store(out + row, activated * up)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear` of [T, inputs]. For T = 1 it uses its own kernel."""
+    cut = cut_of(x)
+    if cut is None or bias is not None:
+        return F.linear(x, weight, bias)
+    out = x.new_empty(1, len(weight))
+    arguments = (x, x, 1, weight, weight, x, out, x.shape[1], cut.block, _PLAIN, False, early())
+    launch(_dot, (len(weight),), *arguments, num_warps=cut.warps, launch_pdl=early())
+    return out
+
+
+def gated(x: Tensor, weight: Tensor) -> Tensor | None:
+    """silu(gate) * up of [1, H] -> [1, I] in one kernel, gate and up stacked in the weight. None if
+    there is more than one row, or no size divides it."""
+    cut = cut_of(x)
+    if cut is None:
+        return None
+    outputs = len(weight) // 2
+    out = x.new_empty(1, outputs)
+    arguments = (x, x, 1, weight, weight, out, outputs, x.shape[1], cut.block, _PLAIN, early())
+    launch(_gated_dot, (outputs,), *arguments, num_warps=cut.warps, launch_pdl=early())
+    return out
+
+
+def fp8_one_row(
+    values: Tensor,
+    scales: Tensor,
+    x: Rounded,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    cut: Cut,
+) -> Tensor:
+    """The product of one row in FP8.
+
+    Args:
+        values: [N, K] e4m3, contiguous.
+        scales: [N] float32, or [N / 128, K / 128], contiguous.
+        x: [1, K], with a scale by row, or by groups of 128.
+        bias: [N], or None.
+        out_dtype: of the result.
+        cut: its block divides K.
+
+    Returns:
+        [1, N]
+    """
+    outputs, inputs = values.shape
+    out = torch.empty(1, outputs, dtype=out_dtype, device=values.device)
+    activations = (x.values, x.scales, x.scales.stride(1))
+    kind = _CHANNELS if scales.dim() == 1 else _BLOCKS
+    given = out if bias is None else bias
+    shape = (inputs, cut.block, kind, bias is not None, early())
+    arguments = (*activations, values, scales, given, out, *shape)
+    launch(_dot, (outputs,), *arguments, num_warps=cut.warps, launch_pdl=early())
+    return out
+
+
+def fp8_gated(
+    values: Tensor, scales: Tensor, x: Rounded, out_dtype: torch.dtype, cut: Cut
+) -> Tensor:
+    """`gated` in FP8: arguments as `fp8_one_row`, with values [2 I, K] -> [1, I]."""
+    outputs, inputs = len(values) // 2, values.shape[1]
+    out = torch.empty(1, outputs, dtype=out_dtype, device=values.device)
+    activations = (x.values, x.scales, x.scales.stride(1))
+    kind = _CHANNELS if scales.dim() == 1 else _BLOCKS
+    arguments = (*activations, values, scales, out, outputs, inputs, cut.block, kind, early())
+    launch(_gated_dot, (outputs,), *arguments, num_warps=cut.warps, launch_pdl=early())
+    return out
+
+
+def cut_of(x: Tensor) -> Cut | None:
+    """How a weight of the type of [T, K] is read for it. None if there is more than one row, or no
+    size divides it."""
+    if len(x) != 1:
+        return None
+    cuts = _FP8_CUTS if x.dtype == E4M3 else _CUTS
+    return next((cut for cut in cuts if x.shape[1] % cut.block == 0), None)
