@@ -136,7 +136,7 @@ def test_which_weights_the_kernels_take(
 def test_why_a_device_cannot_run_int4(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "NVIDIA GPUs" in int4_obstacle(CPU)
     monkeypatch.setattr(humming, "find_spec", lambda name: None)
-    want = "INT4 needs humming-kernels: pip install 'baton-llm[int4]'"
+    want = "INT4 needs humming-kernels: pip install 'humming-kernels[cu13]', the extra int4"
     assert int4_obstacle(CUDA) == want
     monkeypatch.setattr(humming, "find_spec", lambda name: name)
     monkeypatch.setattr(torch, "__version__", "2.9.1+cu130")
