@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,6 +71,27 @@ def test_what_is_not_finite_is_never_hidden(bad):
     back = restored(round_rows(x))
     assert back[0].isfinite().all()
     assert back[1, 5].isnan()
+
+
+def test_tiles_fit_a_processor_and_are_few(monkeypatch):
+    """Each compiles for a second when a worker starts."""
+    pytest.importorskip("triton")
+    from engine.cuda.products import fp8
+
+    monkeypatch.setattr(fp8, "early", lambda: True)
+    shapes = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (1024, 1024), (16, 16)]
+    for by_blocks in (False, True):
+        found = set()
+        for (outputs, inputs), rows in product(shapes, range(2, fp8.FEW_ROWS + 1)):
+            tiles = fp8.tiles_of(outputs, inputs, rows, by_blocks=by_blocks)
+            if tiles is None:
+                continue
+            padded = max(16, 1 << (rows - 1).bit_length())
+            assert tiles.stages * tiles.inputs * (tiles.outputs + padded) <= 220 << 10
+            assert tiles.parts * tiles.inputs <= max(inputs, tiles.inputs)
+            found.add((padded, tiles))
+        assert 4 <= len(found) <= 12
+        assert fp8.tiles_of(4096, 4096, fp8.FEW_ROWS + 1, by_blocks=by_blocks) is None
 
 
 @pytest.mark.slow

@@ -51,24 +51,16 @@ def _loaded(row, start, block: tl.constexpr):
 
 
 @triton.jit
-def _taken(x, x_scales, step, start, block: tl.constexpr, kind: tl.constexpr):
-    """A block of the activations, scaled if their scales change along a row."""
-    taken = _loaded(x, start, block).to(tl.float32)
+def _plus(
+    acc, taken, weight, scales, x_scales, step, row, start, lines: tl.constexpr, kind: tl.constexpr
+):  # fmt: skip
+    """The sums with those of a block, scaled if the scales change along a row."""
+    products = taken * weight.to(tl.float32)
     if kind == 2:
-        line = start // 128 + tl.arange(0, block // 128)
-        taken *= tl.load(x_scales + line * step)[:, None]
-    return taken
-
-
-@triton.jit
-def _weighted(weight, scales, row, start, lines: tl.constexpr, kind: tl.constexpr):
-    """A block of a row of the weight, scaled if its scales change along the row."""
-    block: tl.constexpr = weight.shape[0] * 128
-    weight = weight.to(tl.float32)
-    if kind == 2:
-        line = start // 128 + tl.arange(0, block // 128)
-        weight *= tl.load(scales + row // 128 * lines + line)[:, None]
-    return weight
+        line = start // 128 + tl.arange(0, acc.shape[0])
+        scale = tl.load(scales + row // 128 * lines + line) * tl.load(x_scales + line * step)
+        products *= scale[:, None]
+    return acc + products
 
 
 @triton.jit
@@ -108,8 +100,8 @@ def _dot(
         value = coming
         if start + block < inputs:
             coming = _loaded(weight + row * inputs, start + block, block)
-        taken = _taken(x, x_scales, step, start, block, kind)
-        acc += taken * _weighted(value, scales, row, start, lines, kind)
+        taken = _loaded(x, start, block).to(tl.float32)
+        acc = _plus(acc, taken, value, scales, x_scales, step, row, start, lines, kind)
     total = tl.sum(acc) * scale * x_scale
     if has_bias:
         total += tl.load(bias + row).to(tl.float32)
@@ -147,9 +139,9 @@ def _gated_dot(
         if start + block < inputs:
             gate_coming = _loaded(weight + row * inputs, start + block, block)
             up_coming = _loaded(weight + up_row * inputs, start + block, block)
-        taken = _taken(x, x_scales, step, start, block, kind)
-        gate_acc += taken * _weighted(gate, scales, row, start, lines, kind)
-        up_acc += taken * _weighted(up, scales, up_row, start, lines, kind)
+        taken = _loaded(x, start, block).to(tl.float32)
+        gate_acc = _plus(gate_acc, taken, gate, scales, x_scales, step, row, start, lines, kind)
+        up_acc = _plus(up_acc, taken, up, scales, x_scales, step, up_row, start, lines, kind)
     dtype: tl.constexpr = out.dtype.element_ty
     gate = (tl.sum(gate_acc) * gate_scale * x_scale).to(dtype).to(tl.float32)
     up = (tl.sum(up_acc) * up_scale * x_scale).to(dtype).to(tl.float32)
