@@ -14,8 +14,8 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from engine.attention.parts import Division, Tiles
+from engine.cuda.kv import fp8_gather
 from engine.cuda.kv.fp8_decode import decode_attention_fp8
-from engine.cuda.kv.fp8_gather import Gatherer
 from engine.cuda.kv.fp8_store import rope_store_fp8
 from engine.cuda.kv.rope_store import HeadNorms, rope_store
 from engine.pages.fp8_pool import Fp8Pool
@@ -109,7 +109,7 @@ def check_no_number_is_told() -> None:
 def check_gather(page_size: int) -> None:
     contexts = torch.tensor([1, 63, 64, 65, 200], dtype=torch.int32)
     pool, table = filled(contexts, page_size, 3)
-    gather = Gatherer(pool)
+    gather = fp8_gather.Gatherer(pool)
     gather.reserve(500, 8)
     for rows in (5, 3):
         gather.begin(contexts[:rows], table[:rows])
@@ -127,6 +127,7 @@ def main() -> None:
     """One case of each kernel, or all cases."""
     torch.manual_seed(0)
     interpreter._convert_float = convert_as_a_gpu_does
+    fp8_gather._PROGRAMS_OF_A_HEAD = 3  # Here they run one after the other.
     norms = HeadNorms(torch.randn(DIM).bfloat16(), torch.randn(DIM).bfloat16(), 1e-6)
     check_store(torch.bfloat16, norms)
     check_decode(16, 100, (3, 64), 6)
