@@ -145,7 +145,10 @@ def main() -> None:
     generator, found = torch.Generator().manual_seed(1), []
     for kind, (rows, tokens, spread) in product(arguments.kv, FEW if arguments.few else CASES):
         batch = Batch(kind, rows, tokens, spread, generator)
-        divisions = [division(rows, KV_HEADS, differ=differ) for differ in (False, True)]
+        divisions = [
+            division(rows, KV_HEADS, differ=differ, tiles=FP8 if kv == "fp8" else PLAIN)
+            for differ in (False, True)
+        ]
         alike, different = map(batch.time_us, divisions)
         differ = lengths_differ(batch.lengths.numpy(), KV_HEADS)
         chosen = different if differ else alike

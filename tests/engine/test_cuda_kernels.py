@@ -84,9 +84,10 @@ def test_rope_store_fills_pages_beyond_two_to_the_31_elements(heads, kv_heads, d
     assert relative_error(got_k, want_k) < 5e-3
     assert torch.equal(got_v, v)
     for token, (page, offset) in enumerate(places):
-        stored = pool.layer_kv(layers - 1)[page, :, :, offset]
+        stored = torch.stack([x[page, :, offset] for x in pool.layer(layers - 1)], 1)
         assert torch.equal(stored, torch.stack((got_k[token], got_v[token]), 1))
-        pool.layer_kv(layers - 1)[page, :, :, offset] = 0
+        for kept in pool.layer(layers - 1):
+            kept[page, :, offset] = 0
     assert not pool.elements.any(), "something was stored elsewhere"
 
 
@@ -122,7 +123,8 @@ def test_parts_of_a_context_make_a_whole(parts, tiles, page_size, window):
     q = draw(6, 12, 128)[:, :8]
     got = decode_attention(q, pool, 1, contexts, table, window, Division(*parts, tiles))
     for row, length in enumerate(contexts.tolist()):
-        kv = pool.layer_kv(1)[table[row].long()].permute(2, 1, 0, 3, 4).reshape(2, 2, -1, 128)
+        kv = torch.stack([x[table[row].long()] for x in pool.layer(1)]).transpose(1, 2)
+        kv = kv.reshape(2, 2, -1, 128)
         first = 0 if window is None else max(0, length - window)
         keys, values = kv[:, :, first:length].double()
         grouped = q[row].double().view(2, 4, 128)

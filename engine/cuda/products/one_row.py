@@ -40,7 +40,7 @@ class Cut(NamedTuple):
 
 _CUTS: Final = (Cut(2048), Cut(1024), Cut(512))
 """The first that divides a row is used."""
-_FP8_CUTS: Final = (Cut(1024), Cut(512))
+_FP8_CUTS: Final = _CUTS
 
 
 @triton.jit
