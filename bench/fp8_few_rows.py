@@ -90,7 +90,7 @@ def own_of(shape: str, rows: int) -> Cutting:
     outputs, inputs = SHAPES[shape]
     if rows == 1:
         return one_row.cut_of(torch.empty(1, inputs, dtype=torch.float8_e4m3fn))
-    return fp8.tiles_of(outputs, inputs, rows, by_blocks=False)
+    return fp8.tiles_of(outputs, inputs, rows)
 
 
 def ways_of(shape: str, rows: int) -> Iterator[Way]:
@@ -268,8 +268,8 @@ def variants(rows: int, best: dict[tuple[int, int], Tiles | None]) -> Iterator[t
     modules, tiles_of = (kernels, one_row, rounding), fp8.tiles_of
     late: list[tuple[object, str, object]] = [(each, "early", lambda: False) for each in modules]
 
-    def plain(*shape: int, by_blocks: bool) -> Tiles | None:
-        tiles = tiles_of(*shape, by_blocks=by_blocks)
+    def plain(*shape: int) -> Tiles | None:
+        tiles = tiles_of(*shape)
         return tiles and tiles._replace(ahead=0)
 
     yield "nothing early", lambda: replaced((fp8, "tiles_of", plain), *late)

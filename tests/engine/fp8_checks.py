@@ -135,17 +135,6 @@ def check_few_rows() -> None:
             assert torch.equal(got, few_rows(*given))
 
 
-def check_few_rows_by_blocks() -> None:
-    from engine.cuda.products.few_rows import Tiles, few_rows
-
-    values, scales, weight = blocks(256, 512)
-    x = round_groups(draw(5, 512, seed=1))
-    want = restored(x).double() @ weight.double().t()
-    for tiles in (Tiles(128, 128, 1, 4, 4), Tiles(64, 128, 3, 4, 4, EARLY)):
-        got = few_rows(values, scales, *x, None, torch.float32, tiles)
-        assert relative_error(got, want) < 1e-3
-
-
 def one_row_cases() -> Iterator[tuple[Tensor, Tensor, Rounded, Tensor]]:
     """Values, scales, a row, and the weight that the values stand for."""
     weight, x = round_rows(draw(100, 1024)), round_rows(draw(1, 1024, seed=1))

@@ -80,18 +80,17 @@ def test_tiles_fit_a_processor_and_are_few(monkeypatch):
 
     monkeypatch.setattr(fp8, "early", lambda: True)
     shapes = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (1024, 1024), (16, 16)]
-    for by_blocks in (False, True):
-        found = set()
-        for (outputs, inputs), rows in product(shapes, range(2, fp8.FEW_ROWS + 1)):
-            tiles = fp8.tiles_of(outputs, inputs, rows, by_blocks=by_blocks)
-            if tiles is None:
-                continue
-            padded = max(16, 1 << (rows - 1).bit_length())
-            assert tiles.stages * tiles.inputs * (tiles.outputs + padded) <= 220 << 10
-            assert tiles.parts * tiles.inputs <= max(inputs, tiles.inputs)
-            found.add((padded, tiles))
-        assert 4 <= len(found) <= 12
-        assert fp8.tiles_of(4096, 4096, fp8.FEW_ROWS + 1, by_blocks=by_blocks) is None
+    found = set()
+    for (outputs, inputs), rows in product(shapes, range(2, fp8.FEW_ROWS + 1)):
+        tiles = fp8.tiles_of(outputs, inputs, rows)
+        if tiles is None:
+            continue
+        padded = max(16, 1 << (rows - 1).bit_length())
+        assert tiles.stages * tiles.inputs * (tiles.outputs + padded) <= 220 << 10
+        assert tiles.parts * tiles.inputs <= max(inputs, tiles.inputs)
+        found.add((padded, tiles))
+    assert 4 <= len(found) <= 12
+    assert fp8.tiles_of(4096, 4096, fp8.FEW_ROWS + 1) is None
 
 
 @pytest.mark.slow
@@ -208,8 +207,8 @@ def one_by_one(chain: Callable[[], Tensor], monkeypatch: pytest.MonkeyPatch) -> 
 
     tiles_of = fp8.tiles_of
 
-    def plain(*shape: int, by_blocks: bool) -> object:
-        tiles = tiles_of(*shape, by_blocks=by_blocks)
+    def plain(*shape: int) -> object:
+        tiles = tiles_of(*shape)
         return tiles and tiles._replace(ahead=0)
 
     with monkeypatch.context() as patched:

@@ -40,9 +40,9 @@ class Tiles(NamedTuple):
     """How a product is cut."""
 
     outputs: int
-    """Of a program: 64 or a multiple of 128. By blocks of scales 64 or 128."""
+    """Of a program: 64 or a multiple of 128."""
     inputs: int
-    """Of a step. By blocks of scales 128."""
+    """Of a step."""
     parts: int
     """Of the input, a program for each."""
     stages: int
@@ -86,24 +86,19 @@ def _scaled(acc, scales, x_scales, channel, row, rows, outputs, x_scales_row):
 
 @triton.jit
 def _sums(
-    weights, activations, scales, x_scales, row, seen, first, begin, end, x_row, x_step, steps,
-    bn: tl.constexpr, bk: tl.constexpr, by_blocks: tl.constexpr,
+    weights, activations, first, begin, end,
+    padded_rows: tl.constexpr, bn: tl.constexpr, bk: tl.constexpr,
 ):  # fmt: skip
     """The sums of a part of the input, [channels, rows]. Copies beyond an edge are zeros."""
-    acc = tl.zeros((bn, row.shape[0]), tl.float32)
+    acc = tl.zeros((bn, padded_rows), tl.float32)
     for step in range(begin, end):
         weight = weights.load([first, step * bk])
         taken = activations.load([0, step * bk])
-        if by_blocks:
-            of_block = tl.load(scales + first // 128 * steps + step)
-            of_rows = tl.load(x_scales + row * x_row + step * x_step, mask=seen, other=0.0)
-            acc += tl.dot(weight, taken.T) * (of_block * of_rows)[None, :]
-        else:
-            acc += tl.dot(weight, taken.T)
+        acc += tl.dot(weight, taken.T)
     return acc
 
 
-@triton.jit(do_not_specialize=["rows", "x_row", "x_step"])
+@triton.jit(do_not_specialize=["rows", "x_row"])
 def _few_rows(
     values,
     weights,
@@ -118,14 +113,12 @@ def _few_rows(
     outputs,
     inputs,
     x_row,
-    x_step,
     padded_rows: tl.constexpr,
     bn: tl.constexpr,
     bk: tl.constexpr,
     parts: tl.constexpr,
     at_once: tl.constexpr,
     ahead: tl.constexpr,
-    by_blocks: tl.constexpr,
     has_bias: tl.constexpr,
 ):
     tile, part = tl.program_id(0), tl.program_id(1)
@@ -139,10 +132,7 @@ def _few_rows(
         ours = values + tl.minimum(first + channel, outputs - 1).to(tl.int64) * inputs
         bring(ours + begin * bk, tl.minimum(ahead, tl.minimum(end * bk, inputs) - begin * bk))
         gdc_wait()
-    acc = _sums(
-        weights, activations, scales, x_scales, row, seen, first, begin, end, x_row, x_step, steps,
-        bn, bk, by_blocks,
-    )  # fmt: skip
+    acc = _sums(weights, activations, first, begin, end, padded_rows, bn, bk)
     if parts > 1:
         place = (tile * parts + part) * bn + channel
         places = partial + place[:, None] * padded_rows + row[None, :]
@@ -152,8 +142,7 @@ def _few_rows(
             return
         acc = _sum_of_parts(places - part * bn * padded_rows, seen, parts, at_once)
         tl.store(arrivals + tile, 0)
-    if not by_blocks:
-        acc = _scaled(acc, scales, x_scales, first + channel, row, rows, outputs, x_row)
+    acc = _scaled(acc, scales, x_scales, first + channel, row, rows, outputs, x_row)
     there = first + channel < outputs
     if has_bias:
         acc += tl.load(bias + first + channel, mask=there, other=0.0).to(tl.float32)[:, None]
@@ -174,9 +163,9 @@ def few_rows(
 
     Args:
         values: [N, K] e4m3, contiguous; K is a multiple of 16.
-        scales: [N] float32, or [N / 128, K / 128], contiguous (rounded up).
+        scales: [N] float32, contiguous.
         x: [T, K] e4m3, contiguous.
-        x_scales: [T, 1] float32, or [T, K / 128], with any strides.
+        x_scales: [T, 1] float32, with any strides.
         bias: [N], or None.
         out_dtype: of the result.
         tiles: how it is cut.
@@ -206,14 +195,12 @@ def few_rows(
         outputs,
         inputs,
         x_scales.stride(0),
-        x_scales.stride(1),
         padded,
         tiles.outputs,
         tiles.inputs,
         tiles.parts,
         _parts_at_once(tiles, padded),
         tiles.ahead,
-        scales.dim() == 2,
         bias is not None,
         num_warps=tiles.warps,
         num_stages=tiles.stages,

@@ -1,7 +1,8 @@
 """Products of FP8 weights with FP8 activations: which kernel computes one.
 
-Up to `FEW_ROWS` rows, memory limits, and a kernel of ours is faster. With more, arithmetic limits,
-and the product is cuBLAS's.
+One row has a kernel of ours. Up to `FEW_ROWS` rows, memory limits, and a kernel of ours is faster
+than cuBLAS's where a weight has scales by channel. With more rows, arithmetic limits. Weights with
+scales by block are cuBLAS's from two rows on, which was faster than ours.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -46,8 +47,12 @@ def fp8_linear(
     Returns:
         [T, N]
     """
-    own = _own(values, scales, x, bias, out_dtype)
-    return scaled_rows(values, scales, x, bias, out_dtype) if own is None else own
+    (outputs, inputs), rows = values.shape, len(x.values)
+    if (cut := cut_of(x.values)) is not None:
+        return fp8_one_row(values, scales, x, bias, out_dtype, cut)
+    if (tiles := tiles_of(outputs, inputs, rows)) is not None:
+        return few_rows(values, scales, *x, bias, out_dtype, tiles)
+    return scaled_rows(values, scales, x, bias, out_dtype)
 
 
 def fp8_block_linear(
@@ -66,29 +71,17 @@ def fp8_block_linear(
     Returns:
         [T, N]
     """
-    own = _own(values, scales, x, bias, out_dtype)
-    return _scaled_blocks(values, scales, x, bias, out_dtype) if own is None else own
-
-
-def _own(
-    values: Tensor, scales: Tensor, x: Rounded, bias: Tensor | None, out_dtype: torch.dtype
-) -> Tensor | None:
-    """The product by a kernel of ours; None where cuBLAS's is faster."""
-    (outputs, inputs), rows = values.shape, len(x.values)
-    cut = cut_of(x.values)
-    if cut is not None:
+    if (cut := cut_of(x.values)) is not None:
         return fp8_one_row(values, scales, x, bias, out_dtype, cut)
-    tiles = tiles_of(outputs, inputs, rows, by_blocks=scales.dim() == 2)
-    return tiles and few_rows(values, scales, *x, bias, out_dtype, tiles)
+    return _scaled_blocks(values, scales, x, bias, out_dtype)
 
 
-def tiles_of(outputs: int, inputs: int, rows: int, *, by_blocks: bool) -> Tiles | None:
+def tiles_of(outputs: int, inputs: int, rows: int) -> Tiles | None:
     """How a product of few rows is cut; None: cuBLAS's is faster.
 
-    Measured with the weights of the 8B shape on an H100 (`bench.fp8_few_rows`):
+    Measured with the weights of the 8B shape on an H100 and an H200 (`bench.fp8_few_rows`):
 
-    - A tile of 64 outputs and 256 inputs is the best with every weight. One scale by block takes
-      128 inputs, and so more steps on their way.
+    - A tile of 64 outputs and 256 inputs is the best with every weight.
     - Weights with fewer tiles than the chip has processors are cut along the input, too: into a
       part for each processor, or two with 16 rows.
     - Where there are many tiles, two programs share a processor, and its memory.
@@ -105,8 +98,6 @@ def tiles_of(outputs: int, inputs: int, rows: int, *, by_blocks: bool) -> Tiles 
     if not early():
         return Tiles(_OUTPUTS, 128, parts, stages=3, warps=4)
     shared = count * parts > _PROCESSORS and rows > _SINGLE_TILE_ROWS // 2
-    if by_blocks:
-        return Tiles(_OUTPUTS, 128, parts, 6, 4, _AHEAD)
     return Tiles(_OUTPUTS, 256, parts, 3 if shared else 4, 4, _AHEAD)
 
 
