@@ -275,7 +275,7 @@ def variants(rows: int, best: dict[tuple[int, int], Tiles | None]) -> Iterator[t
     yield "nothing early", lambda: replaced((fp8, "tiles_of", plain), *late)
     if rows == 1:
         for cut in CUTS[1:]:
-            one = (one_row, "_FP8_CUTS", (cut, CUTS[0]))
+            one = (one_row, "_CUTS", (cut, CUTS[0]))
             yield f"one row by {cut}", partial(replaced, one)
         none = (CudaProducts, "fp8_gated", lambda *_: None)
         yield "gate and up apart", lambda: replaced(none)

@@ -93,7 +93,7 @@ def test_rope_store_fills_pages_beyond_two_to_the_31_elements(heads, kv_heads, d
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 14336), (333, 512), (64, 96)])
 def test_products_of_a_single_row(outputs, inputs):
-    from engine.cuda.products.one_row import gated, linear
+    from engine.cuda.products.single_row import gated, linear
 
     x, weight = draw(1, inputs), draw(outputs, inputs, seed=1)
     assert relative_error(linear(x, weight), x.double() @ weight.double().T) < 3e-3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.cuda.products import fp8, one_row
+from engine.cuda.products import fp8, one_row, single_row
 from engine.model.precision.rounding import Rounded
 
 
@@ -14,11 +14,11 @@ class CudaProducts:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See `Kernels`."""
-        return one_row.linear(x, weight, bias)
+        return single_row.linear(x, weight, bias)
 
     def gated(self, x: Tensor, weight: Tensor) -> Tensor | None:
         """See `Kernels`."""
-        return one_row.gated(x, weight)
+        return single_row.gated(x, weight)
 
     def fp8_linear(
         self, values: Tensor, scales: Tensor, x: Rounded, bias: Tensor | None, out: torch.dtype

@@ -1,4 +1,4 @@
-"""Products of one row with a weight. Memory is the only limit of a batch of one.
+"""Products of one row with a weight in FP8. Memory is the only limit of a batch of one.
 
 Each output has one program (or an output of gate and of up, which it activates and multiplies).
 Libraries reach the chip's bandwidth only on the largest weights here, because they tile for
@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -22,9 +21,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from engine.cuda.early import early
 from engine.cuda.kernels import launch
-from engine.model.precision.rounding import E4M3, Rounded
+from engine.model.precision.rounding import Rounded
 
-_PLAIN: Final = 0
 _CHANNELS: Final = 1
 _BLOCKS: Final = 2
 """What scales a weight has: the `kind` of a kernel."""
@@ -40,7 +38,6 @@ class Cut(NamedTuple):
 
 _CUTS: Final = (Cut(2048), Cut(1024), Cut(512))
 """The first that divides a row is used."""
-_FP8_CUTS: Final = _CUTS
 
 
 @triton.jit
@@ -65,7 +62,7 @@ def _plus(
 
 @triton.jit
 def _scale(scales, row, kind: tl.constexpr):
-    """The scale of a row; 1 if it has none, or several."""
+    """The scale of a row; 1 if it has several."""
     scale = 1.0
     if kind == 1:
         scale = tl.load(scales + row)
@@ -149,30 +146,6 @@ def _gated_dot(
     tl.store(out + row, activated * up)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` of [T, inputs]. For T = 1 it uses its own kernel."""
-    cut = cut_of(x)
-    if cut is None or bias is not None:
-        return F.linear(x, weight, bias)
-    out = x.new_empty(1, len(weight))
-    arguments = (x, x, 1, weight, weight, x, out, x.shape[1], cut.block, _PLAIN, False, early())
-    launch(_dot, (len(weight),), *arguments, num_warps=cut.warps, launch_pdl=early())
-    return out
-
-
-def gated(x: Tensor, weight: Tensor) -> Tensor | None:
-    """silu(gate) * up of [1, H] -> [1, I] in one kernel, gate and up stacked in the weight. None if
-    there is more than one row, or no size divides it."""
-    cut = cut_of(x)
-    if cut is None:
-        return None
-    outputs = len(weight) // 2
-    out = x.new_empty(1, outputs)
-    arguments = (x, x, 1, weight, weight, out, outputs, x.shape[1], cut.block, _PLAIN, early())
-    launch(_gated_dot, (outputs,), *arguments, num_warps=cut.warps, launch_pdl=early())
-    return out
-
-
 def fp8_one_row(
     values: Tensor,
     scales: Tensor,
@@ -208,7 +181,7 @@ def fp8_one_row(
 def fp8_gated(
     values: Tensor, scales: Tensor, x: Rounded, out_dtype: torch.dtype, cut: Cut
 ) -> Tensor:
-    """`gated` in FP8: arguments as `fp8_one_row`, with values [2 I, K] -> [1, I]."""
+    """silu(gate) * up: arguments as `fp8_one_row`, with values [2 I, K] -> [1, I]."""
     outputs, inputs = len(values) // 2, values.shape[1]
     out = torch.empty(1, outputs, dtype=out_dtype, device=values.device)
     activations = (x.values, x.scales, x.scales.stride(1))
@@ -219,9 +192,8 @@ def fp8_gated(
 
 
 def cut_of(x: Tensor) -> Cut | None:
-    """How a weight of the type of [T, K] is read for it. None if there is more than one row, or no
+    """How a weight is read for [T, K]. None if there is more than one row, or no
     size divides it."""
     if len(x) != 1:
         return None
-    cuts = _FP8_CUTS if x.dtype == E4M3 else _CUTS
-    return next((cut for cut in cuts if x.shape[1] % cut.block == 0), None)
+    return next((cut for cut in _CUTS if x.shape[1] % cut.block == 0), None)
