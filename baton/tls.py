@@ -48,6 +48,19 @@ class TlsFiles(NamedTuple):
 NO_FILES = TlsFiles()
 
 
+def holders_files(certs: str, holder: str) -> TlsFiles:
+    """A holder's files in a folder that `baton certs` made; none for "".
+
+    Args:
+        certs: the folder.
+        holder: `router`, or a pool of workers.
+    """
+    if not certs:
+        return NO_FILES
+    folder = Path(certs).absolute() / holder
+    return TlsFiles(*(str(folder / f"{name}.pem") for name in TlsFiles._fields))
+
+
 def check_scheme(address: str, files: TlsFiles, *schemes: str) -> None:
     """Checks that files are given for an encrypted address alone.
 

@@ -24,7 +24,7 @@ from grpc_health.v1 import health, health_pb2
 from baton.addresses import advertised, reachable
 from baton.grpc_options import server_options
 from baton.process.grpc_services import add_health_and_reflection
-from baton.process.internal_net import ClearNet, InternalNet
+from baton.process.internal_net import ClearNet, InternalNet, agent_name
 from baton.process.refusals import Callers
 from baton.process.release import stamp
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
@@ -92,7 +92,7 @@ class Worker:
             )
         )
         """Complete once started."""
-        self.agent_name = f"{settings.name}-{self.epoch:016x}"
+        self.agent_name = agent_name(settings.name, self.epoch)
         self.inbox = LoopInbox(asyncio.get_running_loop())
         self.transfer = TransferThread(self._make_transport, self.epoch, self._on_transfer)
         self.metrics = WorkerMetrics(

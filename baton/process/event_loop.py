@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import os
 import resource
 import signal
 import sys
@@ -33,10 +32,9 @@ def prepare_to_serve() -> None:
 
     Its event loop gets the interpreter soon, its threads wake up on time, and it may open as many
     connections as the system allows. A shell's default of 1,024 open files is too low for the
-    clients of a router. gRPC logs why TLS handshakes fail, and little else.
+    clients of a router.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    os.environ.setdefault("GRPC_VERBOSITY", "error")
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, TIMER_SLACK_NS, 0, 0, 0)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -230,6 +230,11 @@ def server_name_of(names: frozenset[str], name: str) -> str:
     return next((stem for stem in stems if stem in names and name.startswith(f"{stem}-")), "")
 
 
+def agent_name(worker: str, epoch: int) -> str:
+    """The name of a worker's transfer agent, which is new at every start."""
+    return f"{worker}-{epoch:016x}"
+
+
 def routers_net(files: TlsFiles) -> InternalNet:
     """The net of a router; in clear without files.
 

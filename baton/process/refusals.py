@@ -3,7 +3,7 @@
 A peer whose certificate is valid says who it is, and the caller of `refuse` knows why it may not do
 what it wants. A peer without a valid certificate gets no further than the TLS handshake, of which
 gRPC tells only the begin. So a connection counts as refused if no call has come on it for a while.
-gRPC's own log has the reason of each, where GRPC_VERBOSITY is `error` or lower.
+gRPC's own log has the reason of each where GRPC_VERBOSITY is `info`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import socket
 import struct
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
@@ -30,11 +29,14 @@ logger = logging.getLogger(__name__)
 
 FIRST_CALL_S: Final = 5.0
 """A peer calls at once when its handshake is over. A busy machine may delay that."""
-LOOK_S: Final = 0.2
-"""Shortest time between two looks at the kernel's table of connections."""
+LOOK_S: Final = 0.05
+"""Shortest time between two looks at the kernel's table of connections. Of connections that end
+sooner than that some are not counted."""
 MOST_KEPT: Final = 4096
-"""Most peers that are remembered, and handshakes that are waited for."""
+"""Most peers that are remembered."""
 _ESTABLISHED: Final = "01"
+Peer = tuple[str, int]
+"""Host and port."""
 Handler = Any
 """gRPC's handler of a method."""
 
@@ -60,11 +62,9 @@ class Refusals:
         """Refused peers by cause, since the start."""
         self._clock = clock
         self._lock = threading.Lock()
-        self._began_s: deque[float] = deque(maxlen=MOST_KEPT)
-        """Begins of handshakes after which no call has come."""
-        self._callers: OrderedDict[tuple[str, int], None] = OrderedDict()
-        self._connected: OrderedDict[tuple[str, int], None] = OrderedDict()
-        """Peers that were connected when a handshake began."""
+        self._callers: OrderedDict[Peer, None] = OrderedDict()
+        self._silent: OrderedDict[Peer, float] = OrderedDict()
+        """Peers that have not called, and the times at which they were seen first."""
         self._look_at_s = 0.0
         self._told: OrderedDict[tuple[str, ...], None] = OrderedDict()
         self.port = 0
@@ -85,19 +85,20 @@ class Refusals:
     def began(self) -> None:
         """A handshake begins. Called on threads of gRPC's."""
         with self._lock:
-            self._began_s.append(self._clock())
-            if self._clock() < self._look_at_s:
+            now_s = self._clock()
+            if now_s < self._look_at_s:
                 return
-            self._look_at_s = self._clock() + LOOK_S
-        for peer in connections(self.port):
-            _is_new(self._connected, peer)
+            self._look_at_s = now_s + LOOK_S
+            for peer in connections(self.port):
+                if peer not in self._callers and len(self._silent) < MOST_KEPT:
+                    self._silent.setdefault(peer, now_s)
 
     def called(self, peer: str) -> None:
         """A call came from a peer, in gRPC's words: `ipv4:HOST:PORT`."""
         with self._lock:
-            if (where := _address(peer)) is not None and _is_new(self._callers, where):
-                with suppress(IndexError):
-                    self._began_s.popleft()
+            if (where := _address(peer)) is not None:
+                _is_new(self._callers, where)
+                self._silent.pop(where, None)
 
     async def watch(self) -> None:
         """Tells of handshakes after which no call came. Ends when cancelled."""
@@ -106,19 +107,17 @@ class Refusals:
             await asyncio.sleep(1.0)
 
     def look(self) -> None:
-        """Counts and names the connections that should have called by now."""
+        """Counts and names the peers that should have called by now."""
         with self._lock:
-            silent = 0
-            while self._began_s and self._clock() - self._began_s[0] > FIRST_CALL_S:
-                self._began_s.popleft()
-                silent += 1
-            hosts = sorted({host for host, port in self._connected.keys() - self._callers.keys()})
-            if silent:
-                self._connected.clear()
-        if silent:
-            self.counts[Cause.HANDSHAKE] += silent
-            details = {"connections": silent, "hosts": ", ".join(hosts) or "unknown"}
-            logger.warning("peers refused: they showed no valid certificate", extra=details)
+            until_s = self._clock() - FIRST_CALL_S
+            refused = [peer for peer, seen_s in self._silent.items() if seen_s < until_s]
+            for peer in refused:
+                del self._silent[peer]
+        if refused:
+            self.counts[Cause.HANDSHAKE] += len(refused)
+            hosts = ", ".join(sorted({host for host, _ in refused}))
+            details = {"connections": len(refused), "hosts": hosts}
+            logger.warning("connections refused: no valid certificate was shown", extra=details)
 
 
 class Callers(grpc.aio.ServerInterceptor):
@@ -162,7 +161,7 @@ def _noting(handler: Handler, refusals: Refusals) -> Handler:
     return _KINDS[kind](noting, handler.request_deserializer, handler.response_serializer)
 
 
-def connections(port: int) -> Iterator[tuple[str, int]]:
+def connections(port: int) -> Iterator[Peer]:
     """Hosts and ports of those who are connected to a local port, by the kernel's tables."""
     for table in ("tcp", "tcp6"):
         try:
@@ -172,7 +171,7 @@ def connections(port: int) -> Iterator[tuple[str, int]]:
         yield from _connected(lines, port)
 
 
-def _connected(lines: Iterable[str], port: int) -> Iterator[tuple[str, int]]:
+def _connected(lines: Iterable[str], port: int) -> Iterator[Peer]:
     for line in lines:
         _, local, remote, state, *_ = line.split()
         if state == _ESTABLISHED and int(local.rpartition(":")[2], 16) == port:
@@ -188,7 +187,7 @@ def _host(words: str) -> str:
     return _plain(socket.inet_ntop(socket.AF_INET if len(packed) == 4 else socket.AF_INET6, packed))
 
 
-def _address(peer: str) -> tuple[str, int] | None:
+def _address(peer: str) -> Peer | None:
     """Host and port of `ipv4:HOST:PORT` or `ipv6:[HOST]:PORT`, which gRPC may have quoted."""
     rest = peer.partition(":")[2].replace("%5B", "[").replace("%5D", "]")
     host, _, port = rest.rpartition(":")

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import ssl
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import grpc
 
@@ -31,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 LOOK_S: Final = 1.0
 """Shortest time between two looks at the files."""
+DAY_S: Final = 86_400.0
+WARNED_S: Final = 7 * DAY_S
+"""Time before its end at which a certificate that stays is told of."""
 HTTP_ALPN: Final = ("http/1.1",)
 
 
@@ -49,6 +53,8 @@ class Certificate(NamedTuple):
     names: frozenset[str] = frozenset()
     """Its DNS names; empty if it was not checked against an authority."""
     uris: frozenset[str] = frozenset()
+    ends_s: float = math.inf
+    """When it expires, Unix time; unknown for doors."""
 
     def for_grpc(self) -> grpc.ServerCertificateConfiguration:
         """What gRPC's servers take."""
@@ -86,7 +92,15 @@ def read_member(files: TlsFiles) -> Certificate:
     Raises:
         TlsError: it is not valid there.
     """
-    return _read(files, _checked_names(files))
+    peer = _checked(files)
+    kinds: dict[str, set[str]] = {"DNS": set(), "URI": set()}
+    for kind, name in peer.get("subjectAltName", ()):
+        kinds.setdefault(kind, set()).add(name)
+    return _read(files)._replace(
+        names=frozenset(kinds["DNS"]),
+        uris=frozenset(kinds["URI"]),
+        ends_s=ssl.cert_time_to_seconds(peer["notAfter"]),
+    )
 
 
 def read_door(files: TlsFiles) -> Certificate:
@@ -103,21 +117,20 @@ def read_door(files: TlsFiles) -> Certificate:
         raise TlsError(str(error)) from None
     except OSError as error:
         raise TlsError(_unread(error)) from None
-    return _read(files, {})
+    return _read(files)
 
 
-def _read(files: TlsFiles, told: dict[str, frozenset[str]]) -> Certificate:
+def _read(files: TlsFiles) -> Certificate:
     try:
         cert, key = (Path(path).read_bytes() for path in (files.cert, files.key))
         ca = Path(files.ca).read_bytes() if files.ca else b""
     except OSError as error:
         raise TlsError(_unread(error)) from None
-    none: frozenset[str] = frozenset()
-    return Certificate(files, cert, key, ca, told.get("DNS", none), told.get("URI", none))
+    return Certificate(files, cert, key, ca)
 
 
-def _checked_names(files: TlsFiles) -> dict[str, frozenset[str]]:
-    """The alternative names of a certificate, by kind, if its authority vouches for it."""
+def _checked(files: TlsFiles) -> dict[str, Any]:
+    """What a peer sees of a certificate, if its authority vouches for it."""
     try:
         server, client = server_context(files), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         client.check_hostname = False
@@ -125,20 +138,16 @@ def _checked_names(files: TlsFiles) -> dict[str, frozenset[str]]:
         for side in (server, client):
             trust(side, files.ca)
             side.verify_mode = ssl.CERT_REQUIRED
-        peer = _seen_by(server, client)
+        return _seen_by(server, client)
     except ssl.SSLError as error:
         raise TlsError(f"{files.cert} is not valid by {files.ca}: {reason_of(error)}") from None
     except ValueError as error:
         raise TlsError(str(error)) from None
     except OSError as error:
         raise TlsError(_unread(error)) from None
-    kinds: dict[str, set[str]] = {}
-    for kind, name in peer.get("subjectAltName", ()):
-        kinds.setdefault(kind, set()).add(name)
-    return {kind: frozenset(names) for kind, names in kinds.items()}
 
 
-def _seen_by(server: ssl.SSLContext, client: ssl.SSLContext) -> dict[str, tuple[tuple[str, str]]]:
+def _seen_by(server: ssl.SSLContext, client: ssl.SSLContext) -> dict[str, Any]:
     """The server's certificate. Raises ssl.SSLError if one side finds fault with the other's."""
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     one = server.wrap_bio(to_server, to_client, server_side=True)
@@ -148,7 +157,7 @@ def _seen_by(server: ssl.SSLContext, client: ssl.SSLContext) -> dict[str, tuple[
             side.do_handshake()
         except ssl.SSLWantReadError:
             continue
-    return other.getpeercert() or {}  # type: ignore[return-value]  # only names are read
+    return other.getpeercert() or {}
 
 
 def _unread(error: OSError) -> str:
@@ -201,9 +210,16 @@ class Rotating(Generic[Made]):
             return self._made
 
     async def watch(self) -> None:
-        """Looks again and again, so that a bad replacement is told at once. Ends when cancelled."""
+        """Looks again and again, so that a bad replacement, or none, is told at once. Ends when
+        cancelled."""
+        warned = -1
         while True:
             self.now()
+            left_s = self.certificate.ends_s - time.time()
+            if left_s < WARNED_S and warned != self.version:
+                warned = self.version
+                details = {"certificate": self._files.cert, "days": f"{left_s / DAY_S:.1f}"}
+                logger.warning("certificate expires and is not replaced", extra=details)
             await asyncio.sleep(LOOK_S)
 
     def _look(self) -> None:

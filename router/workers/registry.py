@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import grpc
 
-from baton.process.internal_net import ClearNet, InternalNet
+from baton.process.internal_net import ClearNet, InternalNet, agent_name
 from baton.process.refusals import Cause
 from baton.process.release import refusal
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
@@ -250,7 +250,7 @@ class RegistryServicer(worker_pb2_grpc.RegistryServiceServicer):
         """Returns the name that the worker's port must show. Aborts the call of an impostor."""
         refusal, server_name = self._registry.net.admit(context, worker.worker_id)
         agent = worker.endpoint.agent_name
-        if server_name and agent not in ("", f"{worker.worker_id}-{worker.epoch:016x}"):
+        if server_name and agent not in ("", agent_name(*_key(worker))):
             refusal = f"its agent calls itself {agent}"
         if refusal:
             details = {"worker": worker.worker_id, "peer": context.peer()}

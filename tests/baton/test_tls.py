@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import ssl
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 from certificate_kit import EXPIRED, ROUTER, of_pool, of_router, written
 from typer.testing import CliRunner
+from waiting import until
 
 from baton.client.clients import Client
 from baton.console.cli import app
@@ -111,6 +113,17 @@ def test_a_good_replacement_is_taken_and_a_bad_one_is_named(
     assert len(causes) == 2  # once for each
     of_router(tmp_path)
     assert looked_at() not in (first, second)
+
+
+async def test_a_certificate_that_ends_soon_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rotating = Rotating(written(tmp_path, ROUTER, days=2.0), read_member, lambda one: one)
+    watching = asyncio.create_task(rotating.watch())
+    await until(lambda: caplog.records)
+    watching.cancel()
+    assert caplog.records[0].message == "certificate expires and is not replaced"
+    assert caplog.records[0].days == "2.0"  # type: ignore[attr-defined]
 
 
 def test_a_pair_that_is_half_written_is_not_tried(
@@ -252,7 +265,6 @@ def test_silent_connections_are_counted_and_named(caplog: pytest.LogCaptureFixtu
                 clock.now_s += 0.3
             assert set(connections(refusals.port)) == {one.getsockname(), other.getsockname()}
             host, port = one.getsockname()
-            refusals.called(f"ipv4:{host}:{port}")
             refusals.called(f"ipv4:{host}:{port}")
             refusals.look()
             assert not any(refusals.counts.values())

@@ -210,7 +210,7 @@ class Connection(asyncio.Protocol):
             logger.debug("a TLS handshake failed: %s", why)
             self.abort()
             return
-        if encrypted is None or opened.is_closing():
+        if encrypted is None or encrypted.is_closing():
             self.abort()
             return
         self._transport = encrypted
