@@ -92,7 +92,8 @@ class WorkerSettings(BaseModel):
     routers add a number to a repeated name, new at every start, and warn."""
     model: str = Field(default="demo", min_length=1)
     """Names the folder with config, weights and tokenizer, a GGUF file, or an id of the Hugging
-    Face hub such as Qwen/Qwen3-8B. `demo` fetches a small model."""
+    Face hub such as Qwen/Qwen3-8B. Qwen/Qwen3-8B@REVISION pins its files. `demo` fetches a small
+    model."""
     served_name: str = ""
     """Sets the model name that clients use. Empty: the last part of `model`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

@@ -79,7 +79,7 @@ async def test_a_router_with_two_addresses_attaches_once(
 ) -> None:
     """It goes by who the worker says it is, wherever that is said."""
     heard: Counter[str] = Counter()
-    async with a_router(internal_listen="0.0.0.0:0") as router:
+    async with a_router(internal_listen="0.0.0.0:0", insecure=True) as router:
         announce = router.registry.announce
 
         def counted(identity: worker_pb2.WorkerIdentity) -> bool:
