@@ -22,6 +22,8 @@ class TlsFiles(NamedTuple):
     """One's own certificate, with those that lead to its authority behind it."""
     key: str = ""
     """Its key, without a password."""
+    name: str = ""
+    """The name that the server's certificate must have, over gRPC; "": the address's host."""
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """Credentials of a gRPC channel, as the files are now.
@@ -31,7 +33,7 @@ class TlsFiles(NamedTuple):
             OSError: a file cannot be read.
         """
         self.client_context()  # gRPC takes anything, and complains at each connection.
-        ca, cert, key = (Path(path).read_bytes() if path else None for path in self)
+        ca, cert, key = (Path(path).read_bytes() if path else None for path in self[:3])
         return grpc.ssl_channel_credentials(ca, key, cert)
 
     def client_context(self) -> ssl.SSLContext:
@@ -58,7 +60,7 @@ def holders_files(certs: str, holder: str) -> TlsFiles:
     if not certs:
         return NO_FILES
     folder = Path(certs).absolute() / holder
-    return TlsFiles(*(str(folder / f"{name}.pem") for name in TlsFiles._fields))
+    return TlsFiles(*(str(folder / f"{name}.pem") for name in ("ca", "cert", "key")))
 
 
 def check_scheme(address: str, files: TlsFiles, *schemes: str) -> None:

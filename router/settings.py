@@ -165,7 +165,7 @@ class RouterSettings(BaseModel):
 
     @model_validator(mode="after")
     def _a_door_has_a_pair(self) -> RouterSettings:
-        ca, cert, key = self.door_tls
+        ca, cert, key, _ = self.door_tls
         if bool(cert) != bool(key) or (ca and not cert):
             raise ValueError(
                 "set tls_door_cert and tls_door_key together; tls_client_ca needs both"

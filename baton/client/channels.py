@@ -68,5 +68,6 @@ def _open(
     check_scheme(address, files, TLS_SCHEME)
     if (host_port := address.removeprefix(TLS_SCHEME)) != address:
         made = files.channel_credentials() if any(files) else grpc.ssl_channel_credentials()
-        return over_tls(host_port, made, options)
+        name = [("grpc.ssl_target_name_override", files.name)] if files.name else []
+        return over_tls(host_port, made, [*options, *name])
     return in_clear(address, options)

@@ -99,6 +99,7 @@ class Client(_Caller):
         tls_ca: str = "",
         tls_cert: str = "",
         tls_key: str = "",
+        tls_name: str = "",
     ) -> None:
         """Makes a client, which connects on its first call.
 
@@ -112,13 +113,14 @@ class Client(_Caller):
             tls_ca: PEM file of the authorities to trust, with grpcs://; "": gRPC's own.
             tls_cert: PEM file of a certificate to show, where the router wants one.
             tls_key: PEM file of its key.
+            tls_name: the name that the router's certificate must have; "": the address's host.
 
         Raises:
             ValueError: the address or the token is malformed, or the TLS files do not fit.
             OSError: a file cannot be read.
         """
         super().__init__(token, timeout_s)
-        files = TlsFiles(tls_ca, tls_cert, tls_key)
+        files = TlsFiles(tls_ca, tls_cert, tls_key, tls_name)
         self._channel = open_channel(address, client_options(retries=retries), files)
         self._stub = pb_grpc.InferenceServiceStub(self._channel)
 
@@ -211,10 +213,11 @@ class AsyncClient(_Caller):
         tls_ca: str = "",
         tls_cert: str = "",
         tls_key: str = "",
+        tls_name: str = "",
     ) -> None:
         """Makes a client, which connects on its first call. Takes `Client`'s arguments."""
         super().__init__(token, timeout_s)
-        files = TlsFiles(tls_ca, tls_cert, tls_key)
+        files = TlsFiles(tls_ca, tls_cert, tls_key, tls_name)
         self._channel = open_aio_channel(address, client_options(retries=retries), files)
         self._stub: pb_grpc.InferenceServiceAsyncStub = pb_grpc.InferenceServiceStub(self._channel)
 

@@ -237,7 +237,7 @@ def _router_spec(
     switches = [] if is_only else ["--reuse-port"]
     if options.trace and router is routers[0]:
         switches.append("--trace-store")
-    ca, cert, key = holders_files(options.certs, "router")
+    ca, cert, key, _ = holders_files(options.certs, "router")
     door = {"BATON_TLS_DOOR_CERT": cert, "BATON_TLS_DOOR_KEY": key} if ca else {}
     api_key = {"BATON_API_KEY": options.api_key} if options.api_key else {}
     return ProcessSpec(

@@ -240,7 +240,7 @@ class Rotating(Generic[Made]):
         logger.info("certificate replaced", extra={"certificate": self._files.cert})
 
     def _stamp(self) -> Stamp:
-        return tuple(_stamp_of(path) for path in self._files if path)
+        return tuple(_stamp_of(path) for path in self._files[:3] if path)
 
 
 def _stamp_of(path: str) -> tuple[int, ...]:

@@ -114,7 +114,9 @@ def test_a_revision_is_pinned(served: Hub) -> None:
     found = models.find(f"{MODEL}@{SHA}")
     assert found.name == "tiny"
     assert Path(found.path).name == SHA
-    assert f"/api/models/{MODEL}/revision/{SHA}" in served.asked
+    assert f"/api/models/{MODEL}/tree/{SHA}" in served.asked
+    models.find(f"{MODEL}@v1")
+    assert f"/api/models/{MODEL}/revision/v1" in served.asked
     with pytest.raises(hub.HubError, match="has the model, and not this revision"):
         models.find(f"{MODEL}@nothing")
 

@@ -118,7 +118,7 @@ def generate(
 
 
 def _client(router: str, token: str, files: TlsFiles) -> Client:
-    ca, cert, key = files
+    ca, cert, key, _ = files
     return Client(router, token=token, tls_ca=ca, tls_cert=cert, tls_key=key)
 
 

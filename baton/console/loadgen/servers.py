@@ -46,7 +46,7 @@ def served(target: Target, model: str, api_key: str = "", files: TlsFiles = NO_F
 
 
 def _grpc(target: Target, api_key: str, files: TlsFiles) -> list[Served]:
-    ca, cert, key = files
+    ca, cert, key, _ = files
     try:
         client = Client(target.address, token=api_key, tls_ca=ca, tls_cert=cert, tls_key=key)
     except ValueError as error:
