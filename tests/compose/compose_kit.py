@@ -205,6 +205,7 @@ class Host:
             # For spans, of which gRPC looks the receiver up.
             "grpcs://router:50050": f"grpcs://{self.router_ip}:50050",
             "/certs": str(self.folder / "certs"),
+            "/var/cache/baton": str(self.folder / "cache"),
             "/run/baton/slots": str(self.folder / "slots"),
             "/models": str(self.folder / "models"),
             "/tmp": str(own),

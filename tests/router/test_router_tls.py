@@ -29,6 +29,7 @@ from scripted_worker import DECODE, ScriptedWorker, until
 from baton.client.clients import AsyncClient
 from baton.console.health import SERVING, check_at
 from baton.errors import UnreachableError
+from baton.process.event_loop import loop_factory
 from baton.process.internal_net import ROUTER_NAME, TlsNet, agent_name
 from baton.process.refusals import Refusals
 from baton.tls import NO_FILES, TlsFiles
@@ -297,6 +298,19 @@ async def test_doors_speak_tls(tmp_path: Path, client_ca: bool) -> None:
         assert health == SERVING
         in_clear = await asyncio.to_thread(check_at, router.address, "", 1.0, NO_FILES)
         assert in_clear != SERVING
+
+
+def test_the_door_opens_on_the_event_loop_of_processes_too(tmp_path: Path) -> None:
+    """uvloop, which reads the first bytes sooner."""
+
+    async def ask() -> list[int]:
+        files = of_router(tmp_path)
+        async with a_router(**settings_of_door(files)) as router:
+            asked = (said_over_https(router.http_address, TlsFiles(files.ca)) for _ in range(20))
+            return await asyncio.gather(*asked)
+
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        assert runner.run(ask()) == [503] * 20
 
 
 async def said_over_https(address: str, files: TlsFiles) -> int:

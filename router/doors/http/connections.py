@@ -22,7 +22,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from typing import TYPE_CHECKING, Any, Final, cast
+import types
+from collections.abc import Awaitable, Coroutine, Generator
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
 _STATE: Final = "baton.connection"
 """Key in the state of a request's scope. uvicorn copies the state for each request."""
 
@@ -135,8 +138,9 @@ class Connection(asyncio.Protocol):
         if self._connections.tls is None:
             self._greet(opened)
         else:
-            opened.pause_reading()  # The first bytes belong to the handshake.
-            self._handshake = asyncio.create_task(self._encrypt(opened, self._connections.tls))
+            start = asyncio.get_running_loop().start_tls
+            encrypting = start(opened, self, self._connections.tls, server_side=True)
+            self._handshake = asyncio.create_task(self._encrypt(_begun(encrypting)))
 
     def data_received(self, data: bytes) -> None:
         """Bytes came."""
@@ -200,11 +204,10 @@ class Connection(asyncio.Protocol):
         self._wanted = is_more
         self._arrange()
 
-    async def _encrypt(self, opened: asyncio.Transport, tls: ssl.SSLContext) -> None:
+    async def _encrypt(self, encrypting: Awaitable[asyncio.Transport | None]) -> None:
         """Shakes hands. The timer for the headers bounds that, too."""
-        loop = asyncio.get_running_loop()
         try:
-            encrypted = await loop.start_tls(opened, self, tls, server_side=True)
+            encrypted = await encrypting
         except (OSError, asyncio.CancelledError) as error:
             why = reason_of(error) if isinstance(error, ssl.SSLError) else "it was closed"
             logger.debug("a TLS handshake failed: %s", why)
@@ -255,6 +258,22 @@ class Connection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _begun(work: Coroutine[Any, Any, Result]) -> Awaitable[Result]:
+    """Runs a coroutine up to its first wait, now, and returns the rest.
+
+    `start_tls` puts its own protocol on the transport before it waits. That must be done before the
+    first bytes come, and uvloop cannot pause a transport that has just been made.
+    """
+    first = work.send(None)
+
+    @types.coroutine
+    def rest() -> Generator[Any, Any, Result]:
+        yield first
+        return (yield from work)  # type: ignore[misc]  # a coroutine's own kind of generator may
+
+    return rest()
 
 
 class _Socket:
