@@ -271,7 +271,7 @@ def _begun(work: Coroutine[Any, Any, Result]) -> Awaitable[Result]:
     @types.coroutine
     def rest() -> Generator[Any, Any, Result]:
         yield first
-        return (yield from work)  # type: ignore[misc]  # a coroutine's own kind of generator may
+        return (yield from work)  # type: ignore[no-any-return]
 
     return rest()
 
