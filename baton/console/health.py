@@ -18,7 +18,6 @@ from baton.client.channels import TLS_SCHEME, open_channel
 from baton.tls import NO_FILES, TlsFiles
 
 SERVING: Final = "SERVING"
-NAME_HELP: Final = "Name in the certificate, where it is not the address's host."
 DEFAULT_TIMEOUT_S: Final = 2.0
 
 
@@ -63,7 +62,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=DEFAULT_TIMEOUT_S, help="seconds")
     for name, what in (("ca", "authorities"), ("cert", "a certificate"), ("key", "its key")):
         parser.add_argument(f"--tls-{name}", default="", metavar="FILE", help=f"PEM file of {what}")
-    parser.add_argument("--tls-name", default="", metavar="NAME", help=NAME_HELP)
+    parser.add_argument(
+        "--tls-name",
+        default="",
+        metavar="NAME",
+        help="name in the certificate, if not the address's host",
+    )
     given = parser.parse_args(argv)
     files = TlsFiles(given.tls_ca, given.tls_cert, given.tls_key, given.tls_name)
     try:

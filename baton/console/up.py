@@ -26,7 +26,6 @@ from typing import Final, Literal, NamedTuple
 
 from baton.addresses import is_loopback
 from baton.client.channels import TLS_SCHEME
-from baton.console.health import SERVING, check
 from baton.console.ports import HOST, PortPicker
 from baton.console.supervisor import ProcessSpec, Supervisor, Write
 from baton.process.gpu_slots import visible_gpus
@@ -393,5 +392,7 @@ def _get(url: str) -> bytes:
 
 async def _serves(address: str, tls: TlsFiles) -> bool:
     """Whether the health check of the process at the address succeeds."""
+    from baton.console.health import SERVING, check
+
     scheme = TLS_SCHEME if any(tls) else ""
     return await asyncio.to_thread(check, f"{scheme}{address}", "", 1.0, tls) == SERVING

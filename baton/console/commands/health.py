@@ -8,7 +8,6 @@ import typer
 
 from baton.addresses import ROUTER_ADDRESS
 from baton.console.commands.tls_options import CaOption, CertOption, KeyOption, grpc_files
-from baton.console.health import NAME_HELP, SERVING, check_at
 from baton.output import stdout
 
 
@@ -26,7 +25,10 @@ def health(
     tls_ca: CaOption = "",
     tls_cert: CertOption = "",
     tls_key: KeyOption = "",
-    tls_name: Annotated[str, typer.Option(metavar="NAME", help=NAME_HELP)] = "",
+    tls_name: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="Name in the certificate, if not the address's host."),
+    ] = "",
 ) -> None:
     """Ask a router or a worker whether it serves. Exit code 0 means yes.
 
@@ -35,6 +37,8 @@ def health(
 
     Example: [cyan]baton health HOST:50051 --service baton.inference.v1.InferenceService[/]
     """
+    from baton.console.health import SERVING, check_at
+
     files = grpc_files(tls_ca, tls_cert, tls_key, address)
     try:
         status = check_at(address, service, timeout, files._replace(name=tls_name))

@@ -100,6 +100,19 @@ KeyOption = Annotated[
 ]
 
 
+DrainOption = Annotated[
+    float, typer.Option(min=0, help="Seconds that running requests get after Ctrl-C.")
+]
+CertsOption = Annotated[
+    str,
+    typer.Option(
+        metavar="FOLDER",
+        help="TLS between all processes and towards clients, with the certificates that "
+        "[cyan]baton certs[/] made there.",
+    ),
+]
+
+
 def up_command(
     prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(min=0, help="Decode workers.")] = 1,
@@ -132,17 +145,8 @@ def up_command(
     kv_memory_gib: Annotated[
         float | None, typer.Option(min=0, help="Memory of each worker's KV pool, GiB.")
     ] = None,
-    drain_s: Annotated[
-        float, typer.Option(min=0, help="Seconds that running requests get after Ctrl-C.")
-    ] = 30.0,
-    certs: Annotated[
-        str,
-        typer.Option(
-            metavar="FOLDER",
-            help="TLS between all processes and towards clients, with the certificates that "
-            "[cyan]baton certs[/] made there.",
-        ),
-    ] = "",
+    drain_s: DrainOption = 30.0,
+    certs: CertsOption = "",
 ) -> None:
     """Run a router and its workers on this machine.
 
@@ -155,8 +159,7 @@ def up_command(
     """
     warn_of_unknown_variables()
     routers_own = resolve(RouterSettings, "router", {"api_key": api_key})
-    if any(routers_own.settings.tls) and not certs:
-        raise up.UpError("each process needs a certificate of its own: use --certs, not tls_cert")
+    _check_certs(routers_own.settings, certs)
     listen, http_listen = (_set_address(routers_own, name) for name in ("listen", "http_listen"))
     options = up.UpOptions(
         model=model,
@@ -179,6 +182,11 @@ def up_command(
         certs=certs,
     )
     asyncio.run(_up(_planned(options), trace))
+
+
+def _check_certs(routers_own: RouterSettings, certs: str) -> None:
+    if any(routers_own.tls) and not certs:
+        raise up.UpError("each process needs a certificate of its own: use --certs, not tls_cert")
 
 
 def _planned(options: up.UpOptions) -> up.UpPlan:
