@@ -38,10 +38,11 @@ class TlsFiles(NamedTuple):
 
     def client_context(self) -> ssl.SSLContext:
         """The same for HTTP. Raises as `channel_credentials` does."""
-        context = ssl.create_default_context()
         if self.ca:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             trust(context, self.ca)
+        else:
+            context = ssl.create_default_context()
         if self.cert or self.key:
             present(context, self.cert, self.key)
         return context

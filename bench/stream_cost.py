@@ -255,7 +255,7 @@ async def read_http(address: str, context: ssl.SSLContext | None) -> None:
     reader, writer = await asyncio.open_connection(
         host, int(port), ssl=context, server_hostname=name
     )
-    head = "POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     writer.write(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
     while await reader.read(1 << 16):
         pass
@@ -343,8 +343,9 @@ def print_crowd(crowd: Crowd, begun: Reading, ended: Reading) -> None:
     cpu_s, wall_s, tokens, messages = (
         after - before for before, after in zip(begun, ended, strict=True)
     )
+    door = f"{crowd.door}{', TLS' * crowd.tls}"
     print(
-        f"{crowd.door}{', TLS' * crowd.tls}, {crowd.streams} streams, a step every {crowd.step_s * 1e3:g} ms: "
+        f"{door}, {crowd.streams} streams, a step every {crowd.step_s * 1e3:g} ms: "
         f"{cpu_s / tokens * 1e6:6.1f} us of CPU a token, {tokens / messages:4.2f} tokens a "
         f"message, {tokens / wall_s:6.0f} tokens/s, {cpu_s / wall_s:4.0%} of a core",
         flush=True,
