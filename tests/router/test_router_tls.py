@@ -23,6 +23,7 @@ from certificate_kit import (
     settings_of_member,
     written,
 )
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from router_kit import a_router
 from scripted_worker import DECODE, ScriptedWorker, until
 
@@ -270,6 +271,29 @@ async def test_the_death_of_a_server_with_tls_is_proven(tmp_path: Path) -> None:
         process.kill()
         await process.wait()
         assert await process_is_gone(address, Loss.SOCKET_CLOSED, net.hello())
+
+
+async def test_spans_are_taken_from_members_alone(tmp_path: Path) -> None:
+    settings = settings_of_member(of_router(tmp_path / "router"))
+    async with a_router(trace_store=True, **settings) as router:
+
+        async def export(channel: grpc.aio.Channel) -> None:
+            stub = trace_service_pb2_grpc.TraceServiceStub(channel)
+            await stub.Export(trace_service_pb2.ExportTraceServiceRequest(), timeout=5)
+
+        net = net_of(of_pool(tmp_path / "decode", "decode"))
+        async with net.open_aio(router.internal_address, ROUTER_NAME) as channel:
+            await export(channel)
+        async with grpc.aio.insecure_channel(router.internal_address) as channel:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await export(channel)
+        foreign = written(tmp_path / "foreign", ("decode",), by="foreign")
+        options = (("grpc.ssl_target_name_override", ROUTER_NAME),)
+        async with grpc.aio.secure_channel(
+            router.internal_address, foreign.channel_credentials(), options
+        ) as channel:
+            with pytest.raises(grpc.aio.AioRpcError):
+                await export(channel)
 
 
 @pytest.mark.parametrize("client_ca", [False, True], ids=["anybody", "with a certificate"])
