@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 FIRST_CALL_S: Final = 5.0
 """A peer calls at once when its handshake is over. A busy machine may delay that."""
-LOOK_S: Final = 0.05
-"""Shortest time between two looks at the kernel's table of connections. Of connections that end
-sooner than that some are not counted."""
+LOOK_SHARE: Final = 0.1
+"""Most of the time that looks at the kernel's table of connections may take. Of connections that end
+between two looks some are not counted."""
 MOST_KEPT: Final = 4096
 """Most peers that are remembered."""
 _ESTABLISHED: Final = "01"
@@ -88,10 +88,11 @@ class Refusals:
             now_s = self._clock()
             if now_s < self._look_at_s:
                 return
-            self._look_at_s = now_s + LOOK_S
+            began_s = time.perf_counter()
             for peer in connections(self.port):
                 if peer not in self._callers and len(self._silent) < MOST_KEPT:
                     self._silent.setdefault(peer, now_s)
+            self._look_at_s = now_s + (time.perf_counter() - began_s) / LOOK_SHARE
 
     def called(self, peer: str) -> None:
         """A call came from a peer, in gRPC's words: `ipv4:HOST:PORT`."""

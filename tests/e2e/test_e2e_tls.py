@@ -163,8 +163,8 @@ async def test_rogues_are_refused_named_and_counted(
     def counted(name: str, cause: str) -> float:
         return cluster.metric("baton_peers_refused_total", name, cause=cause)
 
-    await asyncio.to_thread(wait_until, lambda: counted("router", "handshake") >= 3)
-    await asyncio.to_thread(wait_until, lambda: counted("decode-0", "handshake") >= 2)
+    await asyncio.to_thread(wait_until, lambda: counted("router", "handshake") >= 2)
+    await asyncio.to_thread(wait_until, lambda: counted("decode-0", "handshake") >= 1)
     assert counted("router", "name") == 1
     assert counted("decode-0", "not_a_router") == 1
     logs = cluster.logged()
