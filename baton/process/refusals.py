@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 FIRST_CALL_S: Final = 5.0
 """A peer calls at once when its handshake is over. A busy machine may delay that."""
 LOOK_SHARE: Final = 0.1
-"""Most of the time that looks at the kernel's table of connections may take. Of connections that end
-between two looks some are not counted."""
+"""Most of the time that looks at the kernel's table of connections may take. Of connections that
+end between two looks some are not counted."""
 MOST_KEPT: Final = 4096
 """Most peers that are remembered."""
 _ESTABLISHED: Final = "01"
