@@ -230,6 +230,7 @@ class Metric:
     PEER_LATENCY: Final = "baton_kv_peer_latency_seconds"
 
     WORK_STREAMS: Final = "baton_work_streams"
+    PEERS_REFUSED: Final = "baton_peers_refused"
 
     DRAIN_SECONDS: Final = "baton_drain_seconds"
     LOOP_TASKS: Final = "baton_event_loop_tasks"

@@ -178,6 +178,11 @@ DECLARED: Final[Mapping[str, Declared]] = {
     # Worker: its routers.
     Metric.WORK_STREAMS: Declared("gauge", "Routers attached."),
     # Every process.
+    Metric.PEERS_REFUSED: Declared(
+        "counter",
+        "Refused on internal ports, by cause: no valid certificate, or one of somebody else.",
+        ("cause",),
+    ),
     Metric.DRAIN_SECONDS: Declared("gauge", "Time since the process began to drain; 0 before."),
     Metric.LOOP_TASKS: Declared("gauge", "Tasks of the event loop."),
     Metric.LOOP_LAG: Declared("histogram", "Delay of the event loop's wake-ups.", (), _STEP_S),

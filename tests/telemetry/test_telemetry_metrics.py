@@ -288,6 +288,7 @@ def test_the_table_declares_every_name_and_nothing_else() -> None:
         assert declared.help.endswith("."), name
     used = RouterMetrics(RouterLoad), WorkerMetrics(EngineLoad, TransferCounters)
     used[0].watch_spans(lambda: ExportCounts(0, 0, 0, 0))
+    used[0].watch_refusals(lambda: {"handshake": 1})
     used[1].watch_gpu(lambda: GpuLoad(0.5, 1, 2, 3.0))
     used[1].watch_overdue(lambda: Overdue(1, 7.0, 0, 0.0))
     used[1].watch_peers(lambda: [PeerPath("decode-0", "nixl/tcp", 0.5, 90.0, "slow_tcp_only")])
