@@ -41,5 +41,7 @@ class EngineConfig(Bounds):
     """Order of admission, one of `engine.schedule.policies.POLICIES`."""
     eviction: str = "lru"
     """Order of eviction of cached pages, one of `engine.pages.eviction.EVICTION_POLICIES`."""
+    kv_host_bytes: int = 0
+    """Host memory for pages that the pool evicts, bytes; 0: none. See `engine.tiers`."""
     poison_freed_pages: bool = False
     """For debugging: free pages carry a pattern, which is checked when they are used again."""

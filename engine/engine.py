@@ -28,6 +28,9 @@ from engine.pages.poison import PagePoison
 from engine.sampling import Sampler
 from engine.schedule.policies import POLICIES
 from engine.schedule.scheduler import Scheduler
+from engine.tiers.build import build_tiers
+from engine.tiers.protocol import PageTiers
+from engine.tiers.touching import HostMemoryError
 from engine.types import EngineLoad, ModelInfo, Request, Sink, TokenRecord
 
 log = logging.getLogger("baton.engine")
@@ -325,4 +328,15 @@ def _model_info(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> Mode
 def _scheduler(config: EngineConfig, pool: KvPool, sampler: Sampler) -> Scheduler:
     watch = PagePoison(pool.tensor) if config.poison_freed_pages else None
     blocks = BlockManager(pool.num_pages, EVICTION_POLICIES[config.eviction](), watch)
-    return Scheduler(config, blocks, sampler, POLICIES[config.scheduling]())
+    tiers = _build_tiers(config, pool, blocks)
+    return Scheduler(config, blocks, sampler, POLICIES[config.scheduling](), tiers)
+
+
+def _build_tiers(config: EngineConfig, pool: KvPool, blocks: BlockManager) -> PageTiers:
+    if config.kv_host_bytes and not config.prefix_cache:
+        raise EngineError("kv_host_gib needs prefix_cache: pages are found by their keys")
+    rows = pool.tensor.view(pool.num_pages, -1).view(torch.uint8)
+    try:
+        return build_tiers(config.kv_host_bytes, rows, blocks, config.eviction, config.page_size)
+    except (HostMemoryError, ValueError) as error:
+        raise EngineError(str(error)) from error

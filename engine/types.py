@@ -166,6 +166,8 @@ class PrefillStarted:
     cached_tokens: int
     """Prompt tokens whose KV came from the prefix cache."""
     at_ns: int
+    loaded_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Those of them that were loaded from lower tiers for this request, by tier."""
 
 
 @dataclass(frozen=True, slots=True)

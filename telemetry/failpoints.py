@@ -66,6 +66,8 @@ POINTS: Final[Mapping[str, str]] = {
     # Engine.
     "engine.turn": "the step loop begins a turn (step thread)",
     "engine.step": "a step is about to run (the device's thread)",
+    "tiers.save": "KV pages are about to be copied into host slots (the lane's thread)",
+    "tiers.load": "host slots are about to be copied into KV pages (the lane's thread)",
     # Router, on the event loop.
     "router.received": "a worker's message is about to be handled; key: its kind",
 }

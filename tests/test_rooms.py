@@ -26,6 +26,7 @@ FLOORS = (
         "engine.masks",
         "engine.sampling",
         "engine.pages",
+        "engine.tiers",
         "engine.schedule",
         "engine.loop",
         "engine.cuda",

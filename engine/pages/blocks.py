@@ -261,7 +261,10 @@ class BlockManager:
     def count_evictable(self, keys: Sequence[bytes]) -> int:
         """The number of leading cached pages that only the cache holds. Acquiring them leaves that
         many fewer available."""
-        pages = [self._by_key[key] for key in keys[: self.count_cached(keys)]]
+        return self.count_idle([self._by_key[key] for key in keys[: self.count_cached(keys)]])
+
+    def count_idle(self, pages: Sequence[int]) -> int:
+        """The number of those pages that nobody holds."""
         return int((self._refcount[pages] == 0).sum()) if pages else 0
 
     def acquire(self, keys: Sequence[bytes]) -> PageIds:

@@ -87,7 +87,8 @@ def make_room(scheduler: Scheduler, missing: int) -> None:
     """
     slots = scheduler.slots
     leaving = np.flatnonzero(slots.state == SlotState.PREEMPTING)
-    coming = scheduler.blocks.settling + int(slots.page_count[leaving].sum())
+    coming = scheduler.blocks.settling + scheduler.tiers.leaving_pages
+    coming += int(slots.page_count[leaving].sum())
     candidates = _preemptible(scheduler)
     for sequence in reversed(candidates[1:]):
         if coming >= missing:
@@ -155,7 +156,10 @@ def _advance(scheduler: Scheduler, chunk: ChunkPlan) -> None:
     if not active.started:
         active.started = True
         scheduler.emit(
-            active.sink, PrefillStarted(active.request.id, task.cached_tokens, time.time_ns())
+            active.sink,
+            PrefillStarted(
+                active.request.id, task.cached_tokens, time.time_ns(), task.loaded_tokens
+            ),
         )
     task.cursor = chunk.end
     scheduler.slots.kv_len[task.leader.slot] = chunk.end

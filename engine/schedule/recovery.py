@@ -57,7 +57,7 @@ def _shrink(scheduler: Scheduler, plan: StepPlan, touched: list[Sequence]) -> No
         elif scheduler.slots.state[sequence.slot] == SlotState.PREFILLING:
             scheduler.preempt(sequence)
         else:
-            scheduler.finish_preemption(sequence)
+            scheduler.finish_preemption(sequence, computed=False)
     config = scheduler.config
     least = config.max_sequences + config.page_size
     scheduler.step_tokens = max(least, min(scheduler.step_tokens, plan.num_tokens) // 2)

@@ -3,6 +3,7 @@
 A request's life:
 
     WAITING -> (slots and pages) -> ACTIVE [prefilling -> running] -> ended
+    WAITING -> LOADING -> WAITING -> ...           (pages come from a lower tier)
     WAITING -> RESERVED -> deliver -> ACTIVE -> ended              (RECEIVE)
     WAITING -> ACTIVE -> ended                                     (RECEIVE, taken over)
     WAITING -> ACTIVE -> HELD -> release -> gone                   (PREFILL)
@@ -34,6 +35,7 @@ from engine.schedule.policies import Fcfs, SchedulingPolicy
 from engine.schedule.sequences import ActiveRequest, PrefillTask, RequestState, Sequence
 from engine.schedule.slots import SlotState, SlotTable
 from engine.stopping import end_ids, end_reason
+from engine.tiers.protocol import NoTiers, PageTiers
 from engine.types import (
     EndReason,
     Event,
@@ -61,11 +63,13 @@ class Scheduler:
         blocks: BlockManager,
         sampler: Sampler,
         policy: SchedulingPolicy | None = None,
+        tiers: PageTiers | None = None,
     ) -> None:
         self.config = config
         self.blocks = blocks
         self.sampler = sampler
         self.policy = policy or Fcfs()
+        self.tiers = tiers or NoTiers()
         self.slots = SlotTable(
             config.max_sequences,
             -(-config.max_context_tokens // config.page_size),
@@ -163,7 +167,7 @@ class Scheduler:
         active = self.requests.get(request_id)
         if active is None or active.state is RequestState.HELD:
             return
-        if active.state is RequestState.WAITING:
+        if active.state in (RequestState.WAITING, RequestState.LOADING):
             self.waiting.remove(active)
             del self.requests[request_id]
         elif active.state is RequestState.RESERVED or active.request.mode is Mode.PREFILL:
@@ -342,10 +346,21 @@ class Scheduler:
         else:
             self.slots.state[sequence.slot] = SlotState.PREEMPTING
 
-    def finish_preemption(self, sequence: Sequence) -> None:
-        """Frees the pages of a preempted sequence, since the host knows all its tokens now."""
-        sequence.outputs = self.slots.output_ids(sequence.slot)
-        self.blocks.release(self.slots.pages(sequence.slot))
+    def finish_preemption(self, sequence: Sequence, *, computed: bool = True) -> None:
+        """Frees the pages of a preempted sequence, since the host knows all its tokens now.
+
+        Args:
+            sequence: one that is in a slot.
+            computed: whether the KV of its tokens but the last is known to be there.
+        """
+        slot = sequence.slot
+        sequence.outputs, sequence.wait = self.slots.output_ids(slot), None
+        pages = self.slots.pages(slot)
+        if self.tiers.on:
+            if computed and self.slots.state[slot] != SlotState.PREFILLING:
+                self._publish(sequence.active, sequence.tokens()[:-1], pages)
+            self.tiers.preempted(pages)
+        self.blocks.release(pages)
         self._leave_slot(sequence)
         sequence.preemptions += 1
         self.preemptions += 1
@@ -382,6 +397,7 @@ class Scheduler:
         """Raises AssertionError if pages, slots and requests disagree."""
         self.blocks.check_invariants()
         holders = np.zeros(self.blocks.num_pages, np.int32)
+        self.tiers.add_holders(holders)
         used = 0
         assert not self._left, "pages of an ended sequence are still held"
         for active in self.requests.values():
