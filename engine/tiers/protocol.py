@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.types import PageIds
+from engine.types import PageIds, TierLoad
 
 
 @dataclass(eq=False, slots=True)
@@ -28,23 +28,6 @@ class Wait:
     def is_over(self) -> bool:
         """Whether the request may be admitted."""
         return not self.under_way
-
-
-@dataclass(slots=True)
-class TierCounts:
-    """Counts since the start, by the name of a tier where they are mappings."""
-
-    loaded_tokens: Counter[str] = field(default_factory=Counter)
-    decisions: Counter[str] = field(default_factory=Counter)
-    """Prompts by what was decided: `loaded`, or why not."""
-    late: Counter[str] = field(default_factory=Counter)
-    """Copies that were late or failed, by direction."""
-    bytes_moved: dict[str, int] = field(default_factory=dict)
-    bytes_per_s: dict[str, float] = field(default_factory=dict)
-    slots: int = 0
-    held_slots: int = 0
-    """Slots under a copy."""
-    cached_slots: int = 0
 
 
 class PageTiers(Protocol):
@@ -92,8 +75,8 @@ class PageTiers(Protocol):
         """Seconds until the next deadline, at most `most_s`."""
         ...
 
-    def counts(self) -> TierCounts | None:
-        """The counts; None without tiers."""
+    def load(self) -> TierLoad | None:
+        """The figures; None without tiers."""
         ...
 
     def add_holders(self, holders: NDArray[np.int32]) -> None:
@@ -131,7 +114,7 @@ class NoTiers:
         """No deadline."""
         return most_s
 
-    def counts(self) -> TierCounts | None:
+    def load(self) -> TierLoad | None:
         """None."""
         return None
 

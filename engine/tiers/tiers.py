@@ -30,8 +30,8 @@ from numpy.typing import NDArray
 from engine.pages.blocks import BlockManager, CacheEvent, CacheEventKind
 from engine.pages.lending import COLD_SHARE, Loan
 from engine.tiers.lanes import Copy, Lane, Lanes
-from engine.tiers.protocol import TierCounts, Wait
-from engine.types import PageIds
+from engine.tiers.protocol import Wait
+from engine.types import PageIds, TierLoad
 
 HOST: Final = "host"
 BATCH_PAGES: Final = 64
@@ -101,7 +101,7 @@ class HostTiers:
         self._loading: dict[bytes, Load] = {}
         self._held_pages = 0
         """Pages held by saves."""
-        self._counts = TierCounts()
+        self._figures = TierLoad()
         blocks.below = _Keys(host)
         host.subscribe(self._on_host)
 
@@ -138,15 +138,15 @@ class HostTiers:
         due = min((copy.due_s for copy in self._open if not copy.late), default=None)
         return most_s if due is None else min(most_s, max(0.001, due - time.monotonic()))
 
-    def counts(self) -> TierCounts:
+    def load(self) -> TierLoad:
         """See `PageTiers`."""
         lanes = (self._lanes.saves, self._lanes.loads)
-        self._counts.bytes_moved = {lane.name: lane.bytes_moved for lane in lanes}
-        self._counts.bytes_per_s = {lane.name: lane.bytes_per_s for lane in lanes}
-        self._counts.slots = self._host.total
-        self._counts.cached_slots = self._host.evictable
-        self._counts.held_slots = self._host.total - self._host.available
-        return self._counts
+        self._figures.bytes_moved = {lane.name: lane.bytes_moved for lane in lanes}
+        self._figures.bytes_per_s = {lane.name: lane.bytes_per_s for lane in lanes}
+        self._figures.slots = self._host.total
+        self._figures.cached_slots = self._host.evictable
+        self._figures.held_slots = self._host.total - self._host.available
+        return self._figures
 
     def add_holders(self, holders: NDArray[np.int32]) -> None:
         """See `PageTiers`."""
@@ -229,13 +229,13 @@ class HostTiers:
             return Wait()
         gained = len(found) + len(missing) + len(joined) - self._blocks.count_cached(keys)
         if self._lanes.loads.late:
-            self._counts.decisions["stuck"] += 1
+            self._figures.decisions["stuck"] += 1
             return Wait()
         if not self._is_sooner(len(missing), queued_tokens + gained * self._page_tokens):
             return Wait()
         if not self._has_room(found, len(missing), room):
             return None
-        self._counts.decisions["loaded"] += 1
+        self._figures.decisions["loaded"] += 1
         wait = Wait(pinned=np.array(found, np.int32))
         self._blocks.pin(wait.pinned)
         for load in set(joined):
@@ -276,7 +276,7 @@ class HostTiers:
             return True
         sooner = self._lanes.loads.expected_s(pages) < tokens / self._tokens_per_s
         if not sooner:
-            self._counts.decisions["computed sooner"] += 1
+            self._figures.decisions["computed sooner"] += 1
         return sooner
 
     def _load(self, missing: list[tuple[bytes, int, int]]) -> Load:
@@ -304,7 +304,7 @@ class HostTiers:
         self._host.release(load.slots)
         if good:
             self._blocks.adopt(load.pages.tolist(), load.keys, load.depths)
-            self._counts.loaded_tokens[HOST] += len(load.keys) * self._page_tokens
+            self._figures.loaded_tokens[HOST] += len(load.keys) * self._page_tokens
         self._blocks.release(load.pages)
         if not load.late:
             self._end_waits(load, good)
@@ -330,7 +330,7 @@ class HostTiers:
         lane = self._lane(copy)
         lane.settle(copy)
         if copy.failed and not copy.late:
-            self._counts.late[lane.name] += 1
+            self._figures.late[lane.name] += 1
         self._open.discard(copy)
         if isinstance(copy, Save):
             self._settle_save(copy)
@@ -342,7 +342,7 @@ class HostTiers:
         copy.late = True
         lane = self._lane(copy)
         lane.late += 1
-        self._counts.late[lane.name] += 1
+        self._figures.late[lane.name] += 1
         if isinstance(copy, Save):
             if copy.held:  # What it reads may change now: its slots will get no key.
                 self._let_go(copy)

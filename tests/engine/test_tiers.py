@@ -43,7 +43,7 @@ def test_conversations_in_a_small_pool_stay_exact(seed, eviction):
     bench.run()
     for request_id in ids:
         bench.check_output(request_id)
-    counts = bench.tiers.counts()
+    counts = bench.tiers.load()
     assert counts.loaded_tokens["host"] > 0
     assert counts.late["save"] > 0
     bench.check_baseline()
@@ -70,7 +70,7 @@ def test_an_evicted_prompt_is_loaded_and_its_slots_are_free_again():
     bench.run()
     bench.check_output(again)
     assert bench.scheduler.cached_tokens - computed == 20
-    assert bench.tiers.counts().loaded_tokens == {"host": 20}
+    assert bench.tiers.load().loaded_tokens == {"host": 20}
     assert not any(bench.host.page_of(key) for key in keys), "a loaded page is in one tier only"
     bench.check_baseline()
 
@@ -79,7 +79,7 @@ def test_an_eighth_of_the_pool_is_kept_ready_and_nothing_beyond_is_saved():
     bench = Bench(num_pages=81, host_slots=200)
     filled(bench, 40)
     assert bench.blocks.ready >= 10
-    assert bench.tiers.counts().bytes_moved["save"] < 40 * 5
+    assert bench.tiers.load().bytes_moved["save"] < 40 * 5
     bench.submit(prompt_of(random.Random(4), 8), 2)
     bench.run()
     assert bench.blocks.ready >= 10
@@ -117,13 +117,13 @@ def test_a_late_load_is_a_miss_and_holds_its_pages_until_it_ends():
     for _ in range(12):
         bench.turn()
     bench.check_output(late)
-    assert bench.tiers.counts().late == {"load": 1}
+    assert bench.tiers.load().late == {"load": 1}
     assert bench.host.page_of(page_keys(np.array(said[0], np.int32), 4)[0]) is None
     stuck = bench.submit(said[1], 4)
     for _ in range(12):
         bench.turn()
     bench.check_output(stuck)
-    assert bench.tiers.counts().decisions["stuck"] == 1
+    assert bench.tiers.load().decisions["stuck"] == 1
     assert bench.blocks.available == bench.blocks.total - 5
     del bench.lanes.ended
     bench.run()
@@ -151,11 +151,11 @@ def test_pages_are_computed_where_that_is_sooner():
     bench.tiers.note_rate(1000.0)
     bench.submit(said[0], 2)
     bench.run()
-    assert bench.tiers.counts().decisions == {"computed sooner": 1}
+    assert bench.tiers.load().decisions == {"computed sooner": 1}
     bench.tiers.note_rate(10.0)
     bench.submit(said[1], 2)
     bench.run()
-    assert bench.tiers.counts().decisions["loaded"] == 1
+    assert bench.tiers.load().decisions["loaded"] == 1
     bench.check_baseline()
 
 
@@ -167,7 +167,7 @@ def test_a_preempted_sequence_comes_back_with_its_own_bytes():
     assert bench.scheduler.preemptions > 0
     for request_id in ids:
         bench.check_output(request_id)
-    loaded = bench.tiers.counts().loaded_tokens["host"]
+    loaded = bench.tiers.load().loaded_tokens["host"]
     again = bench.scheduler.cached_tokens
     assert loaded > 0
     assert again >= loaded
@@ -187,7 +187,7 @@ def test_both_legs_of_a_hand_off_find_pages_in_the_host_tier(mode):
         assert bench.chunks[request_id].end_token == 21
         stored = bench.device.kv[bench.chunks[request_id].pages].reshape(-1)[:21]
         assert stored.tolist() == said[0]
-    assert bench.tiers.counts().loaded_tokens == {"host": 20}
+    assert bench.tiers.load().loaded_tokens == {"host": 20}
     bench.scheduler.cancel(request_id)
     bench.scheduler.release(request_id)
     bench.check_baseline()
@@ -198,4 +198,4 @@ def test_a_tenant_does_not_find_what_another_has_saved():
     said = filled(bench)
     bench.submit(said[0], 2, cache_salt=b"other")
     bench.run()
-    assert not bench.tiers.counts().loaded_tokens
+    assert not bench.tiers.load().loaded_tokens
