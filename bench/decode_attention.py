@@ -1,12 +1,14 @@
 """What decode attention takes on a GPU, by both divisions of the rows' contexts.
 
-python -m bench.decode_attention [--sweep] [--json FILE]
+python -m bench.decode_attention [--kv bf16 fp8] [--few] [--sweep tiles|divisions] [--json FILE]
 
 A line for each batch, in us: the division for rows alike, that for rows that differ, the one that
 their lengths choose, and its bytes a second. 32 query heads, 8 KV heads of 128, pages of 16 tokens,
-bf16. Eight calls over four layers are captured in a graph; the median of five pairs of replays is
-shown. A spread below 0.9 is uniform around the tokens, 0.9 is the sigma of a log-normal
-distribution. `--sweep` adds the fastest of many divisions.
+bf16 or FP8 (whose bytes are those of K and V, without exponents). Eight calls over four layers are
+captured in a graph; the median of five pairs of replays is shown. A spread below 0.9 is uniform
+around the tokens, 0.9 is the sigma of a log-normal distribution. `--few` takes five batches alone.
+`--sweep tiles` adds the fastest of many tiles with the chosen parts, `--sweep divisions` that of
+many parts, too.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -21,10 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from triton.runtime.errors import OutOfResources
 
 from engine.attention.parts import Division, Tiles, division, lengths_differ
 from engine.cuda.decode_attention import decode_attention
-from engine.pages.kv_pool import KvPool
+from engine.cuda.kv.fp8_decode import decode_attention_fp8
+from engine.pages.fp8_pool import Fp8Pool
+from engine.pages.kv_pool import PlainPool
 
 KV_HEADS, GROUP, DIM, PAGE_TOKENS, LAYERS = 8, 4, 128, 16, 4
 CALLS, REPLAYS = 8, 5
@@ -37,12 +42,18 @@ CASES = (
     (12, 1100, 0.0), (9, 4000, 0.0), (9, 8000, 0.5), (8, 8000, 0.0), (1, 400, 0.0),
 )  # fmt: skip
 """Rows, tokens, spread."""
+FEW = ((256, 384, 0.0), (256, 2176, 0.0), (64, 1152, 0.0), (64, 4000, 0.0), (16, 8192, 0.0))
+KINDS = {"bf16": (PlainPool, decode_attention), "fp8": (Fp8Pool, decode_attention_fp8)}
+WRITTEN_AT_ONCE = 1 << 16
 
 
 class Batch:
     """Rows with random KV."""
 
-    def __init__(self, rows: int, tokens: int, spread: float, generator: torch.Generator) -> None:
+    def __init__(
+        self, kind: str, rows: int, tokens: int, spread: float, generator: torch.Generator
+    ) -> None:
+        pool_type, self._attend = KINDS[kind]
         scale = torch.ones(rows)
         if spread >= LOG_NORMAL:
             scale = (spread * torch.randn(rows, generator=generator)).exp().clamp(max=8)
@@ -50,30 +61,43 @@ class Batch:
             scale += spread * (2 * torch.rand(rows, generator=generator) - 1)
         self.lengths = (tokens * scale).int().clamp(min=16)
         pages = -(-self.lengths // PAGE_TOKENS)
-        self._pool = KvPool(
+        self._pool = pool_type(
             num_pages=int(pages.sum()) + 1, num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=DIM,
             page_size=PAGE_TOKENS, dtype=torch.bfloat16, device=torch.device("cuda"),
         )  # fmt: skip
-        self._pool.tensor.normal_()
+        self._fill()
         places = torch.randperm(int(pages.sum()), generator=generator).int().split(pages.tolist())
         self._table = torch.nn.utils.rnn.pad_sequence(list(places), batch_first=True).cuda()
         self._contexts = self.lengths.cuda()
         self._q = torch.randn(rows, KV_HEADS * GROUP, DIM, device="cuda", dtype=torch.bfloat16)
 
+    def _fill(self) -> None:
+        every = torch.arange(self._pool.num_pages * PAGE_TOKENS, device="cuda")
+        for places in every.split(WRITTEN_AT_ONCE):
+            k, v = torch.randn(2, len(places), KV_HEADS, DIM, device="cuda", dtype=torch.bfloat16)
+            for layer in range(LAYERS):
+                self._pool.write(layer, places // PAGE_TOKENS, places % PAGE_TOKENS, k, v)
+
     @property
     def kv_bytes(self) -> int:
         """Bytes of K and V that a call reads."""
-        return 2 * 2 * int(self.lengths.sum()) * KV_HEADS * DIM
+        size = self._pool.element.itemsize
+        return 2 * size * int(self.lengths.sum()) * KV_HEADS * DIM
 
-    def time_us(self, divided: Division) -> float:
-        """Median time of a call."""
+    def time_us(self, divided: Division, *, or_never: bool = False) -> float:
+        """Median time of a call. Tiles that are too large raise an error, or take forever."""
 
         def calls() -> None:
             for call in range(CALLS):
                 layer, contexts, table = call % LAYERS, self._contexts, self._table
-                decode_attention(self._q, self._pool, layer, contexts, table, None, divided)
+                self._attend(self._q, self._pool, layer, contexts, table, None, divided)
 
-        return _replayed_us(calls) / CALLS
+        try:
+            return _replayed_us(calls) / CALLS
+        except OutOfResources:
+            if or_never:
+                return float("inf")
+            raise
 
 
 def _replayed_us(work: Callable[[], None]) -> float:
@@ -95,6 +119,12 @@ def _replayed_us(work: Callable[[], None]) -> float:
     return float(statistics.median(times))
 
 
+def tiles_of(chosen: Division) -> Iterator[Division]:
+    """The chosen division with other tiles."""
+    for tiles in product((32, 64, 128), (2, 4, 8), (2, 3, 4, 5)):
+        yield chosen._replace(tiles=Tiles(*tiles))
+
+
 def swept(rows: int) -> Iterator[Division]:
     """Divisions to choose from."""
     tiles = [Tiles(*one) for one in product((32, 64, 128), (2, 4), (3, 4))]
@@ -107,25 +137,36 @@ def swept(rows: int) -> Iterator[Division]:
 def main() -> None:
     """Times every batch."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--kv", nargs="+", choices=list(KINDS), default=["bf16"])
+    parser.add_argument("--few", action="store_true")
+    parser.add_argument("--sweep", choices=["tiles", "divisions"])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     generator, found = torch.Generator().manual_seed(1), []
-    for rows, tokens, spread in CASES:
-        batch = Batch(rows, tokens, spread, generator)
-        alike, different = (
-            batch.time_us(division(rows, KV_HEADS, differ=differ)) for differ in (False, True)
-        )
+    for kind, (rows, tokens, spread) in product(arguments.kv, FEW if arguments.few else CASES):
+        batch = Batch(kind, rows, tokens, spread, generator)
+        divisions = [division(rows, KV_HEADS, differ=differ) for differ in (False, True)]
+        alike, different = map(batch.time_us, divisions)
         differ = lengths_differ(batch.lengths.numpy(), KV_HEADS)
         chosen = different if differ else alike
-        line: dict[str, Any] = {"rows": rows, "tokens": tokens, "spread": spread, "differ": differ}
+        line: dict[str, Any] = {
+            "kv": kind,
+            "rows": rows,
+            "tokens": tokens,
+            "spread": spread,
+            "differ": differ,
+        }
         line |= {"alike_us": alike, "different_us": different}
-        said = f"{rows:4d} rows of {tokens:5d}, spread {spread}: {alike:6.1f} {different:6.1f} us"
+        said = f"{kind} {rows:4d} rows of {tokens:5d}, spread {spread}:"
+        said += f" {alike:6.1f} {different:6.1f} us"
         said += f", {'different' if differ else 'alike'}, {batch.kv_bytes / chosen / 1e6:.2f} TB/s"
         if arguments.sweep:
-            best = min((batch.time_us(one), one) for one in swept(rows))
+            tiles_alone = arguments.sweep == "tiles"
+            several = tiles_of(divisions[differ]) if tiles_alone else swept(rows)
+            best = min((batch.time_us(one, or_never=True), one) for one in several)
             line |= {"best_us": best[0], "best": best[1]}
-            said += f"; best {best[0]:.1f} us {tuple(best[1])}"
+            said += f"; best {best[0]:.1f} us {batch.kv_bytes / best[0] / 1e6:.2f} TB/s"
+            said += f" {tuple(best[1])}"
         print(said, flush=True)
         found.append(line)
     if arguments.json:

@@ -36,6 +36,7 @@ import torch
 from engine.bounds import UNBOUNDED
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.pages.pools import POOLS
 from engine.types import (
     Event,
     Request,
@@ -216,6 +217,7 @@ def build(arguments: argparse.Namespace, page_size: int = 16, model: Path = SHAP
         model=str(model),
         load_format="dummy",
         device="cuda",
+        kv_cache_dtype=arguments.kv_cache_dtype,
         page_size=page_size,
         max_sequences=arguments.sequences,
         max_step_tokens=arguments.step_tokens,
@@ -314,6 +316,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step-tokens", type=int, default=8192)
     parser.add_argument("--mixed-tokens", type=int, default=0)
     parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=list(POOLS))
 
 
 def parse() -> argparse.Namespace:

@@ -2,6 +2,7 @@
 
 python -m bench.step_time [--rows 4 40 64] [--context 1100] [--spread 0] [--pieces 0 192]
                           [--behind 0 4000 7800] [--repeats 20] [--model FOLDER] [--no-graphs]
+                          [--kv-cache-dtype auto|fp8]
                           [--profile] [--rows-are alike|different] [--json FILE]
 
 A table, in ms: the median step of `rows` rows of `context` tokens each, alone and with `pieces`
@@ -34,7 +35,7 @@ from engine.bounds import Bounds
 from engine.cuda import shapes
 from engine.cuda.executor import CudaExecutor
 from engine.model import load_model
-from engine.pages.kv_pool import KvPool
+from engine.pages.pools import POOLS, pool_type
 from engine.sampling import Sampler
 from engine.schedule.step import StepPlan
 from engine.types import SamplingParams, StopRules
@@ -44,6 +45,8 @@ SLOTS = 72
 UNCOUNTED = 3
 MOST_TOKENS = 16384
 """Of a row."""
+HIGHEST_BYTE = 56
+"""Of random KV. Its numbers are finite in every precision."""
 NOTHING = np.zeros(0, np.int32)
 
 
@@ -51,17 +54,23 @@ class Stepper:
     """An executor, and plans for it."""
 
     def __init__(
-        self, model_path: str, most_tokens: int, step_tokens: int, backend: str, graphs: bool
+        self,
+        model_path: str,
+        most_tokens: int,
+        step_tokens: int,
+        backend: str,
+        graphs: bool,
+        kv_cache_dtype: str,
     ) -> None:
         device = torch.device("cuda")
         loaded = load_model(model_path, dtype=torch.bfloat16, device=device, load_format="dummy")
         shape = loaded.config
-        self._pool = KvPool(
+        self._pool = pool_type(kv_cache_dtype, PAGE_TOKENS)(
             num_pages=most_tokens // PAGE_TOKENS + 2 * SLOTS, num_layers=shape.num_layers,
             num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, page_size=PAGE_TOKENS,
             dtype=torch.bfloat16, device=device,
         )  # fmt: skip
-        self._pool.tensor.normal_()
+        self._pool.data.random_(0, HIGHEST_BYTE)
         self._sampler = Sampler(SLOTS, shape.vocab_size, device, [0])
         for slot in range(SLOTS):
             self._sampler.assign(
@@ -70,7 +79,10 @@ class Stepper:
         attention = choose_backend(backend, self._pool, shape.windows)
         assert isinstance(attention, PagedAttention), f"{backend} reads no pages"
         bounds = Bounds(
-            max_sequences=SLOTS, max_step_tokens=step_tokens, max_context_tokens=MOST_TOKENS
+            max_sequences=SLOTS,
+            max_step_tokens=step_tokens,
+            max_context_tokens=MOST_TOKENS,
+            gathers=self._pool.gathers,
         )
         torch.cuda.synchronize()
         self.executor = CudaExecutor(loaded.model, self._pool, attention, self._sampler, bounds)
@@ -150,6 +162,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", default=str(SHAPE))
     parser.add_argument("--attention", default="fa3")
     parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=list(POOLS))
     parser.add_argument("--rows-are", choices=["alike", "different"])
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
@@ -168,7 +181,8 @@ def main() -> None:
     if arguments.rows_are:
         shapes.lengths_differ = lambda *_: arguments.rows_are == "different"  # type: ignore[attr-defined]
     step_tokens = max(2048, SLOTS + max(arguments.pieces))
-    stepper = Stepper(arguments.model, most_tokens, step_tokens, arguments.attention, graphs)
+    options = (arguments.attention, graphs, arguments.kv_cache_dtype)
+    stepper = Stepper(arguments.model, most_tokens, step_tokens, *options)
     found = []
     for rows in arguments.rows:
         for piece in arguments.pieces:

@@ -34,6 +34,11 @@ class Bounds:
     """Whether this engine decodes. If not, it makes no graphs for that."""
     eos_token_ids: frozenset[int] = frozenset()
     """Set by `Engine.build` from the model."""
+    kv_precision: str = ""
+    """Set by `Engine.build` from the pool (`KvPool.precision`). Keys of pages name it."""
+    gathers: bool = False
+    """Set by `Engine.build` from the pool: whether the contexts of a step's prompts are gathered
+    into a scratch (`KvPool.gathers`)."""
     reserve_pages: int = 1
     """Pages kept back at admission for the growth of each active sequence."""
     page_watermark: float = 0.9
@@ -42,6 +47,11 @@ class Bounds:
     max_passed_over: int = 16
     """Most times that smaller requests may pass one that does not fit yet."""
     prefix_cache: bool = True
+
+    @property
+    def scratch_tokens(self) -> int:
+        """Tokens of the scratch: the longest context, or the prompts of the largest step."""
+        return max(self.max_context_tokens, self.max_step_tokens)
 
     def can_ever_hold(self, request: Request, total_pages: int) -> bool:
         """Whether an empty pool of `total_pages` could take the request to its end."""

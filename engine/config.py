@@ -21,6 +21,8 @@ class EngineConfig(Bounds):
     """"float32", "bfloat16" or "float16"; auto: float32 on CPU, bfloat16 elsewhere."""
     quantization: str = ""
     """"fp8" rounds the weights of a float checkpoint while they are loaded; "": nothing."""
+    kv_cache_dtype: str = "auto"
+    """How KV is stored, one of `engine.pages.pools.POOLS`; auto: in the model's dtype."""
     device: str = "auto"
     """"cpu", "cuda", "cuda:1"; auto: cuda where there is one."""
     seed: int = 0

@@ -23,8 +23,9 @@ from engine.masks.matchers import Matchers
 from engine.model import LoadedModel, load_model
 from engine.pages.blocks import BlockManager, CacheEvent
 from engine.pages.eviction import EVICTION_POLICIES
-from engine.pages.kv_pool import LAYOUT_VERSION, KvPool
+from engine.pages.kv_pool import KvPool
 from engine.pages.poison import PagePoison
+from engine.pages.pools import PoolError, pool_type
 from engine.sampling import Sampler
 from engine.schedule.policies import POLICIES
 from engine.schedule.scheduler import Scheduler
@@ -82,6 +83,8 @@ class Engine:
             config,
             max_context_tokens=info.max_context_tokens,
             eos_token_ids=frozenset(info.eos_token_ids),
+            kv_precision=pool.precision,
+            gathers=pool.gathers,
         )
         sampler = Sampler(config.max_sequences, info.vocab_size, device, info.eos_token_ids)
         executor = _build_executor(config, loaded, pool, sampler, progress)
@@ -160,6 +163,10 @@ def _resolve(config: EngineConfig) -> EngineConfig:
     if torch.device(device).type == "cuda" and not has_gpu:
         why = "finds no GPU here" if torch.version.cuda else "is a build without CUDA"
         raise EngineError(f"the device cannot be {device}: the PyTorch that is installed {why}")
+    try:
+        pool_type(config.kv_cache_dtype, config.page_size)
+    except PoolError as error:
+        raise EngineError(str(error)) from error
     on_cpu = device == "cpu"
     step_tokens = config.max_step_tokens or _usual_step_tokens(on_cpu, config.decodes)
     if step_tokens < max(config.page_size, config.max_sequences + config.page_size):
@@ -244,7 +251,7 @@ def _build_pool(config: EngineConfig, loaded: LoadedModel, device: torch.device)
 def _pool_of(
     num_pages: int, config: EngineConfig, loaded: LoadedModel, device: torch.device
 ) -> KvPool:
-    return KvPool(
+    return pool_type(config.kv_cache_dtype, config.page_size)(
         num_pages=num_pages,
         num_layers=loaded.config.num_layers,
         num_kv_heads=loaded.config.num_kv_heads,
@@ -265,7 +272,8 @@ def _memory_left(config: EngineConfig, loaded: LoadedModel, device: torch.device
         return memory.CPU_POOL_BYTES
     from engine.cuda.memory import bytes_left
 
-    bounds = replace(config, max_context_tokens=loaded.config.max_position_embeddings)
+    longest = loaded.config.max_position_embeddings
+    bounds = replace(config, max_context_tokens=min(config.max_context_tokens or longest, longest))
     share = config.gpu_memory_utilization
     return bytes_left(loaded.model, scratch, backend, bounds, share)
 
@@ -285,7 +293,7 @@ def _build_executor(
     progress: Progress | None,
 ) -> Executor:
     backend = _backend(config, loaded, pool)
-    device = pool.tensor.device
+    device = pool.device
     if not (isinstance(backend, PagedAttention) and device.type == "cuda"):
         loaded.model.finish()
         return TorchExecutor(loaded.model, pool, backend, sampler, config.max_sequences, device)
@@ -309,7 +317,7 @@ def _model_info(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> Mode
         "dtype": config.dtype,
         "precision": loaded.precision,
         "page_size": config.page_size,
-        "layout": LAYOUT_VERSION,
+        "layout": pool.layout,
         "model": asdict(model),
     }
     digest = hashlib.sha256(json.dumps(agreed, sort_keys=True, default=str).encode())
@@ -326,7 +334,7 @@ def _model_info(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> Mode
 
 
 def _scheduler(config: EngineConfig, pool: KvPool, sampler: Sampler) -> Scheduler:
-    watch = PagePoison(pool.tensor) if config.poison_freed_pages else None
+    watch = PagePoison(pool.data) if config.poison_freed_pages else None
     blocks = BlockManager(pool.num_pages, EVICTION_POLICIES[config.eviction](), watch)
     tiers = _build_tiers(config, pool, blocks)
     return Scheduler(config, blocks, sampler, POLICIES[config.scheduling](), tiers)
@@ -335,8 +343,9 @@ def _scheduler(config: EngineConfig, pool: KvPool, sampler: Sampler) -> Schedule
 def _build_tiers(config: EngineConfig, pool: KvPool, blocks: BlockManager) -> PageTiers:
     if config.kv_host_bytes and not config.prefix_cache:
         raise EngineError("kv_host_gib needs prefix_cache: pages are found by their keys")
-    rows = pool.tensor.view(pool.num_pages, -1).view(torch.uint8)
     try:
-        return build_tiers(config.kv_host_bytes, rows, blocks, config.eviction, config.page_size)
+        return build_tiers(
+            config.kv_host_bytes, pool.data, blocks, config.eviction, config.page_size
+        )
     except (HostMemoryError, ValueError) as error:
         raise EngineError(str(error)) from error

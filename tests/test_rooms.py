@@ -30,6 +30,7 @@ FLOORS = (
         "engine.schedule",
         "engine.loop",
         "engine.cuda",
+        "engine.cuda.kv",
     ),
     ("worker_base",),
     ("prefill_service", "decode_service"),

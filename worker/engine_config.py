@@ -28,6 +28,7 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
         load_format=settings.debug.load_format,
         dtype=settings.dtype,
         quantization=settings.quantization,
+        kv_cache_dtype=settings.kv_cache_dtype,
         device=settings.device,
         attention=settings.debug.attention,
         page_size=settings.page_size_tokens,

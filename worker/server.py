@@ -182,7 +182,7 @@ class Worker:
         return clean and left_nothing
 
     def _watch_gpu(self) -> None:
-        device = self.engine.pool.tensor.device
+        device = self.engine.pool.device
         if device.type == "cuda":
             uuid = torch.cuda.get_device_properties(device).uuid
             self.metrics.watch_gpu(gpu_reader(f"GPU-{uuid}"))
@@ -190,7 +190,7 @@ class Worker:
     def _make_transport(self) -> KvTransport:
         pool = self.engine.pool
         return make_transport(
-            self.settings.transport, self.agent_name, pool.tensor, pool.page_bytes, pool.num_pages
+            self.settings.transport, self.agent_name, pool.data, pool.page_bytes, pool.num_pages
         )
 
     def _make_services(self) -> Services:
@@ -231,7 +231,7 @@ class Worker:
     @property
     def _slow_gigabytes_per_s(self) -> float:
         floor = self.settings.debug.slow_peer_gigabytes_per_s
-        return floor if floor >= 0 else SLOW_GPU_GIGABYTES_PER_S * self.engine.pool.tensor.is_cuda
+        return floor if floor >= 0 else SLOW_GPU_GIGABYTES_PER_S * self.engine.pool.data.is_cuda
 
     def _on_transfer(self, event: TransferEvent) -> None:
         """On the transfer thread."""

@@ -99,6 +99,9 @@ class WorkerSettings(BaseModel):
     quantization: Literal["", "fp8"] = ""
     """Rounds the weights of a float checkpoint while they are loaded. `fp8`: FP8 weights with a
     scale for each output channel, and FP8 inputs. Quantised checkpoints need no setting."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """Sets the number format of stored KV. `auto`: that of `dtype`. `fp8` takes half the bytes of
+    bfloat16 and needs pages of a multiple of 16 tokens. It must be the same on all workers."""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """Sets the device: `auto`, `cpu`, `cuda` or `cuda:N`. `auto`: the first GPU if there is one."""
     gpu_slots_dir: str = ""

@@ -33,7 +33,7 @@ FLAGS: Final[Mapping[str, str]] = {
     "--enforce-eager": "nothing: graphs are captured within seconds",
     "--gpu-memory-utilization": "`--gpu-memory-utilization` of `baton worker`",
     "--host": "`--host` of `baton up`",
-    "--kv-cache-dtype": "not yet: the KV has the format of the weights",
+    "--kv-cache-dtype": "`--kv-cache-dtype` of `baton worker`: `auto`, or `fp8` without scales",
     "--kv-cache-memory-bytes": "`--kv-memory-gib`",
     "--kv-transfer-config": "nothing: `baton prefill` and `baton decode` find each other",
     "--load-format": "the variable `BATON_DEBUG_LOAD_FORMAT`",

@@ -9,10 +9,13 @@ library's documented signatures and refusals.
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.paged import ALL, PagedAttention, PagedStep
+from engine.attention.paged import ALL, PagedAttention, PagedStep, views_of
+from engine.pages.kv_pool import KvPool
 
 PAGE_MULTIPLE = 256
 
@@ -21,6 +24,10 @@ class Fa2Backend(PagedAttention):
     """`PagedAttention` over `flash_attn`."""
 
     name = "fa2"
+
+    def __init__(self, pool: KvPool, windows: tuple[int | None, ...], kernels: ModuleType) -> None:
+        super().__init__(pool, windows, kernels)
+        self._views = views_of(pool)
 
     def attend_ends(self, layer: int, q: Tensor, contexts: Tensor, page_table: Tensor) -> Tensor:
         """See `PagedAttention`."""

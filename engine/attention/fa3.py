@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.attention.paged import PagedAttention, PagedStep
+from engine.attention.paged import PagedAttention, PagedStep, views_of
 from engine.attention.parts import Division, division
 from engine.pages.kv_pool import KvPool
 
@@ -24,8 +24,14 @@ beside 8 decode rows of 8,000 tokens takes 10.8 ms, and took 11.2 ms with the li
 shorter pieces the library chooses."""
 
 
+def splits_of(step: PagedStep) -> int:
+    """Parts in which a prompt's keys are read; 0: the library chooses."""
+    return LONG_PIECE_SPLITS if step.max_query == LONG_PIECE else 0
+
+
 class DecodeKernel(Protocol):
-    """`engine.cuda.decode_attention.decode_attention`, which some machines cannot import."""
+    """`engine.cuda.decode_attention.decode_attention`, which some machines cannot import, or that
+    of another precision."""
 
     def __call__(
         self,
@@ -55,10 +61,11 @@ class Fa3Backend(PagedAttention):
     ) -> None:
         super().__init__(pool, windows, kernels)
         self._decode_kernel = decode
+        self._views = views_of(pool)
 
     def attend_ends(self, layer: int, q: Tensor, contexts: Tensor, page_table: Tensor) -> Tensor:
         """See `PagedAttention`."""
-        divided = division(len(q), self._pool.tensor.shape[1], differ=self._step.differ)
+        divided = division(len(q), self._pool.num_kv_heads, differ=self._step.differ)
         window = self._windows[layer]
         return self._decode_kernel(q, self._pool, layer, contexts, page_table, window, divided)
 
@@ -77,6 +84,6 @@ class Fa3Backend(PagedAttention):
             max_seqlen_q=step.max_query,
             causal=True,
             window_size=window,
-            num_splits=LONG_PIECE_SPLITS if step.max_query == LONG_PIECE else 0,
+            num_splits=splits_of(step),
         )
         return out

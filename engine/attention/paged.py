@@ -9,7 +9,7 @@ It has two entries and one set of calls:
 The matrix units limit prompts, and memory limits decode rows. So both are computed beside each
 other (as in POD-Attention, Kamath et al. 2024, but by separate kernels on two streams).
 
-A library sees the pool as strided views, one pair a layer, made once.
+A library sees the pool as strided views, one pair a layer, made once (`views_of`).
 """
 
 from __future__ import annotations
@@ -49,6 +49,12 @@ class PagedStep(NamedTuple):
     """Whether decode rows differ in length (`engine.attention.parts`)."""
 
 
+def views_of(pool: KvPool) -> list[tuple[Tensor, Tensor]]:
+    """Per layer, K and V as libraries read pages: [pages, page_size, Hkv, D]."""
+    layers = map(pool.layer, range(pool.num_layers))
+    return [(keys.transpose(1, 2), values.transpose(1, 2)) for keys, values in layers]
+
+
 class PagedAttention(ABC):
     """`AttentionBackend` whose kernels read pages. A subclass calls the library of its
     generation."""
@@ -61,12 +67,12 @@ class PagedAttention(ABC):
         """The generation's module, or one with the same signatures."""
         self._windows = windows
         """Per layer: number of tokens that a position sees, with itself; None: all before it."""
-        self._views = [
-            (keys.transpose(1, 2), values.transpose(1, 2))
-            for keys, values in map(pool.layer, range(len(windows)))
-        ]
-        """Per layer, K and V as [pages, page_size, Hkv, D]."""
-        self._beside = Beside(pool.tensor.device)
+        self._beside = Beside(pool.device)
+
+    def reserve(self, tokens: int, rows: int) -> None:
+        """Makes room for steps whose prompt rows, at most `rows`, have contexts of at most `tokens`
+        together. Only backends that gather pages need any."""
+        return
 
     @abstractmethod
     def attend_ends(self, layer: int, q: Tensor, contexts: Tensor, page_table: Tensor) -> Tensor:
@@ -98,15 +104,14 @@ class PagedAttention(ABC):
                 query_starts=starts,
                 max_query=int(batch.query_lens[first:].max(initial=0)),
                 all_fresh=fresh,
-                differ=lengths_differ(batch.context_lens[:first], self._pool.tensor.shape[1]),
+                differ=lengths_differ(batch.context_lens[:first], self._pool.num_kv_heads),
             )
         )
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `AttentionBackend`."""
         pages, offsets = self._store_at
-        stored = self._pool.layer_kv(layer)
-        stored[pages, :, :, offsets] = torch.stack((k, v), dim=2)
+        k, v = self._pool.write(layer, pages, offsets, k, v)
         return self.attend(layer, q, k, v)
 
     def prepare(self, step: PagedStep) -> None:

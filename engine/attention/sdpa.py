@@ -1,8 +1,9 @@
 """Attention with PyTorch's own operators. It runs everywhere and is the reference for the others.
 
-1. Once a step, `begin` computes the data that all layers share: the runs of the pool that each row
-   reads, and the positions in them that it must not see. Layers with equal windows share one view.
-2. A call stores the layer's new K and V, gathers the runs and attends. Decode rows are one padded
+1. Once a step, `begin` computes the data that all layers share: the places in the pool that each
+   row reads, and the positions in them that it must not see. Layers with equal windows share one
+   view.
+2. A call stores the layer's new K and V, gathers the places and attends. Decode rows are one padded
    batch, prompt rows are computed one by one. A prompt row that begins at position 0 gathers
    nothing.
 
@@ -25,10 +26,10 @@ HIDDEN = float("-inf")
 
 
 class _DecodeView(NamedTuple):
-    """The runs that B decode rows read, padded to the longest row."""
+    """The pages that B decode rows read, padded to the longest row."""
 
-    run_ids: Tensor
-    """[B, Hkv, P] int64, runs of layer 0's K."""
+    places: Tensor
+    """Of pages [B, P], by `KvPool.places`."""
     hidden: Tensor
     """[B, 1, 1, P * page_size], True at positions that a row must not see."""
 
@@ -38,8 +39,8 @@ class _PromptView(NamedTuple):
 
     new: slice
     """The row's tokens among the step's."""
-    run_ids: Tensor | None
-    """[Hkv, P] int64, runs of layer 0's K; None: only the row's own new tokens."""
+    places: Tensor | None
+    """Of pages [P], by `KvPool.places`; None: only the row's own new tokens."""
     seen: slice
     """The L positions within the gathered pages."""
     mask: Tensor | None
@@ -62,8 +63,7 @@ class SdpaBackend:
         self._pool = pool
         self._windows = windows
         """Per layer: number of tokens that a position sees, with itself; None: all before it."""
-        self._device = pool.tensor.device
-        self._runs = pool.runs
+        self._device = pool.device
 
     def begin(self, batch: AttentionBatch) -> None:
         """See `AttentionBackend`."""
@@ -73,21 +73,13 @@ class SdpaBackend:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `AttentionBackend`."""
         batch, view = self._batch, self._views[self._windows[layer]]
-        stored = self._pool.layer_kv(layer)
-        stored[batch.token_pages, :, :, batch.token_offsets] = torch.stack((k, v), dim=2)
+        k, v = self._pool.write(layer, batch.token_pages, batch.token_offsets, k, v)
         out = torch.empty_like(q)
         if view.decodes is not None:
             out[: batch.num_decodes] = self._decode(layer, q[: batch.num_decodes], view.decodes)
         for row in view.prompts:
             out[row.new] = self._prompt(layer, q[row.new], k[row.new], v[row.new], row)
         return out
-
-    def _gather(self, layer: int, run_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V of a layer, [..., Hkv, P] -> [..., Hkv, P * page_size, D] each."""
-        shape = (*run_ids.shape[:-1], -1, self._pool.tensor.shape[-1])
-        keys = run_ids.reshape(-1) + 2 * layer
-        both = self._runs.index_select(0, keys), self._runs.index_select(0, keys + 1)
-        return both[0].view(shape), both[1].view(shape)
 
     def _view(self, batch: AttentionBatch, window: int | None) -> _StepView:
         prompts, first = [], batch.num_decodes
@@ -112,12 +104,12 @@ class SdpaBackend:
         at = columns.repeat_interleave(size, 1) * size
         at += torch.arange(size, device=self._device).repeat(width)
         hidden = (at >= lens) | (at < starts)
-        return _DecodeView(self._pool.run_ids(pages), hidden[:, None, None])
+        return _DecodeView(self._pool.places(pages), hidden[:, None, None])
 
     def _decode(self, layer: int, q: Tensor, view: _DecodeView) -> Tensor:
         """Attention of q [B, Hq, D]. The query heads of a group share one product with their KV
         head."""
-        keys, values = self._gather(layer, view.run_ids)
+        keys, values = self._pool.gather(layer, view.places)
         grouped = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[2])
         logits = torch.matmul(grouped * q.shape[2] ** -0.5, keys.transpose(-1, -2))
         # Filled, not added: finite bytes in a page's tail may give infinite products.
@@ -142,7 +134,7 @@ class SdpaBackend:
         pages = batch.page_table[row, start // size : -(-length // size)].long()
         skipped = start // size * size
         return _PromptView(
-            new, self._pool.run_ids(pages), slice(start - skipped, length - skipped), mask
+            new, self._pool.places(pages), slice(start - skipped, length - skipped), mask
         )
 
     def _prompt_mask(self, begin: int, start: int, length: int, window: int | None) -> Tensor:
@@ -152,13 +144,13 @@ class SdpaBackend:
         hidden = at > own
         if window is not None:
             hidden |= at <= own - window
-        mask = torch.zeros(hidden.shape, dtype=self._pool.tensor.dtype, device=self._device)
+        mask = torch.zeros(hidden.shape, dtype=self._pool.dtype, device=self._device)
         return mask.masked_fill_(hidden, HIDDEN)
 
     def _prompt(self, layer: int, q: Tensor, k: Tensor, v: Tensor, row: _PromptView) -> Tensor:
         q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
-        if row.run_ids is not None:
-            keys, values = self._gather(layer, row.run_ids)
+        if row.places is not None:
+            keys, values = self._pool.gather(layer, row.places)
             k, v = keys[:, row.seen], values[:, row.seen]
         out = F.scaled_dot_product_attention(
             q[None], k[None], v[None], row.mask, is_causal=row.mask is None, enable_gqa=True

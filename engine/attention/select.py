@@ -11,6 +11,7 @@ import torch
 from engine.attention.base import AttentionBackend
 from engine.attention.fa2 import PAGE_MULTIPLE, Fa2Backend
 from engine.attention.fa3 import Fa3Backend
+from engine.attention.fa3_gathered import Fa3GatheredBackend
 from engine.attention.sdpa import SdpaBackend
 from engine.pages.kv_pool import KvPool
 
@@ -57,21 +58,23 @@ def _fa3_obstacle(pool: KvPool) -> str:
     """The obstacle to FlashAttention-3 over this pool; empty if it can run."""
     if obstacle := _gpu_obstacle(pool):
         return obstacle
-    if torch.cuda.get_device_capability(pool.tensor.device)[0] != 9:
+    if torch.cuda.get_device_capability(pool.device)[0] != 9:
         return "the GPU is not a Hopper"
-    if (head_dim := pool.tensor.shape[-1]) not in FA3_HEAD_DIMS:
-        return f"head dimension {head_dim} is not one of {FA3_HEAD_DIMS}"
+    if pool.head_dim not in FA3_HEAD_DIMS:
+        return f"head dimension {pool.head_dim} is not one of {FA3_HEAD_DIMS}"
     return _import_obstacle("flash_attn_interface")
 
 
 def _fa2_obstacle(pool: KvPool) -> str:
     """The obstacle to FlashAttention-2 over this pool; empty if it can run."""
+    if pool.gathers:
+        return f"it reads pages in place, and cannot read {pool.precision} KV"
     if obstacle := _gpu_obstacle(pool):
         return obstacle
-    if torch.cuda.get_device_capability(pool.tensor.device)[0] < 8:
+    if torch.cuda.get_device_capability(pool.device)[0] < 8:
         return "the GPU is older than Ampere"
-    if (head_dim := pool.tensor.shape[-1]) > FA2_MOST_HEAD_DIM or head_dim % 8:
-        return f"head dimension {head_dim} is no multiple of 8 up to {FA2_MOST_HEAD_DIM}"
+    if pool.head_dim > FA2_MOST_HEAD_DIM or pool.head_dim % 8:
+        return f"head dimension {pool.head_dim} is no multiple of 8 up to {FA2_MOST_HEAD_DIM}"
     if pool.page_size % PAGE_MULTIPLE:
         return f"pages of {pool.page_size} tokens are no multiple of {PAGE_MULTIPLE}"
     return _import_obstacle("flash_attn")
@@ -83,11 +86,10 @@ def _no_obstacle(_pool: KvPool) -> str:
 
 
 def _gpu_obstacle(pool: KvPool) -> str:
-    device, dtype = pool.tensor.device, pool.tensor.dtype
-    if device.type != "cuda":
-        return f"the device is a {device.type}"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"KV is {str(dtype).removeprefix('torch.')}, not 16 bits wide"
+    if pool.device.type != "cuda":
+        return f"the device is a {pool.device.type}"
+    if pool.dtype not in (torch.bfloat16, torch.float16):
+        return f"K and V are {str(pool.dtype).removeprefix('torch.')}, not 16 bits wide"
     return ""
 
 
@@ -101,11 +103,15 @@ def _import_obstacle(library: str) -> str:
 
 
 def _build_fa3(pool: KvPool, windows: Windows) -> AttentionBackend:
+    library = importlib.import_module("flash_attn_interface")
+    if pool.gathers:
+        from engine.cuda.kv.fp8_decode import decode_attention_fp8
+        from engine.cuda.kv.fp8_gather import Gatherer
+
+        return Fa3GatheredBackend(pool, windows, library, decode_attention_fp8, Gatherer(pool))
     from engine.cuda.decode_attention import decode_attention
 
-    return Fa3Backend(
-        pool, windows, importlib.import_module("flash_attn_interface"), decode_attention
-    )
+    return Fa3Backend(pool, windows, library, decode_attention)
 
 
 def _build_fa2(pool: KvPool, windows: Windows) -> AttentionBackend:

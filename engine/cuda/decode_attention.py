@@ -27,7 +27,7 @@ MIN_GROUP = 16
 
 
 @triton.jit
-def _cut(context, window, splits, least, block: tl.constexpr):
+def cut(context, window, splits, least, block: tl.constexpr):
     """The start of a row's first part, and the tokens of each of its parts but the last."""
     first = tl.maximum(context - window, 0) // block * block
     tokens = context - first
@@ -63,7 +63,7 @@ def _attend_part(
     row, kv_head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     kv_heads = tl.num_programs(1)
     context = tl.load(contexts + row)
-    first, share = _cut(context, window, splits, least, block)
+    first, share = cut(context, window, splits, least, block)
     begin = first + part * share
     if begin >= context:
         return
@@ -121,7 +121,7 @@ def _merge_parts(
 ):
     kv_head, head = tl.program_id(0), tl.program_id(1)
     context = tl.load(contexts + kv_head // kv_heads)
-    first, share = _cut(context, window, splits, least, block)
+    first, share = cut(context, window, splits, least, block)
     parts = tl.arange(0, padded_splits)
     there = parts < tl.cdiv(context - first, share)
     read = (parts < splits) if ahead else there  # Ahead: loads do not wait for the row's length.
@@ -162,10 +162,9 @@ def decode_attention(
         [B, Hq, D]
     """
     rows, heads, dim = q.shape
-    kv_heads = pool.tensor.shape[1]
+    kv_heads = pool.num_kv_heads
     most, least, tiles = divided
     group = heads // kv_heads
-    strides = pool.tensor.stride()
     seen = 1 << 30 if window is None else window
     out = q.new_empty(rows, heads, dim)
     whole = most == 1
@@ -176,16 +175,16 @@ def decode_attention(
         _attend_part,
         (rows, kv_heads, most),
         q,
-        pool.tensor,
+        pool.elements,
         contexts,
         page_table,
         partial,
         sums,
         out,
         dim**-0.5 * 1.4426950408889634,
-        strides[0],
-        strides[1],
-        layer * strides[2],
+        pool.page_stride,
+        pool.head_stride,
+        layer * pool.layer_stride,
         page_table.shape[1],
         q.stride(0),
         seen,
@@ -201,11 +200,11 @@ def decode_attention(
         num_stages=tiles.stages,
     )
     if not whole:
-        _merge(out, partial, sums, contexts, seen, divided, kv_heads)
+        merge(out, partial, sums, contexts, seen, divided, kv_heads)
     return out
 
 
-def _merge(
+def merge(
     out: Tensor,
     partial: Tensor,
     sums: Tensor,

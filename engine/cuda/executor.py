@@ -119,17 +119,19 @@ class CudaExecutor:
         sampler: Sampler,
         bounds: Bounds,
     ) -> None:
-        device = pool.tensor.device
+        device = pool.device
         max_pages = -(-bounds.max_context_tokens // pool.page_size)
         self._pool = pool
         self._attention = attention
         self._sampler = sampler
+        rows = max(bounds.max_sequences, PROMPT_ROWS + 1)
+        attention.reserve(bounds.scratch_tokens + PROMPT_ROWS + 1, rows)  # Padding rows have one.
         self._forward = FusedForward(model, pool, attention, bounds.max_context_tokens)
         self.stream = torch.cuda.Stream(device)
         self._nobody = bounds.max_sequences
         """Slot of padding rows: the last entry of the token table."""
         self._token_table = torch.zeros(self._nobody + 1, dtype=torch.int32, device=device)
-        self._shapes = Shapes(bounds, pool.tensor.shape[1])
+        self._shapes = Shapes(bounds, pool.num_kv_heads)
         shapes = self._shapes.all
         self._staging = StepStaging(_most_integers(bounds, shapes[0], max_pages), device)
         most_rows = max(shape.rows for shape in shapes)
@@ -281,7 +283,7 @@ class CudaExecutor:
         self._staging.upload()
         token_ids[:count] = self._token_table.index_select(0, decoding)
         fresh = bool((queries == plan.context_lens[count:]).all())
-        differ = lengths_differ(plan.context_lens[:count], self._pool.tensor.shape[1])
+        differ = lengths_differ(plan.context_lens[:count], self._pool.num_kv_heads)
         self._attention.prepare(
             PagedStep(count, contexts, page_table, starts, int(queries.max()), fresh, differ)
         )

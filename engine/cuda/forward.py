@@ -14,7 +14,8 @@ from torch import Tensor
 
 from engine.attention.paged import PagedAttention
 from engine.cuda import kernels
-from engine.cuda.kernels import HeadNorms, rope_store
+from engine.cuda.kv.fp8_store import rope_store_fp8
+from engine.cuda.kv.rope_store import HeadNorms, rope_store
 from engine.cuda.products import CudaProducts
 from engine.cuda.rounding import (
     add_rms_norm_rounded,
@@ -26,6 +27,9 @@ from engine.model import Model
 from engine.model.llama import Layer, Linear, RmsNorm
 from engine.model.precision.rounding import Rounded, Rounding
 from engine.pages.kv_pool import KvPool
+
+_STORES = {"fp8": rope_store_fp8}
+"""Kernels that store K and V in another precision than the model's."""
 
 
 class RowEnds(NamedTuple):
@@ -57,6 +61,7 @@ class FusedForward:
         self._pool = pool
         self._attention = attention
         self._layers = cast("list[Layer]", list(model.layers))
+        self._rope_store = _STORES.get(pool.precision, rope_store)
         self._head_norms = [_head_norms(layer) for layer in self._layers]
         self._nexts = [_Next(layer.input_norm, layer.qkv.method.input) for layer in self._layers]
         self._nexts.append(_Next(model.norm, None))
@@ -103,7 +108,7 @@ class FusedForward:
         """q, k and v, with q and k rotated. k and v are also stored in the pool."""
         norms = self._head_norms[layer.index]
         qkv = layer.qkv(x)
-        return rope_store(qkv, self._rope, positions, stores, self._pool, layer.index, norms)
+        return self._rope_store(qkv, self._rope, positions, stores, self._pool, layer.index, norms)
 
 
 def _norm(x: Tensor, norm: RmsNorm, reader: Rounding | None) -> Tensor | Rounded:

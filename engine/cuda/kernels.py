@@ -1,8 +1,7 @@
 """Fused Triton kernels: the work between two matrix products, in one pass over memory.
 
-All arithmetic is float32. A value is rounded at the same places as in `engine.model.llama`. Offsets
-into the KV pool are 64 bits wide, because a pool passes 2**31 elements within its first thousand
-pages.
+All arithmetic is float32. A value is rounded at the same places as in `engine.model.llama`. The
+kernels that read and write the KV pool are in `engine.cuda.kv` and `engine.cuda.decode_attention`.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
@@ -15,12 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.pages.kv_pool import KvPool
-
 Kernel = Any
 """A kernel launcher. Triton has no types."""
 
-_HEADS_AT_ONCE = 8
 _ACTIVATION_BLOCK = 1024
 _LOGITS_BLOCK = 4096
 _TABLE_BLOCK = 128
@@ -69,132 +65,6 @@ def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Ten
     block = triton.next_power_of_2(size)
     launch(_add_rms_norm, (len(x),), residual, x, weight, x, eps, size, block)
     return x
-
-
-# -- rope and the KV store ----------------------------------------------------------------------
-
-
-class HeadNorms(NamedTuple):
-    """RMS norm over each head of q and k, before rope."""
-
-    q_weight: Tensor
-    """[D]"""
-    k_weight: Tensor
-    eps: float
-
-
-@triton.jit
-def _rope_store(
-    qkv,
-    rope,
-    positions,
-    stores,
-    pool,
-    q_weight,
-    k_weight,
-    eps,
-    page_stride,
-    head_stride,
-    layer_offset,
-    num_heads: tl.constexpr,
-    num_kv_heads: tl.constexpr,
-    half: tl.constexpr,
-    page_size: tl.constexpr,
-    head_norms: tl.constexpr,
-    head_block: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    all_heads: tl.constexpr = num_heads + 2 * num_kv_heads
-    heads = tl.program_id(1) * head_block + tl.arange(0, head_block)
-    at = tl.arange(0, half)[None, :]
-    exists = (heads < all_heads)[:, None]
-    rotates = (heads < num_heads + num_kv_heads)[:, None]
-    source = qkv + (token * all_heads + heads[:, None]) * (2 * half) + at
-    first = tl.load(source, mask=exists, other=0.0).to(tl.float32)
-    second = tl.load(source + half, mask=exists, other=0.0).to(tl.float32)
-    dtype: tl.constexpr = qkv.dtype.element_ty
-    if head_norms:
-        power = tl.sum(first * first + second * second, axis=1)[:, None]
-        scale = tl.where(rotates, tl.rsqrt(power / (2 * half) + eps), 1.0)
-        is_q = (heads < num_heads)[:, None]
-        for_k = rotates & (heads >= num_heads)[:, None]
-        gain = tl.load(q_weight + at + 0 * heads[:, None], mask=is_q, other=1.0).to(tl.float32)
-        gain2 = tl.load(q_weight + half + at + 0 * heads[:, None], mask=is_q, other=1.0)
-        k_gain = tl.load(k_weight + at + 0 * heads[:, None], mask=for_k, other=1.0)
-        k_gain2 = tl.load(k_weight + half + at + 0 * heads[:, None], mask=for_k, other=1.0)
-        first = (first * scale * gain * k_gain.to(tl.float32)).to(dtype).to(tl.float32)
-        second = (second * scale * gain2.to(tl.float32) * k_gain2.to(tl.float32)).to(dtype)
-        second = second.to(tl.float32)
-    angle = rope + tl.load(positions + token).to(tl.int64) * (2 * half) + at
-    cos = tl.where(rotates, tl.load(angle).to(tl.float32), 1.0)
-    sin = tl.where(rotates, tl.load(angle + half).to(tl.float32), 0.0)
-    rotated_first = (first * cos - second * sin).to(dtype)
-    rotated_second = (second * cos + first * sin).to(dtype)
-    tl.store(source, rotated_first, mask=exists & rotates)
-    tl.store(source + half, rotated_second, mask=exists & rotates)
-    kept = heads - num_heads
-    place = tl.load(stores + token).to(tl.int64)
-    is_value = (kept >= num_kv_heads).to(tl.int64)
-    kv_head = kept.to(tl.int64) - is_value * num_kv_heads
-    target = (place // page_size) * page_stride + kv_head * head_stride + layer_offset
-    target += (is_value * page_size + place % page_size) * (2 * half)
-    target = pool + target[:, None] + at
-    keeps = exists & (kept >= 0)[:, None]
-    tl.store(target, rotated_first, mask=keeps)
-    tl.store(target + half, rotated_second, mask=keeps)
-
-
-def rope_store(
-    qkv: Tensor,
-    rope: Tensor,
-    positions: Tensor,
-    stores: Tensor,
-    pool: KvPool,
-    layer: int,
-    norms: HeadNorms | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalises (if the model does) and rotates q and k in place. Stores k and v in the pool.
-
-    Args:
-        qkv: [T, (Hq + 2 Hkv) * D], contiguous.
-        rope: [positions, D], cos then sin, D / 2 each.
-        positions: [T] int32.
-        stores: [T] int32, page * page_size + offset of each token.
-        pool: the pool for k and v.
-        layer: layer of the pool.
-        norms: None if the model has none.
-
-    Returns:
-        q [T, Hq, D], k and v [T, Hkv, D], views of `qkv`.
-    """
-    kv_heads, dim = pool.tensor.shape[1], pool.tensor.shape[-1]
-    heads = qkv.shape[1] // dim - 2 * kv_heads
-    strides = pool.tensor.stride()
-    q_weight, k_weight, eps = norms or HeadNorms(rope, rope, 0.0)
-    grid = (len(qkv), triton.cdiv(heads + 2 * kv_heads, _HEADS_AT_ONCE))
-    launch(
-        _rope_store,
-        grid,
-        qkv,
-        rope,
-        positions,
-        stores,
-        pool.tensor,
-        q_weight,
-        k_weight,
-        eps,
-        strides[0],
-        strides[1],
-        layer * strides[2],
-        heads,
-        kv_heads,
-        dim // 2,
-        pool.page_size,
-        norms is not None,
-        _HEADS_AT_ONCE,
-    )
-    q, k, v = qkv.view(len(qkv), -1, dim).split((heads, kv_heads, kv_heads), dim=1)
-    return q, k, v
 
 
 # -- activation ---------------------------------------------------------------------------------

@@ -34,7 +34,8 @@ def bytes_left(
         utilization: share of the device's memory that this process may use, in all. What others
             use counts only where they leave less than that.
     """
-    device = scratch.tensor.device
+    device = scratch.device
+    attention.reserve(bounds.scratch_tokens, bounds.max_sequences)  # For as long as it is measured.
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_reserved(device)
@@ -51,7 +52,7 @@ def bytes_left(
 
 def _run_largest(model: Model, scratch: KvPool, attention: PagedAttention, bounds: Bounds) -> None:
     """Runs one prompt as long as a step may be. Every token is stored in the scratch page."""
-    size, device = bounds.max_step_tokens, scratch.tensor.device
+    size, device = bounds.max_step_tokens, scratch.device
     positions = torch.arange(size, dtype=torch.int32, device=device)
     positions %= bounds.max_context_tokens
     lens = torch.full((1,), size, dtype=torch.int32, device=device)

@@ -323,10 +323,11 @@ class BlockManager:
             self._lending.in_use(page)
         self._refcount[pages] += 1
 
-    def lend(self, count: int) -> list[Loan]:
-        """Up to `count` of the coldest pages that no lower tier has, for a copy. Their place in the
-        order of eviction stays, and they may be evicted meanwhile: see `take_back`."""
-        pages = self._lending.coldest(count, lambda page: self._is_idle(page))
+    def lend(self, count: int, among: int) -> list[Loan]:
+        """Up to `count` pages that no lower tier has, for a copy. They are of the `among` coldest.
+        Their place in the order of eviction stays, and they may be evicted meanwhile: see
+        `take_back`."""
+        pages = self._lending.coldest(count, among, self._is_idle)
         return self._lending.lend((page, *self._key_of[page]) for page in pages)
 
     def lend_held(self, pages: PageIds) -> list[Loan]:

@@ -1,21 +1,32 @@
-"""The KV pool: one plain allocation that holds every page of every layer.
+"""The KV pool: one plain allocation of bytes that holds every page of every layer.
 
-The order is `(num_pages, num_kv_heads, num_layers, 2, page_size, head_dim)`. A page is one
-contiguous run of bytes for all layers, so one descriptor moves it. A tensor-parallel rank's share
-of a page is one run, too. Attention sees strided views, one a layer.
+The order is `(num_pages, num_kv_heads, bytes of a head)`. A head's bytes have its K and V of all
+layers. So a page is one contiguous run, and one descriptor moves it. A tensor-parallel rank's share
+of a page is one run, too. A subclass says how numbers are stored in a head's bytes. Attention sees
+strided views, one a layer.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
-LAYOUT_VERSION = "page-major-head-outer-1"
 
-
-class KvPool:
+class KvPool(ABC):
     """The pages. They are zeroed at the start. This touches them and leaves no NaN in unused
     tails."""
+
+    layout: ClassVar[str]
+    """Name and version of the order of a page's bytes. It tells precisions apart that have the same
+    `dtype`."""
+    gathers: ClassVar[bool] = False
+    """Whether libraries cannot read the pages in place: prompts that were computed in part are
+    gathered into a scratch first."""
+    token_multiple: ClassVar[int] = 1
+    """Pages must be a multiple of so many tokens."""
 
     def __init__(
         self,
@@ -28,39 +39,135 @@ class KvPool:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (num_pages, num_kv_heads, num_layers, 2, page_size, head_dim)
-        self.tensor = torch.empty(shape, dtype=dtype, device=device).zero_()
         self.num_pages = num_pages
+        self.num_layers = num_layers
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
         self.page_size = page_size
-
-    @property
-    def page_bytes(self) -> int:
+        self.dtype = dtype
+        """Of K and V before they are written and after they are read."""
+        self.device = device
+        self.page_bytes = num_kv_heads * self.head_bytes
         """Bytes of a page, and the distance from one page to the next."""
-        return self.tensor[0].numel() * self.tensor.element_size()
-
-    def layer_kv(self, layer: int) -> Tensor:
-        """K and V of a layer: `(num_pages, num_kv_heads, 2, page_size, head_dim)`, strided."""
-        return self.tensor[:, :, layer]
-
-    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """K and V of a layer, separately: `(num_pages, num_kv_heads, page_size, head_dim)`,
-        strided."""
-        return self.tensor[:, :, layer, 0], self.tensor[:, :, layer, 1]
+        self.data = torch.empty(
+            (num_pages, self.page_bytes), dtype=torch.uint8, device=device
+        ).zero_()
+        """[num_pages, page_bytes] uint8."""
+        self.elements = self.data.view(self.element)
+        """[num_pages, page_stride]: the bytes as stored numbers."""
 
     @property
-    def runs(self) -> Tensor:
-        """The pool as contiguous runs, `(runs, page_size * head_dim)`. One run is K or V of one
-        page, KV head and layer."""
-        return self.tensor.view(-1, self.page_size * self.tensor.shape[-1])
+    def precision(self) -> str:
+        """How K and V are stored: a dtype's name or `fp8`."""
+        return str(self.element).removeprefix("torch.")
 
-    def run_ids(self, pages: Tensor) -> Tensor:
-        """Rows of `runs` with K of layer 0, [..., P] int64 -> [..., Hkv, P]. K of a layer is
-        further on by `2 * layer` rows, and its V by one more."""
-        heads, layers = self.tensor.shape[1:3]
-        head = torch.arange(heads, device=pages.device)[:, None]
-        return (pages[..., None, :] * heads + head) * (2 * layers)
+    @property
+    @abstractmethod
+    def element(self) -> torch.dtype:
+        """The dtype of stored numbers."""
+
+    @property
+    @abstractmethod
+    def head_bytes(self) -> int:
+        """Bytes of a KV head in a page: K and V of all layers."""
+
+    @property
+    def page_stride(self) -> int:
+        """From one page to the next, in stored numbers."""
+        return self.page_bytes // self.element.itemsize
+
+    @property
+    def head_stride(self) -> int:
+        """From one KV head to the next, in stored numbers."""
+        return self.head_bytes // self.element.itemsize
+
+    @property
+    def layer_stride(self) -> int:
+        """From one layer's K to the next's, in stored numbers. V is in the middle between."""
+        return 2 * self.page_size * self.head_dim
+
+    @property
+    def head_values(self) -> int:
+        """Stored numbers of a head's K and V of all layers. What a precision adds lies behind."""
+        return self.num_layers * self.layer_stride
+
+    @abstractmethod
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Stored K and V of a layer: `(num_pages, num_kv_heads, page_size, head_dim)`, strided
+        views."""
+
+    @abstractmethod
+    def write(
+        self, layer: int, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Stores K and V of T tokens, and returns what a read will give back.
+
+        Args:
+            layer: layer of the pool.
+            pages: [T] int64.
+            offsets: [T] int64, places in the pages.
+            k: [T, Hkv, D] of `dtype`.
+            v: like `k`.
+        """
+
+    @abstractmethod
+    def places(self, pages: Tensor) -> Tensor:
+        """What `gather` takes for pages [..., P] int64. It serves all layers of a step."""
+
+    @abstractmethod
+    def gather(self, layer: int, places: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of a layer in P pages, [..., Hkv, P * page_size, D] each, of `dtype`."""
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         """Copies whole pages, all layers: `target[i]` becomes `source[i]`. Both are [N] int64. No
         page may be both a source and a target."""
-        self.tensor[target] = self.tensor[source]
+        self.data[target] = self.data[source]
+
+
+class PlainPool(KvPool):
+    """K and V in the model's own dtype: `(num_pages, num_kv_heads, num_layers, 2, page_size,
+    head_dim)`."""
+
+    layout = "page-major-head-outer-1"
+
+    @property
+    def element(self) -> torch.dtype:
+        """See `KvPool`."""
+        return self.dtype
+
+    @property
+    def head_bytes(self) -> int:
+        """See `KvPool`."""
+        return self.head_values * self.dtype.itemsize
+
+    @property
+    def _stored(self) -> Tensor:
+        """`(num_pages, num_kv_heads, num_layers, 2, page_size, head_dim)`."""
+        shape = self.num_layers, 2, self.page_size, self.head_dim
+        return self.elements.view(self.num_pages, self.num_kv_heads, *shape)
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """See `KvPool`."""
+        stored = self._stored
+        return stored[:, :, layer, 0], stored[:, :, layer, 1]
+
+    def write(
+        self, layer: int, pages: Tensor, offsets: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """See `KvPool`."""
+        self._stored[:, :, layer][pages, :, :, offsets] = torch.stack((k, v), dim=2)
+        return k, v
+
+    def places(self, pages: Tensor) -> Tensor:
+        """Runs of K of layer 0, [..., Hkv, P]. A run is K or V of one page, KV head and layer. K of
+        a layer is further on by `2 * layer` runs, and its V by one more."""
+        head = torch.arange(self.num_kv_heads, device=pages.device)[:, None]
+        return (pages[..., None, :] * self.num_kv_heads + head) * (2 * self.num_layers)
+
+    def gather(self, layer: int, places: Tensor) -> tuple[Tensor, Tensor]:
+        """See `KvPool`."""
+        runs = self.elements.view(-1, self.page_size * self.head_dim)
+        keys = places.reshape(-1) + 2 * layer
+        shape = (*places.shape[:-1], -1, self.head_dim)
+        both = runs.index_select(0, keys), runs.index_select(0, keys + 1)
+        return both[0].view(shape), both[1].view(shape)

@@ -90,11 +90,11 @@ class Lending:
             self._order.evict(page)
         return chosen
 
-    def coldest(self, count: int, is_idle: Callable[[int], bool]) -> list[int]:
-        """Up to `count` of the coldest pages that no lower tier has. The order is walked once for
-        many calls, because its coldest end is often saved already."""
+    def coldest(self, count: int, among: int, is_idle: Callable[[int], bool]) -> list[int]:
+        """Up to `count` of the `among` coldest pages that no lower tier has. The order is walked
+        once for many calls, because its coldest end is often saved already."""
         if not self._candidates:
-            cold = islice(self._order.coldest(), max(1, len(self._order) // COLD_SHARE))
+            cold = islice(self._order.coldest(), among)
             self._candidates.extend(page for page in cold if self.lacks(page))
         found: list[int] = []
         while self._candidates and len(found) < count:

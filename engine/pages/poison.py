@@ -5,8 +5,10 @@ last step that may write it has settled. A granted page is FREE only when its tr
 nothing may write it until it is allocated again. If it has lost its pattern by then, a former
 holder has written it. A read of a free page gives numbers that no model makes.
 
-The pattern is large and finite in every dtype of a pool. A NaN in a masked position would spoil the
-attention of requests that did nothing wrong.
+The pattern is a byte. It is a finite number in every precision of a pool: -1e17 in float32 and
+bfloat16, -251 in float16. In FP8 it is -22 with exponent -37, so the number is finite in every
+dtype, too. A NaN in a masked position would spoil the attention of requests that did nothing
+wrong.
 """
 
 from __future__ import annotations
@@ -23,17 +25,19 @@ from engine.types import PageIds
 
 logger = logging.getLogger(__name__)
 
-PATTERN = 24576.0
-"""The value of the pattern. It is exact in bfloat16, float16 and float32."""
+PATTERN = 0xDB
+"""The byte of the pattern."""
+_WORD = int.from_bytes(bytes([PATTERN] * 4), "little", signed=True)
 INSPECTED_BYTES = 16 << 20
 """Bytes that are checked in an idle turn of the step loop. This takes a few milliseconds."""
 
 
 class PagePoison:
-    """A `PageWatch` over the pool's tensor, pages first. It belongs to the step loop's thread."""
+    """A `PageWatch` over the pool's bytes. It belongs to the step loop's thread."""
 
-    def __init__(self, pages: Tensor) -> None:
-        self._pages = pages.view(pages.shape[0], -1)
+    def __init__(self, data: Tensor) -> None:
+        """`data` is [num_pages, page_bytes] uint8, and a page has a multiple of 4 bytes."""
+        self._pages = data.view(torch.int32)
         self._inspected = 0
         self.damaged = 0
         self._fill(torch.arange(SCRATCH_PAGE + 1, len(self._pages)))
@@ -60,7 +64,7 @@ class PagePoison:
         if not len(pages):
             return
         ids = torch.from_numpy(pages).long().to(self._pages.device)
-        damaged = ids[(self._pages[ids] != PATTERN).any(1)].cpu()
+        damaged = ids[(self._pages[ids] != _WORD).any(1)].cpu()
         if not len(damaged):
             return
         self.damaged += len(damaged)
@@ -73,6 +77,6 @@ class PagePoison:
     def _fill(self, pages: Tensor) -> None:
         """Fills pages, and returns when that is done, because a free page may be granted and
         written at once."""
-        self._pages[pages.to(self._pages.device)] = PATTERN
+        self._pages[pages.to(self._pages.device)] = _WORD
         if self._pages.is_cuda:
             torch.cuda.current_stream(self._pages.device).synchronize()

@@ -1,8 +1,9 @@
-"""Keys of KV pages: equal keys mean equal tokens at equal positions, for the same tenant.
+"""Keys of KV pages: equal keys mean equal tokens at equal positions, for the same tenant, in the
+same precision.
 
 The key of a page is SHA-256 over its parent's key and its token ids. The first page's parent is the
-tenant's salt. A collision would serve foreign KV, hence a cryptographic hash (vLLM's prefix caching
-made it the default for the same reason).
+KV's precision and the tenant's salt. A collision would serve foreign KV, hence a cryptographic hash
+(vLLM's prefix caching made it the default for the same reason).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ def page_keys(
 ) -> list[bytes]:
     """Keys of all complete pages of `token_ids` (int32, from position 0).
 
+    `salt` has all that tells pages of equal tokens apart.
     `known` are keys computed earlier for a prefix of the same tokens; they are not computed again.
     """
     keys = list(known)
@@ -28,6 +30,15 @@ def page_keys(
         parent = hashlib.sha256(parent + data[start : start + size]).digest()
         keys.append(parent)
     return keys
+
+
+def request_keys(
+    config: Bounds, request: Request, tokens: TokenIds, known: Sequence[bytes] = ()
+) -> list[bytes]:
+    """Keys of the complete pages of `tokens`, which begin a sequence of a request. `known` is as
+    for `page_keys`."""
+    salt = config.kv_precision.encode() + b"\0" + request.cache_salt
+    return page_keys(tokens, config.page_size, salt, known)
 
 
 def prompt_keys(
@@ -40,4 +51,4 @@ def prompt_keys(
     complete = (len(tokens) - 1) // config.page_size
     if len(known) >= complete:  # The usual case for a request that waits.
         return list(known[:complete])
-    return page_keys(tokens[:-1], config.page_size, request.cache_salt, known)
+    return request_keys(config, request, tokens[:-1], known)

@@ -8,7 +8,9 @@ is known before and not planned.
 Decode rows come first, one token each. The rest of the token budget goes to prompts in order of
 admission, in page-aligned chunks. Several prompts share a step up to `full_step_tokens`. Beyond
 that a step takes longer in proportion, and all its prompts would end with the last one. Beside
-decode rows, prompts get at most `mixed_prefill_tokens`.
+decode rows, prompts get at most `mixed_prefill_tokens`. If the engine gathers contexts
+(`Bounds.gathers`), a step holds only prompts whose contexts fit the scratch together. Prompts that
+begin in the step count as well, since a step of a graph treats all alike.
 """
 
 from __future__ import annotations
@@ -19,8 +21,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.bounds import UNBOUNDED
 from engine.pages.blocks import SCRATCH_PAGE
 from engine.sampling import SamplePlan
+from engine.schedule.preemption import preempt
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequences import PrefillTask, Sequence
 from engine.schedule.slots import SlotState
@@ -94,7 +98,7 @@ def make_room(scheduler: Scheduler, missing: int) -> None:
         if coming >= missing:
             return
         coming += int(slots.page_count[sequence.slot])
-        scheduler.preempt(sequence)
+        preempt(scheduler, sequence)
 
 
 def _preemptible(scheduler: Scheduler) -> list[Sequence]:
@@ -122,8 +126,9 @@ def _cut_chunks(scheduler: Scheduler, rows: Slots) -> tuple[list[ChunkPlan], lis
     chunks: list[ChunkPlan] = []
     scores: list[ScorePlan] = []
     first_token, first_sample = int(rows.size), int(rows.size)
+    scratch = config.scratch_tokens if config.gathers else UNBOUNDED
     for task in scheduler.prefills:
-        end = min(task.num_tokens, task.cursor + budget)
+        end = min(task.num_tokens, task.cursor + budget, scratch)
         last = end == task.num_tokens
         if not last:
             end -= end % config.page_size
@@ -135,6 +140,7 @@ def _cut_chunks(scheduler: Scheduler, rows: Slots) -> tuple[list[ChunkPlan], lis
             scores.append(score)
         first_token += end - task.cursor
         first_sample += len(_first_draws(task)) if last else 0
+        scratch -= end
         full = config.full_step_tokens - (first_token - rows.size)
         budget = min(budget - (end - task.cursor), full)
     return chunks, scores

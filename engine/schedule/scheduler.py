@@ -29,7 +29,7 @@ import numpy as np
 from engine.bounds import Bounds
 from engine.masks.matchers import TokenMatcher
 from engine.pages.blocks import BlockManager
-from engine.pages.prefix import page_keys
+from engine.pages.prefix import request_keys
 from engine.sampling import Sampler
 from engine.schedule.policies import Fcfs, SchedulingPolicy
 from engine.schedule.sequences import ActiveRequest, PrefillTask, RequestState, Sequence
@@ -145,7 +145,7 @@ class Scheduler:
         delivered, self._delivered = self._delivered, []
         for sequence, slot, generation in delivered:
             if self.slots.generation[slot] == generation:
-                self._publish(sequence.active, sequence.tokens(), self.slots.pages(slot))
+                self.publish(sequence.active, sequence.tokens(), self.slots.pages(slot))
 
     def _accept_delivered(self, sequence: Sequence, record: TokenRecord) -> None:
         slot, index = sequence.slot, len(sequence.outputs)
@@ -188,7 +188,7 @@ class Scheduler:
         active.spare_pages = NO_IDS
         active.held_pages = self.slots.pages(active.sequences[0].slot)
         for sequence in active.sequences:
-            self._leave_slot(sequence)
+            self.leave_slot(sequence)
         active.sequences.clear()
         active.state = RequestState.HELD
 
@@ -199,7 +199,7 @@ class Scheduler:
         for sequence in active.sequences:
             if sequence.slot >= 0:
                 self.blocks.release(self.slots.pages(sequence.slot))
-                self._leave_slot(sequence)
+                self.leave_slot(sequence)
         active.sequences.clear()
         del self.requests[active.request.id]
 
@@ -243,7 +243,7 @@ class Scheduler:
             self.slots.output_ids(slot),
         )
 
-    def _leave_slot(self, sequence: Sequence) -> None:
+    def leave_slot(self, sequence: Sequence) -> None:
         """Takes a sequence out of its slot. The caller has handled its pages."""
         slot = sequence.slot
         self.slots.give_back(slot)
@@ -297,7 +297,7 @@ class Scheduler:
         outputs = self.slots.output_ids(slot)
         # The last token's KV was never needed, and a step in flight may still write it.
         self._left.append((active, outputs[:-1], self.slots.pages(slot)))
-        self._leave_slot(sequence)
+        self.leave_slot(sequence)
         active.sequences.remove(sequence)
         last = not active.sequences
         self.emit(
@@ -321,50 +321,13 @@ class Scheduler:
         left, self._left = self._left, []
         for active, outputs, pages in left:
             if self.config.prefix_cache:
-                self._publish(active, np.concatenate([active.request.prompt_ids, outputs]), pages)
+                self.publish(active, np.concatenate([active.request.prompt_ids, outputs]), pages)
             self.blocks.release(pages)
 
-    def _publish(self, active: ActiveRequest, tokens: TokenIds, pages: PageIds) -> None:
+    def publish(self, active: ActiveRequest, tokens: TokenIds, pages: PageIds) -> None:
         """Keys the complete pages of `tokens`, which begin a sequence."""
-        size = self.config.page_size
-        complete = len(tokens) // size
-        keys = page_keys(tokens[: complete * size], size, active.request.cache_salt, active.keys)
-        self.blocks.publish(pages[:complete], keys)
-
-    # -- preemption -----------------------------------------------------------------------------
-
-    def preempt(self, sequence: Sequence) -> None:
-        """Takes a sequence out of the batch. It is computed again when there is room."""
-        if self.slots.state[sequence.slot] == SlotState.PREFILLING:
-            task = next(t for t in self.prefills if t.leader is sequence)
-            self.blocks.release(sequence.active.spare_pages)
-            sequence.active.spare_pages = NO_IDS
-            for member in task.sequences:
-                self.finish_preemption(member)
-        elif self.slots.in_flight[sequence.slot] == 0:
-            self.finish_preemption(sequence)
-        else:
-            self.slots.state[sequence.slot] = SlotState.PREEMPTING
-
-    def finish_preemption(self, sequence: Sequence, *, computed: bool = True) -> None:
-        """Frees the pages of a preempted sequence, since the host knows all its tokens now.
-
-        Args:
-            sequence: one that is in a slot.
-            computed: whether the KV of its tokens but the last is known to be there.
-        """
-        slot = sequence.slot
-        sequence.outputs, sequence.wait = self.slots.output_ids(slot), None
-        pages = self.slots.pages(slot)
-        if self.tiers.on:
-            if computed and self.slots.state[slot] != SlotState.PREFILLING:
-                self._publish(sequence.active, sequence.tokens()[:-1], pages)
-            self.tiers.preempted(pages)
-        self.blocks.release(pages)
-        self._leave_slot(sequence)
-        sequence.preemptions += 1
-        self.preemptions += 1
-        self.preempted.append(sequence)
+        keys = request_keys(self.config, active.request, tokens, active.keys)
+        self.blocks.publish(pages[: len(keys)], keys)
 
     def step_succeeded(self) -> None:
         """The device ran a step. A budget that a failed step had cut grows by one token."""

@@ -12,8 +12,9 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.pages.prefix import page_keys
+from engine.pages.prefix import request_keys
 from engine.schedule.masking import consume
+from engine.schedule.preemption import finish_preemption
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequences import RequestState, Sequence
 from engine.schedule.slots import SlotState
@@ -106,7 +107,7 @@ def _settle_tokens(
     consume(scheduler, where[~ended], tokens[~ended])
     leaving = where[(slots.state[where] == SlotState.PREEMPTING) & (slots.in_flight[where] == 0)]
     for slot in leaving.tolist():
-        scheduler.finish_preemption(_owner(scheduler, slot))
+        finish_preemption(scheduler, _owner(scheduler, slot))
 
 
 def _tell_tokens(
@@ -211,10 +212,10 @@ def _publish(scheduler: Scheduler, chunk: ChunkPlan) -> None:
         return
     active = task.leader.active
     task.keys = (
-        page_keys(
+        request_keys(
+            config,
+            active.request,
             task.leader.tokens()[: complete * config.page_size],
-            config.page_size,
-            active.request.cache_salt,
             task.keys[:complete],
         )
         + task.keys[complete:]

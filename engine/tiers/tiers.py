@@ -6,7 +6,7 @@ A page's life below the pool:
     SAVED -> evicted from the pool -> only in its slot
     only in its slot -> LOADING -> in the pool; the slot is free again
 
-- **Saves.** An eighth of the pool is kept ready: free, or evictable and saved. The coldest pages
+- **Saves.** A quarter of the pool is kept ready: free, or evictable and saved. The coldest pages
   are lent for that. Nobody waits: a page that is evicted while it is copied is not saved.
 - **Swap.** The pages of a preempted sequence are held until they are saved, since they would be
   taken at once. They are found again by their keys, like those of any prompt.
@@ -20,6 +20,7 @@ The slots are a second block manager: a slot is held during a copy and evictable
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -28,12 +29,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.pages.blocks import BlockManager, CacheEvent, CacheEventKind
-from engine.pages.lending import COLD_SHARE, Loan
+from engine.pages.lending import Loan
 from engine.tiers.lanes import Copy, Lane, Lanes
 from engine.tiers.protocol import Wait
 from engine.types import PageIds, TierLoad
 
 HOST: Final = "host"
+READY_SHARE: Final = 4
+"""A quarter of the pool is kept ready. Prompts come in bursts, and what they evict unsaved is lost;
+but a page in both places takes up room for another one."""
 BATCH_PAGES: Final = 64
 """Most pages of a save. The step loop takes 0.1 ms for as many."""
 MOST_SAVES_AHEAD: Final = 256
@@ -101,7 +105,9 @@ class HostTiers:
         self._loading: dict[bytes, Load] = {}
         self._held_pages = 0
         """Pages held by saves."""
-        self._figures = TierLoad()
+        self._loaded_tokens: Counter[str] = Counter()
+        self._decisions: Counter[str] = Counter()
+        self._late: Counter[str] = Counter()
         blocks.below = _Keys(host)
         host.subscribe(self._on_host)
 
@@ -141,12 +147,16 @@ class HostTiers:
     def load(self) -> TierLoad:
         """See `PageTiers`."""
         lanes = (self._lanes.saves, self._lanes.loads)
-        self._figures.bytes_moved = {lane.name: lane.bytes_moved for lane in lanes}
-        self._figures.bytes_per_s = {lane.name: lane.bytes_per_s for lane in lanes}
-        self._figures.slots = self._host.total
-        self._figures.cached_slots = self._host.evictable
-        self._figures.held_slots = self._host.total - self._host.available
-        return self._figures
+        return TierLoad(
+            loaded_tokens=self._loaded_tokens.copy(),
+            decisions=self._decisions.copy(),
+            late=self._late.copy(),
+            bytes_moved={lane.name: lane.bytes_moved for lane in lanes},
+            bytes_per_s={lane.name: lane.bytes_per_s for lane in lanes},
+            slots=self._host.total,
+            cached_slots=self._host.evictable,
+            held_slots=self._host.total - self._host.available,
+        )
 
     def add_holders(self, holders: NDArray[np.int32]) -> None:
         """See `PageTiers`."""
@@ -171,12 +181,13 @@ class HostTiers:
         """Keeps pages ready for eviction."""
         blocks = self._blocks
         on_way = self._lanes.saves.ahead_pages
-        missing = blocks.total // COLD_SHARE - blocks.ready - on_way
+        missing = blocks.total // READY_SHARE - blocks.ready - on_way
         unsaved = blocks.free + blocks.evictable - blocks.ready - on_way
         if min(missing, unsaved) <= 0 or on_way >= MOST_SAVES_AHEAD:
             return
         count = min(missing, unsaved, BATCH_PAGES, self._host.available)
-        self._save(blocks.lend(count), held=False)
+        among = blocks.total // READY_SHARE
+        self._save(blocks.lend(count, among), held=False)
 
     def preempted(self, pages: PageIds) -> None:
         """See `PageTiers`. Only as many as there are slots for."""
@@ -229,13 +240,13 @@ class HostTiers:
             return Wait()
         gained = len(found) + len(missing) + len(joined) - self._blocks.count_cached(keys)
         if self._lanes.loads.late:
-            self._figures.decisions["stuck"] += 1
+            self._decisions["stuck"] += 1
             return Wait()
         if not self._is_sooner(len(missing), queued_tokens + gained * self._page_tokens):
             return Wait()
         if not self._has_room(found, len(missing), room):
             return None
-        self._figures.decisions["loaded"] += 1
+        self._decisions["loaded"] += 1
         wait = Wait(pinned=np.array(found, np.int32))
         self._blocks.pin(wait.pinned)
         for load in set(joined):
@@ -276,7 +287,7 @@ class HostTiers:
             return True
         sooner = self._lanes.loads.expected_s(pages) < tokens / self._tokens_per_s
         if not sooner:
-            self._figures.decisions["computed sooner"] += 1
+            self._decisions["computed sooner"] += 1
         return sooner
 
     def _load(self, missing: list[tuple[bytes, int, int]]) -> Load:
@@ -304,7 +315,7 @@ class HostTiers:
         self._host.release(load.slots)
         if good:
             self._blocks.adopt(load.pages.tolist(), load.keys, load.depths)
-            self._figures.loaded_tokens[HOST] += len(load.keys) * self._page_tokens
+            self._loaded_tokens[HOST] += len(load.keys) * self._page_tokens
         self._blocks.release(load.pages)
         if not load.late:
             self._end_waits(load, good)
@@ -330,7 +341,7 @@ class HostTiers:
         lane = self._lane(copy)
         lane.settle(copy)
         if copy.failed and not copy.late:
-            self._figures.late[lane.name] += 1
+            self._late[lane.name] += 1
         self._open.discard(copy)
         if isinstance(copy, Save):
             self._settle_save(copy)
@@ -342,7 +353,7 @@ class HostTiers:
         copy.late = True
         lane = self._lane(copy)
         lane.late += 1
-        self._figures.late[lane.name] += 1
+        self._late[lane.name] += 1
         if isinstance(copy, Save):
             if copy.held:  # What it reads may change now: its slots will get no key.
                 self._let_go(copy)

@@ -355,7 +355,7 @@ def test_closing_ends_what_runs_and_gives_the_memory_back(tiny, slow) -> None:
     for use in (llm.generate, llm.stream, llm.tokenize):
         with pytest.raises(RuntimeError, match="closed"):
             use("x")
-    pages = weakref.ref(llm.engine.pool.tensor)
+    pages = weakref.ref(llm.engine.pool.data)
     llm = stream = calling = use = None
     gc.collect()
     assert pages() is None

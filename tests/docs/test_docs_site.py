@@ -69,14 +69,14 @@ def test_shapes_take_what_the_engine_takes() -> None:
     """The formula of the sizing page, and the pool's own arithmetic."""
     import torch
 
-    from engine.pages.kv_pool import KvPool
+    from engine.pages.kv_pool import PlainPool
 
     config = json.loads((ROOT / "bench" / "shapes" / "llama-8b" / "config.json").read_text())
     shape = next(shape for shape in shapes.SHAPES if shape.name == "Llama-3.1-8B")
     keys = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
     keys += ("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings")
     assert shape[1:] == tuple(config[key] for key in keys)
-    pool = KvPool(
+    pool = PlainPool(
         num_pages=1,
         num_layers=shape.layers,
         num_kv_heads=shape.kv_heads,

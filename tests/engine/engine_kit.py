@@ -146,7 +146,7 @@ def hand_off(
     assert second.reserved is not None
     target, held = second.reserved.pages, second.reserved.held_pages
     source = prefill_pages(prefill, first)
-    decode.pool.tensor[torch.from_numpy(target[held:]).long()] = prefill.pool.tensor[
+    decode.pool.data[torch.from_numpy(target[held:]).long()] = prefill.pool.data[
         torch.from_numpy(source[held:]).long()
     ]
     for choice, record in enumerate(first.prefilled.records):

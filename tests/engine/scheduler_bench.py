@@ -37,6 +37,8 @@ from engine.types import (
 )
 
 GREEDY = SamplingParams(temperature=0.0)
+SALT = b"\0"
+"""Of a request without a salt, over a pool whose precision is not told."""
 
 
 class Bench:

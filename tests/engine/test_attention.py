@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engine.attention import AttentionBackend, AttentionBatch, AttentionError, choose_backend
 from engine.attention.fa2 import Fa2Backend
-from engine.pages.kv_pool import KvPool
+from engine.pages.kv_pool import PlainPool
 
 CPU = torch.device("cpu")
 LAYERS, HEADS, KV_HEADS, DIM, PAGES = 3, 6, 2, 16, 96
@@ -27,12 +27,12 @@ class Row(NamedTuple):
     context: int
 
 
-def make_pool(size: int, dtype: torch.dtype = torch.float32) -> KvPool:
-    pool = KvPool(
+def make_pool(size: int, dtype: torch.dtype = torch.float32) -> PlainPool:
+    pool = PlainPool(
         num_pages=PAGES, num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=DIM, page_size=size,
         dtype=dtype, device=CPU,
     )  # fmt: skip
-    pool.tensor.fill_(JUNK)
+    pool.elements.fill_(JUNK)
     return pool
 
 
@@ -54,7 +54,7 @@ def make_batch(rows: list[Row], size: int, rng: np.random.Generator, decodes: in
     )
 
 
-def put(pool: KvPool, pages: Tensor, layer: int, kv: tuple[Tensor, Tensor]) -> None:
+def put(pool: PlainPool, pages: Tensor, layer: int, kv: tuple[Tensor, Tensor]) -> None:
     """Stores [C, Hkv, D] at positions [0, C)."""
     for stored, tensor in zip(pool.layer(layer), kv, strict=True):
         for position, token in enumerate(tensor):
@@ -75,7 +75,7 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     return out
 
 
-def backend_over(name: str, pool: KvPool, windows: tuple[int | None, ...]) -> AttentionBackend:
+def backend_over(name: str, pool: PlainPool, windows: tuple[int | None, ...]) -> AttentionBackend:
     if name == "fa2":
         return Fa2Backend(pool, windows, flash_attn_like)
     return choose_backend(name, pool, windows)
@@ -150,26 +150,27 @@ def test_new_tokens_go_where_the_batch_says_and_nowhere_else():
     backend = choose_backend("auto", pool, (None,) * LAYERS)
     backend.begin(batch)
     k, v = torch.randn(2, 6, KV_HEADS, DIM)
-    before = pool.tensor.clone()
+    before = pool.elements.clone()
     backend(1, torch.randn(6, HEADS, DIM), k, v)
     for want, stored in zip((k, v), pool.layer(1), strict=True):
         assert torch.equal(stored[batch.token_pages, :, batch.token_offsets], want)
         stored[batch.token_pages, :, batch.token_offsets] = JUNK
-    assert torch.equal(pool.tensor, before)
+    assert torch.equal(pool.elements, before)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_ignores_bytes_that_overflow(dtype):
     """Products with what is left in a page's tail may be infinite: they must not count."""
     pool = make_pool(16, dtype)
-    pool.tensor.fill_(torch.finfo(dtype).max / 2)
+    pool.elements.fill_(torch.finfo(dtype).max / 2)
     rows = [Row(1, 3), Row(1, 18), Row(4, 4)]
     backend = choose_backend("sdpa", pool, (None, 2, None))
     backend.begin(make_batch(rows, 16, np.random.default_rng(0), decodes=2))
-    pool.tensor[:, :, :, :, :3] = 0.5
+    for stored in pool.layer(1):
+        stored[:, :, :3] = 0.5
     q, k, v = (torch.full((6, heads, DIM), 0.5, dtype=dtype) for heads in (HEADS, KV_HEADS, 2))
     assert backend(1, q, k, v)[0].eq(0.5).all()
-    pool.tensor.fill_(0.5)
+    pool.elements.fill_(0.5)
     assert backend(0, q, k, v).eq(0.5).all()
 
 

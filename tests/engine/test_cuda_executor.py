@@ -12,7 +12,7 @@ from tiny_models import write_tiny_model
 from engine.attention import choose_backend
 from engine.bounds import Bounds
 from engine.model import load_model
-from engine.pages.kv_pool import KvPool
+from engine.pages.kv_pool import PlainPool
 from engine.sampling import Sampler
 from engine.schedule.step import StepPlan, StepResult
 from engine.types import SamplingParams, StopRules
@@ -37,11 +37,11 @@ class Device:
         from engine.cuda.executor import CudaExecutor
 
         model = loaded.config
-        self.pool = KvPool(
+        self.pool = PlainPool(
             num_pages=PAGES, num_layers=model.num_layers, num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim, page_size=PAGE_SIZE, dtype=torch.bfloat16, device=CUDA,
         )  # fmt: skip
-        self.pool.tensor.normal_(generator=torch.Generator(CUDA).manual_seed(0))
+        self.pool.elements.normal_(generator=torch.Generator(CUDA).manual_seed(0))
         self.sampler = Sampler(SLOTS, model.vocab_size, CUDA, [0])
         wanted = SamplingParams(temperature=0.0, top_logprobs=5)
         for slot in range(SLOTS):
@@ -128,7 +128,7 @@ def test_pieces_of_prompts_have_graphs_too(loaded, rows, pieces):
     assert apart.mean() < 0.03 + 0.05 / len(apart)
     assert apart.max() < 0.15
     for device in (replayed, launched):
-        assert device.pool.tensor[0].isfinite().all(), "padding wrote what is no number"
+        assert device.pool.elements[0].isfinite().all(), "padding wrote what is no number"
 
 
 @pytest.mark.parametrize("rows", [2, 4, 8, 24, 40])

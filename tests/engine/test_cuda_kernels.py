@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from engine.attention import AttentionBatch, choose_backend
 from engine.attention.parts import LARGE, MIDDLE, OF_FEW, SMALL, Division, division
 from engine.model.llama import Linear, rotate
-from engine.pages.kv_pool import KvPool
+from engine.pages.kv_pool import PlainPool
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -27,8 +27,8 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=generator, device=CUDA, dtype=torch.bfloat16)
 
 
-def pool_of(pages: int, heads: int, dim: int, layers: int = 2) -> KvPool:
-    return KvPool(
+def pool_of(pages: int, heads: int, dim: int, layers: int = 2) -> PlainPool:
+    return PlainPool(
         num_pages=pages, num_layers=layers, num_kv_heads=heads, head_dim=dim,
         page_size=PAGE_SIZE, dtype=torch.bfloat16, device=CUDA,
     )  # fmt: skip
@@ -60,7 +60,7 @@ def test_silu_mul(rows):
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (9, 3, 64), (8, 1, 128)])
 def test_rope_store_fills_pages_beyond_two_to_the_31_elements(heads, kv_heads, dim, norms):
-    from engine.cuda.kernels import HeadNorms, rope_store
+    from engine.cuda.kv.rope_store import HeadNorms, rope_store
 
     layers, positions = 32, torch.tensor([0, 5, 17, 999], dtype=torch.int32, device=CUDA)
     page_elements = kv_heads * layers * 2 * PAGE_SIZE * dim
@@ -87,7 +87,7 @@ def test_rope_store_fills_pages_beyond_two_to_the_31_elements(heads, kv_heads, d
         stored = pool.layer_kv(layers - 1)[page, :, :, offset]
         assert torch.equal(stored, torch.stack((got_k[token], got_v[token]), 1))
         pool.layer_kv(layers - 1)[page, :, :, offset] = 0
-    assert not pool.tensor.any(), "something was stored elsewhere"
+    assert not pool.elements.any(), "something was stored elsewhere"
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 14336), (333, 512), (64, 96)])
@@ -110,11 +110,11 @@ def test_parts_of_a_context_make_a_whole(parts, tiles, page_size, window):
     from engine.cuda.decode_attention import decode_attention
 
     contexts = torch.tensor([1, 63, 64, 65, 700, 2000], dtype=torch.int32, device=CUDA)
-    pool = KvPool(
+    pool = PlainPool(
         num_pages=6 * 2048 // page_size, num_layers=2, num_kv_heads=2, head_dim=128,
         page_size=page_size, dtype=torch.bfloat16, device=CUDA,
     )  # fmt: skip
-    pool.tensor.normal_()
+    pool.elements.normal_()
     table = torch.randperm(pool.num_pages, device=CUDA).int().view(6, -1)
     q = draw(6, 12, 128)[:, :8]
     got = decode_attention(q, pool, 1, contexts, table, window, Division(*parts, tiles))
@@ -134,7 +134,7 @@ def test_batches_of_any_size_are_cut_to_the_same_result(times):
 
     contexts = torch.tensor([1, 63, 64, 65, 700, 2000], dtype=torch.int32, device=CUDA)
     pool = pool_of(6 * 128, 2, 128)
-    pool.tensor.normal_()
+    pool.elements.normal_()
     table = torch.randperm(pool.num_pages, device=CUDA).int().view(6, -1)
     q, rows = draw(6, 8, 128).repeat(times, 1, 1), (contexts.repeat(times), table.repeat(times, 1))
     want = decode_attention(q, pool, 1, *rows, None, Division(1, 1, OF_FEW))
@@ -183,7 +183,7 @@ def test_fa3_equals_sdpa(rows, heads, kv_heads, dim, window):
     rng = np.random.default_rng(len(rows))
     queries, contexts = (np.array(column, np.int32) for column in zip(*rows, strict=True))
     pool = pool_of(600, kv_heads, dim)
-    pool.tensor.normal_()
+    pool.elements.normal_()
     need = -(-contexts // PAGE_SIZE)
     free = rng.permutation(np.arange(1, 600))[: need.sum()]
     table = np.zeros((len(rows), need.max()), np.int64)
@@ -216,9 +216,9 @@ def test_fa3_equals_sdpa(rows, heads, kv_heads, dim, window):
 
 def test_fa3_reads_pages_beyond_two_to_the_31_elements():
     pool = pool_of(2060, 8, 128, layers=32)
-    pool.tensor[2050:].normal_()
+    pool.elements[2050:].normal_()
     small = pool_of(20, 8, 128, layers=32)
-    small.tensor[1:11] = pool.tensor[2050:]
+    small.elements[1:11] = pool.elements[2050:]
     outputs = []
     q, k, v = draw(6, 32, 128), draw(6, 8, 128), draw(6, 8, 128, seed=5)
     for where, first in ((pool, 2050), (small, 1)):

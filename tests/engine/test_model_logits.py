@@ -9,7 +9,7 @@ from tiny_models import write_tiny_model
 
 from engine.attention import AttentionBatch, choose_backend
 from engine.model import LoadedModel, UnsupportedModelError, load_model
-from engine.pages.kv_pool import KvPool
+from engine.pages.kv_pool import PlainPool
 
 CPU = torch.device("cpu")
 LLAMA3 = {
@@ -51,7 +51,7 @@ class Runner:
         self.model = loaded.model
         self.model.finish()  # as the engine does
         dtype = loaded.model.embedding.dtype
-        self.pool = KvPool(
+        self.pool = PlainPool(
             num_pages=num_pages, num_layers=config.num_layers, num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim, page_size=page_size, dtype=dtype, device=CPU,
         )  # fmt: skip
@@ -151,7 +151,7 @@ def test_stale_bytes_in_page_tails_do_not_leak(tmp_path):
     loaded = load(write_tiny_model(tmp_path, tokenizer=False))
     ids = np.random.default_rng(5).integers(1, 384, 21).tolist()
     clean, dirty = Runner(loaded), Runner(loaded)
-    dirty.pool.tensor.fill_(3e4)
+    dirty.pool.elements.fill_(3e4)
     for runner in (clean, dirty):
         runner.step([(0, ids[:13])])
     for token in ids[13:]:

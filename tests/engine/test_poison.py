@@ -15,6 +15,8 @@ from waiting import wait_until
 
 from engine.engine import Engine
 from engine.pages.blocks import SCRATCH_PAGE, BlockManager
+from engine.pages.fp8_pool import Fp8Pool
+from engine.pages.kv_pool import KvPool, PlainPool
 from engine.pages.poison import PATTERN, PagePoison
 from engine.types import Mode, SamplingParams, TokenRecord
 
@@ -26,24 +28,33 @@ def path(tmp_path_factory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny"), tokenizer=False)
 
 
-@pytest.fixture
-def engine(path: Path) -> Iterator[Engine]:
-    engine = build(path, num_pages=24, prefix_cache=False, poison_freed_pages=True)
+@pytest.fixture(params=["auto", "fp8"])
+def engine(path: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    options = {"prefix_cache": False, "poison_freed_pages": True}
+    engine = build(path, num_pages=24, kv_cache_dtype=request.param, **options)
     yield engine
     engine.stop()
 
 
-def pool_of(num_pages: int = 8, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.zeros((num_pages, 2, 2, 2, 4, 8), dtype=dtype)
+def pool_of(num_pages: int = 8) -> torch.Tensor:
+    return torch.zeros((num_pages, 64), dtype=torch.uint8)
 
 
+@pytest.mark.parametrize("kind", [PlainPool, Fp8Pool])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_pattern_is_finite_and_exact_in_every_dtype(dtype: torch.dtype) -> None:
-    pages = pool_of(dtype=dtype)
-    poison = PagePoison(pages)
-    assert float(pages[SCRATCH_PAGE].abs().max()) == 0
-    assert (pages[1:] == PATTERN).all()
-    assert torch.isfinite(pages).all()
+def test_the_pattern_is_a_finite_number_in_every_pool(
+    kind: type[KvPool], dtype: torch.dtype
+) -> None:
+    pool = kind(
+        num_pages=8, num_layers=2, num_kv_heads=2, head_dim=8, page_size=16, dtype=dtype,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    poison = PagePoison(pool.data)
+    assert not pool.data[SCRATCH_PAGE].any()
+    assert (pool.data[1:] == PATTERN).all()
+    for numbers in pool.gather(1, pool.places(torch.arange(1, 8))):
+        assert torch.isfinite(numbers).all()
+        assert kind is Fp8Pool or (numbers.abs() > 200).all()
     poison.allocated(np.arange(1, 8, dtype=np.int32))
     assert poison.damaged == 0
 
@@ -52,25 +63,25 @@ def test_a_page_is_filled_only_when_its_last_writer_has_settled() -> None:
     pages = pool_of()
     blocks = BlockManager(8, watch=PagePoison(pages))
     held = blocks.allocate(2)
-    pages[held.tolist()] = 1.0
+    pages[held.tolist()] = 1
     blocks.mark_written(held[:1], step=4)
     blocks.settle(3)
     blocks.release(held)
-    assert (pages[held[0]] == 1.0).all(), "step 4 may still write it"
+    assert (pages[held[0]] == 1).all(), "step 4 may still write it"
     assert (pages[held[1]] == PATTERN).all()
-    pages[held[0]] = 2.0  # step 4 does
+    pages[held[0]] = 2  # step 4 does
     blocks.settle(4)
     assert (pages[held[0]] == PATTERN).all()
     blocks.allocate(7)
     assert blocks.damaged == 0
 
 
-def test_one_number_written_to_a_free_page_is_found_when_it_is_used_again() -> None:
+def test_one_byte_written_to_a_free_page_is_found_when_it_is_used_again() -> None:
     pages = pool_of()
     blocks = BlockManager(8, watch=PagePoison(pages))
     held = blocks.allocate(3)
     blocks.release(held)
-    pages[held[1], 1, 0, 1, 3, 7] = 0.0
+    pages[held[1], 63] = 0
     blocks.allocate(7)
     assert blocks.damaged == 1
 
@@ -79,7 +90,7 @@ def test_a_late_write_is_found_while_the_engine_is_idle_and_counted_once(engine:
     finish(submit(engine, PROMPT))
     assert engine.load().damaged_pages == 0
     with held(engine):  # The end is told before pages are given back: they are by now.
-        engine.pool.tensor[5] = 0.25
+        engine.pool.data[5] = 25
     wait_until(lambda: engine.load().damaged_pages == 1)
     time.sleep(0.6)  # two more idle turns
     finish(submit(engine, PROMPT, 64))
@@ -92,18 +103,20 @@ def test_a_late_write_is_found_by_the_next_request_that_gets_the_page(engine: En
     long = submit(engine, PROMPT, 200)
     wait_until(lambda: len(long.records[0]) > 2)
     free = engine.pool.num_pages - 1
-    engine.pool.tensor[free] = 0.25
+    engine.pool.data[free] = 25
     finish(long, submit(engine, PROMPT, 64))
     wait_until(lambda: engine.load().damaged_pages == 1)
 
 
-def test_output_is_what_it_is_without_the_pattern(path: Path) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_output_is_what_it_is_without_the_pattern(path: Path, kv_cache_dtype: str) -> None:
     """Preempted, packed and handed-off requests read nothing that they did not write."""
     seeded = SamplingParams(temperature=0.9, seed=3)
     prompts = [list(range(3 + i, 40 + 5 * i)) for i in range(6)]
     outputs = []
     for poisoned in (False, True):
         options = {"poison_freed_pages": poisoned, "prefix_cache": False}
+        options["kv_cache_dtype"] = kv_cache_dtype
         small = build(path, num_pages=26, **options)
         other = build(path, num_pages=26, **options)
         with held(small):  # Together they outgrow the pool, one after another they would not.
@@ -125,8 +138,8 @@ def continuation(prefill: Engine, decode: Engine, first: int | None) -> list[int
     source = submit(prefill, PROMPT, 12, mode=Mode.PREFILL, **options)
     target = submit(decode, PROMPT, 12, mode=Mode.RECEIVE, **options)
     finish(source, target)
-    pages = prefill.pool.tensor[torch.from_numpy(prefill_pages(prefill, source)).long()]
-    decode.pool.tensor[torch.from_numpy(target.reserved.pages).long()] = pages
+    pages = prefill.pool.data[torch.from_numpy(prefill_pages(prefill, source)).long()]
+    decode.pool.data[torch.from_numpy(target.reserved.pages).long()] = pages
     records = list(source.prefilled.records)
     if first is not None:
         records[0] = TokenRecord(first)

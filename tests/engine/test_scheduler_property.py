@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 from engine_fakes import VOCAB, expected_output, next_token
-from scheduler_bench import Bench, deliver, prompt_of
+from scheduler_bench import SALT, Bench, deliver, prompt_of
 
 from engine.pages.eviction import EVICTION_POLICIES
 from engine.pages.prefix import page_keys
 from engine.schedule.admission import admit
 from engine.schedule.policies import POLICIES
+from engine.schedule.preemption import preempt
 from engine.schedule.recovery import MAX_FAILED_STEPS, MAX_SHRINKS, is_lost
 from engine.types import (
     FailureReason,
@@ -189,13 +190,13 @@ def test_a_chunk_in_flight_is_void_where_its_sequence_began_again_in_another_slo
     bench.turn()
     (sequence,) = bench.scheduler.requests[request_id].sequences
     used, (other, _) = sequence.slot, bench.previous
-    bench.scheduler.preempt(sequence)
+    preempt(bench.scheduler, sequence)
     bench.scheduler.slots.generation[:] = other.chunks[0].task.generation
     bench.scheduler.slots._free.reverse()
     admit(bench.scheduler)
     assert sequence.slot != used
     bench.turn()
-    assert bench.blocks.count_cached(page_keys(np.array(sequence.tokens(), np.int32), 4)) == 0
+    assert bench.blocks.count_cached(page_keys(np.array(sequence.tokens(), np.int32), 4, SALT)) == 0
     bench.run()
     bench.check_output(request_id)
 
@@ -261,12 +262,14 @@ def test_resumed_choices_that_differ_are_cached_under_their_own_tokens():
     bench.run()
     whole = [[*prompt, *given[i], *bench.outputs[request_id, i]][:-1] for i in range(2)]
     for tokens in whole:
-        pages = bench.blocks.acquire(page_keys(np.array(tokens, np.int32), 4))
+        pages = bench.blocks.acquire(page_keys(np.array(tokens, np.int32), 4, SALT))
         assert len(pages) == len(tokens) // 4
         assert bench.device.kv[pages].reshape(-1).tolist() == tokens[: 4 * len(pages)]
         bench.blocks.release(pages)
     crossed = np.array(whole[0][:8] + whole[1][8:], np.int32)
-    assert bench.blocks.count_cached(page_keys(crossed, 4)) == 2, "computed behind other tokens"
+    assert bench.blocks.count_cached(page_keys(crossed, 4, SALT)) == 2, (
+        "computed behind other tokens"
+    )
     bench.check_baseline()
 
 

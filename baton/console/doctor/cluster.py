@@ -17,7 +17,8 @@ ADVICE: Final[Mapping[str, str]] = {
     "slow_network": "the workers see no common memory: same host without a shared IPC namespace "
     "(docker run --ipc), or hosts without RDMA",
     "slow": "compare with the self-test above; GPUs without peer access, or a busy machine",
-    "fingerprint": "model, weights, dtype or page size differ: start both with the same settings",
+    "fingerprint": "model, weights, dtype, KV cache dtype or page size differ: start both with the "
+    "same settings",
     "share_full": "its pages in quarantine fill its share of the pool: wake that worker or kill it",
     "quarantine_overdue": "it does not say what it may still write: wake that worker or kill it",
     "sends_stuck": "writes to it do not end: is it frozen, is the path cut?",

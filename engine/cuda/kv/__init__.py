@@ -1,0 +1,1 @@
+"""Kernels that read and write the KV pool, by its precision."""

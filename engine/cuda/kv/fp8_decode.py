@@ -1,0 +1,210 @@
+"""Attention of decode rows over a pool in FP8. See `engine.cuda.decode_attention` for the division.
+
+The matrix units take float16, because e4m3 becomes float16 in one instruction a pair. So:
+
+- A head's q is scaled by a power of two, so that its largest number is in [2**14, 2**15). The scale
+  comes out of the logits, together with the exponents of K.
+- A weight takes the exponent of its V. The reference of the running softmax is then the largest
+  *contribution* `logit + exponent of V`, not the largest logit: a weight in float16 is at most 1,
+  and what it loses is small beside the sum. The total is kept in float32, without the exponents.
+  Merging parts needs just a common reference, so `engine.cuda.decode_attention` does that as well.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.attention.parts import Division
+from engine.cuda.decode_attention import MIN_GROUP, cut, merge
+from engine.cuda.kernels import launch
+from engine.cuda.kv.fp8_store import power_of_two
+from engine.pages.kv_pool import KvPool
+
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _halved(q, scale):
+    """q [heads, dim] in float16, and what each head's logits must be multiplied with, `scale` as
+    well."""
+    wide = q.to(tl.float32)
+    field = tl.max(tl.abs(wide), axis=1).to(tl.int32, bitcast=True) >> 23
+    shift = 141 - tl.maximum(field, 15)
+    return (wide * power_of_two(shift)[:, None]).to(tl.float16), power_of_two(-shift) * scale
+
+
+@triton.jit
+def _lift(exponent):
+    """What an exponent of V adds to a logit. That of no number makes NaN, which shows up in the
+    result."""
+    return tl.where(exponent == -128, float("nan"), exponent.to(tl.float32))
+
+
+@triton.jit
+def _nothing(heads: tl.constexpr, dim: tl.constexpr):
+    """The reference, the total and the sum before the first round."""
+    most = tl.full((heads,), float("-inf"), tl.float32)
+    return most, tl.zeros((heads,), tl.float32), tl.zeros((heads, dim), tl.float32)
+
+
+@triton.jit
+def _pages(page_table, position, end, page_size: tl.constexpr):
+    """Pages of positions; the scratch page behind the last page of the part."""
+    index = position // page_size
+    return tl.load(page_table + index, mask=index * page_size < end, other=0)
+
+
+@triton.jit
+def _exponents(exponents, page, position, end, page_stride, page_size: tl.constexpr):
+    """int32 exponents of K and of V; 0 behind the end."""
+    at = exponents + page.to(tl.int64) * page_stride + position % page_size
+    seen = position < end
+    k_exponent = tl.load(at, mask=seen, other=0).to(tl.int32)
+    return k_exponent, tl.load(at + page_size, mask=seen, other=0).to(tl.int32)
+
+
+@triton.jit
+def _keys_and_values(
+    values, page_table, position, end, page_stride, dim: tl.constexpr, page_size: tl.constexpr
+):
+    """K [tokens, dim] and V [dim, tokens] of positions. A page that is begun is read whole: no
+    stored value is a NaN by itself."""
+    at, slot = tl.arange(0, dim), position % page_size
+    begun = position // page_size * page_size < end
+    place = _pages(page_table, position, end, page_size).to(tl.int64) * page_stride
+    keys = (values + place + slot * dim)[:, None] + at[None, :]
+    turned = (values + place + page_size * dim + slot)[None, :] + at[:, None] * page_size
+    k = tl.load(keys, mask=begun[:, None], other=0.0)
+    return k, tl.load(turned, mask=begun[None, :], other=0.0)
+
+
+@triton.jit(do_not_specialize=["table_width", "window", "splits", "least"])
+def _attend_part_fp8(
+    q,
+    values,
+    exponents,
+    contexts,
+    page_table,
+    partial,
+    sums,
+    out,
+    scale,
+    page_stride,
+    head_stride,
+    layer_offset,
+    exponents_offset,
+    table_width,
+    q_row_stride,
+    window,
+    splits,
+    least,
+    whole: tl.constexpr,
+    group: tl.constexpr,
+    padded_group: tl.constexpr,
+    dim: tl.constexpr,
+    page_size: tl.constexpr,
+    block: tl.constexpr,
+):
+    row, kv_head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    context = tl.load(contexts + row)
+    first, share = cut(context, window, splits, least, block)
+    begin = first + part * share
+    if begin >= context:
+        return
+    end = tl.minimum(begin + share, context)
+    heads = tl.arange(0, padded_group)
+    at = heads[:, None] * dim + tl.arange(0, dim)[None, :]
+    real = heads < group
+    q += row * q_row_stride + kv_head * group * dim
+    query, unscale = _halved(tl.load(q + at, mask=real[:, None], other=0.0), scale)
+    values += kv_head.to(tl.int64) * head_stride + layer_offset
+    exponents += kv_head.to(tl.int64) * head_stride + exponents_offset
+    page_table += row * table_width
+    position = begin + tl.arange(0, block)
+    page = _pages(page_table, position, end, page_size)
+    k_exponent, v_exponent = _exponents(exponents, page, position, end, page_stride, page_size)
+    page = _pages(page_table, position + block, end, page_size)
+    most, total, acc = _nothing(padded_group, dim)
+    for start in tl.range(begin, end, block):
+        position = start + tl.arange(0, block)
+        # They are small, so the pipeline leaves them out: those of the next round are read now.
+        ahead = position + block
+        k_ahead, v_ahead = _exponents(exponents, page, ahead, end, page_stride, page_size)
+        page = _pages(page_table, ahead + block, end, page_size)
+        k, v = _keys_and_values(values, page_table, position, end, page_stride, dim, page_size)
+        scales = unscale[:, None] * power_of_two(k_exponent)[None, :]
+        logits = tl.dot(query, k.to(tl.float16).T) * scales + _lift(v_exponent)[None, :]
+        seen = (position < end) & (position >= context - window)
+        logits = tl.where(seen[None, :], logits, float("-inf"))
+        now = tl.maximum(most, tl.max(logits, axis=1))
+        kept = tl.exp2(most - now)
+        weights = tl.exp2(logits - now[:, None])
+        total = total * kept + tl.sum(weights * power_of_two(-v_exponent)[None, :], axis=1)
+        acc = tl.dot(weights.to(tl.float16), v.to(tl.float16).T, acc * kept[:, None])
+        most, k_exponent, v_exponent = now, k_ahead, v_ahead
+    place = ((row * tl.num_programs(1) + kv_head) * splits + part) * group
+    if whole:
+        tl.store(out + place * dim + at, acc / total[:, None], mask=real[:, None])
+    else:
+        tl.store(partial + place * dim + at, acc, mask=real[:, None])
+        tl.store(sums + (place + heads) * 2, most, mask=real)
+        tl.store(sums + (place + heads) * 2 + 1, total, mask=real)
+
+
+def decode_attention_fp8(
+    q: Tensor,
+    pool: KvPool,
+    layer: int,
+    contexts: Tensor,
+    page_table: Tensor,
+    window: int | None,
+    divided: Division,
+) -> Tensor:
+    """`decode_attention` over a pool in FP8."""
+    rows, heads, dim = q.shape
+    kv_heads = pool.num_kv_heads
+    most, least, tiles = divided
+    group = heads // kv_heads
+    seen = 1 << 30 if window is None else window
+    out = q.new_empty(rows, heads, dim)
+    whole = most == 1
+    places = 0 if whole else rows * heads * most
+    partial = torch.empty(places, dim, dtype=torch.float32, device=q.device)
+    sums = torch.empty(places, 2, dtype=torch.float32, device=q.device)
+    launch(
+        _attend_part_fp8,
+        (rows, kv_heads, most),
+        q,
+        pool.elements,
+        pool.data.view(torch.int8),
+        contexts,
+        page_table,
+        partial,
+        sums,
+        out,
+        dim**-0.5 * LOG2_E,
+        pool.page_stride,
+        pool.head_stride,
+        layer * pool.layer_stride,
+        pool.head_values + layer * 2 * pool.page_size,
+        page_table.shape[1],
+        q.stride(0),
+        seen,
+        most,
+        least,
+        whole,
+        group,
+        max(MIN_GROUP, triton.next_power_of_2(group)),
+        dim,
+        pool.page_size,
+        tiles.block,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    if not whole:
+        merge(out, partial, sums, contexts, seen, divided, kv_heads)
+    return out

@@ -1,0 +1,177 @@
+"""Rope and the KV store in one pass: normalises and rotates q and k, and stores k and v.
+
+All arithmetic is float32. A value is rounded at the same places as in `engine.model.llama`. Offsets
+into the KV pool are 64 bits wide, because a pool passes 2**31 elements within its first thousand
+pages.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.cuda.kernels import launch
+from engine.pages.kv_pool import KvPool
+
+HEADS_AT_ONCE = 8
+
+
+class HeadNorms(NamedTuple):
+    """RMS norm over each head of q and k, before rope."""
+
+    q_weight: Tensor
+    """[D]"""
+    k_weight: Tensor
+    eps: float
+
+
+@triton.jit
+def rotated(
+    qkv,
+    rope,
+    position,
+    q_weight,
+    k_weight,
+    eps,
+    token,
+    heads,
+    num_heads: tl.constexpr,
+    num_kv_heads: tl.constexpr,
+    half: tl.constexpr,
+    head_norms: tl.constexpr,
+):
+    """The halves of some heads of a token, [heads, half] each, rounded to the dtype of `qkv`; where
+    they come from; which heads exist, [heads, 1]; which are rotated."""
+    all_heads: tl.constexpr = num_heads + 2 * num_kv_heads
+    at = tl.arange(0, half)[None, :]
+    exists = (heads < all_heads)[:, None]
+    rotates = (heads < num_heads + num_kv_heads)[:, None]
+    source = qkv + (token * all_heads + heads[:, None]) * (2 * half) + at
+    first = tl.load(source, mask=exists, other=0.0).to(tl.float32)
+    second = tl.load(source + half, mask=exists, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = qkv.dtype.element_ty
+    if head_norms:
+        power = tl.sum(first * first + second * second, axis=1)[:, None]
+        scale = tl.where(rotates, tl.rsqrt(power / (2 * half) + eps), 1.0)
+        is_q = (heads < num_heads)[:, None]
+        for_k = rotates & (heads >= num_heads)[:, None]
+        gain = tl.load(q_weight + at + 0 * heads[:, None], mask=is_q, other=1.0).to(tl.float32)
+        gain2 = tl.load(q_weight + half + at + 0 * heads[:, None], mask=is_q, other=1.0)
+        k_gain = tl.load(k_weight + at + 0 * heads[:, None], mask=for_k, other=1.0)
+        k_gain2 = tl.load(k_weight + half + at + 0 * heads[:, None], mask=for_k, other=1.0)
+        first = (first * scale * gain * k_gain.to(tl.float32)).to(dtype).to(tl.float32)
+        second = (second * scale * gain2.to(tl.float32) * k_gain2.to(tl.float32)).to(dtype)
+        second = second.to(tl.float32)
+    angle = rope + position.to(tl.int64) * (2 * half) + at
+    cos = tl.where(rotates, tl.load(angle).to(tl.float32), 1.0)
+    sin = tl.where(rotates, tl.load(angle + half).to(tl.float32), 0.0)
+    rotated_first = (first * cos - second * sin).to(dtype)
+    rotated_second = (second * cos + first * sin).to(dtype)
+    return rotated_first, rotated_second, source, exists, rotates
+
+
+@triton.jit
+def _rope_store(
+    qkv,
+    rope,
+    positions,
+    stores,
+    pool,
+    q_weight,
+    k_weight,
+    eps,
+    page_stride,
+    head_stride,
+    layer_offset,
+    num_heads: tl.constexpr,
+    num_kv_heads: tl.constexpr,
+    half: tl.constexpr,
+    page_size: tl.constexpr,
+    head_norms: tl.constexpr,
+    head_block: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * head_block + tl.arange(0, head_block)
+    rotated_first, rotated_second, source, exists, rotates = rotated(
+        qkv,
+        rope,
+        tl.load(positions + token),
+        q_weight,
+        k_weight,
+        eps,
+        token,
+        heads,
+        num_heads,
+        num_kv_heads,
+        half,
+        head_norms,
+    )
+    at = tl.arange(0, half)[None, :]
+    tl.store(source, rotated_first, mask=exists & rotates)
+    tl.store(source + half, rotated_second, mask=exists & rotates)
+    kept = heads - num_heads
+    place = tl.load(stores + token).to(tl.int64)
+    is_value = (kept >= num_kv_heads).to(tl.int64)
+    kv_head = kept.to(tl.int64) - is_value * num_kv_heads
+    target = (place // page_size) * page_stride + kv_head * head_stride + layer_offset
+    target += (is_value * page_size + place % page_size) * (2 * half)
+    target = pool + target[:, None] + at
+    keeps = exists & (kept >= 0)[:, None]
+    tl.store(target, rotated_first, mask=keeps)
+    tl.store(target + half, rotated_second, mask=keeps)
+
+
+def rope_store(
+    qkv: Tensor,
+    rope: Tensor,
+    positions: Tensor,
+    stores: Tensor,
+    pool: KvPool,
+    layer: int,
+    norms: HeadNorms | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalises (if the model does) and rotates q and k in place. Stores k and v in the pool.
+
+    Args:
+        qkv: [T, (Hq + 2 Hkv) * D], contiguous.
+        rope: [positions, D], cos then sin, D / 2 each.
+        positions: [T] int32.
+        stores: [T] int32, page * page_size + offset of each token.
+        pool: the pool for k and v.
+        layer: layer of the pool.
+        norms: None if the model has none.
+
+    Returns:
+        q [T, Hq, D], k and v [T, Hkv, D], views of `qkv`.
+    """
+    kv_heads, dim = pool.num_kv_heads, pool.head_dim
+    heads = qkv.shape[1] // dim - 2 * kv_heads
+    q_weight, k_weight, eps = norms or HeadNorms(rope, rope, 0.0)
+    grid = (len(qkv), triton.cdiv(heads + 2 * kv_heads, HEADS_AT_ONCE))
+    launch(
+        _rope_store,
+        grid,
+        qkv,
+        rope,
+        positions,
+        stores,
+        pool.elements,
+        q_weight,
+        k_weight,
+        eps,
+        pool.page_stride,
+        pool.head_stride,
+        layer * pool.layer_stride,
+        heads,
+        kv_heads,
+        dim // 2,
+        pool.page_size,
+        norms is not None,
+        HEADS_AT_ONCE,
+    )
+    q, k, v = qkv.view(len(qkv), -1, dim).split((heads, kv_heads, kv_heads), dim=1)
+    return q, k, v
