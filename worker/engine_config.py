@@ -34,6 +34,7 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
         page_size=settings.page_size_tokens,
         num_pages=settings.debug.num_pages,
         kv_memory_bytes=settings.kv_memory_bytes,
+        kv_host_bytes=settings.kv_host_bytes,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         max_sequences=settings.max_sequences,
         max_step_tokens=_step_tokens(settings),

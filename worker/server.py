@@ -90,6 +90,8 @@ class Worker:
             engine.load, lambda: self.transfer.counters, lambda: self.servicer.streams
         )
         self._watch_gpu()
+        if engine.load().tiers is not None:
+            self.metrics.watch_tiers(engine.load)
         self.services = self._make_services()
         self.services.peers.held_against = self.services.peers_to_avoid
         self.metrics.watch_overdue(self.services.overdue)

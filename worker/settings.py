@@ -135,6 +135,9 @@ class WorkerSettings(BaseModel):
     kv_memory_gib: float = Field(default=0, ge=0)
     """Sets the memory of the KV pool, GiB. 0: on a GPU the rest of `gpu_memory_utilization` beside
     the largest step, on a CPU 1 GiB."""
+    kv_host_gib: float = Field(default=0, ge=0)
+    """Sets the host memory for KV pages that the pool evicts or that preempted requests held, GiB.
+    They are loaded again where that is sooner than computing them. 0: none."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Limits the share of the GPU's memory that the worker takes in all, if `kv_memory_gib` is
     0."""
@@ -169,6 +172,11 @@ class WorkerSettings(BaseModel):
     """Holds rarely needed settings: the table `[worker.debug]`."""
 
     @property
+    def kv_host_bytes(self) -> int:
+        """`kv_host_gib` in bytes."""
+        return int(self.kv_host_gib * (1 << 30))
+
+    @property
     def kv_memory_bytes(self) -> int:
         """`kv_memory_gib` in bytes."""
         return int(self.kv_memory_gib * (1 << 30))
@@ -177,6 +185,12 @@ class WorkerSettings(BaseModel):
     def _one_place_names_the_gpu(self) -> WorkerSettings:
         if self.gpu_slots_dir and self.device.startswith("cuda:"):
             raise ValueError("device must leave the choice of the GPU to gpu_slots_dir")
+        return self
+
+    @model_validator(mode="after")
+    def _tiers_find_pages_by_their_keys(self) -> WorkerSettings:
+        if self.kv_host_gib and not self.prefix_cache:
+            raise ValueError("kv_host_gib needs prefix_cache: pages are found by their keys")
         return self
 
     @model_validator(mode="after")

@@ -76,7 +76,9 @@ class StepLoop:
         self, scheduler: Scheduler, executor: Executor, profiler: StepProfiler | None = None
     ) -> None:
         self.profiler = profiler or StepProfiler()
-        self.load = EngineLoad(max_sequences=scheduler.config.max_sequences)
+        self.load = EngineLoad(
+            max_sequences=scheduler.config.max_sequences, tiers=scheduler.tiers.load()
+        )
         self.max_step_tokens = scheduler.config.max_step_tokens
         self._scheduler = scheduler
         self._executor = executor

@@ -287,7 +287,7 @@ class HostTiers:
             return True
         sooner = self._lanes.loads.expected_s(pages) < tokens / self._tokens_per_s
         if not sooner:
-            self._decisions["computed sooner"] += 1
+            self._decisions["computed_sooner"] += 1
         return sooner
 
     def _load(self, missing: list[tuple[bytes, int, int]]) -> Load:

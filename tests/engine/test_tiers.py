@@ -151,7 +151,7 @@ def test_pages_are_computed_where_that_is_sooner():
     bench.tiers.note_rate(1000.0)
     bench.submit(said[0], 2)
     bench.run()
-    assert bench.tiers.load().decisions == {"computed sooner": 1}
+    assert bench.tiers.load().decisions == {"computed_sooner": 1}
     bench.tiers.note_rate(10.0)
     bench.submit(said[1], 2)
     bench.run()
