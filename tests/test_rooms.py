@@ -27,6 +27,7 @@ FLOORS = (
         "engine.sampling",
         "engine.pages",
         "engine.tiers",
+        "engine.tiers.stores",
         "engine.schedule",
         "engine.loop",
         "engine.cuda",

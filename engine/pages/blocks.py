@@ -16,7 +16,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +23,7 @@ from numpy.typing import NDArray
 from engine.pages import runs
 from engine.pages.eviction import EvictionPolicy, LruEviction
 from engine.pages.lending import Lending, Loan
+from engine.pages.watch import PageWatch, Unwatched
 from engine.types import PageIds
 
 SCRATCH_PAGE = 0
@@ -52,31 +52,6 @@ class CacheEvent:
     kind: CacheEventKind
     key: bytes
     page: int
-
-
-class PageWatch(Protocol):
-    """Is told of pages that become free and of free pages that are allocated."""
-
-    damaged: int
-    """Pages found written while they were free. Must stay 0."""
-
-    def freed(self, pages: PageIds) -> None:
-        """The pages are FREE from now on."""
-        return
-
-    def allocated(self, pages: PageIds) -> None:
-        """FREE pages are about to be HELD."""
-        return
-
-    def idle(self, is_free: NDArray[np.bool_]) -> None:
-        """There is time to check FREE pages. `is_free` has an entry for every page of the pool."""
-        return
-
-
-class Unwatched(PageWatch):
-    """Checks nothing."""
-
-    damaged = 0
 
 
 class BlockManager:
@@ -336,6 +311,19 @@ class BlockManager:
         alone = pages[self._refcount[pages] == 1].tolist()
         wanted = [page for page in alone if page in self._key_of and self._lending.lacks(page)]
         return self._lending.lend((page, *self._key_of[page]) for page in wanted)
+
+    def lend_keys(self, keys: Sequence[bytes]) -> list[Loan]:
+        """Lends those pages of these keys that no lower tier has."""
+        pages = [self._by_key[key] for key in keys if self._lending.lacks(self._by_key[key])]
+        return self._lending.lend((page, *self._key_of[page]) for page in pages)
+
+    def unpin(self, pages: PageIds) -> None:
+        """Takes the holder of pages that were pinned, coldest first, while they were the coldest.
+        They are so again."""
+        self.release(pages)
+        for page in pages[::-1].tolist():
+            if self._is_idle(page):
+                self._evictable.demote(page)
 
     def take_back(self, loans: Iterable[Loan], *, saved: bool) -> list[Loan]:
         """Ends loans. Returns those whose page has kept its key all the time. They count as saved

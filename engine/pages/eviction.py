@@ -44,6 +44,10 @@ class EvictionPolicy(Protocol):
         """Takes this page, although it may not be the first."""
         ...
 
+    def demote(self, page: int) -> None:
+        """A page is there again that was among the coldest. Its holder was no request."""
+        ...
+
     def __len__(self) -> int: ...
 
 
@@ -75,6 +79,10 @@ class LruEviction:
     def evict(self, page: int) -> None:
         """Takes the page out."""
         del self._pages[page]
+
+    def demote(self, page: int) -> None:
+        """Puts the page before all others."""
+        self._pages.move_to_end(page, last=False)
 
     def __len__(self) -> int:
         return len(self._pages)
@@ -132,6 +140,9 @@ class _ScoredEviction:
             for child in (2 * place + 1, 2 * place + 2):
                 if child < len(self._heap):
                     heapq.heappush(frontier, (self._heap[child], child))
+
+    def demote(self, page: int) -> None:
+        """Does nothing, because the score counts uses."""
 
     def evict(self, page: int) -> None:
         """Takes the page out. Its heap entry is skipped later."""

@@ -328,6 +328,7 @@ class Scheduler:
         """Keys the complete pages of `tokens`, which begin a sequence."""
         keys = request_keys(self.config, active.request, tokens, active.keys)
         self.blocks.publish(pages[: len(keys)], keys)
+        self.tiers.published(keys, 0)
 
     def step_succeeded(self) -> None:
         """The device ran a step. A budget that a failed step had cut grows by one token."""

@@ -223,6 +223,7 @@ def _publish(scheduler: Scheduler, chunk: ChunkPlan) -> None:
     first = task.published_pages
     pages = scheduler.slots.page_table[task.leader.slot, first:complete]
     scheduler.blocks.publish(pages, task.keys[first:complete], first)
+    scheduler.tiers.published(task.keys[:complete], first)
     task.published_pages = complete
 
 

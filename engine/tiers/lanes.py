@@ -62,6 +62,8 @@ class Lane:
     """Pages in copies that have not ended."""
     late: int = 0
     """Copies that are late and have not ended. While there are any, the lane may stand still."""
+    failures: int = 0
+    """Copies that were late or failed."""
     _copies: queue.SimpleQueue[Copy | None] = field(default_factory=queue.SimpleQueue)
     _thread: threading.Thread = field(init=False)
 
@@ -85,10 +87,17 @@ class Lane:
         """Counts a copy that has ended."""
         self.ahead_pages -= len(copy.pages)
         self.late -= copy.late
+        self.failures += copy.failed and not copy.late
         if not copy.failed:
             size = len(copy.pages) * self.page_bytes
             self.bytes_moved += size
             self.bytes_per_s += 0.2 * (size / max(copy.seconds, 1e-6) - self.bytes_per_s)
+
+    def is_late(self, copy: Copy) -> None:
+        """Nobody waits for the copy any more. It goes on."""
+        copy.late = True
+        self.late += 1
+        self.failures += 1
 
     def stop(self) -> bool:
         """Ends the thread. Returns whether its copies have ended."""

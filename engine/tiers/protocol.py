@@ -62,6 +62,11 @@ class PageTiers(Protocol):
         by the tiers until they are saved."""
         ...
 
+    def published(self, keys: Sequence[bytes], first: int) -> None:
+        """The pages of a sequence from index `first` on have their keys now. `keys` has those of
+        all its pages."""
+        ...
+
     def note_rate(self, tokens_per_s: float) -> None:
         """Prompt tokens that this engine computes in a second; 0: unknown."""
         ...
@@ -106,6 +111,9 @@ class NoTiers:
 
     def preempted(self, pages: PageIds) -> None:
         """Nothing to save."""
+
+    def published(self, keys: Sequence[bytes], first: int) -> None:
+        """Of no use."""
 
     def note_rate(self, tokens_per_s: float) -> None:
         """Of no use."""

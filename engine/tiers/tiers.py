@@ -29,30 +29,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.pages.blocks import BlockManager, CacheEvent, CacheEventKind
-from engine.pages.lending import Loan
-from engine.tiers.lanes import Copy, Lane, Lanes
+from engine.tiers.fetching import Seek, StoreTiers
+from engine.tiers.lanes import Copy, Lanes
 from engine.tiers.protocol import Wait
+from engine.tiers.saving import Save, Saves
 from engine.types import PageIds, TierLoad
 
 HOST: Final = "host"
-READY_SHARE: Final = 4
-"""A quarter of the pool is kept ready. Prompts come in bursts, and what they evict unsaved is lost;
-but a page in both places takes up room for another one."""
-BATCH_PAGES: Final = 64
-"""Most pages of a save. The step loop takes 0.1 ms for as many."""
-MOST_SAVES_AHEAD: Final = 256
-"""Pages in saves that have not ended; then no more are begun to keep pages ready."""
 MOST_LOADING_SHARE: Final = 4
 """At most this part of the pool, a quarter, is held by loads."""
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class Save(Copy):
-    """Pages on their way into slots."""
-
-    loans: list[Loan]
-    held: bool
-    """Whether the tiers hold the pages meanwhile."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -61,6 +46,8 @@ class Load(Copy):
 
     keys: list[bytes]
     depths: list[int]
+    tiers: Counter[str]
+    """Pages by the tier that they come from."""
     waits: list[Wait] = field(default_factory=list)
 
 
@@ -83,6 +70,7 @@ class HostTiers:
         lanes: copy between them.
         page_tokens: tokens in a page.
         close: called at the end, if no copy is under way any more.
+        stores: what is below the host tier.
     """
 
     on = True
@@ -94,20 +82,22 @@ class HostTiers:
         lanes: Lanes,
         page_tokens: int,
         close: Callable[[], None] = lambda: None,
+        stores: StoreTiers | None = None,
     ) -> None:
         self._blocks = blocks
         self._host = host
         self._lanes = lanes
         self._page_tokens = page_tokens
         self._close = close
+        self._stores = stores
+        self._waits: set[Wait] = set()
+        """Those that hold pages."""
         self._tokens_per_s = 0.0
-        self._open: set[Save | Load] = set()
+        self._open: set[Load] = set()
         self._loading: dict[bytes, Load] = {}
-        self._held_pages = 0
-        """Pages held by saves."""
+        self._saves = Saves(blocks, host, lanes.saves)
         self._loaded_tokens: Counter[str] = Counter()
         self._decisions: Counter[str] = Counter()
-        self._late: Counter[str] = Counter()
         blocks.below = _Keys(host)
         host.subscribe(self._on_host)
 
@@ -118,17 +108,28 @@ class HostTiers:
     def wakes(self, wake: Callable[[], None]) -> None:
         """See `PageTiers`."""
         self._lanes.wakes(wake)
+        for process in self._stores.processes if self._stores else ():
+            process.wake = wake
 
     def turn(self) -> None:
         """See `PageTiers`."""
         for copy in self._lanes.ended():
-            assert isinstance(copy, Save | Load)
-            self._settle(copy)
-        if self._open:
-            now = time.monotonic()
-            for copy in [one for one in self._open if not one.late and one.due_s < now]:
-                self._give_up(copy)
-        self._save_ahead()
+            if isinstance(copy, Save):
+                self._saves.settle(copy)
+            elif isinstance(copy, Load):
+                self._settle(copy)
+        now = time.monotonic()
+        self._saves.expire(now)
+        for load in [one for one in self._open if not one.late and one.due_s < now]:
+            self._give_up(load)
+        if self._stores:
+            self._stores.turn(self)
+        self._saves.ahead()
+
+    def published(self, keys: Sequence[bytes], first: int) -> None:
+        """See `PageTiers`."""
+        if self._stores:
+            self._stores.published(keys, first)
 
     def note_rate(self, tokens_per_s: float) -> None:
         """See `PageTiers`."""
@@ -137,22 +138,34 @@ class HostTiers:
     @property
     def leaving_pages(self) -> int:
         """See `PageTiers`."""
-        return self._held_pages
+        return self._saves.held_pages
 
     def wait_s(self, most_s: float) -> float:
         """See `PageTiers`."""
-        due = min((copy.due_s for copy in self._open if not copy.late), default=None)
-        return most_s if due is None else min(most_s, max(0.001, due - time.monotonic()))
+        dues = [copy.due_s for copy in self._open | self._saves.open if not copy.late]
+        if self._stores and (due := self._stores.due_s()) is not None:
+            dues.append(due)
+        return min([most_s, *(max(0.001, due - time.monotonic()) for due in dues)])
+
+    def preempted(self, pages: PageIds) -> None:
+        """See `PageTiers`."""
+        self._saves.preempted(pages)
 
     def load(self) -> TierLoad:
         """See `PageTiers`."""
         lanes = (self._lanes.saves, self._lanes.loads)
+        moved = {lane.name: lane.bytes_moved for lane in lanes}
+        rates = {lane.name: lane.bytes_per_s for lane in lanes}
+        late = +Counter({lane.name: lane.failures for lane in lanes})
+        if self._stores:
+            more_moved, more_rates, failures = self._stores.figures()
+            moved, rates, late = moved | more_moved, rates | more_rates, late + failures
         return TierLoad(
             loaded_tokens=self._loaded_tokens.copy(),
             decisions=self._decisions.copy(),
-            late=self._late.copy(),
-            bytes_moved={lane.name: lane.bytes_moved for lane in lanes},
-            bytes_per_s={lane.name: lane.bytes_per_s for lane in lanes},
+            late=late,
+            bytes_moved=moved,
+            bytes_per_s=rates,
             slots=self._host.total,
             cached_slots=self._host.evictable,
             held_slots=self._host.total - self._host.available,
@@ -160,100 +173,82 @@ class HostTiers:
 
     def add_holders(self, holders: NDArray[np.int32]) -> None:
         """See `PageTiers`."""
-        waits = set()
-        for copy in self._open:
-            if isinstance(copy, Load):
-                np.add.at(holders, copy.pages, 1)
-                waits.update(copy.waits)
-            elif copy.held and not copy.late:
-                np.add.at(holders, copy.pages, 1)
-        for wait in waits:
+        self._saves.add_holders(holders)
+        for load in self._open:
+            np.add.at(holders, load.pages, 1)
+        for wait in self._waits:
             np.add.at(holders, wait.pinned, 1)
 
     def stop(self) -> None:
         """See `PageTiers`."""
+        if self._stores:
+            self._stores.stop()
         if self._lanes.stop():
             self._close()
-
-    # -- saves ----------------------------------------------------------------------------------
-
-    def _save_ahead(self) -> None:
-        """Keeps pages ready for eviction."""
-        blocks = self._blocks
-        on_way = self._lanes.saves.ahead_pages
-        missing = blocks.total // READY_SHARE - blocks.ready - on_way
-        unsaved = blocks.free + blocks.evictable - blocks.ready - on_way
-        if min(missing, unsaved) <= 0 or on_way >= MOST_SAVES_AHEAD:
-            return
-        count = min(missing, unsaved, BATCH_PAGES, self._host.available)
-        among = blocks.total // READY_SHARE
-        self._save(blocks.lend(count, among), held=False)
-
-    def preempted(self, pages: PageIds) -> None:
-        """See `PageTiers`. Only as many as there are slots for."""
-        if self._lanes.saves.late:
-            return
-        loans = self._blocks.lend_held(pages)
-        room = self._host.available
-        self._blocks.take_back(loans[room:], saved=False)
-        for start in range(0, min(room, len(loans)), BATCH_PAGES):
-            part = loans[start : start + BATCH_PAGES][: room - start]
-            self._blocks.share(np.array([loan.page for loan in part], np.int32))
-            self._held_pages += len(part)
-            self._save(part, held=True)
-
-    def _save(self, loans: list[Loan], *, held: bool) -> None:
-        if not loans:
-            return
-        pages = np.array([loan.page for loan in loans], np.int32)
-        slots = np.empty_like(pages)
-        slots[pages.argsort()] = self._host.allocate(len(loans))  # Ascending on both sides.
-        save = Save(pages=pages, slots=slots, loans=loans, held=held)
-        self._open.add(save)
-        self._lanes.saves.put(save)
-
-    def _settle_save(self, save: Save) -> None:
-        lost = save.late or save.failed
-        kept = {loan.page for loan in self._blocks.take_back(save.loans, saved=not lost)}
-        if not lost:
-            good = [i for i, loan in enumerate(save.loans) if loan.page in kept]
-            self._host.adopt(
-                save.slots[good].tolist(),
-                [save.loans[i].key for i in good],
-                [save.loans[i].depth for i in good],
-            )
-        # The last to be released is evicted last: pages come coldest first, held ones in order.
-        self._host.release(save.slots if save.held else save.slots[::-1])
-        if save.held and not save.late:
-            self._let_go(save)
-
-    def _let_go(self, save: Save) -> None:
-        self._held_pages -= len(save.pages)
-        self._blocks.release(save.pages)
 
     # -- loads ----------------------------------------------------------------------------------
 
     def begin(self, keys: Sequence[bytes], room: int, queued_tokens: int) -> Wait | None:
         """See `PageTiers`."""
         found, missing, joined = self._walk(keys)
-        if not missing and not joined:
+        known = len(found) + len(missing) + len(joined)
+        objects = self._stores.seek(keys, known) if self._stores else []
+        if not missing and not joined and not objects:
             return Wait()
-        gained = len(found) + len(missing) + len(joined) - self._blocks.count_cached(keys)
-        if self._lanes.loads.late:
-            self._decisions["stuck"] += 1
-            return Wait()
-        if not self._is_sooner(len(missing), queued_tokens + gained * self._page_tokens):
+        gained = (known - self._blocks.count_cached(keys)) * self._page_tokens
+        if gained and not self._is_worth_it(len(missing), queued_tokens + gained):
             return Wait()
         if not self._has_room(found, len(missing), room):
             return None
-        self._decisions["loaded"] += 1
-        wait = Wait(pinned=np.array(found, np.int32))
-        self._blocks.pin(wait.pinned)
-        for load in set(joined):
-            self._join(wait, load)
-        if missing:
-            self._join(wait, self._load(missing))
+        wait = Wait()
+        self._waits.add(wait)
+        self._load_for(wait, found, missing, joined)
+        if self._stores and objects:
+            kept_back = self._blocks.available - room
+            first = len(keys) // self._stores.pages - len(objects)
+            self._stores.begin(Seek(keys, first, objects, queued_tokens, kept_back, wait))
+        self._end_if_over(wait)
         return wait
+
+    def _load_for(
+        self,
+        wait: Wait,
+        found: list[int],
+        missing: list[tuple[bytes, int, int]],
+        joined: list[Load],
+    ) -> None:
+        """Holds what is in the pool, and lets the rest come."""
+        pages = np.array(found, np.int32)
+        self._blocks.pin(pages)
+        wait.pinned = np.concatenate([wait.pinned, pages])
+        loads = set(joined)
+        if missing:
+            loads.add(self._load(missing))
+        for load in loads - wait.under_way:
+            wait.under_way.add(load)
+            load.waits.append(wait)
+        self._decisions["loaded"] += bool(loads)
+
+    def is_fetched_sooner(self, seek: Seek, seconds: float, pages: int) -> bool:
+        """See `Seeker`."""
+        tokens = seek.queued_tokens + pages * self._page_tokens
+        load_s = seconds + self._lanes.loads.expected_s(pages)
+        return self._is_sooner(load_s, tokens)
+
+    def sought(self, seek: Seek) -> None:
+        """See `Seeker`."""
+        seek.wait.under_way.discard(seek)
+        found, missing, joined = self._walk(seek.keys)
+        room = self._blocks.available - seek.kept_back
+        wanted = (missing or joined) and not self._lanes.loads.late
+        if wanted and self._has_room(found, len(missing), room):
+            self._load_for(seek.wait, found, missing, joined)
+        self._end_if_over(seek.wait)
+
+    def _end_if_over(self, wait: Wait) -> None:
+        if wait.is_over and wait in self._waits:
+            self._waits.remove(wait)
+            self._blocks.release(wait.pinned)
 
     def _has_room(self, found: list[int], missing: int, room: int) -> bool:
         ahead = self._lanes.loads.ahead_pages
@@ -281,11 +276,17 @@ class HostTiers:
                 break
         return found, missing, joined
 
-    def _is_sooner(self, pages: int, tokens: int) -> bool:
-        """Whether pages can be loaded before `tokens` tokens are computed."""
+    def _is_worth_it(self, pages: int, tokens: int) -> bool:
+        if self._lanes.loads.late:
+            self._decisions["stuck"] += 1
+            return False
+        return self._is_sooner(self._lanes.loads.expected_s(pages), tokens)
+
+    def _is_sooner(self, seconds: float, tokens: int) -> bool:
+        """Whether so many seconds pass before `tokens` tokens are computed."""
         if not self._tokens_per_s:
             return True
-        sooner = self._lanes.loads.expected_s(pages) < tokens / self._tokens_per_s
+        sooner = seconds < tokens / self._tokens_per_s
         if not sooner:
             self._decisions["computed_sooner"] += 1
         return sooner
@@ -298,24 +299,25 @@ class HostTiers:
             slots=slots,
             keys=[key for key, _, _ in missing],
             depths=[depth for _, _, depth in missing],
+            tiers=Counter(self._tier_of(key) for key, _, _ in missing),
         )
         self._loading.update(dict.fromkeys(load.keys, load))
         self._open.add(load)
         self._lanes.loads.put(load)
         return load
 
-    def _join(self, wait: Wait, load: Load) -> None:
-        wait.under_way.add(load)
-        load.waits.append(wait)
+    def _tier_of(self, key: bytes) -> str:
+        return self._stores.came_from.get(key, HOST) if self._stores else HOST
 
     def _settle_load(self, load: Load) -> None:
         good = not (load.late or load.failed)
+        if good:
+            self._blocks.adopt(load.pages.tolist(), load.keys, load.depths)
+            for tier, count in load.tiers.items():
+                self._loaded_tokens[tier] += count * self._page_tokens
         if not load.late:
             self._host.forget(load.slots)
         self._host.release(load.slots)
-        if good:
-            self._blocks.adopt(load.pages.tolist(), load.keys, load.depths)
-            self._loaded_tokens[HOST] += len(load.keys) * self._page_tokens
         self._blocks.release(load.pages)
         if not load.late:
             self._end_waits(load, good)
@@ -326,37 +328,17 @@ class HostTiers:
         for wait in load.waits:
             wait.under_way.discard(load)
             if good:
-                wait.loaded_pages[HOST] += len(load.keys)
-            if wait.is_over:
-                self._blocks.release(wait.pinned)
-                wait.pinned = wait.pinned[:0]
+                wait.loaded_pages.update(load.tiers)
+            self._end_if_over(wait)
         load.waits = []
 
-    # -- ends of copies -------------------------------------------------------------------------
+    def _settle(self, load: Load) -> None:
+        self._lanes.loads.settle(load)
+        self._open.discard(load)
+        self._settle_load(load)
 
-    def _lane(self, copy: Save | Load) -> Lane:
-        return self._lanes.saves if isinstance(copy, Save) else self._lanes.loads
-
-    def _settle(self, copy: Save | Load) -> None:
-        lane = self._lane(copy)
-        lane.settle(copy)
-        if copy.failed and not copy.late:
-            self._late[lane.name] += 1
-        self._open.discard(copy)
-        if isinstance(copy, Save):
-            self._settle_save(copy)
-        else:
-            self._settle_load(copy)
-
-    def _give_up(self, copy: Save | Load) -> None:
-        """A copy is late. What it reads or writes is held until it ends; nobody waits for it."""
-        copy.late = True
-        lane = self._lane(copy)
-        lane.late += 1
-        self._late[lane.name] += 1
-        if isinstance(copy, Save):
-            if copy.held:  # What it reads may change now: its slots will get no key.
-                self._let_go(copy)
-        else:
-            self._host.forget(copy.slots)
-            self._end_waits(copy, good=False)
+    def _give_up(self, load: Load) -> None:
+        """A load is late. What it reads and writes is held until it ends; nobody waits for it."""
+        self._lanes.loads.is_late(load)
+        self._host.forget(load.slots)
+        self._end_waits(load, good=False)

@@ -102,7 +102,7 @@ class FakeLane:
 
     def __init__(self, name: str, move, page_bytes: int = 1):
         self.name, self.page_bytes = name, page_bytes
-        self.ahead_pages = self.late = self.bytes_moved = 0
+        self.ahead_pages = self.late = self.bytes_moved = self.failures = 0
         self.bytes_per_s = 1e9
         self.queued: list[Copy] = []
         self._move = move
@@ -118,7 +118,13 @@ class FakeLane:
     def settle(self, copy: Copy) -> None:
         self.ahead_pages -= len(copy.pages)
         self.late -= copy.late
+        self.failures += copy.failed and not copy.late
         self.bytes_moved += len(copy.pages)
+
+    def is_late(self, copy: Copy) -> None:
+        copy.late = True
+        self.late += 1
+        self.failures += 1
 
     def run(self) -> Copy:
         copy = self.queued.pop(0)
