@@ -35,6 +35,8 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
         num_pages=settings.debug.num_pages,
         kv_memory_bytes=settings.kv_memory_bytes,
         kv_host_bytes=settings.kv_host_bytes,
+        kv_stores=settings.kv_store,
+        kv_secret_file=settings.kv_secret_file,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         max_sequences=settings.max_sequences,
         max_step_tokens=_step_tokens(settings),

@@ -7,6 +7,7 @@ the worker's child gives to the store (0: none) and `local=NAME` under which oth
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 from engine.tiers.stores.protocol import Buffers, StoreError
 
 _BUFFER_BYTES = 1 << 28
+_REACHED_S = 5.0
 _KNOWN = {"protocol", "device", "metadata", "gib", "local"}
 
 
@@ -38,6 +40,11 @@ class MooncakeStore:
             raise StoreError(
                 f"{address}: the form is mooncake://HOST:PORT?{'&'.join(sorted(_KNOWN))}"
             )
+        os.environ.setdefault("GLOG_minloglevel", "2")  # Errors alone.
+        try:
+            socket.create_connection((parts.hostname or "", parts.port or 0), _REACHED_S).close()
+        except OSError as error:
+            raise StoreError(f"{address}: the master cannot be reached: {error}") from error
         try:
             from mooncake.store import MooncakeDistributedStore
         except ImportError as error:
@@ -85,7 +92,7 @@ class MooncakeStore:
     def remove(self, keys: Sequence[str]) -> None:
         """See `PageStore`."""
         for key in keys:
-            self._store.remove(key)
+            self._store.remove(key, True)  # Although somebody may just have read it.
 
     def close(self) -> None:
         """See `PageStore`."""

@@ -169,12 +169,12 @@ class StoreProcess:
         theirs.close()
         try:
             send(connection, self._opening)
-            answer = Answer(0, error="it does not answer")
+            answer = Answer(0, error=f"{self.address}: it does not answer")
             if connection.poll(OPEN_S):
                 answer = receive(connection, Answer)
             error = answer.error
         except (EOFError, OSError):
-            error = "its process ended"
+            error = f"{self.address}: its process ended"
         if error:
             self._child.kill()
             self._child.wait()
