@@ -69,17 +69,6 @@ class Client:
     begun: threading.Event = field(default_factory=threading.Event)
     ended: threading.Event = field(default_factory=threading.Event)
 
-    def sink(self, events: Sequence[Event]) -> None:
-        """Takes the request's events."""
-        for event in events:
-            if isinstance(event, NewTokens):
-                self.at_s += [time.perf_counter()] * len(event.token_ids)
-                self.begun.set()
-            elif isinstance(event, SequenceEnded):
-                self.ended.set()
-            elif isinstance(event, RequestFailed):
-                raise RuntimeError(f"a request failed: {event.reason}")
-
 
 class Clients:
     """Makes requests of random tokens, no two alike."""
@@ -88,6 +77,22 @@ class Clients:
         self._submit, self._vocab = submit, vocab
         self._rng = np.random.default_rng(1)
         self._count = 0
+        self._open: dict[bytes, Client] = {}
+
+    def _sink(self, events: Sequence[Event]) -> None:
+        """Takes the events of all requests, as a router's stream does."""
+        for event in events:
+            if isinstance(event, NewTokens):
+                now = time.perf_counter()
+                for request_id in event.request_ids:
+                    client = self._open[request_id]
+                    client.at_s.append(now)
+                    if len(client.at_s) == 1:
+                        client.begun.set()
+            elif isinstance(event, SequenceEnded):
+                self._open.pop(event.request_id).ended.set()
+            elif isinstance(event, RequestFailed):
+                raise RuntimeError(f"a request failed: {event.reason}")
 
     def prompt(self, tokens: int) -> np.ndarray:
         """Random tokens."""
@@ -98,7 +103,8 @@ class Clients:
         self._count += 1
         stop = StopRules(max_tokens, ignore_eos=True)
         client = Client(Request(self._count.to_bytes(16, "big"), prompt, GREEDY, stop))
-        self._submit(client.request, client.sink)
+        self._open[client.request.id] = client
+        self._submit(client.request, self._sink)
         return client
 
     def run(self, prompt: np.ndarray, max_tokens: int = 1) -> float:
@@ -205,7 +211,7 @@ def _evict_all(built: Engine) -> None:
 
     def save(scheduler: Scheduler) -> None:
         tiers = scheduler.tiers
-        loans = scheduler.blocks.lend(64, scheduler.blocks.total)
+        loans = scheduler.blocks.lend(64)
         tiers._saves._save(loans, held=False)  # type: ignore[attr-defined]
 
     while (load := built.load()).evictable_pages:

@@ -77,8 +77,7 @@ class BlockManager:
         self._by_key: dict[bytes, int] = {}
         self._evictable: EvictionPolicy = LruEviction() if eviction is None else eviction
         self._lending = Lending(self._evictable)
-        self.below: Container[bytes] = ()
-        """Keys that a lower tier holds."""
+        self._below: Container[bytes] = ()
         self._listeners: list[Callable[[CacheEvent], None]] = []
         self._event_sequence = 0
         self._watch: PageWatch = watch or Unwatched()
@@ -272,7 +271,7 @@ class BlockManager:
             if page not in self._key_of and key not in self._by_key:
                 self._key_of[page] = (key, depth)
                 self._by_key[key] = page
-                if key in self.below:
+                if key in self._below:
                     self._lending.saved(page, idle=False)
                 self._emit(CacheEventKind.STORED, key, page)
 
@@ -298,11 +297,15 @@ class BlockManager:
             self._lending.in_use(page)
         self._refcount[pages] += 1
 
-    def lend(self, count: int, among: int) -> list[Loan]:
-        """Up to `count` pages that no lower tier has, for a copy. They are of the `among` coldest.
-        Their place in the order of eviction stays, and they may be evicted meanwhile: see
-        `take_back`."""
-        pages = self._lending.coldest(count, among, self._is_idle)
+    def start_lending(self, below: Container[bytes] = ()) -> None:
+        """There is a lower tier, from before the first page has a key. `below` are its keys."""
+        self._below, self._lending.on = below, True
+
+    def lend(self, count: int) -> list[Loan]:
+        """Up to `count` of the coldest pages that no lower tier has, for a copy: those that are
+        idle longest. Their place in the order of eviction stays, and they may be evicted
+        meanwhile: see `take_back`."""
+        pages = self._lending.coldest(count)
         return self._lending.lend((page, *self._key_of[page]) for page in pages)
 
     def lend_held(self, pages: PageIds) -> list[Loan]:
@@ -328,7 +331,7 @@ class BlockManager:
     def take_back(self, loans: Iterable[Loan], *, saved: bool) -> list[Loan]:
         """Ends loans. Returns those whose page has kept its key all the time. They count as saved
         if the copy is good."""
-        kept = self._lending.end(loans)
+        kept = self._lending.end(loans, self._is_idle)
         for loan in kept:
             if saved:
                 self._lending.saved(loan.page, idle=self._is_idle(loan.page))

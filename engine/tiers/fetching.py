@@ -103,6 +103,8 @@ class StoreTiers:
         self._fetches: dict[Job, tuple[StoreProcess, Seek]] = {}
         self._storing: dict[Job, tuple[list[Loan], PageIds]] = {}
         self._rest_until_s = 0.0
+        self.version = 0
+        """Changes with the figures."""
         self.came_from: dict[bytes, str] = {}
         """For keys in slots that a store has filled: its name."""
         self._failures: Counter[str] = Counter()
@@ -147,11 +149,13 @@ class StoreTiers:
         """Reads what has ended, tells `seeker`, and stores what may be evicted next."""
         while not self._done.empty():
             process, job = self._done.get()
+            self.version += 1
             process.settle(job)
             self._settle(process, job, seeker)
         now = time.monotonic()
         for job in [job for job in self._seeks if job.due_s < now]:
             job.late = True
+            self.version += 1
             self._failures["late " + job.verb] += 1
             self._advance(job, seeker)
         self._store_ahead(now)
@@ -253,13 +257,12 @@ class StoreTiers:
 
     def _store_ahead(self, now: float) -> None:
         host = self._host
-        among = host.total // READY_SHARE
-        if host.ready >= among or now < self._rest_until_s:
+        if host.ready >= host.total // READY_SHARE or now < self._rest_until_s:
             return
         for _ in range(_LOOKS):
             if len(self._storing) >= STORED_AT_ONCE * len(self.processes):
                 return
-            loans = host.lend(1, among)
+            loans = host.lend(1)
             if not loans:
                 self._rest_until_s = now + _REST_S
                 return

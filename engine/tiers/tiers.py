@@ -98,7 +98,11 @@ class HostTiers:
         self._saves = Saves(blocks, host, lanes.saves)
         self._loaded_tokens: Counter[str] = Counter()
         self._decisions: Counter[str] = Counter()
-        blocks.below = _Keys(host)
+        if stores is not None:
+            host.start_lending()
+        self._version: tuple[int, ...] = ()
+        self._figures = TierLoad()
+        blocks.start_lending(_Keys(host))
         host.subscribe(self._on_host)
 
     def _on_host(self, event: CacheEvent) -> None:
@@ -152,7 +156,19 @@ class HostTiers:
         self._saves.preempted(pages)
 
     def load(self) -> TierLoad:
-        """See `PageTiers`."""
+        """See `PageTiers`. It is asked for several times a step, and seldom changes."""
+        saves, loads = self._lanes.saves, self._lanes.loads
+        version = (
+            *(saves.ahead_pages, saves.bytes_moved, saves.failures),
+            *(loads.ahead_pages, loads.bytes_moved, loads.failures),
+            *(self._decisions.total(), self._host.evictable, self._host.available),
+            self._stores.version if self._stores else 0,
+        )
+        if version != self._version:
+            self._version, self._figures = version, self._load_now()
+        return self._figures
+
+    def _load_now(self) -> TierLoad:
         lanes = (self._lanes.saves, self._lanes.loads)
         moved = {lane.name: lane.bytes_moved for lane in lanes}
         rates = {lane.name: lane.bytes_per_s for lane in lanes}

@@ -32,7 +32,7 @@ class Blocks(RuleBasedStateMachine):
         """Loans whose page lost its key."""
         self.below: set[bytes] = set()
         """Keys in the lower tier."""
-        self.blocks.below = self.below
+        self.blocks.start_lending(self.below)
         self.blocks.subscribe(self.hear)
 
     def hear(self, event: CacheEvent) -> None:
@@ -118,7 +118,7 @@ class Blocks(RuleBasedStateMachine):
     @rule(count=st.integers(0, 4))
     def lend(self, count):
         """Pages that only the cache holds and no tier has, a page once at a time."""
-        loans = self.blocks.lend(count, 12)
+        loans = self.blocks.lend(count)
         pages = [loan.page for loan in loans]
         assert len(set(pages)) == len(pages) <= count
         for loan in loans:
@@ -226,6 +226,7 @@ def test_growth_evicts_as_many_as_it_lacks() -> None:
 def cached_pages(count: int) -> tuple[BlockManager, list[bytes]]:
     """As many cached pages, the coldest first, and no other."""
     blocks = BlockManager(count + 1)
+    blocks.start_lending()
     keys = page_keys(np.arange(count, dtype=np.int32), 1)
     pages = blocks.allocate(count)
     blocks.publish(pages, keys)
@@ -236,7 +237,7 @@ def cached_pages(count: int) -> tuple[BlockManager, list[bytes]]:
 
 def test_saved_pages_go_first_among_the_coldest_eighth_and_no_others():
     blocks, keys = cached_pages(40)
-    loans = blocks.lend(4, 5)
+    loans = blocks.lend(4)
     assert [loan.key for loan in loans] == keys[:4]
     blocks.take_back(loans[2:], saved=True)
     assert blocks.ready == 2
@@ -249,7 +250,7 @@ def test_saved_pages_go_first_among_the_coldest_eighth_and_no_others():
 
 def test_a_loan_leaves_the_recency_as_it_was():
     blocks, keys = cached_pages(16)
-    blocks.take_back(blocks.lend(2, 2), saved=False)
+    blocks.take_back(blocks.lend(2), saved=False)
     blocks.allocate_apart(2)
     assert blocks.count_cached(keys) == 0
     assert [blocks.page_of(key) for key in keys[:3]] == [None, None, 3]
