@@ -30,6 +30,10 @@ from engine.pages.pools import PoolError, pool_type
 from engine.sampling import Sampler
 from engine.schedule.policies import POLICIES
 from engine.schedule.scheduler import Scheduler
+from engine.tiers.build import StoreConfig, build_tiers
+from engine.tiers.protocol import PageTiers
+from engine.tiers.stores.protocol import StoreError
+from engine.tiers.touching import HostMemoryError
 from engine.types import EngineLoad, ModelInfo, Request, Sink, TokenRecord
 
 log = logging.getLogger("baton.engine")
@@ -88,7 +92,7 @@ class Engine:
         sampler = Sampler(config.max_sequences, info.vocab_size, device, info.eos_token_ids)
         executor = _build_executor(config, loaded, pool, sampler, progress)
         profiler = StepProfiler(nvtx=device.type == "cuda")
-        scheduler = _scheduler(config, pool, sampler)
+        scheduler = _scheduler(config, pool, sampler, info.fingerprint)
         return cls(info, pool, StepLoop(scheduler, executor, profiler))
 
     @property
@@ -332,7 +336,26 @@ def _model_info(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> Mode
     )
 
 
-def _scheduler(config: EngineConfig, pool: KvPool, sampler: Sampler) -> Scheduler:
+def _scheduler(config: EngineConfig, pool: KvPool, sampler: Sampler, fingerprint: str) -> Scheduler:
     watch = PagePoison(pool.data) if config.poison_freed_pages else None
     blocks = BlockManager(pool.num_pages, EVICTION_POLICIES[config.eviction](), watch)
-    return Scheduler(config, blocks, sampler, POLICIES[config.scheduling]())
+    tiers = _build_tiers(config, pool, blocks, fingerprint)
+    return Scheduler(config, blocks, sampler, POLICIES[config.scheduling](), tiers)
+
+
+def _build_tiers(
+    config: EngineConfig, pool: KvPool, blocks: BlockManager, fingerprint: str
+) -> PageTiers:
+    if config.kv_host_bytes and not config.prefix_cache:
+        raise EngineError("kv_host_gib needs prefix_cache: pages are found by their keys")
+    if config.kv_stores and not config.kv_host_bytes:
+        raise EngineError("kv_store needs kv_host_gib: pages come and go through host memory")
+    stores = StoreConfig(
+        config.kv_stores, config.kv_secret_file, fingerprint, (0, pool.num_kv_heads)
+    )
+    try:
+        return build_tiers(
+            config.kv_host_bytes, pool.data, blocks, config.eviction, config.page_size, stores
+        )
+    except (HostMemoryError, StoreError, ValueError) as error:
+        raise EngineError(str(error)) from error

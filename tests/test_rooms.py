@@ -26,6 +26,8 @@ FLOORS = (
         "engine.masks",
         "engine.sampling",
         "engine.pages",
+        "engine.tiers",
+        "engine.tiers.stores",
         "engine.schedule",
         "engine.loop",
         "engine.cuda",

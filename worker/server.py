@@ -100,6 +100,8 @@ class Worker:
         )
         self.metrics.watch_refusals(lambda: self._net.refusals.counts)
         self._watch_gpu()
+        if engine.load().tiers is not None:
+            self.metrics.watch_tiers(engine.load)
         self.services = self._make_services()
         self.services.peers.held_against = self.services.peers_to_avoid
         self.metrics.watch_overdue(self.services.overdue)

@@ -20,6 +20,7 @@ from baton.process.settings import (
     Addresses,
     Advertised,
     OtlpEndpoint,
+    Words,
 )
 from baton.tls import TlsFiles
 from telemetry.failpoints import check as check_failpoints
@@ -148,6 +149,15 @@ class WorkerSettings(BaseModel):
     kv_memory_gib: float = Field(default=0, ge=0)
     """Sets the memory of the KV pool, GiB. 0: on a GPU the rest of `gpu_memory_utilization` beside
     the largest step, on a CPU 1 GiB."""
+    kv_host_gib: float = Field(default=0, ge=0)
+    """Sets the host memory for KV pages that the pool evicts or that preempted requests held, GiB.
+    They are loaded again where that is sooner than computing them. 0: none."""
+    kv_store: Words = ()
+    """Lists stores below the host memory, with commas between: `disk:PATH?gib=N`, `dir:PATH?gib=N`,
+    `mooncake://HOST:PORT` or an installed package's. They need `kv_host_gib`."""
+    kv_secret_file: str = ""
+    """Names a file with a secret of at least 16 bytes, the same on all workers. It signs the KV in
+    stores to which others can write, which need it."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Limits the share of the GPU's memory that the worker takes in all, if `kv_memory_gib` is
     0."""
@@ -184,6 +194,11 @@ class WorkerSettings(BaseModel):
     """Holds rarely needed settings: the table `[worker.debug]`."""
 
     @property
+    def kv_host_bytes(self) -> int:
+        """`kv_host_gib` in bytes."""
+        return int(self.kv_host_gib * (1 << 30))
+
+    @property
     def kv_memory_bytes(self) -> int:
         """`kv_memory_gib` in bytes."""
         return int(self.kv_memory_gib * (1 << 30))
@@ -213,6 +228,14 @@ class WorkerSettings(BaseModel):
     def _one_place_names_the_gpu(self) -> WorkerSettings:
         if self.gpu_slots_dir and self.device.startswith("cuda:"):
             raise ValueError("device must leave the choice of the GPU to gpu_slots_dir")
+        return self
+
+    @model_validator(mode="after")
+    def _tiers_find_pages_by_their_keys(self) -> WorkerSettings:
+        if self.kv_host_gib and not self.prefix_cache:
+            raise ValueError("kv_host_gib needs prefix_cache: pages are found by their keys")
+        if self.kv_store and not self.kv_host_gib:
+            raise ValueError("kv_store needs kv_host_gib: pages pass through host memory")
         return self
 
     @model_validator(mode="after")

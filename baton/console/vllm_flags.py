@@ -56,7 +56,7 @@ FLAGS: Final[Mapping[str, str]] = {
     "--speculative-config": "not yet: there is no speculative decoding",
     "--ssl-certfile": "nothing: end TLS in a proxy in front of the router",
     "--ssl-keyfile": "nothing: end TLS in a proxy in front of the router",
-    "--swap-space": "not yet: KV that leaves the pool is computed again",
+    "--swap-space": "`--kv-host-gib` of `baton worker`",
     "--tensor-parallel-size": _ONE_GPU,
     "-tp": _ONE_GPU,
     "--tokenizer": "nothing: the tokenizer is in the model's folder",

@@ -131,6 +131,25 @@ DECLARED: Final[Mapping[str, Declared]] = {
     Metric.KV_DAMAGED_PAGES: Declared(
         "counter", "Free pages that were written to; counted only with poison_freed_pages."
     ),
+    # Worker: tiers below the KV pool.
+    Metric.TIER_LOADED_TOKENS: Declared(
+        "counter", "Prompt tokens whose KV was loaded into the pool, by tier.", ("tier",)
+    ),
+    Metric.TIER_DECISIONS: Declared(
+        "counter",
+        "Prompts with KV below the pool: loaded, or the reason why not.",
+        ("decision",),
+    ),
+    Metric.TIER_BYTES: Declared(
+        "counter", "Bytes of KV copied between the pool, host and stores.", ("path",)
+    ),
+    Metric.TIER_BANDWIDTH: Declared(
+        "gauge", "Rate of such copies lately, bytes a second.", ("path",)
+    ),
+    Metric.TIER_FAILURES: Declared(
+        "counter", "Such copies that were late, failed or were dropped.", ("path",)
+    ),
+    Metric.TIER_SLOTS: Declared("gauge", "Host slots for pages, by state.", ("state",)),
     # Worker: KV transfer.
     Metric.SECOND_TOKEN_GAP: Declared(
         "histogram",
