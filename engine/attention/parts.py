@@ -64,7 +64,7 @@ class TileSet(NamedTuple):
     small: Tiles
 
 
-LARGE, MIDDLE, SMALL = Tiles(128, 4, 3), Tiles(64, 2, 3), Tiles(32, 2, 4)
+LARGE, MIDDLE, SMALL = Tiles(128, 4, 3), Tiles(64, 4, 3), Tiles(32, 2, 4)
 OF_FEW = Tiles(64, 2, 3)
 PLAIN = TileSet(OF_FEW, LARGE, LARGE, MIDDLE, SMALL)
 """For 16 bits."""
