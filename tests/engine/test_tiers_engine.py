@@ -17,6 +17,7 @@ from engine.tiers.arena import HostArena
 from engine.tiers.lanes import measure
 from engine.tiers.movers import CpuMover
 from engine.tiers.touching import HostMemoryError
+from engine.types import SamplingParams
 from telemetry import failpoints
 
 MIB = 1 << 20
@@ -48,23 +49,43 @@ def talk(engine: Engine, prompts: list[list[int]], rounds: int) -> list[list[lis
 
 
 @pytest.mark.parametrize(
-    ("count", "rounds"), [(40, 2), pytest.param(200, 3, marks=pytest.mark.slow)]
+    ("count", "rounds", "precision"),
+    [
+        (40, 2, "auto"),
+        pytest.param(200, 3, "auto", marks=pytest.mark.slow),
+        pytest.param(200, 2, "fp8", marks=pytest.mark.slow),
+    ],
 )
-def test_a_small_pool_over_a_host_tier_speaks_as_a_large_one(path, count, rounds):
+def test_a_small_pool_over_a_host_tier_speaks_as_a_large_one(path, count, rounds, precision):
     prompts = conversations(count)
-    large = build(path, num_pages=200 * 8)
+    large = build(path, num_pages=200 * 8, kv_cache_dtype=precision)
     want = talk(large, prompts, rounds)
     large.stop()
-    small = build(path, **SMALL)
+    small = build(path, **SMALL, kv_cache_dtype=precision)
     try:
         assert talk(small, prompts, rounds) == want
         counts = small.load().tiers
-        print(counts)
         assert counts.loaded_tokens["host"] > count * 16 * (rounds - 1)
         assert counts.late == {}
         check_baseline(small)
     finally:
         small.stop()
+
+
+def test_choices_and_seeded_draws_over_a_host_tier(path):
+    """What is drawn the second time comes from loaded pages, and is the same."""
+    sampling = SamplingParams(temperature=0.9, top_p=0.95, seed=5)
+    prompts = conversations(20)
+    small = build(path, **SMALL)
+    said = []
+    for _ in range(2):
+        runs = [submit(small, prompt, 8, choices=2, sampling=sampling) for prompt in prompts]
+        finish(*runs)
+        said.append([run.tokens for run in runs])
+    assert small.load().tiers.loaded_tokens["host"] > 0
+    check_baseline(small)
+    small.stop()
+    assert said[0] == said[1]
 
 
 def test_preempted_sequences_are_swapped_and_speak_as_if_they_never_were(path):
@@ -85,7 +106,7 @@ def test_preempted_sequences_are_swapped_and_speak_as_if_they_never_were(path):
 
 
 @pytest.mark.parametrize("lane", ["save", "load"])
-@pytest.mark.parametrize("action", ["raise", "sleep:0.3"])
+@pytest.mark.parametrize("action", [pytest.param("raise", marks=pytest.mark.slow), "sleep:0.3"])
 def test_copies_that_fail_or_are_late_cost_time_alone(path, lane, action):
     prompts = conversations(24)
     large = build(path, num_pages=800)
