@@ -51,7 +51,7 @@ def talk(engine: Engine, prompts: list[list[int]], rounds: int) -> list[list[lis
 @pytest.mark.parametrize(
     ("count", "rounds", "precision"),
     [
-        (40, 2, "auto"),
+        (24, 2, "auto"),
         pytest.param(200, 3, "auto", marks=pytest.mark.slow),
         pytest.param(200, 2, "fp8", marks=pytest.mark.slow),
     ],
@@ -72,6 +72,7 @@ def test_a_small_pool_over_a_host_tier_speaks_as_a_large_one(path, count, rounds
         small.stop()
 
 
+@pytest.mark.slow
 def test_choices_and_seeded_draws_over_a_host_tier(path):
     """What is drawn the second time comes from loaded pages, and is the same."""
     sampling = SamplingParams(temperature=0.9, top_p=0.95, seed=5)
@@ -90,11 +91,11 @@ def test_choices_and_seeded_draws_over_a_host_tier(path):
 
 def test_preempted_sequences_are_swapped_and_speak_as_if_they_never_were(path):
     rng = np.random.default_rng(8)
-    prompts = [rng.integers(1, 384, 12).tolist() for _ in range(8)]
+    prompts = [rng.integers(1, 384, 12).tolist() for _ in range(6)]
     outputs = []
-    for options in ({"num_pages": 200}, {**SMALL, "max_sequences": 8}):
+    for options in ({"num_pages": 200}, {**SMALL, "max_sequences": 6}):
         engine = build(path, **options)
-        runs = [submit(engine, prompt, 100) for prompt in prompts]
+        runs = [submit(engine, prompt, 120) for prompt in prompts]
         finish(*runs)
         outputs.append([run.tokens for run in runs])
         load = engine.load()
@@ -105,8 +106,15 @@ def test_preempted_sequences_are_swapped_and_speak_as_if_they_never_were(path):
     assert outputs[0] == outputs[1]
 
 
-@pytest.mark.parametrize("lane", ["save", "load"])
-@pytest.mark.parametrize("action", [pytest.param("raise", marks=pytest.mark.slow), "sleep:0.3"])
+@pytest.mark.parametrize(
+    ("lane", "action"),
+    [
+        ("load", "sleep:0.3"),
+        pytest.param("load", "raise", marks=pytest.mark.slow),
+        pytest.param("save", "sleep:0.3", marks=pytest.mark.slow),
+        pytest.param("save", "raise", marks=pytest.mark.slow),
+    ],
+)
 def test_copies_that_fail_or_are_late_cost_time_alone(path, lane, action):
     prompts = conversations(24)
     large = build(path, num_pages=800)
