@@ -3,7 +3,8 @@
 python -m bench.kv_tiers link [--gib 8] [--page-kib 2048]
     copies by the lanes' mover against plain copies of pinned memory, each way and both at once
 python -m bench.kv_tiers engine MODEL [--host-gib 64] [--kv-gib 16] [--dummy]
-    steps of 64 rows beside saves of 4 GB/s; 8,000 tokens from the host tier; 2,000 swapped
+    8,000 and 2,000 tokens from the host tier, the way of a swapped sequence; a preemption; steps
+    of 64 rows beside saves of 4 GB/s
 python -m bench.kv_tiers disk FOLDER [--gib 8] [--page-kib 2048]
     a disk store's rates, by its child process
 python -m bench.kv_tiers steps [--runs 5]
@@ -181,15 +182,17 @@ def engine(model: str, host_gib: float, kv_gib: float, load_format: str) -> None
     try:
         for tokens in (8000, 8000):
             clients.run(clients.prompt(min(tokens, built.model.max_context_tokens - 64)))
-        _from_host(built, clients)
+        _from_host(built, clients, 8000)
+        _from_host(built, clients, 2000)
         _swapped(built, clients)
         _beside_saves(built, clients, steps)
     finally:
         built.stop()
 
 
-def _from_host(built: Engine, clients: Clients) -> None:
-    tokens = min(8000, built.model.max_context_tokens - 64)
+def _from_host(built: Engine, clients: Clients, wanted: int) -> None:
+    """A prompt whose pages were evicted. A swapped sequence comes back in the same way."""
+    tokens = min(wanted, built.model.max_context_tokens - 64)
     computed, loaded = [], []
     for _ in range(RUNS):
         prompt = clients.prompt(tokens)

@@ -35,7 +35,7 @@ STORED_AT_ONCE: Final = 4
 """Objects that are being stored at a time."""
 _LOOKS: Final = 16
 """Slots that are looked at in a turn to find an object to store."""
-_REST_S: Final = 0.1
+_REST_S: Final = 0.02
 """Time between looks if there was nothing to store, seconds."""
 
 
@@ -259,15 +259,17 @@ class StoreTiers:
         host = self._host
         if host.ready >= host.total // READY_SHARE or now < self._rest_until_s:
             return
+        busy = len(self._storing)
         for _ in range(_LOOKS):
             if len(self._storing) >= STORED_AT_ONCE * len(self.processes):
                 return
             loans = host.lend(1)
             if not loans:
-                self._rest_until_s = now + _REST_S
-                return
-            host.take_back(loans, saved=False)
+                break
+            host.take_back(loans, saved=False)  # Where it cannot be stored, it is the last again.
             self._store(self._group_of.get(loans[0].key, ()))
+        if len(self._storing) == busy:
+            self._rest_until_s = now + _REST_S
 
     def _store(self, group: Sequence[bytes]) -> None:
         """Stores an object if all its pages are in slots."""

@@ -66,9 +66,14 @@ class Arena:
     @classmethod
     def start(cls, topology: Topology, model: Path, logs: Path, certs: str = "") -> Arena:
         """Returns when the cluster serves, over TLS if there are certificates."""
+        tiers = {
+            name: {"kv_host_gib": 0.003, "kv_store": f"disk:{logs}/{name}-kv?gib=0.05"}
+            for name in topology.workers
+        }
         cluster = make_cluster(
             model,
             logs,
+            own=tiers if topology.tiers else None,
             prefill=topology.prefill,
             decode=topology.decode,
             both=topology.both,

@@ -95,6 +95,8 @@ ROUTER_POINTS: Final = (
     "router.received~tokens",
     "router.received~finished",
 )
+TIER_POINTS: Final = ("tiers.save", "tiers.load")
+"""Of every worker, if there are tiers."""
 BOTH_POINTS: Final = ("decode.submitted", "decode.tokens", "decode.ended", "worker.wrote~tokens")
 MAX_NTH: Final = {"decode.tokens": 120, "worker.wrote~tokens": 40, "prefill.chunk": 12}
 
@@ -110,6 +112,8 @@ class Topology:
     """Of each pool; few make sequences wait and be preempted."""
     tcp: bool = False
     """Pages go over TCP, though shared memory would do."""
+    tiers: bool = False
+    """Pages that a pool evicts go to host memory and to a disk."""
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -192,7 +196,7 @@ class RunPlan:
         shape = self.topology
         faults = "; ".join(map(str, self.faults)) or "no fault"
         workers = f"{shape.prefill}P {shape.decode}D {shape.both}B x {shape.num_pages} pages"
-        workers += " over TCP" * shape.tcp
+        workers += " over TCP" * shape.tcp + " over tiers" * shape.tiers
         return f"run {self.number} of seed {self.seed}: {workers}, {len(self.asks)} asks, {faults}"
 
 
@@ -203,7 +207,9 @@ def topology_of(seed: int, number: int) -> Topology:
     first, tight, over_tcp = rng.randrange(len(TOPOLOGIES)), rng.randrange(2), rng.randrange(3)
     topology = TOPOLOGIES[(first + block) % len(TOPOLOGIES)]
     topology = replace(topology, tcp=block % 3 == over_tcp)
-    return replace(topology, num_pages=TIGHT_PAGES) if block % 2 == tight else topology
+    if block % 2 != tight:
+        return topology
+    return replace(topology, num_pages=TIGHT_PAGES, tiers=block // 2 % 2 == 0)
 
 
 def plan_run(seed: int, number: int) -> RunPlan:
@@ -318,7 +324,7 @@ def _fault(rng: random.Random, kind: FaultKind, topology: Topology) -> Fault:
             return Fault(kind, at_s, target, lasts_s=lasts_s)
         case "failpoint":
             somebody = rng.choice((*topology.workers, "router"))
-            return _at_failpoint(rng, somebody, restart_after_s)
+            return _at_failpoint(rng, topology, somebody, restart_after_s)
         case "stall_thread":
             point = rng.choice(("engine.turn", "engine.step", "transfer.before_push"))
             spec = f"{point}=sleep:{rng.choice((0.5, 4.5))}@{rng.randint(1, 6)}"
@@ -335,14 +341,18 @@ def _fault(rng: random.Random, kind: FaultKind, topology: Topology) -> Fault:
             raise ValueError(kind)
 
 
-def _at_failpoint(rng: random.Random, target: str, restart_after_s: float) -> Fault:
+def _at_failpoint(
+    rng: random.Random, topology: Topology, target: str, restart_after_s: float
+) -> Fault:
     points = {
         "prefill": PREFILL_POINTS,
         "decode": DECODE_POINTS,
         "both": BOTH_POINTS,
         "router": ROUTER_POINTS,
     }
-    point = rng.choice(points[target.partition("-")[0]])
+    role = target.partition("-")[0]
+    more = TIER_POINTS if topology.tiers and role != "router" else ()
+    point = rng.choice(points[role] + more)
     name, tilde, key = point.partition("~")
     nth = rng.randint(1, MAX_NTH.get(point, 4))
     ending = rng.choice(ENDINGS)

@@ -364,8 +364,18 @@ def test_aborted_reservation_is_quarantined_until_release():
 
 
 @pytest.mark.parametrize("lacks_memory", [False, True])
-@pytest.mark.parametrize("host_slots", [0, 12, 60])
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize(
+    ("host_slots", "seed"),
+    [
+        *((0, seed) for seed in range(30)),
+        *((slots, seed) for slots in (12, 60) for seed in range(8)),
+        *(
+            pytest.param(slots, seed, marks=pytest.mark.slow)
+            for slots in (12, 60)
+            for seed in range(8, 100)
+        ),
+    ],
+)
 def test_random_operations_keep_every_promise(seed, lacks_memory, host_slots):
     """With a host tier copies end late, out of step or not at all, and some fail."""
     rng = random.Random(seed)

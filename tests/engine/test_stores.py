@@ -8,6 +8,7 @@ import os
 import queue
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -160,6 +161,24 @@ def test_a_full_disk_is_an_error_and_leaves_the_store_as_it_was(tmp_path, monkey
         assert store.lookup([name]) == [False]
         assert store.store([name], [buffers]) == [True]
         store.close()
+
+
+def test_the_store_of_the_page_is_a_store():
+    page = (Path(__file__).parents[2] / "docs" / "tiers.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    assert len(code.splitlines()) <= 40
+    names: dict = {}
+    exec(code, names)
+    store = names["make"]("memory:2", OBJECT)
+    written = dict(sealed(FORM, bytes([i]) * 32) for i in range(3))
+    assert store.store(list(written), list(written.values())) == [True] * 3
+    assert store.lookup(list(written)) == [False, True, True]
+    read = [parts(0) for _ in range(3)]
+    assert store.load(list(written), read) == [False, True, True]
+    assert all(FORM.is_whole(name, one) for name, one in list(zip(written, read, strict=True))[1:])
+    store.remove(list(written))
+    assert store.lookup(list(written)) == [False] * 3
+    store.close()
 
 
 class Ends:

@@ -124,6 +124,7 @@ def test_objects_come_back_from_a_server(address, secret):
         ends.process.stop()
 
 
+@pytest.mark.slow
 def test_an_engine_over_a_server(address, path, want, secret):  # noqa: F811
     engine = build(path, **SMALL, kv_stores=(address,), kv_secret_file=secret)
     speaks(engine, want)

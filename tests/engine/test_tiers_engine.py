@@ -17,6 +17,7 @@ from engine.tiers.arena import HostArena
 from engine.tiers.lanes import measure
 from engine.tiers.movers import CpuMover
 from engine.tiers.touching import HostMemoryError
+from engine.types import SamplingParams
 from telemetry import failpoints
 
 MIB = 1 << 20
@@ -48,18 +49,22 @@ def talk(engine: Engine, prompts: list[list[int]], rounds: int) -> list[list[lis
 
 
 @pytest.mark.parametrize(
-    ("count", "rounds"), [(40, 2), pytest.param(200, 3, marks=pytest.mark.slow)]
+    ("count", "rounds", "precision"),
+    [
+        (24, 2, "auto"),
+        pytest.param(200, 3, "auto", marks=pytest.mark.slow),
+        pytest.param(200, 2, "fp8", marks=pytest.mark.slow),
+    ],
 )
-def test_a_small_pool_over_a_host_tier_speaks_as_a_large_one(path, count, rounds):
+def test_a_small_pool_over_a_host_tier_speaks_as_a_large_one(path, count, rounds, precision):
     prompts = conversations(count)
-    large = build(path, num_pages=200 * 8)
+    large = build(path, num_pages=200 * 8, kv_cache_dtype=precision)
     want = talk(large, prompts, rounds)
     large.stop()
-    small = build(path, **SMALL)
+    small = build(path, **SMALL, kv_cache_dtype=precision)
     try:
         assert talk(small, prompts, rounds) == want
         counts = small.load().tiers
-        print(counts)
         assert counts.loaded_tokens["host"] > count * 16 * (rounds - 1)
         assert counts.late == {}
         check_baseline(small)
@@ -67,13 +72,30 @@ def test_a_small_pool_over_a_host_tier_speaks_as_a_large_one(path, count, rounds
         small.stop()
 
 
+@pytest.mark.slow
+def test_choices_and_seeded_draws_over_a_host_tier(path):
+    """What is drawn the second time comes from loaded pages, and is the same."""
+    sampling = SamplingParams(temperature=0.9, top_p=0.95, seed=5)
+    prompts = conversations(20)
+    small = build(path, **SMALL)
+    said = []
+    for _ in range(2):
+        runs = [submit(small, prompt, 8, choices=2, sampling=sampling) for prompt in prompts]
+        finish(*runs)
+        said.append([run.tokens for run in runs])
+    assert small.load().tiers.loaded_tokens["host"] > 0
+    check_baseline(small)
+    small.stop()
+    assert said[0] == said[1]
+
+
 def test_preempted_sequences_are_swapped_and_speak_as_if_they_never_were(path):
     rng = np.random.default_rng(8)
-    prompts = [rng.integers(1, 384, 12).tolist() for _ in range(8)]
+    prompts = [rng.integers(1, 384, 12).tolist() for _ in range(6)]
     outputs = []
-    for options in ({"num_pages": 200}, {**SMALL, "max_sequences": 8}):
+    for options in ({"num_pages": 200}, {**SMALL, "max_sequences": 6}):
         engine = build(path, **options)
-        runs = [submit(engine, prompt, 100) for prompt in prompts]
+        runs = [submit(engine, prompt, 120) for prompt in prompts]
         finish(*runs)
         outputs.append([run.tokens for run in runs])
         load = engine.load()
@@ -84,8 +106,15 @@ def test_preempted_sequences_are_swapped_and_speak_as_if_they_never_were(path):
     assert outputs[0] == outputs[1]
 
 
-@pytest.mark.parametrize("lane", ["save", "load"])
-@pytest.mark.parametrize("action", ["raise", "sleep:0.3"])
+@pytest.mark.parametrize(
+    ("lane", "action"),
+    [
+        ("load", "sleep:0.3"),
+        pytest.param("load", "raise", marks=pytest.mark.slow),
+        pytest.param("save", "sleep:0.3", marks=pytest.mark.slow),
+        pytest.param("save", "raise", marks=pytest.mark.slow),
+    ],
+)
 def test_copies_that_fail_or_are_late_cost_time_alone(path, lane, action):
     prompts = conversations(24)
     large = build(path, num_pages=800)

@@ -63,13 +63,12 @@ def speaks(engine: Engine, want) -> None:
         raise
 
 
-@pytest.mark.parametrize("kind", ["disk", "dir"])
+@pytest.mark.parametrize("kind", ["disk", pytest.param("dir", marks=pytest.mark.slow)])
 def test_a_store_below_a_small_host_tier(path, want, tmp_path, secret, kind):
     address = f"{kind}:{tmp_path}/kv?gib=0.1"
     engine = build(path, **SMALL, kv_stores=(address,), kv_secret_file=secret)
     speaks(engine, want)
     loaded = engine.load().tiers.loaded_tokens
-    print(engine.load().tiers)
     engine.stop()
     assert loaded[kind] >= 256
     again = build(path, **SMALL, kv_stores=(address,), kv_secret_file=secret)
@@ -81,6 +80,7 @@ def test_a_store_below_a_small_host_tier(path, want, tmp_path, secret, kind):
     again.stop()
 
 
+@pytest.mark.slow
 def test_two_stores(path, want, tmp_path, secret):
     addresses = tuple(f"{kind}:{tmp_path}/{kind}?gib=0.1" for kind in ("disk", "dir"))
     engine = build(path, **SMALL, kv_stores=addresses, kv_secret_file=secret)
@@ -91,14 +91,19 @@ def test_two_stores(path, want, tmp_path, secret):
     assert moved["dir store"] > 0
 
 
-@pytest.mark.parametrize("point", ["store.lookup", "store.load", "store.loaded", "store.store"])
+POINTS = ("store.lookup", "store.load", "store.loaded", "store.store")
+FAULTS = [(point, action) for point in POINTS for action in ("raise", "sleep:0.4", "hang", "kill")]
+
+
 @pytest.mark.parametrize(
-    "action",
+    ("point", "action"),
     [
-        "kill",
-        pytest.param("raise", marks=pytest.mark.slow),
-        pytest.param("sleep:0.4", marks=pytest.mark.slow),
-        pytest.param("hang", marks=pytest.mark.slow),
+        ("store.loaded", "kill"),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in FAULTS
+            if one != ("store.loaded", "kill")
+        ),
     ],
 )
 def test_a_store_that_fails_costs_time_alone(path, want, tmp_path, point, action):
@@ -111,6 +116,7 @@ def test_a_store_that_fails_costs_time_alone(path, want, tmp_path, point, action
     engine.stop()
 
 
+@pytest.mark.slow
 def test_damage_on_the_disk_is_a_miss(path, want, tmp_path):
     address = f"disk:{tmp_path}/kv?gib=0.01"
     engine = build(path, **SMALL, kv_stores=(address,))
