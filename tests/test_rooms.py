@@ -26,6 +26,7 @@ FLOORS = (
         "engine.masks",
         "engine.sampling",
         "engine.pages",
+        "engine.ranks",
         "engine.schedule",
         "engine.loop",
         "engine.cuda",

@@ -1,0 +1,127 @@
+"""Collectives: what the ranks of a worker do together. All of them call the same, in one order.
+
+A faster all-reduce is another `Collective`: the model and the executors know only the protocol.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+LONGEST_S: Final = 3600.0
+"""Longest wait for another rank, seconds. It only bounds what nobody watches: the watchdog ends a
+worker whose step hangs, and a rank that dies closes its connections."""
+LOOPBACK: Final = "127.0.0.1"
+
+
+class Collective(Protocol):
+    """Ranks count from 0, and rank 0 has the scheduler and the sampler."""
+
+    rank: int
+    size: int
+    """Number of ranks."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' `x`, with the same bits on all of them. `x` is overwritten."""
+        ...
+
+    def gather(self, x: Tensor, width: int) -> Tensor:
+        """Puts columns side by side on rank 0.
+
+        Args:
+            x: this rank's columns, [R, C]. All ranks have `width / size`, rounded up; the last may
+                have fewer.
+            width: columns of all ranks.
+
+        Returns:
+            [R, width] on rank 0; elsewhere this rank's own.
+        """
+        ...
+
+    def broadcast(self, x: Tensor) -> None:
+        """Overwrites `x` with that of rank 0."""
+        ...
+
+    def barrier(self) -> None:
+        """Returns, or on a GPU goes on, when all ranks have come here."""
+        ...
+
+
+class Alone:
+    """The only rank."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See `Collective`."""
+        return x
+
+    def gather(self, x: Tensor, width: int) -> Tensor:
+        """See `Collective`."""
+        return x
+
+    def broadcast(self, x: Tensor) -> None:
+        """See `Collective`."""
+
+    def barrier(self) -> None:
+        """See `Collective`."""
+
+
+class GlooCollective:
+    """Ranks on CPUs, by torch.distributed's gloo over loopback. It waits without spinning.
+
+    The group is an object of its own and not torch's default group: `LLM` runs in processes that may
+    have one. Its sums have one order for each element, so all ranks get the same bits.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        """Not joined yet: see `join`."""
+        self.rank = rank
+        self.size = size
+
+    def join(self, store: Path) -> None:
+        """Meets the other ranks. Blocks until all have come.
+
+        Args:
+            store: a file that does not exist yet, the same for all ranks.
+        """
+        options = dist.ProcessGroupGloo._Options()
+        device = dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)
+        options._devices = [device]
+        options._timeout = timedelta(seconds=LONGEST_S)
+        file = dist.FileStore(str(store), self.size)
+        # torch's stubs lack most of its methods.
+        self._group: Any = dist.ProcessGroupGloo(file, self.rank, self.size, options)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See `Collective`."""
+        self._group.allreduce([x]).wait()
+        return x
+
+    def gather(self, x: Tensor, width: int) -> Tensor:
+        """See `Collective`."""
+        each = -(-width // self.size)
+        x = F.pad(x, (0, each - x.shape[1])).contiguous()
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        if self.rank:
+            self._group.gather([], [x], options).wait()
+            return x
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        self._group.gather([parts], [x], options).wait()
+        return torch.cat(parts, dim=1)[:, :width].contiguous()
+
+    def broadcast(self, x: Tensor) -> None:
+        """See `Collective`."""
+        self._group.broadcast(x, 0).wait()
+
+    def barrier(self) -> None:
+        """See `Collective`."""
+        self._group.barrier().wait()
