@@ -3,8 +3,8 @@
 The config has their differences (biases, norms on q and k, windows, rope, tied embeddings). The
 three projections of attention are one weight, and so are gate and up, for one product each.
 
-One of several ranks holds its part of the weights (`engine.model.shard`). Behind output and down the
-ranks add up.
+One of several ranks holds its part of the weights (`engine.model.shard`). Behind output and down
+the ranks add up.
 
 Shapes: T tokens of a step, H hidden size, Hq query heads, Hkv KV heads, D head dimension.
 """

@@ -14,6 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+_dist: Any = dist
+"""torch's stubs lack most of what is used here."""
 LONGEST_S: Final = 3600.0
 """Longest wait for another rank, seconds. It only bounds what nobody watches: the watchdog ends a
 worker whose step hangs, and a rank that dies closes its connections."""
@@ -77,8 +79,8 @@ class Alone:
 class GlooCollective:
     """Ranks on CPUs, by torch.distributed's gloo over loopback. It waits without spinning.
 
-    The group is an object of its own and not torch's default group: `LLM` runs in processes that may
-    have one. Its sums have one order for each element, so all ranks get the same bits.
+    The group is an object of its own and not torch's default one, which a user's process may have
+    for itself. Its sums have one order for each element, so all ranks get the same bits.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -92,13 +94,12 @@ class GlooCollective:
         Args:
             store: a file that does not exist yet, the same for all ranks.
         """
-        options = dist.ProcessGroupGloo._Options()
-        device = dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)
+        options = _dist.ProcessGroupGloo._Options()
+        device = _dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)
         options._devices = [device]
         options._timeout = timedelta(seconds=LONGEST_S)
-        file = dist.FileStore(str(store), self.size)
-        # torch's stubs lack most of its methods.
-        self._group: Any = dist.ProcessGroupGloo(file, self.rank, self.size, options)
+        file = _dist.FileStore(str(store), self.size)
+        self._group = _dist.ProcessGroupGloo(file, self.rank, self.size, options)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `Collective`."""
@@ -109,7 +110,7 @@ class GlooCollective:
         """See `Collective`."""
         each = -(-width // self.size)
         x = F.pad(x, (0, each - x.shape[1])).contiguous()
-        options = dist.GatherOptions()
+        options = _dist.GatherOptions()
         options.rootRank = 0
         if self.rank:
             self._group.gather([], [x], options).wait()

@@ -16,6 +16,7 @@ from engine.model.region import Range, Region
 
 MODULE = "model.layers.0.self_attn.q_proj"
 SHAPES = {MODULE: (144, 160), "model.layers.0.mlp.down_proj": (160, 288)}
+WHOLE = Region.whole(*SHAPES[MODULE])
 COMPRESSED = [form for form in FORMS if form.startswith(("compressed", "pack"))]
 
 
@@ -183,18 +184,14 @@ def test_four_bits_come_out_lowest_first():
 def test_a_symmetric_gptq_has_no_zero_points_and_an_asymmetric_one_has(opened):
     for name, has in (("gptq", False), ("gptq-asym", True), ("gptq-v2", True)):
         checkpoint = quantised(float_tensors(), name)
-        part = opened(checkpoint).read(
-            MODULE, Region.whole(*SHAPES[MODULE]), reader(checkpoint.tensors)
-        )
+        part = opened(checkpoint).read(MODULE, WHOLE, reader(checkpoint.tensors))
         assert (part.zero_points is not None) == has
 
 
 def test_a_gptq_zero_point_of_0_comes_back_from_15(opened):
     checkpoint = quantised(float_tensors(), "gptq-asym")
     checkpoint.tensors[f"{MODULE}.qzeros"].fill_(-1)
-    part = opened(checkpoint).read(
-        MODULE, Region.whole(*SHAPES[MODULE]), reader(checkpoint.tensors)
-    )
+    part = opened(checkpoint).read(MODULE, WHOLE, reader(checkpoint.tensors))
     assert part.zero_points is not None
     assert not part.zero_points.any()
 
@@ -214,7 +211,7 @@ def test_a_scale_that_is_not_finite_or_not_positive_is_refused_by_name(name, bad
     tensor = f"{MODULE}.{SCALES.get(name, 'weight_scale')}"
     checkpoint.tensors[tensor].flatten()[-1] = bad
     with pytest.raises(ModelError, match=f"{tensor} holds a scale that is not finite or not posit"):
-        opened(checkpoint).read(MODULE, Region.whole(*SHAPES[MODULE]), reader(checkpoint.tensors))
+        opened(checkpoint).read(MODULE, WHOLE, reader(checkpoint.tensors))
 
 
 @pytest.mark.parametrize("name", ["compressed-tensors-tensor-static", "fp8-static", "modelopt-fp8"])
@@ -222,7 +219,7 @@ def test_a_bad_input_scale_is_refused_by_name(name, opened):
     checkpoint = quantised(float_tensors(), name)
     checkpoint.tensors[f"{MODULE}.input_scale"].fill_(math.nan)
     with pytest.raises(ModelError, match=rf"{MODULE}\.input_scale"):
-        opened(checkpoint).read(MODULE, Region.whole(*SHAPES[MODULE]), reader(checkpoint.tensors))
+        opened(checkpoint).read(MODULE, WHOLE, reader(checkpoint.tensors))
 
 
 @pytest.mark.parametrize(
@@ -300,16 +297,16 @@ def test_act_order_is_refused_and_desc_act_in_plain_order_is_not(opened):
     assert checkpoint.config is not None
     checkpoint.config["desc_act"] = True
     form, get = opened(checkpoint), reader(checkpoint.tensors)
-    part = form.read(MODULE, Region.whole(*SHAPES[MODULE]), get)
+    part = form.read(MODULE, WHOLE, get)
     assert torch.equal(formula(part), checkpoint.weights[MODULE])
     order = checkpoint.tensors[f"{MODULE}.g_idx"]
     order[[0, -1]] = order[[-1, 0]]
     with pytest.raises(UnsupportedModelError, match=rf"{MODULE}\.g_idx .*act-order.*supported: d"):
-        form.read(MODULE, Region.whole(*SHAPES[MODULE]), get)
+        form.read(MODULE, WHOLE, get)
 
 
 def test_a_weight_shape_that_disagrees_is_refused(opened):
     checkpoint = quantised(float_tensors(), "pack-quantized-group")
     checkpoint.tensors[f"{MODULE}.weight_shape"][1] = 152
     with pytest.raises(ModelError, match=r"weight_shape is \[144, 152\], the config says \[144, 1"):
-        opened(checkpoint).read(MODULE, Region.whole(*SHAPES[MODULE]), reader(checkpoint.tensors))
+        opened(checkpoint).read(MODULE, WHOLE, reader(checkpoint.tensors))

@@ -114,8 +114,8 @@ class Format(Protocol):
         ...
 
     def read(self, module: str, region: Region, get: Get) -> Quantised:
-        """Reads a part of a quantised module's weight, which cuts no block and no group. `get` reads
-        its tensors, in an order that does not depend on the part.
+        """Reads a part of a quantised module's weight, which cuts no block and no group. `get`
+        reads its tensors, in an order that does not depend on the part.
 
         Raises:
             ModelError: a scale is not finite or not positive.
