@@ -66,6 +66,9 @@ POINTS: Final[Mapping[str, str]] = {
     # Engine.
     "engine.turn": "the step loop begins a turn (step thread)",
     "engine.step": "a step is about to run (the device's thread)",
+    # A rank other than 0, on its only thread; key: the rank.
+    "rank.load": "it is about to load its part of the model",
+    "rank.step": "a step came, and nothing of it is done yet",
     # Router, on the event loop.
     "router.received": "a worker's message is about to be handled; key: its kind",
 }

@@ -22,8 +22,15 @@ worker whose step hangs, and a rank that dies closes its connections."""
 LOOPBACK: Final = "127.0.0.1"
 
 
+class CollectiveError(Exception):
+    """Another rank is gone, or went wrong."""
+
+
 class Collective(Protocol):
-    """Ranks count from 0, and rank 0 has the scheduler and the sampler."""
+    """Ranks count from 0, and rank 0 has the scheduler and the sampler.
+
+    Where another rank is gone, an operation raises CollectiveError.
+    """
 
     rank: int
     size: int
@@ -103,7 +110,7 @@ class GlooCollective:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `Collective`."""
-        self._group.allreduce([x]).wait()
+        _wait(self._group.allreduce([x]))
         return x
 
     def gather(self, x: Tensor, width: int) -> Tensor:
@@ -113,16 +120,23 @@ class GlooCollective:
         options = _dist.GatherOptions()
         options.rootRank = 0
         if self.rank:
-            self._group.gather([], [x], options).wait()
+            _wait(self._group.gather([], [x], options))
             return x
         parts = [torch.empty_like(x) for _ in range(self.size)]
-        self._group.gather([parts], [x], options).wait()
+        _wait(self._group.gather([parts], [x], options))
         return torch.cat(parts, dim=1)[:, :width].contiguous()
 
     def broadcast(self, x: Tensor) -> None:
         """See `Collective`."""
-        self._group.broadcast(x, 0).wait()
+        _wait(self._group.broadcast(x, 0))
 
     def barrier(self) -> None:
         """See `Collective`."""
-        self._group.barrier().wait()
+        _wait(self._group.barrier())
+
+
+def _wait(work: Any) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise CollectiveError("the connection to another rank broke") from error
