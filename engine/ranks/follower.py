@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 import time
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 import zmq
@@ -57,7 +58,7 @@ class Follower:
         self._reports.connect(address(folder, REPORTS))
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.set_hwm(0)
-        self._inbox.connect(address(folder, steps_of(rank)))
+        self._inbox.bind(address(folder, steps_of(rank)))
 
     def run(self) -> int:
         """Loads, and repeats steps until rank 0 says stop. Returns the exit code."""
@@ -129,8 +130,8 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def main(folder: str, parent: str) -> int:
-    """Runs a rank that torchrun's environment names.
+def main(folder: str, parent: str) -> NoReturn:
+    """Runs a rank that torchrun's environment names. It never returns: nothing is left to tidy up.
 
     Args:
         folder: rank 0's private folder.
@@ -141,4 +142,6 @@ def main(folder: str, parent: str) -> int:
     logging.basicConfig(level=logging.WARNING, format=f"rank {rank}: %(levelname)s %(message)s")
     failpoints.arm(os.environ.get("BATON_DEBUG_FAILPOINTS", ""))
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    return Follower(Path(folder), rank, size).run()
+    code = Follower(Path(folder), rank, size).run()
+    sys.stderr.flush()
+    os._exit(code)

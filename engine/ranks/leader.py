@@ -153,7 +153,8 @@ class HostRanks:
         for rank in range(1, self._config.tp):
             socket = self._context.socket(zmq.PUSH)
             socket.set_hwm(0)
-            socket.bind(address(folder, steps_of(rank)))
+            # It connects, and the rank binds: so a send never waits for a rank that is gone.
+            socket.connect(address(folder, steps_of(rank)))
             self._steps.append(socket)
         self._keeper = Keeper(folder, self._config.tp, self._threads)
 
