@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -64,8 +63,6 @@ class Engine:
         self.pool = pool
         """Rank 0's part of the pages."""
         self.ranks = ranks or NoRanks()
-        self.lost = ""
-        """Why no step will run any more; empty: steps run. A lost device does not say."""
         self._loop = loop
         self._matchers = matchers or Matchers(model.path, model.vocab_size, model.eos_token_ids)
 
@@ -133,7 +130,7 @@ class Engine:
             on_lost: called on that thread when the device, or a rank, will run no further step.
         """
         self._loop.start(on_step, on_lost)
-        self.ranks.call_when_lost(self._lose)
+        self.ranks.call_when_lost(lambda _: self._loop.lose())
 
     def stop(self) -> None:
         """Stops the step loop. Remaining requests are dropped without an event."""
@@ -141,9 +138,10 @@ class Engine:
         self.ranks.close()
         self._matchers.close()
 
-    def _lose(self, reason: str) -> None:
-        self.lost = reason
-        self._loop.lose()
+    @property
+    def lost(self) -> str:
+        """Which rank is lost, and why; empty: none is. Then no step runs any more."""
+        return self.ranks.lost
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Accepts a request. A request that cannot run gets RequestFailed."""
@@ -188,13 +186,8 @@ class Engine:
 
 
 def _ranks(config: EngineConfig) -> Ranks:
-    """The other ranks, not started yet. On a CPU the ranks share its cores."""
-    if config.tp == 1:
-        return NoRanks()
-    threads = max(1, (os.cpu_count() or 1) // config.tp)
-    threads = min(threads, torch.get_num_threads())
-    torch.set_num_threads(threads)
-    return HostRanks(config, threads)
+    """The other ranks, not started yet."""
+    return NoRanks() if config.tp == 1 else HostRanks(config)
 
 
 def _resolve(config: EngineConfig) -> EngineConfig:

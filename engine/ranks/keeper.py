@@ -180,6 +180,7 @@ class Keeper:
                 process.wait()
         self._context.destroy(linger=0)
         os.close(self._wake)
+        os.close(self._waker)
 
 
 def _ending(code: int) -> str:

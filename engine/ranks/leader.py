@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 import numpy as np
+import torch
 import zmq
 from numpy.typing import NDArray
 
@@ -54,6 +55,11 @@ class Ranks(Protocol):
 
     collective: Collective
     """What all ranks do together."""
+
+    @property
+    def lost(self) -> str:
+        """Which rank is lost, and why; empty: none is."""
+        ...
 
     def start(self) -> None:
         """Starts them. It returns at once."""
@@ -97,6 +103,7 @@ class NoRanks:
 
     def __init__(self) -> None:
         self.collective: Collective = Alone()
+        self.lost = ""
 
     def start(self) -> None:
         """See `Ranks`."""
@@ -123,19 +130,16 @@ class NoRanks:
 
 
 class HostRanks:
-    """Ranks 1 to N - 1, processes of this host."""
+    """Ranks 1 to N - 1, processes of this host. All ranks divide the CPU threads that this process
+    had."""
 
-    def __init__(self, config: EngineConfig, threads: int) -> None:
-        """Starts nothing yet.
-
-        Args:
-            config: without values that depend on the device.
-            threads: CPU threads of each rank.
-        """
+    def __init__(self, config: EngineConfig) -> None:
+        """Starts nothing yet. No value of `config` depends on the device any more."""
         self._group = GlooCollective(0, config.tp)
         self.collective: Collective = self._group
         self._config = config
-        self._threads = threads
+        self._threads = torch.get_num_threads()
+        self._closed = False
         self._context = zmq.Context()
         self._steps: list[zmq.Socket[bytes]] = []
         self._folder: Path | None = None
@@ -145,6 +149,11 @@ class HostRanks:
     def pids(self) -> dict[int, int]:
         """Processes by rank."""
         return self._kept.pids
+
+    @property
+    def lost(self) -> str:
+        """See `Ranks`."""
+        return self._keeper.lost if self._keeper else ""
 
     def start(self) -> None:
         """See `Ranks`."""
@@ -156,7 +165,9 @@ class HostRanks:
             # It connects, and the rank binds: so a send never waits for a rank that is gone.
             socket.connect(address(folder, steps_of(rank)))
             self._steps.append(socket)
-        self._keeper = Keeper(folder, self._config.tp, self._threads)
+        threads = max(1, self._threads // self._config.tp)
+        torch.set_num_threads(threads)
+        self._keeper = Keeper(folder, self._config.tp, threads)
 
     def check(self) -> None:
         """See `Ranks`."""
@@ -204,17 +215,20 @@ class HostRanks:
 
     def close(self) -> None:
         """See `Ranks`."""
-        keeper, self._keeper = self._keeper, None
-        if keeper is not None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._keeper is not None:
             self._send([STOP])
-            keeper.close()
+            self._keeper.close()
+            torch.set_num_threads(self._threads)
         self._context.destroy(linger=0)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
     def _kept(self) -> Keeper:
-        assert self._keeper is not None, "they are started and not closed"
+        assert self._keeper is not None, "they are started"
         return self._keeper
 
     def _send(self, frames: list[bytes | memoryview]) -> None:
