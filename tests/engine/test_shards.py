@@ -3,6 +3,7 @@ numbers are refused."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -100,11 +101,15 @@ def test_only_a_ranks_places_are_read(path, monkeypatch):
         ),
         ({}, 3, "does not divide the 4 attention heads.*: 1, 2, 4$"),
         ({"heads": 6, "kv_heads": 2, "hidden": 96}, 6, ""),
-        ({"hidden": 65, "head_dim": 16}, 4, "the feed-forward width 130.*: 1, 2$"),
+        ({"intermediate_size": 130}, 4, "the feed-forward width 130.*: 1, 2$"),
     ],
 )
 def test_numbers_that_do_not_fit_are_refused_with_those_that_do(tmp_path, options, count, why):
+    stated = {"intermediate_size": options.pop("intermediate_size", None)}
     write_tiny_model(tmp_path, tokenizer=False, **options)
+    if stated["intermediate_size"]:
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**config, **stated}))
     if not why:
         assert layer_of(load(tmp_path, 5, count)).heads == (1, 1, 1)
         return
