@@ -90,6 +90,9 @@ HostOption = Annotated[
         show_default=False,
     ),
 ]
+RanksOption = Annotated[
+    int, typer.Option(min=1, help="Ranks of each worker: processes that divide the model.")
+]
 KeyOption = Annotated[
     str | None,
     typer.Option(
@@ -114,9 +117,7 @@ def up_command(
             "small one."
         ),
     ] = demo_model.DEMO,
-    tp: Annotated[
-        int, typer.Option(min=1, help="Ranks of each worker: processes that divide the model.")
-    ] = 1,
+    tp: RanksOption = 1,
     device: Annotated[
         up.Device, typer.Option(help="`auto`: one GPU a worker where there are any.")
     ] = "auto",
