@@ -108,10 +108,11 @@ class Keeper:
             self._changed.wait_for(lambda: bool(self.lost), wait_s)
             return self.lost
 
-    def close(self) -> None:
-        """Ends all ranks. They have been told to stop, or they are killed after STOP_S."""
+    def close(self, stop: Callable[[], None]) -> None:
+        """Ends all ranks: `stop` tells them to, and they are killed after STOP_S."""
         with self._changed:
-            self._closing = True
+            self._closing = True  # First: from now on a rank may end.
+        stop()
         os.write(self._waker, b"x")
         self._thread.join()
 
@@ -166,6 +167,7 @@ class Keeper:
             self._changed.notify_all()
 
     def _ended(self, rank: int) -> None:
+        """Takes the end of a rank, for which it may have given its reason."""
         while self._inbox.poll(LAST_REPORT_MS):
             self._hear()
         self.lose(f"rank {rank} {_ending(self._processes[rank].wait())}")

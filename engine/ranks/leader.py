@@ -156,7 +156,17 @@ class HostRanks:
         return self._keeper.lost if self._keeper else ""
 
     def start(self) -> None:
-        """See `Ranks`."""
+        """See `Ranks`.
+
+        Raises:
+            RankError: there is no place for their sockets.
+        """
+        try:
+            self._start()
+        except (OSError, zmq.ZMQError) as error:
+            raise RankError(f"no rank can be started: {error}") from error
+
+    def _start(self) -> None:
         folder = self._folder = Path(tempfile.mkdtemp(prefix="baton-ranks-"))
         write_config(self._config, folder)
         for rank in range(1, self._config.tp):
@@ -219,8 +229,7 @@ class HostRanks:
             return
         self._closed = True
         if self._keeper is not None:
-            self._send([STOP])
-            self._keeper.close()
+            self._keeper.close(lambda: self._send([STOP]))
             torch.set_num_threads(self._threads)
         self._context.destroy(linger=0)
         if self._folder is not None:

@@ -223,7 +223,7 @@ def test_fp8_kv_is_that_of_one_rank(count, tmp_path):
 @pytest.mark.parametrize("form", FORMS)
 def test_quantised_checkpoints(form, tmp_path):
     """Two ranks, each form; FP8 inputs without a given scale are rounded by slices."""
-    source = write_tiny_model(tmp_path / "float", tokenizer=False, hidden=256, kv_heads=2)
+    source = write_tiny_model(tmp_path / "float", tokenizer=False, hidden=256, head_dim=128)
     checkpoint = write_quantised(source, tmp_path / form, form)
     of_one = rule_of(form, checkpoint)
 
@@ -316,7 +316,7 @@ def test_ranks_end_with_the_process_of_rank_0(tmp_path):
     code = (
         "import sys, threading, time; from engine_kit import build; from pathlib import Path\n"
         "engines = []\n"
-        "maker = threading.Thread(target=lambda: engines.append(build(Path(sys.argv[1]), tp=3)))\n"
+        "maker = threading.Thread(target=lambda: engines.append(build(Path(sys.argv[1]), tp=4)))\n"
         "maker.start(); maker.join(); time.sleep(1)\n"
         "assert not engines[0].lost, 'ranks must outlive the thread that made the engine'\n"
         "print(*engines[0].ranks.pids.values(), flush=True); time.sleep(600)\n"
@@ -327,7 +327,7 @@ def test_ranks_end_with_the_process_of_rank_0(tmp_path):
     )
     assert child.stdout is not None
     pids = [int(pid) for pid in child.stdout.readline().split()]
-    assert len(pids) == 2
+    assert len(pids) == 3
     os.kill(pids[0], signal.SIGSTOP)
     child.kill()
     wait_until(lambda: all_gone(pids), GONE_S)
