@@ -255,11 +255,14 @@ class RankedExecutor:
         self._own = own
         self._keeper = keeper
         self._send = send
+        self._runs = False
+        """Whether the step launched last runs: its draw may wait for masks."""
 
     def launch(self, plan: StepPlan) -> Launched:
         """See `Executor`."""
         launched: Launched = Future()
-        if self._keeper.lost:
+        self._runs = not self._keeper.lost
+        if not self._runs:
             launched.set_exception(RankError(self._keeper.lost))
             return launched
         self._send(plan)
@@ -272,7 +275,7 @@ class RankedExecutor:
 
     def sample(self, masks: Masks | None) -> None:
         """See `Executor`."""
-        if not self._keeper.lost:
+        if self._runs:
             self._own.sample(masks)
 
     def shutdown(self) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,7 +31,9 @@ from waiting import wait_until
 
 from baton import LLM
 from engine.engine import Engine, EngineError
-from engine.ranks.leader import HostRanks
+from engine.loop.executor import NullExecutor
+from engine.ranks.keeper import RankError
+from engine.ranks.leader import HostRanks, RankedExecutor
 from engine.types import FailureReason, SamplingParams
 
 pytestmark = pytest.mark.timeout(300)
@@ -305,6 +308,28 @@ def test_all_ranks_end_with_the_first(tmp_path):
         assert again.done.wait(GONE_S)
         assert again.failed is not None
         engine.stop()
+
+
+def test_a_draw_that_waits_for_masks_ends_when_the_ranks_are_lost():
+    """A step that runs gets its masks, though the ranks are lost meanwhile. One that was launched
+    later does not run, and fails."""
+
+    class Keeping:
+        lost = ""
+
+    own, keeper, sent = NullExecutor(), Keeping(), []
+    masks: list[object] = []
+    own.sample = masks.append
+    executor = RankedExecutor(own, keeper, sent.append)
+    plan = SimpleNamespace(sample_slots=[0])
+    assert executor.launch(plan).result().tokens.tolist() == [0]
+    keeper.lost = "rank 1 ended with code 1"
+    executor.sample(None)
+    assert masks == [None]
+    with pytest.raises(RankError, match="rank 1 ended with code 1"):
+        executor.launch(plan).result()
+    executor.sample(None)
+    assert (masks, sent) == ([None], [plan])
 
 
 @pytest.mark.slow
