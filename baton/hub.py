@@ -3,6 +3,9 @@
 The library's own variables hold: `HF_ENDPOINT` names another hub, `HF_TOKEN` a token for private
 and gated models, `HF_HOME` the folder of its cache, and `HF_HUB_OFFLINE` keeps it off the network.
 What is in the cache already is not fetched again, and serves where the hub cannot be reached.
+
+`ORG/NAME@REVISION` pins a model: a commit's hash always means the same files, and a branch or a tag
+what it means now. Without it the hub's main branch is taken.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ def fetch(model_id: str, progress: Progress, *, weights: bool = True) -> str:
     """Returns the folder with the model's files. Fetches those that are not in the cache.
 
     Args:
-        model_id: such as `Qwen/Qwen3-8B`.
+        model_id: such as `Qwen/Qwen3-8B` or `Qwen/Qwen3-8B@REVISION`.
         progress: is told the share of the bytes that is there.
         weights: whether the weights are wanted.
 
@@ -39,16 +42,20 @@ def fetch(model_id: str, progress: Progress, *, weights: bool = True) -> str:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     hub = os.environ.get("HF_ENDPOINT") or HUB
+    repository, _, revision = model_id.partition("@")
     try:
         return snapshot_download(
-            model_id,
+            repository,
+            revision=revision or None,
             allow_patterns=[*FILES, WEIGHTS] if weights else list(FILES),
             ignore_patterns=list(COPIES),
             endpoint=hub,
             tqdm_class=_reporter(f"fetching {model_id}", progress),
         )
     except HFValidationError:
-        raise HubError(f"{model_id!r} is no folder, no GGUF file and no id like ORG/NAME") from None
+        raise HubError(
+            f"{model_id!r} is no folder, no GGUF file and no id like ORG/NAME or ORG/NAME@REVISION"
+        ) from None
     except HfHubHTTPError as error:
         raise HubError(_refused(model_id, hub, error)) from None
     except LocalEntryNotFoundError:
@@ -63,12 +70,18 @@ def fetch(model_id: str, progress: Progress, *, weights: bool = True) -> str:
 def _refused(model_id: str, hub: str, error: Any) -> str:
     """Says why the hub did not answer as it was asked to."""
     from huggingface_hub import get_token
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
     has_token = bool(get_token())
     if isinstance(error, GatedRepoError):
         then = "the account of HF_TOKEN must be let in" if has_token else "then set HF_TOKEN"
         return f"{model_id} is gated: ask for access at {hub}/{model_id}; {then}"
+    if isinstance(error, RevisionNotFoundError):
+        return f"{model_id}: {hub} has the model, and not this revision of it"
     if isinstance(error, RepositoryNotFoundError):
         advice = (
             "HF_TOKEN's account may not read it" if has_token else "set HF_TOKEN if it is private"

@@ -22,7 +22,8 @@ def find(model: str, progress: Progress | None = None, *, weights: bool = True) 
     """Returns the files of a model. Fetches them first if they are missing.
 
     Args:
-        model: a folder, a GGUF file, an id of the Hugging Face hub, or `demo`.
+        model: a folder, a GGUF file, an id of the Hugging Face hub with or without `@REVISION`, or
+            `demo`.
         progress: is told how far the fetching is.
         weights: whether the weights are wanted.
 
@@ -36,5 +37,6 @@ def find(model: str, progress: Progress | None = None, *, weights: bool = True) 
         return Found(str(folder), folder.name)
     path = Path(model).expanduser()
     if not path.exists():
-        return Found(hub.fetch(model, report, weights=weights), path.name)
+        name = path.name.partition("@")[0]
+        return Found(hub.fetch(model, report, weights=weights), name)
     return Found(str(path), path.name)

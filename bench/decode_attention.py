@@ -1,14 +1,15 @@
 """What decode attention takes on a GPU, by both divisions of the rows' contexts.
 
-python -m bench.decode_attention [--kv bf16 fp8] [--few] [--sweep tiles|divisions] [--json FILE]
+python -m bench.decode_attention [--kv bf16 fp8] [--few] [--tiles B,W,S ...]
+                                 [--sweep tiles|divisions] [--json FILE]
 
 A line for each batch, in us: the division for rows alike, that for rows that differ, the one that
 their lengths choose, and its bytes a second. 32 query heads, 8 KV heads of 128, pages of 16 tokens,
 bf16 or FP8 (whose bytes are those of K and V, without exponents). Eight calls over four layers are
 captured in a graph; the median of five pairs of replays is shown. A spread below 0.9 is uniform
 around the tokens, 0.9 is the sigma of a log-normal distribution. `--few` takes five batches alone.
-`--sweep tiles` adds the fastest of many tiles with the chosen parts, `--sweep divisions` that of
-many parts, too.
+`--tiles` adds the times with the chosen parts and other tiles, `--sweep tiles` the fastest of many
+tiles with the chosen parts, `--sweep divisions` that of many parts, too.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 from triton.runtime.errors import OutOfResources
 
-from engine.attention.parts import Division, Tiles, division, lengths_differ
+from engine.attention.parts import FP8, PLAIN, Division, Tiles, division, lengths_differ
 from engine.cuda.decode_attention import decode_attention
 from engine.cuda.kv.fp8_decode import decode_attention_fp8
 from engine.pages.fp8_pool import Fp8Pool
@@ -125,6 +126,12 @@ def tiles_of(chosen: Division) -> Iterator[Division]:
         yield chosen._replace(tiles=Tiles(*tiles))
 
 
+def tile(text: str) -> Tiles:
+    """Tiles from the command line."""
+    block, warps, stages = map(int, text.split(","))
+    return Tiles(block, warps, stages)
+
+
 def swept(rows: int) -> Iterator[Division]:
     """Divisions to choose from."""
     tiles = [Tiles(*one) for one in product((32, 64, 128), (2, 4), (3, 4))]
@@ -139,13 +146,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kv", nargs="+", choices=list(KINDS), default=["bf16"])
     parser.add_argument("--few", action="store_true")
+    parser.add_argument("--tiles", nargs="+", default=[], type=tile, metavar="BLOCK,WARPS,STAGES")
     parser.add_argument("--sweep", choices=["tiles", "divisions"])
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     generator, found = torch.Generator().manual_seed(1), []
     for kind, (rows, tokens, spread) in product(arguments.kv, FEW if arguments.few else CASES):
         batch = Batch(kind, rows, tokens, spread, generator)
-        divisions = [division(rows, KV_HEADS, differ=differ) for differ in (False, True)]
+        divisions = [
+            division(rows, KV_HEADS, differ=differ, tiles=FP8 if kind == "fp8" else PLAIN)
+            for differ in (False, True)
+        ]
         alike, different = map(batch.time_us, divisions)
         differ = lengths_differ(batch.lengths.numpy(), KV_HEADS)
         chosen = different if differ else alike
@@ -160,6 +171,10 @@ def main() -> None:
         said = f"{kind} {rows:4d} rows of {tokens:5d}, spread {spread}:"
         said += f" {alike:6.1f} {different:6.1f} us"
         said += f", {'different' if differ else 'alike'}, {batch.kv_bytes / chosen / 1e6:.2f} TB/s"
+        for one in arguments.tiles:
+            us = batch.time_us(divisions[differ]._replace(tiles=one), or_never=True)
+            line[",".join(map(str, one))] = us
+            said += f"; {','.join(map(str, one))} {us:.1f}"
         if arguments.sweep:
             tiles_alone = arguments.sweep == "tiles"
             several = tiles_of(divisions[differ]) if tiles_alone else swept(rows)

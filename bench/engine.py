@@ -237,7 +237,7 @@ def build(
         "max_step_tokens": arguments.step_tokens,
         "mixed_prefill_tokens": arguments.mixed_tokens or UNBOUNDED,
         "prefix_cache": False,
-        "gpu_memory_utilization": 0.85,
+        "gpu_memory_utilization": arguments.gpu_memory_utilization,
         "cuda_graphs": not arguments.no_graphs,
     }
     config = EngineConfig(**usual | dict(options or {}))
@@ -338,6 +338,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--step-tokens", type=int, default=8192)
     parser.add_argument("--mixed-tokens", type=int, default=0)
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.85)
     parser.add_argument("--no-graphs", action="store_true")
 
 

@@ -1,7 +1,7 @@
 """CPU that a router takes for each token of its streams.
 
     python -m bench.stream_cost [--tokens N]
-    python -m bench.stream_cost --crowd [--door grpc|http] [--streams N] [--step-ms MS]
+    python -m bench.stream_cost --crowd [--tls] [--door grpc|http] [--streams N] [--step-ms MS]
 
 Alone: one stream of the gRPC door, over a dispatcher that hands it tokens, by how many share a
 message. Tokenizing is left out (`omit_text`), and so are the workers: `bench.step_cost` has those.
@@ -21,6 +21,7 @@ import asyncio
 import itertools
 import json
 import logging
+import ssl
 import sys
 import tempfile
 import time
@@ -32,11 +33,14 @@ from typing import Any, NamedTuple
 import grpc.aio
 import tokenizers
 
+from baton.client.channels import TLS_SCHEME, open_aio_channel
 from baton.grpc_options import channel_options, server_options
 from baton.inference.v1 import inference_pb2 as api
 from baton.inference.v1 import inference_pb2_grpc
+from baton.process.certificates import write_set
 from baton.process.event_loop import loop_factory
 from baton.process.release import stamp
+from baton.tls import NO_FILES, TlsFiles, holders_files
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from router.dispatch.merge import pack_ids
 from router.doors.frontdoor import InferenceService
@@ -124,7 +128,14 @@ class Crowd(NamedTuple):
     seconds: float
     """Measured."""
     folder: str
-    """Holds the tokenizer."""
+    """Holds the tokenizer, and certificates."""
+    tls: bool = False
+    """Whether the door speaks TLS."""
+
+    @property
+    def files(self) -> TlsFiles:
+        """What its clients trust."""
+        return TlsFiles(holders_files(self.folder, "router").ca) if self.tls else NO_FILES
 
 
 class StepWorker(worker_pb2_grpc.WorkerServiceServicer):
@@ -212,12 +223,15 @@ async def be_worker(crowd: Crowd, internal_address: str) -> None:
 async def be_clients(crowd: Crowd, address: str) -> None:
     """Reads all streams to their ends, and looks into no message."""
     if crowd.door == "http":
-        await asyncio.gather(*(read_http(address) for _ in range(crowd.streams)))
+        context = crowd.files.client_context() if crowd.tls else None
+        await asyncio.gather(*(read_http(address, context) for _ in range(crowd.streams)))
         return
     async with AsyncExitStack() as stack:
         stubs = []
         for _ in range(-(-crowd.streams // STREAMS_A_CHANNEL)):
-            channel = grpc.aio.insecure_channel(address, options=channel_options())
+            channel = open_aio_channel(
+                f"{TLS_SCHEME * crowd.tls}{address}", channel_options(), crowd.files
+            )
             await (await stack.enter_async_context(channel)).channel_ready()
             stubs.append(inference_pb2_grpc.InferenceServiceStub(channel))
         streams = zip(range(crowd.streams), itertools.cycle(stubs), strict=False)
@@ -232,13 +246,16 @@ async def read_grpc(stub: inference_pb2_grpc.InferenceServiceAsyncStub) -> None:
         pass
 
 
-async def read_http(address: str) -> None:
+async def read_http(address: str, context: ssl.SSLContext | None) -> None:
     """One stream of the OpenAI API, on a connection of its own."""
     body = {"prompt": [1, 2, 3], "max_tokens": MAX_TOKENS, "ignore_eos": True, "stream": True}
     content = json.dumps({"model": "bench", **body}).encode()
     host, _, port = address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    head = "POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
+    name = "localhost" if context else None
+    reader, writer = await asyncio.open_connection(
+        host, int(port), ssl=context, server_hostname=name
+    )
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     writer.write(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
     while await reader.read(1 << 16):
         pass
@@ -286,6 +303,8 @@ async def run_crowd(crowd: Crowd) -> tuple[Reading, Reading]:
         http_listen=ANY,
         admin=ANY,
         drain_grace_s=0,
+        tls_door_cert=holders_files(crowd.folder, "router").cert if crowd.tls else "",
+        tls_door_key=holders_files(crowd.folder, "router").key if crowd.tls else "",
         debug=RouterDebug(stale_after_s=PATIENCE_S, attach_timeout_s=PATIENCE_S),
     )
     server = RouterServer(settings)
@@ -324,8 +343,9 @@ def print_crowd(crowd: Crowd, begun: Reading, ended: Reading) -> None:
     cpu_s, wall_s, tokens, messages = (
         after - before for before, after in zip(begun, ended, strict=True)
     )
+    door = f"{crowd.door}{', TLS' * crowd.tls}"
     print(
-        f"{crowd.door}, {crowd.streams} streams, a step every {crowd.step_s * 1e3:g} ms: "
+        f"{door}, {crowd.streams} streams, a step every {crowd.step_s * 1e3:g} ms: "
         f"{cpu_s / tokens * 1e6:6.1f} us of CPU a token, {tokens / messages:4.2f} tokens a "
         f"message, {tokens / wall_s:6.0f} tokens/s, {cpu_s / wall_s:4.0%} of a core",
         flush=True,
@@ -341,6 +361,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=128)
     parser.add_argument("--step-ms", type=float, default=8)
     parser.add_argument("--seconds", type=float, default=5, help="measured of the crowd")
+    parser.add_argument("--tls", action="store_true", help="of the crowd's door")
     parser.add_argument("--runs", type=int, default=RUNS)
     parser.add_argument("--as", dest="role", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -351,7 +372,9 @@ def main() -> None:
     elif args.crowd:
         with tempfile.TemporaryDirectory() as folder:
             write_tokenizer(Path(folder))
-            crowd = Crowd(args.door, args.streams, args.step_ms / 1e3, args.seconds, folder)
+            write_set(Path(folder), (), (), days=1)
+            step_s = args.step_ms / 1e3
+            crowd = Crowd(args.door, args.streams, step_s, args.seconds, folder, args.tls)
             for _ in range(args.runs):
                 with asyncio.Runner(loop_factory=loop_factory()) as runner:
                     print_crowd(crowd, *runner.run(run_crowd(crowd)))

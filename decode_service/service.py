@@ -191,6 +191,7 @@ class DecodeService(LegService[DecodeLeg]):
             case PrefillStarted():
                 leg.started_ns = event.at_ns
                 leg.cached_tokens = event.cached_tokens
+                leg.loaded_tokens = event.loaded_tokens
             case PromptScored():
                 leg.tell(prompt_logprobs=scores_message(leg.id, event.records))
             case Joined():

@@ -46,5 +46,11 @@ class EngineConfig(Bounds):
     """Order of admission, one of `engine.schedule.policies.POLICIES`."""
     eviction: str = "lru"
     """Order of eviction of cached pages, one of `engine.pages.eviction.EVICTION_POLICIES`."""
+    kv_host_bytes: int = 0
+    """Host memory for pages that the pool evicts, bytes; 0: none. See `engine.tiers`."""
+    kv_stores: tuple[str, ...] = ()
+    """Addresses of stores below the host memory. See `engine.tiers.stores.opening`."""
+    kv_secret_file: str = ""
+    """File with the secret that signs objects of stores to which others can write."""
     poison_freed_pages: bool = False
     """For debugging: free pages carry a pattern, which is checked when they are used again."""

@@ -40,6 +40,10 @@ from engine.ranks.leader import HostRanks, NoRanks, Ranks
 from engine.sampling import Sampler
 from engine.schedule.policies import POLICIES
 from engine.schedule.scheduler import Scheduler
+from engine.tiers.build import StoreConfig, build_tiers
+from engine.tiers.protocol import PageTiers
+from engine.tiers.stores.protocol import StoreError
+from engine.tiers.touching import HostMemoryError
 from engine.types import EngineLoad, ModelInfo, Request, Sink, TokenRecord
 
 log = logging.getLogger("baton.engine")
@@ -113,7 +117,7 @@ class Engine:
         executor = ranks.executor(_build_executor(config, loaded, pool, sampler, progress))
         ranks.join()
         profiler = StepProfiler(nvtx=device.type == "cuda")
-        scheduler = _scheduler(config, pool, sampler)
+        scheduler = _scheduler(config, pool, sampler, info.fingerprint)
         return cls(info, pool, StepLoop(scheduler, executor, profiler), ranks=ranks)
 
     @property
@@ -204,7 +208,7 @@ def _resolve(config: EngineConfig) -> EngineConfig:
     except PoolError as error:
         raise EngineError(str(error)) from error
     on_cpu = device == "cpu"
-    _check_ranks(config.tp, device)
+    _check_ranks(config, device)
     step_tokens = config.max_step_tokens or _usual_step_tokens(on_cpu, config.decodes)
     if step_tokens < max(config.page_size, config.max_sequences + config.page_size):
         raise EngineError(
@@ -225,7 +229,8 @@ def _resolve(config: EngineConfig) -> EngineConfig:
     )
 
 
-def _check_ranks(tp: int, device: str) -> None:
+def _check_ranks(config: EngineConfig, device: str) -> None:
+    tp = config.tp
     if tp < 1:
         raise EngineError(f"tp {tp} must be at least 1")
     if tp > 1 and device != "cpu":
@@ -233,6 +238,8 @@ def _check_ranks(tp: int, device: str) -> None:
             f"tp {tp} on {device}: several ranks run on CPUs so far, and not yet on GPUs;"
             " set device to cpu, or tp to 1"
         )
+    if tp > 1 and config.kv_host_bytes:
+        raise EngineError("kv_host_gib keeps whole pages, and a rank has a part: set it to 0")
 
 
 def _usual_step_tokens(on_cpu: bool, decodes: bool) -> int:
@@ -292,7 +299,26 @@ def _model_info(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> Mode
     )
 
 
-def _scheduler(config: EngineConfig, pool: KvPool, sampler: Sampler) -> Scheduler:
+def _scheduler(config: EngineConfig, pool: KvPool, sampler: Sampler, fingerprint: str) -> Scheduler:
     watch = PagePoison(pool.data) if config.poison_freed_pages else None
     blocks = BlockManager(pool.num_pages, EVICTION_POLICIES[config.eviction](), watch)
-    return Scheduler(config, blocks, sampler, POLICIES[config.scheduling]())
+    tiers = _build_tiers(config, pool, blocks, fingerprint)
+    return Scheduler(config, blocks, sampler, POLICIES[config.scheduling](), tiers)
+
+
+def _build_tiers(
+    config: EngineConfig, pool: KvPool, blocks: BlockManager, fingerprint: str
+) -> PageTiers:
+    if config.kv_host_bytes and not config.prefix_cache:
+        raise EngineError("kv_host_gib needs prefix_cache: pages are found by their keys")
+    if config.kv_stores and not config.kv_host_bytes:
+        raise EngineError("kv_store needs kv_host_gib: pages come and go through host memory")
+    stores = StoreConfig(
+        config.kv_stores, config.kv_secret_file, fingerprint, (0, pool.num_kv_heads)
+    )
+    try:
+        return build_tiers(
+            config.kv_host_bytes, pool.data, blocks, config.eviction, config.page_size, stores
+        )
+    except (HostMemoryError, StoreError, ValueError) as error:
+        raise EngineError(str(error)) from error

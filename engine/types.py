@@ -8,6 +8,7 @@ submitted with, as a list once a step, on the step loop's thread.
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -166,6 +167,8 @@ class PrefillStarted:
     cached_tokens: int
     """Prompt tokens whose KV came from the prefix cache."""
     at_ns: int
+    loaded_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Those of them that were loaded from lower tiers for this request, by tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +273,26 @@ Sink = Callable[[Sequence[Event]], None]
 not block or raise."""
 
 
+@dataclass(slots=True)
+class TierLoad:
+    """The tiers below the pool, since the start. Mappings are by a tier's name or as they say."""
+
+    loaded_tokens: Counter[str] = field(default_factory=Counter)
+    """Tokens whose pages came into the pool, by the tier that had them."""
+    decisions: Counter[str] = field(default_factory=Counter)
+    """Prompts that were found below the pool: `loaded`, or why not."""
+    late: Counter[str] = field(default_factory=Counter)
+    """Copies that were late or failed, by direction."""
+    bytes_moved: dict[str, int] = field(default_factory=dict)
+    """By direction."""
+    bytes_per_s: dict[str, float] = field(default_factory=dict)
+    """Moving average, by direction."""
+    slots: int = 0
+    held_slots: int = 0
+    """Slots that a copy reads or writes."""
+    cached_slots: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
     """A snapshot of the engine, replaced by the step loop every turn; read from any thread."""
@@ -308,6 +331,8 @@ class EngineLoad:
     prompt_tokens_computed: int = 0
     prompt_tokens_cached: int = 0
     tokens_sampled: int = 0
+    tiers: TierLoad | None = None
+    """The tiers below the pool; None: there are none."""
 
 
 @dataclass(frozen=True, slots=True)

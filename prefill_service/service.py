@@ -191,6 +191,7 @@ class PrefillService(LegService[PrefillLeg]):
                 leg.state = PrefillState.COMPUTING
                 leg.started_ns = event.at_ns
                 leg.cached_tokens = leg.computed_tokens = event.cached_tokens
+                leg.loaded_tokens = event.loaded_tokens
             case ChunkComputed():
                 leg.computed_tokens = event.end_token
                 leg.chunks += 1

@@ -24,9 +24,20 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2
 
+from baton.addresses import host_of, is_loopback
 from baton.grpc_options import public_server_options, server_options
 from baton.process.event_loop import EndSignals, loop_factory, prepare_to_serve
 from baton.process.grpc_services import add_health_and_reflection
+from baton.process.internal_net import routers_net
+from baton.process.refusals import Callers
+from baton.process.spans import exporter_to_router
+from baton.process.tls import (
+    Rotating,
+    TlsError,
+    http_context,
+    read_door,
+    server_credentials,
+)
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from router.dispatch.dispatcher import JobDispatcher
 from router.doors.auth import TokensFileError, gate_of
@@ -38,6 +49,7 @@ from router.requests.tokenization import Tokenizers
 from router.requests.validation import Limits
 from router.trace_store import TraceStore, add_trace_receiver, trace_routes
 from router.workers.discovery import discovery_route
+from router.workers.model_folders import AllowedFolders, AnyFolder, ModelFolders
 from router.workers.registry import Registry, RegistryServicer
 from telemetry import failpoints, garbage
 from telemetry.admin import AdminServer, metrics_route
@@ -51,6 +63,7 @@ from telemetry.tracing import setup_tracing
 if TYPE_CHECKING:
     from grpc_health.v1 import health
 
+    from baton.tls import TlsFiles
     from router.settings import RouterSettings
 
 logger = logging.getLogger(__name__)
@@ -70,7 +83,10 @@ class RouterServer:
         self._gate = gate_of(settings.auth_tokens_file, settings.api_key)
         self.metrics = RouterMetrics(self._load)
         self.dispatcher = JobDispatcher(settings, self.metrics)
-        self.registry = Registry(settings, self.dispatcher)
+        self._net = routers_net(settings.tls)
+        self.metrics.watch_refusals(lambda: self._net.refusals.counts)
+        self._door = _Door(settings.door_tls) if any(settings.door_tls) else None
+        self.registry = Registry(settings, self.dispatcher, self._net, _folders(settings))
         self.address = ""
         """The address for clients; "" before the router listens there."""
         self.internal_address = ""
@@ -84,10 +100,11 @@ class RouterServer:
             self._tokenizers,
             self._limits,
             self.metrics,
-            [metrics_route(self.metrics.registry)],
+            [metrics_route(self.metrics.registry)] if settings.door_metrics else [],
             self._gate,
             allowed_origins=settings.allowed_origins,
             reuse_port=settings.reuse_port,
+            tls=self._door.http if self._door else None,
         )
         self._public = grpc.aio.server(
             interceptors=[ServerSpans()],
@@ -97,9 +114,12 @@ class RouterServer:
                 reuse_port=settings.reuse_port,
             ),
         )
-        self._internal = grpc.aio.server(options=server_options())
+        self._internal = grpc.aio.server(
+            interceptors=[Callers(self._net.refusals)], options=server_options()
+        )
         self._health: health.aio.HealthServicer
         self._members_task: asyncio.Task[None] | None = None
+        self._watches: list[asyncio.Task[None]] = []
         self._leaving: asyncio.Task[None] | None = None
         self._can_run = False
         """The router can run some model, and its doors are open."""
@@ -115,7 +135,12 @@ class RouterServer:
                 *(trace_routes(self._traces) if self._traces is not None else ()),
             ),
         )
-        self._tracing = setup_tracing(Service.ROUTER, settings.name, settings.otlp_endpoint)
+        self._tracing = setup_tracing(
+            Service.ROUTER,
+            settings.name,
+            settings.otlp_endpoint,
+            exporter=exporter_to_router(self._net, settings.otlp_endpoint),
+        )
         if (tracing := self._tracing) is not None:
             self.metrics.watch_spans(lambda: tracing.counts)
         self._lag = EventLoopLag(self.metrics.loop_lagged)
@@ -130,24 +155,28 @@ class RouterServer:
             self.dispatcher, self._tokenizers, self._limits, self.metrics, self._gate
         )
         service.add_to_server(self._public)
-        self._health = await add_health_and_reflection(self._public, (SERVICE_NAME,))
+        self._health = await add_health_and_reflection(
+            self._public, (SERVICE_NAME,), reflection=self.settings.reflection
+        )
         worker_pb2_grpc.add_RegistryServiceServicer_to_server(
             RegistryServicer(self.registry), self._internal
         )
         await add_health_and_reflection(self._internal, (_REGISTRY_NAME,))
         if self._traces is not None:
             add_trace_receiver(self._internal, self._traces)
-        self.internal_address = _bind(self._internal, self.settings.internal_listen)
+        self.internal_address = self._net.bind(self._internal, self.settings.internal_listen)
         if not self.settings.reuse_port:
             await self._open_doors()
         await self._internal.start()
         await self.admin.start()
         self._lag.start()
         self._members_task = asyncio.create_task(self._follow_members())
+        watched = (self._net, self._door.certificate) if self._door else (self._net,)
+        self._watches = [asyncio.create_task(one.watch()) for one in watched]
 
     async def _open_doors(self) -> None:
         """Opens the ports for clients."""
-        self.address = _bind(self._public, self.settings.listen)
+        self.address = self._bind_door(self.settings.listen)
         await self._public.start()
         await self._http.start()
         self.http_address = self._http.address
@@ -187,8 +216,9 @@ class RouterServer:
     async def stop(self) -> bool:
         """Ends everything; returns whether every request had finished."""
         clean = self.dispatcher.active_jobs == 0
-        if self._members_task is not None:
-            self._members_task.cancel()
+        for task in (self._members_task, *self._watches):
+            if task is not None:
+                task.cancel()
         await self._health.enter_graceful_shutdown()
         self.dispatcher.drain()
         self.dispatcher.fail_all()
@@ -201,6 +231,15 @@ class RouterServer:
         await self.admin.stop()
         self._tokenizers.close()
         return clean
+
+    def _bind_door(self, address: str) -> str:
+        credentials = self._door.grpc if self._door else None
+        port = (
+            self._public.add_secure_port(address, credentials)
+            if credentials
+            else self._public.add_insecure_port(address)
+        )
+        return f"{address.rpartition(':')[0]}:{port}"
 
     def _leave_doors(self) -> None:
         """Stops listening and tells clients to reconnect. Their requests go on."""
@@ -263,14 +302,27 @@ def main(settings: RouterSettings) -> int:
     try:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             return runner.run(serve(settings))
-    except (TokensFileError, TemplateFileError) as error:
+    except (TokensFileError, TemplateFileError, TlsError) as error:
         logger.error("the router cannot start: %s", error)
         return 1
 
 
-def _bind(server: grpc.aio.Server, address: str) -> str:
-    port = server.add_insecure_port(address)
-    return f"{address.rpartition(':')[0]}:{port}"
+class _Door:
+    """The certificate that clients see. Raises TlsError."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        needs_client = bool(files.ca)
+        now = Rotating(files, read_door, lambda one: (one.for_grpc(), one.for_http()))
+        self.certificate = now
+        self.grpc = server_credentials(lambda: now.now()[0], needs_client=needs_client)
+        self.http = http_context(lambda: now.now()[1])
+
+
+def _folders(settings: RouterSettings) -> ModelFolders:
+    is_local = is_loopback(host_of(settings.internal_listen))
+    if settings.model_dirs or not is_local:
+        return AllowedFolders(settings.model_dirs)
+    return AnyFolder()
 
 
 def _limits(settings: RouterSettings) -> Limits:

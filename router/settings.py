@@ -8,7 +8,9 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from baton.addresses import ROUTER_ADDRESS, ROUTER_INTERNAL_ADDRESS
+from baton.process.internal_net import check_exposure, check_receiver
 from baton.process.settings import MOST_TOKENS, SETTINGS, Address, OtlpEndpoint, Words
+from baton.tls import TlsFiles
 from telemetry.failpoints import check as check_failpoints
 
 LocalPrefill = Literal["never", "cached", "auto"]
@@ -54,8 +56,8 @@ class RouterSettings(BaseModel):
     listen: Address = ROUTER_ADDRESS
     """Sets the address of the gRPC API for clients."""
     internal_listen: Address = ROUTER_INTERNAL_ADDRESS
-    """Sets the address at which workers announce themselves. Any process that reaches it can join,
-    so keep it off public networks."""
+    """Sets the address at which workers announce themselves. Without TLS any process that reaches
+    it can join, so an address that other machines reach needs TLS, or `insecure`."""
     http_listen: Address = "127.0.0.1:8000"
     """Sets the address of the OpenAI-compatible HTTP API for clients."""
     reuse_port: bool = False
@@ -63,7 +65,33 @@ class RouterSettings(BaseModel):
     new connection goes to one of them (`SO_REUSEPORT`). The router listens there once it can run a
     model."""
     admin: Address = "127.0.0.1:9090"
-    """Sets the address for metrics, health and traces."""
+    """Sets the address for metrics, health and traces. It is neither encrypted nor asks who calls:
+    keep it on loopback, or within a pod."""
+    tls_cert: str = ""
+    """Names the PEM file of this process's certificate between routers and workers. `baton certs`
+    makes one. A new file takes effect by itself. Empty: no TLS."""
+    tls_key: str = ""
+    """Names the PEM file of its key."""
+    tls_ca: str = ""
+    """Names the PEM file of the authorities that sign certificates of routers and workers."""
+    insecure: bool = False
+    """Serves workers of other machines without TLS: for networks where everybody is trusted."""
+    tls_door_cert: str = ""
+    """Names the PEM file of the certificate that clients see, over gRPC and HTTP. A new file takes
+    effect by itself. Empty: clients are served in clear."""
+    tls_door_key: str = ""
+    """Names the PEM file of its key."""
+    tls_client_ca: str = ""
+    """Serves only clients with a certificate of an authority in this PEM file. Empty: clients need
+    none."""
+    reflection: bool = True
+    """Describes the gRPC API to clients that ask (server reflection)."""
+    door_metrics: bool = True
+    """Shows `/metrics` at the HTTP address for clients, too."""
+    model_dirs: Words = ()
+    """Lists folders, with commas between them. Tokenizers are read below these alone: where the
+    worker read its model, or in a folder of the model's name. Empty: wherever the worker says, if
+    `internal_listen` is a loopback address, and nowhere otherwise."""
     allowed_origins: Words = ()
     """Lists origins of web pages that may call the HTTP API, such as https://chat.example, with
     commas between them. `*` is any. Empty: no page of another origin may."""
@@ -102,7 +130,8 @@ class RouterSettings(BaseModel):
     """Limits `max_tokens` of a request. The context may leave fewer."""
 
     otlp_endpoint: OtlpEndpoint = ""
-    """Sets the OTLP/gRPC address for spans, such as http://127.0.0.1:4317. Empty: no spans."""
+    """Sets the OTLP/gRPC address for spans, such as http://127.0.0.1:4317. grpcs://HOST:PORT is a
+    router's internal port that has TLS. Empty: no spans."""
     trace_store: bool = False
     """Keeps the latest traces in memory. The internal port then accepts spans over OTLP."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -116,6 +145,32 @@ class RouterSettings(BaseModel):
     """Sets how long running requests may continue after that, seconds."""
     debug: RouterDebug = Field(default_factory=RouterDebug)
     """Holds rarely needed settings: the table `[router.debug]`."""
+
+    @property
+    def tls(self) -> TlsFiles:
+        """Files of TLS between routers and workers."""
+        return TlsFiles(self.tls_ca, self.tls_cert, self.tls_key)
+
+    @property
+    def door_tls(self) -> TlsFiles:
+        """Files of TLS towards clients."""
+        return TlsFiles(self.tls_client_ca, self.tls_door_cert, self.tls_door_key)
+
+    @model_validator(mode="after")
+    def _nobody_joins_from_outside(self) -> RouterSettings:
+        files = self.tls
+        check_exposure("internal_listen", self.internal_listen, files, insecure=self.insecure)
+        check_receiver(self.otlp_endpoint, files)
+        return self
+
+    @model_validator(mode="after")
+    def _a_door_has_a_pair(self) -> RouterSettings:
+        ca, cert, key, _ = self.door_tls
+        if bool(cert) != bool(key) or (ca and not cert):
+            raise ValueError(
+                "set tls_door_cert and tls_door_key together; tls_client_ca needs both"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_place_names_the_callers(self) -> RouterSettings:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
 if TYPE_CHECKING:
+    import grpc
     from opentelemetry.sdk.trace import ReadableSpan
 
 logger = logging.getLogger(__name__)
@@ -129,14 +130,56 @@ class _CountingExporter(SpanExporter):
             logger.info("spans are taken by their receiver again", extra=self._where)
 
 
-def otlp_exporter(endpoint: str, timeout_s: float) -> SpanExporter:
+class RenewedExporter(SpanExporter):
+    """Makes its exporter anew when that is out of date.
+
+    Args:
+        make: makes an exporter.
+        version: changes when the last one is out of date.
+    """
+
+    def __init__(self, make: Callable[[], SpanExporter], version: Callable[[], int]) -> None:
+        self._make = make
+        self._version = version
+        self._made_at = version()
+        self._exporter = make()
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Exports by an exporter that is up to date."""
+        if (version := self._version()) != self._made_at:
+            old, self._exporter, self._made_at = self._exporter, self._make(), version
+            old.shutdown()
+        return self._exporter.export(spans)
+
+    def shutdown(self) -> None:
+        """Ends the exporter."""
+        self._exporter.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        """See the SDK."""
+        return self._exporter.force_flush(timeout_millis)
+
+
+def otlp_exporter(
+    endpoint: str,
+    timeout_s: float,
+    credentials: grpc.ChannelCredentials | None = None,
+    server_name: str = "",
+) -> SpanExporter:
     """Makes the SDK's OTLP/gRPC exporter and silences its log, which repeats each failure.
 
-    An `endpoint` without a scheme is used without TLS.
+    Args:
+        endpoint: address of the receiver. One without a scheme is used without TLS.
+        timeout_s: time after which an unaccepted batch is dropped.
+        credentials: for TLS; None: the system's authorities.
+        server_name: name in the receiver's certificate; "": that of the endpoint.
     """
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
     for name in ("opentelemetry.exporter", "opentelemetry.sdk._shared_internal"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     url = endpoint if "://" in endpoint else f"http://{endpoint}"
-    return OTLPSpanExporter(url, timeout=timeout_s)
+    options = (("grpc.ssl_target_name_override", server_name),) if server_name else None
+    return OTLPSpanExporter(
+        url, credentials=credentials, timeout=timeout_s, channel_options=options
+    )

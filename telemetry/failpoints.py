@@ -66,6 +66,13 @@ POINTS: Final[Mapping[str, str]] = {
     # Engine.
     "engine.turn": "the step loop begins a turn (step thread)",
     "engine.step": "a step is about to run (the device's thread)",
+    "tiers.save": "KV pages are about to be copied into host slots (the lane's thread)",
+    "tiers.load": "host slots are about to be copied into KV pages (the lane's thread)",
+    # The child process of a store.
+    "store.lookup": "objects are about to be looked up",
+    "store.load": "objects are about to be read into host slots",
+    "store.loaded": "they are read and not checked yet",
+    "store.store": "objects are about to be written",
     # A rank other than 0, on its only thread; key: the rank.
     "rank.load": "it is about to load its part of the model",
     "rank.step": "a step came, and nothing of it is done yet",
@@ -129,6 +136,7 @@ class _Point:
 
 _points: dict[str, _Point] = {}
 _live = False
+_specification = ""
 
 
 def hit(name: str, key: object = None, error: Callable[[str], Exception] = FailpointError) -> None:
@@ -161,13 +169,13 @@ def arm(specification: str) -> None:
     Raises:
         FailpointsError: the specification is malformed.
     """
-    global _points, _live
+    global _points, _live, _specification
     items = [item.strip() for item in specification.split(",") if item.strip()]
     points = {name: _Point(name) for name in POINTS} if items else {}
     for item in items:
         if item != LIVE:
             _arm_item(points, item)
-    _points, _live = points, LIVE in items
+    _points, _live, _specification = points, LIVE in items, specification
     if items:
         logger.warning(
             "FAILPOINTS ARE ARMED: this process fails on purpose",
@@ -182,6 +190,11 @@ def check(specification: str) -> str:
         if item.strip() not in ("", LIVE):
             _arm_item(points, item.strip())
     return specification
+
+
+def specification() -> str:
+    """What is armed, for a process that this one starts."""
+    return _specification
 
 
 def is_live() -> bool:

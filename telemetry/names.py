@@ -129,6 +129,10 @@ class Attr:
     PREFILL_TOKENS: Final = "baton.prefill.tokens"
     """Prompt tokens computed here."""
     PREFILL_CACHED_TOKENS: Final = "baton.prefill.cached_tokens"
+    PREFILL_LOADED_TOKENS: Final = "baton.prefill.loaded_tokens"
+    """Those of the cached tokens whose pages came from a tier below the pool for this request."""
+    PREFILL_LOADED_FROM: Final = "baton.prefill.loaded_from"
+    """The tiers that they came from, with commas between."""
     PREFILL_CHUNKS: Final = "baton.prefill.chunks"
 
     # kv.grant, kv.send, kv.receive.
@@ -203,6 +207,12 @@ class Metric:
     KV_PAGES: Final = "baton_kv_pages"
     KV_PAGES_TOTAL: Final = "baton_kv_pages_capacity"
     KV_DAMAGED_PAGES: Final = "baton_kv_damaged_pages"
+    TIER_LOADED_TOKENS: Final = "baton_kv_tier_loaded_tokens"
+    TIER_DECISIONS: Final = "baton_kv_tier_decisions"
+    TIER_BYTES: Final = "baton_kv_tier_bytes"
+    TIER_BANDWIDTH: Final = "baton_kv_tier_bytes_per_second"
+    TIER_FAILURES: Final = "baton_kv_tier_failures"
+    TIER_SLOTS: Final = "baton_kv_tier_slots"
 
     SECOND_TOKEN_GAP: Final = "baton_second_token_gap_seconds"
     TRANSFERS: Final = "baton_kv_transfers"
@@ -230,6 +240,7 @@ class Metric:
     PEER_LATENCY: Final = "baton_kv_peer_latency_seconds"
 
     WORK_STREAMS: Final = "baton_work_streams"
+    PEERS_REFUSED: Final = "baton_peers_refused"
 
     DRAIN_SECONDS: Final = "baton_drain_seconds"
     LOOP_TASKS: Final = "baton_event_loop_tasks"

@@ -15,16 +15,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-import grpc
 from nursery import fork
 from prometheus_client.parser import text_string_to_metric_families
 from settings_kit import variables_of
 from waiting import wait_until
 
+from baton.client.channels import TLS_SCHEME
 from baton.client.clients import Client
 from baton.console import up
 from baton.console.supervisor import ProcessSpec
+from baton.process.internal_net import InternalNet, routers_net
 from baton.process.release import stamp
+from baton.tls import TlsFiles
 from baton.worker.v1 import worker_pb2 as worker
 from baton.worker.v1 import worker_pb2_grpc as worker_grpc
 
@@ -181,7 +183,23 @@ class Cluster:
 
     def client(self, *, retries: bool = False) -> Client:
         """Without retries by itself, so that a test meets each status as it was sent."""
-        return Client(self.plan.router_address, retries=retries, timeout_s=GENERATED_S)
+        return Client(self.door, retries=retries, timeout_s=GENERATED_S, tls_ca=self.plan.tls.ca)
+
+    @property
+    def door(self) -> str:
+        """The address for gRPC clients, with the scheme that says whether it has TLS."""
+        scheme = TLS_SCHEME if any(self.plan.tls) else ""
+        return f"{scheme}{self.plan.router_address}"
+
+    @property
+    def door_files(self) -> TlsFiles:
+        """What its clients trust."""
+        return TlsFiles(ca=self.plan.tls.ca)
+
+    @property
+    def net(self) -> InternalNet:
+        """How a router reaches the workers."""
+        return routers_net(self.plan.tls)
 
     def kill(self, name: str, signum: int = signal.SIGKILL) -> None:
         self.processes[name].send_signal(signum)
@@ -215,7 +233,7 @@ class Cluster:
             yield worker.WorkRequest(attach=stamp(worker.Attach(router_id="test")))
             over.wait(10)
 
-        with grpc.insecure_channel(self.workers[name]) as channel:
+        with self.net.open(self.workers[name], name.rpartition("-")[0]) as channel:
             try:
                 for response in worker_grpc.WorkerServiceStub(channel).Work(
                     say_hello(), timeout=10
@@ -266,6 +284,7 @@ def make_cluster(
     device: str = "cpu",
     launch: Launch = fork,
     own: Mapping[str, Mapping[str, object]] | None = None,
+    certs: str = "",
     **settings: object,
 ) -> Cluster:
     """A cluster that is not started. `settings` reach all of them as BATON_* variables, those in
@@ -283,6 +302,7 @@ def make_cluster(
         http_port=0,
         admin_port=0,
         drain_s=10.0,
+        certs=certs,
     )
     settings = {"num_pages": 400, "max_step_tokens": 128, "max_sequences": 32, **settings}
     environment = variables_of(settings)

@@ -33,7 +33,8 @@ class Reference(NamedTuple):
 
 
 class References:
-    """Greedy answers of the model in a folder, in float32."""
+    """Greedy answers of the model in a folder, in float32; with `fp8_kv` over a cache that rounds
+    as an FP8 pool does."""
 
     def __init__(
         self,
@@ -41,6 +42,7 @@ class References:
         precision: str = "",
         load: Callable[[], Any] | None = None,
         noise: float = NOISE,
+        fp8_kv: bool = False,
     ) -> None:
         """Answers of the model in a folder.
 
@@ -49,8 +51,10 @@ class References:
             precision: name of what `load` does to the model, if anything.
             load: gives the model; None: as transformers loads the folder.
             noise: what two computations of a logit differ by at most.
+            fp8_kv: whether the cache rounds.
         """
         self._load = load or (lambda: _load_float32(path))
+        self._fp8_kv = fp8_kv
         self._model: Any = None
         self._marks = [_digest_of(path), *filter(None, [precision])]
         self.noise = noise
@@ -59,8 +63,9 @@ class References:
         self, prompt: Sequence[int], max_tokens: int, *, past_end: bool = False
     ) -> Reference:
         """The answer up to and with end of sequence, or `past_end` to its full length."""
-        options = json.dumps([*self._marks, list(prompt), max_tokens, past_end])
-        key = hashlib.sha256(options.encode()).hexdigest()[:24]
+        options = [*self._marks, list(prompt), max_tokens, past_end]
+        options += ["fp8"] * self._fp8_kv
+        key = hashlib.sha256(json.dumps(options).encode()).hexdigest()[:24]
         stored = _stored().get(key)
         if stored is not None and MODE != "compute":
             return Reference(*stored)
@@ -79,6 +84,7 @@ class References:
         if self._model is None:
             self._model = self._load()
         ids = torch.tensor([list(prompt)])
+        cache = {"past_key_values": rounding_cache()} if self._fp8_kv else {}
         least = {"min_new_tokens": max_tokens, "eos_token_id": None} if past_end else {}
         out = self._model.generate(
             ids,
@@ -89,6 +95,7 @@ class References:
             return_dict_in_generate=True,
             output_logits=True,
             **least,
+            **cache,
         )
         best = torch.cat(out.logits).topk(2).values
         margins = (best[:, 0] - best[:, 1]).tolist()
@@ -102,15 +109,32 @@ def _load_float32(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
+def rounding_cache() -> Any:
+    """A cache of transformers that keeps, and gives to attention, K after rope and V as an FP8 pool
+    stores them."""
+    from transformers import DynamicCache
+
+    from engine.pages.fp8_rounding import round_rows, widen
+
+    class RoundingCache(DynamicCache):
+        def update(self, key_states: Any, value_states: Any, *args: Any, **options: Any) -> Any:
+            k, v = (widen(round_rows(x), x.dtype) for x in (key_states, value_states))
+            return super().update(k, v, *args, **options)
+
+    return RoundingCache()
+
+
 @cache
-def references(path: Path) -> References:
+def references(path: Path, fp8_kv: bool = False) -> References:
     """Those of the model in a folder."""
-    return References(path)
+    return References(path, fp8_kv=fp8_kv)
 
 
-def generate_reference(path: Path) -> Callable[[tuple[int, ...], int], list[int]]:
+def generate_reference(
+    path: Path, fp8_kv: bool = False
+) -> Callable[[tuple[int, ...], int], list[int]]:
     """Greedy output by transformers up to and with end of sequence."""
-    return lambda prompt, max_tokens: references(path)(prompt, max_tokens).tokens
+    return lambda prompt, max_tokens: references(path, fp8_kv)(prompt, max_tokens).tokens
 
 
 @cache

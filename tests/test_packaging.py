@@ -310,7 +310,7 @@ def test_both_distributions_say_the_same_of_what_they_share() -> None:
 
 
 def test_the_client_alone_has_the_files_that_it_needs_and_no_others(client_wheel: Path) -> None:
-    modules = ("__init__", "addresses", "errors", "grpc_options")
+    modules = ("__init__", "addresses", "errors", "grpc_options", "tls")
     wanted = {"baton/py.typed"} | {f"baton/{name}.py" for name in modules}
     for room in ("client", "inference"):
         files = (ROOT / "baton" / room).rglob("*.*")

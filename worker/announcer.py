@@ -24,6 +24,8 @@ from typing import Final
 import grpc
 
 from baton.grpc_options import channel_options
+from baton.process.internal_net import ROUTER_NAME, ClearNet, InternalNet, is_untrusted
+from baton.process.refusals import Cause
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from worker.router_addresses import RouterAddresses
 
@@ -34,16 +36,18 @@ ATTACHED_INTERVAL_S: Final = 3.0
 TIMEOUT_S: Final = 2.0
 _OPTIONS: Final = [*channel_options(), ("grpc.enable_http_proxy", 0)]
 """No proxy: `no_proxy` may exempt a name, but not the addresses that the name stands for."""
+_TOLD_WHY: Final = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.PERMISSION_DENIED)
+CLEAR: Final = ClearNet()
 
 
 @contextmanager
 def announced_as_loading(
-    routers: RouterAddresses, worker: worker_pb2.WorkerIdentity
+    routers: RouterAddresses, worker: worker_pb2.WorkerIdentity, net: InternalNet = CLEAR
 ) -> Iterator[None]:
     """Tells routers that a worker's model is being loaded, on a thread of its own."""
     over = threading.Event()
     thread = threading.Thread(
-        target=_say_loading, args=(routers, worker, over), name="loading", daemon=True
+        target=_say_loading, args=(routers, worker, net, over), name="loading", daemon=True
     )
     thread.start()
     try:
@@ -54,7 +58,10 @@ def announced_as_loading(
 
 
 def _say_loading(
-    routers: RouterAddresses, worker: worker_pb2.WorkerIdentity, over: threading.Event
+    routers: RouterAddresses,
+    worker: worker_pb2.WorkerIdentity,
+    net: InternalNet,
+    over: threading.Event,
 ) -> None:
     request = worker_pb2.AnnounceRequest(worker=worker, loading=True)
     channels: dict[str, grpc.Channel] = {}
@@ -64,7 +71,7 @@ def _say_loading(
                 if over.is_set():
                     return
                 if address not in channels:
-                    channel = grpc.insecure_channel(address, options=_OPTIONS)
+                    channel = net.open(address, ROUTER_NAME, _OPTIONS)
                     channels[address] = stack.enter_context(channel)
                 with suppress(grpc.RpcError):  # The router is not there, or not yet.
                     registry = worker_pb2_grpc.RegistryServiceStub(channels[address])
@@ -73,7 +80,9 @@ def _say_loading(
                 return
 
 
-async def announce_forever(routers: RouterAddresses, worker: worker_pb2.WorkerIdentity) -> None:
+async def announce_forever(
+    routers: RouterAddresses, worker: worker_pb2.WorkerIdentity, net: InternalNet = CLEAR
+) -> None:
     """Announces a worker to all routers until cancelled. Routers that come later hear it, too."""
     telling: dict[str, asyncio.Task[None]] = {}
     try:
@@ -81,31 +90,35 @@ async def announce_forever(routers: RouterAddresses, worker: worker_pb2.WorkerId
             telling = {address: task for address, task in telling.items() if not task.done()}
             for address in routers.listed():
                 if address not in telling:
-                    telling[address] = asyncio.create_task(_tell(address, worker, routers))
+                    telling[address] = asyncio.create_task(_tell(address, worker, routers, net))
             await asyncio.sleep(UNATTACHED_INTERVAL_S)
     finally:
         for task in telling.values():
             task.cancel()
 
 
-async def _tell(address: str, worker: worker_pb2.WorkerIdentity, routers: RouterAddresses) -> None:
+async def _tell(
+    address: str, worker: worker_pb2.WorkerIdentity, routers: RouterAddresses, net: InternalNet
+) -> None:
     """Announces a worker to the router at one address until the address is let go."""
-    was_attached: bool | None = None
     request = worker_pb2.AnnounceRequest(worker=worker)
-    async with grpc.aio.insecure_channel(address, options=_OPTIONS) as channel:
-        registry = worker_pb2_grpc.RegistryServiceStub(channel)
-        while True:
-            try:
-                attached = (await registry.Announce(request, timeout=TIMEOUT_S)).attached
-            except grpc.aio.AioRpcError as error:
-                if _is_lost(error) and address not in routers.listed():
-                    logger.info("router gone, and so is its address", extra={"router": address})
-                    return
-                attached = False
-                if was_attached is not False:
-                    _warn_not_reached(address, error)
-            was_attached = attached
-            await asyncio.sleep(ATTACHED_INTERVAL_S if attached else UNATTACHED_INTERVAL_S)
+    was_attached: bool | None = None
+    while True:
+        version = net.version
+        async with net.open_aio(address, ROUTER_NAME, _OPTIONS) as channel:
+            registry = worker_pb2_grpc.RegistryServiceStub(channel)
+            while net.version == version:
+                try:
+                    attached = (await registry.Announce(request, timeout=TIMEOUT_S)).attached
+                except grpc.aio.AioRpcError as error:
+                    if _is_lost(error) and address not in routers.listed():
+                        logger.info("router gone, and so is its address", extra={"router": address})
+                        return
+                    attached = False
+                    if was_attached is not False:
+                        _warn_not_reached(address, error, net)
+                was_attached = attached
+                await asyncio.sleep(ATTACHED_INTERVAL_S if attached else UNATTACHED_INTERVAL_S)
 
 
 def _is_lost(error: grpc.aio.AioRpcError) -> bool:
@@ -113,10 +126,13 @@ def _is_lost(error: grpc.aio.AioRpcError) -> bool:
     return error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-def _warn_not_reached(address: str, error: grpc.aio.AioRpcError) -> None:
+def _warn_not_reached(address: str, error: grpc.aio.AioRpcError, net: InternalNet) -> None:
     details = {"router": address, "status": error.code().name}
     if error.code() is grpc.StatusCode.UNIMPLEMENTED:
         details["cause"] = "not a router's internal port"
-    if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+    if error.code() in _TOLD_WHY:
         details["cause"] = error.details() or ""
+    if is_untrusted(error.details()):
+        details["cause"] = "it shows no valid certificate of a router"
+        net.refusals.refuse(Cause.CERTIFICATE, details["cause"], router=address)
     logger.warning("router not reached, trying on", extra=details)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 from pathlib import Path
 from typing import Final
@@ -26,7 +27,10 @@ import torch
 
 from baton.process.event_loop import EndSignals, loop_factory, prepare_to_serve
 from baton.process.gpu_slots import NoSlotError, claimed_for
+from baton.process.internal_net import InternalNet, workers_net
 from baton.process.release import stamp
+from baton.process.spans import exporter_to_router
+from baton.process.tls import TlsError
 from baton.worker.v1 import worker_pb2
 from engine.engine import Engine, EngineError
 from engine.model import ModelError
@@ -44,6 +48,8 @@ from worker.settings import Role, WorkerSettings
 
 logger = logging.getLogger(__name__)
 
+LOCAL_DEVICES: Final = ("UCX_NET_DEVICES", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+"""Variables that name the network devices of the data plane's libraries."""
 _SERVICES: Final = {
     Role.PREFILL: Service.PREFILL,
     Role.DECODE: Service.DECODE,
@@ -57,6 +63,8 @@ def main(settings: WorkerSettings) -> int:
     service = _SERVICES[settings.role]
     setup_logging(service, settings.name, settings.log_level, settings.log_format)
     failpoints.arm(settings.debug.failpoints)
+    if settings.is_local:
+        keep_data_plane_local()
     try:
         with (
             claimed_for(settings.device, settings.gpu_slots_dir, settings.name) as gpu,
@@ -65,33 +73,47 @@ def main(settings: WorkerSettings) -> int:
             if gpu:
                 logger.info("GPU claimed", extra={"gpu": gpu})
             return _run(settings, service, routers)
-    except NoSlotError as error:
+    except (NoSlotError, TlsError) as error:
         logger.error("the worker cannot start: %s", error)
         return 1
 
 
+def keep_data_plane_local() -> None:
+    """Keeps the sockets of UCX, NCCL and Gloo off the network, unless the operator named devices.
+    Without that they listen on every interface."""
+    for variable in LOCAL_DEVICES:
+        os.environ.setdefault(variable, "lo")
+
+
 def _run(settings: WorkerSettings, service: str, routers: RouterAddresses) -> int:
+    net = workers_net(settings.tls, settings.name)
     if settings.threads:
         torch.set_num_threads(settings.threads)
     try:
         with (
-            announced_as_loading(routers, _identity_while_loading(settings)),
+            announced_as_loading(routers, _identity_while_loading(settings), net),
             loading_progress(terminal(settings.log_format)) as progress,
         ):
             engine = Engine.build(engine_config(settings), progress)
     except (EngineError, ModelError) as error:
         logger.error("the engine cannot be built: %s", error)
         return 1
-    tracing = setup_tracing(service, settings.name, settings.otlp_endpoint)
+    endpoint = settings.otlp_endpoint
+    exporter = exporter_to_router(net, endpoint)
+    tracing = setup_tracing(service, settings.name, endpoint, exporter=exporter)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        return runner.run(_serve(settings, engine, tracing, routers))
+        return runner.run(_serve(settings, engine, tracing, routers, net))
 
 
 async def _serve(
-    settings: WorkerSettings, engine: Engine, tracing: Tracing | None, routers: RouterAddresses
+    settings: WorkerSettings,
+    engine: Engine,
+    tracing: Tracing | None,
+    routers: RouterAddresses,
+    net: InternalNet,
 ) -> int:
     log_loop_errors(asyncio.get_running_loop())
-    worker = Worker(settings, engine, routers)
+    worker = Worker(settings, engine, routers, net)
     if tracing is not None:
         worker.metrics.watch_spans(lambda: tracing.counts)
     signals = EndSignals()  # First: a worker that is seen to serve may be signalled.

@@ -24,6 +24,8 @@ from grpc_health.v1 import health, health_pb2
 from baton.addresses import advertised, reachable
 from baton.grpc_options import server_options
 from baton.process.grpc_services import add_health_and_reflection
+from baton.process.internal_net import ClearNet, InternalNet, agent_name
+from baton.process.refusals import Callers
 from baton.process.release import stamp
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from decode_service.service import DecodeService
@@ -70,8 +72,15 @@ ROLES: Final = {
 class Worker:
     """A worker around an engine that is built and not started. Belongs to the running loop."""
 
-    def __init__(self, settings: WorkerSettings, engine: Engine, routers: RouterAddresses) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        engine: Engine,
+        routers: RouterAddresses,
+        net: InternalNet | None = None,
+    ) -> None:
         self.settings = settings
+        self._net = net or ClearNet()
         self.engine = engine
         self.epoch = secrets.randbits(64) or 1
         self.identity = stamp(
@@ -83,19 +92,24 @@ class Worker:
             )
         )
         """Complete once started."""
-        self.agent_name = f"{settings.name}-{self.epoch:016x}"
+        self.agent_name = agent_name(settings.name, self.epoch)
         self.inbox = LoopInbox(asyncio.get_running_loop())
         self.transfer = TransferThread(self._make_transport, self.epoch, self._on_transfer)
         self.metrics = WorkerMetrics(
             engine.load, lambda: self.transfer.counters, lambda: self.servicer.streams
         )
+        self.metrics.watch_refusals(lambda: self._net.refusals.counts)
         self._watch_gpu()
+        if engine.load().tiers is not None:
+            self.metrics.watch_tiers(engine.load)
         self.services = self._make_services()
         self.services.peers.held_against = self.services.peers_to_avoid
         self.metrics.watch_overdue(self.services.overdue)
-        self.servicer = WorkerServicer(self.identity, self.services, self.report)
+        self.servicer = WorkerServicer(self.identity, self.services, self.report, self._net)
         self.admin = AdminServer(settings.admin, self.metrics.registry, self._is_ready)
-        self._server = grpc.aio.server(options=server_options())
+        self._server = grpc.aio.server(
+            interceptors=[Callers(self._net.refusals)], options=server_options()
+        )
         self._health: health.aio.HealthServicer
         self._lag = EventLoopLag(self.metrics.loop_lagged)
         self._routers = routers
@@ -108,6 +122,7 @@ class Worker:
             settings.debug.step_timeout_s,
         )
         self._watching: asyncio.Task[None] | None = None
+        self._net_watch: asyncio.Task[None] | None = None
 
     def report(self) -> Report:
         """The load report of this moment, from one snapshot of the engine."""
@@ -131,7 +146,7 @@ class Worker:
         """
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self.servicer, self._server)
         self._health = await add_health_and_reflection(self._server, (SERVICE_NAME,))
-        bound = self._bind()
+        bound = self._net.bind(self._server, self.settings.listen)
         advertise = self.settings.advertise
         self.identity.address = advertised(bound, advertise)
         endpoint = await asyncio.to_thread(self.transfer.start)
@@ -143,8 +158,11 @@ class Worker:
         await self._server.start()
         self._reporter = asyncio.create_task(self.servicer.report_forever())
         self._watching = asyncio.create_task(self._watchdog.watch())
+        self._net_watch = asyncio.create_task(self._net.watch())
         await self._health.set(SERVICE_NAME, health_pb2.HealthCheckResponse.SERVING)
-        self._announcer = asyncio.create_task(announce_forever(self._routers, self.identity))
+        self._announcer = asyncio.create_task(
+            announce_forever(self._routers, self.identity, self._net)
+        )
         await asyncio.to_thread(self._write_address, bound)
         details = {"address": self.identity.address, "admin": self.admin.address}
         logger.info("worker serves", extra=details | {"transport": endpoint.transport})
@@ -173,7 +191,7 @@ class Worker:
         self.servicer.finish()
         await self._server.stop(LAST_WORDS_S)
         await asyncio.to_thread(self.engine.stop)  # The watchdog still runs: a step may hang.
-        for task in (self._reporter, self._watching):
+        for task in (self._reporter, self._watching, self._net_watch):
             if task is not None:
                 task.cancel()
         left_nothing = await asyncio.to_thread(self.transfer.stop, PUSHES_END_S)
@@ -257,11 +275,6 @@ class Worker:
         if self._has_ranks:
             return
         self.identity.endpoint.CopyFrom(endpoint_message(endpoint))
-
-    def _bind(self) -> str:
-        """Binds the server; returns its address."""
-        port = self._server.add_insecure_port(self.settings.listen)
-        return f"{self.settings.listen.rpartition(':')[0]}:{port}"
 
     def _write_address(self, bound: str) -> None:
         """Writes the address file for processes on this host."""

@@ -10,8 +10,9 @@ from typing import Annotated, Final, Literal
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from baton import models
-from baton.addresses import ROUTER_INTERNAL_ADDRESS
+from baton.addresses import ROUTER_INTERNAL_ADDRESS, host_of, is_loopback
 from baton.demo_model import Progress
+from baton.process.internal_net import check_exposure, check_receiver
 from baton.process.settings import (
     MOST_TOKENS,
     SETTINGS,
@@ -19,7 +20,9 @@ from baton.process.settings import (
     Addresses,
     Advertised,
     OtlpEndpoint,
+    Words,
 )
+from baton.tls import TlsFiles
 from telemetry.failpoints import check as check_failpoints
 
 
@@ -91,7 +94,8 @@ class WorkerSettings(BaseModel):
     routers add a number to a repeated name, new at every start, and warn."""
     model: str = Field(default="demo", min_length=1)
     """Names the folder with config, weights and tokenizer, a GGUF file, or an id of the Hugging
-    Face hub such as Qwen/Qwen3-8B. `demo` fetches a small model."""
+    Face hub such as Qwen/Qwen3-8B. Qwen/Qwen3-8B@REVISION pins its files. `demo` fetches a small
+    model."""
     served_name: str = ""
     """Sets the model name that clients use. Empty: the last part of `model`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -118,7 +122,7 @@ class WorkerSettings(BaseModel):
 
     listen: Address = "127.0.0.1:0"
     """Sets the address at which routers reach the worker. With port 0 the worker announces the real
-    port."""
+    port. An address that other machines reach needs TLS, or `insecure`."""
     advertise: Advertised = ""
     """Sets the address that is announced to routers. Empty or `:0`: `listen`. Set it behind NAT or
     when listening on all interfaces. Port 0 stands for the real port."""
@@ -132,7 +136,17 @@ class WorkerSettings(BaseModel):
     admin: Address = Field(
         default_factory=lambda data: f"127.0.0.1:{_ADMIN_PORT[data.get('role', Role.BOTH)]}"
     )
-    """Sets the address for metrics and health."""
+    """Sets the address for metrics and health. It is neither encrypted nor asks who calls: keep it
+    on loopback, or within a pod."""
+    tls_cert: str = ""
+    """Names the PEM file of this process's certificate between routers and workers. `baton certs`
+    makes one. A new file takes effect by itself. Empty: no TLS."""
+    tls_key: str = ""
+    """Names the PEM file of its key."""
+    tls_ca: str = ""
+    """Names the PEM file of the authorities that sign certificates of routers and workers."""
+    insecure: bool = False
+    """Serves routers of other machines without TLS: for networks where everybody is trusted."""
 
     page_size_tokens: int = Field(default=16, ge=1, le=256)
     """Sets the number of tokens in a KV page. Small pages waste less, large ones move in fewer
@@ -140,6 +154,15 @@ class WorkerSettings(BaseModel):
     kv_memory_gib: float = Field(default=0, ge=0)
     """Sets the memory of each rank's KV pool, GiB. 0: on a GPU the rest of `gpu_memory_utilization`
     beside the largest step, on a CPU 1 GiB."""
+    kv_host_gib: float = Field(default=0, ge=0)
+    """Sets the host memory for KV pages that the pool evicts or that preempted requests held, GiB.
+    They are loaded again where that is sooner than computing them. 0: none."""
+    kv_store: Words = ()
+    """Lists stores below the host memory, with commas between: `disk:PATH?gib=N`, `dir:PATH?gib=N`,
+    `mooncake://HOST:PORT` or an installed package's. They need `kv_host_gib`."""
+    kv_secret_file: str = ""
+    """Names a file with a secret of at least 16 bytes, the same on all workers. It signs the KV in
+    stores to which others can write, which need it."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Limits the share of the GPU's memory that the worker takes in all, if `kv_memory_gib` is
     0."""
@@ -158,11 +181,13 @@ class WorkerSettings(BaseModel):
     prefix_cache: bool = True
     """Keeps the KV of finished prompts, and reuses it for prompts with the same beginning."""
     transport: Literal["nixl", "nccl", "loopback", "null"] = "nixl"
-    """Chooses the transport of KV pages. `nccl` cannot see a dead peer and is for experiments.
+    """Chooses the transport of KV pages. `nccl` cannot see a dead peer and is for experiments; it
+    is refused with TLS on an address that other machines reach, since its connections have none.
     `null` moves nothing, for benchmarks of decoding."""
 
     otlp_endpoint: OtlpEndpoint = ""
-    """Sets the OTLP/gRPC address for spans, such as http://127.0.0.1:4317. Empty: no spans."""
+    """Sets the OTLP/gRPC address for spans, such as http://127.0.0.1:4317. grpcs://HOST:PORT is a
+    router's internal port that has TLS. Empty: no spans."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Sets the lowest level that is logged."""
     log_format: Literal["text", "json"] = "text"
@@ -174,9 +199,35 @@ class WorkerSettings(BaseModel):
     """Holds rarely needed settings: the table `[worker.debug]`."""
 
     @property
+    def kv_host_bytes(self) -> int:
+        """`kv_host_gib` in bytes."""
+        return int(self.kv_host_gib * (1 << 30))
+
+    @property
     def kv_memory_bytes(self) -> int:
         """`kv_memory_gib` in bytes."""
         return int(self.kv_memory_gib * (1 << 30))
+
+    @property
+    def tls(self) -> TlsFiles:
+        """Files of TLS between routers and workers."""
+        return TlsFiles(self.tls_ca, self.tls_cert, self.tls_key)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether processes of this machine alone reach the worker."""
+        return is_loopback(host_of(self.listen))
+
+    @model_validator(mode="after")
+    def _nobody_joins_from_outside(self) -> WorkerSettings:
+        check_exposure("listen", self.listen, self.tls, insecure=self.insecure)
+        check_receiver(self.otlp_endpoint, self.tls)
+        if self.transport == "nccl" and any(self.tls) and not self.is_local:
+            raise ValueError(
+                "transport nccl opens connections to other machines that TLS does not protect: use"
+                " nixl, or listen on loopback"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_place_names_the_gpu(self) -> WorkerSettings:
@@ -199,6 +250,18 @@ class WorkerSettings(BaseModel):
             raise ValueError("device cuda:N names one GPU for several ranks; use cpu, or tp 1")
         if self.gpu_slots_dir:
             raise ValueError("gpu_slots_dir claims one GPU; leave it out, or tp 1")
+        if self.kv_host_gib:
+            raise ValueError(
+                "kv_host_gib keeps whole pages, and a rank has a part; leave it out, or tp 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _tiers_find_pages_by_their_keys(self) -> WorkerSettings:
+        if self.kv_host_gib and not self.prefix_cache:
+            raise ValueError("kv_host_gib needs prefix_cache: pages are found by their keys")
+        if self.kv_store and not self.kv_host_gib:
+            raise ValueError("kv_store needs kv_host_gib: pages pass through host memory")
         return self
 
     @model_validator(mode="after")

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Final
 
 import grpc
 
+from baton.process.internal_net import ClearNet, InternalNet
+from baton.process.refusals import Cause
 from baton.process.release import refusal
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from telemetry import failpoints
@@ -91,10 +93,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         identity: worker_pb2.WorkerIdentity,
         services: Services,
         make_report: Callable[[], Report],
+        net: InternalNet | None = None,
     ) -> None:
         self.draining = False
         """Set by the owner: new work is refused."""
         self._identity = identity
+        self._net = net or ClearNet()
         self._services = services
         self._make_report = make_report
         self._outboxes: set[Outbox] = set()
@@ -107,7 +111,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
     async def Work(  # type: ignore[override]  # noqa: N802 - gRPC's name, in a form it takes
         self, request_iterator: AsyncIterator[worker_pb2.WorkRequest], context: Context
     ) -> None:
-        """Serves one router for as long as it stays."""
+        """Serves one router for as long as it stays. Others learn nothing, not even who this is."""
+        if why := self._net.not_a_router(context):
+            self._net.refusals.refuse(Cause.NOT_A_ROUTER, why, peer=context.peer())
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, why)
         router = await self._attach(request_iterator, context)
         overflowed = asyncio.Event()
         outbox = Outbox(on_overflow=overflowed.set)

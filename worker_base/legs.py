@@ -17,7 +17,7 @@ import logging
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, Self, TypeVar
@@ -60,6 +60,8 @@ class WorkerLeg:
     """This worker sampled the first token."""
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
+    loaded_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Those of them that came from tiers below the pool for this leg, by tier."""
     over_ns: int = 0
     """The outcome became known."""
     error: str = ""

@@ -29,10 +29,13 @@ def write_prompt_spans(leg: WorkerLeg, computed_tokens: int, chunks: int = 0) ->
     )
     if not leg.started_ns:
         return
-    attributes = {
+    attributes: dict[str, int | str] = {
         Attr.PREFILL_TOKENS: computed_tokens,
         Attr.PREFILL_CACHED_TOKENS: leg.cached_tokens,
     }
+    if leg.loaded_tokens:
+        attributes[Attr.PREFILL_LOADED_TOKENS] = sum(leg.loaded_tokens.values())
+        attributes[Attr.PREFILL_LOADED_FROM] = ",".join(sorted(leg.loaded_tokens))
     if chunks:
         attributes[Attr.PREFILL_CHUNKS] = chunks
     write_span(

@@ -1,7 +1,7 @@
-"""Opens channels from clients to a router, unencrypted or to a proxy that ends TLS before it.
+"""Opens channels from clients to a router, in clear or over TLS.
 
-An address is HOST:PORT, or grpcs://HOST:PORT for TLS. gRPC trusts its own certificates, or those in
-the file that GRPC_DEFAULT_SSL_ROOTS_FILE_PATH names.
+An address is HOST:PORT, or grpcs://HOST:PORT for TLS. Files say whom to trust. Without one gRPC
+trusts its own list of authorities, or that in the file that GRPC_DEFAULT_SSL_ROOTS_FILE_PATH names.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 
 from baton.addresses import port_of
+from baton.tls import NO_FILES, TlsFiles, check_scheme
 
 TLS_SCHEME: Final = "grpcs://"
 
@@ -37,23 +38,36 @@ def check_address(address: str) -> str:
     return address
 
 
-def open_channel(address: str, options: ChannelOptions = ()) -> grpc.Channel:
-    """Opens a channel, which connects on first use. Raises ValueError as `check_address` does."""
-    return _open(address, options, grpc.insecure_channel, grpc.secure_channel)
+def open_channel(
+    address: str, options: ChannelOptions = (), files: TlsFiles = NO_FILES
+) -> grpc.Channel:
+    """Opens a channel, which connects on first use.
+
+    Raises:
+        ValueError: the address is malformed, or the files do not fit it or each other.
+        OSError: a file cannot be read.
+    """
+    return _open(address, options, files, grpc.insecure_channel, grpc.secure_channel)
 
 
-def open_aio_channel(address: str, options: ChannelOptions = ()) -> grpc.aio.Channel:
+def open_aio_channel(
+    address: str, options: ChannelOptions = (), files: TlsFiles = NO_FILES
+) -> grpc.aio.Channel:
     """Does the same for the running event loop."""
-    return _open(address, options, grpc.aio.insecure_channel, grpc.aio.secure_channel)
+    return _open(address, options, files, grpc.aio.insecure_channel, grpc.aio.secure_channel)
 
 
 def _open(
     address: str,
     options: ChannelOptions,
+    files: TlsFiles,
     in_clear: Callable[[str, ChannelOptions], C],
     over_tls: Callable[[str, grpc.ChannelCredentials, ChannelOptions], C],
 ) -> C:
     check_address(address)
+    check_scheme(address, files, TLS_SCHEME)
     if (host_port := address.removeprefix(TLS_SCHEME)) != address:
-        return over_tls(host_port, grpc.ssl_channel_credentials(), options)
+        made = files.channel_credentials() if any(files) else grpc.ssl_channel_credentials()
+        name = [("grpc.ssl_target_name_override", files.name)] if files.name else []
+        return over_tls(host_port, made, [*options, *name])
     return in_clear(address, options)

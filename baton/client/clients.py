@@ -27,6 +27,7 @@ from baton.client.streams import AsyncGenerationStream, GenerationStream, typed_
 from baton.grpc_options import client_options
 from baton.inference.v1 import inference_pb2 as pb
 from baton.inference.v1 import inference_pb2_grpc as pb_grpc
+from baton.tls import TlsFiles
 
 Metadata = tuple[tuple[str, str], ...]
 LONGEST_S: Final = 1e9
@@ -95,22 +96,32 @@ class Client(_Caller):
         token: str = "",
         retries: bool = True,
         timeout_s: float | None = None,
+        tls_ca: str = "",
+        tls_cert: str = "",
+        tls_key: str = "",
+        tls_name: str = "",
     ) -> None:
         """Makes a client, which connects on its first call.
 
         Args:
-            address: HOST:PORT of a router, or grpcs://HOST:PORT of a proxy with TLS before one.
+            address: HOST:PORT of a router, or grpcs://HOST:PORT of one with TLS.
             token: sent with every call, for routers that ask for one.
             retries: whether the channel repeats calls that were refused for now, before anything
                 was generated. `baton.grpc_options.client_options` has the rules.
             timeout_s: bounds every generation whose call sets no bound. None: the server's limit
                 applies.
+            tls_ca: PEM file of the authorities to trust, with grpcs://; "": gRPC's own.
+            tls_cert: PEM file of a certificate to show, where the router wants one.
+            tls_key: PEM file of its key.
+            tls_name: the name that the router's certificate must have; "": the address's host.
 
         Raises:
-            ValueError: the address or the token is malformed.
+            ValueError: the address or the token is malformed, or the TLS files do not fit.
+            OSError: a file cannot be read.
         """
         super().__init__(token, timeout_s)
-        self._channel = open_channel(address, client_options(retries=retries))
+        files = TlsFiles(tls_ca, tls_cert, tls_key, tls_name)
+        self._channel = open_channel(address, client_options(retries=retries), files)
         self._stub = pb_grpc.InferenceServiceStub(self._channel)
 
     def generate(
@@ -199,10 +210,15 @@ class AsyncClient(_Caller):
         token: str = "",
         retries: bool = True,
         timeout_s: float | None = None,
+        tls_ca: str = "",
+        tls_cert: str = "",
+        tls_key: str = "",
+        tls_name: str = "",
     ) -> None:
         """Makes a client, which connects on its first call. Takes `Client`'s arguments."""
         super().__init__(token, timeout_s)
-        self._channel = open_aio_channel(address, client_options(retries=retries))
+        files = TlsFiles(tls_ca, tls_cert, tls_key, tls_name)
+        self._channel = open_aio_channel(address, client_options(retries=retries), files)
         self._stub: pb_grpc.InferenceServiceAsyncStub = pb_grpc.InferenceServiceStub(self._channel)
 
     async def generate(

@@ -20,6 +20,7 @@ from baton.console import vllm_flags
 from baton.console.commands import (
     ask,
     bench,
+    certs,
     config,
     demo,
     doctor,
@@ -47,6 +48,7 @@ from baton.hub import HubError
 from baton.installing import install_line
 from baton.output import stderr, stdout
 from baton.process.settings import SettingsError
+from baton.process.tls import TlsError
 from engine.memory import NoRoomError
 
 FAILED: Final = 1
@@ -96,6 +98,7 @@ def explain(error: Exception) -> tuple[str, int] | None:
             | TraceError()
             | TopError()
             | BenchError()
+            | TlsError()
         ):
             return str(error), FAILED
         case CannotListenError():
@@ -218,6 +221,7 @@ _PANELS: Final[Mapping[str, Mapping[str, Callable[..., None]]]] = {
         "decode": serve.decode,
         "config": config.config,
         "model": model.model,
+        "certs": certs.certs,
     },
     "Ask": {
         "generate": ask.generate,

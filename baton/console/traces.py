@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from baton.console.top.scrape import base_url
 from telemetry.names import Attr, Service, SpanName
 
 JAEGER_URL: Final = "JAEGER_URL"
@@ -133,7 +134,7 @@ def fetch(
     """
     trace_id = trace_id and trace_id.rpartition("-")[2]
     jaeger = os.environ.get(JAEGER_URL)
-    source = _Jaeger(jaeger) if jaeger else _Store(f"http://{admin_address}")
+    source = _Jaeger(jaeger) if jaeger else _Store(base_url(admin_address))
     give_up_s = time.monotonic() + patience_s
     while True:
         found = source.trace(trace_id)

@@ -25,9 +25,11 @@ from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
 from baton.addresses import is_loopback
+from baton.client.channels import TLS_SCHEME
 from baton.console.ports import HOST, PortPicker
 from baton.console.supervisor import ProcessSpec, Supervisor, Write
 from baton.process.gpu_slots import visible_gpus
+from baton.tls import NO_FILES, TlsFiles, holders_files
 from worker.settings import Role
 
 GRPC_PORT: Final = 50051
@@ -80,6 +82,8 @@ class UpOptions:
     """Share of a GPU's memory for all workers on it."""
     drain_s: float = 30.0
     """Seconds that running requests may continue when everything is stopped."""
+    certs: str = ""
+    """A folder that `baton certs` made: TLS between all processes and towards clients."""
 
     def __post_init__(self) -> None:
         """Raises UpError if everybody who reaches this machine would be served."""
@@ -117,6 +121,8 @@ class UpPlan:
     drain_s: float
     asks_for_key: bool = False
     """Whether clients must show a key or a token."""
+    tls: TlsFiles = NO_FILES
+    """A router's certificate, by which every process lets itself be asked; none in clear."""
     claims: tuple[socket.socket, ...] = ()
     """Claims of its ports. No process listens there before a worker has loaded its model. Claims
     last as long as the plan exists."""
@@ -131,9 +137,8 @@ def plan(options: UpOptions) -> UpPlan:
     """Plans all processes, without starting one.
 
     Raises:
-        UpError: the processes cannot run on this machine.
-        PortTakenError: another process has a wanted port.
-        CannotListenError: the host is no address of this machine.
+        UpError: they cannot run on this machine.
+        PortTakenError, CannotListenError: a wanted port or host cannot be had.
     """
     roles = _roles(options)
     gpus = [] if options.device == "cpu" else visible_gpus()
@@ -184,6 +189,7 @@ def plan(options: UpOptions) -> UpPlan:
         workers_on=on,
         drain_s=options.drain_s,
         asks_for_key=options.asks_for_key,
+        tls=holders_files(options.certs, "router"),
         claims=tuple(ports.claims),
     )
 
@@ -232,10 +238,13 @@ def _router_spec(
     switches = [] if is_only else ["--reuse-port"]
     if options.trace and router is routers[0]:
         switches.append("--trace-store")
+    ca, cert, key, _ = holders_files(options.certs, "router")
+    door = {"BATON_TLS_DOOR_CERT": cert, "BATON_TLS_DOOR_KEY": key} if ca else {}
+    api_key = {"BATON_API_KEY": options.api_key} if options.api_key else {}
     return ProcessSpec(
         name=router.name,
         argv=[*_baton("router", flags), *switches],
-        environment={**_quiet(), **({"BATON_API_KEY": options.api_key} if options.api_key else {})},
+        environment={**_own(options, "router"), **door, **api_key},
         essential=is_only,
     )
 
@@ -271,7 +280,7 @@ def _worker_spec(
     return ProcessSpec(
         name=worker.name,
         argv=_baton("worker", flags),
-        environment={**_quiet(), **device, "OMP_NUM_THREADS": str(threads)},
+        environment={**_own(options, worker.role), **device, "OMP_NUM_THREADS": str(threads)},
         stop_rank=1,
     )
 
@@ -283,12 +292,15 @@ def _baton(command: str, flags: _Flags) -> list[str]:
 
 
 def _spans_to(options: UpOptions, routers: Sequence[_Router]) -> str | None:
-    return f"http://{routers[0].internal}" if options.trace else None
+    scheme = "grpcs" if options.certs else "http"
+    return f"{scheme}://{routers[0].internal}" if options.trace else None
 
 
-def _quiet() -> dict[str, str]:
-    """Silences gRPC's own log, which has a line for every closed connection."""
-    return {"GRPC_VERBOSITY": os.environ.get("GRPC_VERBOSITY", "error")}
+def _own(options: UpOptions, holder: str) -> dict[str, str]:
+    """The holder's certificate, and silence of gRPC's log on closed connections."""
+    files = holders_files(options.certs, holder)._asdict()
+    tls = {f"BATON_TLS_{name}".upper(): path for name, path in files.items() if path}
+    return {**tls, "GRPC_VERBOSITY": os.environ.get("GRPC_VERBOSITY", "error")}
 
 
 def _roles(options: UpOptions) -> list[tuple[str, Role]]:
@@ -329,7 +341,7 @@ async def wait_until_ready(
     Args:
         what: the running plan.
         supervisor: the supervisor of its processes.
-        waiting_for: is called with the names of processes that are not ready, on each change.
+        waiting_for: hears the names of processes that are not ready.
 
     Raises:
         UpError: a process died first, or the supervisor was stopped.
@@ -351,7 +363,7 @@ async def _ready(what: UpPlan, waiting_for: Callable[[str], None]) -> None:
     missing = dict(what.worker_addresses)
     while missing:
         waiting_for(", ".join(missing))
-        answers = await asyncio.gather(*map(_serves, missing.values()))
+        answers = await asyncio.gather(*(_serves(one, what.tls) for one in missing.values()))
         missing = {
             name: address
             for (name, address), serves in zip(missing.items(), answers, strict=True)
@@ -366,10 +378,7 @@ async def _ready(what: UpPlan, waiting_for: Callable[[str], None]) -> None:
 
 
 def _can_run_with(workers: set[str], router_admin: str) -> bool:
-    """Whether a router can run a model and has a stream to every worker.
-
-    A router may run a model with some of the workers; ready means all of them.
-    """
+    """Whether a router can run a model and has a stream to every worker, and not to some alone."""
     try:
         _get(f"http://{router_admin}/health/ready")
         attached = json.loads(_get(f"http://{router_admin}/discovery"))
@@ -384,15 +393,9 @@ def _get(url: str) -> bytes:
         return bytes(answer.read())
 
 
-async def _serves(address: str) -> bool:
+async def _serves(address: str, tls: TlsFiles) -> bool:
     """Whether the health check of the process at the address succeeds."""
-    import grpc.aio
-    from grpc_health.v1 import health_pb2, health_pb2_grpc
+    from baton.console.health import SERVING, check
 
-    async with grpc.aio.insecure_channel(address) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        try:
-            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=1.0)
-        except grpc.RpcError:
-            return False
-    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+    scheme = TLS_SCHEME if any(tls) else ""
+    return await asyncio.to_thread(check, f"{scheme}{address}", "", 1.0, tls) == SERVING

@@ -16,9 +16,9 @@ REFLECTION_V1: Final = "grpc.reflection.v1.ServerReflection"
 
 
 async def add_health_and_reflection(
-    server: grpc.aio.Server, service_names: Sequence[str]
+    server: grpc.aio.Server, service_names: Sequence[str], *, reflection: bool = True
 ) -> health.aio.HealthServicer:
-    """Adds `grpc.health.v1`, and reflection of it and of the named services.
+    """Adds `grpc.health.v1`, and reflection of it and of the named services if it is wanted.
 
     Health starts as SERVING for the process ("") and as NOT_SERVING for each service. The returned
     servicer changes it.
@@ -27,7 +27,8 @@ async def add_health_and_reflection(
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     for name in service_names:
         await servicer.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
-    _add_reflection(server, (*service_names, health.SERVICE_NAME))
+    if reflection:
+        _add_reflection(server, (*service_names, health.SERVICE_NAME))
     return servicer
 
 

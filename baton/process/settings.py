@@ -75,7 +75,7 @@ def _own_or_other(value: str) -> str:
     return value if value in ("", ":0") else _host_and_port(value)
 
 
-_RECEIVER: Final = re.compile(r"(https?://)?([^\s/@]+)/?")
+_RECEIVER: Final = re.compile(r"(https?://|grpcs://)?([^\s/@]+)/?")
 """Groups: scheme and address."""
 
 
@@ -85,8 +85,8 @@ def _receiver(value: str) -> str:
     has_usual_port = scheme == "https://" and ":" not in address
     if value and not has_usual_port and not port_of(address):
         raise ValueError(
-            "must be http://HOST:PORT, https://HOST:PORT or HOST:PORT, with no path: "
-            "spans go over gRPC"
+            "must be http://HOST:PORT, https://HOST:PORT, grpcs://HOST:PORT or HOST:PORT, with no "
+            "path: spans go over gRPC"
         )
     return value
 

@@ -13,7 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.attention.paged import PagedAttention, PagedStep, views_of
-from engine.attention.parts import Division, division
+from engine.attention.parts import PLAIN, Division, division
 from engine.pages.kv_pool import KvPool
 
 LONG_PIECE = 192
@@ -51,6 +51,7 @@ class Fa3Backend(PagedAttention):
     """`PagedAttention` over `flash_attn_interface`."""
 
     name = "fa3"
+    tiles = PLAIN
 
     def __init__(
         self,
@@ -65,7 +66,9 @@ class Fa3Backend(PagedAttention):
 
     def attend_ends(self, layer: int, q: Tensor, contexts: Tensor, page_table: Tensor) -> Tensor:
         """See `PagedAttention`."""
-        divided = division(len(q), self._pool.num_kv_heads, differ=self._step.differ)
+        divided = division(
+            len(q), self._pool.num_kv_heads, differ=self._step.differ, tiles=self.tiles
+        )
         window = self._windows[layer]
         return self._decode_kernel(q, self._pool, layer, contexts, page_table, window, divided)
 

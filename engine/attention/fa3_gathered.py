@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.attention.base import AttentionBatch
 from engine.attention.fa3 import DecodeKernel, Fa3Backend, splits_of
 from engine.attention.paged import PagedStep
+from engine.attention.parts import FP8
 from engine.pages.kv_pool import KvPool
 
 
@@ -35,6 +36,8 @@ class Gather(Protocol):
 
 class Fa3GatheredBackend(Fa3Backend):
     """`Fa3Backend` whose continued prompts attend over a scratch."""
+
+    tiles = FP8
 
     def __init__(
         self,

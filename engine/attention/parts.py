@@ -50,9 +50,27 @@ class Division(NamedTuple):
     tiles: Tiles
 
 
+class TileSet(NamedTuple):
+    """The tiles of a kernel. A program with large tiles reads faster. More programs with smaller
+    ones fit a processor."""
+
+    few: Tiles
+    """For parts of few items alike."""
+    parts: Tiles
+    """For parts of rows that differ."""
+    large: Tiles
+    """For whole items; the more items, the smaller."""
+    middle: Tiles
+    small: Tiles
+
+
 LARGE, MIDDLE, SMALL = Tiles(128, 4, 3), Tiles(64, 4, 3), Tiles(32, 2, 4)
-"""A program with large tiles reads faster. More programs with smaller ones fit a processor."""
 OF_FEW = Tiles(64, 2, 3)
+PLAIN = TileSet(OF_FEW, LARGE, LARGE, MIDDLE, SMALL)
+"""For 16 bits."""
+FP8_WHOLE = Tiles(64, 2, 5)
+FP8 = TileSet(Tiles(128, 2, 2), FP8_WHOLE, FP8_WHOLE, FP8_WHOLE, FP8_WHOLE)
+"""For FP8, where converting limits, not memory: small tiles of few warps and many rounds."""
 
 
 def has_two(rows: int, kv_heads: int) -> bool:
@@ -60,19 +78,19 @@ def has_two(rows: int, kv_heads: int) -> bool:
     return PROGRAMS_OF_FEW // (rows * kv_heads) < MOST_PARTS if rows else False
 
 
-def division(rows: int, kv_heads: int, *, differ: bool) -> Division:
+def division(rows: int, kv_heads: int, *, differ: bool, tiles: TileSet = PLAIN) -> Division:
     """The division of a batch of this size, whose rows differ in length or are alike."""
     items = rows * kv_heads
     is_few = items <= PROCESSORS
     if differ or not has_two(rows, kv_heads):
         most = MOST_PARTS if is_few else MOST_PROGRAMS // items
         least = LEAST_TOKENS_OF_FEW if is_few else _least_tokens(items)
-        return Division(min(max(most, LEAST_PARTS), MOST_PARTS), least, LARGE)
+        return Division(min(max(most, LEAST_PARTS), MOST_PARTS), least, tiles.parts)
     if is_few:
-        return Division(PROGRAMS_OF_FEW // items, LEAST_TOKENS_OF_FEW, OF_FEW)
+        return Division(PROGRAMS_OF_FEW // items, LEAST_TOKENS_OF_FEW, tiles.few)
     if items <= 2.5 * PROCESSORS:
-        return Division(1, 1, LARGE)
-    return Division(1, 1, MIDDLE if items <= 5 * PROCESSORS else SMALL)
+        return Division(1, 1, tiles.large)
+    return Division(1, 1, tiles.middle if items <= 5 * PROCESSORS else tiles.small)
 
 
 def lengths_differ(contexts: NDArray[np.int32], kv_heads: int) -> bool:

@@ -68,7 +68,7 @@ def _fa3_obstacle(pool: KvPool) -> str:
 def _fa2_obstacle(pool: KvPool) -> str:
     """The obstacle to FlashAttention-2 over this pool; empty if it can run."""
     if pool.gathers:
-        return f"it reads pages in place, and cannot read {pool.precision} KV"
+        return f"it reads pages in place, and cannot read {pool.precision} KV: fa3 and sdpa can"
     if obstacle := _gpu_obstacle(pool):
         return obstacle
     if torch.cuda.get_device_capability(pool.device)[0] < 8:

@@ -17,7 +17,7 @@ from engine.cuda import kernels
 from engine.cuda.kv.fp8_store import rope_store_fp8
 from engine.cuda.kv.rope_store import HeadNorms, rope_store
 from engine.cuda.products import CudaProducts
-from engine.cuda.rounding import (
+from engine.cuda.products.rounding import (
     add_rms_norm_rounded,
     rms_norm_rounded,
     rounded,

@@ -13,6 +13,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from engine.cuda.early import early
 
 Kernel = Any
 """A kernel launcher. Triton has no types."""
@@ -71,7 +74,10 @@ def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Ten
 
 
 @triton.jit
-def _silu_mul(gate_up, out, size, block: tl.constexpr):
+def _silu_mul(gate_up, out, size, pdl: tl.constexpr, block: tl.constexpr):
+    if pdl:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * block + tl.arange(0, block)
     inside = at < size
@@ -86,7 +92,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, size)
     grid = (rows, triton.cdiv(size, _ACTIVATION_BLOCK))
-    launch(_silu_mul, grid, gate_up, out, size, _ACTIVATION_BLOCK)
+    arguments = (gate_up, out, size, early(), _ACTIVATION_BLOCK)
+    launch(_silu_mul, grid, *arguments, launch_pdl=early())
     return out
 
 

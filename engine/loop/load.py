@@ -53,6 +53,7 @@ def load_of(
         prompt_tokens_computed=rates.prompt_tokens,
         prompt_tokens_cached=scheduler.cached_tokens,
         tokens_sampled=rates.tokens_sampled,
+        tiers=scheduler.tiers.load(),
     )
 
 

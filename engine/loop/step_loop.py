@@ -76,7 +76,9 @@ class StepLoop:
         self, scheduler: Scheduler, executor: Executor, profiler: StepProfiler | None = None
     ) -> None:
         self.profiler = profiler or StepProfiler()
-        self.load = EngineLoad(max_sequences=scheduler.config.max_sequences)
+        self.load = EngineLoad(
+            max_sequences=scheduler.config.max_sequences, tiers=scheduler.tiers.load()
+        )
         self.max_step_tokens = scheduler.config.max_step_tokens
         self._scheduler = scheduler
         self._executor = executor
@@ -92,6 +94,7 @@ class StepLoop:
         self._rates = StepRates()
         self._pacer = LaunchPacer()
         self._progress = 0
+        scheduler.tiers.wakes(lambda: self.post(_nothing))
 
     def start(self, on_step: OnStep | None = None, on_lost: OnLost | None = None) -> None:
         """Starts the thread."""
@@ -110,6 +113,7 @@ class StepLoop:
             log.error("the step in flight has not ended within %d s: it is left behind", STOP_S)
         else:
             self._executor.shutdown()
+        self._scheduler.tiers.stop()
 
     def submit(
         self, request: Request, sink: Sink, matchers: Future[list[TokenMatcher]] | None = None
@@ -176,7 +180,7 @@ class StepLoop:
     def _receive_until_due(self) -> None:
         """Receives commands until the next step should be prepared."""
         if not self._flights:
-            self._receive(IDLE_TURN_S)
+            self._receive(self._scheduler.tiers.wait_s(IDLE_TURN_S))
             return
         flight = self._flights[0]
         if flight.plan.only_decodes:
@@ -275,6 +279,7 @@ class StepLoop:
             self._flush()
         else:
             self._rates.settled(plan, flight.at_s)
+            self._scheduler.tiers.note_rate(self._rates.prefill.tokens_per_s)
             self._pacer.settled(plan, self._rates.step_s)
             settle_step(self._scheduler, plan, result, self._hand_over)
             self._on_step(self._rates.step_s, plan.num_decodes)
@@ -301,6 +306,10 @@ class StepLoop:
             progress=self._progress,
             long_step_ms=1e3 * long_step_s if long_step_s > LONG_STEP_S else 0.0,
         )
+
+
+def _nothing(_scheduler: Scheduler) -> None:
+    """A command that only wakes the loop."""
 
 
 def _unanswered() -> None:

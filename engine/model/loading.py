@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -34,6 +35,8 @@ from engine.model.region import Range
 from engine.model.shard import Shard, check_ranks
 from engine.model.sources import Dummy, Safetensors, Source
 from engine.ranks.collective import Collective
+
+log = logging.getLogger("baton.engine")
 
 Check = Callable[[Weights], None]
 """Takes the number of weights before they are read, and may refuse them."""
@@ -240,13 +243,20 @@ def _shapes(places: list[Place]) -> dict[str, tuple[int, ...]]:
 def _check(places: list[Place], source: Source, form: Format | None, *, tied: bool) -> None:
     """Compares the tensors that the model needs with what the checkpoint says of its own."""
     wanted = {name: spec for place in places for name, spec in place.specs.items()}
+    unused = {name for name in source.headers if form is not None and form.is_unused(name)}
+    if unused:
+        log.info(
+            "%d tensors are ignored, such as %s (FP8 KV takes no scales of a checkpoint)",
+            len(unused),
+            min(unused),
+        )
     missing = sorted(wanted.keys() - source.headers.keys())
     extra = sorted(
         name
         for name in source.headers.keys() - wanted.keys()
         if not name.endswith("rotary_emb.inv_freq")
         and not (tied and name == "lm_head.weight")
-        and not (form is not None and form.is_unused(name))
+        and name not in unused
     )
     if missing or extra:
         raise ModelError(

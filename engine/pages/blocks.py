@@ -14,14 +14,16 @@ in flight writes it; `by_key[key] == page` iff `key_of[page] == key`.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.pages import runs
 from engine.pages.eviction import EvictionPolicy, LruEviction
+from engine.pages.lending import Lending, Loan
+from engine.pages.watch import PageWatch, Unwatched
 from engine.types import PageIds
 
 SCRATCH_PAGE = 0
@@ -52,31 +54,6 @@ class CacheEvent:
     page: int
 
 
-class PageWatch(Protocol):
-    """Is told of pages that become free and of free pages that are allocated."""
-
-    damaged: int
-    """Pages found written while they were free. Must stay 0."""
-
-    def freed(self, pages: PageIds) -> None:
-        """The pages are FREE from now on."""
-        return
-
-    def allocated(self, pages: PageIds) -> None:
-        """FREE pages are about to be HELD."""
-        return
-
-    def idle(self, is_free: NDArray[np.bool_]) -> None:
-        """There is time to check FREE pages. `is_free` has an entry for every page of the pool."""
-        return
-
-
-class Unwatched(PageWatch):
-    """Checks nothing."""
-
-    damaged = 0
-
-
 class BlockManager:
     """Reference-counted pages, the prefix cache's index, and the last-writer rule."""
 
@@ -99,6 +76,8 @@ class BlockManager:
         self._key_of: dict[int, tuple[bytes, int]] = {}
         self._by_key: dict[bytes, int] = {}
         self._evictable: EvictionPolicy = LruEviction() if eviction is None else eviction
+        self._lending = Lending(self._evictable)
+        self._below: Container[bytes] = ()
         self._listeners: list[Callable[[CacheEvent], None]] = []
         self._event_sequence = 0
         self._watch: PageWatch = watch or Unwatched()
@@ -152,12 +131,14 @@ class BlockManager:
         """
         self._check_available(count)
         most_free = count + min(AHEAD * count, self.total // AHEAD_SHARE)
-        while (run := self._fitting_run(count)) is None:
+        while (run := runs.fitting(self._is_free, count)) is None:
             evicted = min(-(-count // 4), most_free - self._free, self.evictable)
             if evicted <= 0:
                 break
             self._evict(evicted)
-        return self._take(run if run is not None else self._out_of_runs(count, longest=True))
+        return self._take(
+            run if run is not None else runs.scattered(self._is_free, count, longest=True)
+        )
 
     def allocate_apart(self, count: int) -> PageIds:
         """Takes `count` pages with reference count 1 that may lie anywhere. They fill the gaps.
@@ -169,7 +150,7 @@ class BlockManager:
             return np.empty(0, np.int32)
         self._check_available(count)
         self._evict(max(0, count - self._free))
-        return self._take(self._out_of_runs(count, longest=False))
+        return self._take(runs.scattered(self._is_free, count, longest=False))
 
     def _check_available(self, count: int) -> None:
         if count > self.available:
@@ -182,42 +163,18 @@ class BlockManager:
         self._free -= len(pages)
         return pages
 
-    def _free_runs(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Free runs: [runs] starts and [runs] lengths. The scratch page, page 0, is never free."""
-        edges = np.flatnonzero(self._is_free[1:] != self._is_free[:-1]) + 1
-        if self._is_free[-1]:
-            edges = np.append(edges, self.num_pages)
-        return edges[::2], edges[1::2] - edges[::2]
-
-    def _fitting_run(self, count: int) -> PageIds | None:
-        """The first `count` pages of the shortest run of free pages that has that many."""
-        starts, lengths = self._free_runs()
-        fitting = np.flatnonzero(lengths >= count)
-        if not fitting.size:
-            return None
-        start = starts[fitting[lengths[fitting].argmin()]]
-        return np.arange(start, start + count, dtype=np.int32)
-
-    def _out_of_runs(self, count: int, longest: bool) -> PageIds:
-        """`count` free pages, from the longest runs or from the shortest, ascending."""
-        starts, lengths = self._free_runs()
-        order = np.argsort(-lengths if longest else lengths, kind="stable")
-        before = lengths[order].cumsum() - lengths[order]
-        used = order[before < count]
-        taken = np.minimum(lengths[used], count - before[: used.size])
-        by_place = starts[used].argsort()
-        firsts, taken = starts[used][by_place], taken[by_place]
-        offsets = np.arange(count) - np.repeat(taken.cumsum() - taken, taken)
-        pages: PageIds = (np.repeat(firsts, taken) + offsets).astype(np.int32)
-        return pages
-
     def _evict(self, count: int) -> None:
-        pages = [self._evictable.pop() for _ in range(count)]
-        for page in pages:
-            key, _ = self._key_of.pop(page)
-            del self._by_key[key]
-            self._emit(CacheEventKind.EVICTED, key, page)
+        pages = self._lending.evict(count)
+        self._unkey(pages)
         self._make_free(pages)
+
+    def _unkey(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            entry = self._key_of.pop(page, None)
+            if entry is not None:
+                del self._by_key[entry[0]]
+                self._lending.unkeyed(page)
+                self._emit(CacheEventKind.EVICTED, entry[0], page)
 
     def share(self, pages: PageIds) -> None:
         """Adds a holder to pages that are held already."""
@@ -239,6 +196,7 @@ class BlockManager:
                 unkeyed.append(page)
             else:
                 self._evictable.add(page, keyed[1])
+                self._lending.idle(page)
         self._make_free(unkeyed)
 
     def _make_free(self, pages: list[int]) -> None:
@@ -277,7 +235,10 @@ class BlockManager:
     def count_evictable(self, keys: Sequence[bytes]) -> int:
         """The number of leading cached pages that only the cache holds. Acquiring them leaves that
         many fewer available."""
-        pages = [self._by_key[key] for key in keys[: self.count_cached(keys)]]
+        return self.count_idle([self._by_key[key] for key in keys[: self.count_cached(keys)]])
+
+    def count_idle(self, pages: Sequence[int]) -> int:
+        """The number of those pages that nobody holds."""
         return int((self._refcount[pages] == 0).sum()) if pages else 0
 
     def acquire(self, keys: Sequence[bytes]) -> PageIds:
@@ -289,6 +250,7 @@ class BlockManager:
                 break
             if self._refcount[page] == 0:
                 self._evictable.remove(page)
+                self._lending.in_use(page)
             self._refcount[page] += 1
             self._evictable.used(page)
             pages.append(page)
@@ -301,11 +263,88 @@ class BlockManager:
         Pages that have a key already, and keys that have a page already, are left as they are.
         """
         assert (self._last_writer[pages] <= self._settled_step).all(), "page not settled"
-        for depth, (page, key) in enumerate(zip(pages.tolist(), keys, strict=True), first):
+        self.adopt(pages.tolist(), keys, range(first, first + len(keys)))
+
+    def adopt(self, pages: Sequence[int], keys: Sequence[bytes], depths: Sequence[int]) -> None:
+        """Keys complete, held pages that may be of several sequences. See `publish`."""
+        for page, key, depth in zip(pages, keys, depths, strict=True):
             if page not in self._key_of and key not in self._by_key:
                 self._key_of[page] = (key, depth)
                 self._by_key[key] = page
+                if key in self._below:
+                    self._lending.saved(page, idle=False)
                 self._emit(CacheEventKind.STORED, key, page)
+
+    def forget(self, pages: PageIds) -> None:
+        """Takes the keys of held pages away."""
+        self._unkey(pages.tolist())
+
+    # -- lower tiers --------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> int:
+        """Pages that can be allocated without a loss: FREE, or EVICTABLE and in a lower tier."""
+        return self._free + self._lending.ready
+
+    def page_of(self, key: bytes) -> int | None:
+        """The page with this key."""
+        return self._by_key.get(key)
+
+    def pin(self, pages: PageIds) -> None:
+        """Adds a holder to pages with a key. For the policy this is no use."""
+        for page in pages[self._refcount[pages] == 0].tolist():
+            self._evictable.remove(page)
+            self._lending.in_use(page)
+        self._refcount[pages] += 1
+
+    def start_lending(self, below: Container[bytes] = ()) -> None:
+        """There is a lower tier, from before the first page has a key. `below` are its keys."""
+        self._below, self._lending.on = below, True
+
+    def lend(self, count: int) -> list[Loan]:
+        """Up to `count` of the coldest pages that no lower tier has, for a copy: those that are
+        idle longest. Their place in the order of eviction stays, and they may be evicted
+        meanwhile: see `take_back`."""
+        pages = self._lending.coldest(count)
+        return self._lending.lend((page, *self._key_of[page]) for page in pages)
+
+    def lend_held(self, pages: PageIds) -> list[Loan]:
+        """Lends those of the pages that have a key, no other holder than the caller and no copy
+        in a lower tier."""
+        alone = pages[self._refcount[pages] == 1].tolist()
+        wanted = [page for page in alone if page in self._key_of and self._lending.lacks(page)]
+        return self._lending.lend((page, *self._key_of[page]) for page in wanted)
+
+    def lend_keys(self, keys: Sequence[bytes]) -> list[Loan]:
+        """Lends those pages of these keys that no lower tier has."""
+        pages = [self._by_key[key] for key in keys if self._lending.lacks(self._by_key[key])]
+        return self._lending.lend((page, *self._key_of[page]) for page in pages)
+
+    def unpin(self, pages: PageIds) -> None:
+        """Takes the holder of pages that were pinned, coldest first, while they were the coldest.
+        They are so again."""
+        self.release(pages)
+        for page in pages[::-1].tolist():
+            if self._is_idle(page):
+                self._evictable.demote(page)
+
+    def take_back(self, loans: Iterable[Loan], *, saved: bool) -> list[Loan]:
+        """Ends loans. Returns those whose page has kept its key all the time. They count as saved
+        if the copy is good."""
+        kept = self._lending.end(loans, self._is_idle)
+        for loan in kept:
+            if saved:
+                self._lending.saved(loan.page, idle=self._is_idle(loan.page))
+        return kept
+
+    def lost_below(self, key: bytes) -> None:
+        """The lower tier has given a key up."""
+        page = self._by_key.get(key)
+        if page is not None:
+            self._lending.unsaved(page, idle=self._is_idle(page))
+
+    def _is_idle(self, page: int) -> bool:
+        return page in self._key_of and not self._refcount[page]
 
     def _emit(self, kind: CacheEventKind, key: bytes, page: int) -> None:
         self._event_sequence += 1
@@ -333,6 +372,7 @@ class BlockManager:
         states = self._free + len(self._evictable) + len(self._settling) + int(held.sum())
         assert states == self.total, "a page is in no state or in two"
         assert len(self._by_key) == len(self._key_of), "key index is off"
+        self._lending.check(self._key_of, self._is_idle)
         for key, page in self._by_key.items():
             assert self._key_of[page][0] == key, "key index is off"
             assert not self._is_free[page], "free page has a key"

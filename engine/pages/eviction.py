@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
 from typing import Protocol
 
 
@@ -35,6 +36,18 @@ class EvictionPolicy(Protocol):
         """
         ...
 
+    def coldest(self) -> Iterator[int]:
+        """The pages in the order in which `pop` would take them. Nothing may change meanwhile."""
+        ...
+
+    def evict(self, page: int) -> None:
+        """Takes this page, although it may not be the first."""
+        ...
+
+    def demote(self, page: int) -> None:
+        """A page is there again that was among the coldest. Its holder was no request."""
+        ...
+
     def __len__(self) -> int: ...
 
 
@@ -58,6 +71,18 @@ class LruEviction:
     def pop(self) -> int:
         """Takes the page that has waited longest."""
         return self._pages.popitem(last=False)[0]
+
+    def coldest(self) -> Iterator[int]:
+        """See `EvictionPolicy`."""
+        return iter(self._pages)
+
+    def evict(self, page: int) -> None:
+        """Takes the page out."""
+        del self._pages[page]
+
+    def demote(self, page: int) -> None:
+        """Puts the page before all others."""
+        self._pages.move_to_end(page, last=False)
 
     def __len__(self) -> int:
         return len(self._pages)
@@ -104,6 +129,26 @@ class _ScoredEviction:
                 del self._entries[page], self._uses[page]
                 return page
         raise KeyError("no evictable page")
+
+    def coldest(self) -> Iterator[int]:
+        """Walks the heap from its root, so that the first few cost little."""
+        frontier = [(self._heap[0], 0)] if self._heap else []
+        while frontier:
+            (score, clock, page), place = heapq.heappop(frontier)
+            if self._entries.get(page) == (score, clock):
+                yield page
+            for child in (2 * place + 1, 2 * place + 2):
+                if child < len(self._heap):
+                    heapq.heappush(frontier, (self._heap[child], child))
+
+    def demote(self, page: int) -> None:
+        """Does nothing, because the score counts uses."""
+
+    def evict(self, page: int) -> None:
+        """Takes the page out. Its heap entry is skipped later."""
+        score, _ = self._entries.pop(page)
+        self._floor = max(self._floor, score)
+        del self._uses[page]
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -29,21 +29,28 @@ from engine.pages.prefix import prompt_keys
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequences import ActiveRequest, PrefillTask, RequestState, Sequence
 from engine.schedule.slots import SlotState
+from engine.tiers.protocol import Wait
 from engine.types import Mode, Request, Reserved, TakenOver
 
+EARLY_LOADS = 8
+"""So many of the next requests may load pages from lower tiers before it is their turn."""
 IN_SLOTS = (RequestState.ACTIVE, RequestState.RESERVED)
 
 
 def admit(scheduler: Scheduler) -> None:
     """Gives slots and pages to the requests that may have them, preempted sequences first."""
+    scheduler.tiers.turn()
     while scheduler.preempted and _readmit(scheduler, min(scheduler.preempted, key=_age)):
         pass
     if scheduler.preempted or not scheduler.waiting or scheduler.slots.num_free == 0:
         return
     in_slots = [active for active in scheduler.requests.values() if active.state in IN_SLOTS]
-    prepared = [active for active in scheduler.waiting if active.is_prepared]
+    prepared = [active for active in scheduler.waiting if _is_prepared(active)]
     ordered = scheduler.policy.order(prepared, in_slots)
-    for active in sorted(ordered, key=lambda active: not active.request.generated):
+    ordered = sorted(ordered, key=lambda active: not active.request.generated)
+    if scheduler.tiers.on:
+        ordered = _without_loading(scheduler, ordered)
+    for active in ordered:
         if _try_admit(scheduler, active):
             scheduler.waiting.remove(active)
             scheduler.policy.admitted(active)
@@ -53,6 +60,13 @@ def admit(scheduler: Scheduler) -> None:
             active.passed_over >= scheduler.config.max_passed_over or scheduler.slots.num_free == 0
         ):
             break
+
+
+def _is_prepared(active: ActiveRequest) -> bool:
+    """Whether a waiting request may be admitted. A request whose pages have come waits again."""
+    if active.state is RequestState.LOADING and active.wait and active.wait.is_over:
+        active.state = RequestState.WAITING
+    return active.state is RequestState.WAITING and active.is_prepared
 
 
 def growth_reserve(scheduler: Scheduler, wanted: int) -> int:
@@ -92,9 +106,13 @@ def _readmit(scheduler: Scheduler, sequence: Sequence) -> bool:
     reserve = growth_reserve(scheduler, wanted)
     if scheduler.slots.num_free == 0 or wanted > scheduler.blocks.available - reserve:
         return False
-    scheduler.preempted.remove(sequence)
     active = sequence.active
     keys = prompt_keys(scheduler.config, active.request, tokens, active.keys)
+    if sequence.wait is None:
+        sequence.wait = _begin_load(scheduler, keys, reserve)
+    if sequence.wait is None or not sequence.wait.is_over:
+        return False
+    scheduler.preempted.remove(sequence)
     _start_prefill(scheduler, [sequence], tokens, keys)
     return True
 
@@ -113,9 +131,10 @@ def _try_admit(scheduler: Scheduler, active: ActiveRequest) -> bool:
     cached = scheduler.blocks.count_cached(active.keys)
     wanted = pages - cached + scheduler.blocks.count_evictable(active.keys)
     wanted += spare + growth * num_sequences
-    largest = int(scheduler.slots.growth().max(initial=0))
-    kept_back = max(growth_reserve(scheduler, wanted), largest)
+    kept_back = _kept_back(scheduler, wanted)
     if num_sequences > scheduler.slots.num_free or wanted > scheduler.blocks.available - kept_back:
+        return False
+    if active.wait is None and not _is_loaded(scheduler, active, kept_back):
         return False
     active.sequences = [
         Sequence(active, i, outputs[i], active.matcher_of(i)) for i in range(num_sequences)
@@ -130,6 +149,46 @@ def _try_admit(scheduler: Scheduler, active: ActiveRequest) -> bool:
         active.state = RequestState.ACTIVE
         _start_prefill(scheduler, active.sequences, tokens, active.keys)
     return True
+
+
+def _without_loading(scheduler: Scheduler, ordered: list[ActiveRequest]) -> list[ActiveRequest]:
+    """The requests that wait for no page. The next few begin to load before it is their turn."""
+    for active in ordered[:EARLY_LOADS]:
+        if active.wait is None:
+            _load_early(scheduler, active)
+    return [active for active in ordered if active.state is not RequestState.LOADING]
+
+
+def _load_early(scheduler: Scheduler, active: ActiveRequest) -> None:
+    tokens = np.concatenate([active.request.prompt_ids, active.initial_outputs[0]])
+    pages = -(-len(tokens) // scheduler.config.page_size)
+    kept_back = _kept_back(scheduler, pages)
+    if pages > scheduler.blocks.available - kept_back:
+        return
+    active.keys = prompt_keys(scheduler.config, active.request, tokens, active.keys)
+    _is_loaded(scheduler, active, kept_back)
+
+
+def _is_loaded(scheduler: Scheduler, active: ActiveRequest, kept_back: int) -> bool:
+    """Whether no page of a prompt comes from a lower tier. Asks for that once."""
+    active.wait = _begin_load(scheduler, active.keys, kept_back)
+    if active.wait is None:
+        return False
+    if not active.wait.is_over:
+        active.state = RequestState.LOADING
+    return active.wait.is_over
+
+
+def _begin_load(scheduler: Scheduler, keys: list[bytes], kept_back: int) -> Wait | None:
+    room = scheduler.blocks.available - kept_back
+    queued = sum(task.remaining for task in scheduler.prefills)
+    return scheduler.tiers.begin(keys, room, queued)
+
+
+def _kept_back(scheduler: Scheduler, wanted: int) -> int:
+    """Pages that a new request must leave, if it takes `wanted` pages."""
+    largest = int(scheduler.slots.growth().max(initial=0))
+    return max(growth_reserve(scheduler, wanted), largest)
 
 
 def _take_over(
@@ -187,11 +246,19 @@ def _start_prefill(
             keys=keys,
             cursor=cached,
             cached_tokens=cached,
+            loaded_tokens=_loaded_tokens(scheduler, leader, cached),
             published_pages=held,
             slot=leader.slot,
             generation=int(scheduler.slots.generation[leader.slot]),
         )
     )
+
+
+def _loaded_tokens(scheduler: Scheduler, leader: Sequence, cached: int) -> dict[str, int]:
+    """Those of the cached tokens that came from lower tiers, by tier."""
+    wait, size = leader.wait or leader.active.wait, scheduler.config.page_size
+    pages = wait.loaded_pages if wait else {}
+    return {tier: min(count * size, cached) for tier, count in pages.items()}
 
 
 def _allocate_prompt(scheduler: Scheduler, slot: int, num_tokens: int, keys: list[bytes]) -> int:

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from engine.bounds import UNBOUNDED
 from engine.pages.blocks import SCRATCH_PAGE
 from engine.sampling import SamplePlan
+from engine.schedule.preemption import preempt
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequences import PrefillTask, Sequence
 from engine.schedule.slots import SlotState
@@ -90,13 +91,14 @@ def make_room(scheduler: Scheduler, missing: int) -> None:
     """
     slots = scheduler.slots
     leaving = np.flatnonzero(slots.state == SlotState.PREEMPTING)
-    coming = scheduler.blocks.settling + int(slots.page_count[leaving].sum())
+    coming = scheduler.blocks.settling + scheduler.tiers.leaving_pages
+    coming += int(slots.page_count[leaving].sum())
     candidates = _preemptible(scheduler)
     for sequence in reversed(candidates[1:]):
         if coming >= missing:
             return
         coming += int(slots.page_count[sequence.slot])
-        scheduler.preempt(sequence)
+        preempt(scheduler, sequence)
 
 
 def _preemptible(scheduler: Scheduler) -> list[Sequence]:
@@ -160,7 +162,10 @@ def _advance(scheduler: Scheduler, chunk: ChunkPlan) -> None:
     if not active.started:
         active.started = True
         scheduler.emit(
-            active.sink, PrefillStarted(active.request.id, task.cached_tokens, time.time_ns())
+            active.sink,
+            PrefillStarted(
+                active.request.id, task.cached_tokens, time.time_ns(), task.loaded_tokens
+            ),
         )
     task.cursor = chunk.end
     scheduler.slots.kv_len[task.leader.slot] = chunk.end

@@ -16,6 +16,7 @@ from typing import Final
 import numpy as np
 import torch
 
+from engine.schedule.preemption import finish_preemption, preempt
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequences import Sequence
 from engine.schedule.slots import SlotState
@@ -55,9 +56,9 @@ def _shrink(scheduler: Scheduler, plan: StepPlan, touched: list[Sequence]) -> No
         if sequence.active.request.mode is Mode.PREFILL:
             scheduler.fail(sequence.active, FailureReason.INTERNAL)
         elif scheduler.slots.state[sequence.slot] == SlotState.PREFILLING:
-            scheduler.preempt(sequence)
+            preempt(scheduler, sequence)
         else:
-            scheduler.finish_preemption(sequence)
+            finish_preemption(scheduler, sequence, computed=False)
     config = scheduler.config
     least = config.max_sequences + config.page_size
     scheduler.step_tokens = max(least, min(scheduler.step_tokens, plan.num_tokens) // 2)

@@ -3,6 +3,7 @@
 A request's life:
 
     WAITING -> (slots and pages) -> ACTIVE [prefilling -> running] -> ended
+    WAITING -> LOADING -> WAITING -> ...           (pages come from a lower tier)
     WAITING -> RESERVED -> deliver -> ACTIVE -> ended              (RECEIVE)
     WAITING -> ACTIVE -> ended                                     (RECEIVE, taken over)
     WAITING -> ACTIVE -> HELD -> release -> gone                   (PREFILL)
@@ -34,6 +35,7 @@ from engine.schedule.policies import Fcfs, SchedulingPolicy
 from engine.schedule.sequences import ActiveRequest, PrefillTask, RequestState, Sequence
 from engine.schedule.slots import SlotState, SlotTable
 from engine.stopping import end_ids, end_reason
+from engine.tiers.protocol import NoTiers, PageTiers
 from engine.types import (
     EndReason,
     Event,
@@ -61,11 +63,13 @@ class Scheduler:
         blocks: BlockManager,
         sampler: Sampler,
         policy: SchedulingPolicy | None = None,
+        tiers: PageTiers | None = None,
     ) -> None:
         self.config = config
         self.blocks = blocks
         self.sampler = sampler
         self.policy = policy or Fcfs()
+        self.tiers = tiers or NoTiers()
         self.slots = SlotTable(
             config.max_sequences,
             -(-config.max_context_tokens // config.page_size),
@@ -141,7 +145,7 @@ class Scheduler:
         delivered, self._delivered = self._delivered, []
         for sequence, slot, generation in delivered:
             if self.slots.generation[slot] == generation:
-                self._publish(sequence.active, sequence.tokens(), self.slots.pages(slot))
+                self.publish(sequence.active, sequence.tokens(), self.slots.pages(slot))
 
     def _accept_delivered(self, sequence: Sequence, record: TokenRecord) -> None:
         slot, index = sequence.slot, len(sequence.outputs)
@@ -163,7 +167,7 @@ class Scheduler:
         active = self.requests.get(request_id)
         if active is None or active.state is RequestState.HELD:
             return
-        if active.state is RequestState.WAITING:
+        if active.state in (RequestState.WAITING, RequestState.LOADING):
             self.waiting.remove(active)
             del self.requests[request_id]
         elif active.state is RequestState.RESERVED or active.request.mode is Mode.PREFILL:
@@ -184,7 +188,7 @@ class Scheduler:
         active.spare_pages = NO_IDS
         active.held_pages = self.slots.pages(active.sequences[0].slot)
         for sequence in active.sequences:
-            self._leave_slot(sequence)
+            self.leave_slot(sequence)
         active.sequences.clear()
         active.state = RequestState.HELD
 
@@ -195,7 +199,7 @@ class Scheduler:
         for sequence in active.sequences:
             if sequence.slot >= 0:
                 self.blocks.release(self.slots.pages(sequence.slot))
-                self._leave_slot(sequence)
+                self.leave_slot(sequence)
         active.sequences.clear()
         del self.requests[active.request.id]
 
@@ -239,7 +243,7 @@ class Scheduler:
             self.slots.output_ids(slot),
         )
 
-    def _leave_slot(self, sequence: Sequence) -> None:
+    def leave_slot(self, sequence: Sequence) -> None:
         """Takes a sequence out of its slot. The caller has handled its pages."""
         slot = sequence.slot
         self.slots.give_back(slot)
@@ -293,7 +297,7 @@ class Scheduler:
         outputs = self.slots.output_ids(slot)
         # The last token's KV was never needed, and a step in flight may still write it.
         self._left.append((active, outputs[:-1], self.slots.pages(slot)))
-        self._leave_slot(sequence)
+        self.leave_slot(sequence)
         active.sequences.remove(sequence)
         last = not active.sequences
         self.emit(
@@ -317,37 +321,14 @@ class Scheduler:
         left, self._left = self._left, []
         for active, outputs, pages in left:
             if self.config.prefix_cache:
-                self._publish(active, np.concatenate([active.request.prompt_ids, outputs]), pages)
+                self.publish(active, np.concatenate([active.request.prompt_ids, outputs]), pages)
             self.blocks.release(pages)
 
-    def _publish(self, active: ActiveRequest, tokens: TokenIds, pages: PageIds) -> None:
+    def publish(self, active: ActiveRequest, tokens: TokenIds, pages: PageIds) -> None:
         """Keys the complete pages of `tokens`, which begin a sequence."""
         keys = request_keys(self.config, active.request, tokens, active.keys)
         self.blocks.publish(pages[: len(keys)], keys)
-
-    # -- preemption -----------------------------------------------------------------------------
-
-    def preempt(self, sequence: Sequence) -> None:
-        """Takes a sequence out of the batch. It is computed again when there is room."""
-        if self.slots.state[sequence.slot] == SlotState.PREFILLING:
-            task = next(t for t in self.prefills if t.leader is sequence)
-            self.blocks.release(sequence.active.spare_pages)
-            sequence.active.spare_pages = NO_IDS
-            for member in task.sequences:
-                self.finish_preemption(member)
-        elif self.slots.in_flight[sequence.slot] == 0:
-            self.finish_preemption(sequence)
-        else:
-            self.slots.state[sequence.slot] = SlotState.PREEMPTING
-
-    def finish_preemption(self, sequence: Sequence) -> None:
-        """Frees the pages of a preempted sequence, since the host knows all its tokens now."""
-        sequence.outputs = self.slots.output_ids(sequence.slot)
-        self.blocks.release(self.slots.pages(sequence.slot))
-        self._leave_slot(sequence)
-        sequence.preemptions += 1
-        self.preemptions += 1
-        self.preempted.append(sequence)
+        self.tiers.published(keys, 0)
 
     def step_succeeded(self) -> None:
         """The device ran a step. A budget that a failed step had cut grows by one token."""
@@ -380,6 +361,7 @@ class Scheduler:
         """Raises AssertionError if pages, slots and requests disagree."""
         self.blocks.check_invariants()
         holders = np.zeros(self.blocks.num_pages, np.int32)
+        self.tiers.add_holders(holders)
         used = 0
         assert not self._left, "pages of an ended sequence are still held"
         for active in self.requests.values():

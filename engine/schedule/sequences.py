@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from engine.masks.matchers import TokenMatcher
+from engine.tiers.protocol import Wait
 from engine.types import PageIds, Request, Sink, TokenIds, TokenRecord
 
 
@@ -18,6 +20,8 @@ class RequestState(enum.Enum):
     WAITING = "waiting"
     RESERVED = "reserved"
     """RECEIVE: it waits for its KV."""
+    LOADING = "loading"
+    """Pages of its prompt come from a lower tier. Then it is WAITING again."""
     ACTIVE = "active"
     HELD = "held"
     """Nothing runs, but its pages wait for `release`."""
@@ -40,6 +44,8 @@ class ActiveRequest:
     """Pages for copies of the partial page at which the choices diverge."""
     held_pages: PageIds = field(default_factory=lambda: np.zeros(0, np.int32))
     """State HELD: pages that must not be reused yet."""
+    wait: Wait | None = None
+    """What it waited or waits for in state LOADING; None: the tiers were not asked yet."""
     started: bool = False
     """Whether its first chunk was launched."""
     joined: bool = False
@@ -78,6 +84,8 @@ class Sequence:
     slot: int = -1
     """-1 while preempted."""
     preemptions: int = 0
+    wait: Wait | None = None
+    """As for a request, since it was preempted last."""
 
     @property
     def noise_choice(self) -> int:
@@ -104,6 +112,8 @@ class PrefillTask:
     cursor: int
     cached_tokens: int
     """Tokens found in the prefix cache. It is the cursor's first value."""
+    loaded_tokens: Mapping[str, int]
+    """Those of them that came from lower tiers, by tier."""
     published_pages: int
     """Leading pages that are keyed, or need no key."""
     slot: int = 0

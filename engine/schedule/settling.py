@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from engine.pages.prefix import request_keys
 from engine.schedule.masking import consume
+from engine.schedule.preemption import finish_preemption
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequences import RequestState, Sequence
 from engine.schedule.slots import SlotState
@@ -106,7 +107,7 @@ def _settle_tokens(
     consume(scheduler, where[~ended], tokens[~ended])
     leaving = where[(slots.state[where] == SlotState.PREEMPTING) & (slots.in_flight[where] == 0)]
     for slot in leaving.tolist():
-        scheduler.finish_preemption(_owner(scheduler, slot))
+        finish_preemption(scheduler, _owner(scheduler, slot))
 
 
 def _tell_tokens(
@@ -222,6 +223,7 @@ def _publish(scheduler: Scheduler, chunk: ChunkPlan) -> None:
     first = task.published_pages
     pages = scheduler.slots.page_table[task.leader.slot, first:complete]
     scheduler.blocks.publish(pages, task.keys[first:complete], first)
+    scheduler.tiers.published(task.keys[:complete], first)
     task.published_pages = complete
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import queue
 import secrets
 import socket
@@ -127,7 +128,7 @@ class SendChannel(Channel):
 
     def __init__(self, name: str, pool: PoolMemory, options: ChannelOptions) -> None:
         host = _own_address()
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=FORM_S)
+        self._store = _open_store(host)
         self._server = socket.create_server((host, 0))
         self._pushes: queue.SimpleQueue[tuple[PageIds, Push] | None] = queue.SimpleQueue()
         self._left = False
@@ -289,8 +290,24 @@ def _is_done(event: torch.cuda.Event | None) -> bool:
     return event is None or event.query()
 
 
+def _open_store(host: str) -> TCPStore:
+    """Where the ends meet. By itself a store listens on every interface."""
+    listening = socket.create_server((host, 0))
+    port = listening.getsockname()[1]
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=FORM_S,
+        master_listen_fd=listening.detach(),
+    )
+
+
 def _own_address() -> str:
     """Where the peer finds this host: its name's address, which is its own on a single host."""
+    if os.environ.get("NCCL_SOCKET_IFNAME") == "lo":
+        return "127.0.0.1"
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:

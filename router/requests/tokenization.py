@@ -100,10 +100,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str, chat_template: str | None = None) -> Tokenizer | None:
-        """Reads a model folder. None if it has no `tokenizer.json`; such a model takes and gives
-        ids. `chat_template` is the source of one that replaces the model's own."""
+        """Reads a model folder. None if it has no `tokenizer.json`, or is ""; such a model takes
+        and gives ids. `chat_template` is the source of one that replaces the model's own."""
         path = Path(folder)
-        if not (path / "tokenizer.json").is_file():
+        if not folder or not (path / "tokenizer.json").is_file():
             return None
         backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
         backend.no_truncation()

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import grpc
 
 from baton.grpc_options import channel_options
+from baton.process.internal_net import ClearNet, InternalNet, is_untrusted
 from baton.process.release import stamp
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from router.workers.load_estimate import Capacity, LoadEstimate
@@ -68,6 +69,8 @@ class Loss(enum.Enum):
     """The progress counter stood still."""
     REFUSED = "refused"
     """Another worker answered than the one that was announced."""
+    UNTRUSTED = "untrusted"
+    """It showed no valid certificate of the worker that was announced."""
     CONGESTED = "congested"
     """The worker does not read its stream."""
     CLOSED = "closed"
@@ -146,6 +149,8 @@ class WorkerLink:
         stale_after_s: float,
         attach_timeout_s: float,
         known_progress: int = -1,
+        net: InternalNet | None = None,
+        server_name: str = "",
     ) -> None:
         """A link to a worker that announced itself.
 
@@ -156,6 +161,8 @@ class WorkerLink:
             stale_after_s: longest time without progress.
             attach_timeout_s: longest time until it is attached.
             known_progress: the counter's last value, if an earlier link was lost as frozen.
+            net: how to reach it; in clear by default.
+            server_name: the name that its certificate must have.
         """
         self.identity = identity
         self.worker_id = identity.worker_id
@@ -164,6 +171,8 @@ class WorkerLink:
         self._clock = asyncio.get_running_loop().time
         self.estimate = LoadEstimate()
         self._owner = owner
+        self._net = net or ClearNet()
+        self._server_name = server_name
         self._stale_after_s = stale_after_s
         self._outbox = SendQueue()
         self._lost = asyncio.Event()
@@ -226,8 +235,9 @@ class WorkerLink:
 
     async def run(self) -> None:
         """Runs the stream until it is lost. Cancelling it closes the link."""
-        options = channel_options()
-        async with grpc.aio.insecure_channel(self.identity.address, options=options) as channel:
+        async with self._net.open_aio(
+            self.identity.address, self._server_name, channel_options()
+        ) as channel:
             call: Call = worker_pb2_grpc.WorkerServiceStub(channel).Work()
             parts: Iterable[asyncio.Task[None]] = [
                 asyncio.create_task(part)
@@ -260,8 +270,7 @@ class WorkerLink:
                 self._receive(message)
             self.end(Loss.STREAM_ENDED)
         except grpc.aio.AioRpcError as error:
-            by_kernel = any(text in (error.details() or "") for text in _CLOSED_BY_KERNEL)
-            self.end(Loss.SOCKET_CLOSED if by_kernel else Loss.STREAM_ENDED)
+            self.end(_loss_of(error.details() or ""))
         except Exception as error:
             logger.error("the handler of a message failed: %s", type(error).__qualname__)
             self.end(Loss.STREAM_ENDED)
@@ -302,7 +311,7 @@ class WorkerLink:
 
     def _answer(self, answered: worker_pb2.WorkerIdentity) -> None:
         expected = self.identity
-        if (answered.worker_id, answered.epoch) != (expected.worker_id, expected.epoch):
+        if _start_of(answered) != _start_of(expected):
             self.end(Loss.REFUSED)
             return
         self.identity = answered
@@ -322,6 +331,19 @@ class WorkerLink:
                 self._owner.attached(self)
         if self.state is LinkState.ATTACHED:
             self._owner.loaded(self)
+
+
+def _start_of(worker: worker_pb2.WorkerIdentity) -> tuple[str, int, str]:
+    """What names one start of a worker, to routers and to its peers."""
+    return worker.worker_id, worker.epoch, worker.endpoint.agent_name
+
+
+def _loss_of(details: str) -> Loss:
+    """The cause of a broken stream, by gRPC's text."""
+    if is_untrusted(details):
+        return Loss.UNTRUSTED
+    by_kernel = any(text in details for text in _CLOSED_BY_KERNEL)
+    return Loss.SOCKET_CLOSED if by_kernel else Loss.STREAM_ENDED
 
 
 def _attempt_of(message: worker_pb2.WorkRequest) -> bytes:

@@ -25,9 +25,12 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import grpc
 
+from baton.process.internal_net import ClearNet, InternalNet, agent_name
+from baton.process.refusals import Cause
 from baton.process.release import refusal
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from router.workers.link import LinkOwner, LinkState, Loss, WorkerLink
+from router.workers.model_folders import AnyFolder, ModelFolders
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -55,11 +58,26 @@ class RegistryOwner(LinkOwner, Protocol):
 
 
 class Registry:
-    """Owns the links. Passes the messages of attached ones on to `owner`."""
+    """Owns the links. Passes the messages of attached ones on to `owner`.
 
-    def __init__(self, settings: RouterSettings, owner: RegistryOwner) -> None:
+    Args:
+        settings: the router's.
+        owner: receives events.
+        net: how workers are reached; in clear by default.
+        folders: finds the folders of models.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        owner: RegistryOwner,
+        net: InternalNet | None = None,
+        folders: ModelFolders | None = None,
+    ) -> None:
         self._settings = settings
         self._owner = owner
+        self.net = net or ClearNet()
+        self._folders = folders or AnyFolder()
         self._links: dict[Key, WorkerLink] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._stalled: dict[Key, int] = {}
@@ -73,8 +91,12 @@ class Registry:
         """Attached workers."""
         return [link for link in self._links.values() if link.state is LinkState.ATTACHED]
 
-    def announce(self, worker: worker_pb2.WorkerIdentity) -> bool:
+    def announce(self, worker: worker_pb2.WorkerIdentity, server_name: str = "") -> bool:
         """Takes an announcement; returns whether the worker is attached.
+
+        Args:
+            worker: who it is. Its caller was found to be entitled to that name.
+            server_name: the name that its port must show.
 
         An unknown epoch is a new start and gets a stream of its own. Older starts keep their
         streams: a start that is gone is lost by the end of its own stream.
@@ -90,6 +112,8 @@ class Registry:
                 stale_after_s=self._settings.debug.stale_after_s,
                 attach_timeout_s=self._settings.debug.attach_timeout_s,
                 known_progress=self._stalled.get(key, -1),
+                net=self.net,
+                server_name=server_name,
             )
             self._spawn(link.run())
         return self._links[key].state is LinkState.ATTACHED
@@ -116,6 +140,7 @@ class Registry:
         """Introduces the worker, and tells the owner."""
         for key in [key for key in self._stalled if key[0] == link.identity.worker_id]:
             del self._stalled[key]
+        link.identity.model.path = self._folders.find(link.identity.model)
         others = [member for member in self.members if member is not link]
         if any(other.worker_id == link.worker_id for other in others):
             link.worker_id += f"~{link.identity.epoch & 0xFFFFFFFF:08x}"
@@ -164,6 +189,9 @@ class Registry:
         if loss is Loss.FROZEN and link.progress >= 0:
             self._stalled[_key(link.identity)] = link.progress
         details = _describe(link) | {"cause": loss.value}
+        if loss is Loss.UNTRUSTED:
+            why = "its port shows no valid certificate of that name"
+            self.net.refusals.refuse(Cause.CERTIFICATE, why, **_describe(link))
         if was is not LinkState.ATTACHED:
             logger.info("worker did not attach", extra=details)
             return
@@ -176,7 +204,7 @@ class Registry:
             self._spawn(self._part(link, loss))
 
     async def _part(self, link: WorkerLink, loss: Loss) -> None:
-        proven_dead = await process_is_gone(link.identity.address, loss)
+        proven_dead = await process_is_gone(link.identity.address, loss, self.net.hello())
         members = self.members
         if any(member.agent_name == link.agent_name for member in members):
             return  # the same start is attached again on a new stream
@@ -207,6 +235,7 @@ class RegistryServicer(worker_pb2_grpc.RegistryServiceServicer):
         if why := refusal(f"worker {worker.worker_id}", worker):
             self._registry.refused(worker, why)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, why)
+        server_name = await self._admit(worker, context)
         if request.loading and worker.worker_id and worker.model.name:
             self._registry.announce_loading(worker)
             return worker_pb2.AnnounceResponse(attached=False)
@@ -214,7 +243,21 @@ class RegistryServicer(worker_pb2_grpc.RegistryServiceServicer):
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT, "worker_id, address, role and model are needed"
             )
-        return worker_pb2.AnnounceResponse(attached=self._registry.announce(worker))
+        attached = self._registry.announce(worker, server_name)
+        return worker_pb2.AnnounceResponse(attached=attached)
+
+    async def _admit(self, worker: worker_pb2.WorkerIdentity, context: Any) -> str:
+        """Returns the name that the worker's port must show. Aborts the call of an impostor."""
+        refusal, server_name = self._registry.net.admit(context, worker.worker_id)
+        agent = worker.endpoint.agent_name
+        if server_name and agent not in ("", agent_name(*_key(worker))):
+            refusal = f"its agent calls itself {agent}"
+        if refusal:
+            details = {"worker": worker.worker_id, "peer": context.peer()}
+            self._registry.net.refusals.refuse(Cause.NAME, refusal, **details)
+            why = f"worker {worker.worker_id} refused: {refusal}"
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, why)
+        return server_name
 
 
 def can_hand_off(prefill: WorkerLink, decode: WorkerLink) -> bool:
@@ -234,8 +277,13 @@ def may_exchange(one: WorkerLink, other: WorkerLink) -> bool:
     return can_hand_off(one, other) or can_hand_off(other, one)
 
 
-async def process_is_gone(address: str, loss: Loss) -> bool:
+async def process_is_gone(address: str, loss: Loss, hello: bytes = b"") -> bool:
     """Whether the worker's process is proven to be gone.
+
+    Args:
+        address: where it listened.
+        loss: how its stream ended.
+        hello: what makes a living server answer; b"" if it speaks first.
 
     Pages that it could still write stay quarantined until that is certain, so any doubt means no.
     It is certain if all of this holds:
@@ -249,8 +297,8 @@ async def process_is_gone(address: str, loss: Loss) -> bool:
     - The address is this host's own, so both facts come from this kernel and not from a proxy.
 
     A dying process loses its connections before its listening socket. So if the port still accepts,
-    this connects and reads. A living server sends first. A connection that a dead one had accepted
-    is reset.
+    this connects and reads. A living server sends first, or answers the `hello`. A connection that
+    a dead one had accepted is reset.
     """
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
@@ -258,14 +306,14 @@ async def process_is_gone(address: str, loss: Loss) -> bool:
         return False
     try:
         async with asyncio.timeout(_PROBE_TIMEOUT_S):
-            while not await _has_a_word(host, int(port)):
+            while not await _has_a_word(host, int(port), hello):
                 await asyncio.sleep(_PROBE_AGAIN_S)
     except OSError as error:
         return error.errno == errno.ECONNREFUSED
     return False
 
 
-async def _has_a_word(host: str, port: int) -> bool:
+async def _has_a_word(host: str, port: int, hello: bytes) -> bool:
     """Whether a server sends before it closes.
 
     Raises:
@@ -273,8 +321,9 @@ async def _has_a_word(host: str, port: int) -> bool:
     """
     reader, writer = await asyncio.open_connection(host, port)
     try:
+        writer.write(hello)
         return bool(await reader.read(1))
-    except ConnectionResetError:
+    except (ConnectionResetError, BrokenPipeError):
         return False
     finally:
         writer.close()

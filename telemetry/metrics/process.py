@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Final
 
@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.process_collector import ProcessCollector
 
 from telemetry.export import ExportCounts
-from telemetry.metrics.collectors import Row, Snapshot
+from telemetry.metrics.collectors import Row, Samples, Snapshot
 from telemetry.metrics.table import DECLARED
 from telemetry.names import Metric
 
@@ -52,6 +52,12 @@ class ProcessMetrics:
     def watch_spans(self, counts: Callable[[], ExportCounts]) -> None:
         """Shows the numbers of this process's spans, by outcome."""
         self._watch(counts, _SPAN_ROWS)
+
+    def watch_refusals(self, counts: Callable[[], Mapping[str, int]]) -> None:
+        """Shows the numbers of peers that were refused, by cause."""
+        self.registry.register(
+            Samples(Metric.PEERS_REFUSED, lambda: {(cause,): n for cause, n in counts().items()})
+        )
 
     def loop_lagged(self, seconds: float) -> None:
         """Counts a late wake-up of the event loop."""

@@ -131,6 +131,25 @@ DECLARED: Final[Mapping[str, Declared]] = {
     Metric.KV_DAMAGED_PAGES: Declared(
         "counter", "Free pages that were written to; counted only with poison_freed_pages."
     ),
+    # Worker: tiers below the KV pool.
+    Metric.TIER_LOADED_TOKENS: Declared(
+        "counter", "Prompt tokens whose KV was loaded into the pool, by tier.", ("tier",)
+    ),
+    Metric.TIER_DECISIONS: Declared(
+        "counter",
+        "Prompts with KV below the pool: loaded, or the reason why not.",
+        ("decision",),
+    ),
+    Metric.TIER_BYTES: Declared(
+        "counter", "Bytes of KV copied between the pool, host and stores.", ("path",)
+    ),
+    Metric.TIER_BANDWIDTH: Declared(
+        "gauge", "Rate of such copies lately, bytes a second.", ("path",)
+    ),
+    Metric.TIER_FAILURES: Declared(
+        "counter", "Such copies that were late, failed or were dropped.", ("path",)
+    ),
+    Metric.TIER_SLOTS: Declared("gauge", "Host slots for pages, by state.", ("state",)),
     # Worker: KV transfer.
     Metric.SECOND_TOKEN_GAP: Declared(
         "histogram",
@@ -178,6 +197,11 @@ DECLARED: Final[Mapping[str, Declared]] = {
     # Worker: its routers.
     Metric.WORK_STREAMS: Declared("gauge", "Routers attached."),
     # Every process.
+    Metric.PEERS_REFUSED: Declared(
+        "counter",
+        "Refused on internal ports, by cause: no valid certificate, or one of somebody else.",
+        ("cause",),
+    ),
     Metric.DRAIN_SECONDS: Declared("gauge", "Time since the process began to drain; 0 before."),
     Metric.LOOP_TASKS: Declared("gauge", "Tasks of the event loop."),
     Metric.LOOP_LAG: Declared("histogram", "Delay of the event loop's wake-ups.", (), _STEP_S),

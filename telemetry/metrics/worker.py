@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
@@ -57,6 +57,11 @@ class WorkerMetrics(ProcessMetrics):
         for metric, labels, value in _PEER_SAMPLES:
             self.registry.register(Samples(metric, partial(_of_paths, peers, labels, value)))
 
+    def watch_tiers(self, load: Callable[[], Any]) -> None:
+        """Shows the tiers below the pool; `load` is as for the constructor."""
+        for metric, read in _TIER_SAMPLES:
+            self.registry.register(Samples(metric, partial(_of_tiers, load, read)))
+
     def watch_overdue(self, take: Callable[[], object]) -> None:
         """Shows transfers that do not end; see `worker_base.overdue.Overdue`."""
         self._watch(take, _OVERDUE_ROWS)
@@ -95,6 +100,17 @@ def _of_paths(
     return {labels(peer): value(peer) for peer in peers()}
 
 
+def _of_tiers(
+    load: Callable[[], Any], read: Callable[[Any], Mapping[str, float]]
+) -> dict[tuple[str, ...], float]:
+    return {(label,): float(value) for label, value in read(load().tiers).items()}
+
+
+def _tier_slots(tiers: Any) -> dict[str, float]:
+    free = tiers.slots - tiers.cached_slots - tiers.held_slots
+    return {"cached": tiers.cached_slots, "held": tiers.held_slots, "free": free}
+
+
 def _used_pages(load: Any) -> float:
     unused = load.free_pages, load.evictable_pages, load.granted_pages, load.quarantined_pages
     return max(0.0, float(load.total_pages - sum(unused)))
@@ -108,6 +124,14 @@ _PEER_SAMPLES: Final[Sequence[tuple[str, _LabelsOfPath, _OfPath]]] = (
         lambda path: 1e9 * path.gigabytes_per_s,
     ),
     (Metric.PEER_LATENCY, attrgetter("peer", "transport"), lambda path: path.latency_us / 1e6),
+)
+_TIER_SAMPLES: Final[Sequence[tuple[str, Callable[[Any], Mapping[str, float]]]]] = (
+    (Metric.TIER_LOADED_TOKENS, attrgetter("loaded_tokens")),
+    (Metric.TIER_DECISIONS, attrgetter("decisions")),
+    (Metric.TIER_BYTES, attrgetter("bytes_moved")),
+    (Metric.TIER_BANDWIDTH, attrgetter("bytes_per_s")),
+    (Metric.TIER_FAILURES, attrgetter("late")),
+    (Metric.TIER_SLOTS, _tier_slots),
 )
 _ENGINE_ROWS: Final = (
     Row(Metric.PROGRESS, attrgetter("progress")),

@@ -25,6 +25,7 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Page)
         self.folder = folder
         self.fetched: list[str] = []
+        self.asked: list[str] = []
         self.url = f"http://127.0.0.1:{self.server_port}"
 
     def files(self) -> list[Path]:
@@ -36,10 +37,13 @@ class _Page(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
+        self.server.asked.append(path)
         model = "/".join(path.removeprefix("/api/models").strip("/").split("/")[:2])
         is_known = self.headers.get("authorization") == f"Bearer {TOKEN}"
         if model not in (GATED, PRIVATE, MODEL) or (model == PRIVATE and not is_known):
             self._answer(401 if not is_known else 404, {"x-error-code": "RepoNotFound"})
+        elif path.endswith("/revision/nothing"):
+            self._answer(404, {"x-error-code": "RevisionNotFound"})
         elif "/tree/" in path:
             self._json([self._entry(file) for file in self.server.files()])
         elif path.startswith("/api/models"):
@@ -104,6 +108,17 @@ def test_a_model_is_fetched_once_with_nothing_twice(served: Hub) -> None:
     fetched = list(served.fetched)
     assert models.find(MODEL) == found
     assert served.fetched == fetched, "it was there"
+
+
+def test_a_revision_is_pinned(served: Hub) -> None:
+    found = models.find(f"{MODEL}@{SHA}")
+    assert found.name == "tiny"
+    assert Path(found.path).name == SHA
+    assert f"/api/models/{MODEL}/tree/{SHA}" in served.asked
+    models.find(f"{MODEL}@v1")
+    assert f"/api/models/{MODEL}/revision/v1" in served.asked
+    with pytest.raises(hub.HubError, match="has the model, and not this revision"):
+        models.find(f"{MODEL}@nothing")
 
 
 def test_without_weights_there_are_none(served: Hub) -> None:

@@ -24,6 +24,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--only", type=int, help="run this one alone")
     parser.add_argument("--lenient", action="store_true", help="excuse failures under any fault")
+    parser.add_argument("--tls", action="store_true", help="TLS between all processes")
     parser.add_argument("--within-s", type=float, default=float("inf"), help="begin no run later")
     parser.add_argument("--summary", type=Path, help="file for the figures, JSON")
     parser.add_argument("--keep", type=Path, help="folder for logs, kept")
@@ -37,7 +38,7 @@ def main() -> int:
         numbers = range(options.only, options.only + 1)
     until_s = time.monotonic() + options.within_s
     began_s = time.monotonic()
-    with harness(lenient=options.lenient, workspace=options.keep) as made:
+    with harness(lenient=options.lenient, workspace=options.keep, tls=options.tls) as made:
         outcomes = run_many(made, options.seed, numbers, print_now, until_s)
         made.close_cluster()
         summary = {"seed": options.seed, **made.figures.summary()}

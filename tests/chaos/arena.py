@@ -64,8 +64,8 @@ class Arena:
     frozen_by_us: set[str] = field(default_factory=set)
 
     @classmethod
-    def start(cls, topology: Topology, model: Path, logs: Path) -> Arena:
-        """Returns when the cluster serves."""
+    def start(cls, topology: Topology, model: Path, logs: Path, certs: str = "") -> Arena:
+        """Returns when the cluster serves, over TLS if there are certificates."""
         cluster = make_cluster(
             model,
             logs,
@@ -77,6 +77,7 @@ class Arena:
             poison_freed_pages=True,
             log_format="json",
             drain_s=2,
+            certs=certs,
         )
         if topology.tcp:
             cluster.environment = {**cluster.environment, "UCX_TLS": "tcp"}
@@ -164,7 +165,7 @@ class Arena:
     def victim(self) -> subprocess.Popen[str]:
         """A client process that reads for ever."""
         return subprocess.Popen(
-            [sys.executable, "-m", "chaos.victim", self.cluster.plan.router_address],
+            [sys.executable, "-m", "chaos.victim", self.cluster.door, self.cluster.plan.tls.ca],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -10,11 +10,13 @@ from collections.abc import Sequence
 import grpc
 import grpc.aio
 
+from baton.client.channels import open_aio_channel
 from baton.client.requests import generation_input
 from baton.errors import BatonError, UnreachableError, from_rpc_error
 from baton.grpc_options import client_options
 from baton.inference.v1 import inference_pb2 as pb
 from baton.inference.v1 import inference_pb2_grpc as pb_grpc
+from baton.tls import NO_FILES, TlsFiles
 from chaos.checker import GRACE_S, UNREACHABLE
 from chaos.history import Ask, Event, History
 
@@ -26,9 +28,9 @@ OVERDUE_S = 10.0
 Call = grpc.aio.UnaryStreamCall[pb.StreamGenerateRequest, pb.StreamGenerateResponse]
 
 
-async def ask_all(address: str, asks: Sequence[Ask]) -> list[History]:
+async def ask_all(address: str, asks: Sequence[Ask], files: TlsFiles = NO_FILES) -> list[History]:
     """Sends every ask at its time and returns when all have ended, or are given up."""
-    async with grpc.aio.insecure_channel(address, options=client_options(retries=False)) as channel:
+    async with open_aio_channel(address, client_options(retries=False), files) as channel:
         stub: pb_grpc.InferenceServiceAsyncStub = pb_grpc.InferenceServiceStub(channel)
         still = _StandStill()
         watching = asyncio.create_task(still.watch())

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tiny_models import write_tiny_model
 
+from baton.process.certificates import write_set
 from chaos.arena import Arena, Blow
 from chaos.checker import Excuses, Violation, check
 from chaos.clients import ask_all
@@ -64,6 +65,8 @@ class Harness:
     workspace: Path
     lenient: bool = False
     """Failures are excused wherever a fault struck, others able to take over or not."""
+    tls: bool = False
+    """Whether the clusters have TLS, inside and outside."""
     figures: Figures = field(default_factory=Figures)
     _arena: Arena | None = None
     _block: tuple[int, int, Topology] | None = None
@@ -72,6 +75,9 @@ class Harness:
     def __post_init__(self) -> None:
         self._model = write_tiny_model(self.workspace / "model")
         self._reference = ReferenceEngine(self._model)
+        self._certs = str(self.workspace / "certs") if self.tls else ""
+        if self.tls:
+            write_set(Path(self._certs), ("prefill", "decode", "both"), (), days=1)
 
     def run(self, plan: RunPlan) -> Outcome:
         """Runs a plan and judges it. A cluster that was left in a bad state is not used again."""
@@ -103,7 +109,7 @@ class Harness:
         points: Counter[str] = Counter()
         try:
             async with inflicted(arena, plan.faults):
-                histories = await ask_all(arena.cluster.plan.router_address, plan.asks)
+                histories = await ask_all(arena.cluster.door, plan.asks, arena.cluster.door_files)
             points = await fired(arena, plan.faults)
         except AssertionError as error:
             left.append(str(error))
@@ -124,7 +130,7 @@ class Harness:
         if self._arena is None or self._block != block:
             self.close_cluster()
             logs = self.workspace / f"logs-{plan.seed}-{plan.number}"
-            self._arena = Arena.start(plan.topology, self._model, logs)
+            self._arena = Arena.start(plan.topology, self._model, logs, self._certs)
             self._block, self._baselines = block, Baselines()
             asyncio.run(self._warm_up(self._arena))
         return self._arena
@@ -133,17 +139,19 @@ class Harness:
         """Until peers have met and the first of everything is over; then what is at rest is."""
         await arena.ready()
         asks = [ask for ask in plan_run(0, 0).asks if ask.behaviour == "read"]
-        await ask_all(arena.cluster.plan.router_address, asks)
+        await ask_all(arena.cluster.door, asks, arena.cluster.door_files)
         await wait_for_quiet(arena, self._baselines)
 
 
 @contextmanager
-def harness(*, lenient: bool = False, workspace: Path | None = None) -> Iterator[Harness]:
+def harness(
+    *, lenient: bool = False, workspace: Path | None = None, tls: bool = False
+) -> Iterator[Harness]:
     """A harness that leaves no process behind."""
     with contextlib.ExitStack() as stack:
         if workspace is None:
             workspace = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="chaos-")))
-        made = Harness(workspace, lenient)
+        made = Harness(workspace, lenient, tls)
         stack.callback(made.close)
         yield made
 

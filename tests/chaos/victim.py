@@ -1,4 +1,4 @@
-"""A client in a process of its own, to be killed: `python -m chaos.victim ADDRESS`.
+"""A client in a process of its own, to be killed: `python -m chaos.victim ADDRESS CA`.
 
 It asks for long answers, says `reading` when each of them has begun, and reads for ever.
 """
@@ -22,7 +22,7 @@ async def _read(client: AsyncClient, begun: asyncio.Semaphore) -> None:
 
 async def main() -> None:
     begun = asyncio.Semaphore(0)
-    client = AsyncClient(sys.argv[1])
+    client = AsyncClient(sys.argv[1], tls_ca=sys.argv[2])
     reading = [asyncio.create_task(_read(client, begun)) for _ in range(STREAMS)]
     await begun.acquire()
     print("reading", flush=True)

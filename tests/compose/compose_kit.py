@@ -39,7 +39,7 @@ VARIABLES = {
     "BATON_DEVICE": "auto",
     "BATON_KV_MEMORY_GIB": "0.02",
     "BATON_THREADS": "1",
-    "BATON_OTLP_ENDPOINT": "http://router:50050",
+    "BATON_OTLP_ENDPOINT": "grpcs://router:50050",
     "BATON_RDMA_OTLP_ENDPOINT": "",
     "BATON_HOST_ADDRESS": "127.0.0.1",
 }
@@ -104,7 +104,8 @@ class Container:
 
     def start(self) -> None:
         command = [sys.executable, "-m", "baton", *map(self._here, self.service["command"])]
-        given = {key: self._here(str(v)) for key, v in self.service["environment"].items()}
+        environment = self.service.get("environment", {})
+        given = {key: self._here(str(v)) for key, v in environment.items()}
         given["BATON_NAME"] = self.name  # by default it holds the container's host name
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -186,6 +187,7 @@ class Host:
         }
         for name in ("slots", "cache", "models", "logs"):
             (folder / name).mkdir(parents=True, exist_ok=True)
+        self.make_certificates()
 
     def up(self, service: str, **words: str) -> Container:
         """Starts one more container of a service; `words` are replaced, too."""
@@ -200,7 +202,10 @@ class Host:
             **words,
             "0.0.0.0": "0.0.0.0" if on_host_network else ip,
             "127.0.0.1:": f"{ip}:",
-            "http://router:50050": f"http://{self.router_ip}:50050",  # for spans, gRPC looks it up
+            # For spans, of which gRPC looks the receiver up.
+            "grpcs://router:50050": f"grpcs://{self.router_ip}:50050",
+            "/certs": str(self.folder / "certs"),
+            "/var/cache/baton": str(self.folder / "cache"),
             "/run/baton/slots": str(self.folder / "slots"),
             "/models": str(self.folder / "models"),
             "/tmp": str(own),
@@ -215,9 +220,27 @@ class Host:
         made.start()
         return made
 
+    def make_certificates(self) -> None:
+        """What the service `certs` does."""
+        certs = Container("certs", self.services["certs"], {"/certs": str(self.folder / "certs")},
+                          self.folder / "logs", self.environment)  # fmt: skip
+        certs.start()
+        assert certs.process is not None
+        assert certs.process.wait(60) == 0, certs.log
+
+    @property
+    def ca(self) -> str:
+        """What clients trust."""
+        return str(self.folder / "certs" / "router" / "ca.pem")
+
     def forget(self, router: Container) -> None:
         """Its name does not stand for this router any more, as when the container has ended."""
         self._name_routers([ip for ip in self.router_ips if ip != router.words["0.0.0.0"]])
+
+    def client(self, ip: str = "") -> Client:
+        """A client of the first router, unless told otherwise."""
+        address = f"grpcs://{ip or self.router_ip}:50051"
+        return Client(address, tls_ca=self.ca, tls_name="localhost")
 
     @property
     def router_ips(self) -> list[str]:
@@ -237,5 +260,5 @@ class Host:
 
 
 def ask(host: Host, text: str, max_tokens: int = MAX_TOKENS) -> Generation:
-    with Client(f"{host.router_ip}:50051") as client:
+    with host.client() as client:
         return client.generate(text, max_tokens=max_tokens, temperature=0.0, ignore_eos=True)

@@ -39,14 +39,15 @@ def test_docker_compose_takes_every_profile(profile: str) -> None:
     shown = yaml.safe_load(run_tool("docker-compose", "--profile", profile, "config"))["services"]
     started = {name for name, one in shown.items() if profile in one.get("profiles", [profile])}
     watchers = {"jaeger", "prometheus", "grafana"} if profile == "observability" else set()
-    assert started == {"router", "pause", *WORKERS.get(profile, ()), *watchers}
+    assert started == {"certs", "router", "pause", *WORKERS.get(profile, ()), *watchers}
 
 
 def test_only_what_both_versions_of_compose_take() -> None:
     """1.29 has no `version`-less `start_interval`, `configs.content`, `include` or `!reset`."""
     text = (COMPOSE / "docker-compose.yml").read_text()
     raw = yaml.safe_load(text)
-    assert set(raw) - {key for key in raw if key.startswith("x-")} == {"services", "volumes"}
+    top = set(raw) - {key for key in raw if key.startswith("x-")}
+    assert top == {"services", "networks", "volumes"}
     for newer in ("start_interval", "include:", "!reset", "!override", "required:", "develop:"):
         assert newer not in text
     assert "container_name" not in text  # would forbid --scale
@@ -74,6 +75,7 @@ def test_workers_share_what_cuda_ipc_and_the_proof_of_death_need(found: Any) -> 
         (device,) = found[name]["deploy"]["resources"]["reservations"]["devices"]
         assert device["count"] == "all"
         assert found[name]["ulimits"]["memlock"] == {"soft": -1, "hard": -1}
+        assert found[name]["ulimits"]["nofile"]
         assert found[name]["environment"]["BATON_GPU_SLOTS_DIR"] == "/run/baton/slots"
 
 
@@ -81,7 +83,7 @@ def test_workers_on_cpus_start_where_docker_may_not_lift_the_limit_on_locked_mem
     found: Any,
 ) -> None:
     for name in WORKERS["cpu"]:
-        assert "ulimits" not in found[name]
+        assert "memlock" not in found[name]["ulimits"]
 
 
 def test_docker_waits_longer_than_the_drain(found: Any) -> None:
@@ -104,6 +106,51 @@ def test_nothing_of_ours_needs_root_or_a_writable_root(found: Any) -> None:
     final = [stage for stage in stages if stage.split()[2] in targets]
     assert len(final) == len(targets) == 3
     assert all(re.search(r"^USER 10001:10001$", stage, re.MULTILINE) for stage in final)
+
+
+def test_every_container_is_bounded(found: Any) -> None:
+    for name, one in found.items():
+        assert one["mem_limit"] not in ("", "0", 0), name
+        if name != "pause":  # It owns the namespace of all workers' processes.
+            assert one["pids_limit"] > 0, name
+        if "build" in one:
+            assert one["ulimits"]["nofile"] == {"soft": 65536, "hard": 65536}, name
+            assert one["ulimits"]["core"] == 0, name
+
+
+def test_networks_are_split(found: Any) -> None:
+    """Only the router is in the clients' network, and nobody reaches the authority's key."""
+    of = {name: set(one.get("networks", ())) for name, one in found.items()}
+    assert {name for name, networks in of.items() if "clients" in networks} == {"router"}
+    assert of["grafana"] == {"watchers"}
+    assert not any("default" in networks for networks in of.values())
+    assert found["certs"]["network_mode"] == found["pause"]["network_mode"] == "none"
+    mounts = {
+        name: {str(v).split(":")[0] for v in one.get("volumes", ()) if "certs-" in str(v)}
+        for name, one in found.items()
+    }
+    assert [name for name, seen in mounts.items() if "certs-authority" in seen] == ["certs"]
+    assert [name for name, seen in mounts.items() if "certs-router" in seen] == ["certs", "router"]
+    for names in WORKERS.values():
+        for name in names:
+            pool = name.partition("-")[0]
+            assert mounts[name] == {f"certs-{pool}"}, name
+            assert found[name]["environment"]["BATON_TLS_CERT"] == f"/certs/{pool}/cert.pem"
+
+
+def test_nobody_has_a_password_that_everybody_knows(found: Any) -> None:
+    grafana = found["grafana"]["environment"]
+    assert grafana["GF_SECURITY_ADMIN_PASSWORD"] == ""
+    assert grafana["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == "true"
+    assert grafana["GF_AUTH_DISABLE_LOGIN_FORM"] == "true"
+    text = (COMPOSE / "docker-compose.yml").read_text()
+    assert not re.search(r"(?i)password: *\S*admin", text)
+
+
+def test_every_image_has_a_version(found: Any) -> None:
+    ours = {one["image"] for one in found.values() if "build" in one}
+    for image in {one["image"] for one in found.values()} - ours:
+        assert re.search(r":v?\d+\.\d+", image), image
 
 
 def test_everything_mounted_and_copied_is_there(found: Any) -> None:
@@ -180,7 +227,7 @@ def test_what_is_set_for_our_processes_are_settings_that_fit(
     found: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With no variable set: a worker would not start otherwise, and a misspelt one is ignored."""
-    ours = [one for one in found.values() if "build" in one]
+    ours = [one for one in found.values() if "build" in one and "environment" in one]
     assert len(ours) == 7
     for one in ours:
         is_router = one["command"] == ["router"]

@@ -15,7 +15,6 @@ from compose_kit import MAX_TOKENS, Container, Host, ask
 from waiting import wait_until
 
 from baton import demo_model
-from baton.client.clients import Client
 
 pytestmark = pytest.mark.timeout(300)  # several processes start, on a machine that may be shared
 
@@ -125,7 +124,7 @@ def test_the_other_profiles_workers_serve_and_drain(host: Host) -> None:
     for worker in workers:
         worker.wait_healthy()
     wait_attached(host, {"prefill-2", "decode-3", *(worker.name for worker in workers)})
-    with Client(f"{host.router_ip}:50051") as client:
+    with host.client() as client:
         assert {model.name for model in client.models()} == {"tiny", demo_model.MODEL_NAME}
         result = client.generate("Hi", model=demo_model.MODEL_NAME, max_tokens=5, ignore_eos=True)
         assert result.usage.output_tokens == 5
@@ -140,7 +139,7 @@ def test_the_router_is_scaled_to_two_and_back(host: Host) -> None:
     second.wait_healthy()
     ip = second.words["0.0.0.0"]
     wait_until(lambda: attached(host, ip) == {"prefill-2", "decode-3"})
-    with Client(f"{ip}:50051") as client:
+    with host.client(ip) as client:
         result = client.generate("Hello", max_tokens=5, ignore_eos=True)
     assert result.usage.output_tokens == 5
     assert attached(host) == {"prefill-2", "decode-3"}

@@ -6,11 +6,13 @@ early, a lost copy or a wrong position changes tokens, as on a real device.
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future
 
 import numpy as np
 
 from engine.schedule.step import StepPlan, StepResult
+from engine.tiers.lanes import Copy
 
 VOCAB = 997
 
@@ -93,3 +95,76 @@ class HashExecutor:
         self.table[plan.sample_slots] = drawn
         self.lost = False
         return StepResult(drawn, np.ones(len(drawn), np.bool_), None, None, None)
+
+
+class FakeLane:
+    """A lane without a thread: a copy happens when the test lets it, or when it is looked for."""
+
+    def __init__(self, name: str, move, page_bytes: int = 1):
+        self.name, self.page_bytes = name, page_bytes
+        self.ahead_pages = self.late = self.bytes_moved = self.failures = 0
+        self.bytes_per_s = 1e9
+        self.queued: list[Copy] = []
+        self._move = move
+
+    def expected_s(self, pages: int) -> float:
+        return 0.0
+
+    def put(self, copy: Copy) -> None:
+        copy.due_s = time.monotonic() + 3600
+        self.ahead_pages += len(copy.pages)
+        self.queued.append(copy)
+
+    def settle(self, copy: Copy) -> None:
+        self.ahead_pages -= len(copy.pages)
+        self.late -= copy.late
+        self.failures += copy.failed and not copy.late
+        self.bytes_moved += len(copy.pages)
+
+    def is_late(self, copy: Copy) -> None:
+        copy.late = True
+        self.late += 1
+        self.failures += 1
+
+    def run(self) -> Copy:
+        copy = self.queued.pop(0)
+        if not copy.failed:
+            self._move(copy)
+        return copy
+
+
+class FakeLanes:
+    """Both directions between a fake device's KV and slots of token ids. Each look ends as many
+    copies as `random` says; None: all."""
+
+    def __init__(self, device: HashExecutor, num_slots: int, random=None):
+        slots = np.full((num_slots, device.page_size), -1, np.int64)
+
+        def save(copy):
+            slots[copy.slots] = device.kv[copy.pages]
+
+        def load(copy):
+            device.kv[copy.pages] = slots[copy.slots]
+
+        self.saves, self.loads = FakeLane("save", save), FakeLane("load", load)
+        self._random = random
+
+    def wakes(self, wake) -> None:
+        pass
+
+    def ended(self) -> list[Copy]:
+        ended = []
+        for lane in (self.saves, self.loads):
+            while lane.queued and (self._random is None or self._random.random() < 0.4):
+                copy = lane.queued[0]
+                if self._random is not None and not copy.late:
+                    copy.failed = self._random.random() < 0.05
+                    # A late one is seen late first, and ends at some later look.
+                    if self._random.random() < 0.05:
+                        copy.due_s = 0.0
+                        break
+                ended.append(lane.run())
+        return ended
+
+    def stop(self) -> bool:
+        return True

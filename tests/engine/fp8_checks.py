@@ -6,9 +6,12 @@ subnormals, and has neither FP8's NaN nor PTX. So a GPU alone shows some values 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from itertools import product
 
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
 from engine.model.precision.rounding import (
     Rounded,
@@ -64,10 +67,10 @@ def alike(got: Rounded, want: Rounded) -> Tensor:
 
 
 def check_rounding_of_any_rows() -> None:
-    from engine.cuda.rounding import rounded
+    from engine.cuda.products.rounding import rounded
 
     for how in kinds():
-        for rows, size in ((1, 4096), (5, 1408)):
+        for rows, size in ((1, 4096), (5, 1408), (2, 14336), (65, 2816)):
             x = draw(rows, size).mul(3).to(DTYPE)
             x[-1, :700] = 0
             x[0, 7] = 1000
@@ -77,7 +80,7 @@ def check_rounding_of_any_rows() -> None:
 def check_rounding_keeps_what_is_not_finite() -> None:
     if INTERPRETED:
         return
-    from engine.cuda.rounding import rounded
+    from engine.cuda.products.rounding import rounded
 
     for bad in (float("nan"), float("inf")):
         for how in kinds():
@@ -91,7 +94,7 @@ def check_rounding_keeps_what_is_not_finite() -> None:
 
 def check_norms() -> None:
     from engine.cuda.kernels import add_rms_norm, rms_norm
-    from engine.cuda.rounding import add_rms_norm_rounded, rms_norm_rounded
+    from engine.cuda.products.rounding import add_rms_norm_rounded, rms_norm_rounded
 
     x, residual = draw(3, 1408).to(DTYPE), draw(3, 1408, seed=1).to(DTYPE)
     gain = draw(1408).to(DTYPE)
@@ -105,22 +108,21 @@ def check_norms() -> None:
 
 def check_silu() -> None:
     from engine.cuda.kernels import silu_mul
-    from engine.cuda.rounding import silu_mul_rounded
+    from engine.cuda.products.rounding import silu_mul_rounded
 
-    gate_up = draw(3, 2 * 1408).to(DTYPE)
-    for how in kinds():
+    for how, rows in product(kinds(), (3, 65)):
+        gate_up = draw(rows, 2 * 1408).to(DTYPE)
         assert_nearly_same(silu_mul_rounded(gate_up, how), how(silu_mul(gate_up)))
 
 
 def check_few_rows() -> None:
     """Tails of both dimensions, tiles in parts, and the same sum every time."""
-    from engine.cuda.fp8_products import Tiles, few_rows
+    from engine.cuda.products.few_rows import Tiles, few_rows
 
     ways = [
         Tiles(128, 128, 1, 4, 4),
         Tiles(64, 128, 3, 4, 4, EARLY),
-        Tiles(64, 128, 2, 3, 4, EARLY, described=False),
-        Tiles(128, 256, 2, 3, 4),
+        Tiles(64, 256, 2, 3, 4, EARLY),
     ]
     for outputs, inputs, rows in SHAPES:
         weight, x = round_rows(draw(outputs, inputs)), round_rows(draw(rows, inputs, seed=1))
@@ -133,26 +135,33 @@ def check_few_rows() -> None:
             assert torch.equal(got, few_rows(*given))
 
 
-def check_few_rows_by_blocks() -> None:
-    from engine.cuda.fp8_products import Tiles, few_rows
-
-    values, scales, weight = blocks(256, 512)
-    x = round_groups(draw(5, 512, seed=1))
-    want = restored(x).double() @ weight.double().t()
-    for tiles in (Tiles(128, 128, 1, 4, 4), Tiles(64, 128, 3, 4, 4, EARLY)):
-        got = few_rows(values, scales, *x, None, torch.float32, tiles)
-        assert relative_error(got, want) < 1e-3
+def one_row_cases() -> Iterator[tuple[Tensor, Tensor, Rounded, Tensor]]:
+    """Values, scales, a row, and the weight that the values stand for."""
+    weight, x = round_rows(draw(100, 1024)), round_rows(draw(1, 1024, seed=1))
+    yield weight.values, weight.scales.view(-1), x, restored(weight)
+    values, scales, plain = blocks(256, 1536)
+    yield values, scales, round_groups(draw(1, 1536, seed=1)), plain
 
 
 def check_one_row() -> None:
-    from bench.fp8_one_row import one_row
-    from engine.cuda.fp8_products import Tiles
+    from engine.cuda.products.one_row import Cut, fp8_one_row
 
-    weight, x = round_rows(draw(100, 1024)), round_rows(draw(1, 1024, seed=1))
-    want = restored(x).double() @ restored(weight).double().t()
-    tiles = Tiles(2, 512, 1, 1, 4, EARLY)
-    got = one_row(weight.values, weight.scales.view(-1), *x, None, torch.float32, tiles)
-    assert relative_error(got, want) < 1e-5
+    for values, scales, x, weight in one_row_cases():
+        bias = draw(len(values))
+        want = restored(x).double() @ weight.double().t() + bias.double()
+        for bias_too in (False, True):
+            given = (bias if bias_too else None, torch.float32, Cut(512))
+            got = fp8_one_row(values, scales, x, *given)
+            assert relative_error(got, want if bias_too else want - bias) < 1e-5
+
+
+def check_one_row_gated() -> None:
+    from engine.cuda.products.one_row import Cut, fp8_gated
+
+    for values, scales, x, weight in one_row_cases():
+        gate, up = (restored(x).double() @ weight.double().t()).chunk(2, 1)
+        got = fp8_gated(values, scales, x, torch.float32, Cut(512))
+        assert relative_error(got, silu(gate) * up) < 1e-5
 
 
 def blocks(outputs: int, inputs: int) -> tuple[Tensor, Tensor, Tensor]:

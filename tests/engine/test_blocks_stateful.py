@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.pages.blocks import BlockManager, CacheEvent, CacheEventKind, OutOfPagesError
 from engine.pages.eviction import EVICTION_POLICIES
+from engine.pages.lending import Loan
 from engine.pages.prefix import page_keys
 
 
@@ -25,6 +26,13 @@ class Blocks(RuleBasedStateMachine):
         self.writer: dict[int, int] = {}
         self.cached: dict[bytes, int] = {}
         self.events: list[CacheEvent] = []
+        self.loans: list[list[Loan]] = []
+        """Copies under way."""
+        self.void: set[Loan] = set()
+        """Loans whose page lost its key."""
+        self.below: set[bytes] = set()
+        """Keys in the lower tier."""
+        self.blocks.start_lending(self.below)
         self.blocks.subscribe(self.hear)
 
     def hear(self, event: CacheEvent) -> None:
@@ -33,6 +41,8 @@ class Blocks(RuleBasedStateMachine):
             self.cached[event.key] = event.page
         elif event.kind is CacheEventKind.EVICTED:
             assert self.cached.pop(event.key) == event.page
+            loans = (loan for copy in self.loans for loan in copy)
+            self.void.update(loan for loan in loans if loan.page == event.page)
 
     def held(self) -> set[int]:
         return {page for holder in self.holders for page in holder}
@@ -105,6 +115,66 @@ class Blocks(RuleBasedStateMachine):
         assert pages == want
         self.holders.append(pages)
 
+    @rule(count=st.integers(0, 4))
+    def lend(self, count):
+        """Pages that only the cache holds and no tier has, a page once at a time."""
+        loans = self.blocks.lend(count)
+        pages = [loan.page for loan in loans]
+        assert len(set(pages)) == len(pages) <= count
+        for loan in loans:
+            assert self.cached[loan.key] == loan.page
+            assert loan.key not in self.below
+        assert not set(pages) & self.held()
+        self.loans.append(loans)
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def lend_held(self, data):
+        """As for a preempted sequence: its pages are held until the copy ends."""
+        holder = np.array(data.draw(st.sampled_from(self.holders)), np.int32)
+        loans = self.blocks.lend_held(holder)
+        assert all(loan.key not in self.below for loan in loans)
+        pages = [loan.page for loan in loans]
+        self.blocks.share(np.array(pages, np.int32))
+        self.holders.append(pages)
+        self.loans.append(loans)
+
+    @precondition(lambda self: self.loans)
+    @rule(data=st.data(), saved=st.booleans())
+    def take_back(self, data, saved):
+        loans = self.loans.pop(data.draw(st.integers(0, len(self.loans) - 1)))
+        kept = self.blocks.take_back(loans, saved=saved)
+        assert kept == [loan for loan in loans if loan not in self.void]
+        if saved:
+            self.below.update(loan.key for loan in kept)
+
+    @precondition(lambda self: self.below)
+    @rule(data=st.data())
+    def lose_below(self, data):
+        key = data.draw(st.sampled_from(sorted(self.below)))
+        self.below.remove(key)
+        self.blocks.lost_below(key)
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def forget(self, data):
+        self.blocks.forget(np.array(data.draw(st.sampled_from(self.holders)), np.int32))
+
+    @precondition(lambda self: self.cached)
+    @rule(data=st.data())
+    def pin(self, data):
+        pages = data.draw(st.lists(st.sampled_from(sorted(self.cached.values())), unique=True))
+        self.blocks.pin(np.array(pages, np.int32))
+        self.holders.append(pages)
+
+    @invariant()
+    def what_is_ready_is_free_or_has_a_copy_below(self):
+        if hasattr(self, "blocks"):
+            held = self.held()
+            saved = [key for key, page in self.cached.items() if page not in held]
+            in_both = sum(key in self.below for key in saved)
+            assert self.blocks.ready == self.blocks.free + in_both
+
     @invariant()
     def books_agree(self):
         if not hasattr(self, "blocks"):
@@ -151,6 +221,39 @@ def test_growth_evicts_as_many_as_it_lacks() -> None:
     blocks.publish(pages, page_keys(np.array([1, 2], np.int32), 1))
     blocks.release(pages)
     assert sorted(blocks.allocate_apart(3).tolist()) == [1, 2, 3]
+
+
+def cached_pages(count: int) -> tuple[BlockManager, list[bytes]]:
+    """As many cached pages, the coldest first, and no other."""
+    blocks = BlockManager(count + 1)
+    blocks.start_lending()
+    keys = page_keys(np.arange(count, dtype=np.int32), 1)
+    pages = blocks.allocate(count)
+    blocks.publish(pages, keys)
+    for page in pages.tolist():
+        blocks.release(np.array([page], np.int32))
+    return blocks, keys
+
+
+def test_saved_pages_go_first_among_the_coldest_eighth_and_no_others():
+    blocks, keys = cached_pages(40)
+    loans = blocks.lend(4)
+    assert [loan.key for loan in loans] == keys[:4]
+    blocks.take_back(loans[2:], saved=True)
+    assert blocks.ready == 2
+    assert blocks.allocate_apart(2).tolist() == [loans[2].page, loans[3].page]
+    # Those on loan go last: two others are taken, although they are warmer.
+    assert blocks.allocate_apart(2).size == 2
+    assert blocks.take_back(loans[:2], saved=True) == loans[:2]
+    assert blocks.ready == 2
+
+
+def test_a_loan_leaves_the_recency_as_it_was():
+    blocks, keys = cached_pages(16)
+    blocks.take_back(blocks.lend(2), saved=False)
+    blocks.allocate_apart(2)
+    assert blocks.count_cached(keys) == 0
+    assert [blocks.page_of(key) for key in keys[:3]] == [None, None, 3]
 
 
 TestBlocks = Blocks.TestCase

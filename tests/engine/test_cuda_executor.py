@@ -33,21 +33,25 @@ def loaded(tmp_path_factory):
 class Device:
     """An executor whose sequences have random KV: the same for equal seeds, page by page."""
 
-    def __init__(self, loaded, *, graphs: bool) -> None:
+    def __init__(self, loaded, *, graphs: bool, kind=PlainPool, most_context: int = 2048) -> None:
         from engine.cuda.executor import CudaExecutor
 
         model = loaded.config
-        self.pool = PlainPool(
+        self.pool = kind(
             num_pages=PAGES, num_layers=model.num_layers, num_kv_heads=model.num_kv_heads,
             head_dim=model.head_dim, page_size=PAGE_SIZE, dtype=torch.bfloat16, device=CUDA,
         )  # fmt: skip
-        self.pool.elements.normal_(generator=torch.Generator(CUDA).manual_seed(0))
+        generator = torch.Generator(CUDA).manual_seed(0)
+        if kind is PlainPool:
+            self.pool.elements.normal_(generator=generator)
+        else:
+            self.pool.data.random_(0, 8, generator=generator)  # Small numbers and exponents.
         self.sampler = Sampler(SLOTS, model.vocab_size, CUDA, [0])
         wanted = SamplingParams(temperature=0.0, top_logprobs=5)
         for slot in range(SLOTS):
             self.sampler.assign(slot, wanted, StopRules(99), 0, NOTHING, NOTHING)
         backend = choose_backend("fa3", self.pool, model.windows)
-        bounds = Bounds(max_sequences=SLOTS, max_step_tokens=1024, max_context_tokens=2048)
+        bounds = Bounds(max_sequences=SLOTS, max_step_tokens=1024, max_context_tokens=most_context)
         torch.cuda.synchronize()
         self.executor = CudaExecutor(loaded.model, self.pool, backend, self.sampler, bounds)
         if graphs:

@@ -5,12 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import fp8_checks as checks
 import pytest
 import torch
+from torch import Tensor
 
+from engine.model.llama import Linear, RmsNorm
+from engine.model.precision.base import Part
+from engine.model.precision.fp8 import Fp8Blocks, Fp8Channels
 from engine.model.precision.rounding import (
     LEAST_SCALE,
     restored,
@@ -18,6 +25,7 @@ from engine.model.precision.rounding import (
     round_rows,
     round_static,
 )
+from engine.model.region import Region
 
 
 def test_the_largest_of_a_row_is_exact_and_others_are_near():
@@ -66,6 +74,28 @@ def test_what_is_not_finite_is_never_hidden(bad):
     assert back[1, 5].isnan()
 
 
+def test_tiles_fit_a_processor_and_are_few(monkeypatch):
+    """Each compiles for a second when a worker starts."""
+    pytest.importorskip("triton")
+    from engine.cuda.products import fp8
+
+    monkeypatch.setattr(fp8, "early", lambda: True)
+    shapes = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (1024, 1024), (16, 16)]
+    found = set()
+    for (outputs, inputs), rows in product(shapes, range(2, fp8.FEW_ROWS + 1)):
+        tiles = fp8.tiles_of(outputs, inputs, rows)
+        if tiles is None:
+            continue
+        padded = max(16, 1 << (rows - 1).bit_length())
+        assert tiles.stages * tiles.inputs * (tiles.outputs + padded) <= 220 << 10
+        assert tiles.parts * tiles.inputs <= max(inputs, tiles.inputs)
+        found.add((padded, tiles))
+    assert 4 <= len(found) <= 12
+    assert fp8.tiles_of(4096, 4096, fp8.FEW_ROWS + 1) is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs them itself")
 def test_kernels_in_the_interpreter():
     pytest.importorskip("triton")
     done = subprocess.run(
@@ -88,7 +118,7 @@ def test_kernels(check):
 
 @pytest.mark.gpu
 def test_a_gpu_and_a_cpu_round_alike():
-    from engine.cuda.rounding import rounded
+    from engine.cuda.products.rounding import rounded
 
     for how in checks.kinds():
         x = checks.draw(64, 14336).bfloat16()
@@ -100,48 +130,92 @@ def test_a_gpu_and_a_cpu_round_alike():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 2, 16, 33, 64, 65, 128, 203])
-def test_linears_of_any_number_of_rows(rows):
-    from engine.cuda.fp8_products import fp8_block_linear, fp8_linear
-    from engine.cuda.rounding import rounded
+@pytest.mark.parametrize("outputs", [512, 20480])
+def test_linears_of_any_number_of_rows(outputs, rows):
+    from engine.cuda.products.fp8 import fp8_block_linear, fp8_linear
+    from engine.cuda.products.rounding import rounded
 
-    bias = checks.draw(512).bfloat16()
-    weight, x = round_rows(checks.draw(512, 2048)), checks.draw(rows, 2048, seed=1).bfloat16()
+    bias = checks.draw(outputs).bfloat16()
+    weight, x = round_rows(checks.draw(outputs, 2048)), checks.draw(rows, 2048, seed=1).bfloat16()
     by_rows = round_rows(x)
     want = restored(by_rows).double() @ restored(weight).double().t() + bias.double()
-    got = fp8_linear(weight.values, weight.scales.view(-1), *by_rows, bias, torch.bfloat16)
+    got = fp8_linear(weight.values, weight.scales.view(-1), by_rows, bias, torch.bfloat16)
     assert checks.relative_error(got, want) < 4e-3
-    values, scales, plain = checks.blocks(512, 2048)
+    values, scales, plain = checks.blocks(outputs, 2048)
     by_groups = rounded(x, checks.Rounding(group=128))
     want = restored(by_groups).double() @ plain.double().t() + bias.double()
-    got = fp8_block_linear(values, scales, *by_groups, bias, torch.bfloat16)
+    got = fp8_block_linear(values, scales, by_groups, bias, torch.bfloat16)
     assert checks.relative_error(got, want) < 4e-3
+
+
+class Block:
+    """Norm, gate and up, down: of 512 channels, and 1536 between them."""
+
+    def __init__(self, method: type[Fp8Channels | Fp8Blocks]) -> None:
+        self.up, self.down = (fp8_weight(method, *shape) for shape in ((3072, 512), (512, 1536)))
+        self.norm = RmsNorm(512, 1e-5, torch.bfloat16, checks.DEVICE)
+        self.norm.weight.copy_(checks.draw(512))
+
+    def __call__(self, residual: Tensor, x: Tensor) -> Tensor:
+        """Adds x to the residual, and returns what is added next."""
+        from engine.cuda.forward import _add_norm, _gated
+
+        normed = _add_norm(residual, x, self.norm, self.up.method.input)
+        return self.down(_gated(normed, self.up, self.down.method.input))
+
+
+def fp8_weight(method: type[Fp8Channels | Fp8Blocks], outputs: int, inputs: int) -> Linear:
+    from engine.cuda.products import CudaProducts
+
+    options = {"static_input": False} if method is Fp8Channels else {}
+    own = method(outputs, inputs, torch.bfloat16, checks.DEVICE, on_gpu=True, **options)
+    own.fill(0, checks.draw(outputs, inputs) / inputs**0.5)
+    own.finish(CudaProducts())
+    precision = SimpleNamespace(method=lambda *_: own)
+    return Linear(
+        [Part("", Region.whole(outputs, inputs))], False, torch.bfloat16, checks.DEVICE, precision
+    )
 
 
 @pytest.mark.gpu
-def test_products_in_a_graph_that_is_replayed():
-    """Launched early, in parts: their counters and workspaces are free again each time."""
-    from engine.cuda.fp8_products import Tiles, few_rows
-    from engine.cuda.rounding import rounded
+@pytest.mark.parametrize("method", [Fp8Channels, Fp8Blocks])
+@pytest.mark.parametrize("rows", [1, 16, 40, 64, 100, 200])
+def test_a_long_chain_in_a_graph_equals_kernels_one_by_one(rows, method, monkeypatch):
+    """Launched early, their counters and workspaces are free again each time."""
+    layers = [Block(method) for _ in range(5)] * 20
+    start = checks.draw(rows, 512).bfloat16()
 
-    weights = [round_rows(checks.draw(1024, 1024, seed=i) / 32) for i in range(8)]
-    start = checks.draw(16, 1024).bfloat16()
-    tiles = Tiles(128, 128, 4, 4, 4, 1024)
+    def chain() -> Tensor:
+        residual, x = start.clone(), start
+        for layer in layers:
+            x = layer(residual, x)
+        return torch.cat((residual, x))
 
-    def chain(early: bool) -> torch.Tensor:
-        x = start
-        for weight in weights:
-            given = rounded(x, checks.Rounding(), pdl=early)
-            cut = tiles if early else tiles._replace(ahead=0)
-            scales = weight.scales.view(-1)
-            x = few_rows(weight.values, scales, *given, None, torch.bfloat16, cut)
-        return x
-
-    want = chain(False).clone()
-    chain(True)
+    want = one_by_one(chain, monkeypatch)
+    assert want.isfinite().all()
+    assert torch.equal(chain(), want)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = chain(True)
-    for _ in range(50):
+        got = chain()
+    for _ in range(20):
         got.zero_()
         graph.replay()
         assert torch.equal(got, want)
+
+
+def one_by_one(chain: Callable[[], Tensor], monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    """The chain's result when no kernel starts before the one before has ended."""
+    from engine.cuda import kernels
+    from engine.cuda.products import fp8, one_row, rounding
+
+    tiles_of = fp8.tiles_of
+
+    def plain(*shape: int) -> object:
+        tiles = tiles_of(*shape)
+        return tiles and tiles._replace(ahead=0)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fp8, "tiles_of", plain)
+        for module in (kernels, one_row, rounding):
+            patched.setattr(module, "early", lambda: False)
+        return chain()

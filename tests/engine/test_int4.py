@@ -136,7 +136,7 @@ def test_which_weights_the_kernels_take(
 def test_why_a_device_cannot_run_int4(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "NVIDIA GPUs" in int4_obstacle(CPU)
     monkeypatch.setattr(humming, "find_spec", lambda name: None)
-    want = "INT4 needs humming-kernels: pip install 'baton-llm[int4]'"
+    want = "INT4 needs humming-kernels: pip install 'humming-kernels[cu13]', the extra int4"
     assert int4_obstacle(CUDA) == want
     monkeypatch.setattr(humming, "find_spec", lambda name: name)
     monkeypatch.setattr(torch, "__version__", "2.9.1+cu130")
@@ -158,7 +158,7 @@ def test_why_nothing_can_be_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path) 
             return {"include_paths": [str(tmp_path), str(tmp_path / "cccl")]}
 
     monkeypatch.setattr(humming, "_module", lambda name: Files())
-    monkeypatch.setenv("BATON_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert humming._toolkit_obstacle().startswith("No suitable CUDA 13 environment found.; pip")
     for header in ("cuda_runtime.h", "crt/host_defines.h", "cccl/cuda/std/cstdint"):
         path = tmp_path / header
@@ -234,7 +234,7 @@ def library(monkeypatch, tmp_path) -> Iterator[Library]:
     library = Library()
     monkeypatch.setattr(humming, "_module", library.module)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setenv("BATON_CACHE", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("LD_LIBRARY_PATH", "/before")
     for name in ("HUMMING_CACHE_DIR", "HUMMING_TMP_DIR"):
         monkeypatch.setenv(name, "")
@@ -251,7 +251,7 @@ def test_each_kernel_is_compiled_once_and_none_that_no_step_needs(library, tmp_p
     ]  # fmt: skip
     assert humming.first_rows(tables[config]) == [1, 9]
     assert told == [("int4 kernels", 1, 2), ("int4 kernels", 2, 2)]
-    cache = str(tmp_path / "int4" / "cache")
+    cache = str(tmp_path / "humming" / "cache")
     assert library.seen == {("/cuda/lib:/before", cache, "1")}
     assert os.environ["LD_LIBRARY_PATH"] == "/before"
     assert "HUMMING_DISABLE_PARALLEL_BUILD" not in os.environ
@@ -264,6 +264,6 @@ def test_a_kernel_that_does_not_compile_is_an_error_of_the_model(library) -> Non
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_of_the_model(library, monkeypatch) -> None:
-    monkeypatch.setenv("BATON_CACHE", "/dev/null/nowhere")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/nowhere")
     with pytest.raises(ModelError, match="cannot be compiled"):
         humming.compiled(['{"n": 64}'], 70, CUDA, None)

@@ -74,3 +74,18 @@ def test_the_youngest_sequence_is_told_of_first():
     for request_id in bench.requests:
         bench.check_output(request_id)
     bench.check_baseline()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "steps"),
+    [
+        pytest.param([100, 40], [[64], [36], [40]], id="not beside a long context"),
+        pytest.param([70, 50], [[64], [6, 28], [22]], id="as much of it as there is room for"),
+        pytest.param([30, 30], [[30, 30]], id="those that begin are no longer than a step"),
+    ],
+)
+def test_contexts_of_a_step_fit_the_scratch_together(lengths, steps):
+    """100 tokens: a chunk needs room for all that is before it, too."""
+    assert chunks_of(lengths, gathers=True, context=101) == steps
+    free = chunks_of(lengths, context=101)
+    assert (free == steps) == (lengths == [30, 30]), "else the bound changes nothing"

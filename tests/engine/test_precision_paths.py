@@ -50,6 +50,8 @@ TINY_FLIP, DEMO_FLIP = 0.1, 1.0
 """By how much flips move the distance of two logits."""
 FOLLOWED = 0.01
 """What float32 sums of SmolLM2 leave of it once flips are followed."""
+DEMO_TIE = 5e-5
+"""`TIE` behind thirty layers."""
 PAGE_TOKENS = 4
 MOST_TIES = 0.5
 """Share of outputs that may leave at a tie."""
@@ -239,7 +241,7 @@ def check_best(
     assert short <= (FOLLOWED if is_demo else NOISE)
     assert reference.flips.missing == []
     assert reference.flips.share <= MOST_FLIPS
-    assert reference.flips.worst < TIE
+    assert reference.flips.worst < (DEMO_TIE if is_demo else TIE)
 
 
 def model_of(engine: Engine) -> Model:

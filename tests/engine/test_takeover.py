@@ -8,6 +8,7 @@ import pytest
 from engine_fakes import next_token
 from test_scheduler_property import Bench, prompt_of
 
+from engine.schedule.preemption import preempt
 from engine.schedule.sequences import RequestState
 from engine.schedule.slots import SlotState
 from engine.types import Mode, TokenRecord
@@ -111,7 +112,7 @@ def test_preempted_while_its_rest_is_computed() -> None:
     assert active.state is RequestState.ACTIVE
     (sequence,) = active.sequences
     assert bench.scheduler.slots.state[sequence.slot] == SlotState.PREFILLING
-    bench.scheduler.preempt(sequence)
+    preempt(bench.scheduler, sequence)
     assert sequence in bench.scheduler.preempted
     bench.scheduler.check_invariants()
     bench.run()

@@ -14,7 +14,9 @@ from opentelemetry.context import Context
 from settings_kit import settings_of
 from waiting import WAIT_S, until
 
+from baton.addresses import port_of
 from baton.grpc_options import server_options
+from baton.process.internal_net import ClearNet, InternalNet
 from baton.process.release import stamp
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from router.dispatch.dispatcher import JobDispatcher
@@ -88,8 +90,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
     def agent_name(self) -> str:
         return self.identity.endpoint.agent_name
 
-    async def start(self, address: str = "127.0.0.1:0") -> None:
-        port = self._server.add_insecure_port(address)
+    async def start(self, address: str = "127.0.0.1:0", net: InternalNet | None = None) -> None:
+        port = port_of((net or ClearNet()).bind(self._server, address))
         self.identity.address = f"127.0.0.1:{port}"
         await self._server.start()
 

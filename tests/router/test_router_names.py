@@ -79,11 +79,13 @@ async def test_a_router_with_two_addresses_attaches_once(
 ) -> None:
     """It goes by who the worker says it is, wherever that is said."""
     heard: Counter[str] = Counter()
-    async with a_router(internal_listen="0.0.0.0:0") as router:
+    async with a_router(internal_listen="0.0.0.0:0", insecure=True) as router:
         announce = router.registry.announce
 
-        def counted(identity: worker_pb2.WorkerIdentity) -> bool:
-            heard["attached" if (is_attached := announce(identity)) else "not yet"] += 1
+        def counted(identity: worker_pb2.WorkerIdentity, server_name: str = "") -> bool:
+            heard[
+                "attached" if (is_attached := announce(identity, server_name)) else "not yet"
+            ] += 1
             return is_attached
 
         monkeypatch.setattr(router.registry, "announce", counted)

@@ -14,7 +14,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.types import EngineLoad
+from engine.types import EngineLoad, TierLoad
 from kv_transfer.events import TransferCounters
 from telemetry.export import ExportCounts
 from telemetry.metrics.gpu import GpuLoad, gpu_reader
@@ -288,8 +288,10 @@ def test_the_table_declares_every_name_and_nothing_else() -> None:
         assert declared.help.endswith("."), name
     used = RouterMetrics(RouterLoad), WorkerMetrics(EngineLoad, TransferCounters)
     used[0].watch_spans(lambda: ExportCounts(0, 0, 0, 0))
+    used[0].watch_refusals(lambda: {"handshake": 1})
     used[1].watch_gpu(lambda: GpuLoad(0.5, 1, 2, 3.0))
     used[1].watch_overdue(lambda: Overdue(1, 7.0, 0, 0.0))
+    used[1].watch_tiers(lambda: EngineLoad(tiers=TierLoad()))
     used[1].watch_peers(lambda: [PeerPath("decode-0", "nixl/tcp", 0.5, 90.0, "slow_tcp_only")])
     shown = {family.name for metrics in used for family in metrics.registry.collect()}
     assert names <= shown

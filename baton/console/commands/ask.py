@@ -16,8 +16,10 @@ from baton.client.channels import check_address
 from baton.client.clients import Client, check_token
 from baton.client.generation import Generation
 from baton.client.options import Message, Options
+from baton.console.commands.tls_options import CaOption, CertOption, KeyOption, grpc_files
 from baton.console.commands.trace import AdminOption, show_trace
 from baton.output import print_json, stderr, stdout
+from baton.tls import TlsFiles
 
 
 def _checked(check: Callable[[str], str]) -> Callable[[str], str]:
@@ -39,7 +41,7 @@ RouterOption = Annotated[
         envvar="BATON_ROUTER",
         metavar="HOST:PORT",
         callback=_checked(check_address),
-        help="Router to ask; grpcs://HOST:PORT where a proxy with TLS stands before it.",
+        help="Router to ask; grpcs://HOST:PORT where it speaks TLS.",
     ),
 ]
 
@@ -79,6 +81,9 @@ def generate(
     ] = False,
     admin: AdminOption = None,
     token: TokenOption = "",
+    tls_ca: CaOption = "",
+    tls_cert: CertOption = "",
+    tls_key: KeyOption = "",
 ) -> None:
     """Ask a running router and stream the answer.
 
@@ -96,7 +101,8 @@ def generate(
         options["top_p"] = top_p
     if seed is not None:
         options["seed"] = seed
-    with Client(router, token=token) as client:
+    files = grpc_files(tls_ca, tls_cert, tls_key, router)
+    with _client(router, token, files) as client:
         generation = stream_answer(
             client,
             None if chat else text,
@@ -109,6 +115,11 @@ def generate(
         print_json(asdict(generation) | {"text": generation.text})
     if trace:
         show_trace(generation.trace_id, admin)
+
+
+def _client(router: str, token: str, files: TlsFiles) -> Client:
+    ca, cert, key, _ = files
+    return Client(router, token=token, tls_ca=ca, tls_cert=cert, tls_key=key)
 
 
 def turns(text: str, system: str = "") -> list[Message]:
@@ -166,9 +177,13 @@ def models(
     router: RouterOption = ROUTER_ADDRESS,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     token: TokenOption = "",
+    tls_ca: CaOption = "",
+    tls_cert: CertOption = "",
+    tls_key: KeyOption = "",
 ) -> None:
     """List the models that a running router serves."""
-    with Client(router, token=token) as client:
+    files = grpc_files(tls_ca, tls_cert, tls_key, router)
+    with _client(router, token, files) as client:
         served = client.models()
     if as_json:
         print_json([asdict(model) for model in served])

@@ -15,11 +15,18 @@ from rich.markup import escape
 
 from baton.addresses import ROUTER_ADDRESS
 from baton.client.clients import LONGEST_S
+from baton.console.commands.tls_options import (
+    CaOption,
+    CertOption,
+    KeyOption,
+    checked_files,
+)
 from baton.console.loadgen.errors import BenchError
 from baton.console.settings_options import takes_options
 from baton.installing import install_line
 from baton.output import print_json, stderr, stdout
 from baton.process.settings import MOST_TOKENS
+from baton.tls import TlsFiles
 
 if TYPE_CHECKING:
     from baton.console.loadgen.benchmark import BenchOptions, Result
@@ -152,6 +159,9 @@ class Given:
     api_key: Annotated[
         str, typer.Option(envvar="OPENAI_API_KEY", help="Bearer token, where one is asked for.")
     ] = ""
+    tls_ca: CaOption = ""
+    tls_cert: CertOption = ""
+    tls_key: KeyOption = ""
     admin: Annotated[
         str,
         typer.Option(
@@ -223,6 +233,7 @@ def _options(given: Given, targets: tuple[Target, ...]) -> BenchOptions:
         repeats=given.repeats,
         model=given.model,
         api_key=given.api_key,
+        files=_files(given, targets),
         vocabulary=given.vocabulary,
         force_length=given.force_length,
         senders=given.senders or usual_senders(),
@@ -235,6 +246,14 @@ def _options(given: Given, targets: tuple[Target, ...]) -> BenchOptions:
         admin=given.admin,
         **({} if given.seed is None else {"seed": given.seed}),
     )
+
+
+def _files(given: Given, targets: tuple[Target, ...]) -> TlsFiles:
+    for target in targets:
+        checked_files(
+            given.tls_ca, given.tls_cert, given.tls_key, target.address, "grpcs://", "https://"
+        )
+    return TlsFiles(given.tls_ca, given.tls_cert, given.tls_key)
 
 
 def _workload(given: Given) -> Workload:

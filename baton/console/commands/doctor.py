@@ -11,6 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 from rich.markup import escape
 
+from baton.console.commands.tls_options import (
+    CaOption,
+    CertOption,
+    KeyOption,
+    read_admin_over,
+)
 from baton.console.commands.trace import ROUTER_ADMIN_ADDRESS, AdminOption
 from baton.console.doctor.finding import Finding, Level, warning
 from baton.installing import install_line
@@ -33,6 +39,9 @@ def doctor(
     self_test: Annotated[
         bool, typer.Option(help="Push pages between two agents on this machine.")
     ] = True,
+    tls_ca: CaOption = "",
+    tls_cert: CertOption = "",
+    tls_key: KeyOption = "",
 ) -> None:
     """Look for problems that stop Baton or slow it down here, and say what to do.
 
@@ -44,6 +53,7 @@ def doctor(
     from baton.console.doctor.host import check_host
     from baton.console.doctor.path import check_path
 
+    read_admin_over(tls_ca, tls_cert, tls_key, admin or ROUTER_ADMIN_ADDRESS)
     levels: Counter[Level] = Counter()
     levels += _show("this machine", check_host())
     if self_test:

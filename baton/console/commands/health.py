@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from baton.addresses import ROUTER_ADDRESS
+from baton.console.commands.tls_options import CaOption, CertOption, KeyOption, grpc_files
 from baton.output import stdout
 
 
@@ -21,6 +22,13 @@ def health(
         str, typer.Option(help="Full name of a gRPC service. Default: the process as such.")
     ] = "",
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds.")] = 2.0,
+    tls_ca: CaOption = "",
+    tls_cert: CertOption = "",
+    tls_key: KeyOption = "",
+    tls_name: Annotated[
+        str,
+        typer.Option(metavar="NAME", help="Name in the certificate, if not the address's host."),
+    ] = "",
 ) -> None:
     """Ask a router or a worker whether it serves. Exit code 0 means yes.
 
@@ -31,8 +39,9 @@ def health(
     """
     from baton.console.health import SERVING, check_at
 
+    files = grpc_files(tls_ca, tls_cert, tls_key, address)
     try:
-        status = check_at(address, service, timeout)
+        status = check_at(address, service, timeout, files._replace(name=tls_name))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     stdout.print(status)

@@ -103,6 +103,19 @@ KeyOption = Annotated[
 ]
 
 
+DrainOption = Annotated[
+    float, typer.Option(min=0, help="Seconds that running requests get after Ctrl-C.")
+]
+CertsOption = Annotated[
+    str,
+    typer.Option(
+        metavar="FOLDER",
+        help="TLS between all processes and towards clients, with the certificates that "
+        "[cyan]baton certs[/] made there.",
+    ),
+]
+
+
 def up_command(
     prefill: Annotated[int, typer.Option(min=0, help="Prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(min=0, help="Decode workers.")] = 1,
@@ -136,9 +149,8 @@ def up_command(
     kv_memory_gib: Annotated[
         float | None, typer.Option(min=0, help="Memory of each worker's KV pool, GiB.")
     ] = None,
-    drain_s: Annotated[
-        float, typer.Option(min=0, help="Seconds that running requests get after Ctrl-C.")
-    ] = 30.0,
+    drain_s: DrainOption = 30.0,
+    certs: CertsOption = "",
 ) -> None:
     """Run a router and its workers on this machine.
 
@@ -151,6 +163,7 @@ def up_command(
     """
     warn_of_unknown_variables()
     routers_own = resolve(RouterSettings, "router", {"api_key": api_key})
+    _check_certs(routers_own.settings, certs)
     listen, http_listen = (_set_address(routers_own, name) for name in ("listen", "http_listen"))
     options = up.UpOptions(
         model=model,
@@ -171,8 +184,14 @@ def up_command(
         admin_port=admin_port,
         kv_memory_gib=kv_memory_gib,
         drain_s=drain_s,
+        certs=certs,
     )
     asyncio.run(_up(_planned(options), trace))
+
+
+def _check_certs(routers_own: RouterSettings, certs: str) -> None:
+    if any(routers_own.tls) and not certs:
+        raise up.UpError("each process needs a certificate of its own: use --certs, not tls_cert")
 
 
 def _planned(options: up.UpOptions) -> up.UpPlan:
@@ -239,8 +258,11 @@ def _stop_on_signals(supervisor: Supervisor) -> None:
 
 def _say_how_to_talk(plan: up.UpPlan, took_s: float, traced: bool) -> None:
     ask = "baton generate"
-    if local(plan.router_address) != ROUTER_ADDRESS:
-        ask += f" --router {local(plan.router_address)}"
+    scheme, secure = ("grpcs://", "s") if plan.tls.ca else ("", "")
+    if local(plan.router_address) != ROUTER_ADDRESS or scheme:
+        ask += f" --router {scheme}{local(plan.router_address)}"
+    if plan.tls.ca:
+        ask += f" --tls-ca {plan.tls.ca}"
     admins = [address for _, address in plan.router_admin_addresses]
     to_watch = "" if admins == [ROUTER_ADMIN_ADDRESS] else f" --admin {','.join(admins)}"
     to_trace = (
@@ -252,7 +274,7 @@ def _say_how_to_talk(plan: up.UpPlan, took_s: float, traced: bool) -> None:
         "",
         f'  ask      [cyan]{ask} "What is the capital of France?"[/]',
         f"  gRPC     {plan.router_address}",
-        f"  OpenAI   http://{plan.http_address}/v1",
+        f"  OpenAI   http{secure}://{plan.http_address}/v1",
         *(["  key      asked for: BATON_API_KEY"] if plan.asks_for_key else []),
         *(f"  metrics  http://{address}/metrics" for address in admins),
         f"  watch    [cyan]baton top{to_watch}[/]",

@@ -12,6 +12,12 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
+from baton.console.commands.tls_options import (
+    CaOption,
+    CertOption,
+    KeyOption,
+    read_admin_over,
+)
 from baton.console.commands.trace import ROUTER_ADMIN_ADDRESS, AdminOption
 from baton.console.top.scrape import Scrape, TopError, scrape
 from baton.console.top.screen import WIDTH, draw
@@ -39,6 +45,9 @@ def top(
         typer.Option("--once", help="Print it once: percentiles since the processes' start."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one object a look.")] = False,
+    tls_ca: CaOption = "",
+    tls_cert: CertOption = "",
+    tls_key: KeyOption = "",
 ) -> None:
     """Watch a router and its workers: load, pages, steps, hand-offs, percentiles. Ctrl-C ends it.
 
@@ -49,6 +58,7 @@ def top(
     if importlib.util.find_spec("prometheus_client") is None:
         raise TopError(f"this needs prometheus-client: {install_line('service')}")
     address = admin or ROUTER_ADMIN_ADDRESS
+    read_admin_over(tls_ca, tls_cert, tls_key, address)
     looks = iter([_look_once(address)]) if once else _looks(address, interval, window)
     if as_json:
         for look in looks:

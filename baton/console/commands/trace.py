@@ -6,6 +6,12 @@ from typing import Annotated
 
 import typer
 
+from baton.console.commands.tls_options import (
+    CaOption,
+    CertOption,
+    KeyOption,
+    read_admin_over,
+)
 from baton.console.traces import fetch
 from baton.console.waterfall import draw
 from baton.output import stdout
@@ -20,7 +26,8 @@ AdminOption = Annotated[
         envvar="BATON_ROUTER_ADMIN",
         metavar="HOST:PORT",
         help=f"The router's admin address. Default: {ROUTER_ADMIN_ADDRESS}. Separate several by "
-        "commas; the first one has the traces.",
+        "commas; the first one has the traces. https://HOST:PORT where a proxy with TLS stands "
+        "before it.",
     ),
 ]
 
@@ -28,6 +35,9 @@ AdminOption = Annotated[
 def trace(
     trace_id: Annotated[str | None, typer.Argument(help="Default: the latest request's.")] = None,
     admin: AdminOption = None,
+    tls_ca: CaOption = "",
+    tls_cert: CertOption = "",
+    tls_key: KeyOption = "",
 ) -> None:
     """Draw a request's waterfall from the spans that the router keeps.
 
@@ -36,6 +46,7 @@ def trace(
 
     Example: [cyan]baton trace 0af7651916cd43dd8448eb211c80319c[/]
     """
+    read_admin_over(tls_ca, tls_cert, tls_key, admin or ROUTER_ADMIN_ADDRESS)
     show_trace(trace_id, admin)
 
 

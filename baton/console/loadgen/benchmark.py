@@ -30,6 +30,7 @@ from baton.console.loadgen.servers import served
 from baton.console.loadgen.spans import span_figures
 from baton.console.loadgen.workload import LoadPlan, Workload, shared_prefix_tokens
 from baton.output import rounded
+from baton.tls import NO_FILES, TlsFiles
 
 LATENCIES: Final[Mapping[str, str]] = {
     "ttft_ms": "TTFT",
@@ -65,6 +66,8 @@ class BenchOptions:
     model: str = ""
     """"": the only model served."""
     api_key: str = ""
+    files: TlsFiles = NO_FILES
+    """Of TLS, for targets with grpcs:// and https:// alone."""
     vocabulary: int = 32_000
     force_length: bool = True
     senders: int = 1
@@ -183,10 +186,14 @@ def measure(options: BenchOptions, watcher: Watcher | None = None) -> Result:
     """
     watcher = watcher or Watcher()
     began_unix_s = time.time()
-    models = [served(target, options.model, options.api_key) for target in options.targets]
+    models = [
+        served(target, options.model, options.api_key, options.files) for target in options.targets
+    ]
     context = min((one.max_context_tokens for one in models if one.max_context_tokens), default=0)
     workload, dropped = _fitting(options.workload, context)
-    asked = Asked(models[0].model, options.force_length, options.timeout_s, options.api_key)
+    asked = Asked(
+        models[0].model, options.force_length, options.timeout_s, options.api_key, options.files
+    )
     sending = Sending(options.targets, asked, options.vocabulary, options.warm_ups)
     seeds = itertools.count(options.seed)
     runs: list[Run] = []

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from baton.client.channels import TLS_SCHEME
 from baton.console.loadgen.errors import WrongUseError
 from baton.console.loadgen.outcome import TIMEOUT
+from baton.tls import NO_FILES, TlsFiles
 
 
 class EndpointError(Exception):
@@ -54,6 +55,8 @@ class Asked(NamedTuple):
     """Whether to generate past the end of sequence up to the requested length."""
     timeout_s: float
     api_key: str = ""
+    files: TlsFiles = NO_FILES
+    """Of TLS, for grpcs:// and https:// alone."""
 
 
 class BenchEndpoint(Protocol):

@@ -31,7 +31,7 @@ class GrpcEndpoint:
 
     def __init__(self, address: str, asked: Asked) -> None:
         self._asked = asked
-        self._channel = open_aio_channel(address, channel_options())
+        self._channel = open_aio_channel(address, channel_options(), asked.files)
         self._metadata = [("authorization", f"Bearer {asked.api_key}")] if asked.api_key else []
         self._call: grpc.aio.UnaryStreamMultiCallable[bytes, bytes]
         self._call = self._channel.unary_stream(_METHOD)

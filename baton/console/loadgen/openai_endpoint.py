@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import time
 from collections.abc import Iterator
 from typing import Any, Final
@@ -16,6 +17,7 @@ import aiohttp
 
 from baton.console.loadgen.endpoints import JSON, Asked, EndpointError, Kept, Reading, timed_out
 from baton.console.loadgen.outcome import UNREACHABLE
+from baton.tls import TlsFiles
 
 _READ_BUFFER_BYTES: Final = 1 << 20
 _MESSAGE_CHARACTERS: Final = 300
@@ -33,7 +35,7 @@ class OpenAiEndpoint:
         if asked.api_key:
             headers["authorization"] = f"Bearer {asked.api_key}"
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, ssl=_context_of(asked.files)),
             timeout=aiohttp.ClientTimeout(total=asked.timeout_s),
             headers=headers,
             read_bufsize=_READ_BUFFER_BYTES,
@@ -94,6 +96,10 @@ class OpenAiEndpoint:
     async def close(self) -> None:
         """Closes the connection."""
         await self._session.close()
+
+
+def _context_of(files: TlsFiles) -> ssl.SSLContext | bool:
+    return files.client_context() if any(files) else True
 
 
 def _events(kept: Kept) -> Iterator[tuple[float, bytes]]:

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 from baton.client.clients import Client
 from baton.console.loadgen.endpoints import Target
 from baton.console.loadgen.errors import BenchError, WrongUseError
+from baton.tls import NO_FILES, TlsFiles
 
 _TIMEOUT_S: Final = 10.0
 
@@ -23,7 +24,7 @@ class Served(NamedTuple):
     """Longest prompt and output together; 0 where the server does not say."""
 
 
-def served(target: Target, model: str, api_key: str = "") -> Served:
+def served(target: Target, model: str, api_key: str = "", files: TlsFiles = NO_FILES) -> Served:
     """Returns the named model, or the only one if no name is given.
 
     Raises:
@@ -31,7 +32,8 @@ def served(target: Target, model: str, api_key: str = "") -> Served:
         BatonError: a router does not answer.
         WrongUseError: a header cannot hold the API key.
     """
-    found = _grpc(target, api_key) if target.protocol == "grpc" else _openai(target, api_key)
+    ask = _grpc if target.protocol == "grpc" else _openai
+    found = ask(target, api_key, files)
     chosen = [one for one in found if one.model == model or not model]
     if len(chosen) == 1:
         return chosen[0]
@@ -43,9 +45,10 @@ def served(target: Target, model: str, api_key: str = "") -> Served:
     raise BenchError(f"{target.address} serves several models, name one: {names}")
 
 
-def _grpc(target: Target, api_key: str) -> list[Served]:
+def _grpc(target: Target, api_key: str, files: TlsFiles) -> list[Served]:
+    ca, cert, key, _ = files
     try:
-        client = Client(target.address, token=api_key)
+        client = Client(target.address, token=api_key, tls_ca=ca, tls_cert=cert, tls_key=key)
     except ValueError as error:
         raise WrongUseError(str(error)) from None
     with client:
@@ -53,13 +56,14 @@ def _grpc(target: Target, api_key: str) -> list[Served]:
     return [Served(model.name, model.max_context_tokens) for model in models]
 
 
-def _openai(target: Target, api_key: str) -> list[Served]:
+def _openai(target: Target, api_key: str, files: TlsFiles) -> list[Served]:
     url = f"{target.address}/models"
     request = urllib.request.Request(url)
+    context = files.client_context() if any(files) else None
     if api_key:
         request.add_header("authorization", f"Bearer {api_key}")
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S, context=context) as response:
             data = json.load(response)["data"]
         return [Served(str(one["id"]), int(one.get("max_model_len") or 0)) for one in data]
     except urllib.error.HTTPError as error:

@@ -96,13 +96,14 @@ def scrape(admin: str) -> Scrape:
     """Reads the router, then all workers that it knows, in parallel.
 
     Args:
-        admin: HOST:PORT of the router's admin port; several are separated by commas.
+        admin: HOST:PORT of the router's admin port, or https://HOST:PORT; several are separated by
+            commas.
 
     Raises:
         TopError: one of them is not a router.
     """
     admins = admin.split(",")
-    router = _together([_parse(_get(f"http://{one}/metrics")) for one in admins])
+    router = _together([_parse(_get(f"{base_url(one)}/metrics")) for one in admins])
     known = _known(router, {name: at for one in admins for name, at in _targets(one).items()})
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         answers = pool.map(_samples, (worker.admin for worker in known))
@@ -128,10 +129,10 @@ def _together(routers: Sequence[Scraped]) -> Scraped:
 def _targets(admin: str) -> dict[str, str]:
     """Admin addresses of the attached workers, by name."""
     try:
-        listed = json.loads(_get(f"http://{admin}/discovery"))
+        listed = json.loads(_get(f"{base_url(admin)}/discovery"))
         return {one["labels"]["worker"]: one["targets"][0] for one in listed}
     except (ValueError, KeyError, IndexError, TypeError):
-        raise TopError(f"http://{admin} is no router's admin port") from None
+        raise TopError(f"{base_url(admin)} is no router's admin port") from None
 
 
 def _known(router: Scraped, where: Mapping[str, str]) -> list[Known]:
@@ -152,6 +153,11 @@ def _samples(admin: str) -> Scraped | None:
         return _parse(_get(f"http://{admin}/metrics")) if admin else None
     except TopError:
         return None
+
+
+def base_url(admin: str) -> str:
+    """The URL of an admin address: HOST:PORT, or https://HOST:PORT of a proxy before it."""
+    return admin.rstrip("/") if admin.startswith("https://") else f"http://{admin}"
 
 
 def _get(url: str) -> str:

@@ -153,6 +153,12 @@ class Kernels(Protocol):
         """Values [N, K] with scales [N / 128, K / 128]; x with scales by group."""
         ...
 
+    def fp8_gated(
+        self, values: Tensor, scales: Tensor, x: Rounded, out: torch.dtype
+    ) -> Tensor | None:
+        """As `gated`, with values, scales and x of either product in FP8."""
+        ...
+
 
 class Method(nn.Module, ABC):
     """Owns the storage and the product of one `Linear`."""

@@ -98,6 +98,12 @@ class Fp8Channels(Method):
         sums *= rounded.scales * self.scales
         return (sums if bias is None else sums + bias).to(self._dtype)
 
+    def gated(self, x: Tensor | Rounded) -> Tensor | None:
+        """See `Method`."""
+        if self._kernels is None or not isinstance(x, Rounded):
+            return None
+        return self._kernels.fp8_gated(self.values, self.scales, x, self._dtype)
+
 
 class Fp8Blocks(Method):
     """A scale for each 128 x 128 of the weight, and for each 128 inputs of a row."""
@@ -152,6 +158,12 @@ class Fp8Blocks(Method):
         if weight.dtype == torch.float8_e4m3fn:  # A GPU whose kernels are PyTorch's.
             weight = dequantised(Quantised(self.values, self.scales)).to(self._dtype)
         return product(restored(rounded).to(self._dtype), weight, bias)
+
+    def gated(self, x: Tensor | Rounded) -> Tensor | None:
+        """See `Method`."""
+        if self._kernels is None or not isinstance(x, Rounded):
+            return None
+        return self._kernels.fp8_gated(self.values, self.scales, x, self._dtype)
 
 
 def scaled_rows(

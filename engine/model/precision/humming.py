@@ -26,11 +26,10 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from baton.demo_model import cache_folder
 from engine.model.config import ModelError
 
 Progress = Callable[[str, int, int], None]
-INSTALL: Final = "pip install 'baton-llm[int4]'"
+INSTALL: Final = "pip install 'humming-kernels[cu13]', the extra int4"
 LEAST_TORCH: Final = (2, 11)
 """For older ones the library compiles its launcher with the host's C++ compiler."""
 LEAST_CAPABILITY: Final = (8, 0)
@@ -128,11 +127,12 @@ def _restore(name: str, value: str | None) -> None:
 
 
 def _folders() -> dict[str, str]:
-    """Where the library keeps kernels and locks: in Baton's cache, unless the environment says
+    """Where the library keeps kernels and locks: in the user's cache, unless the environment says
     otherwise."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     found = {}
     for name in ("cache", "tmp"):
-        key, ours = f"HUMMING_{name.upper()}_DIR", cache_folder() / "int4" / name
+        key, ours = f"HUMMING_{name.upper()}_DIR", cache / "humming" / name
         found[key] = os.environ.get(key) or str(ours)
         Path(found[key]).mkdir(parents=True, exist_ok=True)
     return found

@@ -2,9 +2,10 @@
 
 Life of a connection:
 
-1. Open and *waiting*. It is closed if its headers are not complete in time. The time runs from the
-   opening, and later from the first byte. Any byte counts, since it may belong to the rest of a
-   body that nobody wants. uvicorn closes connections that are silent after an answer.
+1. Open and *waiting*. Where the port speaks TLS, the handshake comes first. The connection is
+   closed if its headers are not complete in time. The time runs from the opening, and later from
+   the first byte. Any byte counts, since it may belong to the rest of a body that nobody wants.
+   uvicorn closes connections that are silent after an answer.
 2. Served, once the headers of a request are there.
 3. Waiting again, once the answer is out.
 4. Closed.
@@ -19,15 +20,23 @@ waiting, the new one is closed.
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Final, cast
+import logging
+import ssl
+import types
+from collections.abc import Awaitable, Coroutine, Generator
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
+from baton.tls import reason_of
 from router.requests.bounds import HEADERS_S, MOST_UNWANTED_BYTES, TURN_BYTES
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 _STATE: Final = "baton.connection"
 """Key in the state of a request's scope. uvicorn copies the state for each request."""
 
@@ -37,10 +46,12 @@ class Connections:
 
     Args:
         most: the most connections that may be open.
+        tls: encrypts them; None: they are in clear.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, tls: ssl.SSLContext | None = None) -> None:
         self._most = most
+        self.tls = tls
         self._open: set[Connection] = set()
         self._waiting: dict[Connection, None] = {}
         """Waiting connections, in the order in which their wait began."""
@@ -111,6 +122,9 @@ class Connection(asyncio.Protocol):
         self._is_due = False
         """Set while the next turn is scheduled."""
         self._timer: asyncio.TimerHandle | None = None
+        self._greeted = False
+        """uvicorn knows of the connection."""
+        self._handshake: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The connection opens."""
@@ -119,9 +133,14 @@ class Connection(asyncio.Protocol):
             opened.abort()
             return
         self._transport = opened
-        self.inner.connection_made(cast("asyncio.Transport", _Socket(opened, self)))
         self._connections.waits(self)
         self._expect_headers()
+        if self._connections.tls is None:
+            self._greet(opened)
+        else:
+            start = asyncio.get_running_loop().start_tls
+            encrypting = start(opened, self, self._connections.tls, server_side=True)
+            self._handshake = asyncio.create_task(self._encrypt(_begun(encrypting)))
 
     def data_received(self, data: bytes) -> None:
         """Bytes came."""
@@ -134,7 +153,7 @@ class Connection(asyncio.Protocol):
                 return
             self._expect_headers()
         self._unread += data
-        if not self._is_due:
+        if self._greeted and not self._is_due:
             self._take_turn()
 
     def begin_request(self) -> None:
@@ -160,12 +179,12 @@ class Connection(asyncio.Protocol):
         """The connection is closed."""
         self._stop_timer()
         self._connections.closed(self)
-        if self._transport is not None:
+        if self._greeted:
             self.inner.connection_lost(exc)
 
     def eof_received(self) -> bool | None:
         """The client sends no more bytes."""
-        if self._transport is None:
+        if not self._greeted:
             return None
         if rest := bytes(self._unread):
             self._unread.clear()
@@ -184,6 +203,28 @@ class Connection(asyncio.Protocol):
         """Notes whether uvicorn takes more bytes from now on."""
         self._wanted = is_more
         self._arrange()
+
+    async def _encrypt(self, encrypting: Awaitable[asyncio.Transport | None]) -> None:
+        """Shakes hands. The timer for the headers bounds that, too."""
+        try:
+            encrypted = await encrypting
+        except (OSError, asyncio.CancelledError) as error:
+            why = reason_of(error) if isinstance(error, ssl.SSLError) else "it was closed"
+            logger.debug("a TLS handshake failed: %s", why)
+            self.abort()
+            return
+        if encrypted is None or encrypted.is_closing():
+            self.abort()
+            return
+        self._transport = encrypted
+        self._greet(encrypted)
+
+    def _greet(self, opened: asyncio.Transport) -> None:
+        """Tells uvicorn of the connection."""
+        self._greeted = True
+        self.inner.connection_made(cast("asyncio.Transport", _Socket(opened, self)))
+        if self._unread:  # The client's first words came right behind its handshake.
+            self._take_turn()
 
     def _take_turn(self) -> None:
         """Gives uvicorn a few bytes, and the rest in later turns of the event loop. A body of tiny
@@ -217,6 +258,22 @@ class Connection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _begun(work: Coroutine[Any, Any, Result]) -> Awaitable[Result]:
+    """Runs a coroutine up to its first wait, now, and returns the rest.
+
+    `start_tls` puts its own protocol on the transport before it waits. That must be done before the
+    first bytes come, and uvloop cannot pause a transport that has just been made.
+    """
+    first = work.send(None)
+
+    @types.coroutine
+    def rest() -> Generator[Any, Any, Result]:
+        yield first
+        return (yield from work)  # type: ignore[no-any-return]
+
+    return rest()
 
 
 class _Socket:

@@ -39,6 +39,8 @@ from telemetry.rpc import TRACEPARENT
 from telemetry.tracing import context_of, trace_id_of
 
 if TYPE_CHECKING:
+    import ssl
+
     from starlette.requests import Request
 
     from router.doors.http.statuses import JSON
@@ -72,6 +74,7 @@ class OpenAiServer(EmbeddedHttpServer):
         gate: admits callers to the API; /health and `routes` are open to all.
         allowed_origins: origins of web pages that may call; see `origins`.
         reuse_port: share the port with other routers.
+        tls: encrypts connections; None: they are in clear.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class OpenAiServer(EmbeddedHttpServer):
         *,
         allowed_origins: Sequence[str] = (),
         reuse_port: bool = False,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._pages = _Pages(dispatcher, tokenizers, gate)
         generations = Generations(dispatcher, tokenizers, limits, events)
@@ -111,7 +115,7 @@ class OpenAiServer(EmbeddedHttpServer):
             routes=[*api, *routes],
             exception_handlers={HTTPException: _not_served, errors.RouterError: _refused},
         )
-        connections = Connections(most_connections().http)
+        connections = Connections(most_connections().http, tls)
         super().__init__(
             listen,
             connections.around(guarded(application, listen, allowed_origins)),

@@ -1,8 +1,11 @@
 """Kernels that leave activations rounded to FP8, as `engine.model.precision.rounding` says.
 
 A product's input is rounded by the kernel that makes it, so it goes through memory once. A value
-is first rounded to the model's dtype, as the plain kernels do. By rows a program sees a whole row,
-because the scale depends on all of it.
+is first rounded to the model's dtype, as the plain kernels do.
+
+By rows the scale depends on a whole row. The arithmetic of a wide row takes one processor longer
+than memory does. So with few rows several programs read the same row for its scale, and each rounds
+a part of it.
 
 Scales by groups lie column after column, and a column has space for a multiple of four rows, as
 cuBLAS wants them.
@@ -19,30 +22,36 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from engine.cuda.kernels import launch
+from engine.cuda.early import early
+from engine.cuda.kernels import launch, silu_mul
 from engine.model.precision.rounding import E4M3, Rounded, Rounding
 
 _ACTIVATION_BLOCK: Final = 1024
-_VALUES_OF_A_WARP: Final = 512
-_MOST_WARPS: Final = 16
+_FEW_ROWS: Final = 64
+"""Rows up to which `silu_mul_rounded` by rows is two kernels."""
+_PROGRAMS: Final = 264
+"""About two for each processor."""
+_VALUES_OF_A_WARP: Final = 256
+_MOST_WARPS: Final = 32
 _STATIC: Final = -1
 _ROWS: Final = 0
 
 
 @triton.jit
-def _store(value, values, scales, given, row, at, inside, size, stride, group: tl.constexpr):
-    """Rounds a part of a row and stores it. Group -1: by the given scale; 0: by the part's own."""
+def _store(value, most, values, scales, given, row, at, inside, size, stride, group: tl.constexpr):
+    """Rounds a part of a row and stores it. Group -1: by the given scale; 0: by the largest
+    magnitude `most`; otherwise by that of each group."""
     block: tl.constexpr = value.shape[0]
     if group == -1:
         scale = tl.load(given)
         tl.store(scales + row, scale)
     elif group == 0:
-        scale = tl.maximum(tl.div_rn(tl.max(tl.abs(value)), 448.0), 1e-12)
+        scale = tl.maximum(tl.div_rn(most, 448.0), 1e-12)
         tl.store(scales + row, scale)
     else:
         parts: tl.constexpr = block // group
-        most = tl.max(tl.abs(tl.reshape(value, (parts, group))), axis=1, keep_dims=True)
-        of_parts = tl.maximum(tl.div_rn(most, 448.0), 1e-12)
+        of_parts = tl.max(tl.abs(tl.reshape(value, (parts, group))), axis=1, keep_dims=True)
+        of_parts = tl.maximum(tl.div_rn(of_parts, 448.0), 1e-12)
         column = tl.min(at) // group + tl.arange(0, parts)
         places = scales + row + column.to(tl.int64) * stride
         tl.store(places[:, None], of_parts, mask=(column * group < size)[:, None])
@@ -52,7 +61,7 @@ def _store(value, values, scales, given, row, at, inside, size, stride, group: t
     tl.store(values + row * size + at, value.to(tl.float8e4nv), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def _norm(
     residual,
     x,
@@ -85,10 +94,12 @@ def _norm(
         value = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value) / size + eps)
     value = (value * scale * gain).to(dtype).to(tl.float32)
-    _store(value, values, scales, given, row, at, inside, size, stride, group)
+    _store(
+        value, tl.max(tl.abs(value)), values, scales, given, row, at, inside, size, stride, group
+    )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def _silu_mul(
     gate_up,
     values,
@@ -111,10 +122,12 @@ def _silu_mul(
     up = tl.load(gate_up + row * 2 * size + size + at, mask=inside, other=0.0).to(tl.float32)
     activated = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
     value = (activated * up).to(dtype).to(tl.float32)
-    _store(value, values, scales, given, row, at, inside, size, stride, group)
+    _store(
+        value, tl.max(tl.abs(value)), values, scales, given, row, at, inside, size, stride, group
+    )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def _round(
     x,
     values,
@@ -124,6 +137,7 @@ def _round(
     stride,
     pdl: tl.constexpr,
     group: tl.constexpr,
+    whole: tl.constexpr,
     block: tl.constexpr,
 ):
     if pdl:
@@ -133,56 +147,67 @@ def _round(
     at = tl.program_id(1) * block + tl.arange(0, block)
     inside = at < size
     value = tl.load(x + row * size + at, mask=inside, other=0.0).to(tl.float32)
-    _store(value, values, scales, given, row, at, inside, size, stride, group)
+    most = 0.0
+    if group == 0:
+        if whole > block:
+            every = tl.arange(0, whole)
+            every = tl.load(x + row * size + every, mask=every < size, other=0.0)
+            most = tl.max(tl.abs(every.to(tl.float32)))
+        else:
+            most = tl.max(tl.abs(value))
+    _store(value, most, values, scales, given, row, at, inside, size, stride, group)
 
 
-def rms_norm_rounded(
-    x: Tensor, weight: Tensor, eps: float, how: Rounding, *, pdl: bool = False
-) -> Rounded:
-    """Root mean square norm of [T, H]. `pdl`: starts while the kernel before still runs."""
-    return _normed(x, x, weight, eps, how, adds=False, pdl=pdl)
+def rms_norm_rounded(x: Tensor, weight: Tensor, eps: float, how: Rounding) -> Rounded:
+    """Root mean square norm of [T, H]."""
+    return _normed(x, x, weight, eps, how, adds=False)
 
 
 def add_rms_norm_rounded(
-    residual: Tensor, x: Tensor, weight: Tensor, eps: float, how: Rounding, *, pdl: bool = False
+    residual: Tensor, x: Tensor, weight: Tensor, eps: float, how: Rounding
 ) -> Rounded:
     """Adds `x` to `residual` in place; returns the norm of the sum. Both are [T, H]."""
-    return _normed(residual, x, weight, eps, how, adds=True, pdl=pdl)
+    return _normed(residual, x, weight, eps, how, adds=True)
 
 
-def silu_mul_rounded(gate_up: Tensor, how: Rounding, *, pdl: bool = False) -> Rounded:
-    """[T, 2 I], gate then up -> [T, I]."""
+def silu_mul_rounded(gate_up: Tensor, how: Rounding) -> Rounded:
+    """[T, 2 I], gate then up -> [T, I]. By rows with few of them, two kernels are faster."""
+    if how.scale is None and how.group is None and len(gate_up) <= _FEW_ROWS:
+        return rounded(silu_mul(gate_up), how)
     size = gate_up.shape[1] // 2
     out, stride, group = _empty(gate_up, size, how)
     block = _block(size, group)
     grid = (len(gate_up), triton.cdiv(size, block))
     given = out.scales if how.scale is None else how.scale
-    arguments = (gate_up, *out, given, size, stride, pdl, group, block)
-    launch(_silu_mul, grid, *arguments, num_warps=_warps(block), launch_pdl=pdl)
+    arguments = (gate_up, *out, given, size, stride, early(), group, block)
+    launch(_silu_mul, grid, *arguments, num_warps=_warps(block), launch_pdl=early())
     return out
 
 
-def rounded(x: Tensor, how: Rounding, *, pdl: bool = False) -> Rounded:
+def rounded(x: Tensor, how: Rounding) -> Rounded:
     """[T, K], contiguous, rounded; for what no kernel of ours has made, such as attention."""
     size = x.shape[1]
     out, stride, group = _empty(x, size, how)
-    block = _block(size, group)
+    block, whole = _block(size, group), triton.next_power_of_2(size)
+    seen = block
+    if group == _ROWS:
+        block, seen = _part(whole, len(x)), whole
     grid = (len(x), triton.cdiv(size, block))
     given = out.scales if how.scale is None else how.scale
-    arguments = (x, *out, given, size, stride, pdl, group, block)
-    launch(_round, grid, *arguments, num_warps=_warps(block), launch_pdl=pdl)
+    arguments = (x, *out, given, size, stride, early(), group, whole, block)
+    launch(_round, grid, *arguments, num_warps=_warps(seen), launch_pdl=early())
     return out
 
 
 def _normed(
-    residual: Tensor, x: Tensor, weight: Tensor, eps: float, how: Rounding, *, adds: bool, pdl: bool
+    residual: Tensor, x: Tensor, weight: Tensor, eps: float, how: Rounding, *, adds: bool
 ) -> Rounded:
     size = x.shape[1]
     out, stride, group = _empty(x, size, how)
     block = triton.next_power_of_2(size)
     given = out.scales if how.scale is None else how.scale
-    arguments = (residual, x, weight, *out, given, eps, size, stride, adds, pdl, group, block)
-    launch(_norm, (len(x),), *arguments, num_warps=_warps(block), launch_pdl=pdl)
+    arguments = (residual, x, weight, *out, given, eps, size, stride, adds, early(), group, block)
+    launch(_norm, (len(x),), *arguments, num_warps=_warps(block), launch_pdl=early())
     return out
 
 
@@ -204,6 +229,12 @@ def _block(size: int, group: int) -> int:
     """Values of a program, where a row need not be one's."""
     whole: int = triton.next_power_of_2(size)
     return whole if group == _ROWS else min(whole, _ACTIVATION_BLOCK)
+
+
+def _part(whole: int, rows: int) -> int:
+    """Values of a row that a program rounds, so that few rows, too, have many programs."""
+    parts = max(1, _PROGRAMS // rows)
+    return max(min(whole, _ACTIVATION_BLOCK), whole >> (parts.bit_length() - 1))
 
 
 def _warps(block: int) -> int:

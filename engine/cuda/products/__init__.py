@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.cuda import fp8_products, single_row
+from engine.cuda.products import fp8, one_row, single_row
 from engine.model.precision.rounding import Rounded
 
 
@@ -24,10 +24,17 @@ class CudaProducts:
         self, values: Tensor, scales: Tensor, x: Rounded, bias: Tensor | None, out: torch.dtype
     ) -> Tensor:
         """See `Kernels`."""
-        return fp8_products.fp8_linear(values, scales, x.values, x.scales, bias, out)
+        return fp8.fp8_linear(values, scales, x, bias, out)
 
     def fp8_block_linear(
         self, values: Tensor, scales: Tensor, x: Rounded, bias: Tensor | None, out: torch.dtype
     ) -> Tensor:
         """See `Kernels`."""
-        return fp8_products.fp8_block_linear(values, scales, x.values, x.scales, bias, out)
+        return fp8.fp8_block_linear(values, scales, x, bias, out)
+
+    def fp8_gated(
+        self, values: Tensor, scales: Tensor, x: Rounded, out: torch.dtype
+    ) -> Tensor | None:
+        """See `Kernels`."""
+        cut = one_row.cut_of(x.values)
+        return None if cut is None else one_row.fp8_gated(values, scales, x, out, cut)

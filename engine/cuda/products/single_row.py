@@ -1,8 +1,11 @@
-"""Products of one row with a weight. Memory is the only limit of a batch of one.
+"""Products of one row with a weight of 16 bits. Memory is the only limit of a batch of one.
 
 Each output has one program (or an output of gate and of up, which it activates and multiplies). A
 whole row of the weight is loaded at once. Libraries reach the chip's bandwidth only on the largest
 weights here, because they tile for matrices.
+
+Loading the first weights while the kernel before still runs, as `one_row` does in FP8, made it
+slower: 229 tokens a second instead of 239 on an H200.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"

@@ -1,0 +1,133 @@
+"""What the scheduler asks of the tiers below the pool, and an engine without any."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.types import PageIds, TierLoad
+
+
+@dataclass(eq=False, slots=True)
+class Wait:
+    """What a request waits for: pages of its prompt that are on their way into the pool."""
+
+    under_way: set[object] = field(default_factory=set)
+    """Copies and fetches that have not ended."""
+    pinned: PageIds = field(default_factory=lambda: np.zeros(0, np.int32))
+    """Pages in the pool that the request will find, held meanwhile."""
+    loaded_pages: Counter[str] = field(default_factory=Counter)
+    """Pages that came for it, by the name of their tier."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the request may be admitted."""
+        return not self.under_way
+
+
+class PageTiers(Protocol):
+    """The tiers. Only the step loop's thread calls them, and no call waits."""
+
+    on: bool
+    """Whether there are any."""
+
+    def wakes(self, wake: Callable[[], None]) -> None:
+        """Calls `wake`, on any thread, when `turn` has something to read."""
+        ...
+
+    def turn(self) -> None:
+        """Reads which copies have ended and begins others."""
+        ...
+
+    def begin(self, keys: Sequence[bytes], room: int, queued_tokens: int) -> Wait | None:
+        """Begins to load what the pool lacks of a prompt, if that is sooner than computing it.
+
+        Args:
+            keys: the keys of the prompt's pages.
+            room: pages that may be taken.
+            queued_tokens: tokens that are computed before the prompt's.
+
+        Returns:
+            What the request waits for; None: there is no room now.
+        """
+        ...
+
+    def preempted(self, pages: PageIds) -> None:
+        """Saves those pages of a preempted sequence that have a key. They are still held by it, and
+        by the tiers until they are saved."""
+        ...
+
+    def published(self, keys: Sequence[bytes], first: int) -> None:
+        """The pages of a sequence from index `first` on have their keys now. `keys` has those of
+        all its pages."""
+        ...
+
+    def note_rate(self, tokens_per_s: float) -> None:
+        """Prompt tokens that this engine computes in a second; 0: unknown."""
+        ...
+
+    @property
+    def leaving_pages(self) -> int:
+        """Held pages that come free when their copies end."""
+        ...
+
+    def wait_s(self, most_s: float) -> float:
+        """Seconds until the next deadline, at most `most_s`."""
+        ...
+
+    def load(self) -> TierLoad | None:
+        """The figures; None without tiers."""
+        ...
+
+    def add_holders(self, holders: NDArray[np.int32]) -> None:
+        """Adds the pages that the tiers hold to `holders` ([num_pages])."""
+        ...
+
+    def stop(self) -> None:
+        """Ends all threads."""
+        ...
+
+
+class NoTiers:
+    """An engine whose pages live in the pool alone."""
+
+    on = False
+    leaving_pages = 0
+
+    def wakes(self, wake: Callable[[], None]) -> None:
+        """Never."""
+
+    def turn(self) -> None:
+        """Nothing to read."""
+
+    def begin(self, keys: Sequence[bytes], room: int, queued_tokens: int) -> Wait | None:
+        """Nothing to wait for."""
+        return Wait()
+
+    def preempted(self, pages: PageIds) -> None:
+        """Nothing to save."""
+
+    def published(self, keys: Sequence[bytes], first: int) -> None:
+        """Of no use."""
+
+    def note_rate(self, tokens_per_s: float) -> None:
+        """Of no use."""
+
+    def wait_s(self, most_s: float) -> float:
+        """No deadline."""
+        return most_s
+
+    def load(self) -> TierLoad | None:
+        """None."""
+        return None
+
+    def add_holders(self, holders: NDArray[np.int32]) -> None:
+        """None held."""
+
+    def stop(self) -> None:
+        """Nothing to end."""

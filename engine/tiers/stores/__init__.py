@@ -1,0 +1,1 @@
+"""Stores of KV pages outside a worker's memory, each in a child process."""

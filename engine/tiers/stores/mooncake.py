@@ -1,0 +1,99 @@
+"""`mooncake://HOST:PORT`: a Mooncake store, the memory of a cluster's hosts, by its master.
+
+Options after a question mark: `protocol=tcp|rdma`, `device=NAME` of the network card,
+`metadata=URL` (the default is the master's own, P2PHANDSHAKE), `gib=N` of this host's memory that
+the worker's child gives to the store (0: none) and `local=NAME` under which others reach this host.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from engine.tiers.stores.protocol import Buffers, StoreError
+
+_BUFFER_BYTES = 1 << 28
+_REACHED_S = 5.0
+_KNOWN = {"protocol", "device", "metadata", "gib", "local"}
+
+
+class MooncakeStore:
+    """See the module. Bounds and eviction are the cluster's.
+
+    Args:
+        address: as above.
+        object_bytes: bytes of an object.
+
+    Raises:
+        StoreError: the package is missing, or the master does not answer.
+    """
+
+    shared = True
+
+    def __init__(self, address: str, object_bytes: int) -> None:
+        parts = urlsplit(address)
+        options = {name: values[-1] for name, values in parse_qs(parts.query).items()}
+        if not parts.netloc or options.keys() - _KNOWN:
+            raise StoreError(
+                f"{address}: the form is mooncake://HOST:PORT?{'&'.join(sorted(_KNOWN))}"
+            )
+        os.environ.setdefault("GLOG_minloglevel", "2")  # Errors alone.
+        try:
+            socket.create_connection((parts.hostname or "", parts.port or 0), _REACHED_S).close()
+        except OSError as error:
+            raise StoreError(f"{address}: the master cannot be reached: {error}") from error
+        try:
+            from mooncake.store import MooncakeDistributedStore
+        except ImportError as error:
+            raise StoreError(f"{address}: mooncake-transfer-engine is missing: {error}") from error
+        self._object_bytes = object_bytes
+        self._store: Any = MooncakeDistributedStore()
+        given = int(float(options.get("gib", 0)) * (1 << 30))
+        failed = self._store.setup(
+            options.get("local", socket.gethostname()),
+            options.get("metadata", "P2PHANDSHAKE"),
+            given,
+            max(_BUFFER_BYTES, 2 * object_bytes),
+            options.get("protocol", "tcp"),
+            options.get("device", ""),
+            parts.netloc,
+        )
+        if failed:
+            raise StoreError(f"{address}: the master does not answer ({failed})")
+
+    def lookup(self, keys: Sequence[str]) -> list[bool]:
+        """See `PageStore`."""
+        return [found == 1 for found in self._store.batch_is_exist(list(keys))]
+
+    def load(self, keys: Sequence[str], buffers: Sequence[Buffers]) -> list[bool]:
+        """See `PageStore`."""
+        return [self._load(key, parts) for key, parts in zip(keys, buffers, strict=True)]
+
+    def _load(self, key: str, parts: Buffers) -> bool:
+        data = self._store.get(key)
+        if len(data) != self._object_bytes:
+            return len(data) > 0  # Damaged, unless it is not there.
+        whole, start = memoryview(data), 0
+        for part in parts:
+            part[:] = whole[start : start + len(part)]
+            start += len(part)
+        return True
+
+    def store(self, keys: Sequence[str], buffers: Sequence[Buffers]) -> list[bool]:
+        """See `PageStore`."""
+        return [
+            self._store.put_parts(key, *parts) == 0
+            for key, parts in zip(keys, buffers, strict=True)
+        ]
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """See `PageStore`."""
+        for key in keys:
+            self._store.remove(key, True)  # Although somebody may just have read it.
+
+    def close(self) -> None:
+        """See `PageStore`."""
+        self._store.close()

@@ -1,0 +1,90 @@
+"""Opens a store by its address.
+
+disk:PATH?gib=N      a disk of this host
+dir:PATH?gib=N       a folder that others mount, too
+mooncake://HOST:PORT a cluster's Mooncake store
+NAME:...             an installed package's, by the entry point `baton.kv_stores`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import Final
+from urllib.parse import SplitResult, parse_qs, urlsplit
+
+from engine.tiers.stores.disk import DiskStore
+from engine.tiers.stores.folder import FolderStore
+from engine.tiers.stores.objects import ObjectForm
+from engine.tiers.stores.protocol import PageStore, StoreError
+
+ENTRY_POINTS: Final = "baton.kv_stores"
+MakeStore = Callable[[str, int], PageStore]
+"""Makes a store of an address, for objects of so many bytes. Raises StoreError."""
+
+
+def scheme_of(address: str) -> str:
+    """The part of an address before the first colon."""
+    return address.partition(":")[0]
+
+
+def open_store(address: str, form: ObjectForm) -> PageStore:
+    """Opens a store.
+
+    Raises:
+        StoreError: the address is unknown or malformed, the store cannot be opened, or its objects
+            must be signed and are not.
+    """
+    store = _maker(address)(address, form.object_bytes)
+    if store.shared and not form.secret:
+        store.close()
+        raise StoreError(f"{address}: others can write to this store: it needs kv_secret_file")
+    return store
+
+
+def _maker(address: str) -> MakeStore:
+    scheme = scheme_of(address)
+    if scheme in _OWN:
+        return _OWN[scheme]
+    for point in entry_points(group=ENTRY_POINTS, name=scheme):
+        try:
+            make: MakeStore = point.load()
+        except Exception as error:
+            raise StoreError(f"{address}: {point.value} cannot be loaded: {error}") from error
+        return make
+    known = sorted({*_OWN, *(point.name for point in entry_points(group=ENTRY_POINTS))})
+    raise StoreError(f"{address}: no store of this kind; there are {', '.join(known)}")
+
+
+def _disk(address: str, object_bytes: int) -> PageStore:
+    path, size = _path_and_size(address)
+    return DiskStore(path, size, object_bytes)
+
+
+def _folder(address: str, object_bytes: int) -> PageStore:
+    path, size = _path_and_size(address)
+    return FolderStore(path, size, object_bytes)
+
+
+def _path_and_size(address: str) -> tuple[str, int]:
+    parts: SplitResult = urlsplit(address)
+    options = parse_qs(parts.query)
+    try:
+        (gib,) = options.pop("gib")
+        size = int(float(gib) * (1 << 30))
+    except (KeyError, ValueError):
+        raise StoreError(
+            f"{address}: its size is missing, as in {parts.scheme}:PATH?gib=100"
+        ) from None
+    if options or not parts.path:
+        raise StoreError(f"{address}: the form is {parts.scheme}:PATH?gib=N")
+    return parts.path, size
+
+
+def _mooncake(address: str, object_bytes: int) -> PageStore:
+    from engine.tiers.stores.mooncake import MooncakeStore
+
+    return MooncakeStore(address, object_bytes)
+
+
+_OWN: Final[dict[str, MakeStore]] = {"disk": _disk, "dir": _folder, "mooncake": _mooncake}

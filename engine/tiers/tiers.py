@@ -1,0 +1,360 @@
+"""The host tier, as the step loop sees it: saving ahead of eviction, loading, swap.
+
+A page's life below the pool:
+
+    EVICTABLE in the pool -> on loan -> SAVED: in the pool and in a host slot
+    SAVED -> evicted from the pool -> only in its slot
+    only in its slot -> LOADING -> in the pool; the slot is free again
+
+- **Saves.** A quarter of the pool is kept ready: free, or evictable and saved. The coldest pages
+  are lent for that. Nobody waits: a page that is evicted while it is copied is not saved.
+- **Swap.** The pages of a preempted sequence are held until they are saved, since they would be
+  taken at once. They are found again by their keys, like those of any prompt.
+- **Loads.** A request's missing pages are copied into held pages. If that is late or fails, the
+  keys miss from then on, and the request computes them. Pages and slots stay held as long as the
+  copy lasts, because it cannot be called back.
+
+The slots are a second block manager: a slot is held during a copy and evictable otherwise.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.pages.blocks import BlockManager, CacheEvent, CacheEventKind
+from engine.tiers.fetching import Seek, StoreTiers
+from engine.tiers.lanes import Copy, Lanes
+from engine.tiers.protocol import Wait
+from engine.tiers.saving import Save, Saves
+from engine.types import PageIds, TierLoad
+
+HOST: Final = "host"
+MOST_LOADING_SHARE: Final = 4
+"""At most this part of the pool, a quarter, is held by loads."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Load(Copy):
+    """Pages on their way into the pool."""
+
+    keys: list[bytes]
+    depths: list[int]
+    tiers: Counter[str]
+    """Pages by the tier that they come from."""
+    waits: list[Wait] = field(default_factory=list)
+
+
+class _Keys:
+    """The keys that the host tier holds."""
+
+    def __init__(self, host: BlockManager) -> None:
+        self._host = host
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, bytes) and self._host.page_of(key) is not None
+
+
+class HostTiers:
+    """See the module. It belongs to the step loop's thread.
+
+    Args:
+        blocks: the pool's pages.
+        host: the slots.
+        lanes: copy between them.
+        page_tokens: tokens in a page.
+        close: called at the end, if no copy is under way any more.
+        stores: what is below the host tier.
+    """
+
+    on = True
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        host: BlockManager,
+        lanes: Lanes,
+        page_tokens: int,
+        close: Callable[[], None] = lambda: None,
+        stores: StoreTiers | None = None,
+    ) -> None:
+        self._blocks = blocks
+        self._host = host
+        self._lanes = lanes
+        self._page_tokens = page_tokens
+        self._close = close
+        self._stores = stores
+        self._waits: set[Wait] = set()
+        """Those that hold pages."""
+        self._tokens_per_s = 0.0
+        self._open: set[Load] = set()
+        self._loading: dict[bytes, Load] = {}
+        self._saves = Saves(blocks, host, lanes.saves)
+        self._loaded_tokens: Counter[str] = Counter()
+        self._decisions: Counter[str] = Counter()
+        if stores is not None:
+            host.start_lending()
+        self._version: tuple[int, ...] = ()
+        self._figures = TierLoad()
+        blocks.start_lending(_Keys(host))
+        host.subscribe(self._on_host)
+
+    def _on_host(self, event: CacheEvent) -> None:
+        if event.kind is CacheEventKind.EVICTED:
+            self._blocks.lost_below(event.key)
+
+    def wakes(self, wake: Callable[[], None]) -> None:
+        """See `PageTiers`."""
+        self._lanes.wakes(wake)
+        for process in self._stores.processes if self._stores else ():
+            process.wake = wake
+
+    def turn(self) -> None:
+        """See `PageTiers`."""
+        for copy in self._lanes.ended():
+            if isinstance(copy, Save):
+                self._saves.settle(copy)
+            elif isinstance(copy, Load):
+                self._settle(copy)
+        now = time.monotonic()
+        self._saves.expire(now)
+        for load in [one for one in self._open if not one.late and one.due_s < now]:
+            self._give_up(load)
+        if self._stores:
+            self._stores.turn(self)
+        self._saves.ahead()
+
+    def published(self, keys: Sequence[bytes], first: int) -> None:
+        """See `PageTiers`."""
+        if self._stores:
+            self._stores.published(keys, first)
+
+    def note_rate(self, tokens_per_s: float) -> None:
+        """See `PageTiers`."""
+        self._tokens_per_s = tokens_per_s
+
+    @property
+    def leaving_pages(self) -> int:
+        """See `PageTiers`."""
+        return self._saves.held_pages
+
+    def wait_s(self, most_s: float) -> float:
+        """See `PageTiers`."""
+        dues = [copy.due_s for copy in self._open | self._saves.open if not copy.late]
+        if self._stores and (due := self._stores.due_s()) is not None:
+            dues.append(due)
+        return min([most_s, *(max(0.001, due - time.monotonic()) for due in dues)])
+
+    def preempted(self, pages: PageIds) -> None:
+        """See `PageTiers`."""
+        self._saves.preempted(pages)
+
+    def load(self) -> TierLoad:
+        """See `PageTiers`. It is asked for several times a step, and seldom changes."""
+        saves, loads = self._lanes.saves, self._lanes.loads
+        version = (
+            *(saves.ahead_pages, saves.bytes_moved, saves.failures),
+            *(loads.ahead_pages, loads.bytes_moved, loads.failures),
+            *(self._decisions.total(), self._host.evictable, self._host.available),
+            self._stores.version if self._stores else 0,
+        )
+        if version != self._version:
+            self._version, self._figures = version, self._load_now()
+        return self._figures
+
+    def _load_now(self) -> TierLoad:
+        lanes = (self._lanes.saves, self._lanes.loads)
+        moved = {lane.name: lane.bytes_moved for lane in lanes}
+        rates = {lane.name: lane.bytes_per_s for lane in lanes}
+        late = +Counter({lane.name: lane.failures for lane in lanes})
+        if self._stores:
+            more_moved, more_rates, failures = self._stores.figures()
+            moved, rates, late = moved | more_moved, rates | more_rates, late + failures
+        return TierLoad(
+            loaded_tokens=self._loaded_tokens.copy(),
+            decisions=self._decisions.copy(),
+            late=late,
+            bytes_moved=moved,
+            bytes_per_s=rates,
+            slots=self._host.total,
+            cached_slots=self._host.evictable,
+            held_slots=self._host.total - self._host.available,
+        )
+
+    def add_holders(self, holders: NDArray[np.int32]) -> None:
+        """See `PageTiers`."""
+        self._saves.add_holders(holders)
+        for load in self._open:
+            np.add.at(holders, load.pages, 1)
+        for wait in self._waits:
+            np.add.at(holders, wait.pinned, 1)
+
+    def stop(self) -> None:
+        """See `PageTiers`."""
+        if self._stores:
+            self._stores.stop()
+        if self._lanes.stop():
+            self._close()
+
+    # -- loads ----------------------------------------------------------------------------------
+
+    def begin(self, keys: Sequence[bytes], room: int, queued_tokens: int) -> Wait | None:
+        """See `PageTiers`."""
+        found, missing, joined = self._walk(keys)
+        known = len(found) + len(missing) + len(joined)
+        objects = self._stores.seek(keys, known) if self._stores else []
+        if not missing and not joined and not objects:
+            return Wait()
+        gained = (known - self._blocks.count_cached(keys)) * self._page_tokens
+        if gained and not self._is_worth_it(len(missing), queued_tokens + gained):
+            return Wait()
+        if not self._has_room(found, len(missing), room):
+            return None
+        wait = Wait()
+        self._waits.add(wait)
+        self._load_for(wait, found, missing, joined)
+        if self._stores and objects:
+            kept_back = self._blocks.available - room
+            first = len(keys) // self._stores.pages - len(objects)
+            self._stores.begin(Seek(keys, first, objects, queued_tokens, kept_back, wait))
+        self._end_if_over(wait)
+        return wait
+
+    def _load_for(
+        self,
+        wait: Wait,
+        found: list[int],
+        missing: list[tuple[bytes, int, int]],
+        joined: list[Load],
+    ) -> None:
+        """Holds what is in the pool, and lets the rest come."""
+        pages = np.array(found, np.int32)
+        self._blocks.pin(pages)
+        wait.pinned = np.concatenate([wait.pinned, pages])
+        loads = set(joined)
+        if missing:
+            loads.add(self._load(missing))
+        for load in loads - wait.under_way:
+            wait.under_way.add(load)
+            load.waits.append(wait)
+        self._decisions["loaded"] += bool(loads)
+
+    def is_fetched_sooner(self, seek: Seek, seconds: float, pages: int) -> bool:
+        """See `Seeker`."""
+        tokens = seek.queued_tokens + pages * self._page_tokens
+        load_s = seconds + self._lanes.loads.expected_s(pages)
+        return self._is_sooner(load_s, tokens)
+
+    def sought(self, seek: Seek) -> None:
+        """See `Seeker`."""
+        seek.wait.under_way.discard(seek)
+        found, missing, joined = self._walk(seek.keys)
+        room = self._blocks.available - seek.kept_back
+        wanted = (missing or joined) and not self._lanes.loads.late
+        if wanted and self._has_room(found, len(missing), room):
+            self._load_for(seek.wait, found, missing, joined)
+        self._end_if_over(seek.wait)
+
+    def _end_if_over(self, wait: Wait) -> None:
+        if wait.is_over and wait in self._waits:
+            self._waits.remove(wait)
+            self._blocks.release(wait.pinned)
+
+    def _has_room(self, found: list[int], missing: int, room: int) -> bool:
+        ahead = self._lanes.loads.ahead_pages
+        if ahead and ahead + missing > self._blocks.total // MOST_LOADING_SHARE:
+            return False
+        return missing + self._blocks.count_idle(found) <= min(room, self._blocks.available)
+
+    def _walk(
+        self, keys: Sequence[bytes]
+    ) -> tuple[list[int], list[tuple[bytes, int, int]], list[Load]]:
+        """The leading keys that are here or can be: pages in the pool; (key, slot, depth) of those
+        that the host tier has; for each key under way its load."""
+        found: list[int] = []
+        missing: list[tuple[bytes, int, int]] = []
+        joined: list[Load] = []
+        for depth, key in enumerate(keys):
+            page = self._blocks.page_of(key)
+            if page is not None:
+                found.append(page)
+            elif (load := self._loading.get(key)) is not None:
+                joined.append(load)
+            elif (slot := self._host.page_of(key)) is not None:
+                missing.append((key, slot, depth))
+            else:
+                break
+        return found, missing, joined
+
+    def _is_worth_it(self, pages: int, tokens: int) -> bool:
+        if self._lanes.loads.late:
+            self._decisions["stuck"] += 1
+            return False
+        return self._is_sooner(self._lanes.loads.expected_s(pages), tokens)
+
+    def _is_sooner(self, seconds: float, tokens: int) -> bool:
+        """Whether so many seconds pass before `tokens` tokens are computed."""
+        if not self._tokens_per_s:
+            return True
+        sooner = seconds < tokens / self._tokens_per_s
+        if not sooner:
+            self._decisions["computed_sooner"] += 1
+        return sooner
+
+    def _load(self, missing: list[tuple[bytes, int, int]]) -> Load:
+        slots = np.array([slot for _, slot, _ in missing], np.int32)
+        self._host.pin(slots)
+        load = Load(
+            pages=self._blocks.allocate(len(missing)),
+            slots=slots,
+            keys=[key for key, _, _ in missing],
+            depths=[depth for _, _, depth in missing],
+            tiers=Counter(self._tier_of(key) for key, _, _ in missing),
+        )
+        self._loading.update(dict.fromkeys(load.keys, load))
+        self._open.add(load)
+        self._lanes.loads.put(load)
+        return load
+
+    def _tier_of(self, key: bytes) -> str:
+        return self._stores.came_from.get(key, HOST) if self._stores else HOST
+
+    def _settle_load(self, load: Load) -> None:
+        good = not (load.late or load.failed)
+        if good:
+            self._blocks.adopt(load.pages.tolist(), load.keys, load.depths)
+            for tier, count in load.tiers.items():
+                self._loaded_tokens[tier] += count * self._page_tokens
+        if not load.late:
+            self._host.forget(load.slots)
+        self._host.release(load.slots)
+        self._blocks.release(load.pages)
+        if not load.late:
+            self._end_waits(load, good)
+
+    def _end_waits(self, load: Load, good: bool) -> None:
+        for key in load.keys:
+            del self._loading[key]
+        for wait in load.waits:
+            wait.under_way.discard(load)
+            if good:
+                wait.loaded_pages.update(load.tiers)
+            self._end_if_over(wait)
+        load.waits = []
+
+    def _settle(self, load: Load) -> None:
+        self._lanes.loads.settle(load)
+        self._open.discard(load)
+        self._settle_load(load)
+
+    def _give_up(self, load: Load) -> None:
+        """A load is late. What it reads and writes is held until it ends; nobody waits for it."""
+        self._lanes.loads.is_late(load)
+        self._host.forget(load.slots)
+        self._end_waits(load, good=False)

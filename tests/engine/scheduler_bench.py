@@ -1,0 +1,204 @@
+"""A scheduler over a fake device, turned by hand as the step loop turns it."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+from engine_fakes import VOCAB, FakeLanes, HashExecutor, expected_output, next_token
+
+from engine.bounds import Bounds
+from engine.pages.blocks import BlockManager
+from engine.pages.eviction import EVICTION_POLICIES
+from engine.pages.prefix import prompt_keys
+from engine.sampling import Sampler
+from engine.schedule.admission import admit
+from engine.schedule.planning import plan_step
+from engine.schedule.policies import POLICIES
+from engine.schedule.recovery import recover
+from engine.schedule.scheduler import Scheduler
+from engine.schedule.settling import settle_step
+from engine.tiers.tiers import HostTiers
+from engine.types import (
+    ChunkComputed,
+    EndReason,
+    FailureReason,
+    Mode,
+    NewTokens,
+    Prefilled,
+    Request,
+    RequestFailed,
+    Reserved,
+    SamplingParams,
+    SequenceEnded,
+    StopRules,
+    TakenOver,
+    TokenRecord,
+)
+
+GREEDY = SamplingParams(temperature=0.0)
+SALT = b"\0"
+"""Of a request without a salt, over a pool whose precision is not told."""
+
+
+class Bench:
+    """A scheduler, a fake device and one step in flight, as in the step loop."""
+
+    def __init__(self, *, num_pages=40, page_size=4, slots=6, step_tokens=16, seed=0, **options):
+        config = Bounds(
+            max_sequences=slots,
+            max_step_tokens=step_tokens,
+            mixed_prefill_tokens=options.pop("mixed", step_tokens),
+            max_context_tokens=options.pop("context", 256),
+            page_size=page_size,
+            eos_token_ids=frozenset({3}),
+            prefix_cache=options.pop("prefix_cache", True),
+            page_watermark=options.pop("watermark", 0.9),
+            full_step_tokens=options.pop("full", step_tokens),
+            gathers=options.pop("gathers", False),
+        )
+        eviction = EVICTION_POLICIES[options.pop("eviction", "lru")]()
+        self.blocks = BlockManager(num_pages, eviction)
+        policy = POLICIES[options.pop("policy", "fcfs")]()
+        sampler = Sampler(slots, VOCAB, "cpu", [3])
+        self.device = HashExecutor(num_pages, page_size, slots)
+        self.tiers = self.lanes = self.host = None
+        if host_slots := options.pop("host_slots", 0):
+            self.host = BlockManager(host_slots, EVICTION_POLICIES["lru"]())
+            self.lanes = FakeLanes(self.device, host_slots, options.pop("lane_random", None))
+            self.tiers = HostTiers(self.blocks, self.host, self.lanes, page_size)
+        self.scheduler = Scheduler(config, self.blocks, sampler, policy, self.tiers)
+        self.previous = None
+        self.random = random.Random(seed)
+        self.requests: dict[bytes, Request] = {}
+        self.outputs: dict[tuple[bytes, int], list[int]] = {}
+        self.ends: dict[tuple[bytes, int], EndReason] = {}
+        self.reserved: dict[bytes, Reserved] = {}
+        self.taken_over: dict[bytes, TakenOver] = {}
+        self.prefilled: dict[bytes, Prefilled] = {}
+        self.chunks: dict[bytes, ChunkComputed] = {}
+        self.failed: dict[bytes, FailureReason] = {}
+        self.max_running = 0
+
+    def sink(self, events):
+        for event in events:
+            match event:
+                case NewTokens():
+                    columns = (event.request_ids, event.choices, event.indices, event.token_ids)
+                    for request_id, choice, index, token in zip(*columns, strict=True):
+                        self.take(request_id, int(choice), int(index), int(token))
+                case SequenceEnded():
+                    assert (event.request_id, event.choice) not in self.ends
+                    self.ends[event.request_id, event.choice] = event.reason
+                case Reserved():
+                    self.reserved[event.request_id] = event
+                case TakenOver():
+                    assert event.request_id not in self.reserved | self.taken_over
+                    self.taken_over[event.request_id] = event
+                case ChunkComputed():
+                    self.chunks[event.request_id] = event
+                case Prefilled():
+                    self.prefilled[event.request_id] = event
+                case RequestFailed():
+                    self.failed[event.request_id] = event.reason
+                    self.scheduler.release(event.request_id)
+
+    def take(self, request_id, choice, index, token):
+        out = self.outputs.setdefault((request_id, choice), [])
+        request = self.requests[request_id]
+        given = len(request.generated[choice]) if request.generated else 0
+        received = request.mode is Mode.RECEIVE and request_id not in self.taken_over
+        first = given + received
+        assert index == len(out) + first, "gap or duplicate"
+        out.append(token)
+
+    def submit(self, prompt, max_tokens=8, *, mode=Mode.WHOLE, choices=1, stop=(), **more):
+        request_id = len(self.requests).to_bytes(16, "big")
+        request = Request(
+            request_id,
+            np.array(prompt, np.int32),
+            GREEDY,
+            StopRules(max_tokens, token_ids=frozenset(stop)),
+            mode,
+            choices,
+            **more,
+        )
+        self.requests[request_id] = request
+        keys = prompt_keys(self.scheduler.config, request, request.prompt_ids)
+        # All, none or some of them may be known before.
+        self.scheduler.submit(request, self.sink, keys[: len(self.requests) % 3 * len(keys) // 2])
+        return request_id
+
+    def turn(self):
+        scheduler = self.scheduler
+        admit(scheduler)
+        plan = plan_step(scheduler)
+        launched = self.device.launch(plan) if plan else None
+        if self.previous:
+            before, result = self.previous
+            try:
+                outcome = result.result()
+            except RuntimeError as error:
+                recover(scheduler, before, error)
+            else:
+                settle_step(scheduler, before, outcome)
+        scheduler.publish_delivered()
+        self.previous = (plan, launched) if plan else None
+        for sink, event in scheduler.take_events():
+            sink([event])
+        scheduler.check_invariants()
+        if self.host:
+            self.host.check_invariants()
+        self.max_running = max(self.max_running, scheduler.slots.num_used)
+        return self.previous is not None
+
+    def run(self, turns=2000):
+        for _ in range(turns):
+            if not self.turn() and not self.scheduler.waiting and not self.scheduler.preempted:
+                return
+        raise AssertionError("did not come to rest")
+
+    def check_baseline(self):
+        assert not self.scheduler.requests
+        assert self.scheduler.slots.num_used == 0
+        if self.lanes:
+            self.lanes._random = None
+            self.scheduler.tiers.turn()
+            while self.lanes.saves.queued:
+                self.scheduler.tiers.turn()
+            assert self.host.available == self.host.total, "a slot is still held"
+        assert self.blocks.available == self.blocks.total
+
+    def check_output(self, request_id):
+        request = self.requests[request_id]
+        stops = request.stop.token_ids | frozenset({3})
+        for choice in range(request.choices):
+            want = expected_output(request.prompt_ids.tolist(), request.stop.max_tokens, stops)
+            assert self.outputs[request_id, choice] == want
+            reason = self.ends[request_id, choice]
+            if want[-1] == 3:
+                assert reason is EndReason.END_OF_SEQUENCE
+            elif want[-1] in request.stop.token_ids:
+                assert reason is EndReason.STOP_TOKEN
+            else:
+                assert reason is EndReason.LENGTH
+
+
+def prompt_of(rng: random.Random, length: int, shared: int = 0) -> list[int]:
+    return [7] * shared + [rng.randrange(4, VOCAB) for _ in range(length - shared)]
+
+
+def deliver(bench, request_id):
+    """Plays the prefill worker: writes the prompt's KV into the pages that are not held."""
+    request, grant = bench.requests[request_id], bench.reserved[request_id]
+    prompt = request.prompt_ids.tolist()
+    size = bench.device.page_size
+    for i, page in enumerate(grant.pages.tolist()):
+        part = prompt[i * size : (i + 1) * size]
+        if i >= grant.held_pages:
+            bench.device.kv[page, : len(part)] = part
+        else:
+            assert bench.device.kv[page].tolist() == part, "held page has other tokens"
+    first = next_token(prompt)
+    bench.scheduler.deliver(request_id, [TokenRecord(first)] * request.choices)
+    return first

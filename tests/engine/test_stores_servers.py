@@ -1,0 +1,140 @@
+"""Stores over real servers: Mooncake's master, and S3 by the example package."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+from engine_kit import build
+from test_stores import A, B, Ends
+from test_tiers_stores import SMALL, path, speaks, want  # noqa: F401
+from waiting import wait_until
+
+from engine.config import EngineConfig
+from engine.engine import Engine, EngineError
+from engine.tiers.stores.messages import LOAD, LOOKUP, STORE
+
+BIN = Path(sys.executable).parent
+EXAMPLE = Path(__file__).parents[2] / "examples" / "kv-store-s3"
+
+
+def free_ports(count: int) -> list[int]:
+    """Below those for which weed adds 10,000 for gRPC."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(3 * count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return [port for port in ports if port < 55000][:count]
+
+
+def tool(name: str) -> str:
+    found = shutil.which(name, path=f"{BIN}:{os.environ['PATH']}")
+    if found is None:
+        pytest.skip(f"{name} is not installed")
+    return found
+
+
+def listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), 1).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def mooncake(tmp_path_factory):
+    """The address of a store whose memory is the worker's own child's."""
+    pytest.importorskip("mooncake.store", exc_type=ImportError)
+    rpc, metrics = free_ports(2)
+    argv = [tool("mooncake_master"), f"-rpc_port={rpc}", f"-metrics_port={metrics}"]
+    log = (tmp_path_factory.mktemp("mooncake") / "log").open("wb")
+    master = subprocess.Popen([*argv, "-rpc_address=127.0.0.1"], stdout=log, stderr=log)
+    try:
+        wait_until(lambda: listens(rpc))
+        yield f"mooncake://127.0.0.1:{rpc}?gib=0.25&local=127.0.0.1"
+    finally:
+        master.kill()
+        master.wait()
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory):
+    """The address of a bucket on a server of this machine, by the example, installed apart."""
+    pytest.importorskip("obstore")
+    folder = tmp_path_factory.mktemp("weed")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
+    source = shutil.copytree(EXAMPLE, folder / "source")
+    subprocess.run([*pip, "--target", str(folder / "site"), str(source)], check=True)
+    master, volume, filer, s3 = free_ports(4)
+    argv = [tool("weed"), "server", "-s3", "-ip=127.0.0.1", f"-dir={folder}"]
+    ports = [f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}"]
+    log = (folder / "log").open("wb")
+    small = ["-volume.max=20", "-master.volumeSizeLimitMB=64"]
+    small += ["-s3.port.iceberg=0", "-s3.port.lance=0"]
+    server = subprocess.Popen([*argv, *ports, *small, f"-s3.port={s3}"], stdout=log, stderr=log)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            paths = [str(folder / "site"), os.environ.get("PYTHONPATH", "")]
+            patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+            patch.setenv("AWS_SKIP_SIGNATURE", "true")
+            wait_until(lambda: made(f"http://127.0.0.1:{s3}/kv-pages"), 60)
+            yield f"s3://kv-pages/baton?endpoint=http://127.0.0.1:{s3}"
+    finally:
+        server.kill()
+        server.wait()
+
+
+def made(url: str) -> bool:
+    request = urllib.request.Request(url, method="PUT")
+    try:
+        return urllib.request.urlopen(request, timeout=5).status == 200
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def secret(tmp_path):
+    file = tmp_path / "secret"
+    file.write_text("a secret of some length")
+    return str(file)
+
+
+@pytest.fixture(params=["mooncake", "bucket"])
+def address(request) -> str:
+    return request.getfixturevalue(request.param)
+
+
+def test_objects_come_back_from_a_server(address, secret):
+    ends = Ends(address, secret)
+    try:
+        ends.arena.slots.random_(0, 256)
+        before = ends.arena.slots.clone()
+        assert ends.answer(STORE, A, B).good == [True, True]
+        assert ends.answer(LOOKUP, A, b"c" * 32, B).good == [True, False, True]
+        assert ends.answer(LOAD, B, b"c" * 32, first_slot=20).good == [True, False]
+        assert (ends.arena.slots[20:24] == before[5:9]).all()
+    finally:
+        ends.process.stop()
+
+
+def test_an_engine_over_a_server(address, path, want, secret):  # noqa: F811
+    engine = build(path, **SMALL, kv_stores=(address,), kv_secret_file=secret)
+    speaks(engine, want)
+    assert engine.load().tiers.loaded_tokens[address.partition(":")[0]] >= 256
+    engine.stop()
+
+
+@pytest.mark.parametrize(
+    "scheme", ["mooncake://127.0.0.1:1", "s3://kv-pages?endpoint=http://127.0.0.1:1"]
+)
+def test_a_server_that_is_not_there_is_named(path, secret, bucket, mooncake, scheme):  # noqa: F811
+    config = EngineConfig(model=str(path), **SMALL, kv_stores=(scheme,), kv_secret_file=secret)
+    with pytest.raises(EngineError, match=r"127\.0\.0\.1:1"):
+        Engine.build(config)

@@ -1,0 +1,147 @@
+"""Whole engines with a small pool, a small host tier and a store speak as one with a large pool."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import numpy as np
+import pytest
+from engine_kit import build, check_baseline, finish, submit
+from test_tiers_engine import talk
+from tiny_models import write_tiny_model
+from waiting import wait_until
+
+from engine.config import EngineConfig
+from engine.engine import Engine, EngineError
+from telemetry import failpoints
+
+MIB = 1 << 20
+SMALL = {
+    "num_pages": 41,
+    "page_size": 64,
+    "max_sequences": 4,
+    "max_step_tokens": 256,
+    "kv_host_bytes": 3 * MIB // 2,
+}
+COUNT, ROUNDS = 24, 2
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), tokenizer=False, max_positions=1024)
+
+
+def conversations(count: int, seed: int = 1) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(1, 384, int(rng.integers(270, 340))).tolist() for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def want(path):
+    large = build(path, num_pages=400, page_size=64, max_step_tokens=256)
+    answers = talk(large, conversations(COUNT), ROUNDS)
+    large.stop()
+    return answers
+
+
+@pytest.fixture
+def secret(tmp_path):
+    file = tmp_path / "secret"
+    file.write_text("a secret of some length")
+    return str(file)
+
+
+def speaks(engine: Engine, want) -> None:
+    """Takes the conversations' turns; nothing is left behind."""
+    try:
+        assert talk(engine, conversations(COUNT), ROUNDS) == want
+        wait_until(lambda: engine.load().tiers.held_slots == 0)
+        check_baseline(engine)
+    except BaseException:
+        engine.stop()
+        raise
+
+
+@pytest.mark.parametrize("kind", ["disk", "dir"])
+def test_a_store_below_a_small_host_tier(path, want, tmp_path, secret, kind):
+    address = f"{kind}:{tmp_path}/kv?gib=0.1"
+    engine = build(path, **SMALL, kv_stores=(address,), kv_secret_file=secret)
+    speaks(engine, want)
+    loaded = engine.load().tiers.loaded_tokens
+    print(engine.load().tiers)
+    engine.stop()
+    assert loaded[kind] >= 256
+    again = build(path, **SMALL, kv_stores=(address,), kv_secret_file=secret)
+    prompts = conversations(COUNT)
+    runs = [submit(again, prompt, 5) for prompt in prompts]
+    finish(*runs)
+    assert [run.tokens[0] for run in runs] == [answers[0] for answers in want]
+    assert again.load().tiers.loaded_tokens[kind] >= 256, "an object outlives the worker"
+    again.stop()
+
+
+def test_two_stores(path, want, tmp_path, secret):
+    addresses = tuple(f"{kind}:{tmp_path}/{kind}?gib=0.1" for kind in ("disk", "dir"))
+    engine = build(path, **SMALL, kv_stores=addresses, kv_secret_file=secret)
+    speaks(engine, want)
+    moved = engine.load().tiers.bytes_moved
+    engine.stop()
+    assert moved["disk store"] > 0
+    assert moved["dir store"] > 0
+
+
+@pytest.mark.parametrize("point", ["store.lookup", "store.load", "store.loaded", "store.store"])
+@pytest.mark.parametrize(
+    "action",
+    [
+        "kill",
+        pytest.param("raise", marks=pytest.mark.slow),
+        pytest.param("sleep:0.4", marks=pytest.mark.slow),
+        pytest.param("hang", marks=pytest.mark.slow),
+    ],
+)
+def test_a_store_that_fails_costs_time_alone(path, want, tmp_path, point, action):
+    failpoints.arm(f"{point}={action}@3")
+    try:
+        engine = build(path, **SMALL, kv_stores=(f"disk:{tmp_path}/kv?gib=0.1",))
+    finally:
+        failpoints.arm("")
+    speaks(engine, want)
+    engine.stop()
+
+
+def test_damage_on_the_disk_is_a_miss(path, want, tmp_path):
+    address = f"disk:{tmp_path}/kv?gib=0.01"
+    engine = build(path, **SMALL, kv_stores=(address,))
+    speaks(engine, want)
+    engine.stop()
+    pages = tmp_path / "kv" / "pages"
+    data = np.fromfile(pages, np.uint8)
+    data[5000::4096] ^= 1
+    data.tofile(pages)
+    engine = build(path, **SMALL, kv_stores=(address,))
+    speaks(engine, want)
+    assert engine.load().tiers.late["disk damaged"] > 0
+    engine.stop()
+
+
+def test_a_store_ends_with_its_worker(path, tmp_path):
+    engine = build(path, **SMALL, kv_stores=(f"disk:{tmp_path}/kv?gib=0.1",))
+    (process,) = engine._loop._scheduler.tiers._stores.processes
+    os.kill(process.pid, 0)
+    engine.stop()
+    with pytest.raises(ProcessLookupError):
+        os.kill(process.pid, signal.SIGCONT)
+
+
+def test_what_the_engine_says_of_a_store_that_cannot_be(path, tmp_path):
+    for options, message in (
+        ({"kv_stores": ("tape:x",)}, "no store of this kind"),
+        ({"kv_stores": (f"dir:{tmp_path}?gib=1",)}, "kv_secret_file"),
+        ({"kv_stores": ("disk:/proc/no?gib=1",)}, "/proc/no"),
+        ({"kv_stores": ("disk:/tmp/x?gib=1",), "kv_host_bytes": 0}, "needs kv_host_gib"),
+    ):
+        config = EngineConfig(model=str(path), **{**SMALL, **options})
+        with pytest.raises(EngineError, match=message):
+            Engine.build(config)
