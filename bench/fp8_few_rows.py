@@ -42,6 +42,7 @@ from engine.model.llama import Linear, RmsNorm
 from engine.model.precision.base import Part
 from engine.model.precision.fp8 import Fp8Blocks, Fp8Channels, scaled_rows
 from engine.model.precision.rounding import Rounded, Rounding, restored, round_rows
+from engine.model.region import Region
 
 ROWS: Final = (1, 16, 64, 128)
 PROCESSES: Final = 12
@@ -215,9 +216,9 @@ def layer_of(method: str) -> Layer:
         own.fill(0, torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16) * 0.02)
         own.finish(CudaProducts())
         precision: Any = SimpleNamespace(method=lambda *_, own=own: own)
-        parts = [Part("", outputs)]
+        parts = [Part("", Region.whole(outputs, inputs))]
         device = torch.device("cuda")
-        layer[shape] = Linear(parts, inputs, False, torch.bfloat16, device, precision)
+        layer[shape] = Linear(parts, False, torch.bfloat16, device, precision)
     return layer
 
 

@@ -137,7 +137,7 @@ def _keep_logits(engine: Engine, rows: list[Tensor]) -> None:
     """From now on the logits of all positions go into `rows` too, those of a prompt first."""
     executor = engine._loop._executor
     assert isinstance(executor, TorchExecutor)
-    model = executor._model
+    model = executor.steps.model
     compute = model.logits
 
     def logits(hidden: Tensor) -> Tensor:

@@ -25,6 +25,9 @@ class EngineConfig(Bounds):
     """How KV is stored, one of `engine.pages.pools.POOLS`; auto: in the model's dtype."""
     device: str = "auto"
     """"cpu", "cuda", "cuda:1"; auto: cuda where there is one."""
+    tp: int = 1
+    """Ranks that hold the model together (tensor parallelism): this process, and others that it
+    starts on this host."""
     seed: int = 0
     """Seed of dummy weights."""
     attention: str = "auto"
@@ -32,7 +35,7 @@ class EngineConfig(Bounds):
     num_pages: int = 0
     """Pages in the pool, with the scratch page; 0: as many as `kv_memory_bytes` holds."""
     kv_memory_bytes: int = 0
-    """Memory of the pool if `num_pages` is 0, bytes. 0 means the memory that
+    """Memory of each rank's pool if `num_pages` is 0, bytes. 0 means the memory that
     `gpu_memory_utilization` leaves on a GPU with the fast path, and 1 GiB elsewhere."""
     gpu_memory_utilization: float = 0.9
     """Share of the GPU's memory that this process may use, in all."""

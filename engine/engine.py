@@ -12,21 +12,31 @@ from pathlib import Path
 import torch
 
 from engine import memory
-from engine.attention import AttentionBackend, AttentionError, choose_backend
 from engine.attention.paged import PagedAttention
+from engine.building import EngineError as EngineError
+from engine.building import (
+    Progress,
+    backend_of,
+    check_memory,
+    load,
+    make_pool,
+    pages_that_fit,
+)
 from engine.checkpoints import Weights
 from engine.config import EngineConfig
 from engine.loop.executor import Executor, TorchExecutor
 from engine.loop.profiling import StepProfiler
+from engine.loop.running import TorchSteps
 from engine.loop.step_loop import OnLost, OnStep, StepLoop
 from engine.masks.matchers import Matchers
-from engine.model import LoadedModel, load_model
-from engine.model.precision.int4 import compile_all
+from engine.model import LoadedModel
 from engine.pages.blocks import BlockManager, CacheEvent
 from engine.pages.eviction import EVICTION_POLICIES
 from engine.pages.kv_pool import KvPool
 from engine.pages.poison import PagePoison
 from engine.pages.pools import PoolError, pool_type
+from engine.ranks.keeper import RankError
+from engine.ranks.leader import HostRanks, NoRanks, Ranks
 from engine.sampling import Sampler
 from engine.schedule.policies import POLICIES
 from engine.schedule.scheduler import Scheduler
@@ -38,13 +48,6 @@ from engine.types import EngineLoad, ModelInfo, Request, Sink, TokenRecord
 
 log = logging.getLogger("baton.engine")
 
-Progress = Callable[[str, int, int], None]
-"""Called with a phase, the amount done and the total."""
-
-
-class EngineError(Exception):
-    """The engine cannot be built as configured; the message says what to change."""
-
 
 class Engine:
     """Runs requests. Every method may be called from any thread, and none waits for a step.
@@ -53,10 +56,17 @@ class Engine:
     """
 
     def __init__(
-        self, model: ModelInfo, pool: KvPool, loop: StepLoop, matchers: Matchers | None = None
+        self,
+        model: ModelInfo,
+        pool: KvPool,
+        loop: StepLoop,
+        matchers: Matchers | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.model = model
         self.pool = pool
+        """Rank 0's part of the pages."""
+        self.ranks = ranks or NoRanks()
         self._loop = loop
         self._matchers = matchers or Matchers(model.path, model.vocab_size, model.eos_token_ids)
 
@@ -68,19 +78,33 @@ class Engine:
             EngineError: the configuration does not fit the model or the device.
         """
         config = _resolve(config)
+        ranks = _ranks(config)
+        try:
+            return cls._build(config, ranks, progress)
+        except RankError as error:
+            ranks.close()
+            raise EngineError(str(error)) from error
+        except BaseException:
+            ranks.close()
+            raise
+
+    @classmethod
+    def _build(cls, config: EngineConfig, ranks: Ranks, progress: Progress | None) -> Engine:
         device = torch.device(config.device)
-        loaded = load_model(
-            config.model,
-            dtype=_dtype(config.dtype),
-            device=device,
-            load_format=config.load_format,
-            seed=config.seed,
-            quantization=config.quantization,
-            check=lambda weights: _check_memory(config, weights, device),
-            progress=progress,
-        )
-        compile_all(loaded.model, config.max_step_tokens, progress)
-        pool = _build_pool(config, loaded, device)
+
+        def check(weights: Weights) -> None:
+            """Starts the other ranks once nothing is wrong with the configuration."""
+            check_memory(config, weights, device)
+            ranks.start()
+
+        def tell(phase: str, done: int, total: int) -> None:
+            ranks.check()
+            if progress:
+                progress(phase, done, total)
+
+        loaded = load(config, device, check=check, progress=tell, collective=ranks.collective)
+        num_pages = ranks.agree(loaded.revision, pages_that_fit(config, loaded, device))
+        pool = make_pool(num_pages, config, loaded, device)
         info = _model_info(config, loaded, pool)
         config = replace(
             config,
@@ -90,10 +114,11 @@ class Engine:
             gathers=pool.gathers,
         )
         sampler = Sampler(config.max_sequences, info.vocab_size, device, info.eos_token_ids)
-        executor = _build_executor(config, loaded, pool, sampler, progress)
+        executor = ranks.executor(_build_executor(config, loaded, pool, sampler, progress))
+        ranks.join()
         profiler = StepProfiler(nvtx=device.type == "cuda")
         scheduler = _scheduler(config, pool, sampler, info.fingerprint)
-        return cls(info, pool, StepLoop(scheduler, executor, profiler))
+        return cls(info, pool, StepLoop(scheduler, executor, profiler), ranks=ranks)
 
     @property
     def max_step_tokens(self) -> int:
@@ -106,14 +131,21 @@ class Engine:
         Args:
             on_step: called once per settled step with its seconds and the number of sequences that
                 it decoded, on the loop's thread. It must return at once.
-            on_lost: called on that thread when the device will run no further step.
+            on_lost: called on that thread when the device, or a rank, will run no further step.
         """
         self._loop.start(on_step, on_lost)
+        self.ranks.call_when_lost(lambda _: self._loop.lose())
 
     def stop(self) -> None:
         """Stops the step loop. Remaining requests are dropped without an event."""
         self._loop.stop()
+        self.ranks.close()
         self._matchers.close()
+
+    @property
+    def lost(self) -> str:
+        """Which rank is lost, and why; empty: none is. Then no step runs any more."""
+        return self.ranks.lost
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Accepts a request. A request that cannot run gets RequestFailed."""
@@ -157,6 +189,11 @@ class Engine:
         return self._loop.load
 
 
+def _ranks(config: EngineConfig) -> Ranks:
+    """The other ranks, not started yet."""
+    return NoRanks() if config.tp == 1 else HostRanks(config)
+
+
 def _resolve(config: EngineConfig) -> EngineConfig:
     """Fills in the values that depend on the device."""
     device = config.device
@@ -171,6 +208,7 @@ def _resolve(config: EngineConfig) -> EngineConfig:
     except PoolError as error:
         raise EngineError(str(error)) from error
     on_cpu = device == "cpu"
+    _check_ranks(config, device)
     step_tokens = config.max_step_tokens or _usual_step_tokens(on_cpu, config.decodes)
     if step_tokens < max(config.page_size, config.max_sequences + config.page_size):
         raise EngineError(
@@ -191,101 +229,25 @@ def _resolve(config: EngineConfig) -> EngineConfig:
     )
 
 
+def _check_ranks(config: EngineConfig, device: str) -> None:
+    tp = config.tp
+    if tp < 1:
+        raise EngineError(f"tp {tp} must be at least 1")
+    if tp > 1 and device != "cpu":
+        raise EngineError(
+            f"tp {tp} on {device}: several ranks run on CPUs so far, and not yet on GPUs;"
+            " set device to cpu, or tp to 1"
+        )
+    if tp > 1 and config.kv_host_bytes:
+        raise EngineError("kv_host_gib keeps whole pages, and a rank has a part: set it to 0")
+
+
 def _usual_step_tokens(on_cpu: bool, decodes: bool) -> int:
     """The default step size, tokens. Longer steps are a few percent faster, but decode rows wait
     for them."""
     if on_cpu:
         return 512
     return 2048 if decodes else 4096
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtypes = {
-        "float32": torch.float32,
-        "bfloat16": torch.bfloat16,
-        "float16": torch.float16,
-    }
-    if name not in dtypes:
-        raise EngineError(f"dtype {name!r} is not one of {', '.join(dtypes)}")
-    return dtypes[name]
-
-
-def _check_memory(config: EngineConfig, weights: Weights, device: torch.device) -> None:
-    """Compares weights and pool with the memory that is free."""
-    on_gpu = device.type == "cuda"
-    need = memory.need_of(
-        weights,
-        dtype=config.dtype,
-        kv_memory_bytes=config.kv_memory_bytes,
-        num_pages=config.num_pages,
-        on_gpu=on_gpu,
-    )
-    free = torch.cuda.mem_get_info(device)[0] if on_gpu else memory.available_bytes()
-    try:
-        memory.check(need, free, str(device) if on_gpu else "this machine")
-    except memory.NoRoomError as error:
-        raise EngineError(str(error)) from error
-
-
-def _build_pool(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> KvPool:
-    page_bytes = _pool_of(1, config, loaded, torch.device("meta")).page_bytes
-    num_pages = config.num_pages
-    if num_pages == 0:
-        num_pages = (config.kv_memory_bytes or _memory_left(config, loaded, device)) // page_bytes
-    if num_pages < 2:
-        raise EngineError(
-            f"memory is left for {max(0, num_pages)} pages of {page_bytes} bytes: raise"
-            " kv_memory_gib or gpu_memory_utilization, or lower max_step_tokens or max_sequences"
-        )
-    if device.type == "cpu" and num_pages * page_bytes > memory.available_bytes():
-        raise EngineError(
-            f"{num_pages} pages of {page_bytes} bytes are more than the memory left: lower"
-            " num_pages or kv_memory_gib"
-        )
-    try:
-        return _pool_of(num_pages, config, loaded, device)
-    except torch.OutOfMemoryError as error:
-        raise EngineError(
-            f"{num_pages} pages of {page_bytes} bytes are more than the GPU has left: lower"
-            " num_pages, kv_memory_gib or gpu_memory_utilization"
-        ) from error
-
-
-def _pool_of(
-    num_pages: int, config: EngineConfig, loaded: LoadedModel, device: torch.device
-) -> KvPool:
-    return pool_type(config.kv_cache_dtype, config.page_size)(
-        num_pages=num_pages,
-        num_layers=loaded.config.num_layers,
-        num_kv_heads=loaded.config.num_kv_heads,
-        head_dim=loaded.config.head_dim,
-        page_size=config.page_size,
-        dtype=_dtype(config.dtype),
-        device=device,
-    )
-
-
-def _memory_left(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> int:
-    """Default bytes for the pool. They are measured if the fast path runs."""
-    if device.type == "cpu":
-        return memory.CPU_POOL_BYTES
-    scratch = _pool_of(1, config, loaded, device)
-    backend = _backend(config, loaded, scratch)
-    if not isinstance(backend, PagedAttention):
-        return memory.CPU_POOL_BYTES
-    from engine.cuda.memory import bytes_left
-
-    longest = loaded.config.max_position_embeddings
-    bounds = replace(config, max_context_tokens=min(config.max_context_tokens or longest, longest))
-    share = config.gpu_memory_utilization
-    return bytes_left(loaded.model, scratch, backend, bounds, share)
-
-
-def _backend(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> AttentionBackend:
-    try:
-        return choose_backend(config.attention, pool, loaded.config.windows)
-    except AttentionError as error:
-        raise EngineError(str(error)) from error
 
 
 def _build_executor(
@@ -295,11 +257,12 @@ def _build_executor(
     sampler: Sampler,
     progress: Progress | None,
 ) -> Executor:
-    backend = _backend(config, loaded, pool)
+    backend = backend_of(config, loaded, pool)
     device = pool.device
     if not (isinstance(backend, PagedAttention) and device.type == "cuda"):
         loaded.model.finish()
-        return TorchExecutor(loaded.model, pool, backend, sampler, config.max_sequences, device)
+        steps = TorchSteps(loaded.model, pool, backend, config.max_sequences, device)
+        return TorchExecutor(steps, sampler)
     from engine.cuda.executor import CudaExecutor
 
     executor = CudaExecutor(loaded.model, pool, backend, sampler, config)

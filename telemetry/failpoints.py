@@ -73,6 +73,9 @@ POINTS: Final[Mapping[str, str]] = {
     "store.load": "objects are about to be read into host slots",
     "store.loaded": "they are read and not checked yet",
     "store.store": "objects are about to be written",
+    # A rank other than 0, on its only thread; key: the rank.
+    "rank.load": "it is about to load its part of the model",
+    "rank.step": "a step came, and nothing of it is done yet",
     # Router, on the event loop.
     "router.received": "a worker's message is about to be handled; key: its kind",
 }

@@ -26,6 +26,7 @@ FLOORS = (
         "engine.masks",
         "engine.sampling",
         "engine.pages",
+        "engine.ranks",
         "engine.tiers",
         "engine.tiers.stores",
         "engine.schedule",

@@ -30,6 +30,7 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
         quantization=settings.quantization,
         kv_cache_dtype=settings.kv_cache_dtype,
         device=settings.device,
+        tp=settings.tp,
         attention=settings.debug.attention,
         page_size=settings.page_size_tokens,
         num_pages=settings.debug.num_pages,

@@ -206,10 +206,15 @@ class Worker:
             self.metrics.watch_gpu(gpu_reader(f"GPU-{uuid}"))
 
     def _make_transport(self) -> KvTransport:
-        pool = self.engine.pool
-        return make_transport(
-            self.settings.transport, self.agent_name, pool.data, pool.page_bytes, pool.num_pages
-        )
+        pool, name = self.engine.pool, self.settings.transport
+        if self._has_ranks:
+            name = "null"  # It is not announced: see `_adopt`.
+        return make_transport(name, self.agent_name, pool.data, pool.page_bytes, pool.num_pages)
+
+    @property
+    def _has_ranks(self) -> bool:
+        """Whether a page is divided among several processes."""
+        return self.settings.tp > 1
 
     def _make_services(self) -> Services:
         page_size_tokens = self.engine.model.page_size_tokens
@@ -262,7 +267,13 @@ class Worker:
         self.services.relay.on_transfer(event)
 
     def _adopt(self, endpoint: Endpoint) -> None:
-        """Announces the endpoint, even if it moves nothing: peers compare their transports."""
+        """Announces the endpoint, even if it moves nothing: peers compare their transports.
+
+        A worker of several ranks announces none, so no router pairs it: a peer could only write
+        rank 0's part of a page.
+        """
+        if self._has_ranks:
+            return
         self.identity.endpoint.CopyFrom(endpoint_message(endpoint))
 
     def _write_address(self, bound: str) -> None:

@@ -34,6 +34,7 @@ class Role(StrEnum):
     BOTH = "both"
 
 
+MOST_RANKS: Final = 64
 _ADMIN_PORT: Final = {Role.PREFILL: 9091, Role.DECODE: 9092, Role.BOTH: 9093}
 
 
@@ -108,12 +109,16 @@ class WorkerSettings(BaseModel):
     bfloat16 and needs pages of a multiple of 16 tokens. It must be the same on all workers."""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """Sets the device: `auto`, `cpu`, `cuda` or `cuda:N`. `auto`: the first GPU if there is one."""
+    tp: int = Field(default=1, ge=1, le=MOST_RANKS)
+    """Divides the model among so many ranks (tensor parallelism), processes of this host that run
+    each step together. More than 1 so far only on CPUs and with role `both`. It must divide the
+    model's heads and feed-forward width."""
     gpu_slots_dir: str = ""
     """Names a folder that all workers of this host share: each claims one GPU by a lock file in it.
     Empty: `device` chooses the GPU."""
     threads: int = Field(default=0, ge=0, le=1024)
-    """Sets the number of torch's CPU threads. 0: one a core. Workers on one machine should divide
-    the cores."""
+    """Sets the number of torch's CPU threads, which the ranks of a worker divide. 0: one a core.
+    Workers on one machine should divide the cores."""
 
     listen: Address = "127.0.0.1:0"
     """Sets the address at which routers reach the worker. With port 0 the worker announces the real
@@ -147,8 +152,8 @@ class WorkerSettings(BaseModel):
     """Sets the number of tokens in a KV page. Small pages waste less, large ones move in fewer
     pieces. It must be the same on all workers."""
     kv_memory_gib: float = Field(default=0, ge=0)
-    """Sets the memory of the KV pool, GiB. 0: on a GPU the rest of `gpu_memory_utilization` beside
-    the largest step, on a CPU 1 GiB."""
+    """Sets the memory of each rank's KV pool, GiB. 0: on a GPU the rest of `gpu_memory_utilization`
+    beside the largest step, on a CPU 1 GiB."""
     kv_host_gib: float = Field(default=0, ge=0)
     """Sets the host memory for KV pages that the pool evicts or that preempted requests held, GiB.
     They are loaded again where that is sooner than computing them. 0: none."""
@@ -228,6 +233,27 @@ class WorkerSettings(BaseModel):
     def _one_place_names_the_gpu(self) -> WorkerSettings:
         if self.gpu_slots_dir and self.device.startswith("cuda:"):
             raise ValueError("device must leave the choice of the GPU to gpu_slots_dir")
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_can_work_so(self) -> WorkerSettings:
+        if self.tp == 1:
+            return self
+        if self.role is not Role.BOTH:
+            raise ValueError(
+                "hand-off between workers of several ranks is not built yet; use --role both, or"
+                " tp 1"
+            )
+        if self.transport == "nccl":
+            raise ValueError("transport nccl cannot serve several ranks; use nixl, or tp 1")
+        if self.device.startswith("cuda:"):
+            raise ValueError("device cuda:N names one GPU for several ranks; use cpu, or tp 1")
+        if self.gpu_slots_dir:
+            raise ValueError("gpu_slots_dir claims one GPU; leave it out, or tp 1")
+        if self.kv_host_gib:
+            raise ValueError(
+                "kv_host_gib keeps whole pages, and a rank has a part; leave it out, or tp 1"
+            )
         return self
 
     @model_validator(mode="after")

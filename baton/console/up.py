@@ -59,6 +59,8 @@ class UpOptions:
     decode: int = 1
     both: int = 0
     routers: int = 1
+    tp: int = 1
+    """Ranks of each worker."""
     device: Device = "auto"
     trace: bool = True
     """Whether every process sends its spans to the first router's trace store."""
@@ -262,6 +264,7 @@ def _worker_spec(
         "--model": options.model,
         "--served-name": options.served_name or None,
         "--device": "cuda" if worker.gpu else "cpu",
+        "--tp": options.tp if options.tp > 1 else None,
         "--threads": threads,
         "--listen": worker.address,
         "--routers": ",".join(router.internal for router in routers),

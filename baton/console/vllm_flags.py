@@ -14,6 +14,7 @@ _ONE_GPU: Final = (
     "not yet: a model must fit one GPU, and further GPUs take further workers "
     "(`--prefill`, `--decode` or `--both` of `baton up`)"
 )
+_RANKS: Final = "`--tp` of `baton worker`, so far with `--role both` on CPUs, and not yet on GPUs"
 _BY_TEMPLATE: Final = "nothing: the chat template shows how a model calls tools and thinks"
 
 FLAGS: Final[Mapping[str, str]] = {
@@ -57,8 +58,8 @@ FLAGS: Final[Mapping[str, str]] = {
     "--ssl-certfile": "nothing: end TLS in a proxy in front of the router",
     "--ssl-keyfile": "nothing: end TLS in a proxy in front of the router",
     "--swap-space": "`--kv-host-gib` of `baton worker`",
-    "--tensor-parallel-size": _ONE_GPU,
-    "-tp": _ONE_GPU,
+    "--tensor-parallel-size": _RANKS,
+    "-tp": _RANKS,
     "--tokenizer": "nothing: the tokenizer is in the model's folder",
     "--tool-call-parser": _BY_TEMPLATE,
     "--trust-remote-code": "nothing: code of a model never runs",

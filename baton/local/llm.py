@@ -137,6 +137,7 @@ class LLM:
 
         Raises:
             BatonError: a generation failed; `InvalidRequestError` says what is wrong with it.
+            EngineError: with `tp`, a rank has ended; make a new LLM.
             ValueError, TypeError: not exactly one form of prompt was given, or an option is wrong.
             RuntimeError: the LLM is closed.
         """
@@ -177,7 +178,7 @@ class LLM:
         """
         request = generation_request(pb.StreamGenerateRequest, prompt, messages, token_ids, options)
         call = Call(time_left_s=timeout_s)
-        events = Events(self._loop, self._service, request, call, keeps=self)
+        events = Events(self._loop, self._service, request, call, self.engine, keeps=self)
         return GenerationStream(events, events.cancel, options.get("choices", 1))
 
     def tokenize(
@@ -210,7 +211,7 @@ class LLM:
     async def _generate(self, request: pb.GenerateRequest, ends_s: float | None) -> Generation:
         left_s = None if ends_s is None else max(0.0, ends_s - time.monotonic())
         call = Call(time_left_s=left_s, whole=True)
-        with typed_errors(call):
+        with typed_errors(call, self.engine):
             response = await self._service.generate(request, call)
         return Gathering(request.input.choices or 1).add_whole(response)
 
@@ -238,7 +239,7 @@ class LLM:
 
     async def _tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
         call = Call()
-        with typed_errors(call):
+        with typed_errors(call, self.engine):
             return await self._service.tokenize(request, call)
 
 

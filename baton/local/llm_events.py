@@ -12,6 +12,7 @@ from typing import Self
 from baton.errors import from_status
 from baton.inference.v1 import inference_pb2 as pb
 from baton.local.loop_thread import LoopThread
+from engine.engine import Engine, EngineError
 from router import errors
 from router.doors.frontdoor import InferenceService
 from router.doors.grpc_edge import Call
@@ -28,13 +29,14 @@ class Events:
         service: InferenceService,
         request: pb.StreamGenerateRequest,
         call: Call,
+        engine: Engine,
         keeps: object,
     ) -> None:
         """Starts the generation. It holds a reference to `keeps`."""
         self._keeps = keeps
         self._waiting: Waiting = SimpleQueue()
         waiting = self._waiting
-        self._feeding = loop.submit(_feed(service, request, call, waiting))
+        self._feeding = loop.submit(_feed(service, request, call, engine, waiting))
         self._feeding.add_done_callback(lambda _: waiting.put(None))
         weakref.finalize(self, self._feeding.cancel)
 
@@ -55,20 +57,27 @@ class Events:
 
 
 async def _feed(
-    service: InferenceService, request: pb.StreamGenerateRequest, call: Call, waiting: Waiting
+    service: InferenceService,
+    request: pb.StreamGenerateRequest,
+    call: Call,
+    engine: Engine,
+    waiting: Waiting,
 ) -> None:
-    with typed_errors(call):
+    with typed_errors(call, engine):
         async with aclosing(service.stream_generate(request, call)) as events:
             async for event in events:
                 waiting.put(event)
 
 
 @contextmanager
-def typed_errors(call: Call) -> Iterator[None]:
-    """Converts a front door's error to a `BatonError`. A bug becomes its cause."""
+def typed_errors(call: Call, engine: Engine) -> Iterator[None]:
+    """Converts a front door's error to a `BatonError`. A bug becomes its cause. If the engine has
+    lost a rank, that is the error."""
     try:
         yield
     except Exception as error:
+        if engine.lost:
+            raise EngineError(engine.lost) from error
         described = errors.describe(error, call.id)
         cause = None if described is error else error
         raise from_status(errors.to_status(described, call.id)) from cause

@@ -36,7 +36,8 @@ from engine.cuda.kernels import greedy
 from engine.cuda.packing import PackedStep, pack, rows_of, stores_of
 from engine.cuda.shapes import PROMPT_ROWS, Shape, Shapes
 from engine.cuda.staging import Int32s, StepStaging
-from engine.loop.executor import SCORE_ROWS, Launched
+from engine.loop.executor import Launched
+from engine.loop.running import SCORE_ROWS
 from engine.masks.rules import words_of
 from engine.model import Model
 from engine.pages.kv_pool import KvPool

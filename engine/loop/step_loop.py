@@ -133,6 +133,10 @@ class StepLoop:
                 lambda _: self.post(lambda scheduler: masking.prepared(scheduler, request.id))
             )
 
+    def lose(self) -> None:
+        """No step will run any more: the owner is told, on the loop's thread."""
+        self.post(lambda _: self._on_lost())
+
     def post(self, command: Command) -> None:
         """Runs `command` on the loop's thread before the next plan."""
         self._commands.put(command)

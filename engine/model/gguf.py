@@ -25,7 +25,8 @@ from engine.model.config import (
     UnsupportedModelError,
     build_config,
 )
-from engine.model.sources import Header
+from engine.model.region import Range
+from engine.model.sources import Header, WholeTensors
 
 SUPPORTED_GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Names of architectures in GGUF. A Mistral is a llama there."""
@@ -85,6 +86,7 @@ class GgufFile:
         self._path = path
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         self._fields = reader.fields
+        self._whole = WholeTensors()
 
     def config(self) -> ModelConfig:
         """The header as a model config.
@@ -124,8 +126,11 @@ class GgufFile:
             _hugging_face_name(name): Header(self._shape(name), torch.float32) for name in names
         }
 
-    def read(self, name: str) -> Tensor:
-        """A tensor by its Hugging Face name, dequantised."""
+    def read(self, name: str, *where: Range) -> Tensor:
+        """See `engine.model.sources.Source`. A tensor is dequantised whole and then cut."""
+        return self._whole.cut(name, where, self._dequantised)
+
+    def _dequantised(self, name: str) -> Tensor:
         own = self._own_names[name]
         kind = own.split(".")[2] if own.startswith("blk.") else ""
         return self._read(own, self._rotated_heads.get(kind, 0))

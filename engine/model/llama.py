@@ -3,12 +3,15 @@
 The config has their differences (biases, norms on q and k, windows, rope, tied embeddings). The
 three projections of attention are one weight, and so are gate and up, for one product each.
 
+One of several ranks holds its part of the weights (`engine.model.shard`). Behind output and down
+the ranks add up.
+
 Shapes: T tokens of a step, H hidden size, Hq query heads, Hkv KV heads, D head dimension.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +23,11 @@ from engine.model.precision.base import Kernels, Part, parameter
 from engine.model.precision.choice import Precision
 from engine.model.precision.packing import pack, product
 from engine.model.precision.rounding import Rounded
+from engine.model.shard import Shard
+from engine.ranks.collective import Alone, Collective
+
+ALL = Shard()
+"""The whole model."""
 
 
 class Rope(nn.Module):
@@ -49,7 +57,6 @@ class Linear(nn.Module):
     def __init__(
         self,
         parts: Sequence[Part],
-        inputs: int,
         bias: bool,
         dtype: torch.dtype,
         device: torch.device,
@@ -57,8 +64,7 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         self.parts = parts
-        self.inputs = inputs
-        self.method = precision.method(parts, inputs, device)
+        self.method = precision.method(parts, parts[0].region.columns.size, device)
         outputs = sum(part.rows for part in parts)
         self.bias = parameter((outputs,), dtype, device) if bias else None
 
@@ -90,39 +96,39 @@ class Layer(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         precision: Precision,
+        shard: Shard,
+        collective: Collective,
     ) -> None:
         super().__init__()
         self.index = index
         self.head_dim = config.head_dim
-        self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-        hidden, middle = config.hidden_size, config.intermediate_size
-        q, kv = (count * config.head_dim for count in self.heads[:2])
+        heads, kv_heads = shard.heads(config).size, shard.kv_heads(config).size
+        self.heads = (heads, kv_heads, kv_heads)
+        self._collective = collective
+        hidden, regions = config.hidden_size, shard.regions(config)
 
         def norm(size: int) -> RmsNorm:
             return RmsNorm(size, config.norm_eps, dtype, device)
 
-        def linear(inputs: int, bias: bool, rows: Mapping[str, int]) -> Linear:
-            parts = [Part(f"model.layers.{index}.{name}", count) for name, count in rows.items()]
-            return Linear(parts, inputs, bias, dtype, device, precision)
+        def linear(bias: bool, *names: str) -> Linear:
+            parts = [Part(f"model.layers.{index}.{name}", regions[name]) for name in names]
+            return Linear(parts, bias, dtype, device, precision)
 
         self.input_norm = norm(hidden)
-        projections = {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv}
-        self.qkv = linear(hidden, config.qkv_bias, projections)
+        projections = "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"
+        self.qkv = linear(config.qkv_bias, *projections)
         self.q_norm = norm(config.head_dim) if config.qk_norm else None
         self.k_norm = norm(config.head_dim) if config.qk_norm else None
-        self.output = linear(q, config.output_bias, {"self_attn.o_proj": hidden})
+        self.output = linear(config.output_bias, "self_attn.o_proj")
         self.mlp_norm = norm(hidden)
-        self.gate_up = linear(
-            hidden, config.mlp_bias, {"mlp.gate_proj": middle, "mlp.up_proj": middle}
-        )
-        self.down = linear(middle, config.mlp_bias, {"mlp.down_proj": hidden})
+        self.gate_up = linear(config.mlp_bias, "mlp.gate_proj", "mlp.up_proj")
+        self.down = linear(config.mlp_bias, "mlp.down_proj")
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionBackend) -> Tensor:
         """[T, H] -> [T, H]."""
         x = x + self._attend(self.input_norm(x), cos, sin, attention)
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
-        down: Tensor = self.down(F.silu(gate) * up)
-        return x + down
+        return x + self._collective.all_reduce(self.down(F.silu(gate) * up))
 
     def _attend(self, x: Tensor, cos: Tensor, sin: Tensor, attention: AttentionBackend) -> Tensor:
         heads = self.qkv(x).view(len(x), -1, self.head_dim)
@@ -130,8 +136,7 @@ class Layer(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        attended: Tensor = self.output(attention(self.index, q, k, v).flatten(1))
-        return attended
+        return self._collective.all_reduce(self.output(attention(self.index, q, k, v).flatten(1)))
 
 
 class Model(nn.Module):
@@ -143,21 +148,32 @@ class Model(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         precision: Precision | None = None,
+        shard: Shard = ALL,
+        collective: Collective | None = None,
     ) -> None:
         super().__init__()
         precision = precision or Precision(device, dtype)
         self.config = config
+        """Of the whole model."""
+        self.shard = shard
+        self.collective = collective or Alone()
         hidden = config.hidden_size
         self.embedding = parameter((config.vocab_size, hidden), dtype, device)
         self.rope = Rope(config, device)
-        layers = [Layer(config, i, dtype, device, precision) for i in range(config.num_layers)]
+        more = dtype, device, precision, shard, self.collective
+        layers = [Layer(config, index, *more) for index in range(config.num_layers)]
         self.layers = nn.ModuleList(layers)
         self.norm = RmsNorm(hidden, config.norm_eps, dtype, device)
-        self.head = (
-            self.embedding
-            if config.tie_embeddings
-            else parameter((config.vocab_size, hidden), dtype, device)
-        )
+        self.head = self._head(dtype, device)
+
+    def _head(self, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+        """Memory of the head's rows, which a tied one shares with the embedding."""
+        rows = self.shard.vocab(self.config)
+        if not self.config.tie_embeddings:
+            return parameter((rows.size, self.config.hidden_size), dtype, device)
+        if self.shard.count == 1:
+            return self.embedding
+        return nn.Parameter(self.embedding[rows.slice], requires_grad=False)
 
     @property
     def linears(self) -> list[Linear]:
@@ -191,5 +207,5 @@ class Model(nn.Module):
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[R, H] -> [R, vocab] float32."""
-        return product(hidden, self.head).float()
+        """[R, H] -> [R, vocab] float32 on rank 0; elsewhere this rank's part."""
+        return self.collective.gather(product(hidden, self.head).float(), self.config.vocab_size)

@@ -27,11 +27,14 @@ from engine.model.config import (
     read_json,
 )
 from engine.model.gguf import GgufFile
-from engine.model.llama import Layer, Linear, Model
-from engine.model.precision.base import Format, TensorSpec
+from engine.model.llama import ALL, Layer, Linear, Model
+from engine.model.precision.base import Format, Get, Part, TensorSpec
 from engine.model.precision.choice import Precision
 from engine.model.precision.formats import read_format
+from engine.model.region import Range
+from engine.model.shard import Shard, check_ranks
 from engine.model.sources import Dummy, Safetensors, Source
+from engine.ranks.collective import Collective
 
 log = logging.getLogger("baton.engine")
 
@@ -66,8 +69,10 @@ def load_model(
     quantization: str = "",
     check: Check | None = None,
     progress: Progress | None = None,
+    shard: Shard = ALL,
+    collective: Collective | None = None,
 ) -> LoadedModel:
-    """Builds the model and fills in its weights.
+    """Builds the model, or a rank's part of it, and fills in its weights.
 
     Args:
         path: folder or GGUF file.
@@ -79,9 +84,12 @@ def load_model(
         quantization: "fp8" rounds the weights of the layers' products while they are loaded.
         check: is called before the memory of the weights is taken; what it raises goes through.
         progress: called with ("weights", tensors done, tensors in all).
+        shard: the part that is loaded. Nothing else of the weights is kept or read, but the ends of
+            each tensor for the revision, which does not depend on it.
+        collective: sums up with the ranks that hold the other parts.
 
     Raises:
-        UnsupportedModelError: the engine does not support this model.
+        UnsupportedModelError: the engine does not support this model, or not so many ranks.
         ModelError: files are missing, or do not fit the config.
     """
     if load_format not in LOAD_FORMATS:
@@ -91,9 +99,10 @@ def load_model(
     config = file.config() if file else read_config(folder)
     form = None if file else read_format(read_json(folder / "config.json"), folder)
     precision = Precision(device, dtype, form, quantization)
+    check_ranks(config, precision, shard.count)
     if check is not None:
-        check(_weights(config, dtype, precision))
-    model = Model(config, dtype, device, precision)
+        check(_weights(config, dtype, precision, shard))
+    model = Model(config, dtype, device, precision, shard, collective)
     precision.log_widened()
     is_dummy = load_format == "dummy"
     places = list(_places(model, None if is_dummy else form))
@@ -107,16 +116,18 @@ def load_model(
     return LoadedModel(model, config, revision, str(gguf or folder), precision.name)
 
 
-def _weights(config: ModelConfig, dtype: torch.dtype, precision: Precision) -> Weights:
-    """Counts weights without memory for them."""
-    model = Model(config, dtype, torch.device("meta"), precision)
+def _weights(
+    config: ModelConfig, dtype: torch.dtype, precision: Precision, shard: Shard
+) -> Weights:
+    """Counts a rank's weights without memory for them."""
+    model = Model(config, dtype, torch.device("meta"), precision, shard)
     kept = [*model.parameters(), *model.buffers()]
     own = [each for each in kept if each.dtype == dtype]
     others = [each for each in kept if each.dtype != dtype]
     return Weights(
         count=sum(each.numel() for each in own),
         tied=model.embedding.numel() if config.tie_embeddings else 0,
-        outside=model.embedding.numel() * (1 if config.tie_embeddings else 2),
+        outside=model.embedding.numel() + (0 if config.tie_embeddings else model.head.numel()),
         packed_bytes=sum(each.numel() * each.element_size() for each in others),
     )
 
@@ -153,9 +164,6 @@ def _wants_gguf(folder: Path, load_format: str) -> bool:
 
 # -- places of a checkpoint's tensors -----------------------------------------------------------
 
-Get = Callable[[str], Tensor]
-"""Reads a tensor by its name."""
-
 
 class Place(NamedTuple):
     """A part of the model's weights."""
@@ -170,7 +178,8 @@ def _places(model: Model, form: Format | None) -> Iterator[Place]:
     yield _plain("model.embed_tokens.weight", model.embedding)
     yield _plain("model.norm.weight", model.norm.weight)
     if not model.config.tie_embeddings:
-        yield _plain("lm_head.weight", model.head)
+        size, rows = model.config.vocab_size, model.shard.vocab(model.config)
+        yield _plain("lm_head.weight", model.head, rows, whole=size)
     for layer in model.layers:
         assert isinstance(layer, Layer)
         prefix = f"model.layers.{layer.index}."
@@ -180,42 +189,51 @@ def _places(model: Model, form: Format | None) -> Iterator[Place]:
             yield _plain(f"{prefix}self_attn.q_norm.weight", layer.q_norm.weight)
             yield _plain(f"{prefix}self_attn.k_norm.weight", layer.k_norm.weight)
         for linear in (layer.qkv, layer.gate_up, layer.output, layer.down):
-            yield from _linear_places(linear, form)
+            yield from _linear_places(linear, form, model.shard)
 
 
-def _plain(name: str, target: Tensor) -> Place:
-    """A tensor that is copied as it is."""
-    spec = TensorSpec(tuple(target.shape), _FLOATS)
-    return Place({name: spec}, partial(_fill_plain, target, name))
+def _plain(name: str, target: Tensor, rows: Range | None = None, whole: int = 0) -> Place:
+    """A tensor that is copied as it is, or these rows of a tensor of `whole` ones."""
+    size = whole or len(target)
+    spec = TensorSpec((size, *target.shape[1:]), _FLOATS)
+    return Place({name: spec}, partial(_fill_plain, target, name, rows or Range(0, size)))
 
 
-def _fill_plain(target: Tensor, name: str, get: Get) -> None:
-    target.copy_(get(name))
+def _fill_plain(target: Tensor, name: str, rows: Range, get: Get) -> None:
+    target.copy_(get(name, rows))
 
 
-def _linear_places(linear: Linear, form: Format | None) -> Iterator[Place]:
+def _linear_places(linear: Linear, form: Format | None, shard: Shard) -> Iterator[Place]:
     first = 0
-    for module, rows in linear.parts:
-        shape = rows, linear.inputs
+    for part in linear.parts:
+        module, region = part
         if form is None or form.scheme(module) is None:
-            specs = {f"{module}.weight": TensorSpec(shape, _FLOATS)}
-            yield Place(specs, partial(_fill_float, linear, first, f"{module}.weight"))
+            specs = {f"{module}.weight": TensorSpec(region.shape, _FLOATS)}
+            yield Place(specs, partial(_fill_float, linear, first, part))
         else:
-            specs = form.specs(module, shape)
-            yield Place(specs, partial(_fill_quantised, linear, first, form, module, shape))
+            specs = form.specs(module, region.shape)
+            yield Place(specs, partial(_fill_quantised, linear, first, form, part))
         if linear.bias is not None:
-            yield _plain(f"{module}.bias", linear.bias[first : first + rows])
-        first += rows
+            target = linear.bias[first : first + part.rows]
+            bias = _plain(f"{module}.bias", target, region.rows, whole=region.shape[0])
+            adds = shard.rank == 0 or region.columns.size == region.shape[1]
+            yield bias if adds else bias._replace(fill=partial(_fill_zeros, target, bias))
+        first += part.rows
 
 
-def _fill_float(linear: Linear, first: int, name: str, get: Get) -> None:
-    linear.method.fill(first, get(name))
+def _fill_float(linear: Linear, first: int, part: Part, get: Get) -> None:
+    name, region = f"{part.module}.weight", part.region
+    linear.method.fill(first, get(name, region.rows, region.columns))
 
 
-def _fill_quantised(
-    linear: Linear, first: int, form: Format, module: str, shape: tuple[int, int], get: Get
-) -> None:
-    linear.method.fill(first, form.read(module, shape, get))
+def _fill_quantised(linear: Linear, first: int, form: Format, part: Part, get: Get) -> None:
+    linear.method.fill(first, form.read(part.module, part.region, get))
+
+
+def _fill_zeros(target: Tensor, place: Place, get: Get) -> None:
+    """Reads for the revision alone: of a sum over all ranks, rank 0 adds the bias."""
+    place.fill(get)
+    target.zero_()
 
 
 def _shapes(places: list[Place]) -> dict[str, tuple[int, ...]]:
@@ -264,9 +282,8 @@ def _fill(
     """Reads all tensors, one at a time; returns the revision."""
     digest = hashlib.sha256(json.dumps(asdict(config), sort_keys=True).encode())
 
-    def get(name: str) -> Tensor:
-        tensor = source.read(name)
-        ends = torch.stack((tensor[0], tensor[-1])) if tensor.dim() else tensor.reshape(1)
+    def get(name: str, *where: Range) -> Tensor:
+        tensor, ends = _read(source, name, where)
         digest.update(name.encode())
         digest.update(ends.cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return tensor
@@ -276,3 +293,15 @@ def _fill(
         if progress:
             progress("weights", done, len(places))
     return digest.hexdigest()[:16]
+
+
+def _read(source: Source, name: str, where: tuple[Range, ...]) -> tuple[Tensor, Tensor]:
+    """A tensor, or places of it, and its first and last row."""
+    shape = source.headers[name].shape
+    if where == tuple(Range(0, size) for size in shape[: len(where)]):
+        tensor = source.read(name)
+        ends = torch.stack((tensor[0], tensor[-1])) if tensor.dim() else tensor.reshape(1)
+        return tensor, ends
+    last = shape[0] - 1
+    rows = [source.read(name, Range(row, row + 1))[0] for row in (0, last)]
+    return source.read(name, *where), torch.stack(rows)

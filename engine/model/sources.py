@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.checkpoints import CheckpointError, safetensors_files
 from engine.model.config import ModelError, UnsupportedModelError
+from engine.model.region import Range
 
 DUMMY_STD = 0.02
 _DTYPES = {
@@ -46,9 +47,26 @@ class Source(Protocol):
         """The headers of all tensors, by name."""
         ...
 
-    def read(self, name: str) -> Tensor:
-        """One tensor, newly read."""
+    def read(self, name: str, *where: Range) -> Tensor:
+        """One tensor, newly read, or the places `where` of its first dimensions."""
         ...
+
+
+class WholeTensors:
+    """Cuts tensors of a source that has only whole ones. It keeps the one that was read last, since
+    several parts of it may be wanted."""
+
+    def __init__(self) -> None:
+        self._last: tuple[str, Tensor] | None = None
+
+    def cut(self, name: str, where: tuple[Range, ...], read: Callable[[str], Tensor]) -> Tensor:
+        """The places `where` of a tensor that `read` reads."""
+        if not where:
+            return read(name)
+        if self._last is None or self._last[0] != name:
+            self._last = None  # Two of them need not fit into memory.
+            self._last = name, read(name)
+        return self._last[1][tuple(each.slice for each in where)]
 
 
 class Safetensors:
@@ -79,9 +97,13 @@ class Safetensors:
                 self._shards[name] = shard
                 self.headers[name] = _header(name, shard.get_slice(name))
 
-    def read(self, name: str) -> Tensor:
-        """See `Source`."""
-        tensor: Tensor = self._shards[name].get_tensor(name)
+    def read(self, name: str, *where: Range) -> Tensor:
+        """See `Source`. Only the bytes of these places are read."""
+        shard = self._shards[name]
+        if not where:
+            tensor: Tensor = shard.get_tensor(name)
+        else:
+            tensor = shard.get_slice(name)[tuple(each.slice for each in where)]
         return tensor
 
 
@@ -101,9 +123,15 @@ class Dummy:
         self.headers = {name: Header(shape, dtype) for name, shape in shapes.items()}
         self._seed = seed
         self._device = torch.device(device)
+        self._whole = WholeTensors()
 
-    def read(self, name: str) -> Tensor:
-        """See `Source`. Weights of norms are 1."""
+    def read(self, name: str, *where: Range) -> Tensor:
+        """See `Source`. A tensor is drawn whole and then cut: a rank gets its part of the weights
+        that one rank would have."""
+        return self._whole.cut(name, where, self._draw)
+
+    def _draw(self, name: str) -> Tensor:
+        """Weights of norms are 1."""
         shape, dtype = self.headers[name]
         tensor = torch.empty(shape, dtype=dtype, device=self._device)
         if len(shape) == 1 and name.endswith("norm.weight"):

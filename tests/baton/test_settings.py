@@ -104,6 +104,11 @@ def test_settings_are_frozen() -> None:
         ({"max_step_tokens": 10**11}, "`max_step_tokens`"),
         ({"max_step_tokens": 16, "page_size_tokens": 32}, "at least page_size_tokens"),
         ({"role": "cook", "seed": -1}, "`seed`"),
+        ({"role": "decode", "tp": 2}, "not built yet; use --role both"),
+        ({"transport": "nccl", "tp": 2}, "nccl cannot serve several ranks"),
+        ({"device": "cuda:1", "tp": 2}, "names one GPU for several ranks"),
+        ({"gpu_slots_dir": "slots", "tp": 2}, "claims one GPU"),
+        ({"kv_host_gib": 1, "tp": 2}, "kv_host_gib keeps whole pages"),
     ],
 )
 def test_wrong_values_are_named(flags: dict[str, object], complaint: str) -> None:
@@ -182,7 +187,7 @@ def test_what_config_prints_is_a_settings_file(table: str, kind: type, tmp_path:
 
 
 def test_every_setting_says_what_it_is() -> None:
-    for kind, most in ((WorkerSettings, 35), (RouterSettings, 34)):
+    for kind, most in ((WorkerSettings, 36), (RouterSettings, 34)):
         described = fields(kind)
         usual = [name for name in described if not name.startswith(f"{DEBUG}.")]
         assert len(usual) <= most, "what few need is in the table `debug`"

@@ -247,7 +247,7 @@ def test_a_gpu_that_is_not_there_is_told_in_words(model_path):
 def test_flash_attention_2_over_a_stand_in_for_its_library(model_path, reference, monkeypatch):
     """Chunks, decode rows and a prefix from the cache, pages of 256 tokens."""
     monkeypatch.setattr(
-        "engine.engine.choose_backend",
+        "engine.building.choose_backend",
         lambda _name, pool, windows: Fa2Backend(pool, windows, flash_attn_like),
     )
     engine = build(model_path, page_size=256, num_pages=40, max_step_tokens=300)
@@ -280,7 +280,7 @@ def test_prompt_log_probabilities_read_no_cache_and_are_computed_in_row_chunks(
     whole = submit(engine, prompt, 4, prompt_logprobs=True)
     finish(whole)
     before = engine.load().prompt_tokens_cached
-    monkeypatch.setattr("engine.loop.executor.SCORE_ROWS", 7)
+    monkeypatch.setattr("engine.loop.running.SCORE_ROWS", 7)
     monkeypatch.setattr(Model, "logits", logits)
     chunked = submit(engine, prompt, 4, prompt_logprobs=True)
     finish(chunked)

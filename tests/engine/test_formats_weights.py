@@ -9,13 +9,24 @@ import torch
 from quantised_checkpoints import FORMS, INPUT_SCALE, Checkpoint, quantised
 
 from engine.model import ModelError, UnsupportedModelError
-from engine.model.precision.base import Format, Kind, Quantised
+from engine.model.precision.base import Format, Get, Kind, Quantised
 from engine.model.precision.formats import read_format
 from engine.model.precision.formats.packing import unpacked
+from engine.model.region import Range, Region
 
 MODULE = "model.layers.0.self_attn.q_proj"
 SHAPES = {MODULE: (144, 160), "model.layers.0.mlp.down_proj": (160, 288)}
+WHOLE = Region.whole(*SHAPES[MODULE])
 COMPRESSED = [form for form in FORMS if form.startswith(("compressed", "pack"))]
+
+
+def reader(tensors: dict[str, torch.Tensor]) -> Get:
+    """Reads tensors, or parts of them, as from a file."""
+
+    def get(name: str, *where: Range) -> torch.Tensor:
+        return tensors[name][tuple(each.slice for each in where)] if where else tensors[name]
+
+    return get
 
 
 def float_tensors() -> dict[str, torch.Tensor]:
@@ -73,7 +84,7 @@ def test_weights_are_those_of_the_formula(name, opened):
     assert form.scheme("lm_head") is None
     for module, shape in SHAPES.items():
         check_specs(form, checkpoint, module, shape)
-        part = form.read(module, shape, checkpoint.tensors.__getitem__)
+        part = form.read(module, Region.whole(*shape), reader(checkpoint.tensors))
         assert torch.equal(formula(part), checkpoint.weights[module])
         check_form(part, form.scheme(module), shape)
 
@@ -139,7 +150,7 @@ def test_weights_are_bit_for_bit_those_of_compressed_tensors(name, opened):
             if key.startswith(start)
         }
         wide = compressor.decompress(state, theirs.config_groups["group_0"])["weight"]
-        part = form.read(module, shape, checkpoint.tensors.__getitem__)
+        part = form.read(module, Region.whole(*shape), reader(checkpoint.tensors))
         assert torch.equal(formula(part).float().to(wide.dtype), wide)
 
 
@@ -160,7 +171,7 @@ def test_what_compressed_tensors_packed_is_read(symmetric, opened):
     compressor = BaseCompressor.get_value_from_registry(theirs.format)
     packed = compressor.compress(state, theirs.config_groups["group_0"])
     tensors = {f"{MODULE}.{key}": each for key, each in packed.items()}
-    part = opened(checkpoint).read(MODULE, (20, 64), tensors.__getitem__)
+    part = opened(checkpoint).read(MODULE, Region.whole(20, 64), reader(tensors))
     assert torch.equal(part.values, (whole + 8).to(torch.uint8))
     assert torch.equal(formula(part), weight.double())
 
@@ -173,14 +184,14 @@ def test_four_bits_come_out_lowest_first():
 def test_a_symmetric_gptq_has_no_zero_points_and_an_asymmetric_one_has(opened):
     for name, has in (("gptq", False), ("gptq-asym", True), ("gptq-v2", True)):
         checkpoint = quantised(float_tensors(), name)
-        part = opened(checkpoint).read(MODULE, SHAPES[MODULE], checkpoint.tensors.__getitem__)
+        part = opened(checkpoint).read(MODULE, WHOLE, reader(checkpoint.tensors))
         assert (part.zero_points is not None) == has
 
 
 def test_a_gptq_zero_point_of_0_comes_back_from_15(opened):
     checkpoint = quantised(float_tensors(), "gptq-asym")
     checkpoint.tensors[f"{MODULE}.qzeros"].fill_(-1)
-    part = opened(checkpoint).read(MODULE, SHAPES[MODULE], checkpoint.tensors.__getitem__)
+    part = opened(checkpoint).read(MODULE, WHOLE, reader(checkpoint.tensors))
     assert part.zero_points is not None
     assert not part.zero_points.any()
 
@@ -200,7 +211,7 @@ def test_a_scale_that_is_not_finite_or_not_positive_is_refused_by_name(name, bad
     tensor = f"{MODULE}.{SCALES.get(name, 'weight_scale')}"
     checkpoint.tensors[tensor].flatten()[-1] = bad
     with pytest.raises(ModelError, match=f"{tensor} holds a scale that is not finite or not posit"):
-        opened(checkpoint).read(MODULE, SHAPES[MODULE], checkpoint.tensors.__getitem__)
+        opened(checkpoint).read(MODULE, WHOLE, reader(checkpoint.tensors))
 
 
 @pytest.mark.parametrize("name", ["compressed-tensors-tensor-static", "fp8-static", "modelopt-fp8"])
@@ -208,7 +219,7 @@ def test_a_bad_input_scale_is_refused_by_name(name, opened):
     checkpoint = quantised(float_tensors(), name)
     checkpoint.tensors[f"{MODULE}.input_scale"].fill_(math.nan)
     with pytest.raises(ModelError, match=rf"{MODULE}\.input_scale"):
-        opened(checkpoint).read(MODULE, SHAPES[MODULE], checkpoint.tensors.__getitem__)
+        opened(checkpoint).read(MODULE, WHOLE, reader(checkpoint.tensors))
 
 
 @pytest.mark.parametrize(
@@ -243,7 +254,7 @@ def test_one_scale_may_be_a_scalar_or_a_list_and_that_of_fp8_one_a_channel(opene
         f"{MODULE}.weight": torch.ones(3, 16).to(torch.float8_e4m3fn),
         f"{MODULE}.weight_scale": torch.tensor([1.0, 2.0, 3.0]),
     }
-    part = form.read(MODULE, (3, 16), tensors.__getitem__)
+    part = form.read(MODULE, Region.whole(3, 16), reader(tensors))
     assert part.scales.tolist() == [[1.0], [2.0], [3.0]]
 
 
@@ -267,21 +278,35 @@ def test_shapes_that_do_not_fit_are_refused_by_module(name, shape, message, open
         opened(quantised({}, name)).specs(MODULE, shape)
 
 
+@pytest.mark.parametrize("name", FORMS)
+def test_a_rank_reads_its_part_of_the_weight(name, opened):
+    checkpoint = quantised(float_tensors(), name)
+    form, get = opened(checkpoint), reader(checkpoint.tensors)
+    for module, shape in SHAPES.items():
+        whole = formula(form.read(module, Region.whole(*shape), get))
+        rows, columns = ((Range(0, 128), Range(128, size)) for size in shape)
+        regions = [Region.some_rows(shape, own) for own in rows]
+        for region in [*regions, *(Region.some_columns(shape, own) for own in columns)]:
+            part = form.read(module, region, get)
+            assert part.values.shape == region.size
+            assert torch.equal(formula(part), region.of(whole)), (module, region)
+
+
 def test_act_order_is_refused_and_desc_act_in_plain_order_is_not(opened):
     checkpoint = quantised(float_tensors(), "gptq")
     assert checkpoint.config is not None
     checkpoint.config["desc_act"] = True
-    form, get = opened(checkpoint), checkpoint.tensors.__getitem__
-    part = form.read(MODULE, SHAPES[MODULE], get)
+    form, get = opened(checkpoint), reader(checkpoint.tensors)
+    part = form.read(MODULE, WHOLE, get)
     assert torch.equal(formula(part), checkpoint.weights[MODULE])
     order = checkpoint.tensors[f"{MODULE}.g_idx"]
     order[[0, -1]] = order[[-1, 0]]
     with pytest.raises(UnsupportedModelError, match=rf"{MODULE}\.g_idx .*act-order.*supported: d"):
-        form.read(MODULE, SHAPES[MODULE], get)
+        form.read(MODULE, WHOLE, get)
 
 
 def test_a_weight_shape_that_disagrees_is_refused(opened):
     checkpoint = quantised(float_tensors(), "pack-quantized-group")
     checkpoint.tensors[f"{MODULE}.weight_shape"][1] = 152
     with pytest.raises(ModelError, match=r"weight_shape is \[144, 152\], the config says \[144, 1"):
-        opened(checkpoint).read(MODULE, SHAPES[MODULE], checkpoint.tensors.__getitem__)
+        opened(checkpoint).read(MODULE, WHOLE, reader(checkpoint.tensors))

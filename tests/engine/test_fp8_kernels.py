@@ -25,6 +25,7 @@ from engine.model.precision.rounding import (
     round_rows,
     round_static,
 )
+from engine.model.region import Region
 
 
 def test_the_largest_of_a_row_is_exact_and_others_are_near():
@@ -171,7 +172,9 @@ def fp8_weight(method: type[Fp8Channels | Fp8Blocks], outputs: int, inputs: int)
     own.fill(0, checks.draw(outputs, inputs) / inputs**0.5)
     own.finish(CudaProducts())
     precision = SimpleNamespace(method=lambda *_: own)
-    return Linear([Part("", outputs)], inputs, False, torch.bfloat16, checks.DEVICE, precision)
+    return Linear(
+        [Part("", Region.whole(outputs, inputs))], False, torch.bfloat16, checks.DEVICE, precision
+    )
 
 
 @pytest.mark.gpu

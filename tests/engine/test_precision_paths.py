@@ -247,7 +247,7 @@ def check_best(
 def model_of(engine: Engine) -> Model:
     executor = engine._loop._executor
     assert isinstance(executor, TorchExecutor)
-    return executor._model
+    return executor.steps.model
 
 
 def resumed(case: Case, engine: Engine) -> list[Run]:

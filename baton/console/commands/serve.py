@@ -17,7 +17,7 @@ from baton.addresses import ROUTER_ADDRESS, check_free, host_of, local, port_of
 from baton.console import up
 from baton.console.commands.trace import ROUTER_ADMIN_ADDRESS
 from baton.console.ports import HOST
-from baton.console.room import check_room
+from baton.console.room import check_ranks, check_room
 from baton.console.settings_options import takes_settings, warn_of_unknown_variables
 from baton.console.supervisor import Supervisor, end_with_parent
 from baton.output import merged_log, model_progress, silence, stderr, stdout
@@ -90,6 +90,9 @@ HostOption = Annotated[
         show_default=False,
     ),
 ]
+RanksOption = Annotated[
+    int, typer.Option(min=1, help="Ranks of each worker: processes that divide the model.")
+]
 KeyOption = Annotated[
     str | None,
     typer.Option(
@@ -127,6 +130,7 @@ def up_command(
             "small one."
         ),
     ] = demo_model.DEMO,
+    tp: RanksOption = 1,
     device: Annotated[
         up.Device, typer.Option(help="`auto`: one GPU a worker where there are any.")
     ] = "auto",
@@ -167,6 +171,7 @@ def up_command(
         decode=decode,
         both=both,
         routers=routers,
+        tp=tp,
         device=device,
         trace=trace,
         host=host or host_of(listen),
@@ -191,6 +196,7 @@ def _check_certs(routers_own: RouterSettings, certs: str) -> None:
 
 def _planned(options: up.UpOptions) -> up.UpPlan:
     """Finds the model, and plans processes that fit into memory together."""
+    check_ranks(options)
     given = {"model": options.model, "kv_memory_gib": options.kv_memory_gib}
     with model_progress() as progress:
         of_workers = with_model_found(resolve(WorkerSettings, "worker", given).settings, progress)

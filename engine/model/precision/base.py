@@ -12,7 +12,7 @@ Shapes: N output channels, K input channels, T tokens.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.model.precision.rounding import Rounded, Rounding
+from engine.model.region import Range, Region
 
 BLOCK = 128
 """Channels of a block of an FP8 weight, in either direction, and of a group of its input."""
@@ -85,6 +86,14 @@ def _without_ones(shape: Sequence[int]) -> list[int]:
     return [size for size in shape if size != 1]
 
 
+class Get(Protocol):
+    """Reads tensors of a checkpoint."""
+
+    def __call__(self, name: str, *where: Range) -> Tensor:
+        """A tensor by its full name, or the places `where` of its first dimensions."""
+        ...
+
+
 class Format(Protocol):
     """How a checkpoint writes quantised weights. It is made from the checkpoint's description, and
     refuses what it does not know before any weight is read."""
@@ -104,8 +113,9 @@ class Format(Protocol):
         """
         ...
 
-    def read(self, module: str, shape: tuple[int, int], get: Callable[[str], Tensor]) -> Quantised:
-        """Reads a quantised module. `get` reads one of its tensors by full name.
+    def read(self, module: str, region: Region, get: Get) -> Quantised:
+        """Reads a part of a quantised module's weight, which cuts no block and no group. `get`
+        reads its tensors, in an order that does not depend on the part.
 
         Raises:
             ModelError: a scale is not finite or not positive.
@@ -180,7 +190,13 @@ def parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
 
 
 class Part(NamedTuple):
-    """Rows of a fused weight that are one module of the checkpoint."""
+    """Rows of a fused weight that are one module of the checkpoint, or a rank's part of one."""
 
     module: str
-    rows: int
+    region: Region
+    """What is kept of the module's weight."""
+
+    @property
+    def rows(self) -> int:
+        """Rows that are kept."""
+        return self.region.rows.size

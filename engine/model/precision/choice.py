@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -12,7 +13,7 @@ from engine.model.config import UnsupportedModelError
 from engine.model.precision.base import BLOCK, Format, Kind, Method, Part, Scheme
 from engine.model.precision.dense import Dense
 from engine.model.precision.fp8 import LEAST_CAPABILITY, Fp8Blocks, Fp8Channels
-from engine.model.precision.int4 import Int4, int4_obstacle, takes
+from engine.model.precision.int4 import INT4_MULTIPLE, Int4, int4_obstacle, takes
 
 log = logging.getLogger("baton.engine")
 
@@ -70,7 +71,7 @@ class Precision:
             return self._widen(parts, "its parts are kept in different ways", inputs, device)
         if scheme is None:
             return Dense(outputs, inputs, self._dtype, device)
-        if obstacle := self._obstacle(scheme, parts, inputs):
+        if obstacle := self._obstacle(scheme, parts):
             return self._widen(parts, obstacle, inputs, device)
         on_gpu = self._device.type == "cuda"
         match scheme.kind:
@@ -90,6 +91,24 @@ class Precision:
             case Kind.INT4:
                 return Dense(outputs, inputs, self._dtype, device)
 
+    def units(self, part: Part) -> tuple[int, int]:
+        """Rows and columns of a module's weight that no boundary between ranks may cut."""
+        scheme = self._scheme(part.module)
+        if scheme is None:
+            return 1, 1
+        outputs, inputs = part.region.shape
+        if scheme.kind is Kind.FP8_BLOCKS:
+            return BLOCK, BLOCK
+        if scheme.kind is Kind.FP8_CHANNELS:
+            is_widened = scheme.float_input or outputs % FP8_MULTIPLE or inputs % FP8_MULTIPLE
+            return (1, 1) if is_widened else (FP8_MULTIPLE, FP8_MULTIPLE)
+        return self._int4_units(scheme)
+
+    def _int4_units(self, scheme: Scheme) -> tuple[int, int]:
+        if self._device.type != "cuda":
+            return 1, scheme.group or 1
+        return INT4_MULTIPLE, math.lcm(scheme.group or 1, INT4_MULTIPLE)
+
     def log_widened(self) -> None:
         """Names the modules that are widened to the model's dtype, and why."""
         for reason, modules in self._widened.items():
@@ -103,23 +122,25 @@ class Precision:
     def _scheme(self, module: str) -> Scheme | None:
         return self.form.scheme(module) if self.form else self._rounds
 
-    def _obstacle(self, scheme: Scheme, parts: Sequence[Part], inputs: int) -> str:
-        """Why no product takes such a weight; empty: one does."""
+    def _obstacle(self, scheme: Scheme, parts: Sequence[Part]) -> str:
+        """Why no product takes such a weight; empty: one does. Only whole weights count, so it does
+        not depend on the number of ranks."""
         if scheme.kind is Kind.INT4:
-            return self._int4_obstacle(scheme, (sum(part.rows for part in parts), inputs))
+            return self._int4_obstacle(scheme, parts)
         self._refuse_old_gpu()
         if scheme.float_input:
             return "its input is not rounded, and FP8 products take FP8 inputs only"
         multiple = BLOCK if scheme.kind is Kind.FP8_BLOCKS else FP8_MULTIPLE
-        if inputs % multiple or any(part.rows % multiple for part in parts):
+        if any(size % multiple for part in parts for size in part.region.shape):
             return f"its shape is no multiple of {multiple}"
         return ""
 
-    def _int4_obstacle(self, scheme: Scheme, shape: tuple[int, int]) -> str:
+    def _int4_obstacle(self, scheme: Scheme, parts: Sequence[Part]) -> str:
         if self._device.type != "cuda":
             return ""
         if obstacle := int4_obstacle(self._device):
             raise UnsupportedModelError(f"{self.name} weights: {obstacle}")
+        shape = sum(part.region.shape[0] for part in parts), parts[0].region.shape[1]
         if takes(shape, scheme.group, self._dtype):
             return ""
         return f"no INT4 kernel takes weights of {shape} in groups of {scheme.group or shape[1]}"

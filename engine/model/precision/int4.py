@@ -27,6 +27,8 @@ MIDDLE = 8
 MOST = 7
 GROUPS = (0, 32, 64, 128, 256)
 """Inputs of a group that the kernels take. 0: all inputs of a channel."""
+INT4_MULTIPLE = 32
+"""The kernels take only multiples of it, in both directions."""
 DTYPES = (torch.bfloat16, torch.float16)
 int4_obstacle = humming.obstacle
 
@@ -42,7 +44,8 @@ def takes(shape: tuple[int, int], group: int, dtype: torch.dtype = torch.bfloat1
     n, k = shape
     if group not in GROUPS or dtype not in DTYPES:
         return False
-    return n % 32 == 0 and k % 32 == 0 and (group == 0 or k % group == 0)
+    fits = n % INT4_MULTIPLE == 0 and k % INT4_MULTIPLE == 0
+    return fits and (group == 0 or k % group == 0)
 
 
 def dequantised(part: Quantised) -> Tensor:

@@ -12,18 +12,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.model.precision.base import Kind, Quantised, Scheme, TensorSpec
-from engine.model.precision.formats.layout import Get, Layout, LayoutFormat
+from engine.model.precision.base import Get, Kind, Quantised, Scheme, TensorSpec
+from engine.model.precision.formats.layout import Layout, LayoutFormat
 from engine.model.precision.formats.names import EMBEDDING, HEAD
 from engine.model.precision.formats.packing import (
     A_WORD,
     FLOATS,
     check_words,
     groups,
+    inside,
     positive,
     unpacked,
 )
 from engine.model.precision.formats.settings import Settings
+from engine.model.region import Region
 
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in a word, counted from its lowest bits, each of its eight channels lies."""
@@ -74,13 +76,15 @@ class AwqLayout:
             f"{module}.scales": TensorSpec((count, outputs), FLOATS),
         }
 
-    def read(self, module: str, shape: tuple[int, int], get: Get) -> Quantised:
+    def read(self, module: str, region: Region, get: Get) -> Quantised:
         """See `Layout`."""
+        (outputs, inputs), rows = region.shape, region.rows
         name = f"{module}.scales"
-        scales = positive(get(name), name).reshape(-1, shape[0]).T.contiguous()
-        words = shape[0] // A_WORD
-        zeros = _channels(get(f"{module}.qzeros").reshape(-1, words))
-        return Quantised(_channels(get(f"{module}.qweight").reshape(-1, words)), scales, zeros)
+        scales = positive(get(name), name).reshape(-1, outputs).T.contiguous()
+        zeros = _channels(get(f"{module}.qzeros").reshape(-1, outputs // A_WORD))
+        values = _channels(get(f"{module}.qweight", region.columns, rows.over(A_WORD)))
+        scales, zeros = (region.of(each, 1, self.group or inputs) for each in (scales, zeros))
+        return Quantised(values[inside(rows)], scales, zeros)
 
 
 def _channels(words: Tensor) -> Tensor:

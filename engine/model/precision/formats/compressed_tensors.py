@@ -17,11 +17,19 @@ import torch
 from torch import Tensor
 
 from engine.model.config import ModelError
-from engine.model.precision.base import BLOCK, Kind, Quantised, Scheme, TensorSpec
-from engine.model.precision.formats.layout import Fp8Layout, Get, Layout, LayoutFormat, Scales
+from engine.model.precision.base import BLOCK, Get, Kind, Quantised, Scheme, TensorSpec
+from engine.model.precision.formats.layout import Fp8Layout, Layout, LayoutFormat, Scales
 from engine.model.precision.formats.names import EMBEDDING, is_target
-from engine.model.precision.formats.packing import A_WORD, FLOATS, groups, positive, unpacked
+from engine.model.precision.formats.packing import (
+    A_WORD,
+    FLOATS,
+    groups,
+    inside,
+    positive,
+    unpacked,
+)
 from engine.model.precision.formats.settings import Settings
+from engine.model.region import Region
 
 FLOAT_FORMATS = ("float-quantized", "naive-quantized")
 PACKED_FORMAT = "pack-quantized"
@@ -177,17 +185,21 @@ class PackedLayout:
             specs[f"{module}.weight_zero_point"] = words
         return specs
 
-    def read(self, module: str, shape: tuple[int, int], get: Get) -> Quantised:
+    def read(self, module: str, region: Region, get: Get) -> Quantised:
         """See `Layout`."""
-        outputs, inputs = shape
+        (outputs, inputs), columns = region.shape, region.columns
         stated = get(f"{module}.weight_shape").tolist()
         if stated != [outputs, inputs]:
-            raise ModelError(f"{module}.weight_shape is {stated}, the config says {list(shape)}")
+            raise ModelError(
+                f"{module}.weight_shape is {stated}, the config says {list(region.shape)}"
+            )
         name = f"{module}.weight_scale"
         scales = positive(get(name), name).reshape(outputs, -1)
         zeros: Tensor | None = None
         if not self.symmetric:
             words = get(f"{module}.weight_zero_point").reshape(-1, scales.shape[1])
-            zeros = unpacked(words.T)[:, :outputs].T.contiguous()
-        values = unpacked(get(f"{module}.weight_packed"))[:, :inputs].contiguous()
-        return Quantised(values, scales, zeros)
+            zeros = unpacked(words.T)[:, :outputs].T
+            zeros = region.of(zeros, 1, self.group or inputs).contiguous()
+        words = get(f"{module}.weight_packed", region.rows, columns.over(A_WORD))
+        values = unpacked(words)[:, inside(columns)].contiguous()
+        return Quantised(values, region.of(scales, 1, self.group or inputs), zeros)

@@ -18,18 +18,20 @@ import torch
 from torch import Tensor
 
 from engine.model.config import UnsupportedModelError
-from engine.model.precision.base import Kind, Quantised, Scheme, TensorSpec
-from engine.model.precision.formats.layout import Get, Layout, LayoutFormat
+from engine.model.precision.base import Get, Kind, Quantised, Scheme, TensorSpec
+from engine.model.precision.formats.layout import Layout, LayoutFormat
 from engine.model.precision.formats.names import EMBEDDING, HEAD, has_part, matches
 from engine.model.precision.formats.packing import (
     A_WORD,
     FLOATS,
     check_words,
     groups,
+    inside,
     positive,
     unpacked,
 )
 from engine.model.precision.formats.settings import Settings
+from engine.model.region import Region
 
 SYMMETRIC_ZERO = 8
 EXTRA_BIAS = "_proj.bias"
@@ -119,15 +121,18 @@ class GptqLayout:
             f"{module}.g_idx": TensorSpec((inputs,), (torch.int32, torch.int64)),
         }
 
-    def read(self, module: str, shape: tuple[int, int], get: Get) -> Quantised:
+    def read(self, module: str, region: Region, get: Get) -> Quantised:
         """See `Layout`."""
-        outputs, inputs = shape
+        (outputs, inputs), columns = region.shape, region.columns
         self._check_order(module, inputs, get)
         name = f"{module}.scales"
         scales = positive(get(name), name).reshape(-1, outputs).T.contiguous()
-        values = unpacked(get(f"{module}.qweight").reshape(-1, outputs).T)
+        words = get(f"{module}.qweight", columns.over(A_WORD), region.rows)
+        values = unpacked(words.T)[:, inside(columns)]
         zeros = unpacked(get(f"{module}.qzeros").reshape(-1, outputs // A_WORD)).T.contiguous()
-        return Quantised(values, scales, _zero_points(zeros.add_(self.missing).bitwise_and_(15)))
+        zeros.add_(self.missing).bitwise_and_(15)
+        scales, zeros = (region.of(each, 1, self.group or inputs) for each in (scales, zeros))
+        return Quantised(values, scales, _zero_points(zeros))
 
     def _check_order(self, module: str, inputs: int, get: Get) -> None:
         found = get(f"{module}.g_idx")

@@ -8,13 +8,11 @@ from enum import Enum
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
-from engine.model.precision.base import BLOCK, Kind, Quantised, Scheme, TensorSpec
+from engine.model.precision.base import BLOCK, Get, Kind, Quantised, Scheme, TensorSpec
 from engine.model.precision.formats.packing import FLOATS, positive
+from engine.model.region import Region
 
-Get = Callable[[str], Tensor]
-"""Reads a tensor by its full name."""
 CACHE_SCALES = (
     "k_scale",
     "v_scale",
@@ -41,8 +39,8 @@ class Layout(Protocol):
         """Its tensors by full name."""
         ...
 
-    def read(self, module: str, shape: tuple[int, int], get: Get) -> Quantised:
-        """Its weight."""
+    def read(self, module: str, region: Region, get: Get) -> Quantised:
+        """A part of its weight."""
         ...
 
 
@@ -76,9 +74,9 @@ class LayoutFormat:
         """See `Format`."""
         return self._quantised(module).specs(module, shape)
 
-    def read(self, module: str, shape: tuple[int, int], get: Get) -> Quantised:
+    def read(self, module: str, region: Region, get: Get) -> Quantised:
         """See `Format`."""
-        return self._quantised(module).read(module, shape, get)
+        return self._quantised(module).read(module, region, get)
 
     def is_unused(self, name: str) -> bool:
         """See `Format`."""
@@ -130,19 +128,21 @@ class Fp8Layout:
             specs[f"{module}.input_scale"] = TensorSpec((1,), FLOATS)
         return specs
 
-    def read(self, module: str, shape: tuple[int, int], get: Get) -> Quantised:
+    def read(self, module: str, region: Region, get: Get) -> Quantised:
         """See `Layout`. One scale becomes the scale of each channel, which changes no value."""
         name = f"{module}.{self.scale_name}"
         scales = positive(get(name), name)
         if self.scales is Scales.BLOCK:
-            scales = scales.reshape(_blocks(shape))
+            scales = region.of(scales.reshape(_blocks(region.shape)), BLOCK, BLOCK)
         else:
-            scales = scales.reshape(-1, 1).expand(shape[0], 1).contiguous()
+            outputs, inputs = region.shape
+            scales = region.of(scales.reshape(-1, 1).expand(outputs, 1), 1, inputs).contiguous()
         input_scale = None
         if self.static_input:
             name = f"{module}.input_scale"
             input_scale = positive(get(name), name).reshape(())
-        return Quantised(get(f"{module}.weight"), scales, input_scale=input_scale)
+        values = get(f"{module}.weight", region.rows, region.columns)
+        return Quantised(values, scales, input_scale=input_scale)
 
     def _scale_spec(self, shape: tuple[int, int]) -> TensorSpec:
         match self.scales:

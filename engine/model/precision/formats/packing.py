@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.model.config import ModelError, UnsupportedModelError
+from engine.model.region import Range
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of scales."""
@@ -17,6 +18,12 @@ def unpacked(words: Tensor) -> Tensor:
     """Values of four bits from int32 words [R, C], the lowest bits first: [R, 8 C] uint8."""
     octets = words.contiguous().view(torch.uint8)
     return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(1)
+
+
+def inside(places: Range) -> slice:
+    """Where places lie in what the words that they touch hold."""
+    first = places.start % A_WORD
+    return slice(first, first + places.size)
 
 
 def positive(scales: Tensor, name: str) -> Tensor:

@@ -1,0 +1,163 @@
+"""The parts of an engine that every rank builds: its part of the model, its part of the pages, and
+attention over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from engine import memory
+from engine.attention import AttentionBackend, AttentionError, choose_backend
+from engine.attention.paged import PagedAttention
+from engine.checkpoints import Weights
+from engine.config import EngineConfig
+from engine.model import LoadedModel, load_model
+from engine.model.loading import Check
+from engine.model.precision.int4 import compile_all
+from engine.model.shard import Shard
+from engine.pages.kv_pool import KvPool
+from engine.pages.pools import pool_type
+from engine.ranks.collective import Collective
+
+Progress = Callable[[str, int, int], None]
+"""Called with a phase, the amount done and the total."""
+
+
+class EngineError(Exception):
+    """The engine cannot be built as configured; the message says what to change."""
+
+
+def load(
+    config: EngineConfig,
+    device: torch.device,
+    *,
+    shard: Shard | None = None,
+    collective: Collective,
+    check: Check | None = None,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Loads a rank's part of the model, that of rank 0 by default. `check` and `progress` are as in
+    `load_model`."""
+    loaded = load_model(
+        config.model,
+        dtype=_dtype(config.dtype),
+        device=device,
+        load_format=config.load_format,
+        seed=config.seed,
+        quantization=config.quantization,
+        check=check,
+        progress=progress,
+        shard=shard or Shard(0, config.tp),
+        collective=collective,
+    )
+    compile_all(loaded.model, config.max_step_tokens, progress)
+    return loaded
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtypes = {
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+    }
+    if name not in dtypes:
+        raise EngineError(f"dtype {name!r} is not one of {', '.join(dtypes)}")
+    return dtypes[name]
+
+
+def check_memory(config: EngineConfig, weights: Weights, device: torch.device) -> None:
+    """Compares weights and pool with the memory that is free."""
+    on_gpu = device.type == "cuda"
+    need = memory.need_of(
+        weights,
+        dtype=config.dtype,
+        kv_memory_bytes=config.kv_memory_bytes,
+        num_pages=config.num_pages,
+        on_gpu=on_gpu,
+        workers=1 if on_gpu else config.tp,
+    )
+    free = torch.cuda.mem_get_info(device)[0] if on_gpu else memory.available_bytes()
+    try:
+        memory.check(need, free, str(device) if on_gpu else "this machine")
+    except memory.NoRoomError as error:
+        raise EngineError(str(error)) from error
+
+
+def pages_that_fit(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> int:
+    """The pages that are asked for, or for which a rank has memory."""
+    if config.num_pages:
+        return config.num_pages
+    page_bytes = _pool_of(1, config, loaded, torch.device("meta")).page_bytes
+    return (config.kv_memory_bytes or _memory_left(config, loaded, device)) // page_bytes
+
+
+def make_pool(
+    num_pages: int, config: EngineConfig, loaded: LoadedModel, device: torch.device
+) -> KvPool:
+    """A rank's part of so many pages.
+
+    Raises:
+        EngineError: there is no memory for them.
+    """
+    page_bytes = _pool_of(1, config, loaded, torch.device("meta")).page_bytes
+    if num_pages < 2:
+        raise EngineError(
+            f"memory is left for {max(0, num_pages)} pages of {page_bytes} bytes: raise"
+            " kv_memory_gib or gpu_memory_utilization, or lower max_step_tokens or max_sequences"
+        )
+    if device.type == "cpu" and num_pages * page_bytes > memory.available_bytes():
+        raise EngineError(
+            f"{num_pages} pages of {page_bytes} bytes are more than the memory left: lower"
+            " num_pages or kv_memory_gib"
+        )
+    try:
+        return _pool_of(num_pages, config, loaded, device)
+    except torch.OutOfMemoryError as error:
+        raise EngineError(
+            f"{num_pages} pages of {page_bytes} bytes are more than the GPU has left: lower"
+            " num_pages, kv_memory_gib or gpu_memory_utilization"
+        ) from error
+
+
+def _pool_of(
+    num_pages: int, config: EngineConfig, loaded: LoadedModel, device: torch.device
+) -> KvPool:
+    return pool_type(config.kv_cache_dtype, config.page_size)(
+        num_pages=num_pages,
+        num_layers=loaded.config.num_layers,
+        num_kv_heads=loaded.model.shard.kv_heads(loaded.config).size,
+        head_dim=loaded.config.head_dim,
+        page_size=config.page_size,
+        dtype=_dtype(config.dtype),
+        device=device,
+    )
+
+
+def _memory_left(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> int:
+    """Default bytes for the pool. They are measured if the fast path runs."""
+    if device.type == "cpu":
+        return memory.CPU_POOL_BYTES
+    scratch = _pool_of(1, config, loaded, device)
+    backend = backend_of(config, loaded, scratch)
+    if not isinstance(backend, PagedAttention):
+        return memory.CPU_POOL_BYTES
+    from engine.cuda.memory import bytes_left
+
+    longest = loaded.config.max_position_embeddings
+    bounds = replace(config, max_context_tokens=min(config.max_context_tokens or longest, longest))
+    share = config.gpu_memory_utilization
+    return bytes_left(loaded.model, scratch, backend, bounds, share)
+
+
+def backend_of(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> AttentionBackend:
+    """Attention over a rank's pool.
+
+    Raises:
+        EngineError: there is none as configured.
+    """
+    try:
+        return choose_backend(config.attention, pool, loaded.config.windows)
+    except AttentionError as error:
+        raise EngineError(str(error)) from error

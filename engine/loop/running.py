@@ -1,0 +1,96 @@
+"""The part of a step that every rank runs, with PyTorch: all but the draw.
+
+The token table holds the last token of every slot on the device, so a step can be launched before
+the host has read the tokens of the one before.
+
+Every step ends in a collective. So when a step has ended on rank 0, all ranks have stored its KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.attention import AttentionBackend, AttentionBatch
+from engine.model import Model
+from engine.pages.kv_pool import KvPool
+from engine.schedule.step import ScorePlan, StepPlan
+
+SCORE_ROWS = 256
+"""Most positions whose logits are held at once when a prompt is scored."""
+
+
+class TorchSteps:
+    """The model over the paged pool, and the token table. Belongs to the device's thread."""
+
+    def __init__(
+        self,
+        model: Model,
+        pool: KvPool,
+        attention: AttentionBackend,
+        max_slots: int,
+        device: torch.device,
+    ) -> None:
+        self.model = model
+        self._pool = pool
+        self._attention = attention
+        self._device = device
+        self._token_table = torch.zeros(max_slots, dtype=torch.int64, device=device)
+
+    def prepare(self, plan: StepPlan) -> None:
+        """Copies pages, and writes tokens that only the host knows."""
+        if plan.copy_source.size:
+            self._pool.copy_pages(self._upload(plan.copy_source), self._upload(plan.copy_target))
+        if plan.write_slots.size:
+            self._token_table[self._upload(plan.write_slots)] = self._upload(plan.write_tokens)
+
+    def forward(self, plan: StepPlan) -> Tensor:
+        """The forward pass, [T, H]."""
+        token_ids = self._upload(plan.token_ids)
+        if plan.num_decodes:
+            decoding = self._upload(plan.row_slots[: plan.num_decodes])
+            token_ids[: plan.num_decodes] = self._token_table[decoding]
+        self._attention.begin(self._attention_batch(plan))
+        hidden: Tensor = self.model(token_ids, self._upload(plan.positions), self._attention)
+        return hidden
+
+    def scored(self, hidden: Tensor, wanted: ScorePlan) -> Iterator[tuple[Tensor, Tensor]]:
+        """Logits of a prompt's positions and the ids that follow these, in chunks of rows: a long
+        prompt's logits would not fit at once."""
+        next_ids = self._upload(wanted.next_ids)
+        for start in range(0, len(next_ids), SCORE_ROWS):
+            ids = next_ids[start : start + SCORE_ROWS]
+            first = wanted.first_token + start
+            yield self.model.logits(hidden[first : first + len(ids)]), ids
+
+    def logits(self, hidden: Tensor, plan: StepPlan) -> Tensor:
+        """Logits of the sampled rows, as `Model.logits`."""
+        return self.model.logits(hidden[self._upload(plan.sample_tokens)])
+
+    def keep(self, plan: StepPlan, tokens: Tensor) -> None:
+        """Ends a step that samples: rank 0's tokens, [S], go into the table of every rank."""
+        self.model.collective.broadcast(tokens)
+        self._token_table[self._upload(plan.sample_slots)] = tokens
+
+    def end(self) -> None:
+        """Ends a step that samples nothing."""
+        self.model.collective.barrier()
+
+    def _attention_batch(self, plan: StepPlan) -> AttentionBatch:
+        rows = np.repeat(np.arange(len(plan.row_slots)), plan.query_lens)
+        page_index, offsets = np.divmod(plan.positions, self._pool.page_size)
+        return AttentionBatch(
+            query_lens=plan.query_lens,
+            context_lens=plan.context_lens,
+            num_decodes=plan.num_decodes,
+            page_table=self._upload(plan.page_table),
+            token_pages=self._upload(plan.page_table[rows, page_index]),
+            token_offsets=self._upload(offsets),
+        )
+
+    def _upload(self, array: NDArray[np.int32]) -> Tensor:
+        return torch.from_numpy(array.astype(np.int64)).to(self._device, non_blocking=True)

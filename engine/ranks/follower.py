@@ -1,0 +1,147 @@
+"""Any rank but 0: it holds its part of the model and of each page, and repeats rank 0's steps.
+
+Its life is that of `engine.ranks.process`. It plans nothing and samples nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import torch
+import zmq
+
+from engine.building import EngineError, backend_of, load, make_pool, pages_that_fit
+from engine.config import EngineConfig
+from engine.loop.running import TorchSteps
+from engine.model import LoadedModel, ModelError
+from engine.model.shard import Shard
+from engine.ranks.collective import CollectiveError, GlooCollective
+from engine.ranks.process import (
+    FAILED,
+    LOADED,
+    PAGES,
+    READY,
+    REPORTS,
+    STEP,
+    STORE,
+    address,
+    end_with_parent,
+    read_config,
+    steps_of,
+)
+from engine.ranks.steps import decode
+from engine.schedule.step import StepPlan
+from telemetry import failpoints
+
+log = logging.getLogger("baton.engine")
+
+CAUSE_S: Final = 1.0
+"""Rank 0 gets this long to hear of a rank that is gone from the kernel, seconds."""
+
+
+class Follower:
+    """A rank, from its folder to its end."""
+
+    def __init__(self, folder: Path, rank: int, size: int) -> None:
+        self._folder = folder
+        self._config = read_config(folder)
+        self._shard = Shard(rank, size)
+        self._collective = GlooCollective(rank, size)
+        self._context = zmq.Context()
+        self._reports = self._context.socket(zmq.PUSH)
+        self._reports.connect(address(folder, REPORTS))
+        self._inbox = self._context.socket(zmq.PULL)
+        self._inbox.set_hwm(0)
+        self._inbox.bind(address(folder, steps_of(rank)))
+
+    def run(self) -> int:
+        """Loads, and repeats steps until rank 0 says stop. Returns the exit code."""
+        try:
+            self._live()
+        except CollectiveError as error:
+            # The rank that went first is the reason. Rank 0 kills this one when it has heard of it.
+            time.sleep(CAUSE_S)
+            self._report(FAILED, reason=_reason(error))
+            return 1
+        except Exception as error:
+            log.exception("rank %d fails", self._shard.rank)
+            self._report(FAILED, reason=_reason(error))
+            return 1
+        finally:
+            self._context.destroy(linger=1000)
+        return 0
+
+    def _live(self) -> None:
+        failpoints.hit("rank.load", str(self._shard.rank))
+        config, device = self._config, torch.device(self._config.device)
+        loaded = load(config, device, shard=self._shard, collective=self._collective)
+        num_pages = pages_that_fit(config, loaded, device)
+        self._report(LOADED, revision=loaded.revision, num_pages=num_pages)
+        told = self._inbox.recv_multipart()
+        if told[0] != PAGES:
+            return
+        steps = self._steps(config, loaded, int(json.loads(told[1])), device)
+        self._collective.join(self._folder / STORE)
+        self._report(READY)
+        while (told := self._inbox.recv_multipart())[0] == STEP:
+            failpoints.hit("rank.step", str(self._shard.rank))
+            _run(steps, decode(told[1:]))
+
+    def _steps(
+        self, config: EngineConfig, loaded: LoadedModel, num_pages: int, device: torch.device
+    ) -> TorchSteps:
+        pool = make_pool(num_pages, config, loaded, device)
+        backend = backend_of(config, loaded, pool)
+        loaded.model.finish()
+        return TorchSteps(loaded.model, pool, backend, config.max_sequences, device)
+
+    def _report(self, kind: str, **more: Any) -> None:
+        report = {"kind": kind, "rank": self._shard.rank, **more}
+        self._reports.send(json.dumps(report).encode())
+
+
+@torch.inference_mode()
+def _run(steps: TorchSteps, plan: StepPlan) -> None:
+    """One step, with the collectives of `TorchExecutor` in their order."""
+    steps.prepare(plan)
+    if plan.num_tokens == 0:
+        steps.end()
+        return
+    hidden = steps.forward(plan)
+    for wanted in plan.scores:
+        for _ in steps.scored(hidden, wanted):
+            pass  # Rank 0 has the logits.
+    if plan.sample is None:
+        steps.end()
+        return
+    steps.logits(hidden, plan)
+    steps.keep(plan, torch.empty(plan.sample.num_rows, dtype=torch.int64))
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, EngineError | ModelError | CollectiveError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+def main(folder: str, parent: str) -> NoReturn:
+    """Runs a rank that torchrun's environment names. It never returns: nothing is left to tidy up.
+
+    Args:
+        folder: rank 0's private folder.
+        parent: rank 0's process.
+    """
+    end_with_parent(int(parent))
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    logging.basicConfig(level=logging.WARNING, format=f"rank {rank}: %(levelname)s %(message)s")
+    failpoints.arm(os.environ.get("BATON_DEBUG_FAILPOINTS", ""))
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    code = Follower(Path(folder), rank, size).run()
+    sys.stderr.flush()
+    os._exit(code)

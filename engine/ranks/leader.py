@@ -1,0 +1,295 @@
+"""Rank 0's side: it starts the other ranks, agrees with them on a pool, and sends them steps.
+
+States of the ranks:
+
+1. STARTED: they load. `check` raises once one has failed.
+2. LOADED: each has reported its weights and its pages: `agree`.
+3. READY: all have joined the group: `join`. Steps are sent.
+4. LOST: one has ended or failed. The others are killed, since they wait for it. Every step fails,
+   and `call_when_lost` calls back.
+5. ENDED: `close`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Final, Protocol
+
+import numpy as np
+import torch
+import zmq
+from numpy.typing import NDArray
+
+from engine.config import EngineConfig
+from engine.loop.executor import Executor, Launched
+from engine.ranks.collective import Alone, Collective, GlooCollective
+from engine.ranks.keeper import Keeper, RankError
+from engine.ranks.process import (
+    LOADED,
+    PAGES,
+    READY,
+    STEP,
+    STOP,
+    STORE,
+    address,
+    steps_of,
+    write_config,
+)
+from engine.ranks.steps import encode
+from engine.sampling import Masks
+from engine.schedule.step import StepPlan, StepResult
+
+REASON_S: Final = 2.0
+"""A step that failed waits this long for the reason, seconds: the kernel tells of a dead rank a
+moment after its connections broke."""
+
+
+class Ranks(Protocol):
+    """The other ranks of an engine."""
+
+    collective: Collective
+    """What all ranks do together."""
+
+    @property
+    def lost(self) -> str:
+        """Which rank is lost, and why; empty: none is."""
+        ...
+
+    def start(self) -> None:
+        """Starts them. It returns at once."""
+        ...
+
+    def check(self) -> None:
+        """Raises RankError if they are lost."""
+        ...
+
+    def agree(self, revision: str, num_pages: int) -> int:
+        """Waits until all have loaded; returns the pages that fit on every rank.
+
+        Raises:
+            RankError: one failed, or has read other weights.
+        """
+        ...
+
+    def join(self) -> None:
+        """Waits until all are ready for steps.
+
+        Raises:
+            RankError: one failed.
+        """
+        ...
+
+    def executor(self, own: Executor) -> Executor:
+        """Runs steps on all of them; `own` runs this rank's part."""
+        ...
+
+    def call_when_lost(self, on_lost: Callable[[str], None]) -> None:
+        """Calls `on_lost` once, with the reason, when they are lost."""
+        ...
+
+    def close(self) -> None:
+        """Ends them. A second call does nothing."""
+        ...
+
+
+class NoRanks:
+    """There are no others."""
+
+    def __init__(self) -> None:
+        self.collective: Collective = Alone()
+        self.lost = ""
+
+    def start(self) -> None:
+        """See `Ranks`."""
+
+    def check(self) -> None:
+        """See `Ranks`."""
+
+    def agree(self, revision: str, num_pages: int) -> int:
+        """See `Ranks`."""
+        return num_pages
+
+    def join(self) -> None:
+        """See `Ranks`."""
+
+    def executor(self, own: Executor) -> Executor:
+        """See `Ranks`."""
+        return own
+
+    def call_when_lost(self, on_lost: Callable[[str], None]) -> None:
+        """See `Ranks`."""
+
+    def close(self) -> None:
+        """See `Ranks`."""
+
+
+class HostRanks:
+    """Ranks 1 to N - 1, processes of this host. All ranks divide the CPU threads that this process
+    had."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Starts nothing yet. No value of `config` depends on the device any more."""
+        self._group = GlooCollective(0, config.tp)
+        self.collective: Collective = self._group
+        self._config = config
+        self._threads = torch.get_num_threads()
+        self._closed = False
+        self._context = zmq.Context()
+        self._steps: list[zmq.Socket[bytes]] = []
+        self._folder: Path | None = None
+        self._keeper: Keeper | None = None
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Processes by rank."""
+        return self._kept.pids
+
+    @property
+    def lost(self) -> str:
+        """See `Ranks`."""
+        return self._keeper.lost if self._keeper else ""
+
+    def start(self) -> None:
+        """See `Ranks`.
+
+        Raises:
+            RankError: there is no place for their sockets.
+        """
+        try:
+            self._start()
+        except (OSError, zmq.ZMQError) as error:
+            raise RankError(f"no rank can be started: {error}") from error
+
+    def _start(self) -> None:
+        folder = self._folder = Path(tempfile.mkdtemp(prefix="baton-ranks-"))
+        write_config(self._config, folder)
+        for rank in range(1, self._config.tp):
+            socket = self._context.socket(zmq.PUSH)
+            socket.set_hwm(0)
+            # It connects, and the rank binds: so a send never waits for a rank that is gone.
+            socket.connect(address(folder, steps_of(rank)))
+            self._steps.append(socket)
+        threads = max(1, self._threads // self._config.tp)
+        torch.set_num_threads(threads)
+        self._keeper = Keeper(folder, self._config.tp, threads)
+
+    def check(self) -> None:
+        """See `Ranks`."""
+        if self._keeper is not None:
+            self._keeper.check()
+
+    def agree(self, revision: str, num_pages: int) -> int:
+        """See `Ranks`."""
+        reports = self._kept.wait_for(LOADED)
+        for rank, report in enumerate(reports, 1):
+            if report["revision"] != revision:
+                raise RankError(
+                    f"rank {rank} has read other weights than rank 0: have they changed?"
+                )
+        least = min(num_pages, *(int(report["num_pages"]) for report in reports))
+        self._send([PAGES, json.dumps(least).encode()])
+        return least
+
+    def join(self) -> None:
+        """See `Ranks`. The folder is not needed any more then."""
+        folder, errors = self._folder, list[Exception]()
+        assert folder is not None, "they are started"
+
+        def meet() -> None:
+            try:
+                self._group.join(folder / STORE)
+            except Exception as error:
+                errors.append(error)
+
+        # On a thread of its own: gloo would wait for a rank that is gone.
+        meeting = threading.Thread(target=meet, name="baton-ranks-join", daemon=True)
+        meeting.start()
+        self._kept.wait_for(READY, also=lambda: not meeting.is_alive())
+        if errors:
+            raise RankError(f"rank 0 cannot join the group: {errors[0]}")
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def executor(self, own: Executor) -> Executor:
+        """See `Ranks`."""
+        return RankedExecutor(own, self._kept, lambda plan: self._send([STEP, *encode(plan)]))
+
+    def call_when_lost(self, on_lost: Callable[[str], None]) -> None:
+        """See `Ranks`."""
+        self._kept.call_when_lost(on_lost)
+
+    def close(self) -> None:
+        """See `Ranks`."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._keeper is not None:
+            self._keeper.close(lambda: self._send([STOP]))
+            torch.set_num_threads(self._threads)
+        self._context.destroy(linger=0)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def _kept(self) -> Keeper:
+        assert self._keeper is not None, "they are started"
+        return self._keeper
+
+    def _send(self, frames: list[bytes | memoryview]) -> None:
+        for socket in self._steps:
+            socket.send_multipart(frames)
+
+
+class RankedExecutor:
+    """Sends each step to the other ranks and runs rank 0's part of it.
+
+    An error in a step loses the ranks, because they have not all done the same any more.
+    """
+
+    def __init__(self, own: Executor, keeper: Keeper, send: Callable[[StepPlan], None]) -> None:
+        self._own = own
+        self._keeper = keeper
+        self._send = send
+        self._runs = False
+        """Whether the step launched last runs: its draw may wait for masks."""
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """See `Executor`."""
+        launched: Launched = Future()
+        self._runs = not self._keeper.lost
+        if not self._runs:
+            launched.set_exception(RankError(self._keeper.lost))
+            return launched
+        self._send(plan)
+        self._own.launch(plan).add_done_callback(lambda own: self._pass_on(own, launched))
+        return launched
+
+    def mask_bits(self, count: int) -> NDArray[np.int32]:
+        """See `Executor`."""
+        return self._own.mask_bits(count)
+
+    def sample(self, masks: Masks | None) -> None:
+        """See `Executor`."""
+        if self._runs:
+            self._own.sample(masks)
+
+    def shutdown(self) -> None:
+        """See `Executor`."""
+        self._own.shutdown()
+
+    def _pass_on(self, own: Launched, launched: Launched) -> None:
+        error = own.exception()
+        if error is None:
+            result: StepResult = own.result()
+            launched.set_result(result)
+            return
+        reason = self._keeper.reason(REASON_S)
+        if not reason:
+            reason = f"rank 0: a step failed: {type(error).__name__}: {error}"
+            self._keeper.lose(reason)
+        launched.set_exception(RankError(reason))

@@ -1,0 +1,67 @@
+"""Steps on their way to the other ranks: raw integers, no pickle.
+
+A step is a list of frames: `HEAD`, then the columns of `StepPlan` that a rank needs, then the next
+ids of each prompt that is scored. All are int32 in the order of the host, which is the same for all
+ranks. What only rank 0 needs, such as sampling options and masks, stays there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.sampling import SamplePlan
+from engine.schedule.step import ScorePlan, StepPlan
+
+Int32s = NDArray[np.int32]
+
+COLUMNS: Final = (
+    "token_ids",
+    "positions",
+    "row_slots",
+    "query_lens",
+    "context_lens",
+    "page_table",
+    "sample_tokens",
+    "sample_slots",
+    "copy_source",
+    "copy_target",
+    "write_slots",
+    "write_tokens",
+)
+"""Columns that travel. The page table is the only one with two dimensions."""
+HEAD: Final = ("number", "num_decodes", "samples", "table_width")
+"""First integers of the first frame. (first token, top N) of each scored prompt follow."""
+
+
+def encode(plan: StepPlan) -> list[memoryview]:
+    """The frames of a step."""
+    head = [plan.number, plan.num_decodes, plan.sample is not None, plan.page_table.shape[-1]]
+    for wanted in plan.scores:
+        head += [wanted.first_token, wanted.top_n]
+    columns = [getattr(plan, name) for name in COLUMNS]
+    arrays = [np.array(head), *columns, *(wanted.next_ids for wanted in plan.scores)]
+    return [np.ascontiguousarray(array, np.int32).data.cast("B") for array in arrays]
+
+
+def decode(frames: Sequence[bytes]) -> StepPlan:
+    """The step of some frames, without what only rank 0 needs."""
+    head, *arrays = (np.frombuffer(frame, np.int32) for frame in frames)
+    number, num_decodes, samples, width = (int(value) for value in head[: len(HEAD)])
+    columns: dict[str, Any] = dict(zip(COLUMNS, arrays, strict=False))
+    columns["page_table"] = columns["page_table"].reshape(-1, width)
+    asked = head[len(HEAD) :].reshape(-1, 2).tolist()
+    scores = zip(asked, arrays[len(COLUMNS) :], strict=True)
+    nothing = np.zeros(0, np.int32)
+    return StepPlan(
+        **columns,
+        number=number,
+        num_decodes=num_decodes,
+        sample_generations=nothing,
+        sample_indices=nothing,
+        sample=SamplePlan(len(columns["sample_slots"])) if samples else None,
+        scores=tuple(ScorePlan(first, ids, top_n) for (first, top_n), ids in scores),
+    )

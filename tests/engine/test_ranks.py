@@ -1,0 +1,390 @@
+"""Several ranks on CPUs, by gloo: the tokens of one rank by every path; what a rank's end does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from engine_kit import Run, build, check_baseline, finish, held, submit
+from precision_reference import Reference, Rule, by_channel
+from quantised_checkpoints import FORMS
+from quantised_folders import rule_of, write_quantised
+from references import NOISE, References, references
+from safetensors.torch import load_file
+from test_engine_demo_model import first_difference
+from test_engine_structure import PERSON, grammar_of
+from test_precision_paths import TINY_FLIP, Case
+from test_precision_paths import run_all as run_quantised
+from tiny_models import write_tiny_model
+from waiting import wait_until
+
+from baton import LLM
+from engine.engine import Engine, EngineError
+from engine.loop.executor import NullExecutor
+from engine.ranks.keeper import RankError
+from engine.ranks.leader import HostRanks, RankedExecutor
+from engine.types import FailureReason, SamplingParams
+
+pytestmark = pytest.mark.timeout(300)
+
+FAMILIES: Mapping[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {"family": "mistral", "sliding_window": 24},
+    "qwen2": {"family": "qwen2", "use_sliding_window": False, "tie_word_embeddings": True},
+    "qwen3": {"family": "qwen3", "head_dim": 32},
+}
+QUICK = [("llama", 2)]
+SMALL = {"num_pages": 18, "max_sequences": 6, "max_step_tokens": 64}
+"""Chunks of 64 tokens, and too few pages for six requests: some are preempted."""
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=11)
+PENALISED = SamplingParams(temperature=0.0, frequency_penalty=1.5, repetition_penalty=1.3)
+SCORED = SamplingParams(temperature=0.0, top_logprobs=3)
+FORMED = SamplingParams(temperature=1.5, seed=3, grammar=grammar_of(PERSON))
+GONE_S = 5.0
+"""No process of a rank is left after this many seconds."""
+
+
+@contextmanager
+def running(path: Path, **options: Any) -> Iterator[Engine]:
+    engine = build(path, **options)
+    try:
+        yield engine
+        check_baseline(engine)
+    finally:
+        engine.stop()
+
+
+def pids_of(engine: Engine) -> dict[int, int]:
+    assert isinstance(engine.ranks, HostRanks)
+    return dict(engine.ranks.pids)
+
+
+def prompt_of(length: int) -> list[int]:
+    return np.random.default_rng(length).integers(1, 384, length).tolist()
+
+
+class Pair(NamedTuple):
+    """One rank and several."""
+
+    one: Engine
+    several: Engine
+    answers: References
+
+
+def cases() -> list[Any]:
+    every = [(family, count) for family in FAMILIES for count in (2, 4)]
+    return [
+        pytest.param(
+            each, id=f"{each[0]}-{each[1]}", marks=() if each in QUICK else pytest.mark.slow
+        )
+        for each in every
+    ]
+
+
+@pytest.fixture(scope="module", params=cases())
+def pair(request, tmp_path_factory) -> Iterator[Pair]:
+    family, count = request.param
+    path = write_tiny_model(tmp_path_factory.mktemp(family), **FAMILIES[family])
+    with running(path, **SMALL) as one, running(path, tp=count, **SMALL) as several:
+        yield Pair(one, several, references(path))
+
+
+def check(answers: References, runs: Sequence[Run], max_tokens: int, given: int = 0) -> None:
+    """Each run has the tokens of transformers up to the first that noise may decide."""
+    for run in runs:
+        prompt = run.request.prompt_ids.tolist()
+        want = answers(prompt, max_tokens, past_end=True)
+        found = want.tokens[:given] + run.tokens[0]
+        assert len(found) == max_tokens
+        if found != want.tokens:
+            at = first_difference(found, want.tokens)
+            assert want.margins[at] < NOISE, f"{len(prompt)} tokens: token {at} differs"
+
+
+def test_fingerprint_and_limits_do_not_depend_on_the_ranks(pair):
+    assert pair.one.model == pair.several.model
+    assert pair.several.pool.num_kv_heads == 1
+
+
+def test_whole_in_chunks_from_the_cache_and_resumed(pair):
+    several, answers = pair.several, pair.answers
+    prompts = [prompt_of(length) for length in (1, 15, 16, 17, 65, 150)]
+    before = several.load().prompt_tokens_cached
+    for _ in range(2):
+        for prompt in prompts:
+            run = submit(several, prompt, 8, ignore_eos=True)
+            finish(run)
+            check(answers, [run], 8)
+    assert several.load().prompt_tokens_cached > before
+    given = [answers(prompt, 8, past_end=True).tokens[:3] for prompt in prompts]
+    for prompt, tokens in zip(prompts, given, strict=True):
+        run = submit(several, prompt, 8, generated=[tokens], ignore_eos=True)
+        finish(run)
+        check(answers, [run], 8, given=3)
+
+
+def test_preempted(pair):
+    before = pair.several.load().preemptions
+    with held(pair.several):
+        runs = [submit(pair.several, prompt_of(20 + i), 40, ignore_eos=True) for i in range(6)]
+    finish(*runs)
+    assert pair.several.load().preemptions > before
+    check(pair.answers, runs, 40)
+
+
+@pytest.mark.parametrize(
+    "sampling", [SAMPLED, PENALISED, FORMED], ids=["drawn", "penalties", "form"]
+)
+def test_rank_0_samples_for_all(pair, sampling):
+    """Two choices, in a batch with others."""
+    prompt, found = prompt_of(37), []
+    for engine in (pair.one, pair.several):
+        others = [submit(engine, prompt_of(20 + i), 12) for i in range(2)]
+        run = submit(engine, prompt, 24, sampling=sampling, choices=2)
+        finish(run, *others)
+        found.append([run.tokens, *(other.tokens for other in others)])
+    assert found[0] == found[1]
+
+
+def test_log_probabilities_of_prompt_and_output(pair):
+    records = []
+    for engine in (pair.one, pair.several):
+        run = submit(engine, prompt_of(70), 6, sampling=SCORED, prompt_logprobs=True)
+        finish(run)
+        assert run.scored is not None
+        records.append([*run.scored.records, *run.records[0]])
+    assert len(records[0]) == len(records[1]) == 69 + len(run.records[0])
+    for one, other in zip(*records, strict=True):
+        assert (one.token_id, one.top_ids) == (other.token_id, other.top_ids)
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+# -- precisions ---------------------------------------------------------------------------------
+
+
+def sliced(source: Path, count: int) -> Reference:
+    """What `quantization="fp8"` makes of a model for so many ranks: output and down are rounded by
+    slices, weights and inputs."""
+
+    def parts_of(module: str) -> int:
+        return count if module.endswith(("o_proj", "down_proj")) else 1
+
+    weights = {}
+    for name, weight in load_file(source / "model.safetensors").items():
+        if name.endswith("_proj.weight"):
+            module = name.removesuffix(".weight")
+            parts = weight.chunk(parts_of(module), 1)
+            weights[module] = torch.cat([by_channel(part) for part in parts], 1)
+    sizes = {module: weight.shape[1] for module, weight in weights.items()}
+    return Reference(source, weights, lambda module: Rule(group=sizes[module] // parts_of(module)))
+
+
+def fp8_cases() -> list[Any]:
+    every = [(family, count) for family in FAMILIES for count in (2, 4)]
+    slow = pytest.mark.slow
+    return [pytest.param(*each, marks=() if each == ("qwen3", 2) else slow) for each in every]
+
+
+@pytest.mark.parametrize(("family", "count"), fp8_cases())
+def test_fp8_rounds_by_slices_and_fp8_kv_does_not(family, count, tmp_path):
+    source = write_tiny_model(tmp_path / "float", **FAMILIES[family], tokenizer=False, hidden=128)
+    load = partial(sliced, source, count)
+    answers = References(source, f"fp8 by {count} slices", lambda: load().model, TINY_FLIP)
+    prompts = [prompt_of(length) for length in (70, 64, 17, 5)]
+    options = {"quantization": "fp8", "tp": count}
+    case = Case(source, options, answers, prompts, load, is_demo=False)
+    with case.engine(max_step_tokens=40) as engine:
+        case.check(run_quantised(engine, prompts))
+        case.check(run_quantised(engine, prompts))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_fp8_kv_is_that_of_one_rank(count, tmp_path):
+    path = write_tiny_model(tmp_path, tokenizer=False)
+    found = []
+    for tp in (1, count):
+        with running(path, tp=tp, kv_cache_dtype="fp8") as engine:
+            runs = [submit(engine, prompt_of(length), 12) for length in (5, 40, 100)]
+            finish(*runs)
+            found.append([run.tokens for run in runs])
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_quantised_checkpoints(form, tmp_path):
+    """Two ranks, each form; FP8 inputs without a given scale are rounded by slices."""
+    source = write_tiny_model(tmp_path / "float", tokenizer=False, hidden=256, head_dim=128)
+    checkpoint = write_quantised(source, tmp_path / form, form)
+    of_one = rule_of(form, checkpoint)
+
+    def rule(module: str) -> Rule | None:
+        found = of_one(module)
+        if found == Rule() and module.endswith(("o_proj", "down_proj")):
+            return Rule(group=checkpoint.weights[module].shape[1] // 2)
+        return found
+
+    load = partial(Reference, source, checkpoint.weights, rule)
+    answers = References(tmp_path / form, f"{form} by 2 slices", lambda: load().model, TINY_FLIP)
+    prompts = [prompt_of(length) for length in (70, 17, 5)]
+    case = Case(tmp_path / form, {"tp": 2}, answers, prompts, load, is_demo=False)
+    with case.engine(max_step_tokens=40) as engine:
+        case.check(run_quantised(engine, prompts))
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_the_demo_model_at_three_ranks(demo_model):
+    """9 query heads and 3 KV heads: one KV head a rank."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(demo_model)
+    texts = ("The capital of France is", "Zwölf Boxkämpfer jagen", "1, 2, 3, 4,", "🏃 baton 🥖" * 8)
+    prompts = [tokenizer(text)["input_ids"] for text in texts]
+    with running(demo_model, tp=3, max_step_tokens=32) as engine:
+        for _ in range(2):
+            runs = [submit(engine, prompt, 10, ignore_eos=True) for prompt in prompts]
+            finish(*runs, timeout_s=120)
+            check(references(demo_model), runs, 10)
+
+
+# -- the end of a rank --------------------------------------------------------------------------
+
+
+def all_gone(pids: Sequence[int]) -> bool:
+    return not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_an_llm_says_that_a_rank_was_killed(tmp_path):
+    """While it idles, and while it generates; the user's process goes on, and no rank is left."""
+    path = write_tiny_model(tmp_path)
+    settings = {"device": "cpu", "debug": {"num_pages": 40}, "max_sequences": 4}
+    with LLM(path, tp=2, **settings) as llm:
+        assert llm.generate("One, two,", max_tokens=8, temperature=0).usage.output_tokens == 8
+        (pid,) = pids_of(llm.engine).values()
+        with llm.stream("One, two,", max_tokens=500, ignore_eos=True) as stream:
+            next(iter(stream))
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(EngineError, match="rank 1 was killed by SIGKILL"):
+                list(stream)
+        with pytest.raises(EngineError, match="rank 1 was killed by SIGKILL"):
+            llm.generate("One, two,", max_tokens=8)
+        wait_until(lambda: all_gone([pid]), GONE_S)
+
+
+@pytest.mark.slow
+def test_all_ranks_end_with_the_first(tmp_path):
+    """Killed, and stopped and then killed, and rank 0 itself."""
+    path = write_tiny_model(tmp_path, tokenizer=False)
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        engine = build(path, tp=4)
+        lost: list[float] = []
+        engine.ranks.call_when_lost(lambda _, lost=lost: lost.append(time.monotonic()))
+        pids = pids_of(engine)
+        run = submit(engine, prompt_of(20), 1000, ignore_eos=True)
+        os.kill(pids[2], number)
+        if number == signal.SIGSTOP:
+            time.sleep(0.5)
+            os.kill(pids[2], signal.SIGKILL)
+        assert run.done.wait(GONE_S)
+        assert run.failed is not None
+        assert run.failed.reason is FailureReason.INTERNAL
+        assert len(lost) == 1
+        assert engine.lost == "rank 2 was killed by SIGKILL"
+        wait_until(lambda pids=pids: all_gone(list(pids.values())), GONE_S)
+        again = submit(engine, prompt_of(20), 8)
+        assert again.done.wait(GONE_S)
+        assert again.failed is not None
+        engine.stop()
+
+
+def test_a_draw_that_waits_for_masks_ends_when_the_ranks_are_lost():
+    """A step that runs gets its masks, though the ranks are lost meanwhile. One that was launched
+    later does not run, and fails."""
+
+    class Keeping:
+        lost = ""
+
+    own, keeper, sent = NullExecutor(), Keeping(), []
+    masks: list[object] = []
+    own.sample = masks.append
+    executor = RankedExecutor(own, keeper, sent.append)
+    plan = SimpleNamespace(sample_slots=[0])
+    assert executor.launch(plan).result().tokens.tolist() == [0]
+    keeper.lost = "rank 1 ended with code 1"
+    executor.sample(None)
+    assert masks == [None]
+    with pytest.raises(RankError, match="rank 1 ended with code 1"):
+        executor.launch(plan).result()
+    executor.sample(None)
+    assert (masks, sent) == ([None], [plan])
+
+
+@pytest.mark.slow
+def test_ranks_end_with_the_process_of_rank_0(tmp_path):
+    import subprocess
+    import sys
+
+    path = write_tiny_model(tmp_path, tokenizer=False)
+    code = (
+        "import sys, threading, time; from engine_kit import build; from pathlib import Path\n"
+        "engines = []\n"
+        "maker = threading.Thread(target=lambda: engines.append(build(Path(sys.argv[1]), tp=4)))\n"
+        "maker.start(); maker.join(); time.sleep(1)\n"
+        "assert not engines[0].lost, 'ranks must outlive the thread that made the engine'\n"
+        "print(*engines[0].ranks.pids.values(), flush=True); time.sleep(600)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, env=environment
+    )
+    assert child.stdout is not None
+    pids = [int(pid) for pid in child.stdout.readline().split()]
+    assert len(pids) == 3
+    os.kill(pids[0], signal.SIGSTOP)
+    child.kill()
+    wait_until(lambda: all_gone(pids), GONE_S)
+    child.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["raise", "kill"])
+def test_a_rank_that_fails_to_load_is_named(how, tmp_path, monkeypatch):
+    path = write_tiny_model(tmp_path, tokenizer=False)
+    monkeypatch.setenv("BATON_DEBUG_FAILPOINTS", f"rank.load={how}~2")
+    why = "rank 2: FailpointError: " if how == "raise" else "rank 2 was killed by SIGKILL"
+    with pytest.raises(EngineError, match=why):
+        build(path, tp=4)
+
+
+@pytest.mark.slow
+def test_an_idle_rank_costs_nothing(tmp_path):
+    with running(write_tiny_model(tmp_path, tokenizer=False), tp=2) as engine:
+        finish(submit(engine, prompt_of(20), 8))
+        (pid,) = pids_of(engine).values()
+        before = sum(psutil.Process(pid).cpu_times()[:2])
+        time.sleep(3)
+        assert sum(psutil.Process(pid).cpu_times()[:2]) - before <= 0.03
+
+
+def test_what_ranks_cannot_do_is_refused(tmp_path, monkeypatch):
+    path = write_tiny_model(tmp_path, tokenizer=False)
+    with pytest.raises(EngineError, match="tp 0 must be at least 1"):
+        build(path, tp=0)
+    with pytest.raises(EngineError, match="kv_host_gib keeps whole pages"):
+        build(path, tp=2, kv_host_bytes=1 << 20)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(EngineError, match=r"tp 2 on cuda: several ranks run on CPUs so far"):
+        build(path, tp=2, device="cuda")

@@ -1,0 +1,164 @@
+"""A rank's part of a model: what it reads, what does not depend on the number of ranks, and which
+numbers are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from quantised_folders import write_quantised
+from tiny_models import write_tiny_model
+
+from engine.model import LoadedModel, UnsupportedModelError, load_model
+from engine.model.llama import Layer
+from engine.model.region import Range
+from engine.model.shard import Shard
+from engine.model.sources import Safetensors
+from engine.ranks.steps import COLUMNS, decode, encode
+from engine.sampling import SamplePlan
+from engine.schedule.step import ScorePlan, StepPlan
+
+CPU = torch.device("cpu")
+BIASES = {"attention_bias": True, "mlp_bias": True}
+
+
+def load(path: Path, rank: int = 0, count: int = 1, **options) -> LoadedModel:
+    more = {"dtype": torch.bfloat16, "device": CPU, "shard": Shard(rank, count), **options}
+    return load_model(str(path), **more)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> Path:
+    """Four query heads, two KV heads, biases everywhere, 385 tokens: no number of ranks divides
+    them."""
+    folder = tmp_path_factory.mktemp("tiny")
+    return write_tiny_model(folder, vocab=385, tokenizer=False, **BIASES)
+
+
+def layer_of(loaded: LoadedModel) -> Layer:
+    layer = loaded.model.layers[1]
+    assert isinstance(layer, Layer)
+    return layer
+
+
+@pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_ranks_hold_the_parts_of_one(path, count, load_format):
+    """Together they have each weight once, but KV heads that several ranks need."""
+    whole = layer_of(one := load(path, load_format=load_format))
+    ranks = [load(path, rank, count, load_format=load_format) for rank in range(count)]
+    assert {loaded.revision for loaded in ranks} == {one.revision}
+    layers = [layer_of(loaded) for loaded in ranks]
+    d, (heads, kv_heads, _) = whole.head_dim, whole.heads
+    q, k, v = whole.qkv.method.weight.split([heads * d, kv_heads * d, kv_heads * d])
+    for rank, layer in enumerate(layers):
+        own = slice(rank * heads // count * d, (rank + 1) * heads // count * d)
+        first = rank * kv_heads // count
+        kv = slice(first * d, (first + max(1, kv_heads // count)) * d)
+        assert torch.equal(layer.qkv.method.weight, torch.cat((q[own], k[kv], v[kv])))
+    for name in ("output", "down"):
+        parts = [getattr(layer, name) for layer in layers]
+        both = torch.cat([part.method.weight for part in parts], 1)
+        assert torch.equal(both, getattr(whole, name).method.weight)
+        assert torch.equal(parts[0].bias, getattr(whole, name).bias)
+        assert not any(part.bias.any() for part in parts[1:]), "a bias is added once"
+    gates = [layer.gate_up.method.weight.chunk(2) for layer in layers]
+    assert torch.equal(
+        torch.cat([*(gate for gate, _ in gates), *(up for _, up in gates)]),
+        whole.gate_up.method.weight,
+    )
+    assert torch.equal(torch.cat([loaded.model.head for loaded in ranks]), one.model.head)
+
+
+def test_only_a_ranks_places_are_read(path, monkeypatch):
+    """Of a tensor that is cut, a rank reads its part, and two rows for the revision."""
+    of_tensor = Safetensors.read
+    read: dict[str, int] = {}
+
+    def watched(self, name: str, *where: Range) -> torch.Tensor:
+        tensor = of_tensor(self, name, *where)
+        read[name] = read.get(name, 0) + tensor.numel()
+        return tensor
+
+    monkeypatch.setattr(Safetensors, "read", watched)
+    load(path, 1, 4)
+    prefix = "model.layers.0."
+    assert read[f"{prefix}mlp.gate_proj.weight"] == 128 * 64 // 4 + 2 * 64
+    assert read[f"{prefix}mlp.down_proj.weight"] == 64 * 128 // 4 + 2 * 128
+    assert read[f"{prefix}self_attn.k_proj.weight"] == 16 * 64 + 2 * 64
+
+
+@pytest.mark.parametrize(
+    ("options", "count", "why"),
+    [
+        (
+            {"heads": 6, "kv_heads": 3, "hidden": 96},
+            2,
+            "neither divides the 3 KV.*: 1, 3, 6$",
+        ),
+        ({}, 3, "does not divide the 4 attention heads.*: 1, 2, 4$"),
+        ({"heads": 6, "kv_heads": 2, "hidden": 96}, 6, ""),
+        ({"intermediate_size": 130}, 4, "the feed-forward width 130.*: 1, 2$"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused_with_those_that_do(tmp_path, options, count, why):
+    stated = {"intermediate_size": options.pop("intermediate_size", None)}
+    write_tiny_model(tmp_path, tokenizer=False, **options)
+    if stated["intermediate_size"]:
+        config = json.loads((tmp_path / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**config, **stated}))
+    if not why:
+        assert layer_of(load(tmp_path, 5, count)).heads == (1, 1, 1)
+        return
+    with pytest.raises(UnsupportedModelError, match=f"tp {count} does not fit.*{why}"):
+        load(tmp_path, 0, count, check=lambda _: pytest.fail("refused too late"))
+
+
+@pytest.mark.parametrize(
+    ("form", "why"),
+    [
+        ("fp8-blocks", r"q_proj, which cannot be cut within 128 channels; these fit: 1, 2$"),
+        ("gptq", r"o_proj, which cannot be cut within 32 channels; these fit: 1, 2, 4$"),
+    ],
+)
+def test_no_block_and_no_group_is_cut(tmp_path, form, why):
+    """Eight heads of 32 (blocks) or of 16 (groups of 32)."""
+    hidden = 256 if form == "fp8-blocks" else 128
+    shape = {"hidden": hidden, "heads": 8, "kv_heads": 8, "tokenizer": False}
+    source = write_tiny_model(tmp_path / "float", **shape)
+    write_quantised(source, tmp_path / form, form)
+    with pytest.raises(UnsupportedModelError, match=f"it cuts model.layers.0.self_attn.{why}"):
+        load(tmp_path / form, 0, 8)
+    assert load(tmp_path / form, 1, 2).revision == load(tmp_path / form).revision
+
+
+@pytest.mark.model
+def test_ranks_read_gguf_files_alike(demo_model):
+    one, *ranks = (load(demo_model, *shard) for shard in ((0, 1), (0, 3), (2, 3)))
+    assert {loaded.revision for loaded in ranks} == {one.revision}
+    whole, part = layer_of(one).down.method.weight, layer_of(ranks[1]).down.method.weight
+    assert torch.equal(whole[:, -part.shape[1] :], part)
+
+
+def test_a_step_comes_over_as_it_was_sent():
+    rng = np.random.default_rng(0)
+    columns = {
+        name: rng.integers(0, 99, size=length).astype(np.int32)
+        for length, name in enumerate(COLUMNS)
+    }
+    columns["page_table"] = rng.integers(0, 99, (4, 7)).astype(np.int32)[:, ::2]
+    columns["sample_slots"] = np.zeros(3, np.int32)
+    nothing = np.zeros(0, np.int32)
+    scores = tuple(ScorePlan(at, np.arange(5 + at, dtype=np.int32), at + 1) for at in (3, 9))
+    more = {"sample_generations": nothing, "sample_indices": nothing, "scores": scores}
+    plan = StepPlan(number=7, num_decodes=2, sample=SamplePlan(3), **columns, **more)
+    found = decode([bytes(frame) for frame in encode(plan)])
+    for name in COLUMNS:
+        assert np.array_equal(getattr(found, name), columns[name]), name
+    assert (found.number, found.num_decodes, found.sample) == (7, 2, SamplePlan(3))
+    assert [(s.first_token, s.top_n, s.next_ids.tolist()) for s in found.scores] == [
+        (s.first_token, s.top_n, s.next_ids.tolist()) for s in scores
+    ]
