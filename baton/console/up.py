@@ -6,8 +6,7 @@
    router can run a model. A process that dies before that is an error. One that dies later is
    restarted, except for the only router.
 4. Leaving `running` drains the routers first, since their requests need the workers.
-
-Several routers share the addresses for clients. All processes send their spans to the first one.
+5. Several routers share the addresses for clients. All send their spans to the first one.
 """
 
 from __future__ import annotations

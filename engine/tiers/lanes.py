@@ -105,11 +105,17 @@ class Lane:
         self._thread.join(STOP_S)
         return not self._thread.is_alive()
 
+    def _pass_failpoint(self) -> None:
+        if self.name == "save":
+            failpoints.hit("tiers.save")
+        else:
+            failpoints.hit("tiers.load")
+
     def _run(self) -> None:
         while (copy := self._copies.get()) is not None:
             began = time.monotonic()
             try:
-                failpoints.hit(f"tiers.{self.name}")
+                self._pass_failpoint()
                 self.move(copy)
             except Exception:
                 log.exception("KV pages could not be copied", extra={"lane": self.name})

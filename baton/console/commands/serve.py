@@ -90,6 +90,9 @@ HostOption = Annotated[
         show_default=False,
     ),
 ]
+DeviceOption = Annotated[
+    up.Device, typer.Option(help="`auto`: one GPU a worker where there are any.")
+]
 RanksOption = Annotated[
     int, typer.Option(min=1, help="Ranks of each worker: processes that divide the model.")
 ]
@@ -131,9 +134,7 @@ def up_command(
         ),
     ] = demo_model.DEMO,
     tp: RanksOption = 1,
-    device: Annotated[
-        up.Device, typer.Option(help="`auto`: one GPU a worker where there are any.")
-    ] = "auto",
+    device: DeviceOption = "auto",
     trace: Annotated[
         bool,
         typer.Option(help="Keep the latest traces in the first router: `baton trace` draws them."),

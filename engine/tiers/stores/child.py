@@ -110,15 +110,17 @@ class Child:
             threading.Timer(_END_S, os._exit, (1,)).start()  # The store may hang.
 
     def _answer(self, question: Question) -> Answer:
-        failpoints.hit(f"store.{question.verb}")
         names = [self._form.name(bytes.fromhex(key)) for key in question.keys]
         if question.verb == LOOKUP:
+            failpoints.hit("store.lookup")
             return Answer(question.number, self._store.lookup(names))
         buffers = [self._parts(i, slots) for i, slots in enumerate(question.slots)]
         if question.verb == STORE:
+            failpoints.hit("store.store")
             for name, parts in zip(names, buffers, strict=True):
                 self._form.seal(name, parts)
             return Answer(question.number, self._store.store(names, buffers))
+        failpoints.hit("store.load")
         return self._load(question.number, names, buffers)
 
     def _load(self, number: int, names: list[str], buffers: list[Buffers]) -> Answer:
