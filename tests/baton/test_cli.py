@@ -406,8 +406,8 @@ def test_a_key_is_not_printed() -> None:
     [
         (("--max-model-len", "10"), "--max-context-tokens of baton worker"),
         (("--max-model-len=10",), "(BATON_MAX_CONTEXT_TOKENS sets it under baton up)"),
-        (("--tensor-parallel-size", "2"), "a model must fit one GPU"),
-        (("-tp", "2"), "a model must fit one GPU"),
+        (("--tensor-parallel-size", "2"), "--tp of baton worker"),
+        (("-tp", "2"), "--tp of baton worker"),
     ],
 )
 def test_a_flag_of_vllm_is_answered_with_ours(
