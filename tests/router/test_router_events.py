@@ -181,4 +181,4 @@ async def test_a_worker_that_is_lost_counts_and_one_that_drained_does_not(counte
 
 def test_every_cause_of_a_loss_is_shown_before_it_happens() -> None:
     """Those of a worker that never was attached, and of the router's own end, are no losses."""
-    assert {*LOSS_CAUSES, "closed", "refused"} == {loss.name.lower() for loss in Loss}
+    assert {*LOSS_CAUSES, "closed", "refused", "untrusted"} == {loss.name.lower() for loss in Loss}
