@@ -38,7 +38,11 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("slow" if config.getoption("--slow") else "baton")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if "matrix" in item.keywords:
+            item.add_marker(pytest.mark.slow)
     if not config.getoption("--slow"):
         _skip(items, "slow", "takes minutes: run with --slow")
     if not config.getoption("--clients"):

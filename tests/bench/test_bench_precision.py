@@ -39,7 +39,7 @@ def test_the_text_is_the_one_whose_figures_are_kept(demo_model):
     assert [len(part) for part in parts] == [WINDOW] * (TOKENS // WINDOW)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.model
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", SEEN)

@@ -56,7 +56,7 @@ def test_a_tiny_model_in_fp8(tmp_path):
     run(cluster, answers, [prompt_of(length) for length in LENGTHS])
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.model
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("form", DEMO_FORMS)

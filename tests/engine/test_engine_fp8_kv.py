@@ -177,7 +177,7 @@ def test_whole_cached_in_chunks_and_handed_off(demo_model, prompts, reference, c
     check(runs, reference, contexts)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.model
 @pytest.mark.timeout(900)
 class TestEveryPath:

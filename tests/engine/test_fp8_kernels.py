@@ -94,7 +94,7 @@ def test_tiles_fit_a_processor_and_are_few(monkeypatch):
     assert fp8.tiles_of(4096, 4096, fp8.FEW_ROWS + 1) is None
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs them itself")
 def test_kernels_in_the_interpreter():
     pytest.importorskip("triton")

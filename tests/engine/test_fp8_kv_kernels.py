@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed: it comes with torch for GPUs")
 
 
-@pytest.mark.parametrize("which", ["one", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("which", ["one", pytest.param("all", marks=pytest.mark.matrix)])
 def test_the_interpreter_gives_what_the_pool_and_float64_give(which: str) -> None:
     script = Path(__file__).with_name("interpreted_kernels.py")
     root = str(script.parent.parent.parent)

@@ -41,7 +41,7 @@ SECONDS = [("llama", ONLINE), ("qwen2", "fp8-static"), ("llama", "fp8-blocks"), 
 def cases() -> list[Any]:
     every = [(family, form) for family in FAMILIES for form in (ONLINE, *FORMS)]
     return [
-        pytest.param(*case, marks=() if case in SECONDS else pytest.mark.slow) for case in every
+        pytest.param(*case, marks=() if case in SECONDS else pytest.mark.matrix) for case in every
     ]
 
 

@@ -68,7 +68,7 @@ def cases() -> list[Any]:
             each,
             id="-".join(each),
             marks=[pytest.mark.model] * (each[0] == DEMO)
-            + [pytest.mark.slow] * (each not in QUICK),
+            + [pytest.mark.matrix] * (each not in QUICK),
         )
         for each in every
     ]

@@ -38,7 +38,7 @@ for each input, counts as packed weights."""
 
 
 def mostly_slow(every: Iterable[str], *quick: str) -> list[Any]:
-    return [pytest.param(each, marks=() if each in quick else pytest.mark.slow) for each in every]
+    return [pytest.param(each, marks=() if each in quick else pytest.mark.matrix) for each in every]
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_a_gpu_without_fp8_is_refused_before_anything_is_read(source, reads, mon
         ("fp8-static", "input_scale"),
         ("awq", "scales"),
         *(
-            pytest.param(*each, marks=pytest.mark.slow)
+            pytest.param(*each, marks=pytest.mark.matrix)
             for each in (
                 ("fp8-dynamic", "weight_scale"),
                 ("fp8-blocks", "weight_scale_inv"),

@@ -86,7 +86,7 @@ def cases() -> list[Any]:
     every = [(family, count) for family in FAMILIES for count in (2, 4)]
     return [
         pytest.param(
-            each, id=f"{each[0]}-{each[1]}", marks=() if each in QUICK else pytest.mark.slow
+            each, id=f"{each[0]}-{each[1]}", marks=() if each in QUICK else pytest.mark.matrix
         )
         for each in every
     ]
@@ -192,7 +192,7 @@ def sliced(source: Path, count: int) -> Reference:
 
 def fp8_cases() -> list[Any]:
     every = [(family, count) for family in FAMILIES for count in (2, 4)]
-    slow = pytest.mark.slow
+    slow = pytest.mark.matrix
     return [pytest.param(*each, marks=() if each == ("qwen3", 2) else slow) for each in every]
 
 
@@ -209,7 +209,7 @@ def test_fp8_rounds_by_slices_and_fp8_kv_does_not(family, count, tmp_path):
         case.check(run_quantised(engine, prompts))
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("count", [2, 4])
 def test_fp8_kv_is_that_of_one_rank(count, tmp_path):
     path = write_tiny_model(tmp_path, tokenizer=False)
@@ -222,7 +222,7 @@ def test_fp8_kv_is_that_of_one_rank(count, tmp_path):
     assert found[0] == found[1]
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("form", FORMS)
 def test_quantised_checkpoints(form, tmp_path):
     """Two ranks, each form; FP8 inputs without a given scale are rounded by slices."""
@@ -244,7 +244,7 @@ def test_quantised_checkpoints(form, tmp_path):
         case.check(run_quantised(engine, prompts))
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.model
 def test_the_demo_model_at_three_ranks(demo_model):
     """9 query heads and 3 KV heads: one KV head a rank."""
@@ -284,7 +284,7 @@ def test_an_llm_says_that_a_rank_was_killed(tmp_path):
         wait_until(lambda: all_gone([pid]), GONE_S)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_all_ranks_end_with_the_first(tmp_path):
     """Killed, and stopped and then killed, and rank 0 itself."""
     path = write_tiny_model(tmp_path, tokenizer=False)
@@ -332,7 +332,7 @@ def test_a_draw_that_waits_for_masks_ends_when_the_ranks_are_lost():
     assert (masks, sent) == ([None], [plan])
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_ranks_end_with_the_process_of_rank_0(tmp_path):
     import subprocess
     import sys
@@ -359,7 +359,7 @@ def test_ranks_end_with_the_process_of_rank_0(tmp_path):
     child.wait()
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("how", ["raise", "kill"])
 def test_a_rank_that_fails_to_load_is_named(how, tmp_path, monkeypatch):
     path = write_tiny_model(tmp_path, tokenizer=False)
@@ -369,7 +369,7 @@ def test_a_rank_that_fails_to_load_is_named(how, tmp_path, monkeypatch):
         build(path, tp=4)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_an_idle_rank_costs_nothing(tmp_path):
     with running(write_tiny_model(tmp_path, tokenizer=False), tp=2) as engine:
         finish(submit(engine, prompt_of(20), 8))

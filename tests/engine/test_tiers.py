@@ -30,7 +30,7 @@ def talk(bench: Bench, turns: int, rng: random.Random, conversations: int = 12) 
 
 @pytest.mark.parametrize("eviction", ["lru", "lfu", "cost"])
 @pytest.mark.parametrize(
-    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 20))]
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(2, 20))]
 )
 def test_conversations_in_a_small_pool_stay_exact(seed, eviction):
     """Copies end late, in any order, or fail."""

@@ -52,8 +52,8 @@ def talk(engine: Engine, prompts: list[list[int]], rounds: int) -> list[list[lis
     ("count", "rounds", "precision"),
     [
         (24, 2, "auto"),
-        pytest.param(200, 3, "auto", marks=pytest.mark.slow),
-        pytest.param(200, 2, "fp8", marks=pytest.mark.slow),
+        pytest.param(200, 3, "auto", marks=pytest.mark.matrix),
+        pytest.param(200, 2, "fp8", marks=pytest.mark.matrix),
     ],
 )
 def test_a_small_pool_over_a_host_tier_speaks_as_a_large_one(path, count, rounds, precision):
@@ -72,7 +72,7 @@ def test_a_small_pool_over_a_host_tier_speaks_as_a_large_one(path, count, rounds
         small.stop()
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_choices_and_seeded_draws_over_a_host_tier(path):
     """What is drawn the second time comes from loaded pages, and is the same."""
     sampling = SamplingParams(temperature=0.9, top_p=0.95, seed=5)
@@ -110,9 +110,9 @@ def test_preempted_sequences_are_swapped_and_speak_as_if_they_never_were(path):
     ("lane", "action"),
     [
         ("load", "sleep:0.3"),
-        pytest.param("load", "raise", marks=pytest.mark.slow),
-        pytest.param("save", "sleep:0.3", marks=pytest.mark.slow),
-        pytest.param("save", "raise", marks=pytest.mark.slow),
+        pytest.param("load", "raise", marks=pytest.mark.matrix),
+        pytest.param("save", "sleep:0.3", marks=pytest.mark.matrix),
+        pytest.param("save", "raise", marks=pytest.mark.matrix),
     ],
 )
 def test_copies_that_fail_or_are_late_cost_time_alone(path, lane, action):

@@ -63,7 +63,7 @@ def speaks(engine: Engine, want) -> None:
         raise
 
 
-@pytest.mark.parametrize("kind", ["disk", pytest.param("dir", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["disk", pytest.param("dir", marks=pytest.mark.matrix)])
 def test_a_store_below_a_small_host_tier(path, want, tmp_path, secret, kind):
     address = f"{kind}:{tmp_path}/kv?gib=0.1"
     engine = build(path, **SMALL, kv_stores=(address,), kv_secret_file=secret)
@@ -80,7 +80,7 @@ def test_a_store_below_a_small_host_tier(path, want, tmp_path, secret, kind):
     again.stop()
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_two_stores(path, want, tmp_path, secret):
     addresses = tuple(f"{kind}:{tmp_path}/{kind}?gib=0.1" for kind in ("disk", "dir"))
     engine = build(path, **SMALL, kv_stores=addresses, kv_secret_file=secret)
@@ -100,7 +100,7 @@ FAULTS = [(point, action) for point in POINTS for action in ("raise", "sleep:0.4
     [
         ("store.loaded", "kill"),
         *(
-            pytest.param(*one, marks=pytest.mark.slow)
+            pytest.param(*one, marks=pytest.mark.matrix)
             for one in FAULTS
             if one != ("store.loaded", "kill")
         ),
@@ -116,7 +116,7 @@ def test_a_store_that_fails_costs_time_alone(path, want, tmp_path, point, action
     engine.stop()
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_damage_on_the_disk_is_a_miss(path, want, tmp_path):
     address = f"disk:{tmp_path}/kv?gib=0.01"
     engine = build(path, **SMALL, kv_stores=(address,))
