@@ -23,7 +23,7 @@ READERS = (
 def test_stored_answers_are_those_of_transformers() -> None:
     """The tests that read them compute them here, and compare."""
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *(str(HERE / name) for name in READERS)],
+        [sys.executable, "-m", "pytest", "-m", "not slow", *(str(HERE / name) for name in READERS)],
         env={**os.environ, "BATON_REFERENCES": "compute"},
         cwd=HERE.parent,
         capture_output=True,
