@@ -23,6 +23,7 @@ FLOORS = (
         "engine.model.precision",
         "engine.model.precision.formats",
         "engine.attention",
+        "engine.hooks",
         "engine.masks",
         "engine.sampling",
         "engine.pages",

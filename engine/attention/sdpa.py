@@ -81,6 +81,15 @@ class SdpaBackend:
             out[row.new] = self._prompt(layer, q[row.new], k[row.new], v[row.new], row)
         return out
 
+    def attend_ends(self, layer: int, q: Tensor, contexts: Tensor, page_table: Tensor) -> Tensor:
+        """See `AttentionBackend`."""
+        at = torch.arange(page_table.shape[1] * self._pool.page_size, device=self._device)
+        hidden = at >= contexts[:, None]
+        if (window := self._windows[layer]) is not None:
+            hidden |= at < contexts[:, None] - window
+        view = _DecodeView(self._pool.places(page_table.long()), hidden[:, None, None])
+        return self._decode(layer, q, view)
+
     def _view(self, batch: AttentionBatch, window: int | None) -> _StepView:
         prompts, first = [], batch.num_decodes
         for row in range(batch.num_decodes, len(batch.query_lens)):

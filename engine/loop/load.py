@@ -54,6 +54,7 @@ def load_of(
         prompt_tokens_cached=scheduler.cached_tokens,
         tokens_sampled=rates.tokens_sampled,
         tiers=scheduler.tiers.load(),
+        hook_failures=dict(scheduler.hooks.failures) if scheduler.hooks else None,
     )
 
 

@@ -27,6 +27,7 @@ from engine.pages.watch import PageWatch, Unwatched
 from engine.types import PageIds
 
 SCRATCH_PAGE = 0
+NO_PAGES = np.zeros(0, np.int32)
 AHEAD, AHEAD_SHARE = 8, 16
 """Bounds on the pages that are evicted ahead of time to make a run. The first is a multiple of the
 run's pages. The second is a divisor of the pool."""
@@ -80,6 +81,7 @@ class BlockManager:
         self._below: Container[bytes] = ()
         self._listeners: list[Callable[[CacheEvent], None]] = []
         self._event_sequence = 0
+        self._arrived: list[PageIds] = []
         self._watch: PageWatch = watch or Unwatched()
 
     @property
@@ -278,6 +280,20 @@ class BlockManager:
     def forget(self, pages: PageIds) -> None:
         """Takes the keys of held pages away."""
         self._unkey(pages.tolist())
+
+    # -- pages that others fill ---------------------------------------------------------------
+
+    def note_arrived(self, pages: PageIds) -> None:
+        """KV of these held pages came from another worker or a lower tier."""
+        if pages.size:
+            self._arrived.append(pages)
+
+    def take_arrived(self) -> PageIds:
+        """Pages noted since the last call."""
+        if not self._arrived:
+            return NO_PAGES
+        arrived, self._arrived = self._arrived, []
+        return np.concatenate(arrived)
 
     # -- lower tiers --------------------------------------------------------------------------
 

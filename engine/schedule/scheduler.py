@@ -27,6 +27,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from engine.bounds import Bounds
+from engine.hooks.requests import RequestHooks
 from engine.masks.matchers import TokenMatcher
 from engine.pages.blocks import BlockManager
 from engine.pages.prefix import request_keys
@@ -64,12 +65,14 @@ class Scheduler:
         sampler: Sampler,
         policy: SchedulingPolicy | None = None,
         tiers: PageTiers | None = None,
+        hooks: RequestHooks | None = None,
     ) -> None:
         self.config = config
         self.blocks = blocks
         self.sampler = sampler
         self.policy = policy or Fcfs()
         self.tiers = tiers or NoTiers()
+        self.hooks = hooks
         self.slots = SlotTable(
             config.max_sequences,
             -(-config.max_context_tokens // config.page_size),
@@ -118,9 +121,19 @@ class Scheduler:
             self.emit(active.sink, RequestFailed(request.id, FailureReason.INTERNAL))
         elif not self.config.can_ever_hold(request, self.blocks.total):
             self.emit(active.sink, RequestFailed(request.id, FailureReason.TOO_LARGE))
+        elif (refusal := self._ask_hooks(active)) is not None:
+            self.emit(active.sink, refusal)
         else:
             self.requests[request.id] = active
             self.waiting.append(active)
+
+    def _ask_hooks(self, active: ActiveRequest) -> RequestFailed | None:
+        if self.hooks is not None:
+            return self.hooks.began(active)
+        if active.request.extensions:
+            name = min(active.request.extensions)
+            return RequestFailed(active.request.id, FailureReason.EXTENSION, name)
+        return None
 
     def deliver(self, request_id: bytes, records: Seq[TokenRecord]) -> None:
         """RECEIVE: the KV of the prompt is in its pages; `records` are the choices' next tokens."""
@@ -129,6 +142,7 @@ class Scheduler:
             return
         active.state = RequestState.ACTIVE
         leader = active.sequences[0]
+        self.blocks.note_arrived(self.slots.pages(leader.slot))
         self.slots.kv_len[leader.slot] = len(leader.tokens())
         if self.config.prefix_cache:
             generation = int(self.slots.generation[leader.slot])
@@ -169,7 +183,7 @@ class Scheduler:
             return
         if active.state in (RequestState.WAITING, RequestState.LOADING):
             self.waiting.remove(active)
-            del self.requests[request_id]
+            self._forget(active)
         elif active.state is RequestState.RESERVED or active.request.mode is Mode.PREFILL:
             self.hold(active)
         else:
@@ -180,7 +194,7 @@ class Scheduler:
         active = self.requests.get(request_id)
         if active is not None and active.state is RequestState.HELD:
             self.blocks.release(active.held_pages)
-            del self.requests[request_id]
+            self._forget(active)
 
     def hold(self, active: ActiveRequest) -> None:
         """Takes a request out of its slots and keeps its pages until `release`."""
@@ -201,16 +215,21 @@ class Scheduler:
                 self.blocks.release(self.slots.pages(sequence.slot))
                 self.leave_slot(sequence)
         active.sequences.clear()
-        del self.requests[active.request.id]
+        self._forget(active)
 
-    def fail(self, active: ActiveRequest, reason: FailureReason) -> None:
+    def _forget(self, active: ActiveRequest) -> None:
+        del self.requests[active.request.id]
+        if self.hooks is not None:
+            self.hooks.ended(active)
+
+    def fail(self, active: ActiveRequest, reason: FailureReason, hook: str = "") -> None:
         """Gives a request up and tells its sink. Pages that a transfer may read wait for
         `release`."""
         if active.request.mode is Mode.PREFILL and active.state is RequestState.ACTIVE:
             self.hold(active)
         else:
             self.drop(active)
-        self.emit(active.sink, RequestFailed(active.request.id, reason))
+        self.emit(active.sink, RequestFailed(active.request.id, reason, hook))
 
     # -- slots ----------------------------------------------------------------------------------
 
@@ -230,6 +249,8 @@ class Scheduler:
         self.slots.is_masked[slot] = sequence.matcher is not None
         sequence.slot = slot
         self.owners[slot] = sequence
+        if self.hooks is not None:
+            self.hooks.entered(slot, active)
         self._assign_sampler(sequence)
 
     def _assign_sampler(self, sequence: Sequence) -> None:
@@ -313,7 +334,7 @@ class Scheduler:
             ),
         )
         if last:
-            del self.requests[active.request.id]
+            self._forget(active)
 
     def let_go(self) -> None:
         """Frees the pages of ended sequences. Full pages are keyed for the next turn of a
@@ -321,7 +342,8 @@ class Scheduler:
         left, self._left = self._left, []
         for active, outputs, pages in left:
             if self.config.prefix_cache:
-                self.publish(active, np.concatenate([active.request.prompt_ids, outputs]), pages)
+                tokens = np.concatenate([active.request.prompt_ids, outputs])
+                self.publish(active, tokens[: active.exact_tokens], pages)
             self.blocks.release(pages)
 
     def publish(self, active: ActiveRequest, tokens: TokenIds, pages: PageIds) -> None:
