@@ -203,7 +203,9 @@ def perplexity(model: Path, ids: Sequence[int], budgets: Sequence[int]) -> None:
 
 def _print_perplexities(dense: Tensor, lost: Tensor, budgets: Sequence[int]) -> None:
     tail = 4000 if len(dense) > 4000 else len(dense) // 2
-    print(f"| tokens a row reads | perplexity of {len(dense) + 1} | more | of the last {tail} | more |")
+    print(
+        f"| tokens a row reads | perplexity of {len(dense) + 1} | more | of the last {tail} | more |"
+    )
     print("|---|---|---|---|---|")
     whole, last = dense.mean().exp().item(), dense[-tail:].mean().exp().item()
     print(f"| all | {whole:.3f} | | {last:.3f} | |")
@@ -237,7 +239,9 @@ def needle_at(tokenizer: Any, ids: Sequence[int], length: int, index: int) -> Ne
         return found
 
     hidden = tokens(f"\n\n{says} {number}.\n\n")
-    question = tokens(f"\n\nQuestion: What is the secret number of the harbour of {city}?\nAnswer: {says}")
+    question = tokens(
+        f"\n\nQuestion: What is the secret number of the harbour of {city}?\nAnswer: {says}"
+    )
     answer = tokens(f" {number}")
     room = (length - len(question) - len(answer) - len(hidden)) // PAGE * PAGE
     room -= len(hidden) % PAGE  # The prompt fills whole pages.
@@ -271,9 +275,7 @@ def _name(budget: int) -> str:
     return f"reads {budget}" if budget else "reads all"
 
 
-def _find(
-    rig: Rig, needle: Needle, count: int, budgets: Sequence[int]
-) -> list[tuple[bool, float]]:
+def _find(rig: Rig, needle: Needle, count: int, budgets: Sequence[int]) -> list[tuple[bool, float]]:
     """For each budget whether the needle is found, and log p of its number."""
     full = len(needle.prompt) // PAGE
     tables = _tables(len(budgets), full, count)

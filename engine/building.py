@@ -197,9 +197,7 @@ def torch_steps(
             make = partial(choose_backend, config.attention)
             backend = HookedAttention(make, site, step_hooks)
     loaded.model.finish()
-    return TorchSteps(
-        loaded.model, pool, backend, config.max_sequences, pool.device, step_hooks
-    )
+    return TorchSteps(loaded.model, pool, backend, config.max_sequences, pool.device, step_hooks)
 
 
 def backend_of(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> AttentionBackend:

@@ -325,6 +325,22 @@ def structure_too_complex(tokens_sent: int) -> RouterError:
     )
 
 
+def hook_failed(hook: str, tokens_sent: int) -> RouterError:
+    """A hook that the operator has installed raised, or was too slow. It would do so again."""
+    return RouterError(
+        grpc.StatusCode.INTERNAL,
+        "HOOK_FAILED",
+        f"the hook {hook} failed after {tokens_sent} tokens",
+        {"hook": hook, "tokens_sent": str(tokens_sent)},
+    )
+
+
+def extension_refused(hook: str) -> RouterError:
+    """The bytes that a request carries for a hook mean nothing to it."""
+    field = f"input.extensions.{hook}"
+    return invalid_fields([Violation(field, "is not what this hook understands")])
+
+
 def cancelled() -> RouterError:
     """The caller went away."""
     return RouterError(grpc.StatusCode.CANCELLED, "CANCELLED", "the caller cancelled")

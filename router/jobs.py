@@ -14,7 +14,7 @@ the work. Failover is invisible here: a resumed job goes on at the next index.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, Self
 
@@ -39,6 +39,8 @@ class ServedModel:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     page_size_tokens: int
+    extensions: frozenset[str] = frozenset()
+    """Hooks for which requests may carry bytes."""
 
     @classmethod
     def of(cls, model: worker_pb2.ModelInfo) -> Self:
@@ -51,6 +53,7 @@ class ServedModel:
             vocab_size=model.vocab_size,
             eos_token_ids=tuple(model.eos_token_ids),
             page_size_tokens=model.page_size_tokens,
+            extensions=frozenset(model.extensions),
         )
 
 
@@ -98,6 +101,8 @@ class Job:
     quota: Quota = NO_QUOTA
     """The tenant's."""
     cache_salt: bytes = b""
+    extensions: Mapping[str, bytes] = field(default_factory=dict)
+    """Bytes for hooks of workers, by their names."""
     workers: list[str] = field(default_factory=list)
     """Ids of the workers that got a part of the job, in order. The dispatcher adds them."""
 
@@ -119,6 +124,8 @@ class Demand:
     prompt_logprobs: bool = False
     holder: str = ""
     """See `Job.holder`; "" shares with nobody."""
+    extensions: frozenset[str] = frozenset()
+    """Hooks that every worker of the route must have."""
 
     @classmethod
     def of(cls, job: Job) -> Self:
@@ -130,6 +137,7 @@ class Demand:
             choices=job.choices,
             prompt_logprobs=job.prompt_logprobs,
             holder=job.holder,
+            extensions=frozenset(job.extensions),
         )
 
     @property

@@ -19,8 +19,8 @@ LOG_AGAIN_S: Final = 10.0
 class HookFailure(NamedTuple):
     """A hook failed in a step."""
 
-    index: int
-    """Of the hook, in the order in which they were named."""
+    hook: int
+    """Its index, in the order in which hooks were named."""
     name: str
     point: str
     """The method that raised, or in which it was found to be too slow."""

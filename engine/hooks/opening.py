@@ -72,7 +72,7 @@ def _open(spec: str) -> Hook:
 
 
 def _find(name: str) -> EntryPoint:
-    points = [*entry_points(group=HOOKS), *entry_points(group=ATTENTION)]
+    points: list[EntryPoint] = [*entry_points(group=HOOKS), *entry_points(group=ATTENTION)]
     for point in points:
         if point.name == name:
             return point

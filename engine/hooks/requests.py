@@ -62,9 +62,7 @@ class RequestHooks:
 
         def request_began() -> Term | None:
             try:
-                return caller.hook.request_began(
-                    request, request.extensions.get(caller.hook.name)
-                )
+                return caller.hook.request_began(request, request.extensions.get(caller.hook.name))
             except ExtensionError as error:
                 refused.append(error)
                 return None
@@ -99,7 +97,7 @@ class RequestHooks:
 
     def hook(self, failure: HookFailure) -> Hook:
         """The hook that has failed."""
-        return self._callers[failure.index].hook
+        return self._callers[failure.hook].hook
 
     def count(self, failure: HookFailure) -> None:
         """Counts a failure."""

@@ -1,7 +1,7 @@
 """Hooks in the steps of one rank, on the device's thread.
 
-`begin` -> the layers (`engine.hooks.attention`) -> `end`. A hook that has failed is not called again
-before the next step. At the end all ranks agree on which hooks have failed on any of them, so
+`begin` -> the layers (`engine.hooks.attention`) -> `end`. A hook that has failed is not called
+again before the next step. At the end all ranks agree on which hooks have failed on any of them, so
 that rank 0 can do what these declare.
 """
 

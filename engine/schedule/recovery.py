@@ -63,9 +63,9 @@ def lose_hooks(scheduler: Scheduler, plan: StepPlan, failures: Seq[HookFailure])
     for failure in failures:
         hooks.count(failure)
         hook = hooks.hook(failure)
-        for active in [one for one in touched if one.terms[failure.index]]:
+        for active in [one for one in touched if one.terms[failure.hook]]:
             if hook.on_failure is OnFailure.LEAVE:
-                hooks.leave(active, failure.index)
+                hooks.leave(active, failure.hook)
             else:
                 scheduler.fail(active, FailureReason.HOOK, hook.name)
                 del touched[active]

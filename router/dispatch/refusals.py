@@ -29,6 +29,10 @@ def error_of(group: ChoiceGroup, fault: Fault, max_workers_lost: int) -> errors.
             return errors.numerical_error()
         case worker_pb2.FAILURE_REASON_STRUCTURE:
             return errors.structure_too_complex(run.tokens_sent)
+        case worker_pb2.FAILURE_REASON_HOOK:
+            return errors.hook_failed(fault.hook, run.tokens_sent)
+        case worker_pb2.FAILURE_REASON_EXTENSION:
+            return errors.extension_refused(fault.hook)
         case worker_pb2.FAILURE_REASON_INTERNAL:
             return errors.internal()
         case worker_pb2.FAILURE_REASON_TOO_LARGE:

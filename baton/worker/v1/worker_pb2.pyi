@@ -137,6 +137,12 @@ class _FailureReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Failure
     """The queue of this worker is full."""
     FAILURE_REASON_STRUCTURE: _FailureReason.ValueType  # 9
     """The grammar of the output needs more fuel than it has, or left no token."""
+    FAILURE_REASON_HOOK: _FailureReason.ValueType  # 10
+    """A hook that the request needs has failed."""
+    FAILURE_REASON_EXTENSION: _FailureReason.ValueType  # 11
+    """The request carries bytes that mean nothing to a hook, or for one that the
+    worker does not have.
+    """
 
 class FailureReason(_FailureReason, metaclass=_FailureReasonEnumTypeWrapper):
     """Why an attempt failed at a worker."""
@@ -161,6 +167,12 @@ FAILURE_REASON_QUEUE_FULL: FailureReason.ValueType  # 8
 """The queue of this worker is full."""
 FAILURE_REASON_STRUCTURE: FailureReason.ValueType  # 9
 """The grammar of the output needs more fuel than it has, or left no token."""
+FAILURE_REASON_HOOK: FailureReason.ValueType  # 10
+"""A hook that the request needs has failed."""
+FAILURE_REASON_EXTENSION: FailureReason.ValueType  # 11
+"""The request carries bytes that mean nothing to a hook, or for one that the
+worker does not have.
+"""
 Global___FailureReason: _TypeAlias = FailureReason  # noqa: Y015
 
 @_typing.final
@@ -287,6 +299,7 @@ class ModelInfo(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_TOKENS_FIELD_NUMBER: _builtins.int
+    EXTENSIONS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name that clients use."""
     path: _builtins.str
@@ -305,6 +318,10 @@ class ModelInfo(_message.Message):
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids that end a sequence."""
 
+    @_builtins.property
+    def extensions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of hooks of the worker, for which requests may carry bytes."""
+
     def __init__(
         self,
         *,
@@ -316,10 +333,11 @@ class ModelInfo(_message.Message):
         vocab_size: _builtins.int = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         page_size_tokens: _builtins.int = ...,
+        extensions: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "max_context_tokens", b"max_context_tokens", "name", b"name", "page_size_tokens", b"page_size_tokens", "path", b"path", "revision", b"revision", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "extensions", b"extensions", "fingerprint", b"fingerprint", "max_context_tokens", b"max_context_tokens", "name", b"name", "page_size_tokens", b"page_size_tokens", "path", b"path", "revision", b"revision", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -586,6 +604,26 @@ class Submit(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class ExtensionsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.bytes
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.bytes = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ATTEMPT_ID_FIELD_NUMBER: _builtins.int
     MODE_FIELD_NUMBER: _builtins.int
     PROMPT_IDS_FIELD_NUMBER: _builtins.int
@@ -603,6 +641,7 @@ class Submit(_message.Message):
     FIRST_CHOICE_FIELD_NUMBER: _builtins.int
     TAKEOVER_TOKENS_FIELD_NUMBER: _builtins.int
     TIME_LEFT_MS_FIELD_NUMBER: _builtins.int
+    EXTENSIONS_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.bytes
     """Names the attempt everywhere; random, 16 bytes."""
     mode: Global___WorkMode.ValueType
@@ -656,6 +695,10 @@ class Submit(_message.Message):
     def stopping(self) -> Global___Stopping:
         """When to stop."""
 
+    @_builtins.property
+    def extensions(self) -> _containers.ScalarMap[_builtins.str, _builtins.bytes]:
+        """Bytes for hooks of the worker, by their names: at most 4 KiB with the names."""
+
     def __init__(
         self,
         *,
@@ -676,10 +719,11 @@ class Submit(_message.Message):
         first_choice: _builtins.int = ...,
         takeover_tokens: _builtins.int = ...,
         time_left_ms: _builtins.int | None = ...,
+        extensions: _abc.Mapping[_builtins.str, _builtins.bytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms", "sampling", b"sampling", "stopping", b"stopping", "time_left_ms", b"time_left_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms", "attempt_id", b"attempt_id", "cache_salt", b"cache_salt", "choices", b"choices", "deadline_unix_ns", b"deadline_unix_ns", "first_choice", b"first_choice", "generated", b"generated", "mode", b"mode", "peer_agent_name", b"peer_agent_name", "priority", b"priority", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stopping", b"stopping", "takeover_tokens", b"takeover_tokens", "tenant", b"tenant", "time_left_ms", b"time_left_ms", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms", "attempt_id", b"attempt_id", "cache_salt", b"cache_salt", "choices", b"choices", "deadline_unix_ns", b"deadline_unix_ns", "extensions", b"extensions", "first_choice", b"first_choice", "generated", b"generated", "mode", b"mode", "peer_agent_name", b"peer_agent_name", "priority", b"priority", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stopping", b"stopping", "takeover_tokens", b"takeover_tokens", "tenant", b"tenant", "time_left_ms", b"time_left_ms", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__time_left_ms: _TypeAlias = _typing.Literal["time_left_ms"]  # noqa: Y015
     _WhichOneofArgType__time_left_ms: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms"]  # noqa: Y015
@@ -1565,19 +1609,23 @@ class Failed(_message.Message):
 
     ATTEMPT_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    HOOK_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.bytes
     """The attempt."""
     reason: Global___FailureReason.ValueType
     """Why. Never carries exception text."""
+    hook: _builtins.str
+    """Name of the hook, for HOOK and EXTENSION."""
     def __init__(
         self,
         *,
         attempt_id: _builtins.bytes = ...,
         reason: Global___FailureReason.ValueType = ...,
+        hook: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "hook", b"hook", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
