@@ -1,17 +1,19 @@
 """What sparse attention costs in quality: perplexity, and whether a needle is found.
 
-python -m bench.sparse_attention [perplexity|needle] [--budgets N ...] [--tokens N] [--lengths N ...]
+python -m bench.sparse_attention [perplexity|needle] [--budgets N ...] [--segment N]
+    [--tokens N] [--lengths N ...]
 
 The steps are a worker's own (`TorchSteps` with the hook `quest` of `examples/hook-quest`), driven
 one by one. All budgets are rows of the same steps. The text is `bench/texts/long.txt`: Baton's own
 pages, as they were in November 2026.
 
-    perplexity  The first 512 tokens of the text are a prompt. Each further one is a decode row whose
-                token is forced to be the text's. Dense figures come from computing the whole text
-                as a prompt.
-    needle      A sentence with a number lies at some depth in the text, which is a prompt. A question
-                and the beginning of its answer are decoded. Then the number's tokens are forced and
-                scored. Found: each of them was the likeliest.
+    perplexity  The text is cut into segments. What lies before a segment is a prompt. Each of its
+                tokens is a decode row whose token is forced to be the text's. All segments run in
+                the same steps; with `--segment 8000` there is one. Dense figures come from
+                computing the whole text as a prompt.
+    needle      A sentence with a number lies at some depth in the text, which is a prompt. A
+                question and the beginning of its answer are decoded. Then the number's tokens are
+                forced and scored. Found: each of them was the likeliest.
 """
 
 from __future__ import annotations
@@ -41,10 +43,11 @@ TEXT = Path(__file__).with_name("texts") / "long.txt"
 TEXT_SHA256 = "04f8e76d0fa62c91b86e912ba2229ac41c59d93a9c37cd00ac1f7fe5f8a11b36"
 HOOK = Path(__file__).parents[1] / "examples" / "hook-quest"
 TOKENS, PROMPT, CHUNK, PAGE = 8000, 512, 512, 16
-BUDGETS = (512, 1024, 2048)
+SEGMENT = 512
+BUDGETS = (512, 1024)
 LENGTHS = (2048, 4096, 8000)
-DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
-CITIES = ("Trondheim", "Ljubljana", "Valparaiso", "Kagoshima", "Mombasa")
+DEPTHS = (0.1, 0.5, 0.9)
+CITIES = ("Trondheim", "Ljubljana", "Valparaiso")
 DENSE = 0
 Ints = NDArray[np.int32]
 
@@ -88,16 +91,15 @@ class Rig:
         return torch.cat(lost) if scored else torch.zeros(0)
 
     @torch.inference_mode()
-    def decode(self, token: int, at: int, tables: Ints, budgets: Sequence[int]) -> Tensor:
-        """One decode row for each of `tables` [R, P], all with the same token at the same place.
+    def decode(
+        self, tokens: Ints, at: NDArray[Any], tables: Ints, budgets: Sequence[int]
+    ) -> Tensor:
+        """One decode row for each of `tables` [R, P], with a token at a place each.
 
         Returns:
             Logits, [R, vocab].
         """
-        rows = len(tables)
-        terms = np.array(budgets) // PAGE
-        tokens = np.full(rows, token, np.int32)
-        hidden = self._run(tokens, np.full(rows, at), tables, terms, rows)
+        hidden = self._run(tokens, at, tables, np.array(budgets) // PAGE, len(tables))
         return self._model.logits(hidden)
 
     def _run(
@@ -177,41 +179,64 @@ def text(tokenizer: Any) -> list[int]:
 # -- perplexity -----------------------------------------------------------------------------------
 
 
-def perplexity(model: Path, ids: Sequence[int], budgets: Sequence[int]) -> None:
-    """Prints the perplexity of the text, dense and with each budget."""
+class Segment(NamedTuple):
+    """A part of the text that decode rows go through, behind a prompt."""
+
+    start: int
+    end: int
+
+
+def perplexity(model: Path, ids: Sequence[int], budgets: Sequence[int], most: int) -> None:
+    """Prints the perplexity of the text, dense and with each budget, in segments of at most `most`
+    tokens."""
     count = -(-len(ids) // PAGE)
-    rig = Rig(model, len(budgets), len(ids))
+    last = len(ids) - 1
+    segments = [Segment(at, min(at + most, last)) for at in range(PROMPT, last, most)]
+    rig = Rig(model, 1 + len(budgets), len(ids) + PAGE * len(segments))
     began_s = time.monotonic()
     dense = rig.prefill(ids, _pages(1, count), scored=True)
     print(f"# dense: {time.monotonic() - began_s:.0f} s", flush=True)
-    tables = _tables(len(budgets), PROMPT // PAGE, count)
-    rig.prefill(ids[:PROMPT], tables[0])
-    lost = [dense[: PROMPT - 1].expand(len(budgets), -1).T]
-    # The prompt's last position was scored, too; the decode rows go on from there.
-    lost.append(dense[PROMPT - 1 : PROMPT].expand(len(budgets), -1).T)
-    for at in range(PROMPT, len(ids) - 1):
-        logits = rig.decode(ids[at], at, tables, budgets)
-        lost.append(-logits.log_softmax(-1)[None, :, ids[at + 1]])
-        if at % 500 == 0:
-            so_far = torch.cat(lost).mean(0).exp().tolist()
-            shown = ", ".join(f"{value:.3f}" for value in so_far)
-            spent = time.monotonic() - began_s
-            base = dense[: at + 1].mean().exp().item()
-            print(f"# {at}: dense {base:.3f}; {shown} ({spent:.0f} s)", flush=True)
-    _print_perplexities(dense, torch.cat(lost), budgets)
+    tables, terms = _segment_tables(segments, len(budgets), count), list(budgets) * len(segments)
+    lost = torch.full((len(budgets), len(ids) - 1), torch.nan)
+    lost[:, :PROMPT] = dense[:PROMPT]
+    for step in range(most):
+        live = [index for index, one in enumerate(segments) if one.start + step < one.end]
+        if not live:
+            break
+        rows = [index * len(budgets) + column for index in live for column in range(len(budgets))]
+        at = np.repeat([segments[index].start + step for index in live], len(budgets))
+        tokens = np.array([ids[place] for place in at], np.int32)
+        logits = rig.decode(tokens, at, tables[rows], [terms[row] for row in rows])
+        following = torch.tensor([ids[place + 1] for place in at])
+        each = torch.nn.functional.cross_entropy(logits, following, reduction="none")
+        columns = torch.arange(len(budgets)).repeat(len(live))
+        lost[columns, torch.from_numpy(at)] = each
+        if step % 50 == 0:
+            print(f"# step {step}: {time.monotonic() - began_s:.0f} s", flush=True)
+    _print_perplexities(dense, lost, budgets)
+
+
+def _segment_tables(segments: Sequence[Segment], budgets: int, count: int) -> Ints:
+    """[segments * budgets, count]: the dense pages before a segment, then pages of the row."""
+    tables, free = [], 1 + count
+    for start, end in segments:
+        for _ in range(budgets):
+            shared, own = start // PAGE, -(-end // PAGE) - start // PAGE
+            table = np.zeros(count, np.int32)
+            table[:shared], table[shared : shared + own] = _pages(1, shared), _pages(free, own)
+            tables.append(table)
+            free += own
+    return np.stack(tables)
 
 
 def _print_perplexities(dense: Tensor, lost: Tensor, budgets: Sequence[int]) -> None:
-    tail = 4000 if len(dense) > 4000 else len(dense) // 2
-    print(
-        f"| tokens a row reads | perplexity of {len(dense) + 1} | more | of the last {tail} | more |"
-    )
+    half = len(dense) // 2
+    print(f"| tokens a row reads | perplexity of {len(dense)} | more | of the second half | more |")
     print("|---|---|---|---|---|")
-    whole, last = dense.mean().exp().item(), dense[-tail:].mean().exp().item()
+    whole, last = dense.mean().exp().item(), dense[half:].mean().exp().item()
     print(f"| all | {whole:.3f} | | {last:.3f} | |")
-    for column, budget in enumerate(budgets):
-        each = lost[:, column]
-        a, b = each.mean().exp().item(), each[-tail:].mean().exp().item()
+    for budget, each in zip(budgets, lost, strict=True):
+        a, b = each.mean().exp().item(), each[half:].mean().exp().item()
         print(
             f"| {budget} | {a:.3f} | {100 * (a / whole - 1):+.2f} % |"
             f" {b:.3f} | {100 * (b / last - 1):+.2f} % |"
@@ -284,7 +309,9 @@ def _find(rig: Rig, needle: Needle, count: int, budgets: Sequence[int]) -> list[
     found, log_p = [True] * len(budgets), [0.0] * len(budgets)
     start = full * PAGE
     for offset, token in enumerate([*follows, *needle.answer[:-1]]):
-        logits = rig.decode(token, start + offset, tables, budgets)
+        rows = len(budgets)
+        places = np.full(rows, start + offset)
+        logits = rig.decode(np.full(rows, token, np.int32), places, tables, budgets)
         wanted = offset - len(follows) + 1
         if wanted < 0:
             continue
@@ -308,13 +335,14 @@ def main(arguments: Mapping[str, Any] | None = None) -> None:
     parser.add_argument("--model", type=Path, help="folder of a checkpoint; else SmolLM2")
     parser.add_argument("--budgets", type=int, nargs="+", default=BUDGETS)
     parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--segment", type=int, default=SEGMENT)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     given = parser.parse_args()
     model = given.model or demo_model.ensure()
     tokenizer = AutoTokenizer.from_pretrained(model)
     ids = text(tokenizer)
     if given.what != "needle":
-        perplexity(model, ids[: given.tokens], given.budgets)
+        perplexity(model, ids[: given.tokens], given.budgets, given.segment)
     if given.what != "perplexity":
         needles(model, tokenizer, ids, given.lengths, given.budgets)
 

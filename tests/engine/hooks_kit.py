@@ -36,7 +36,7 @@ def installed(folder: Path, points: str, *sources: Path) -> Iterator[None]:
         yield
 
 
-ALL = f"""\
+ALL = """\
 [baton.attention]
 quest = baton_quest:make
 breaks = breaking_hooks:fails
