@@ -304,14 +304,13 @@ def reader_too_slow(tokens_sent: int, tokens_waiting: int) -> RouterError:
 
 def kv_integrity() -> RouterError:
     """KV pages arrived damaged, and computing them again failed."""
-    message = "KV pages arrived damaged"
-    return RouterError(grpc.StatusCode.DATA_LOSS, "KV_INTEGRITY", message)
+    return RouterError(grpc.StatusCode.DATA_LOSS, "KV_INTEGRITY", "KV pages arrived damaged")
 
 
 def numerical_error() -> RouterError:
     """The model's logits held NaN or infinity."""
-    message = "the model computed NaN or infinity"
-    return RouterError(grpc.StatusCode.INTERNAL, "NUMERICAL_ERROR", message)
+    words = "the model computed NaN or infinity"
+    return RouterError(grpc.StatusCode.INTERNAL, "NUMERICAL_ERROR", words)
 
 
 def structure_too_complex(tokens_sent: int) -> RouterError:
@@ -325,20 +324,10 @@ def structure_too_complex(tokens_sent: int) -> RouterError:
     )
 
 
-def hook_failed(hook: str, tokens_sent: int) -> RouterError:
+def hook_failed(hook: str) -> RouterError:
     """A hook that the operator has installed raised, or was too slow. It would do so again."""
-    return RouterError(
-        grpc.StatusCode.INTERNAL,
-        "HOOK_FAILED",
-        f"the hook {hook} failed after {tokens_sent} tokens",
-        {"hook": hook, "tokens_sent": str(tokens_sent)},
-    )
-
-
-def extension_refused(hook: str) -> RouterError:
-    """The bytes that a request carries for a hook mean nothing to it."""
-    field = f"input.extensions.{hook}"
-    return invalid_fields([Violation(field, "is not what this hook understands")])
+    message = f"the hook {hook} failed"
+    return RouterError(grpc.StatusCode.INTERNAL, "HOOK_FAILED", message, {"hook": hook})
 
 
 def cancelled() -> RouterError:
@@ -365,8 +354,7 @@ def describe(error: BaseException, trace_id: str = "") -> RouterError:
     """The error as a client may see it. A foreign exception is logged without its text."""
     if isinstance(error, RouterError):
         return error
-    fields = {"exception": logs.describe(error), "trace_id": trace_id}
-    logger.error("internal error", extra=fields)
+    logger.error("internal error", extra={"exception": logs.describe(error), "trace_id": trace_id})
     return internal()
 
 

@@ -38,6 +38,7 @@ from router import errors, jobs
 from router.dispatch import merge
 from router.dispatch.clocks import Clocks
 from router.dispatch.job_run import JobRun
+from router.dispatch.refusals import extension_refused
 from worker_base.messages import (
     end_reason_message,
     model_message,
@@ -120,9 +121,9 @@ class _Running:
             case FailureReason.STRUCTURE:
                 return errors.structure_too_complex(self.run.tokens_sent)
             case FailureReason.HOOK:
-                return errors.hook_failed(event.hook, self.run.tokens_sent)
+                return errors.hook_failed(event.hook)
             case FailureReason.EXTENSION:
-                return errors.extension_refused(event.hook)
+                return extension_refused(event.hook)
             case FailureReason.INTERNAL:
                 return errors.internal()
 

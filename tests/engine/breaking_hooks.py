@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 
-from engine.hooks.protocol import AttentionHook, ExtensionError, Hook, Narrowed, OnFailure, Term
 import numpy as np
 import torch
+
+from engine.hooks.protocol import AttentionHook, ExtensionError, Hook, Narrowed, OnFailure, Term
 
 POINTS = (
     "request_began",

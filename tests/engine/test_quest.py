@@ -162,9 +162,7 @@ def test_short_rows_beside_sparse_ones_are_dense(dense, sparse):
 
 def test_a_request_may_ask_for_dense(path, dense, sparse):
     engine = build(path, hooks=(SPARSE,))
-    runs = [
-        submit(engine, PROMPT, 24, extensions={"quest": tokens}) for tokens in (b"0", b"1024")
-    ]
+    runs = [submit(engine, PROMPT, 24, extensions={"quest": tokens}) for tokens in (b"0", b"1024")]
     runs.append(submit(engine, PROMPT, 24))
     finish(*runs)
     assert [each.tokens for each in runs] == [dense[0], dense[0], sparse[0]]
