@@ -7,7 +7,7 @@ keys would hold the event loop for 33 ms. Nothing here takes longer than one sha
 Life of a holder:
 
 1. Joined: it gets a place, which is a pair of bits, and holds nothing.
-2. Told of: `add`, `remove` and `clear`, all of which may be repeated.
+2. Told of: `apply` and `clear`, both of which may be repeated.
 3. Left: it is found no more. Its bits are swept later, a shard at a time. Its place is given to
    another only after that.
 
@@ -28,6 +28,8 @@ POOL: Final = 1
 HOST: Final = 2
 """The page is in the host tier."""
 BOTH: Final = POOL | HOST
+GONE: Final = 4
+"""Added to a tier: the page is there no more."""
 SHARDS: Final = 1024
 """Shard of a key: its lowest ten bits. A power of two."""
 MOST_KEYS: Final = 4_000_000
@@ -101,32 +103,31 @@ class PrefixIndex:
             self._leaving[place] = SHARDS
             del self._counts[holder]
 
-    def add(self, holder: str, keys: Iterable[int], tier: int) -> None:
-        """The holder has these pages in that tier (POOL or HOST)."""
-        shards, bit, most, added = self._shards, tier << self._places[holder], self._most, 0
-        for key in keys:
+    def apply(self, holder: str, keys: Iterable[int], kinds: bytes) -> None:
+        """Pages came to a tier or left it, in order. A kind is POOL or HOST, with GONE added if the
+        page left."""
+        shards, most, place = self._shards, self._most, self._places[holder]
+        bit_of = [(kind & BOTH) << place for kind in range(8)]
+        changes = [0] * 8
+        for key, kind in zip(keys, kinds, strict=True):
             shard = shards[key & _SHARD]
             old = shard.get(key, 0)
-            if not old & bit:
+            bit = bit_of[kind]
+            if kind < GONE:
+                if old & bit:
+                    continue
                 if not old and len(shard) >= most:
                     self._drop(shard)
                 shard[key] = old | bit
-                added += 1
-        self._counts[holder][tier - 1] += added
-
-    def remove(self, holder: str, keys: Iterable[int], tier: int) -> None:
-        """The holder has these pages no more in that tier."""
-        shards, bit, removed = self._shards, tier << self._places[holder], 0
-        for key in keys:
-            shard = shards[key & _SHARD]
-            old = shard.get(key, 0)
-            if old & bit:
-                if old == bit:
-                    del shard[key]
-                else:
-                    shard[key] = old ^ bit
-                removed += 1
-        self._counts[holder][tier - 1] -= removed
+            elif not old & bit:
+                continue
+            elif old == bit:
+                del shard[key]
+            else:
+                shard[key] = old ^ bit
+            changes[kind] += 1
+        for tier in (POOL, HOST):
+            self._counts[holder][tier - 1] += changes[tier] - changes[tier | GONE]
 
     def clear(self, holder: str, first: int, end: int) -> None:
         """The holder has none of the pages of these shards."""
@@ -163,9 +164,12 @@ class PrefixIndex:
     # -- what the router asks ---------------------------------------------------------------------
 
     def held(self, keys: ShortKeys) -> dict[str, Held]:
-        """The leading pages of a prompt, by holder. Those that hold none are left out. It ends at the first page that nobody holds."""
+        """The leading pages of a prompt, by holder. Those that hold none are left out. It ends at
+        the first page that nobody holds."""
         shards, last = self._shards, -1
         pool = any_tier = sum(POOL << place for place in self._places.values())
+        if not any_tier:
+            return {}
         runs: list[tuple[int, int, int]] = []
         """Where fewer hold the pages: depth, and who still has all of them in either way."""
         depth = 0
