@@ -359,5 +359,9 @@ class ModelInfo:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     page_size_tokens: int
+    kv_precision: str = ""
+    """Precision of the KV, which keys of pages name."""
+    prefix_cache: bool = False
+    """Whether pages are found again by their keys."""
     extensions: tuple[str, ...] = ()
     """Names of hooks, for which requests may carry bytes."""

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.base import AttentionBackend, AttentionBatch
+from engine.attention import AttentionBackend, AttentionBatch, Specs
 from engine.hooks.protocol import HookSite, Narrowed
 from engine.hooks.steps import StepHooks
 from engine.pages.kv_pool import KvPool
 
-MakeBackend = Callable[[KvPool, tuple[int | None, ...]], AttentionBackend]
+MakeBackend = Callable[[KvPool, Specs], AttentionBackend]
 
 
 class _Split(NamedTuple):
@@ -42,15 +42,16 @@ class HookedAttention:
     """`AttentionBackend` that calls hooks."""
 
     def __init__(self, make: MakeBackend, site: HookSite, hooks: StepHooks) -> None:
-        """`make` makes the wrapped backend over a pool, for layers with the windows given."""
-        pool, every = site.pool, (None,) * len(site.windows)
-        self._whole = make(pool, site.windows)
-        self._others = make(pool, site.windows)
+        """`make` makes the wrapped backend over a pool."""
+        pool = site.pool
+        self._whole = make(pool, site.specs)
+        self._others = make(pool, site.specs)
         """For the rows beside narrowed ones."""
-        self._heads = make(pool.by_head(), every)
+        self._heads = make(pool.by_head(), site.specs)
+        """For the narrowed ones."""
         self.name = self._whole.name
         self._pool = pool
-        self._windows = site.windows
+        self._site = site
         self._hooks = hooks
         self._split: _Split | None = None
 
@@ -79,7 +80,7 @@ class HookedAttention:
     def _narrowly(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
         """Attention with narrowed rows; None: there are none in this layer."""
         split = self._split
-        if split is None or self._windows[layer] is not None:
+        if split is None or not self._site.may_choose(layer):
             return None
         # Before the hook is asked: the page that a token completes may be among those it reads.
         at, to = self._batch.token_pages[split.tokens], self._batch.token_offsets[split.tokens]

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.attention import Specs
 from engine.bounds import UNBOUNDED
 from engine.pages.kv_pool import KvPool
 from engine.types import PageIds, Request
@@ -63,10 +64,16 @@ class HookSite(NamedTuple):
 
     pool: KvPool
     """This rank's part of the pages."""
-    windows: tuple[int | None, ...]
-    """Per layer, number of tokens that a position sees; None: all before it."""
+    specs: Specs
+    """Attention of each layer."""
     decodes: bool
     """Whether this engine decodes. If not, it computes prompts alone."""
+
+    def may_choose(self, layer: int) -> bool:
+        """Whether a hook may choose the pages that rows read in a layer: it has no window, and no
+        sinks, which belong to single heads."""
+        spec = self.specs[layer]
+        return spec.window is None and spec.sinks is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +188,7 @@ class AttentionHook(Hook):
     def pages_wanted(self, layer: int, q: Tensor) -> Tensor | None:
         """The pages that narrowed rows read in this layer. None: all of theirs.
 
-        Not asked in layers with a window.
+        Not asked where `HookSite.may_choose` says no.
 
         Args:
             layer: the layer.

@@ -28,6 +28,7 @@ from engine.building import (
 from engine.loop.running import TorchSteps
 from engine.model import ModelError
 from engine.model.shard import Shard
+from engine.parent import end_with_parent
 from engine.ranks.collective import CollectiveError, GlooCollective
 from engine.ranks.process import (
     FAILED,
@@ -38,7 +39,6 @@ from engine.ranks.process import (
     STEP,
     STORE,
     address,
-    end_with_parent,
     read_config,
     steps_of,
 )

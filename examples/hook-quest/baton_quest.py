@@ -71,8 +71,8 @@ class Quest(AttentionHook):
         if not site.decodes:
             return  # Prompts read all pages.
         shape = pool.num_pages, pool.num_kv_heads, 2 * pool.head_dim
-        for layer, window in enumerate(site.windows):
-            if layer >= DENSE_LAYERS and window is None:
+        for layer in range(DENSE_LAYERS, pool.num_layers):
+            if site.may_choose(layer):
                 self._layers[layer] = torch.zeros(shape, dtype=pool.dtype, device=pool.device)
         self._is_summarised = torch.zeros(pool.num_pages, dtype=torch.bool, device=pool.device)
 

@@ -28,10 +28,10 @@ def entropies(path, tokens: list[int]) -> list[float]:
 
 
 def test_the_page_s_hook_logs_the_entropy_of_attention(tmp_path, caplog):
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    (points,) = re.findall(
-        r'```toml\n\[project.entry-points."(.*?)"\]\n(.*?)```', PAGE.read_text(), re.DOTALL
-    )
+    page = PAGE.read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    toml = r'```toml\n\[project.entry-points."(.*?)"\]\n(.*?)```'
+    (points,) = re.findall(toml, page, re.DOTALL)
     source = tmp_path / "source"
     source.mkdir()
     (source / "my_package.py").write_text(code)

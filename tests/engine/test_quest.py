@@ -9,6 +9,7 @@ from engine_kit import build, check_baseline, finish, hand_off, submit
 from hooks_kit import ALL, QUEST, installed
 from tiny_models import write_tiny_model
 
+from engine.attention import AttentionSpec
 from engine.engine import Engine
 from engine.hooks.protocol import HookSite, StepRows
 from engine.pages.fp8_pool import Fp8Pool
@@ -83,7 +84,8 @@ def test_the_pages_with_the_best_bounds_are_read(kind):
         k, v = torch.randn(2, 90 * PAGE, HEADS, SIZE)
         pool.write(layer, *everything, k, v)
     hook = make({"sparse_tokens": "256"})
-    hook.attach(HookSite(pool, (None, None, None, 100), decodes=True))
+    plain, sliding = AttentionSpec(1.0), AttentionSpec(1.0, window=100)
+    hook.attach(HookSite(pool, (plain, plain, plain, sliding), decodes=True))
     step = StepRows(
         number=0,
         terms=np.array([16, 16, 20], np.int32),
