@@ -1,16 +1,16 @@
 """What sparse attention costs in quality: perplexity, and whether a needle is found.
 
 python -m bench.sparse_attention [perplexity|needle] [--budgets N ...] [--segment N]
-    [--tokens N] [--lengths N ...]
+    [--stride N] [--tokens N] [--lengths N ...]
 
 The steps are a worker's own (`TorchSteps` with the hook `quest` of `examples/hook-quest`), driven
 one by one. All budgets are rows of the same steps. The text is `bench/texts/long.txt`: Baton's own
 pages, as they were in November 2026.
 
-    perplexity  The text is cut into segments. What lies before a segment is a prompt. Each of its
-                tokens is a decode row whose token is forced to be the text's. All segments run in
-                the same steps; with `--segment 8000` there is one. Dense figures come from
-                computing the whole text as a prompt.
+    perplexity  Segments lie in the text, one every `--stride` tokens. What lies before a segment is
+                a prompt. Each of its tokens is a decode row whose token is forced to be the text's.
+                All segments run in the same steps; with `--segment 8000 --stride 8000` there is
+                one, of the whole text. Dense figures are of the same tokens, in a prompt.
     needle      A sentence with a number lies at some depth in the text, which is a prompt. A
                 question and the beginning of its answer are decoded. Then the number's tokens are
                 forced and scored. Found: each of them was the likeliest.
@@ -42,8 +42,8 @@ from engine.schedule.step import StepPlan
 TEXT = Path(__file__).with_name("texts") / "long.txt"
 TEXT_SHA256 = "04f8e76d0fa62c91b86e912ba2229ac41c59d93a9c37cd00ac1f7fe5f8a11b36"
 HOOK = Path(__file__).parents[1] / "examples" / "hook-quest"
-TOKENS, PROMPT, CHUNK, PAGE = 8000, 512, 512, 16
-SEGMENT = 512
+TOKENS, PROMPT, CHUNK, PAGE = 8000, 1024, 512, 16
+SEGMENT, STRIDE = 256, 2048
 BUDGETS = (512, 1024)
 LENGTHS = (2048, 4096, 8000)
 DEPTHS = (0.1, 0.5, 0.9)
@@ -142,8 +142,12 @@ class Rig:
 
     def _lost(self, hidden: Tensor, following: Tensor) -> Tensor:
         parts = [
-            torch.nn.functional.cross_entropy(self._model.logits(h), ids, reduction="none")
-            for h, ids in zip(hidden.split(256), following.split(256), strict=True)
+            torch.nn.functional.cross_entropy(
+                self._model.logits(hidden[at : at + 256]),
+                following[at : at + 256],
+                reduction="none",
+            )
+            for at in range(0, len(hidden), 256)
         ]
         return torch.cat(parts) if parts else torch.zeros(0)
 
@@ -186,19 +190,20 @@ class Segment(NamedTuple):
     end: int
 
 
-def perplexity(model: Path, ids: Sequence[int], budgets: Sequence[int], most: int) -> None:
-    """Prints the perplexity of the text, dense and with each budget, in segments of at most `most`
-    tokens."""
+def perplexity(
+    model: Path, ids: Sequence[int], budgets: Sequence[int], most: int, stride: int
+) -> None:
+    """Prints the perplexity of segments of at most `most` tokens, one every `stride` tokens of the
+    text, dense and with each budget."""
     count = -(-len(ids) // PAGE)
     last = len(ids) - 1
-    segments = [Segment(at, min(at + most, last)) for at in range(PROMPT, last, most)]
+    segments = [Segment(at, min(at + most, last)) for at in range(PROMPT, last, stride)]
     rig = Rig(model, 1 + len(budgets), len(ids) + PAGE * len(segments))
     began_s = time.monotonic()
     dense = rig.prefill(ids, _pages(1, count), scored=True)
     print(f"# dense: {time.monotonic() - began_s:.0f} s", flush=True)
     tables, terms = _segment_tables(segments, len(budgets), count), list(budgets) * len(segments)
     lost = torch.full((len(budgets), len(ids) - 1), torch.nan)
-    lost[:, :PROMPT] = dense[:PROMPT]
     for step in range(most):
         live = [index for index, one in enumerate(segments) if one.start + step < one.end]
         if not live:
@@ -230,15 +235,17 @@ def _segment_tables(segments: Sequence[Segment], budgets: int, count: int) -> In
 
 
 def _print_perplexities(dense: Tensor, lost: Tensor, budgets: Sequence[int]) -> None:
-    half = len(dense) // 2
-    print(f"| tokens a row reads | perplexity of {len(dense)} | more | of the second half | more |")
+    measured = ~lost[0].isnan()
+    late = measured & (torch.arange(len(dense)) >= len(dense) // 2)
+    counts = f"{int(measured.sum())} tokens", f"{int(late.sum())} in the second half"
+    print(f"| a row reads | perplexity, {counts[0]} | more | {counts[1]} | more |")
     print("|---|---|---|---|---|")
-    whole, last = dense.mean().exp().item(), dense[half:].mean().exp().item()
+    whole, last = (dense[where].mean().exp().item() for where in (measured, late))
     print(f"| all | {whole:.3f} | | {last:.3f} | |")
     for budget, each in zip(budgets, lost, strict=True):
-        a, b = each.mean().exp().item(), each[half:].mean().exp().item()
+        a, b = (each[where].mean().exp().item() for where in (measured, late))
         print(
-            f"| {budget} | {a:.3f} | {100 * (a / whole - 1):+.2f} % |"
+            f"| {budget} tokens | {a:.3f} | {100 * (a / whole - 1):+.2f} % |"
             f" {b:.3f} | {100 * (b / last - 1):+.2f} % |"
         )
 
@@ -336,13 +343,14 @@ def main(arguments: Mapping[str, Any] | None = None) -> None:
     parser.add_argument("--budgets", type=int, nargs="+", default=BUDGETS)
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--segment", type=int, default=SEGMENT)
+    parser.add_argument("--stride", type=int, default=STRIDE)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     given = parser.parse_args()
     model = given.model or demo_model.ensure()
     tokenizer = AutoTokenizer.from_pretrained(model)
     ids = text(tokenizer)
     if given.what != "needle":
-        perplexity(model, ids[: given.tokens], given.budgets, given.segment)
+        perplexity(model, ids[: given.tokens], given.budgets, given.segment, given.stride)
     if given.what != "perplexity":
         needles(model, tokenizer, ids, given.lengths, given.budgets)
 
