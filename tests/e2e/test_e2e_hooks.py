@@ -16,7 +16,7 @@ from tiny_models import write_tiny_model
 from baton import LLM
 
 sys.path.append(str(Path(__file__).parents[1] / "engine"))
-from hooks_kit import ALL, QUEST, installed  # noqa: E402 - found by the line above
+from hooks_kit import ALL, QUEST, installed
 
 MAX_TOKENS = 16
 SPARSE = "quest?sparse_tokens=256"

@@ -14,6 +14,10 @@ from engine.types import FailureReason
 
 PROMPT, NEIGHBOUR = list(range(40, 90)), list(range(200, 270))
 LOOP = ("request_began", "request_ended")
+QUICK = {
+    *(("breaks", at) for at in ("request_began", "step_began", "attention_began")),
+    *(("breaks-and-leaves", at) for at in ("request_ended", "pages_wanted", "step_ended")),
+}
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +45,14 @@ def end(run) -> None:
     assert run.done.wait(60)
 
 
-@pytest.mark.parametrize("at", POINTS)
-@pytest.mark.parametrize("name", ["breaks", "breaks-and-leaves"])
+@pytest.mark.parametrize(
+    ("name", "at"),
+    [
+        pytest.param(name, at, marks=() if (name, at) in QUICK else pytest.mark.matrix)
+        for name in ("breaks", "breaks-and-leaves")
+        for at in POINTS
+    ],
+)
 def test_a_hook_that_raises_harms_its_own_requests_alone(path, want, name, at):
     engine = build(path, hooks=(f"{name}?at={at}",))
     neighbour = submit(engine, NEIGHBOUR, 12)
@@ -150,3 +160,17 @@ def test_a_hook_that_both_ends_need_is_part_of_the_fingerprint(path):
         assert engine.model.extensions == hooks
         engine.stop()
     assert prints[0] == prints[1] != prints[2]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ["breaks", "breaks-and-leaves"])
+def test_a_hook_that_raises_on_every_rank(path, want, name):
+    engine = build(path, hooks=(f"{name}?at=attention_began",), tp=2)
+    neighbour = submit(engine, NEIGHBOUR, 12)
+    mine = submit(engine, PROMPT, 12, extensions={name: b""})
+    end(mine)
+    finish(neighbour)
+    assert neighbour.tokens == want[1]
+    assert (mine.failed is not None) == (name == "breaks")
+    assert engine.lost == ""
+    engine.stop()

@@ -220,6 +220,7 @@ def test_cached_pages_keep_their_summaries(path, sparse):
     engine.stop()
 
 
+@pytest.mark.matrix
 def test_choices_fork_off_sparse_prompts(path, sparse):
     engine = build(path, hooks=(SPARSE,))
     both = submit(engine, PROMPT, 24, choices=2)
@@ -229,7 +230,7 @@ def test_choices_fork_off_sparse_prompts(path, sparse):
     engine.stop()
 
 
-@pytest.mark.parametrize("tiers", [0, 1 << 24])
+@pytest.mark.parametrize("tiers", [pytest.param(0, marks=pytest.mark.matrix), 1 << 24])
 def test_preempted_sequences_come_back(path, dense, tiers):
     """The pool holds one of them to its end. What is computed again is computed dense."""
     engine = build(path, hooks=(SPARSE,), num_pages=52, kv_host_bytes=tiers)
@@ -257,6 +258,7 @@ def test_pages_from_a_tier_get_their_summaries(path, sparse):
     engine.stop()
 
 
+@pytest.mark.matrix
 def test_a_resumed_request_goes_on(path, dense):
     """Its tokens so far are computed again, dense, as on any worker."""
     engine = build(path, hooks=(COVERS,))
