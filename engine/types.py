@@ -326,6 +326,14 @@ class EngineLoad:
     """Moving average of the rate at which steps compute prompt tokens; 0 while unknown."""
     prefill_rate_age_s: float = 0.0
     """Time since a step last added to that rate."""
+    prefill_token_s: float = 0.0
+    """Time to compute a prompt token without tokens before it; 0 while unknown."""
+    prefill_context_s: float = 0.0
+    """How much longer it takes for each token before it."""
+    piece_delay_ms: float = 0.0
+    """How much longer a step that decodes takes with a prompt's piece; 0 while unknown."""
+    piece_tokens: float = 0.0
+    """Prompt tokens of such a piece, on average."""
     steps: int = 0
     preemptions: int = 0
     prompt_tokens_computed: int = 0

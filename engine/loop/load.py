@@ -28,7 +28,7 @@ def load_of(
         progress: progress counter of the step loop.
         long_step_ms: expected duration of the step in flight, if it is long; else 0.
     """
-    blocks = scheduler.blocks
+    blocks, cost = scheduler.blocks, rates.token_cost
     return EngineLoad(
         progress=progress,
         queued_prefill_tokens=_queued_prefill_tokens(scheduler, in_flight),
@@ -47,6 +47,10 @@ def load_of(
         step_ms=rates.step_s * 1e3,
         prefill_tokens_per_s=rates.prefill.tokens_per_s,
         prefill_rate_age_s=rates.prefill.age_s,
+        prefill_token_s=cost.token_s,
+        prefill_context_s=cost.context_s,
+        piece_delay_ms=rates.piece.seconds * 1e3,
+        piece_tokens=rates.piece.tokens,
         long_step_ms=long_step_ms,
         steps=scheduler.next_step,
         preemptions=scheduler.preemptions,
@@ -58,9 +62,9 @@ def load_of(
 
 
 def _queued_prefill_tokens(scheduler: Scheduler, in_flight: Iterable[StepPlan]) -> int:
-    """Prompt tokens accepted and not computed yet."""
+    """Prompt tokens accepted, not computed yet and not cached, as far as it was looked up."""
     waiting = sum(
-        len(active.request.prompt_ids)
+        max(1, len(active.request.prompt_ids) - active.cached_tokens)
         for active in scheduler.waiting
         if active.request.mode is not Mode.RECEIVE
     )

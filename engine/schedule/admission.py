@@ -50,6 +50,8 @@ def admit(scheduler: Scheduler) -> None:
     ordered = sorted(ordered, key=lambda active: not active.request.generated)
     if scheduler.tiers.on:
         ordered = _without_loading(scheduler, ordered)
+    for active in ordered[:EARLY_LOADS]:
+        _look_up(scheduler, active)
     for active in ordered:
         if _try_admit(scheduler, active):
             scheduler.waiting.remove(active)
@@ -67,6 +69,17 @@ def _is_prepared(active: ActiveRequest) -> bool:
     if active.state is RequestState.LOADING and active.wait and active.wait.is_over:
         active.state = RequestState.WAITING
     return active.state is RequestState.WAITING and active.is_prepared
+
+
+def _look_up(scheduler: Scheduler, active: ActiveRequest) -> None:
+    """Notes once how much of a prompt need not be computed, so that the load report counts only
+    the rest, even while there is no room for it."""
+    if active.keys or active.request.mode is Mode.RECEIVE:
+        return
+    tokens = np.concatenate([active.request.prompt_ids, active.initial_outputs[0]])
+    active.keys = prompt_keys(scheduler.config, active.request, tokens)
+    cached = scheduler.blocks.count_cached(active.keys)
+    active.cached_tokens = cached * scheduler.config.page_size
 
 
 def growth_reserve(scheduler: Scheduler, wanted: int) -> int:
@@ -129,6 +142,7 @@ def _try_admit(scheduler: Scheduler, active: ActiveRequest) -> bool:
     spare = num_sequences - 1 if len(tokens) % scheduler.config.page_size else 0
     growth = 0 if request.mode is Mode.PREFILL else _growth(scheduler, request, pages)
     cached = scheduler.blocks.count_cached(active.keys)
+    active.cached_tokens = cached * scheduler.config.page_size
     wanted = pages - cached + scheduler.blocks.count_evictable(active.keys)
     wanted += spare + growth * num_sequences
     kept_back = _kept_back(scheduler, wanted)

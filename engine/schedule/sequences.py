@@ -40,6 +40,9 @@ class ActiveRequest:
     """Its live sequences, set on admission."""
     keys: list[bytes] = field(default_factory=list)
     """Prefix-cache keys of the prompt's complete pages."""
+    cached_tokens: int = 0
+    """Tokens of its prompt that the prefix cache had, or that were on their way there, when it was
+    last asked."""
     spare_pages: PageIds = field(default_factory=lambda: np.zeros(0, np.int32))
     """Pages for copies of the partial page at which the choices diverge."""
     held_pages: PageIds = field(default_factory=lambda: np.zeros(0, np.int32))
