@@ -18,8 +18,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, Self
 
+import numpy as np
+
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
     from opentelemetry.context import Context
 
@@ -107,6 +108,10 @@ class Job:
         return len(self.prompt_ids)
 
 
+def _no_keys() -> NDArray[np.uint64]:
+    return np.zeros(0, np.uint64)
+
+
 @dataclass(frozen=True, slots=True)
 class Demand:
     """The needs of a job, or of a resumed choice group, in numbers."""
@@ -119,6 +124,9 @@ class Demand:
     prompt_logprobs: bool = False
     holder: str = ""
     """See `Job.holder`; "" shares with nobody."""
+    keys: NDArray[np.uint64] = field(default_factory=_no_keys, compare=False, repr=False)
+    """Short keys of the prompt's complete pages, all but those of its last token. Empty where the
+    prefix cache may not be used."""
 
     @classmethod
     def of(cls, job: Job) -> Self:

@@ -1,0 +1,222 @@
+"""The policy `cost`: a prompt goes where its first token is soonest, given who holds what of it.
+
+A worker may come by the leading pages of a prompt in several ways: it has them in its pool, loads
+them from host memory, or fetches them from a peer. For each way,
+
+    seconds = queue + load or fetch + uncached tokens / rate(context) + delay of its streams
+
+The delay is what the prompt costs others: decode rows x the measured delay of a step with a piece
+of a prompt (`router.placement.placing`). A worker's way is its fastest. Among workers the fastest
+wins, and on a tie the first, as for `least_work`.
+
+Among decode workers that are to receive a prompt, the one that holds most of it is taken, as long
+as its load is within `SLACK` of the least. So conversations stay where their KV is, and no worker
+gets all of them because it has the system prompt.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+from router.placement.holdings import Held, Holdings, JustRouted, NoHoldings
+from router.placement.placing import (
+    LocalReason,
+    break_even_tokens,
+    delay_s,
+    finish_s,
+    rate_of_unmeasured,
+    rest_s,
+)
+from router.placement.policies import pressure
+from router.placement.ways import Way
+
+if TYPE_CHECKING:
+    from router.jobs import Demand
+    from router.placement.ways import Peer
+    from router.settings import LocalPrefill
+
+SLACK: Final = 0.125
+"""A decode worker with more of the prompt is taken up to this much more pressure."""
+FETCHED_SHARE: Final = 8
+"""A fetch takes at most this part of the pool, an eighth. The worker bounds it, too."""
+
+
+class Cost:
+    """See the module. It belongs to the event loop's thread.
+
+    Args:
+        holdings: what workers have reported.
+        just_routed: what was sent to them lately.
+    """
+
+    name = "cost"
+
+    def __init__(
+        self, holdings: Holdings | None = None, just_routed: JustRouted | None = None
+    ) -> None:
+        self._holdings = holdings or NoHoldings()
+        self._just_routed = just_routed or JustRouted()
+        self._demand: Demand | None = None
+        self._held: Mapping[str, Held] = {}
+
+    def look(self, demand: Demand) -> None:
+        """Looks up who holds what of a prompt, for the calls that follow."""
+        self._demand = demand
+        self._held = self._holdings.held(demand) if len(demand.keys) else {}
+
+    def routed(self, demand: Demand, workers: Iterable[Peer]) -> None:
+        """The prompt was sent to these workers. Their pages count as held from now on."""
+        for worker in workers:
+            self._just_routed.add(worker.agent_name, demand.keys)
+
+    # -- choices ------------------------------------------------------------------------------
+
+    def prefill(self, demand: Demand, candidates: Sequence[Peer], everyone: Sequence[Peer]) -> int:
+        """Index of the worker whose first token is soonest."""
+        seconds = [way.seconds for way in self._ways(demand, candidates, everyone)]
+        return seconds.index(min(seconds))
+
+    def decode(self, demand: Demand, candidates: Sequence[Peer]) -> int:
+        """Index of the worker that holds most of the prompt, of those with about the least
+        pressure."""
+        pressures = [pressure(worker.capacity()) for worker in candidates]
+        most = min(pressures)[0] + SLACK
+        fit = [i for i, (used, _) in enumerate(pressures) if used <= most]
+        held = [self._own(demand, worker).host_pages for worker in candidates]
+        return min(fit, key=lambda i: (-held[i], pressures[i]))
+
+    def whole(self, demand: Demand, candidates: Sequence[Peer], everyone: Sequence[Peer]) -> int:
+        """Index of the decode worker that runs the whole job."""
+        return self.prefill(demand, candidates, everyone)
+
+    def local(
+        self,
+        demand: Demand,
+        candidates: Sequence[Peer],
+        rivals: Sequence[Peer],
+        everyone: Sequence[Peer],
+        mode: LocalPrefill,
+    ) -> tuple[int, LocalReason] | None:
+        """A decode worker whose first token is sooner than that of any rival. Where `mode` is
+        `cached`, it must hold the larger part of the prompt."""
+        size = demand.model.page_size_tokens
+        held = [self._own(demand, worker).host_pages * size for worker in candidates]
+        holds_most = [2 * tokens >= demand.prompt_tokens for tokens in held]
+        allowed = [i for i, most in enumerate(holds_most) if most or mode == "auto"]
+        if not allowed or demand.prompt_logprobs:
+            return None
+        unmeasured = _unmeasured(rivals)
+        ways = [self._fastest(demand, candidates[i], everyone, unmeasured) for i in allowed]
+        seconds = [way.seconds for way in ways]
+        others = [self._fastest(demand, one, everyone, unmeasured) for one in rivals]
+        rival_s = min(way.seconds for way in others)
+        if min(seconds) >= rival_s:
+            return None
+        chosen = allowed[seconds.index(min(seconds))]
+        reason = LocalReason.CACHED if holds_most[chosen] else LocalReason.FASTER
+        return chosen, reason
+
+    def takeover_tokens(self, demand: Demand, way: Way, prefill: Peer, decode: Peer) -> int:
+        """The most tokens that the decode worker may compute and still be first."""
+        unmeasured = _unmeasured([prefill])
+        capacity, tokens = decode.capacity(), demand.prompt_tokens
+        return break_even_tokens(capacity, way.seconds, tokens, unmeasured)
+
+    # -- ways ---------------------------------------------------------------------------------
+
+    def way(self, demand: Demand, worker: Peer, everyone: Sequence[Peer]) -> Way:
+        """The way of the worker that was chosen, with what it computes again and why."""
+        way = self._fastest(demand, worker, everyone, _unmeasured([worker]))
+        return way._replace(again=self._again(demand, worker, way, everyone))
+
+    def _ways(
+        self, demand: Demand, workers: Sequence[Peer], everyone: Sequence[Peer]
+    ) -> list[Way]:
+        unmeasured = _unmeasured(workers)
+        return [self._fastest(demand, worker, everyone, unmeasured) for worker in workers]
+
+    def _fastest(
+        self, demand: Demand, worker: Peer, everyone: Sequence[Peer], unmeasured: float
+    ) -> Way:
+        """The fastest way of a worker. Of equals it is the one that moves least."""
+        own = self._own(demand, worker)
+        ways = [self._way(demand, worker, unmeasured, own.pool_pages, 0.0)]
+        load_s, capacity = 0.0, worker.capacity()
+        if own.host_pages > own.pool_pages and capacity.load_bytes_per_s:
+            load_bytes = (own.host_pages - own.pool_pages) * worker.page_bytes
+            load_s = load_bytes / capacity.load_bytes_per_s
+            ways.append(self._way(demand, worker, unmeasured, own.host_pages, load_s))
+        for peer in everyone:
+            pages = self._fetchable(worker, peer, own)
+            if pages > own.host_pages and (rate := _fetch_rate(worker, peer)):
+                fetch_s = load_s + (pages - own.host_pages) * worker.page_bytes / rate
+                way = self._way(demand, worker, unmeasured, pages, fetch_s)
+                ways.append(way._replace(holder=peer, fetched_pages=pages))
+        best = min(ways, key=lambda way: way.seconds)
+        reported = self._reported(worker)
+        return best._replace(just_routed=own.pool_pages > reported.pool_pages)
+
+    def _way(
+        self, demand: Demand, worker: Peer, unmeasured: float, pages: int, moved_s: float
+    ) -> Way:
+        """The way on which the worker has so many leading pages after `moved_s`."""
+        capacity, tokens = worker.capacity(), demand.prompt_tokens
+        cached = min(pages * demand.model.page_size_tokens, tokens - 1)
+        seconds = finish_s(capacity, 0, unmeasured) + moved_s
+        seconds += rest_s(capacity, cached, tokens, unmeasured)
+        seconds += delay_s(capacity, tokens - cached)
+        return Way(seconds, cached)
+
+    # -- who holds what -----------------------------------------------------------------------
+
+    def _reported(self, worker: Peer) -> Held:
+        return self._held.get(worker.agent_name, Held())
+
+    def _own(self, demand: Demand, worker: Peer) -> Held:
+        """What a worker holds or is about to hold."""
+        if not len(demand.keys):
+            return Held()
+        if demand is not self._demand:
+            self.look(demand)
+        held = self._reported(worker)
+        pages = max(held.pool_pages, self._just_routed.pages(worker.agent_name, demand.keys))
+        return Held(pages, max(pages, held.host_pages))
+
+    def _fetchable(self, worker: Peer, peer: Peer, own: Held) -> int:
+        """The leading pages that the worker would have after a fetch from a peer."""
+        pages = self._reported(peer).host_pages
+        if pages <= own.host_pages or not worker.can_fetch_from(peer):
+            return 0
+        return min(pages, own.host_pages + worker.capacity().total_pages // FETCHED_SHARE)
+
+    def _again(
+        self, demand: Demand, worker: Peer, way: Way, everyone: Sequence[Peer]
+    ) -> Mapping[str, int]:
+        """Pages that the worker computes although others hold them or will, by reason."""
+        if not len(demand.keys):
+            return {}
+        others = [one for one in everyone if one is not worker]
+        have = way.cached_tokens // demand.model.page_size_tokens
+        held = max((self._reported(one).host_pages for one in others), default=0)
+        coming = max((self._own(demand, one).host_pages for one in others), default=0)
+        own = self._own(demand, worker)
+        reachable = max((self._fetchable(worker, one, own) for one in others), default=0)
+        within = max(have, min(held, max(reachable, own.host_pages)))
+        again = Counter({"sooner": within - have})
+        bound = way.holder is not None or reachable > own.host_pages
+        again["bound" if bound else "unreachable"] += max(0, held - within)
+        again["in_flight"] += max(0, coming - max(held, have))
+        return +again
+
+
+def _unmeasured(workers: Sequence[Peer]) -> float:
+    return rate_of_unmeasured([worker.capacity() for worker in workers])
+
+
+def _fetch_rate(worker: Peer, peer: Peer) -> float:
+    """Bytes a second at which a worker would fetch from a peer; 0: unknown, so it does not."""
+    path = worker.path_bytes_per_s(peer) or peer.path_bytes_per_s(worker)
+    recent = worker.capacity().fetch_bytes_per_s
+    return min(path, recent) if path and recent else path or recent
