@@ -36,6 +36,14 @@ Pairs = Mapping["WorkerLink", Sequence["WorkerLink | None"]]
 """The possible second workers for each first worker; None if the job needs no decode."""
 
 
+class Fetch(NamedTuple):
+    """Leading pages of the prompt that another worker holds. The worker that computes the prompt
+    gets what it lacks of them from there."""
+
+    holder: WorkerLink
+    pages: int
+
+
 class Route(NamedTuple):
     """The workers of an attempt."""
 
@@ -47,6 +55,9 @@ class Route(NamedTuple):
     takeover_tokens: int = 0
     """For a hand-off: the most tokens of the prompt that the decode worker may compute itself, if
     it holds the larger part."""
+    fetch: Fetch | None = None
+    """Where the worker that computes the prompt gets pages that it lacks; None: it computes
+    them."""
 
     @property
     def whole(self) -> bool:
