@@ -106,6 +106,14 @@ class StopRules:
     ignore_eos: bool = False
 
 
+class PeerFetch(NamedTuple):
+    """Leading pages of a prompt that another worker is said to hold."""
+
+    peer: str
+    """Agent name of that worker."""
+    pages: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
     """One prompt to run."""
@@ -129,6 +137,8 @@ class Request:
     takeover_tokens: int = 0
     """RECEIVE: most tokens that may be left for a take-over. If the prefix cache holds the larger
     part of the prompt, the rest is computed here, without a delivery."""
+    fetch: PeerFetch | None = None
+    """WHOLE and PREFILL: where pages can be had that are missing here; None: they are computed."""
 
 
 class TokenRecord(NamedTuple):

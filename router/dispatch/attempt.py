@@ -179,11 +179,13 @@ class Attempt:
     def _legs(self, route: Route) -> tuple[Leg | None, Leg | None]:
         group = self.group
         if route.whole:
-            whole = Leg(route.prefill, worker_pb2.WORK_MODE_WHOLE, group, self.id, None)
+            mode = worker_pb2.WORK_MODE_WHOLE
+            whole = Leg(route.prefill, mode, group, self.id, None, fetch=route.fetch)
             if route.local_reason is not None:
                 whole.mark_local(route.local_reason)
             return None, whole
-        prefill = Leg(route.prefill, worker_pb2.WORK_MODE_PREFILL, group, self.id, route.decode)
+        mode = worker_pb2.WORK_MODE_PREFILL
+        prefill = Leg(route.prefill, mode, group, self.id, route.decode, fetch=route.fetch)
         if route.decode is None:
             return prefill, None
         mode, peer = worker_pb2.WORK_MODE_DECODE, route.prefill

@@ -19,6 +19,7 @@ from telemetry.tracing import SpanKind, end_span, start_span, traceparent_of
 if TYPE_CHECKING:
     from router.dispatch.job_run import ChoiceGroup
     from router.placement.placing import LocalReason
+    from router.placement.routing import Fetch
     from router.workers.link import WorkerLink
     from router.workers.load_estimate import Reservation
 
@@ -34,6 +35,7 @@ class Leg:
         attempt_id: bytes,
         peer: WorkerLink | None,
         takeover_tokens: int = 0,
+        fetch: Fetch | None = None,
     ) -> None:
         self.worker = worker
         self.mode = mode
@@ -44,6 +46,7 @@ class Leg:
         self._attempt_id = attempt_id
         self._peer = peer
         self._takeover_tokens = takeover_tokens
+        self._fetch = fetch
         prefills = mode == worker_pb2.WORK_MODE_PREFILL
         self._span = start_span(
             SpanName.PREFILL if prefills else SpanName.DECODE,
@@ -118,7 +121,14 @@ class Leg:
             prompt_logprobs=scores_wanted and self.mode != worker_pb2.WORK_MODE_DECODE,
             tenant=job.tenant,
             takeover_tokens=self._takeover_tokens,
+            fetch=_fetch_message(self._fetch),
         )
+
+
+def _fetch_message(fetch: Fetch | None) -> worker_pb2.PeerFetch | None:
+    if fetch is None:
+        return None
+    return worker_pb2.PeerFetch(agent_name=fetch.holder.agent_name, pages=fetch.pages)
 
 
 def _word(mode: str) -> str:

@@ -31,11 +31,12 @@ from router.placement.placing import (
 )
 from router.placement.policies import pressure
 from router.placement.ways import Way
+from router.workers.between import can_fetch
 
 if TYPE_CHECKING:
     from router.jobs import Demand
-    from router.placement.ways import Peer
     from router.settings import LocalPrefill
+    from router.workers.link import WorkerLink
 
 SLACK: Final = 0.125
 """A decode worker with more of the prompt is taken up to this much more pressure."""
@@ -66,19 +67,21 @@ class Cost:
         self._demand = demand
         self._held = self._holdings.held(demand) if len(demand.keys) else {}
 
-    def routed(self, demand: Demand, workers: Iterable[Peer]) -> None:
+    def routed(self, demand: Demand, workers: Iterable[WorkerLink]) -> None:
         """The prompt was sent to these workers. Their pages count as held from now on."""
         for worker in workers:
             self._just_routed.add(worker.agent_name, demand.keys)
 
     # -- choices ------------------------------------------------------------------------------
 
-    def prefill(self, demand: Demand, candidates: Sequence[Peer], everyone: Sequence[Peer]) -> int:
+    def prefill(
+        self, demand: Demand, candidates: Sequence[WorkerLink], everyone: Sequence[WorkerLink]
+    ) -> int:
         """Index of the worker whose first token is soonest."""
         seconds = [way.seconds for way in self._ways(demand, candidates, everyone)]
         return seconds.index(min(seconds))
 
-    def decode(self, demand: Demand, candidates: Sequence[Peer]) -> int:
+    def decode(self, demand: Demand, candidates: Sequence[WorkerLink]) -> int:
         """Index of the worker that holds most of the prompt, of those with about the least
         pressure."""
         pressures = [pressure(worker.capacity()) for worker in candidates]
@@ -87,16 +90,18 @@ class Cost:
         held = [self._own(demand, worker).host_pages for worker in candidates]
         return min(fit, key=lambda i: (-held[i], pressures[i]))
 
-    def whole(self, demand: Demand, candidates: Sequence[Peer], everyone: Sequence[Peer]) -> int:
+    def whole(
+        self, demand: Demand, candidates: Sequence[WorkerLink], everyone: Sequence[WorkerLink]
+    ) -> int:
         """Index of the decode worker that runs the whole job."""
         return self.prefill(demand, candidates, everyone)
 
     def local(
         self,
         demand: Demand,
-        candidates: Sequence[Peer],
-        rivals: Sequence[Peer],
-        everyone: Sequence[Peer],
+        candidates: Sequence[WorkerLink],
+        rivals: Sequence[WorkerLink],
+        everyone: Sequence[WorkerLink],
         mode: LocalPrefill,
     ) -> tuple[int, LocalReason] | None:
         """A decode worker whose first token is sooner than that of any rival. Where `mode` is
@@ -118,7 +123,9 @@ class Cost:
         reason = LocalReason.CACHED if holds_most[chosen] else LocalReason.FASTER
         return chosen, reason
 
-    def takeover_tokens(self, demand: Demand, way: Way, prefill: Peer, decode: Peer) -> int:
+    def takeover_tokens(
+        self, demand: Demand, way: Way, prefill: WorkerLink, decode: WorkerLink
+    ) -> int:
         """The most tokens that the decode worker may compute and still be first."""
         unmeasured = _unmeasured([prefill])
         capacity, tokens = decode.capacity(), demand.prompt_tokens
@@ -126,19 +133,19 @@ class Cost:
 
     # -- ways ---------------------------------------------------------------------------------
 
-    def way(self, demand: Demand, worker: Peer, everyone: Sequence[Peer]) -> Way:
+    def way(self, demand: Demand, worker: WorkerLink, everyone: Sequence[WorkerLink]) -> Way:
         """The way of the worker that was chosen, with what it computes again and why."""
         way = self._fastest(demand, worker, everyone, _unmeasured([worker]))
         return way._replace(again=self._again(demand, worker, way, everyone))
 
     def _ways(
-        self, demand: Demand, workers: Sequence[Peer], everyone: Sequence[Peer]
+        self, demand: Demand, workers: Sequence[WorkerLink], everyone: Sequence[WorkerLink]
     ) -> list[Way]:
         unmeasured = _unmeasured(workers)
         return [self._fastest(demand, worker, everyone, unmeasured) for worker in workers]
 
     def _fastest(
-        self, demand: Demand, worker: Peer, everyone: Sequence[Peer], unmeasured: float
+        self, demand: Demand, worker: WorkerLink, everyone: Sequence[WorkerLink], unmeasured: float
     ) -> Way:
         """The fastest way of a worker. Of equals it is the one that moves least."""
         own = self._own(demand, worker)
@@ -159,7 +166,7 @@ class Cost:
         return best._replace(just_routed=own.pool_pages > reported.pool_pages)
 
     def _way(
-        self, demand: Demand, worker: Peer, unmeasured: float, pages: int, moved_s: float
+        self, demand: Demand, worker: WorkerLink, unmeasured: float, pages: int, moved_s: float
     ) -> Way:
         """The way on which the worker has so many leading pages after `moved_s`."""
         capacity, tokens = worker.capacity(), demand.prompt_tokens
@@ -171,10 +178,10 @@ class Cost:
 
     # -- who holds what -----------------------------------------------------------------------
 
-    def _reported(self, worker: Peer) -> Held:
+    def _reported(self, worker: WorkerLink) -> Held:
         return self._held.get(worker.agent_name, Held())
 
-    def _own(self, demand: Demand, worker: Peer) -> Held:
+    def _own(self, demand: Demand, worker: WorkerLink) -> Held:
         """What a worker holds or is about to hold."""
         if not len(demand.keys):
             return Held()
@@ -184,15 +191,15 @@ class Cost:
         pages = max(held.pool_pages, self._just_routed.pages(worker.agent_name, demand.keys))
         return Held(pages, max(pages, held.host_pages))
 
-    def _fetchable(self, worker: Peer, peer: Peer, own: Held) -> int:
+    def _fetchable(self, worker: WorkerLink, peer: WorkerLink, own: Held) -> int:
         """The leading pages that the worker would have after a fetch from a peer."""
         pages = self._reported(peer).host_pages
-        if pages <= own.host_pages or not worker.can_fetch_from(peer):
+        if pages <= own.host_pages or not _is_reachable(worker, peer):
             return 0
         return min(pages, own.host_pages + worker.capacity().total_pages // FETCHED_SHARE)
 
     def _again(
-        self, demand: Demand, worker: Peer, way: Way, everyone: Sequence[Peer]
+        self, demand: Demand, worker: WorkerLink, way: Way, everyone: Sequence[WorkerLink]
     ) -> Mapping[str, int]:
         """Pages that the worker computes although others hold them or will, by reason."""
         if not len(demand.keys):
@@ -211,11 +218,16 @@ class Cost:
         return +again
 
 
-def _unmeasured(workers: Sequence[Peer]) -> float:
+def _unmeasured(workers: Sequence[WorkerLink]) -> float:
     return rate_of_unmeasured([worker.capacity() for worker in workers])
 
 
-def _fetch_rate(worker: Peer, peer: Peer) -> float:
+def _is_reachable(worker: WorkerLink, peer: WorkerLink) -> bool:
+    """Whether a worker could fetch from a peer, and neither complains of the other."""
+    return can_fetch(worker, peer) and not (worker.avoids(peer) or peer.avoids(worker))
+
+
+def _fetch_rate(worker: WorkerLink, peer: WorkerLink) -> float:
     """Bytes a second at which a worker would fetch from a peer; 0: unknown, so it does not."""
     path = worker.path_bytes_per_s(peer) or peer.path_bytes_per_s(worker)
     recent = worker.capacity().fetch_bytes_per_s

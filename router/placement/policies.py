@@ -16,11 +16,12 @@ from router.placement.placing import (
     soonest,
     takeover_tokens,
 )
-from router.placement.ways import Peer, Way
+from router.placement.ways import Way
 
 if TYPE_CHECKING:
     from router.jobs import Demand
     from router.settings import LocalPrefill
+    from router.workers.link import WorkerLink
     from router.workers.load_estimate import Capacity
 
 
@@ -36,40 +37,46 @@ class Policy(Protocol):
         """Looks up who holds what of a prompt, for the calls that follow."""
         ...
 
-    def prefill(self, demand: Demand, candidates: Sequence[Peer], everyone: Sequence[Peer]) -> int:
+    def prefill(
+        self, demand: Demand, candidates: Sequence[WorkerLink], everyone: Sequence[WorkerLink]
+    ) -> int:
         """Index of the worker that computes the prompt."""
         ...
 
-    def decode(self, demand: Demand, candidates: Sequence[Peer]) -> int:
+    def decode(self, demand: Demand, candidates: Sequence[WorkerLink]) -> int:
         """Index of the worker that decodes."""
         ...
 
-    def whole(self, demand: Demand, candidates: Sequence[Peer], everyone: Sequence[Peer]) -> int:
+    def whole(
+        self, demand: Demand, candidates: Sequence[WorkerLink], everyone: Sequence[WorkerLink]
+    ) -> int:
         """Index of the decode worker that runs the whole job, since no other can."""
         ...
 
     def local(
         self,
         demand: Demand,
-        candidates: Sequence[Peer],
-        rivals: Sequence[Peer],
-        everyone: Sequence[Peer],
+        candidates: Sequence[WorkerLink],
+        rivals: Sequence[WorkerLink],
+        everyone: Sequence[WorkerLink],
         mode: LocalPrefill,
     ) -> tuple[int, LocalReason] | None:
         """Index of the decode worker that runs the whole job, since its first token is sooner than
         that of every rival, and why; None if it is not. `mode` is `cached` or `auto`."""
         ...
 
-    def way(self, demand: Demand, worker: Peer, everyone: Sequence[Peer]) -> Way:
+    def way(self, demand: Demand, worker: WorkerLink, everyone: Sequence[WorkerLink]) -> Way:
         """How the worker that was chosen comes by the first token."""
         ...
 
-    def takeover_tokens(self, demand: Demand, way: Way, prefill: Peer, decode: Peer) -> int:
+    def takeover_tokens(
+        self, demand: Demand, way: Way, prefill: WorkerLink, decode: WorkerLink
+    ) -> int:
         """The most tokens of a prompt that a decode worker may compute and be as soon as the
         prefill worker on its way."""
         ...
 
-    def routed(self, demand: Demand, workers: Iterable[Peer]) -> None:
+    def routed(self, demand: Demand, workers: Iterable[WorkerLink]) -> None:
         """The prompt was sent to these workers."""
         ...
 
@@ -80,25 +87,27 @@ class _Unaware:
     def look(self, demand: Demand) -> None:
         """Knows nothing."""
 
-    def routed(self, demand: Demand, workers: Iterable[Peer]) -> None:
+    def routed(self, demand: Demand, workers: Iterable[WorkerLink]) -> None:
         """Remembers nothing."""
 
-    def way(self, demand: Demand, worker: Peer, everyone: Sequence[Peer]) -> Way:
+    def way(self, demand: Demand, worker: WorkerLink, everyone: Sequence[WorkerLink]) -> Way:
         """The worker computes the whole prompt behind its queue."""
         capacity = worker.capacity()
         unmeasured = rate_of_unmeasured([capacity])
         return Way(finish_s(capacity, demand.prompt_tokens, unmeasured))
 
-    def takeover_tokens(self, demand: Demand, way: Way, prefill: Peer, decode: Peer) -> int:
+    def takeover_tokens(
+        self, demand: Demand, way: Way, prefill: WorkerLink, decode: WorkerLink
+    ) -> int:
         """See `router.placement.placing`."""
         return takeover_tokens(prefill.capacity(), decode.capacity(), demand.prompt_tokens)
 
     def local(
         self,
         demand: Demand,
-        candidates: Sequence[Peer],
-        rivals: Sequence[Peer],
-        everyone: Sequence[Peer],
+        candidates: Sequence[WorkerLink],
+        rivals: Sequence[WorkerLink],
+        everyone: Sequence[WorkerLink],
         mode: LocalPrefill,
     ) -> tuple[int, LocalReason] | None:
         """The decode worker that would finish the whole prompt first, where `mode` is `auto`."""
@@ -127,17 +136,21 @@ class LeastWork(_Unaware):
 
     name = "least_work"
 
-    def prefill(self, demand: Demand, candidates: Sequence[Peer], everyone: Sequence[Peer]) -> int:
+    def prefill(
+        self, demand: Demand, candidates: Sequence[WorkerLink], everyone: Sequence[WorkerLink]
+    ) -> int:
         """Index of the worker that finishes the prompt first."""
         capacities = [worker.capacity() for worker in candidates]
         return soonest(capacities, demand.prompt_tokens, rate_of_unmeasured(capacities))
 
-    def decode(self, demand: Demand, candidates: Sequence[Peer]) -> int:
+    def decode(self, demand: Demand, candidates: Sequence[WorkerLink]) -> int:
         """Index of the worker under the least pressure."""
         pressures = [pressure(worker.capacity()) for worker in candidates]
         return pressures.index(min(pressures))
 
-    def whole(self, demand: Demand, candidates: Sequence[Peer], everyone: Sequence[Peer]) -> int:
+    def whole(
+        self, demand: Demand, candidates: Sequence[WorkerLink], everyone: Sequence[WorkerLink]
+    ) -> int:
         """Index of the worker under the least pressure."""
         return self.decode(demand, candidates)
 
@@ -150,19 +163,23 @@ class RoundRobin(_Unaware):
     def __init__(self) -> None:
         self._last = {"prefill": "", "decode": ""}
 
-    def prefill(self, demand: Demand, candidates: Sequence[Peer], everyone: Sequence[Peer]) -> int:
+    def prefill(
+        self, demand: Demand, candidates: Sequence[WorkerLink], everyone: Sequence[WorkerLink]
+    ) -> int:
         """Index of the next worker."""
         return self._next("prefill", candidates)
 
-    def decode(self, demand: Demand, candidates: Sequence[Peer]) -> int:
+    def decode(self, demand: Demand, candidates: Sequence[WorkerLink]) -> int:
         """Index of the next worker."""
         return self._next("decode", candidates)
 
-    def whole(self, demand: Demand, candidates: Sequence[Peer], everyone: Sequence[Peer]) -> int:
+    def whole(
+        self, demand: Demand, candidates: Sequence[WorkerLink], everyone: Sequence[WorkerLink]
+    ) -> int:
         """Index of the next worker."""
         return self._next("decode", candidates)
 
-    def _next(self, leg: str, candidates: Sequence[Peer]) -> int:
+    def _next(self, leg: str, candidates: Sequence[WorkerLink]) -> int:
         names = [worker.worker_id for worker in candidates]
         later = [name for name in names if name > self._last[leg]]
         self._last[leg] = min(later or names)

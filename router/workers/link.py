@@ -214,16 +214,6 @@ class WorkerLink:
         """Whether it complains of more than a slow path, so that a transfer would fail."""
         return not self._complaints.get(other.agent_name, SLOW).startswith(SLOW)
 
-    def can_fetch_from(self, other: WorkerLink) -> bool:
-        """Whether it could fetch KV pages from another worker now."""
-        one, peer = self.identity.model, other.identity.model
-        return (
-            other is not self
-            and bool(self.agent_name and other.agent_name)
-            and one.fingerprint == peer.fingerprint
-            and not (self.avoids(other) or other.avoids(self))
-        )
-
     def path_bytes_per_s(self, other: WorkerLink) -> float:
         """Rate of the path between the two, as it was measured; 0 while unknown."""
         return 1e9 * self._paths.get(other.agent_name, 0.0)

@@ -29,6 +29,7 @@ from baton.process.internal_net import ClearNet, InternalNet, agent_name
 from baton.process.refusals import Cause
 from baton.process.release import refusal
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
+from router.workers.between import Between, can_fetch
 from router.workers.link import LinkOwner, LinkState, Loss, WorkerLink
 from router.workers.model_folders import AnyFolder, ModelFolders
 
@@ -82,6 +83,7 @@ class Registry:
         self._tasks: set[asyncio.Task[None]] = set()
         self._stalled: dict[Key, int] = {}
         """Last counters of workers that were lost as frozen."""
+        self._between = Between(lambda: self.members)
         self._closed = False
         self._refused: deque[Key] = deque(maxlen=_REFUSED_KEPT)
         """Workers of other releases whose refusal is logged."""
@@ -160,28 +162,8 @@ class Registry:
 
     def received(self, link: WorkerLink, message: worker_pb2.WorkResponse) -> None:
         """Passes a message on: to another worker if it is for that one, else to the owner."""
-        match message.WhichOneof("message"):
-            case "quiesce_wanted":
-                self._ask_for(link, message.quiesce_wanted)
-            case "quiesced":
-                self._answer_for(link, message.quiesced)
-            case _:
-                self._owner.received(link, message)
-
-    def _ask_for(self, decode: WorkerLink, question: worker_pb2.Quiesce) -> None:
-        """Passes a question on. It is dropped if no worker can answer it, since D asks again."""
-        prefill = self._member(question.prefill_agent_name)
-        if prefill is not None and question.decode_agent_name == decode.agent_name:
-            prefill.send(worker_pb2.WorkRequest(quiesce=question))
-
-    def _answer_for(self, prefill: WorkerLink, answer: worker_pb2.Quiesce) -> None:
-        """Passes an answer on, if the worker answers for itself. The answer frees pages."""
-        decode = self._member(answer.decode_agent_name)
-        if decode is not None and answer.prefill_agent_name == prefill.agent_name:
-            decode.send(worker_pb2.WorkRequest(quiesced=answer))
-
-    def _member(self, agent_name: str) -> WorkerLink | None:
-        return next((link for link in self.members if link.agent_name == agent_name), None)
+        if not self._between.passed_on(link, message):
+            self._owner.received(link, message)
 
     def lost(self, link: WorkerLink, loss: Loss, was: LinkState) -> None:
         """Forgets the link. If it was attached, tells the owner and the peers."""
@@ -274,7 +256,7 @@ def can_hand_off(prefill: WorkerLink, decode: WorkerLink) -> bool:
 
 def may_exchange(one: WorkerLink, other: WorkerLink) -> bool:
     """Whether KV pages may go between the two, in either direction."""
-    return can_hand_off(one, other) or can_hand_off(other, one)
+    return can_hand_off(one, other) or can_hand_off(other, one) or can_fetch(one, other)
 
 
 async def process_is_gone(address: str, loss: Loss, hello: bytes = b"") -> bool:

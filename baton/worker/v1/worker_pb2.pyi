@@ -400,6 +400,8 @@ class WorkRequest(_message.Message):
     PART_FIELD_NUMBER: _builtins.int
     QUIESCE_FIELD_NUMBER: _builtins.int
     QUIESCED_FIELD_NUMBER: _builtins.int
+    FETCH_FIELD_NUMBER: _builtins.int
+    FETCH_REFUSED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def attach(self) -> Global___Attach:
         """First message of the stream."""
@@ -440,6 +442,14 @@ class WorkRequest(_message.Message):
     def quiesced(self) -> Global___Quiesce:
         """Decode worker: the answer of the prefill worker that it names."""
 
+    @_builtins.property
+    def fetch(self) -> Global___Fetch:
+        """Another worker wants KV pages that this one is said to hold."""
+
+    @_builtins.property
+    def fetch_refused(self) -> Global___FetchRefused:
+        """A fetch of this worker brings nothing: no page of it was or will be written."""
+
     def __init__(
         self,
         *,
@@ -452,12 +462,14 @@ class WorkRequest(_message.Message):
         part: Global___Part | None = ...,
         quiesce: Global___Quiesce | None = ...,
         quiesced: Global___Quiesce | None = ...,
+        fetch: Global___Fetch | None = ...,
+        fetch_refused: Global___FetchRefused | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "attach", b"attach", "cancel", b"cancel", "grant", b"grant", "meet", b"meet", "message", b"message", "part", b"part", "quiesce", b"quiesce", "quiesced", b"quiesced", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "attach", b"attach", "cancel", b"cancel", "fetch", b"fetch", "fetch_refused", b"fetch_refused", "grant", b"grant", "meet", b"meet", "message", b"message", "part", b"part", "quiesce", b"quiesce", "quiesced", b"quiesced", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "attach", b"attach", "cancel", b"cancel", "grant", b"grant", "meet", b"meet", "message", b"message", "part", b"part", "quiesce", b"quiesce", "quiesced", b"quiesced", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "attach", b"attach", "cancel", b"cancel", "fetch", b"fetch", "fetch_refused", b"fetch_refused", "grant", b"grant", "meet", b"meet", "message", b"message", "part", b"part", "quiesce", b"quiesce", "quiesced", b"quiesced", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attach", "meet", "submit", "grant", "cancel", "abort", "part", "quiesce", "quiesced"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attach", "meet", "submit", "grant", "cancel", "abort", "part", "quiesce", "quiesced", "fetch", "fetch_refused"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -581,6 +593,96 @@ class Quiesce(_message.Message):
 Global___Quiesce: _TypeAlias = Quiesce  # noqa: Y015
 
 @_typing.final
+class Fetch(_message.Message):
+    """Right to write pages, from a worker that lacks them to one that is said to
+    hold them. The holder writes those of the leading keys that it has, without a
+    gap, into the pages given; the last notification of the transfer has their
+    count. Routers pass it on by the agent names, unchanged.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    FETCHER_EPOCH_FIELD_NUMBER: _builtins.int
+    FETCHER_AGENT_NAME_FIELD_NUMBER: _builtins.int
+    HOLDER_AGENT_NAME_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    PAGE_IDS_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    transfer_id: _builtins.bytes
+    """The transfer, random, 16 bytes."""
+    fetcher_epoch: _builtins.int
+    """Epoch of the worker that fetches."""
+    fetcher_agent_name: _builtins.str
+    """Agent name of the worker that fetches."""
+    holder_agent_name: _builtins.str
+    """Agent name of the worker that is said to hold the pages."""
+    keys: _builtins.bytes
+    """Keys of the pages, in order, 32 bytes each."""
+    page_ids: _builtins.bytes
+    """Destination page of each key, packed."""
+    traceparent: _builtins.str
+    """W3C trace context of the fetch."""
+    def __init__(
+        self,
+        *,
+        transfer_id: _builtins.bytes = ...,
+        fetcher_epoch: _builtins.int = ...,
+        fetcher_agent_name: _builtins.str = ...,
+        holder_agent_name: _builtins.str = ...,
+        keys: _builtins.bytes = ...,
+        page_ids: _builtins.bytes = ...,
+        traceparent: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetcher_agent_name", b"fetcher_agent_name", "fetcher_epoch", b"fetcher_epoch", "holder_agent_name", b"holder_agent_name", "keys", b"keys", "page_ids", b"page_ids", "traceparent", b"traceparent", "transfer_id", b"transfer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Fetch: _TypeAlias = Fetch  # noqa: Y015
+
+@_typing.final
+class FetchRefused(_message.Message):
+    """The answer to a fetch of which nothing comes. Nothing was written, and nothing
+    will be: it is from the holder, or from a router that did not pass the fetch on.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    FETCHER_EPOCH_FIELD_NUMBER: _builtins.int
+    FETCHER_AGENT_NAME_FIELD_NUMBER: _builtins.int
+    HOLDER_AGENT_NAME_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    transfer_id: _builtins.bytes
+    """The transfer, random, 16 bytes."""
+    fetcher_epoch: _builtins.int
+    """Epoch of the worker that fetches."""
+    fetcher_agent_name: _builtins.str
+    """Agent name of the worker that fetches."""
+    holder_agent_name: _builtins.str
+    """Agent name of the worker that was asked."""
+    cause: _builtins.str
+    """Why, a short stable word."""
+    def __init__(
+        self,
+        *,
+        transfer_id: _builtins.bytes = ...,
+        fetcher_epoch: _builtins.int = ...,
+        fetcher_agent_name: _builtins.str = ...,
+        holder_agent_name: _builtins.str = ...,
+        cause: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "fetcher_agent_name", b"fetcher_agent_name", "fetcher_epoch", b"fetcher_epoch", "holder_agent_name", b"holder_agent_name", "transfer_id", b"transfer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchRefused: _TypeAlias = FetchRefused  # noqa: Y015
+
+@_typing.final
 class Submit(_message.Message):
     """One attempt at a request."""
 
@@ -603,6 +705,7 @@ class Submit(_message.Message):
     FIRST_CHOICE_FIELD_NUMBER: _builtins.int
     TAKEOVER_TOKENS_FIELD_NUMBER: _builtins.int
     TIME_LEFT_MS_FIELD_NUMBER: _builtins.int
+    FETCH_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.bytes
     """Names the attempt everywhere; random, 16 bytes."""
     mode: Global___WorkMode.ValueType
@@ -656,6 +759,13 @@ class Submit(_message.Message):
     def stopping(self) -> Global___Stopping:
         """When to stop."""
 
+    @_builtins.property
+    def fetch(self) -> Global___PeerFetch:
+        """Another worker that holds leading pages of the prompt. The worker that
+        computes the prompt gets what it lacks of them from there, and computes the
+        rest; unset where it is to compute all that it lacks.
+        """
+
     def __init__(
         self,
         *,
@@ -676,16 +786,43 @@ class Submit(_message.Message):
         first_choice: _builtins.int = ...,
         takeover_tokens: _builtins.int = ...,
         time_left_ms: _builtins.int | None = ...,
+        fetch: Global___PeerFetch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms", "sampling", b"sampling", "stopping", b"stopping", "time_left_ms", b"time_left_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms", "fetch", b"fetch", "sampling", b"sampling", "stopping", b"stopping", "time_left_ms", b"time_left_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms", "attempt_id", b"attempt_id", "cache_salt", b"cache_salt", "choices", b"choices", "deadline_unix_ns", b"deadline_unix_ns", "first_choice", b"first_choice", "generated", b"generated", "mode", b"mode", "peer_agent_name", b"peer_agent_name", "priority", b"priority", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stopping", b"stopping", "takeover_tokens", b"takeover_tokens", "tenant", b"tenant", "time_left_ms", b"time_left_ms", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms", "attempt_id", b"attempt_id", "cache_salt", b"cache_salt", "choices", b"choices", "deadline_unix_ns", b"deadline_unix_ns", "fetch", b"fetch", "first_choice", b"first_choice", "generated", b"generated", "mode", b"mode", "peer_agent_name", b"peer_agent_name", "priority", b"priority", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stopping", b"stopping", "takeover_tokens", b"takeover_tokens", "tenant", b"tenant", "time_left_ms", b"time_left_ms", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__time_left_ms: _TypeAlias = _typing.Literal["time_left_ms"]  # noqa: Y015
     _WhichOneofArgType__time_left_ms: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__time_left_ms) -> _WhichOneofReturnType__time_left_ms | None: ...
 
 Global___Submit: _TypeAlias = Submit  # noqa: Y015
+
+@_typing.final
+class PeerFetch(_message.Message):
+    """Where leading pages of a prompt can be had."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGENT_NAME_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    agent_name: _builtins.str
+    """Agent name of the worker that holds them."""
+    pages: _builtins.int
+    """Leading pages of the prompt that it is said to hold."""
+    def __init__(
+        self,
+        *,
+        agent_name: _builtins.str = ...,
+        pages: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_name", b"agent_name", "pages", b"pages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PeerFetch: _TypeAlias = PeerFetch  # noqa: Y015
 
 @_typing.final
 class GeneratedTokens(_message.Message):
@@ -993,6 +1130,8 @@ class WorkResponse(_message.Message):
     TAKEN_OVER_FIELD_NUMBER: _builtins.int
     QUIESCE_WANTED_FIELD_NUMBER: _builtins.int
     QUIESCED_FIELD_NUMBER: _builtins.int
+    FETCH_FIELD_NUMBER: _builtins.int
+    FETCH_REFUSED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def attached(self) -> Global___Attached:
         """First message of the stream."""
@@ -1051,6 +1190,14 @@ class WorkResponse(_message.Message):
     def quiesced(self) -> Global___Quiesce:
         """Prefill worker: the answer to quiesce; to be passed on to the decode worker."""
 
+    @_builtins.property
+    def fetch(self) -> Global___Fetch:
+        """The worker wants pages of another; to be passed on to it."""
+
+    @_builtins.property
+    def fetch_refused(self) -> Global___FetchRefused:
+        """The answer to fetch, where nothing comes of it; to be passed on."""
+
     def __init__(
         self,
         *,
@@ -1068,12 +1215,14 @@ class WorkResponse(_message.Message):
         taken_over: Global___TakenOver | None = ...,
         quiesce_wanted: Global___Quiesce | None = ...,
         quiesced: Global___Quiesce | None = ...,
+        fetch: Global___Fetch | None = ...,
+        fetch_refused: Global___FetchRefused | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "attached", b"attached", "delivered", b"delivered", "failed", b"failed", "finished", b"finished", "first_token", b"first_token", "granted", b"granted", "load", b"load", "message", b"message", "prefill_done", b"prefill_done", "prompt_logprobs", b"prompt_logprobs", "quiesce_wanted", b"quiesce_wanted", "quiesced", b"quiesced", "taken_over", b"taken_over", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "attached", b"attached", "delivered", b"delivered", "failed", b"failed", "fetch", b"fetch", "fetch_refused", b"fetch_refused", "finished", b"finished", "first_token", b"first_token", "granted", b"granted", "load", b"load", "message", b"message", "prefill_done", b"prefill_done", "prompt_logprobs", b"prompt_logprobs", "quiesce_wanted", b"quiesce_wanted", "quiesced", b"quiesced", "taken_over", b"taken_over", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "attached", b"attached", "delivered", b"delivered", "failed", b"failed", "finished", b"finished", "first_token", b"first_token", "granted", b"granted", "load", b"load", "message", b"message", "prefill_done", b"prefill_done", "prompt_logprobs", b"prompt_logprobs", "quiesce_wanted", b"quiesce_wanted", "quiesced", b"quiesced", "taken_over", b"taken_over", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "attached", b"attached", "delivered", b"delivered", "failed", b"failed", "fetch", b"fetch", "fetch_refused", b"fetch_refused", "finished", b"finished", "first_token", b"first_token", "granted", b"granted", "load", b"load", "message", b"message", "prefill_done", b"prefill_done", "prompt_logprobs", b"prompt_logprobs", "quiesce_wanted", b"quiesce_wanted", "quiesced", b"quiesced", "taken_over", b"taken_over", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attached", "load", "granted", "first_token", "tokens", "prefill_done", "delivered", "finished", "failed", "aborted", "prompt_logprobs", "taken_over", "quiesce_wanted", "quiesced"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attached", "load", "granted", "first_token", "tokens", "prefill_done", "delivered", "finished", "failed", "aborted", "prompt_logprobs", "taken_over", "quiesce_wanted", "quiesced", "fetch", "fetch_refused"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
