@@ -188,6 +188,9 @@ class Metric:
     RETRIES: Final = "baton_retries"
     FAILOVERS: Final = "baton_failovers"
     LOCAL_PREFILLS: Final = "baton_local_prefills"
+    FORECAST_RATIO: Final = "baton_first_token_forecast_ratio"
+    ROUTED_CACHED_TOKENS: Final = "baton_routed_cached_tokens"
+    COMPUTED_AGAIN: Final = "baton_pages_computed_again"
     WORKER_UP: Final = "baton_worker_up"
     WORKERS_LOST: Final = "baton_workers_lost"
 

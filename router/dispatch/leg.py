@@ -36,6 +36,7 @@ class Leg:
         peer: WorkerLink | None,
         takeover_tokens: int = 0,
         fetch: Fetch | None = None,
+        cached_tokens: int = 0,
     ) -> None:
         self.worker = worker
         self.mode = mode
@@ -47,6 +48,7 @@ class Leg:
         self._peer = peer
         self._takeover_tokens = takeover_tokens
         self._fetch = fetch
+        self._cached_tokens = cached_tokens
         prefills = mode == worker_pb2.WORK_MODE_PREFILL
         self._span = start_span(
             SpanName.PREFILL if prefills else SpanName.DECODE,
@@ -90,11 +92,11 @@ class Leg:
         demand = self._group.demand
         match self.mode:
             case worker_pb2.WORK_MODE_PREFILL:
-                return prefill_reservation(demand)
+                return prefill_reservation(demand, self._cached_tokens)
             case worker_pb2.WORK_MODE_DECODE:
                 return decode_reservation(demand)
             case _:
-                prompt = prefill_reservation(demand).prefill_tokens
+                prompt = prefill_reservation(demand, self._cached_tokens).prefill_tokens
                 return decode_reservation(demand)._replace(prefill_tokens=prompt)
 
     def _message(self) -> worker_pb2.Submit:

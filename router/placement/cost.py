@@ -17,7 +17,7 @@ gets all of them because it has the system prompt.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from router.placement.holdings import Held, Holdings, JustRouted, NoHoldings
@@ -29,7 +29,7 @@ from router.placement.placing import (
     rate_of_unmeasured,
     rest_s,
 )
-from router.placement.policies import pressure
+from router.placement.policies import LeastWork, Policy, RoundRobin, pressure
 from router.placement.ways import Way
 from router.workers.between import can_fetch
 
@@ -71,6 +71,14 @@ class Cost:
         """The prompt was sent to these workers. Their pages count as held from now on."""
         for worker in workers:
             self._just_routed.add(worker.agent_name, demand.keys)
+
+    def held_elsewhere(
+        self, demand: Demand, worker: WorkerLink, everyone: Sequence[WorkerLink]
+    ) -> int:
+        """The most leading pages of a prompt that another worker has reported by now."""
+        self.look(demand)
+        others = [one for one in everyone if one is not worker]
+        return max((self._reported(one).host_pages for one in others), default=0)
 
     # -- choices ------------------------------------------------------------------------------
 
@@ -216,6 +224,16 @@ class Cost:
         again["bound" if bound else "unreachable"] += max(0, held - within)
         again["in_flight"] += max(0, coming - max(held, have))
         return +again
+
+
+def policy_of(name: str, holdings: Holdings | None = None) -> Policy:
+    """The policy of that name."""
+    policies: dict[str, Callable[[], Policy]] = {
+        Cost.name: lambda: Cost(holdings),
+        LeastWork.name: LeastWork,
+        RoundRobin.name: RoundRobin,
+    }
+    return policies[name]()
 
 
 def _unmeasured(workers: Sequence[WorkerLink]) -> float:

@@ -80,6 +80,12 @@ class Policy(Protocol):
         """The prompt was sent to these workers."""
         ...
 
+    def held_elsewhere(
+        self, demand: Demand, worker: WorkerLink, everyone: Sequence[WorkerLink]
+    ) -> int:
+        """The most leading pages of a prompt that a worker other than this one holds now."""
+        ...
+
 
 class _Unaware:
     """The parts of a policy that knows nothing of what workers hold."""
@@ -89,6 +95,12 @@ class _Unaware:
 
     def routed(self, demand: Demand, workers: Iterable[WorkerLink]) -> None:
         """Remembers nothing."""
+
+    def held_elsewhere(
+        self, demand: Demand, worker: WorkerLink, everyone: Sequence[WorkerLink]
+    ) -> int:
+        """Knows of none."""
+        return 0
 
     def way(self, demand: Demand, worker: WorkerLink, everyone: Sequence[WorkerLink]) -> Way:
         """The worker computes the whole prompt behind its queue."""

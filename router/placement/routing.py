@@ -140,7 +140,7 @@ def choose(
     route = _place(demand, workers, policy, failed, local)
     if route is None:
         return None
-    way = policy.way(demand, route.prefill, _everyone(demand, workers))
+    way = policy.way(demand, route.prefill, everyone(demand, workers))
     fetch = None if way.holder is None else Fetch(way.holder, way.fetched_pages)
     route = route._replace(way=way, fetch=fetch)
     if route.decode is None or route.whole or local == "never" or demand.prompt_logprobs:
@@ -170,7 +170,7 @@ def _place(
     return _usual_route(demand, workers, policy, avoid, fit)
 
 
-def _everyone(demand: Demand, workers: Sequence[WorkerLink]) -> list[WorkerLink]:
+def everyone(demand: Demand, workers: Sequence[WorkerLink]) -> list[WorkerLink]:
     """Workers of the demand's model, also those that take no new work. They may hold its pages."""
     return [worker for worker in workers if holds(worker, demand.model)]
 
@@ -183,7 +183,7 @@ def _alone(
     if not decoders:
         return None
     candidates = _preferred(decoders, avoid)
-    worker = candidates[policy.whole(demand, candidates, _everyone(demand, workers))]
+    worker = candidates[policy.whole(demand, candidates, everyone(demand, workers))]
     return Route(worker, worker, LocalReason.NO_PREFILL_WORKER)
 
 
@@ -201,8 +201,8 @@ def _sooner_alone(
     if not decoders:
         return None
     candidates = _preferred(decoders, avoid)
-    everyone = _everyone(demand, workers)
-    if (chosen := policy.local(demand, candidates, prefills, everyone, local)) is None:
+    those = everyone(demand, workers)
+    if (chosen := policy.local(demand, candidates, prefills, those, local)) is None:
         return None
     index, reason = chosen
     return Route(candidates[index], candidates[index], reason)
@@ -224,7 +224,7 @@ def _usual_route(
         return None
     pairs = _only(pairs, _is_sound) or pairs
     candidates = _preferred(pairs, avoid)
-    first = candidates[policy.prefill(demand, candidates, _everyone(demand, workers))]
+    first = candidates[policy.prefill(demand, candidates, everyone(demand, workers))]
     decoders = [partner for partner in pairs[first] if partner is not None]
     if not decoders:
         return Route(first, None)

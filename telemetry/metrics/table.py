@@ -27,6 +27,8 @@ _DURATION_S: Final = (
 )
 _BATCH: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
+_RATIO: Final = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 5, 10, 30)
+
 _MODEL: Final = "gen_ai_request_model"
 _ERROR: Final = "error_type"
 
@@ -51,6 +53,8 @@ CALLERS_FAULTS: Final = (
 """Reasons for which no server could have served a request."""
 OVERLOADED: Final = ("DEADLINE_UNREACHABLE", "NO_WORKERS", "QUEUE_FULL", "QUEUE_TIMEOUT")
 """Reasons of refusals that more workers would avoid."""
+AGAIN: Final = ("sooner", "bound", "unreachable", "in_flight", "event", "fetch")
+"""Why pages are computed that another worker holds; `router.placement.forecasts` explains them."""
 LOSS_CAUSES: Final = ("congested", "frozen", "socket_closed", "stream_ended")
 """Causes of a worker's loss; `router.workers.link.Loss` explains them."""
 
@@ -94,6 +98,20 @@ DECLARED: Final[Mapping[str, Declared]] = {
     ),
     Metric.LOCAL_PREFILLS: Declared(
         "counter", "Prompts that a decode worker computed by itself, by reason.", ("reason",)
+    ),
+    Metric.FORECAST_RATIO: Declared(
+        "histogram",
+        "Time from dispatch to the first token, as a multiple of the time foretold.",
+        (),
+        _RATIO,
+    ),
+    Metric.ROUTED_CACHED_TOKENS: Declared(
+        "counter", "Prompt tokens cached at their worker: foretold, and found.", ("kind",)
+    ),
+    Metric.COMPUTED_AGAIN: Declared(
+        "counter",
+        "KV pages computed although another worker holds them, by reason.",
+        ("reason",),
     ),
     # Router, its present state.
     Metric.INFLIGHT: Declared("gauge", "Requests waiting or running."),
