@@ -44,6 +44,10 @@ class Reading(NamedTuple):
     trace_id: str = ""
     whole: bool = True
     """Whether the answer reached its end with nothing missing."""
+    token_ids: tuple[int, ...] = ()
+    """The answer's tokens, if the server told them."""
+    cached_tokens: int = 0
+    """Prompt tokens that the server found cached."""
 
 
 class Asked(NamedTuple):
@@ -57,6 +61,8 @@ class Asked(NamedTuple):
     api_key: str = ""
     files: TlsFiles = NO_FILES
     """Of TLS, for grpcs:// and https:// alone."""
+    ids: bool = False
+    """Whether the answers' token ids are needed."""
 
 
 class BenchEndpoint(Protocol):
