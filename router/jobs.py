@@ -18,13 +18,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, Self
 
-import numpy as np
+from prefixes.keys import NO_KEYS
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
     from opentelemetry.context import Context
 
     from baton.worker.v1 import worker_pb2
+    from prefixes.keys import ShortKeys
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,10 @@ class ServedModel:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     page_size_tokens: int
+    kv_precision: str = ""
+    """See `prefixes.keys`."""
+    prefix_cache: bool = False
+    """Whether its workers find pages of prompts again."""
 
     @classmethod
     def of(cls, model: worker_pb2.ModelInfo) -> Self:
@@ -52,6 +58,8 @@ class ServedModel:
             vocab_size=model.vocab_size,
             eos_token_ids=tuple(model.eos_token_ids),
             page_size_tokens=model.page_size_tokens,
+            kv_precision=model.kv_precision,
+            prefix_cache=model.prefix_cache,
         )
 
 
@@ -99,6 +107,8 @@ class Job:
     quota: Quota = NO_QUOTA
     """The tenant's."""
     cache_salt: bytes = b""
+    keys: ShortKeys = field(default_factory=lambda: NO_KEYS)
+    """Of the pages of the prompt that a worker may find; none where it may find none."""
     workers: list[str] = field(default_factory=list)
     """Ids of the workers that got a part of the job, in order. The dispatcher adds them."""
 
@@ -106,10 +116,6 @@ class Job:
     def prompt_tokens(self) -> int:
         """Length of the prompt."""
         return len(self.prompt_ids)
-
-
-def _no_keys() -> NDArray[np.uint64]:
-    return np.zeros(0, np.uint64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +130,8 @@ class Demand:
     prompt_logprobs: bool = False
     holder: str = ""
     """See `Job.holder`; "" shares with nobody."""
-    keys: NDArray[np.uint64] = field(default_factory=_no_keys, compare=False, repr=False)
-    """Short keys of the prompt's complete pages, all but those of its last token. Empty where the
-    prefix cache may not be used."""
+    keys: ShortKeys = field(default_factory=lambda: NO_KEYS, compare=False, repr=False)
+    """See `Job.keys`."""
 
     @classmethod
     def of(cls, job: Job) -> Self:
@@ -138,6 +143,7 @@ class Demand:
             choices=job.choices,
             prompt_logprobs=job.prompt_logprobs,
             holder=job.holder,
+            keys=job.keys,
         )
 
     @property

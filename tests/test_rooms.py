@@ -15,6 +15,7 @@ MOST_LINES_OF_A_FUNCTION = 70
 
 FLOORS = (
     ("telemetry", "telemetry.metrics"),
+    ("prefixes",),
     ("baton", "baton.process"),
     ("kv_transfer", "kv_transfer.transports", "kv_transfer.nccl"),
     (

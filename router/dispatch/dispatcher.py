@@ -48,9 +48,9 @@ from telemetry.tracing import write_span
 if TYPE_CHECKING:
     from router.dispatch.job_run import ChoiceGroup
     from router.dispatch.queue import ModelQueue
-    from router.placement.holdings import Holdings
     from router.placement.routing import Route
     from router.settings import RouterSettings
+    from router.workers.holdings import Holdings
     from router.workers.link import LinkState, Loss, WorkerLink
 
 CLOSING_GRACE_S: Final = 0.05

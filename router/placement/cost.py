@@ -20,7 +20,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from router.placement.holdings import Held, Holdings, JustRouted, NoHoldings
+from prefixes.index import Held
+from router.placement.just_routed import JustRouted
 from router.placement.placing import (
     LocalReason,
     break_even_tokens,
@@ -32,12 +33,14 @@ from router.placement.placing import (
 from router.placement.policies import LeastWork, Policy, RoundRobin, pressure
 from router.placement.ways import Way
 from router.workers.between import can_fetch
+from router.workers.holdings import NO_HOLDINGS, Holdings
 
 if TYPE_CHECKING:
     from router.jobs import Demand
     from router.settings import LocalPrefill
     from router.workers.link import WorkerLink
 
+_NOTHING: Final = Held(0, 0)
 SLACK: Final = 0.125
 """A decode worker with more of the prompt is taken up to this much more pressure."""
 FETCHED_SHARE: Final = 8
@@ -57,7 +60,7 @@ class Cost:
     def __init__(
         self, holdings: Holdings | None = None, just_routed: JustRouted | None = None
     ) -> None:
-        self._holdings = holdings or NoHoldings()
+        self._holdings = holdings or NO_HOLDINGS
         self._just_routed = just_routed or JustRouted()
         self._demand: Demand | None = None
         self._held: Mapping[str, Held] = {}
@@ -70,7 +73,7 @@ class Cost:
     def routed(self, demand: Demand, workers: Iterable[WorkerLink]) -> None:
         """The prompt was sent to these workers. Their pages count as held from now on."""
         for worker in workers:
-            self._just_routed.add(worker.agent_name, demand.keys)
+            self._just_routed.add(worker.worker_id, demand.keys)
 
     def held_elsewhere(
         self, demand: Demand, worker: WorkerLink, everyone: Sequence[WorkerLink]
@@ -187,16 +190,16 @@ class Cost:
     # -- who holds what -----------------------------------------------------------------------
 
     def _reported(self, worker: WorkerLink) -> Held:
-        return self._held.get(worker.agent_name, Held())
+        return self._held.get(worker.worker_id, _NOTHING)
 
     def _own(self, demand: Demand, worker: WorkerLink) -> Held:
         """What a worker holds or is about to hold."""
         if not len(demand.keys):
-            return Held()
+            return _NOTHING
         if demand is not self._demand:
             self.look(demand)
         held = self._reported(worker)
-        pages = max(held.pool_pages, self._just_routed.pages(worker.agent_name, demand.keys))
+        pages = max(held.pool_pages, self._just_routed.pages(worker.worker_id, demand.keys))
         return Held(pages, max(pages, held.host_pages))
 
     def _fetchable(self, worker: WorkerLink, peer: WorkerLink, own: Held) -> int:

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from baton.worker.v1 import worker_pb2
+from prefixes.index import Held
 from router.jobs import Demand, ServedModel
 from router.placement.cost import Cost
 from router.placement.forecasts import computed_again
-from router.placement.holdings import JUST_ROUTED_S, Held, JustRouted
+from router.placement.just_routed import JUST_ROUTED_S, JustRouted
 from router.placement.placing import LocalReason, delay_s, rest_s
 from router.placement.routing import Route
 from router.placement.ways import Way
@@ -40,6 +41,10 @@ class Worker:
     context_s: float = 0.0
 
     page_bytes = PAGE_BYTES
+
+    @property
+    def worker_id(self) -> str:
+        return self.agent_name
 
     @property
     def identity(self) -> worker_pb2.WorkerIdentity:
