@@ -25,6 +25,7 @@ from engine.building import (
 from engine.checkpoints import Weights
 from engine.config import EngineConfig
 from engine.loop.executor import Executor, TorchExecutor
+from engine.loop.fetch_port import FetchPort
 from engine.loop.profiling import StepProfiler
 from engine.loop.running import TorchSteps
 from engine.loop.step_loop import OnLost, OnStep, StepLoop
@@ -67,6 +68,10 @@ class Engine:
         self.pool = pool
         """Rank 0's part of the pages."""
         self.ranks = ranks or NoRanks()
+        self.fetching = FetchPort(loop)
+        """For whoever moves pages between workers."""
+        self.host_slots = loop.host_slots
+        """[num_slots, slot_bytes] uint8, host memory for pages; None: there is none."""
         self._loop = loop
         self._matchers = matchers or Matchers(model.path, model.vocab_size, model.eos_token_ids)
 

@@ -16,6 +16,7 @@ The spans of one request, by the process that writes them:
                    router.route                                         one per attempt
                    prefill                                              CLIENT, one per attempt
     [prefill]        prefill.queue
+                     kv.fetch                                           pages of another worker
                      prefill.compute
                      kv.send
                    decode                                               CLIENT, one per attempt
@@ -60,6 +61,7 @@ class SpanName:
     PREFILL_COMPUTE: Final = "prefill.compute"
     KV_SEND: Final = "kv.send"
     DECODE: Final = "decode"
+    KV_FETCH: Final = "kv.fetch"
     KV_GRANT: Final = "kv.grant"
     KV_RECEIVE: Final = "kv.receive"
     DECODE_GENERATE: Final = "decode.generate"
@@ -134,6 +136,10 @@ class Attr:
     PREFILL_LOADED_FROM: Final = "baton.prefill.loaded_from"
     """The tiers that they came from, with commas between."""
     PREFILL_CHUNKS: Final = "baton.prefill.chunks"
+
+    # kv.fetch, with pages, bytes, transport and GB/s as below.
+    FETCH_HOLDER: Final = "baton.fetch.holder"
+    FETCH_WANTED_PAGES: Final = "baton.fetch.wanted_pages"
 
     # kv.grant, kv.send, kv.receive.
     TRANSFER_ID: Final = "baton.transfer.id"
@@ -232,6 +238,11 @@ class Metric:
     SEND_OLDEST: Final = "baton_kv_send_oldest_seconds"
     EXPIRED_GRANTS: Final = "baton_kv_grants_expired"
     STALE_NOTIFICATIONS: Final = "baton_kv_stale_notifications"
+
+    FETCHES: Final = "baton_kv_fetches"
+    FETCH_PAGES: Final = "baton_kv_fetch_pages"
+    FETCH_BYTES: Final = "baton_kv_fetch_bytes"
+    FETCH_SECONDS: Final = "baton_kv_fetch_seconds"
 
     GPU_UTILIZATION: Final = "baton_gpu_utilization_ratio"
     GPU_MEMORY_USED: Final = "baton_gpu_memory_used_bytes"

@@ -37,7 +37,7 @@ FLOORS = (
         "engine.cuda.products",
     ),
     ("worker_base",),
-    ("prefill_service", "decode_service"),
+    ("prefill_service", "decode_service", "fetch_service"),
     ("worker",),
     (
         "router",

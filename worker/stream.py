@@ -33,6 +33,8 @@ from worker_base.overdue import Overdue, overdue, peers_to_avoid
 
 if TYPE_CHECKING:
     from decode_service.service import DecodeService
+    from fetch_service.fetching import FetchService
+    from fetch_service.holding import HoldService
     from prefill_service.service import PrefillService
     from worker.peers import PeerPaths
     from worker.quiesce import QuiesceRelay
@@ -57,6 +59,8 @@ class Services:
     decode: DecodeService
     peers: PeerPaths
     relay: QuiesceRelay
+    fetching: FetchService
+    holding: HoldService
 
     @property
     def active(self) -> int:
@@ -70,14 +74,15 @@ class Services:
     def overdue(self) -> Overdue:
         """Counts the transfers that are overdue."""
         prefill, decode = self.prefill.stats, self.decode.stats
-        return overdue(decode.quarantines(), prefill.unended_sends())
+        quarantines = decode.quarantines() + self.fetching.quarantines()
+        return overdue(quarantines, prefill.unended_sends() + self.holding.unended_sends())
 
     def peers_to_avoid(self) -> dict[str, str]:
         """Reasons by agent name, without those that lie in the path to a peer."""
         prefill, decode = self.prefill.stats, self.decode.stats
-        return peers_to_avoid(
-            decode.quarantines(), prefill.unended_sends(), decode.crowding_peers()
-        )
+        quarantines = decode.quarantines() + self.fetching.quarantines()
+        sends = prefill.unended_sends() + self.holding.unended_sends()
+        return peers_to_avoid(quarantines, sends, decode.crowding_peers())
 
     def fail_all(self, reason: worker_pb2.FailureReason.ValueType) -> None:
         """Fails every leg."""
@@ -219,6 +224,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 services.relay.asked(request.quiesce)
             case "quiesced":
                 services.relay.answered(request.quiesced)
+            case "fetch":
+                services.holding.asked(request.fetch, outbox)
+            case "fetch_refused":
+                services.fetching.refused(request.fetch_refused)
             case _:
                 logger.warning("a router sent a message that this version does not know")
 

@@ -28,7 +28,7 @@ def load_of(
         progress: progress counter of the step loop.
         long_step_ms: expected duration of the step in flight, if it is long; else 0.
     """
-    blocks, cost = scheduler.blocks, rates.token_cost
+    blocks, cost, fetches = scheduler.blocks, rates.token_cost, scheduler.fetches
     return EngineLoad(
         progress=progress,
         queued_prefill_tokens=_queued_prefill_tokens(scheduler, in_flight),
@@ -41,8 +41,8 @@ def load_of(
         total_pages=blocks.total,
         free_pages=blocks.free,
         evictable_pages=blocks.evictable,
-        granted_pages=_pages_in(scheduler, RequestState.RESERVED),
-        quarantined_pages=_pages_in(scheduler, RequestState.HELD),
+        granted_pages=_pages_in(scheduler, RequestState.RESERVED) + fetches.coming_pages,
+        quarantined_pages=_pages_in(scheduler, RequestState.HELD) + fetches.quarantined_pages,
         damaged_pages=blocks.damaged,
         step_ms=rates.step_s * 1e3,
         prefill_tokens_per_s=rates.prefill.tokens_per_s,

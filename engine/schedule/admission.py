@@ -48,7 +48,7 @@ def admit(scheduler: Scheduler) -> None:
     prepared = [active for active in scheduler.waiting if _is_prepared(active)]
     ordered = scheduler.policy.order(prepared, in_slots)
     ordered = sorted(ordered, key=lambda active: not active.request.generated)
-    if scheduler.tiers.on:
+    if scheduler.tiers.on or scheduler.fetches.on:
         ordered = _without_loading(scheduler, ordered)
     for active in ordered[:EARLY_LOADS]:
         _look_up(scheduler, active)
@@ -184,10 +184,13 @@ def _load_early(scheduler: Scheduler, active: ActiveRequest) -> None:
 
 
 def _is_loaded(scheduler: Scheduler, active: ActiveRequest, kept_back: int) -> bool:
-    """Whether no page of a prompt comes from a lower tier. Asks for that once."""
+    """Whether no page of a prompt comes from a lower tier or a peer. Asks for that once."""
     active.wait = _begin_load(scheduler, active.keys, kept_back)
     if active.wait is None:
         return False
+    if active.request.mode is not Mode.RECEIVE:
+        room = scheduler.blocks.available - kept_back
+        scheduler.fetches.begin(active.wait, active.request, active.keys, room)
     if not active.wait.is_over:
         active.state = RequestState.LOADING
     return active.wait.is_over

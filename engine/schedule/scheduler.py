@@ -3,7 +3,7 @@
 A request's life:
 
     WAITING -> (slots and pages) -> ACTIVE [prefilling -> running] -> ended
-    WAITING -> LOADING -> WAITING -> ...           (pages come from a lower tier)
+    WAITING -> LOADING -> WAITING -> ...           (pages come from a lower tier or a peer)
     WAITING -> RESERVED -> deliver -> ACTIVE -> ended              (RECEIVE)
     WAITING -> ACTIVE -> ended                                     (RECEIVE, taken over)
     WAITING -> ACTIVE -> HELD -> release -> gone                   (PREFILL)
@@ -35,6 +35,7 @@ from engine.schedule.policies import Fcfs, SchedulingPolicy
 from engine.schedule.sequences import ActiveRequest, PrefillTask, RequestState, Sequence
 from engine.schedule.slots import SlotState, SlotTable
 from engine.stopping import end_ids, end_reason
+from engine.tiers.peers import Fetches
 from engine.tiers.protocol import NoTiers, PageTiers
 from engine.types import (
     EndReason,
@@ -70,6 +71,7 @@ class Scheduler:
         self.sampler = sampler
         self.policy = policy or Fcfs()
         self.tiers = tiers or NoTiers()
+        self.fetches = Fetches(blocks, self.tiers)
         self.slots = SlotTable(
             config.max_sequences,
             -(-config.max_context_tokens // config.page_size),
@@ -362,6 +364,7 @@ class Scheduler:
         self.blocks.check_invariants()
         holders = np.zeros(self.blocks.num_pages, np.int32)
         self.tiers.add_holders(holders)
+        self.fetches.add_holders(holders)
         used = 0
         assert not self._left, "pages of an ended sequence are still held"
         for active in self.requests.values():

@@ -21,7 +21,7 @@ class RequestState(enum.Enum):
     RESERVED = "reserved"
     """RECEIVE: it waits for its KV."""
     LOADING = "loading"
-    """Pages of its prompt come from a lower tier. Then it is WAITING again."""
+    """Pages of its prompt come from a lower tier or a peer. Then it is WAITING again."""
     ACTIVE = "active"
     HELD = "held"
     """Nothing runs, but its pages wait for `release`."""

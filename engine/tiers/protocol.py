@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from engine.types import PageIds, TierLoad
 
@@ -35,6 +36,8 @@ class PageTiers(Protocol):
 
     on: bool
     """Whether there are any."""
+    slots: Tensor | None
+    """[num_slots, slot_bytes] uint8, the host slots; None without any."""
 
     def wakes(self, wake: Callable[[], None]) -> None:
         """Calls `wake`, on any thread, when `turn` has something to read."""
@@ -92,11 +95,30 @@ class PageTiers(Protocol):
         """Ends all threads."""
         ...
 
+    # For fetches (`engine.tiers.peers`), which are one more thing that a request waits for.
+
+    def is_coming(self, key: bytes) -> bool:
+        """Whether the page of this key is being loaded."""
+        ...
+
+    def fetched(self, wait: Wait) -> None:
+        """A fetch that the request waited for has ended."""
+        ...
+
+    def hold_slot(self, key: bytes) -> int | None:
+        """Holds the host slot of this key until `release_slots`; None: no slot has it."""
+        ...
+
+    def release_slots(self, slots: PageIds) -> None:
+        """Nobody reads these slots any more."""
+        ...
+
 
 class NoTiers:
     """An engine whose pages live in the pool alone."""
 
     on = False
+    slots: Tensor | None = None
     leaving_pages = 0
 
     def wakes(self, wake: Callable[[], None]) -> None:
@@ -131,3 +153,17 @@ class NoTiers:
 
     def stop(self) -> None:
         """Nothing to end."""
+
+    def is_coming(self, key: bytes) -> bool:
+        """Never."""
+        return False
+
+    def fetched(self, wait: Wait) -> None:
+        """Nothing to let go."""
+
+    def hold_slot(self, key: bytes) -> int | None:
+        """There are none."""
+        return None
+
+    def release_slots(self, slots: PageIds) -> None:
+        """There are none."""

@@ -27,6 +27,7 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from engine.pages.blocks import BlockManager, CacheEvent, CacheEventKind
 from engine.tiers.fetching import Seek, StoreTiers
@@ -102,6 +103,8 @@ class HostTiers:
             host.start_lending()
         self._version: tuple[int, ...] = ()
         self._figures = TierLoad()
+        self.slots: Tensor | None = None
+        """Set by the owner; see `PageTiers`."""
         blocks.start_lending(_Keys(host))
         host.subscribe(self._on_host)
 
@@ -201,6 +204,27 @@ class HostTiers:
             self._stores.stop()
         if self._lanes.stop():
             self._close()
+
+    # -- fetches --------------------------------------------------------------------------------
+
+    def is_coming(self, key: bytes) -> bool:
+        """See `PageTiers`."""
+        return key in self._loading
+
+    def fetched(self, wait: Wait) -> None:
+        """See `PageTiers`."""
+        self._end_if_over(wait)
+
+    def hold_slot(self, key: bytes) -> int | None:
+        """See `PageTiers`."""
+        slot = self._host.page_of(key)
+        if slot is not None:
+            self._host.pin(np.array([slot], np.int32))
+        return slot
+
+    def release_slots(self, slots: PageIds) -> None:
+        """See `PageTiers`."""
+        self._host.release(slots)
 
     # -- loads ----------------------------------------------------------------------------------
 

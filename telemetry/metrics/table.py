@@ -197,6 +197,19 @@ DECLARED: Final[Mapping[str, Declared]] = {
     Metric.STALE_NOTIFICATIONS: Declared(
         "counter", "Notifications dropped: unknown transfer, old epoch, wrong peer or coverage."
     ),
+    # Worker: pages that one worker gets from another.
+    Metric.FETCHES: Declared(
+        "counter",
+        "Fetches of pages from another worker: fetched, short of some pages, or why nothing came.",
+        ("outcome",),
+    ),
+    Metric.FETCH_PAGES: Declared(
+        "counter", "Pages got from other workers, or given to them.", ("direction",)
+    ),
+    Metric.FETCH_BYTES: Declared("counter", "Bytes of those pages.", ("direction",)),
+    Metric.FETCH_SECONDS: Declared(
+        "histogram", "From the wish for pages to their arrival.", (), _STEP_S
+    ),
     # Worker: its GPU, where NVML can be read.
     Metric.GPU_UTILIZATION: Declared("gauge", "Share of time in which some kernel ran."),
     Metric.GPU_MEMORY_USED: Declared("gauge", "GPU memory in use, by all processes."),

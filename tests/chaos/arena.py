@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from cluster import END_S, Cluster, make_cluster
+from fetching_policy import FETCHING
 from prometheus_client.parser import text_string_to_metric_families
 
 from chaos.plan import Topology
@@ -84,6 +85,8 @@ class Arena:
             drain_s=2,
             certs=certs,
         )
+        if topology.fetching:
+            cluster.own = {**cluster.own, "router": {FETCHING: "any"}}
         if topology.tcp:
             cluster.environment = {**cluster.environment, "UCX_TLS": "tcp"}
         cluster.start_all()

@@ -94,9 +94,24 @@ ROUTER_POINTS: Final = (
     "router.received~delivered",
     "router.received~tokens",
     "router.received~finished",
+    "router.received~fetch",
 )
 TIER_POINTS: Final = ("tiers.save", "tiers.load")
 """Of every worker, if there are tiers."""
+FETCH_POINTS: Final = (
+    "fetch.wanted",
+    "fetch.asked",
+    "worker.wrote~fetch",
+    "fetch.landed",
+    "fetch.received",
+    "fetch.held",
+    "transfer.before_last_push",
+    "transfer.last_pushed",
+    "transfer.done",
+    "fetch.sent",
+    "worker.wrote~fetch_refused",
+)
+"""Of every worker, if they fetch pages from each other: at who lacks them, then at who has."""
 BOTH_POINTS: Final = ("decode.submitted", "decode.tokens", "decode.ended", "worker.wrote~tokens")
 MAX_NTH: Final = {"decode.tokens": 120, "worker.wrote~tokens": 40, "prefill.chunk": 12}
 
@@ -114,6 +129,8 @@ class Topology:
     """Pages go over TCP, though shared memory would do."""
     tiers: bool = False
     """Pages that a pool evicts go to host memory and to a disk."""
+    fetching: bool = False
+    """Prompts are computed with pages of any worker that may hold them."""
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -197,6 +214,7 @@ class RunPlan:
         faults = "; ".join(map(str, self.faults)) or "no fault"
         workers = f"{shape.prefill}P {shape.decode}D {shape.both}B x {shape.num_pages} pages"
         workers += " over TCP" * shape.tcp + " over tiers" * shape.tiers
+        workers += " fetching" * shape.fetching
         return f"run {self.number} of seed {self.seed}: {workers}, {len(self.asks)} asks, {faults}"
 
 
@@ -206,7 +224,7 @@ def topology_of(seed: int, number: int) -> Topology:
     rng = random.Random(seed)
     first, tight, over_tcp = rng.randrange(len(TOPOLOGIES)), rng.randrange(2), rng.randrange(3)
     topology = TOPOLOGIES[(first + block) % len(TOPOLOGIES)]
-    topology = replace(topology, tcp=block % 3 == over_tcp)
+    topology = replace(topology, tcp=block % 3 == over_tcp, fetching=block % 4 < 3)
     if block % 2 != tight:
         return topology
     return replace(topology, num_pages=TIGHT_PAGES, tiers=block // 2 % 2 == 0)
@@ -225,7 +243,9 @@ def plan_run(seed: int, number: int) -> RunPlan:
     return RunPlan(seed, number, topology, asks, tuple(faults))
 
 
-def plan_moment(seed: int, number: int, target: str, failpoint: str) -> RunPlan:
+def plan_moment(
+    seed: int, number: int, target: str, failpoint: str, *, fetching: bool = False
+) -> RunPlan:
     """The requests of a run, close together and all read to their ends, on two prefill and two
     decode workers, one of which has an accident at a named moment."""
     plan = plan_run(seed, number)
@@ -235,7 +255,8 @@ def plan_moment(seed: int, number: int, target: str, failpoint: str) -> RunPlan:
         if not ask.poison
     )
     fault = Fault("failpoint", 0, target, failpoint, lasts_s=4.0, restart_after_s=0.2)
-    return replace(plan, topology=Topology(2, 2), asks=asks, faults=(fault,))
+    topology = Topology(2, 2, tiers=fetching, fetching=fetching)
+    return replace(plan, topology=topology, asks=asks, faults=(fault,))
 
 
 def _asks(rng: random.Random) -> tuple[Ask, ...]:
@@ -351,8 +372,8 @@ def _at_failpoint(
         "router": ROUTER_POINTS,
     }
     role = target.partition("-")[0]
-    more = TIER_POINTS if topology.tiers and role != "router" else ()
-    point = rng.choice(points[role] + more)
+    more = TIER_POINTS * topology.tiers + FETCH_POINTS * topology.fetching
+    point = rng.choice(points[role] + more * (role != "router"))
     name, tilde, key = point.partition("~")
     nth = rng.randint(1, MAX_NTH.get(point, 4))
     ending = rng.choice(ENDINGS)
