@@ -175,6 +175,8 @@ class FetchService:
         self._why_not = why_not
         self._least_s = least_s
         self._fetches: dict[bytes, OpenFetch] = {}
+        self.latency_s = 0.0
+        """What recent fetches took beyond the time for their bytes, a moving average."""
         engine.fetch_by(self.want)
 
     def want(self, wanted: FetchWanted) -> None:
@@ -299,6 +301,8 @@ class FetchService:
         self._engine.fetched(fetch.wanted.id, landed)
         seconds, size = fetch.over_s - fetch.began_s, landed * self._page_bytes
         self._metrics.fetch_ended(outcome, landed, size, seconds)
+        if outcome == FETCHED:
+            self._note_latency(fetch.wanted.peer, size, seconds)
         write_span_of(
             fetch.wanted,
             fetch.traceparent,
@@ -308,6 +312,12 @@ class FetchService:
             transport=self._paths.path_to(fetch.wanted.peer),
             outcome=outcome,
         )
+
+    def _note_latency(self, peer: str, size: int, seconds: float) -> None:
+        rate = self._paths.bytes_per_s(peer) or UNMEASURED_BYTES_PER_S
+        latency_s = max(0.0, seconds - size / rate)
+        old = self.latency_s
+        self.latency_s = latency_s if not old else 0.8 * old + 0.2 * latency_s
 
     def _free(self, fetch: OpenFetch) -> None:
         """-> FREED."""

@@ -57,6 +57,7 @@ def load_message(
     *,
     draining: bool,
     peers: Sequence[worker_pb2.PeerHealth] = (),
+    fetch_latency_s: float = 0.0,
 ) -> worker_pb2.Load:
     """Makes the load report."""
     return worker_pb2.Load(
@@ -81,6 +82,7 @@ def load_message(
         piece_delay_ms=load.piece_delay_ms,
         piece_tokens=load.piece_tokens,
         load_gigabytes_per_s=load.tiers.bytes_per_s.get("load", 0.0) / 1e9 if load.tiers else 0.0,
+        fetch_latency_ms=fetch_latency_s * 1e3,
         wanted_pages=load.wanted_pages,
         wanted_sequences=load.wanted_sequences,
         peers=peers,

@@ -138,7 +138,11 @@ class Worker:
             page=self.engine.model.page_size_tokens,
         )
         draining, peers = self.servicer.draining, self.services.peers.health()
-        return Report(load_message(load, room, draining=draining, peers=peers), load.requests)
+        latency_s = self.services.fetching.latency_s
+        message = load_message(
+            load, room, draining=draining, peers=peers, fetch_latency_s=latency_s
+        )
+        return Report(message, load.requests)
 
     async def start(self) -> None:
         """Starts all threads, binds, serves, and begins to announce.

@@ -193,6 +193,9 @@ def _is_loaded(scheduler: Scheduler, active: ActiveRequest, kept_back: int) -> b
         scheduler.fetches.begin(active.wait, active.request, active.keys, room)
     if not active.wait.is_over:
         active.state = RequestState.LOADING
+        pages = len(active.wait.pinned) + active.wait.coming_pages
+        pages = max(pages, min(len(active.keys), scheduler.fetches.expected_pages(active.request)))
+        active.cached_tokens = pages * scheduler.config.page_size
     return active.wait.is_over
 
 

@@ -131,6 +131,10 @@ class Fetches:
         if count > 0:
             self._join(wait, self._fetch(request, keys[first : first + count], first))
 
+    def expected_pages(self, request: Request) -> int:
+        """Leading pages of a prompt that it has when its fetch has brought all that it names."""
+        return request.fetch.pages if request.fetch and self.on else 0
+
     def fetched(self, fetch_id: bytes, landed: int) -> None:
         """Nobody waits for the fetch any more: its first `landed` pages are there."""
         fetch = self._fetches.get(fetch_id)

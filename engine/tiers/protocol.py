@@ -25,6 +25,9 @@ class Wait:
     loaded_pages: Counter[str] = field(default_factory=Counter)
     """Pages that came for it, by the name of their tier."""
 
+    coming_pages: int = 0
+    """Pages that come from lower tiers."""
+
     @property
     def is_over(self) -> bool:
         """Whether the request may be admitted."""

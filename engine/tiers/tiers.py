@@ -261,6 +261,7 @@ class HostTiers:
         pages = np.array(found, np.int32)
         self._blocks.pin(pages)
         wait.pinned = np.concatenate([wait.pinned, pages])
+        wait.coming_pages += len(missing) + len(joined)
         loads = set(joined)
         if missing:
             loads.add(self._load(missing))

@@ -168,8 +168,9 @@ class Cost:
             ways.append(self._way(demand, worker, unmeasured, own.host_pages, load_s))
         for peer in everyone:
             pages = self._fetchable(worker, peer, own)
-            if pages > own.host_pages and (rate := _fetch_rate(worker, peer)):
-                fetch_s = load_s + (pages - own.host_pages) * worker.page_bytes / rate
+            if pages > own.host_pages and (rate := _path_rate(worker, peer)):
+                fetch_s = load_s + capacity.fetch_latency_s
+                fetch_s += (pages - own.host_pages) * worker.page_bytes / rate
                 way = self._way(demand, worker, unmeasured, pages, fetch_s)
                 ways.append(way._replace(holder=peer, fetched_pages=pages))
         best = min(ways, key=lambda way: way.seconds)
@@ -248,8 +249,6 @@ def _is_reachable(worker: WorkerLink, peer: WorkerLink) -> bool:
     return can_fetch(worker, peer) and not (worker.avoids(peer) or peer.avoids(worker))
 
 
-def _fetch_rate(worker: WorkerLink, peer: WorkerLink) -> float:
-    """Bytes a second at which a worker would fetch from a peer; 0: unknown, so it does not."""
-    path = worker.path_bytes_per_s(peer) or peer.path_bytes_per_s(worker)
-    recent = worker.capacity().fetch_bytes_per_s
-    return min(path, recent) if path and recent else path or recent
+def _path_rate(worker: WorkerLink, peer: WorkerLink) -> float:
+    """Bytes a second between two workers; 0: unknown, so that nothing is fetched."""
+    return worker.path_bytes_per_s(peer) or peer.path_bytes_per_s(worker)

@@ -63,8 +63,8 @@ class Capacity(NamedTuple):
     """Prompt tokens of such a piece, on average."""
     load_bytes_per_s: float = 0.0
     """Rate of loads from host memory; 0: there is no such tier."""
-    fetch_bytes_per_s: float = 0.0
-    """Rate of recent fetches from peers; 0 while unknown."""
+    fetch_latency_s: float = 0.0
+    """What fetches from peers take beyond the time for their bytes; 0 while unknown."""
 
     @property
     def free_sequences(self) -> int:
@@ -166,7 +166,7 @@ class LoadEstimate:
             piece_delay_s=load.piece_delay_ms / 1e3,
             piece_tokens=load.piece_tokens,
             load_bytes_per_s=load.load_gigabytes_per_s * 1e9,
-            fetch_bytes_per_s=load.fetch_gigabytes_per_s * 1e9,
+            fetch_latency_s=load.fetch_latency_ms / 1e3,
         )
 
     def _give_back(self, entry: _Entry, reservation: Reservation) -> None:
