@@ -86,7 +86,7 @@ class Arena:
             certs=certs,
         )
         if topology.fetching:
-            cluster.own = {**cluster.own, "router": {FETCHING: "any"}}
+            cluster.own = {**cluster.own, "router": {FETCHING: topology.fetching}}
         if topology.tcp:
             cluster.environment = {**cluster.environment, "UCX_TLS": "tcp"}
         cluster.start_all()

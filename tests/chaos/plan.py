@@ -129,8 +129,8 @@ class Topology:
     """Pages go over TCP, though shared memory would do."""
     tiers: bool = False
     """Pages that a pool evicts go to host memory and to a disk."""
-    fetching: bool = False
-    """Prompts are computed with pages of any worker that may hold them."""
+    fetching: str = ""
+    """The router says that this worker holds all prompts, or `any`."""
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -214,7 +214,7 @@ class RunPlan:
         faults = "; ".join(map(str, self.faults)) or "no fault"
         workers = f"{shape.prefill}P {shape.decode}D {shape.both}B x {shape.num_pages} pages"
         workers += " over TCP" * shape.tcp + " over tiers" * shape.tiers
-        workers += " fetching" * shape.fetching
+        workers += " fetching" * bool(shape.fetching)
         return f"run {self.number} of seed {self.seed}: {workers}, {len(self.asks)} asks, {faults}"
 
 
@@ -224,7 +224,7 @@ def topology_of(seed: int, number: int) -> Topology:
     rng = random.Random(seed)
     first, tight, over_tcp = rng.randrange(len(TOPOLOGIES)), rng.randrange(2), rng.randrange(3)
     topology = TOPOLOGIES[(first + block) % len(TOPOLOGIES)]
-    topology = replace(topology, tcp=block % 3 == over_tcp, fetching=block % 4 < 3)
+    topology = replace(topology, tcp=block % 3 == over_tcp, fetching="any" * (block % 4 < 3))
     if block % 2 != tight:
         return topology
     return replace(topology, num_pages=TIGHT_PAGES, tiers=block // 2 % 2 == 0)
@@ -243,9 +243,22 @@ def plan_run(seed: int, number: int) -> RunPlan:
     return RunPlan(seed, number, topology, asks, tuple(faults))
 
 
-def plan_moment(
-    seed: int, number: int, target: str, failpoint: str, *, fetching: bool = False
-) -> RunPlan:
+def plan_fetch_moment(seed: int, number: int, target: str, failpoint: str) -> RunPlan:
+    """The same, with prompts that begin alike and are said to lie on one decode worker."""
+    plan = plan_moment(seed, number, target, failpoint)
+    rng = random.Random(f"{seed}/{number}/prefixes")
+    prefixes = [tuple(rng.randrange(FIRST_ID, VOCAB) for _ in range(160)) for _ in range(3)]
+    asks = tuple(
+        replace(
+            ask, prompt=rng.choice(prefixes) + ask.prompt, start_s=4 * ask.start_s, max_tokens=8
+        )
+        for ask in plan.asks
+    )
+    topology = replace(plan.topology, fetching="decode-0")
+    return replace(plan, asks=asks, topology=topology)
+
+
+def plan_moment(seed: int, number: int, target: str, failpoint: str) -> RunPlan:
     """The requests of a run, close together and all read to their ends, on two prefill and two
     decode workers, one of which has an accident at a named moment."""
     plan = plan_run(seed, number)
@@ -255,8 +268,7 @@ def plan_moment(
         if not ask.poison
     )
     fault = Fault("failpoint", 0, target, failpoint, lasts_s=4.0, restart_after_s=0.2)
-    topology = Topology(2, 2, tiers=fetching, fetching=fetching)
-    return replace(plan, topology=topology, asks=asks, faults=(fault,))
+    return replace(plan, topology=Topology(2, 2), asks=asks, faults=(fault,))
 
 
 def _asks(rng: random.Random) -> tuple[Ask, ...]:
@@ -372,7 +384,7 @@ def _at_failpoint(
         "router": ROUTER_POINTS,
     }
     role = target.partition("-")[0]
-    more = TIER_POINTS * topology.tiers + FETCH_POINTS * topology.fetching
+    more = TIER_POINTS * topology.tiers + FETCH_POINTS * bool(topology.fetching)
     point = rng.choice(points[role] + more * (role != "router"))
     name, tilde, key = point.partition("~")
     nth = rng.randint(1, MAX_NTH.get(point, 4))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from chaos.harness import Harness, harness, run_many
-from chaos.plan import plan_moment, plan_run
+from chaos.plan import plan_fetch_moment, plan_moment, plan_run
 
 SEED = 3
 RUNS = range(20)
@@ -41,7 +41,7 @@ FETCH_MOMENTS = {
 }
 """Of a fetch. Here a decode worker sends pages of fetches alone."""
 QUICK_FETCH_MOMENTS = ("it has ended, and the engine does not know", "the last push is posted")
-FETCH_RUN = 1031
+FETCH_RUN = 1042
 ATTEMPTS = 3
 """Runs of other requests, until one comes to the moment: on a busy machine all prompts of a run may
 be computed by the other worker."""
@@ -101,9 +101,9 @@ def test_an_accident_at_a_moment_of_a_fetch_costs_nobody_an_answer(
         pytest.skip("takes minutes: run with --slow")
     target, failpoint, nth = FETCH_MOMENTS[moment]
     name, tilde, key = failpoint.partition("~")
-    for other in range(ATTEMPTS):
+    for other in range(2 * ATTEMPTS):
         fault = f"{name}={ending}{tilde}{key}@{nth}"
-        plan = plan_moment(SEED, FETCH_RUN + other, target, fault, fetching=True)
+        plan = plan_fetch_moment(SEED, FETCH_RUN + other, target, fault)
         outcome = made.run(plan)
         assert outcome.is_good, outcome.report()
         if outcome.blows:
