@@ -101,7 +101,10 @@ def break_even_tokens(capacity: Capacity, seconds: float, tokens: int, unmeasure
     left_s = seconds - finish_s(capacity, 0, unmeasured)
     each_s = _token_s(capacity, tokens, unmeasured)
     if capacity.piece_tokens:
-        each_s += capacity.running_sequences * capacity.piece_delay_s / capacity.piece_tokens
+        piece_s = capacity.running_sequences * capacity.piece_delay_s
+        if piece_s > left_s:
+            return 0
+        each_s += piece_s / capacity.piece_tokens
     return min(NO_LIMIT, max(0, math.floor(left_s / each_s)))
 
 

@@ -14,7 +14,7 @@ from baton.console.cli import app
 from baton.console.loadgen.errors import WrongUseError
 from baton.console.loadgen.outcome import Outcome
 from baton.console.loadgen.report.tables import turn_table
-from baton.console.loadgen.report.turns import Source, turn_figures
+from baton.console.loadgen.report.turns import turn_figures
 from baton.console.loadgen.workload import Conversations, prompt_ids, shared_prefix_share
 
 
@@ -81,18 +81,17 @@ def test_the_next_prompt_goes_on_from_the_answers_own_tokens() -> None:
     assert found["workload"]["conversations"] == 3
 
 
-def outcome(turn: int, ttft_s: float, trace_id: str, cached: int = 0, status: str = "OK"):
-    arrivals = np.array([1 + ttft_s])
-    return Outcome(0, 1.0, 1.0, 100, arrivals, 2.0, 1, status, trace_id, cached, turn)
+def outcome(turn, ttft_s, trace_id, cached=0, peer=0, status="OK"):
+    arrivals, loaded = np.array([1 + ttft_s]), {"peer": peer} if peer else {}
+    return Outcome(0, 1.0, 1.0, 100, arrivals, 2.0, 1, status, trace_id, cached, loaded, turn)
 
 
 def test_the_table_says_where_prompts_came_from() -> None:
     outcomes = [
-        outcome(0, 0.2, "a"), outcome(1, 0.1, "b", 80), outcome(1, 0.3, "c", 60),
+        outcome(0, 0.2, "a"), outcome(1, 0.1, "b", 80), outcome(1, 0.3, "c", 60, 40),
         outcome(1, 9.0, "d", status="TIMEOUT"),
     ]  # fmt: skip
-    sources = {"b": Source({"pool": 80}, True), "c": Source({"pool": 20, "peer": 40}, False)}
-    first, second = turn_figures(outcomes, sources)
+    first, second = turn_figures(outcomes, {"b": True, "c": False})
     assert (first.requests, first.cached_share, first.sources, first.on_decode) == (1, 0, {}, None)
     assert second.requests == 2
     assert second.ttft_ms.p50 == pytest.approx(200)

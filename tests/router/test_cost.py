@@ -202,6 +202,34 @@ def test_a_long_rest_goes_to_a_prefill_worker() -> None:
     assert policy(d0=500).local(*args) == (0, LocalReason.CACHED)
 
 
+def test_the_most_that_a_decode_worker_may_take_over() -> None:
+    """Of 22.5 ms: 900 tokens at 25 us each without streams; with 40 streams no piece fits."""
+    prefill, decode = Worker("p0"), Worker("d0")
+    way = Way(0.0225)
+    assert policy().takeover_tokens(demand(8100), way, prefill, decode) == pytest.approx(900, abs=1)
+    decode.rows, decode.delay_ms = 3, 3
+    most = policy().takeover_tokens(demand(8100), way, prefill, decode)
+    assert most == int(0.0225 / (25e-6 + 0.009 / 192))
+    decode.rows = 40
+    assert policy().takeover_tokens(demand(8100), way, prefill, decode) == 0
+
+
+def test_the_example_of_the_documentation() -> None:
+    decode = Worker("decode-0", rows=40, delay_ms=3)
+    first, second = Worker("prefill-0"), Worker("prefill-1", queued=4000)
+    first.path = second.path = fast("decode-0")
+    those = [first, second, decode]
+    rule = Cost(Reported({"decode-0": 500, "prefill-1": 475}))
+    ways = [rule.way(demand(8100), worker, those) for worker in those]
+    assert [way.seconds for way in ways] == pytest.approx([0.0225, 0.1035, 0.1225])
+    assert [way.holder for way in ways] == [decode, decode, None]
+    assert rule.prefill(demand(8100), [first, second], those) == 0
+    assert rule.local(demand(8100), [decode], [first, second], those, "cached") is None
+    decode.rows = 3
+    chosen = rule.local(demand(8100), [decode], [first, second], those, "cached")
+    assert chosen == (0, LocalReason.CACHED)
+
+
 def test_a_decode_worker_that_holds_less_than_half_needs_auto() -> None:
     prefill, decode = Worker("p0", queued=90_000), Worker("d0")
     args = demand(8020), [decode], [prefill], [prefill, decode]

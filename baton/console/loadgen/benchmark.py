@@ -26,7 +26,7 @@ from baton.console.loadgen.report.summary import (
     percentiles,
     summarize,
 )
-from baton.console.loadgen.report.turns import TurnFigures, read_sources, turn_figures
+from baton.console.loadgen.report.turns import TurnFigures, read_places, turn_figures
 from baton.console.loadgen.servers import served
 from baton.console.loadgen.spans import span_figures
 from baton.console.loadgen.workload import (
@@ -268,8 +268,8 @@ def _run(
     if not plan.conversations:
         return Run(summary, outcomes)
     ids = [one.trace_id for one in outcomes if one.trace_id]
-    sources = read_sources(options.admin, ids) if options.admin else {}
-    return Run(summary, outcomes, turn_figures(outcomes, sources))
+    on_decode = read_places(options.admin, ids) if options.admin else {}
+    return Run(summary, outcomes, turn_figures(outcomes, on_decode))
 
 
 def _simulated(reports: Sequence[SenderReport], idle_ttft_ms: float | None) -> Percentiles | None:

@@ -6,7 +6,9 @@ the run is over, so that a sender spends its time on sending and receiving.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
@@ -48,6 +50,8 @@ class Reading(NamedTuple):
     """The answer's tokens, if the server told them."""
     cached_tokens: int = 0
     """Prompt tokens that the server found cached."""
+    loaded_tokens: Mapping[str, int] = MappingProxyType({})
+    """Those of them that came from beyond the pool, by source."""
 
 
 class Asked(NamedTuple):

@@ -79,8 +79,11 @@ class GrpcEndpoint:
             found = gathering.result()
         except ProtocolError:
             return Reading(arrivals_s, tokens, gathering.trace_id, whole=False)
-        cached = found.usage.cached_prompt_tokens
-        return Reading(arrivals_s, tokens, gathering.trace_id, True, found.token_ids, cached)
+        cached, loaded = found.usage.cached_prompt_tokens, found.usage.loaded_prompt_tokens
+        return Reading(
+            *(arrivals_s, tokens, gathering.trace_id, True),
+            *(found.token_ids, cached, loaded),
+        )
 
     async def close(self) -> None:
         """Closes the connection."""

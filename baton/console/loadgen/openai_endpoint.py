@@ -79,6 +79,7 @@ class OpenAiEndpoint:
         """Reads an answer. Takes the token count from its usage, else counts one an event."""
         arrivals_s: list[float] = []
         ids: list[int] = []
+        loaded: dict[str, int] = {}
         tokens, cached, done, failed = 0, 0, False, False
         for at_s, data in _events(kept):
             if data == _DONE:
@@ -92,14 +93,16 @@ class OpenAiEndpoint:
             failed |= "error" in event
             usage = event.get("usage") or {}
             tokens = usage.get("completion_tokens") or tokens
-            cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or cached
+            details = usage.get("prompt_tokens_details") or {}
+            cached = details.get("cached_tokens") or cached
+            loaded = details.get("loaded_tokens") or loaded
             for choice in event.get("choices") or ():
                 ids += choice.get("token_ids") or ()
             if any(map(_has_tokens, event.get("choices") or ())):
                 arrivals_s.append(at_s)
         whole = done and not failed
         count = tokens or len(arrivals_s)
-        return Reading(arrivals_s, count, kept.trace_id, whole, tuple(ids), cached)
+        return Reading(arrivals_s, count, kept.trace_id, whole, tuple(ids), cached, loaded)
 
     async def close(self) -> None:
         """Closes the connection."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -39,6 +40,8 @@ class Outcome:
     trace_id: str = ""
     cached_tokens: int = 0
     """Prompt tokens that the server found cached, as its usage says."""
+    loaded_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Those of them that came from beyond the pool, by source."""
     turn: int = -1
     """Index of its turn in a conversation; -1: it is in none."""
 

@@ -283,6 +283,7 @@ class _Load:
             status=status,
             trace_id=reading.trace_id,
             cached_tokens=reading.cached_tokens,
+            loaded_tokens=dict(reading.loaded_tokens),
             turn=request.turn.number if request.turn else -1,
         )
 

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 from baton.console import traces
 from baton.console.loadgen.outcome import Outcome
 from baton.console.loadgen.report.summary import Percentiles, percentiles
-from telemetry.names import Attr, SpanName
+from telemetry.names import Attr
 
 POOL: Final = "pool"
 """Pages that were in the pool of the worker that computed the rest."""
@@ -28,56 +28,51 @@ class TurnFigures(NamedTuple):
     cached_share: float
     """Share of the prompts' tokens that were cached, as the servers said."""
     sources: Mapping[str, float]
-    """Share of the prompts' tokens by source: the pool, a tier, peers. Empty without traces."""
+    """Share of the prompts' tokens by source, as the servers said: the pool, a tier, peers."""
     on_decode: float | None
     """Share of the requests whose prompt a decode worker computed; None without traces."""
 
 
-class Source(NamedTuple):
-    """Where one prompt came from, as its trace says."""
-
-    tokens: Mapping[str, int]
-    on_decode: bool
-
-
 def turn_figures(
-    outcomes: Iterable[Outcome], sources: Mapping[str, Source]
+    outcomes: Iterable[Outcome], on_decode: Mapping[str, bool]
 ) -> tuple[TurnFigures, ...]:
     """The figures of each turn.
 
     Args:
         outcomes: those of a run of conversations.
-        sources: by trace id; those whose trace is gone are missing.
+        on_decode: by trace id, whether a decode worker computed the prompt. Those whose trace is
+            gone are missing.
     """
     by_turn: dict[int, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
         if outcome.ok and outcome.turn >= 0:
             by_turn[outcome.turn].append(outcome)
-    return tuple(_figures(turn, by_turn[turn], sources) for turn in sorted(by_turn))
+    return tuple(_figures(turn, by_turn[turn], on_decode) for turn in sorted(by_turn))
 
 
-def _figures(turn: int, outcomes: Sequence[Outcome], sources: Mapping[str, Source]) -> TurnFigures:
+def _figures(turn: int, outcomes: Sequence[Outcome], on_decode: Mapping[str, bool]) -> TurnFigures:
     prompts = sum(outcome.prompt_tokens for outcome in outcomes)
-    found = [(one, sources[one.trace_id]) for one in outcomes if one.trace_id in sources]
-    traced = sum(outcome.prompt_tokens for outcome, _ in found)
     tokens: Counter[str] = Counter()
-    for _, source in found:
-        tokens.update(source.tokens)
+    for outcome in outcomes:
+        tokens.update(outcome.loaded_tokens)
+        tokens[POOL] += outcome.cached_tokens - sum(outcome.loaded_tokens.values())
     ttft_ms = percentiles([1e3 * outcome.ttft_s for outcome in outcomes])
     assert ttft_ms is not None
+    known = [on_decode[one.trace_id] for one in outcomes if one.trace_id in on_decode]
     return TurnFigures(
         turn=turn + 1,
         requests=len(outcomes),
         ttft_ms=ttft_ms,
         prompt_tokens=prompts / len(outcomes),
         cached_share=sum(outcome.cached_tokens for outcome in outcomes) / prompts,
-        sources={name: count / traced for name, count in tokens.most_common()},
-        on_decode=sum(one.on_decode for _, one in found) / len(found) if found else None,
+        sources={name: count / prompts for name, count in tokens.most_common() if count},
+        on_decode=sum(known) / len(known) if known else None,
     )
 
 
-def read_sources(admin: str, trace_ids: Iterable[str]) -> dict[str, Source]:
-    """Reads from traces where prompts came from. Traces that the router no longer has are missing.
+def read_places(admin: str, trace_ids: Iterable[str]) -> dict[str, bool]:
+    """Reads from traces whether a decode worker computed the prompt. Traces that the router no
+    longer has are missing.
 
     Args:
         admin: HOST:PORT of the router's admin port.
@@ -86,22 +81,8 @@ def read_sources(admin: str, trace_ids: Iterable[str]) -> dict[str, Source]:
     found = {}
     for trace_id in trace_ids:
         try:
-            found[trace_id] = source_of(traces.fetch(admin, trace_id, patience_s=_PATIENCE_S))
+            trace = traces.fetch(admin, trace_id, patience_s=_PATIENCE_S)
         except traces.TraceError:
             continue
+        found[trace_id] = any(Attr.ROUTE_LOCAL_REASON in span.attributes for span in trace.spans)
     return found
-
-
-def source_of(trace: traces.Trace) -> Source:
-    """Where a prompt came from: by the last span in which it was computed."""
-    spans = [span for span in trace.spans if span.name == SpanName.PREFILL_COMPUTE]
-    on_decode = any(Attr.ROUTE_LOCAL_REASON in span.attributes for span in trace.spans)
-    if not spans:
-        return Source({}, on_decode)
-    attributes = max(spans, key=lambda span: span.start_ns).attributes
-    cached = int(attributes.get(Attr.PREFILL_CACHED_TOKENS, 0))
-    loaded = int(attributes.get(Attr.PREFILL_LOADED_TOKENS, 0))
-    tokens = {POOL: cached - loaded}
-    if loaded:
-        tokens[str(attributes.get(Attr.PREFILL_LOADED_FROM, ""))] = loaded
-    return Source({name: count for name, count in tokens.items() if count}, on_decode)
