@@ -348,6 +348,8 @@ class EngineLoad:
     preemptions: int = 0
     prompt_tokens_computed: int = 0
     prompt_tokens_cached: int = 0
+    prompt_tokens_loaded: Mapping[str, int] = field(default_factory=dict)
+    """Those of them that came from beyond the pool, by source: a tier, or peers."""
     tokens_sampled: int = 0
     tiers: TierLoad | None = None
     """The tiers below the pool; None: there are none."""

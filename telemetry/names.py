@@ -239,6 +239,7 @@ class Metric:
     EXPIRED_GRANTS: Final = "baton_kv_grants_expired"
     STALE_NOTIFICATIONS: Final = "baton_kv_stale_notifications"
 
+    FOUND_TOKENS: Final = "baton_prefill_found_tokens"
     FETCHES: Final = "baton_kv_fetches"
     FETCH_PAGES: Final = "baton_kv_fetch_pages"
     FETCH_BYTES: Final = "baton_kv_fetch_bytes"

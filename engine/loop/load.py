@@ -56,6 +56,7 @@ def load_of(
         preemptions=scheduler.preemptions,
         prompt_tokens_computed=rates.prompt_tokens,
         prompt_tokens_cached=scheduler.cached_tokens,
+        prompt_tokens_loaded=dict(scheduler.loaded_tokens),
         tokens_sampled=rates.tokens_sampled,
         tiers=scheduler.tiers.load(),
     )

@@ -256,7 +256,9 @@ def _start_prefill(
     leader = sequences[0]
     held = _allocate_prompt(scheduler, leader.slot, len(tokens), keys)
     cached = held * scheduler.config.page_size
+    loaded = _loaded_tokens(scheduler, leader, cached)
     scheduler.cached_tokens += cached
+    scheduler.loaded_tokens.update(loaded)
     scheduler.slots.kv_len[leader.slot] = cached
     scheduler.prefills.append(
         PrefillTask(
@@ -266,7 +268,7 @@ def _start_prefill(
             keys=keys,
             cursor=cached,
             cached_tokens=cached,
-            loaded_tokens=_loaded_tokens(scheduler, leader, cached),
+            loaded_tokens=loaded,
             published_pages=held,
             slot=leader.slot,
             generation=int(scheduler.slots.generation[leader.slot]),

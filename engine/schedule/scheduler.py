@@ -20,6 +20,7 @@ This module keeps these states. `engine.bounds` has the limits of a worker.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
@@ -91,6 +92,8 @@ class Scheduler:
         self.failed_steps = 0
         """Number of failures in a row. `engine.schedule.recovery` sets it."""
         self.cached_tokens = 0
+        self.loaded_tokens: Counter[str] = Counter()
+        """Those of them that came from beyond the pool, by source."""
         self._arrivals = 0
         self._copies: dict[int, int] = {}
         """Target page -> source page, for the next step."""

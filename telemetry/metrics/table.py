@@ -141,6 +141,11 @@ DECLARED: Final[Mapping[str, Declared]] = {
     Metric.PREFILL_TOKENS: Declared(
         "counter", "Prompt tokens, computed here or found in the prefix cache.", ("source",)
     ),
+    Metric.FOUND_TOKENS: Declared(
+        "counter",
+        "Prompt tokens that need not be computed, by source: the pool, a tier, or peers.",
+        ("source",),
+    ),
     Metric.PREFILL_RATE: Declared("gauge", "Moving rate of computing prompts; 0 while unknown."),
     Metric.SAMPLED_TOKENS: Declared("counter", "Tokens sampled."),
     Metric.PREEMPTIONS: Declared("counter", "Sequences preempted."),

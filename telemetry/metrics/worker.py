@@ -52,6 +52,7 @@ class WorkerMetrics(ProcessMetrics):
         self._fetch_bytes = self._counter(Metric.FETCH_BYTES)
         self._fetch_s = self._histogram(Metric.FETCH_SECONDS)
         self._watch(load, _ENGINE_ROWS)
+        self.registry.register(Samples(Metric.FOUND_TOKENS, partial(_found, load)))
         if transfer is not None:
             self._watch(transfer, _TRANSFER_ROWS)
         self._watch(streams, (Row(Metric.WORK_STREAMS, float),))
@@ -115,6 +116,13 @@ def _of_paths(
     peers: Callable[[], Sequence[PeerPath]], labels: _LabelsOfPath, value: _OfPath
 ) -> dict[tuple[str, ...], float]:
     return {labels(peer): value(peer) for peer in peers()}
+
+
+def _found(load: Callable[[], Any]) -> dict[tuple[str, ...], float]:
+    now = load()
+    loaded = now.prompt_tokens_loaded
+    found = {"pool": now.prompt_tokens_cached - sum(loaded.values()), **loaded}
+    return {(source,): float(tokens) for source, tokens in found.items()}
 
 
 def _of_tiers(
