@@ -87,6 +87,7 @@ class RouterServer:
         self.metrics.watch_refusals(lambda: self._net.refusals.counts)
         self._door = _Door(settings.door_tls) if any(settings.door_tls) else None
         self.registry = Registry(settings, self.dispatcher, self._net, _folders(settings))
+        self.metrics.watch_pages(self.registry.pages.load)
         self.address = ""
         """The address for clients; "" before the router listens there."""
         self.internal_address = ""

@@ -49,6 +49,7 @@ from worker.stream import Services, WorkerServicer
 from worker.watchdog import Watchdog, device_lost
 from worker_base.messages import endpoint_message, model_message
 from worker_base.outbox import LoopInbox
+from worker_base.page_reports import PageReports
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +116,7 @@ class Worker:
         self._routers = routers
         self._announcer: asyncio.Task[None] | None = None
         self._reporter: asyncio.Task[None] | None = None
+        self._page_reporter: asyncio.Task[None] | None = None
         self._watchdog = Watchdog(
             engine.load,
             lambda: self.transfer.turns,
@@ -133,8 +135,14 @@ class Worker:
             step=self.engine.max_step_tokens,
             page=self.engine.model.page_size_tokens,
         )
-        draining, peers = self.servicer.draining, self.services.peers.health()
-        return Report(load_message(load, room, draining=draining, peers=peers), load.requests)
+        message = load_message(
+            load,
+            room,
+            draining=self.servicer.draining,
+            peers=self.services.peers.health(),
+            page_sequence=self.services.pages.sequence,
+        )
+        return Report(message, load.requests)
 
     async def start(self) -> None:
         """Starts all threads, binds, serves, and begins to announce.
@@ -157,6 +165,7 @@ class Worker:
         self._lag.start()
         await self._server.start()
         self._reporter = asyncio.create_task(self.servicer.report_forever())
+        self._page_reporter = asyncio.create_task(self.services.pages.report_forever())
         self._watching = asyncio.create_task(self._watchdog.watch())
         self._net_watch = asyncio.create_task(self._net.watch())
         await self._health.set(SERVICE_NAME, health_pb2.HealthCheckResponse.SERVING)
@@ -191,7 +200,7 @@ class Worker:
         self.servicer.finish()
         await self._server.stop(LAST_WORDS_S)
         await asyncio.to_thread(self.engine.stop)  # The watchdog still runs: a step may hang.
-        for task in (self._reporter, self._watching, self._net_watch):
+        for task in (self._reporter, self._page_reporter, self._watching, self._net_watch):
             if task is not None:
                 task.cancel()
         left_nothing = await asyncio.to_thread(self.transfer.stop, PUSHES_END_S)
@@ -249,7 +258,7 @@ class Worker:
             self.epoch,
             lambda said: self.servicer.tell_routers(said),
         )
-        return Services(prefill, decode, peers, relay)
+        return Services(prefill, decode, peers, relay, PageReports(self.engine.tell_pages))
 
     @property
     def _slow_gigabytes_per_s(self) -> float:

@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.pages.prefix import TellPages
 from engine.types import PageIds, TierLoad
 
 
@@ -67,6 +68,10 @@ class PageTiers(Protocol):
         all its pages."""
         ...
 
+    def tell_pages(self, tell: TellPages) -> None:
+        """Tells of the pages in host memory from now on; see `engine.pages.prefix.tell_pages`."""
+        ...
+
     def note_rate(self, tokens_per_s: float) -> None:
         """Prompt tokens that this engine computes in a second; 0: unknown."""
         ...
@@ -114,6 +119,9 @@ class NoTiers:
 
     def published(self, keys: Sequence[bytes], first: int) -> None:
         """Of no use."""
+
+    def tell_pages(self, tell: TellPages) -> None:
+        """Nothing to tell."""
 
     def note_rate(self, tokens_per_s: float) -> None:
         """Of no use."""

@@ -29,6 +29,7 @@ from baton.process.internal_net import ClearNet, InternalNet, agent_name
 from baton.process.refusals import Cause
 from baton.process.release import refusal
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
+from router.workers.holdings import WorkerPages
 from router.workers.link import LinkOwner, LinkState, Loss, WorkerLink
 from router.workers.model_folders import AnyFolder, ModelFolders
 
@@ -78,6 +79,7 @@ class Registry:
         self._owner = owner
         self.net = net or ClearNet()
         self._folders = folders or AnyFolder()
+        self.pages = WorkerPages()
         self._links: dict[Key, WorkerLink] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._stalled: dict[Key, int] = {}
@@ -135,6 +137,7 @@ class Registry:
             link.end(Loss.CLOSED)
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.pages.close()
 
     def attached(self, link: WorkerLink) -> None:
         """Introduces the worker, and tells the owner."""
@@ -152,19 +155,24 @@ class Registry:
         for other in others:
             if may_exchange(link, other):
                 _introduce(link, other)
+        self.pages.attached(link)
         self._owner.attached(link)
 
     def loaded(self, link: WorkerLink) -> None:
         """Passes a load report on to the owner."""
+        self.pages.loaded(link)
         self._owner.loaded(link)
 
     def received(self, link: WorkerLink, message: worker_pb2.WorkResponse) -> None:
-        """Passes a message on: to another worker if it is for that one, else to the owner."""
+        """Passes a message on: to another worker if it is for that one, to the index if it tells of
+        pages, else to the owner."""
         match message.WhichOneof("message"):
             case "quiesce_wanted":
                 self._ask_for(link, message.quiesce_wanted)
             case "quiesced":
                 self._answer_for(link, message.quiesced)
+            case "page_events" | "page_snapshot":
+                self.pages.received(link, message)
             case _:
                 self._owner.received(link, message)
 
@@ -199,6 +207,7 @@ class Registry:
             logger.info("worker left", extra=details)
         else:
             logger.warning("worker lost", extra=details)
+        self.pages.lost(link)
         self._owner.lost(link, loss, was)
         if loss is not Loss.CLOSED and link.agent_name:
             self._spawn(self._part(link, loss))
