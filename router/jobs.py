@@ -14,7 +14,7 @@ the work. Failover is invisible here: a resumed job goes on at the next index.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, Self
 
@@ -167,6 +167,8 @@ class JobStarted(NamedTuple):
     cached_prompt_tokens: int = 0
     prompt_logprobs: tuple[TokenScore, ...] = ()
     """Scores of the prompt's tokens from the second on, if the job asks for them."""
+    loaded_prompt_tokens: Mapping[str, int] = {}
+    """Of the cached tokens, those that were loaded from below the pool, by where from."""
 
 
 class JobTokens(NamedTuple):

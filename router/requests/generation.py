@@ -355,6 +355,7 @@ class _Generation:
             cached_prompt_tokens=self._started.cached_prompt_tokens,
             output_tokens=sum(choice.num_tokens for choice in self.choices),
             reasoning_tokens=sum(choice.reasoning_tokens for choice in self.choices),
+            loaded_prompt_tokens=self._started.loaded_prompt_tokens,
         )
         self._outbox.put(
             Finished(self._last.choice, self._last.reason, self._last.stop_text, usage, timings)

@@ -1393,10 +1393,31 @@ class FirstToken(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LoadedPromptTokensEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ATTEMPT_ID_FIELD_NUMBER: _builtins.int
     RECORDS_FIELD_NUMBER: _builtins.int
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLED_UNIX_NS_FIELD_NUMBER: _builtins.int
+    LOADED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.bytes
     """The attempt."""
     cached_prompt_tokens: _builtins.int
@@ -1407,6 +1428,10 @@ class FirstToken(_message.Message):
     def records(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenRecord]:
         """One per choice, by index."""
 
+    @_builtins.property
+    def loaded_prompt_tokens(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Of the cached tokens, those that were loaded for this attempt, by where from."""
+
     def __init__(
         self,
         *,
@@ -1414,10 +1439,11 @@ class FirstToken(_message.Message):
         records: _abc.Iterable[Global___TokenRecord] | None = ...,
         cached_prompt_tokens: _builtins.int = ...,
         sampled_unix_ns: _builtins.int = ...,
+        loaded_prompt_tokens: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "cached_prompt_tokens", b"cached_prompt_tokens", "records", b"records", "sampled_unix_ns", b"sampled_unix_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "cached_prompt_tokens", b"cached_prompt_tokens", "loaded_prompt_tokens", b"loaded_prompt_tokens", "records", b"records", "sampled_unix_ns", b"sampled_unix_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
