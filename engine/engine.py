@@ -36,6 +36,7 @@ from engine.pages.eviction import EVICTION_POLICIES
 from engine.pages.kv_pool import KvPool
 from engine.pages.poison import PagePoison
 from engine.pages.pools import PoolError, pool_type
+from engine.pages.prefix import TellPages, tell_pages
 from engine.ranks.keeper import RankError
 from engine.ranks.leader import HostRanks, NoRanks, Ranks
 from engine.sampling import Sampler
@@ -46,6 +47,7 @@ from engine.tiers.protocol import PageTiers
 from engine.tiers.stores.protocol import StoreError
 from engine.tiers.touching import HostMemoryError
 from engine.types import EngineLoad, ModelInfo, Request, Sink, TokenRecord
+from prefixes.index import POOL
 
 log = logging.getLogger("baton.engine")
 
@@ -184,6 +186,15 @@ class Engine:
         """Calls `listener` for every page that the prefix cache stores, finds or evicts from now
         on. It runs on the step loop's thread and must return at once."""
         self._loop.post(lambda scheduler: scheduler.blocks.subscribe(listener))
+
+    def tell_pages(self, tell: TellPages) -> None:
+        """Tells of all pages that can be found by their keys, and then of each change."""
+
+        def begin(scheduler: Scheduler) -> None:
+            tell_pages(scheduler.blocks, POOL, tell)
+            scheduler.tiers.tell_pages(tell)
+
+        self._loop.post(begin)
 
     def profile(self, steps: int, folder: Path) -> None:
         """Records the next `steps` steps as a Chrome trace in `folder`, and logs its path."""

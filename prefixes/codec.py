@@ -15,8 +15,8 @@ from prefixes.keys import SHORT_BYTES, ShortKeys
 
 MOST_BYTES: Final = 65_536
 """Most bytes of both columns of a message."""
-MOST_KEYS: Final = 4096
-"""Keys in the messages that are sent. A router takes less than 2 ms for them."""
+MOST_KEYS: Final = 2048
+"""Keys in the messages that are sent: a router takes about a millisecond for them."""
 _KINDS: Final = bytes((POOL, HOST, POOL | GONE, HOST | GONE))
 _TIERS: Final = bytes((POOL, HOST, BOTH))
 

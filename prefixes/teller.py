@@ -8,7 +8,7 @@ from prefixes.codec import Events, Part, Wanted
 from prefixes.index import SHARDS
 from prefixes.log import PageLog
 
-MOST_AT_ONCE: Final = 4
+MOST_AT_ONCE: Final = 8
 """Messages of a turn."""
 
 

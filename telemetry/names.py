@@ -199,6 +199,11 @@ class Metric:
     COMPUTED_AGAIN: Final = "baton_pages_computed_again"
     WORKER_UP: Final = "baton_worker_up"
     WORKERS_LOST: Final = "baton_workers_lost"
+    PAGE_EVENTS_BEHIND: Final = "baton_page_events_behind"
+    KNOWN_PAGES: Final = "baton_known_pages"
+    KNOWN_PAGES_DROPPED: Final = "baton_known_pages_dropped"
+    PAGE_MESSAGES_DROPPED: Final = "baton_page_messages_dropped"
+    PAGES_ASKED_AGAIN: Final = "baton_pages_asked_again"
 
     PROGRESS: Final = "baton_engine_turns"
     STEPS: Final = "baton_engine_steps"

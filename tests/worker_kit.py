@@ -48,6 +48,7 @@ from worker.quiesce import QuiesceRelay
 from worker.stream import Services
 from worker_base.messages import endpoint_message, model_message, pack_ids, unpack_ids
 from worker_base.outbox import LoopInbox, Outbox
+from worker_base.page_reports import PageReports
 
 PAGE_TOKENS = 4
 STEP_TOKENS = 16
@@ -193,6 +194,7 @@ class Node:
         self.relay = QuiesceRelay(
             self.transfer, self.name, self.epoch, lambda said: self.tell_routers(said)
         )
+        self.pages = PageReports(lambda _tell: None)
         self.fetching = FetchService(
             self.engine.fetching,
             self.transfer,
@@ -215,7 +217,13 @@ class Node:
             page_size_tokens=PAGE_TOKENS,
         )
         self.services = Services(
-            self.prefill, self.decode, self.peers, self.relay, self.fetching, self.holding
+            self.prefill,
+            self.decode,
+            self.peers,
+            self.relay,
+            self.fetching,
+            self.holding,
+            self.pages,
         )
         endpoint = self.transfer.start()
         self.identity.endpoint.CopyFrom(endpoint_message(endpoint))

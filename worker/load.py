@@ -58,6 +58,7 @@ def load_message(
     draining: bool,
     peers: Sequence[worker_pb2.PeerHealth] = (),
     fetch_latency_s: float = 0.0,
+    page_sequence: int = 0,
 ) -> worker_pb2.Load:
     """Makes the load report."""
     return worker_pb2.Load(
@@ -86,4 +87,5 @@ def load_message(
         wanted_pages=load.wanted_pages,
         wanted_sequences=load.wanted_sequences,
         peers=peers,
+        page_sequence=page_sequence,
     )

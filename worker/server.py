@@ -53,6 +53,7 @@ from worker.watchdog import Watchdog, device_lost
 from worker_base.legs import WorkerLeg
 from worker_base.messages import endpoint_message, model_message
 from worker_base.outbox import LoopInbox
+from worker_base.page_reports import PageReports
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +120,7 @@ class Worker:
         self._routers = routers
         self._announcer: asyncio.Task[None] | None = None
         self._reporter: asyncio.Task[None] | None = None
+        self._page_reporter: asyncio.Task[None] | None = None
         self._watchdog = Watchdog(
             engine.load,
             lambda: self.transfer.turns,
@@ -137,10 +139,13 @@ class Worker:
             step=self.engine.max_step_tokens,
             page=self.engine.model.page_size_tokens,
         )
-        draining, peers = self.servicer.draining, self.services.peers.health()
-        latency_s = self.services.fetching.latency_s
         message = load_message(
-            load, room, draining=draining, peers=peers, fetch_latency_s=latency_s
+            load,
+            room,
+            draining=self.servicer.draining,
+            peers=self.services.peers.health(),
+            page_sequence=self.services.pages.sequence,
+            fetch_latency_s=self.services.fetching.latency_s,
         )
         return Report(message, load.requests)
 
@@ -165,6 +170,7 @@ class Worker:
         self._lag.start()
         await self._server.start()
         self._reporter = asyncio.create_task(self.servicer.report_forever())
+        self._page_reporter = asyncio.create_task(self.services.pages.report_forever())
         self._watching = asyncio.create_task(self._watchdog.watch())
         self._net_watch = asyncio.create_task(self._net.watch())
         await self._health.set(SERVICE_NAME, health_pb2.HealthCheckResponse.SERVING)
@@ -199,7 +205,7 @@ class Worker:
         self.servicer.finish()
         await self._server.stop(LAST_WORDS_S)
         await asyncio.to_thread(self.engine.stop)  # The watchdog still runs: a step may hang.
-        for task in (self._reporter, self._watching, self._net_watch):
+        for task in (self._reporter, self._page_reporter, self._watching, self._net_watch):
             if task is not None:
                 task.cancel()
         left_nothing = await asyncio.to_thread(self.transfer.stop, PUSHES_END_S)
@@ -267,7 +273,8 @@ class Worker:
         fetching, holding = self._make_fetch_services(
             peers, lambda attempt_id: prefill.leg(attempt_id) or decode.leg(attempt_id)
         )
-        return Services(prefill, decode, peers, relay, fetching, holding)
+        pages = PageReports(self.engine.tell_pages)
+        return Services(prefill, decode, peers, relay, fetching, holding, pages)
 
     def _make_fetch_services(
         self, peers: PeerPaths, leg_of: Callable[[bytes], WorkerLeg | None]

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from prefill_service.service import PrefillService
     from worker.peers import PeerPaths
     from worker.quiesce import QuiesceRelay
+    from worker_base.page_reports import PageReports
 
     Context = grpc.aio.ServicerContext[worker_pb2.WorkRequest, worker_pb2.WorkResponse]
 
@@ -61,6 +62,7 @@ class Services:
     relay: QuiesceRelay
     fetching: FetchService
     holding: HoldService
+    pages: PageReports
 
     @property
     def active(self) -> int:
@@ -228,6 +230,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 services.holding.asked(request.fetch, outbox)
             case "fetch_refused":
                 services.fetching.refused(request.fetch_refused)
+            case "pages_wanted":
+                services.pages.wanted(request.pages_wanted, outbox)
             case _:
                 logger.warning("a router sent a message that this version does not know")
 
@@ -263,6 +267,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._services.prefill.end_stream(outbox)
         self._services.decode.end_stream(outbox)
         self._services.peers.end_stream(outbox)
+        self._services.pages.end_stream(outbox)
 
 
 async def _write(context: Context, outbox: Outbox) -> None:

@@ -169,6 +169,16 @@ BALANCE: Final = [
         quantiles("baton_first_token_forecast_ratio"),
     ),
     Panel(
+        "Events of pages behind",
+        [("max by (worker) (baton_page_events_behind)", "{{worker}}")],
+        help="What a worker has told of and a router has not heard: it may send prompts elsewhere.",
+    ),
+    Panel(
+        "Pages that routers know",
+        [("max by (worker, tier) (baton_known_pages)", "{{worker}}: {{tier}}")],
+        stacked=True,
+    ),
+    Panel(
         "Running sequences",
         [
             ("sum by (worker) (baton_running_sequences)", "{{worker}}"),

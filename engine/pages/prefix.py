@@ -1,12 +1,29 @@
-"""Keys of the pages of requests (`prefixes.keys`)."""
+"""Keys of the pages of requests (`prefixes.keys`), and news of the pages that have keys."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from engine.bounds import Bounds
+from engine.pages.blocks import BlockManager, CacheEvent, CacheEventKind
 from engine.types import Request, TokenIds
+from prefixes.index import GONE
 from prefixes.keys import page_keys, salt_of
+
+TellPages = Callable[[int, Sequence[bytes]], None]
+"""Hears that the pages of some keys came to a tier (`prefixes.index`: POOL, HOST), or left it (with
+GONE added). Called on the step loop's thread; must return at once."""
+
+
+def tell_pages(blocks: BlockManager, tier: int, tell: TellPages) -> None:
+    """Tells of all pages that have keys, and then of each change."""
+    kinds = {CacheEventKind.STORED: tier, CacheEventKind.EVICTED: tier | GONE}
+
+    def hear(event: CacheEvent) -> None:
+        tell(kinds[event.kind], (event.key,))
+
+    tell(tier, blocks.keys)
+    blocks.subscribe(hear, kinds)
 
 
 def request_keys(

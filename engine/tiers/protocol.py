@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.pages.prefix import TellPages
 from engine.types import PageIds, TierLoad
 
 
@@ -71,6 +72,10 @@ class PageTiers(Protocol):
     def published(self, keys: Sequence[bytes], first: int) -> None:
         """The pages of a sequence from index `first` on have their keys now. `keys` has those of
         all its pages."""
+        ...
+
+    def tell_pages(self, tell: TellPages) -> None:
+        """Tells of the pages in host memory from now on; see `engine.pages.prefix.tell_pages`."""
         ...
 
     def note_rate(self, tokens_per_s: float) -> None:
@@ -139,6 +144,9 @@ class NoTiers:
 
     def published(self, keys: Sequence[bytes], first: int) -> None:
         """Of no use."""
+
+    def tell_pages(self, tell: TellPages) -> None:
+        """Nothing to tell."""
 
     def note_rate(self, tokens_per_s: float) -> None:
         """Of no use."""

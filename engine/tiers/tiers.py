@@ -30,11 +30,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.pages.blocks import BlockManager, CacheEvent, CacheEventKind
+from engine.pages.prefix import TellPages, tell_pages
 from engine.tiers.fetching import Seek, StoreTiers
 from engine.tiers.lanes import Copy, Lanes
 from engine.tiers.protocol import Wait
 from engine.tiers.saving import Save, Saves
 from engine.types import PageIds, TierLoad
+from prefixes import index as prefixes
 
 HOST: Final = "host"
 MOST_LOADING_SHARE: Final = 4
@@ -137,6 +139,10 @@ class HostTiers:
         """See `PageTiers`."""
         if self._stores:
             self._stores.published(keys, first)
+
+    def tell_pages(self, tell: TellPages) -> None:
+        """See `PageTiers`."""
+        tell_pages(self._host, prefixes.HOST, tell)
 
     def note_rate(self, tokens_per_s: float) -> None:
         """See `PageTiers`."""

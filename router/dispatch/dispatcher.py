@@ -48,9 +48,9 @@ from telemetry.tracing import write_span
 if TYPE_CHECKING:
     from router.dispatch.job_run import ChoiceGroup
     from router.dispatch.queue import ModelQueue
+    from router.placement.policies import Policy
     from router.placement.routing import Route
     from router.settings import RouterSettings
-    from router.workers.holdings import Holdings
     from router.workers.link import LinkState, Loss, WorkerLink
 
 CLOSING_GRACE_S: Final = 0.05
@@ -60,15 +60,10 @@ CLOSING_GRACE_S: Final = 0.05
 class JobDispatcher:
     """`router.jobs.Dispatcher` over attached workers; also the `RegistryOwner`."""
 
-    def __init__(
-        self,
-        settings: RouterSettings,
-        events: RouterEvents = NO_EVENTS,
-        holdings: Holdings | None = None,
-    ) -> None:
+    def __init__(self, settings: RouterSettings, events: RouterEvents = NO_EVENTS) -> None:
         self._settings = settings
         self._events = events
-        self._policy = policy_of(settings.debug.policy, holdings)
+        self._policy = policy_of(settings.debug.policy)
         self._local = settings.local_prefill
         self._workers: list[WorkerLink] = []
         self._models = Models(self._workers, self._local)
@@ -83,6 +78,10 @@ class JobDispatcher:
         """Set when a worker joins or leaves. The task that waits for it clears it."""
         self._idle = asyncio.Event()
         self._idle.set()
+
+    def place_by(self, policy: Policy) -> None:
+        """Takes another policy than the settings', such as one that knows what workers hold."""
+        self._policy = policy
 
     @property
     def active_jobs(self) -> int:

@@ -30,6 +30,7 @@ from baton.process.refusals import Cause
 from baton.process.release import refusal
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from router.workers.between import Between, can_fetch
+from router.workers.holdings import WorkerPages
 from router.workers.link import LinkOwner, LinkState, Loss, WorkerLink
 from router.workers.model_folders import AnyFolder, ModelFolders
 
@@ -79,6 +80,7 @@ class Registry:
         self._owner = owner
         self.net = net or ClearNet()
         self._folders = folders or AnyFolder()
+        self.pages = WorkerPages()
         self._links: dict[Key, WorkerLink] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._stalled: dict[Key, int] = {}
@@ -137,6 +139,7 @@ class Registry:
             link.end(Loss.CLOSED)
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.pages.close()
 
     def attached(self, link: WorkerLink) -> None:
         """Introduces the worker, and tells the owner."""
@@ -154,15 +157,20 @@ class Registry:
         for other in others:
             if may_exchange(link, other):
                 _introduce(link, other)
+        self.pages.attached(link)
         self._owner.attached(link)
 
     def loaded(self, link: WorkerLink) -> None:
         """Passes a load report on to the owner."""
+        self.pages.loaded(link)
         self._owner.loaded(link)
 
     def received(self, link: WorkerLink, message: worker_pb2.WorkResponse) -> None:
-        """Passes a message on: to another worker if it is for that one, else to the owner."""
-        if not self._between.passed_on(link, message):
+        """Passes a message on: to another worker if it is for that one, to the index if it tells of
+        pages, else to the owner."""
+        if message.WhichOneof("message") in ("page_events", "page_snapshot"):
+            self.pages.received(link, message)
+        elif not self._between.passed_on(link, message):
             self._owner.received(link, message)
 
     def lost(self, link: WorkerLink, loss: Loss, was: LinkState) -> None:
@@ -181,6 +189,7 @@ class Registry:
             logger.info("worker left", extra=details)
         else:
             logger.warning("worker lost", extra=details)
+        self.pages.lost(link)
         self._owner.lost(link, loss, was)
         if loss is not Loss.CLOSED and link.agent_name:
             self._spawn(self._part(link, loss))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from prometheus_client import Counter, Histogram
 
-from telemetry.metrics.collectors import Row, Samples
+from telemetry.metrics.collectors import Labels, Row, Samples
 from telemetry.metrics.process import ProcessMetrics
 from telemetry.metrics.table import AGAIN, LOSS_CAUSES, OVERLOADED, OWN_FAULTS
 from telemetry.names import Metric
@@ -78,6 +79,11 @@ class RouterMetrics(ProcessMetrics):
             self._rejections.labels(reason)
         for reason in AGAIN:
             self._again.labels(reason)
+
+    def watch_pages(self, load: Callable[[], Any]) -> None:
+        """Shows what the router knows of pages; see `router.workers.holdings.PagesLoad`."""
+        for metric, read in _PAGES_SAMPLES:
+            self.registry.register(Samples(metric, partial(_of_pages, load, read)))
 
     def worker_attached(self, role: str, model: str) -> None:
         """A worker joined. From now on the counters that alerts watch are shown, at 0.
@@ -181,10 +187,27 @@ class _WorkersUp:
         return {worker: float(worker in up) for worker in self._seen_s}
 
 
+def _of_pages(
+    load: Callable[[], Any], read: Callable[[Any], Mapping[Labels, float]]
+) -> Mapping[Labels, float]:
+    return read(load())
+
+
+def _by_word(counts: Mapping[str, float]) -> Mapping[Labels, float]:
+    return {(word,): count for word, count in counts.items()}
+
+
 def _exemplar(trace_id: str) -> dict[str, str] | None:
     return {"trace_id": trace_id} if trace_id else None
 
 
+_PAGES_SAMPLES: Final[Sequence[tuple[str, Callable[[Any], Mapping[Labels, float]]]]] = (
+    (Metric.PAGE_EVENTS_BEHIND, lambda load: _by_word(load.behind)),
+    (Metric.KNOWN_PAGES, attrgetter("keys")),
+    (Metric.KNOWN_PAGES_DROPPED, lambda load: {(): load.forgotten}),
+    (Metric.PAGE_MESSAGES_DROPPED, lambda load: _by_word(load.dropped)),
+    (Metric.PAGES_ASKED_AGAIN, lambda load: _by_word(load.asked)),
+)
 _ROUTER_ROWS: Final = (
     Row(Metric.INFLIGHT, attrgetter("inflight_requests")),
     Row(Metric.QUEUE_DEPTH, attrgetter("queued_requests")),

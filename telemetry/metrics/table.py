@@ -128,6 +128,26 @@ DECLARED: Final[Mapping[str, Declared]] = {
     Metric.WORKERS_LOST: Declared(
         "counter", "Workers lost that had not announced their leave.", ("role", "cause")
     ),
+    # Router: what it knows of the workers' pages.
+    Metric.PAGE_EVENTS_BEHIND: Declared(
+        "gauge", "Events of a worker's pages that the router has not heard.", ("worker",)
+    ),
+    Metric.KNOWN_PAGES: Declared(
+        "gauge", "Pages that the router knows, by worker and tier.", ("worker", "tier")
+    ),
+    Metric.KNOWN_PAGES_DROPPED: Declared(
+        "counter", "Keys of pages that were dropped because the router's index was full."
+    ),
+    Metric.PAGE_MESSAGES_DROPPED: Declared(
+        "counter",
+        "Messages of pages dropped: unordered, of unknown content or oversized.",
+        ("reason",),
+    ),
+    Metric.PAGES_ASKED_AGAIN: Declared(
+        "counter",
+        "Times that a worker was asked for its pages again: a message was dropped, or none came.",
+        ("reason",),
+    ),
     # Worker: engine.
     Metric.PROGRESS: Declared("counter", "Turns of the step loop, idle ones included."),
     Metric.STEPS: Declared("counter", "Steps settled."),

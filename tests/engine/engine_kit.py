@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from engine.attention import AttentionSpec, Specs
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.schedule.scheduler import Scheduler
@@ -31,6 +32,11 @@ from engine.types import (
 )
 
 GREEDY = SamplingParams(temperature=0.0)
+
+
+def specs_of(windows: Sequence[int | None], dim: int) -> Specs:
+    """Plain attention of layers with these windows, over heads of `dim` numbers."""
+    return tuple(AttentionSpec(dim**-0.5, window) for window in windows)
 
 
 class Run:
@@ -93,6 +99,7 @@ def submit(
     prompt_logprobs: bool = False,
     generated: Sequence[Sequence[int]] = (),
     first_choice: int = 0,
+    cache_salt: bytes = b"",
     **stop,
 ) -> Run:
     request = Request(
@@ -105,6 +112,7 @@ def submit(
         first_choice=first_choice,
         generated=tuple(np.array(tokens, np.int32) for tokens in generated),
         prompt_logprobs=prompt_logprobs,
+        cache_salt=cache_salt,
     )
     run = Run(request)
     engine.submit(request, run.sink)

@@ -69,6 +69,7 @@ def _requests(view: View) -> Table:
     again = f"{view.retries:,} / {view.failovers:,} / {view.rejections:,}"
     grid.add_row("retried/resumed/refused", again)
     grid.add_row("bad requests", f"{view.bad_requests:,}")
+    grid.add_row("events behind", f"{view.events_behind:,}")
     return grid
 
 

@@ -96,6 +96,8 @@ class View:
     """Refused for the caller's own fault."""
     rejections: int
     """Refused for another reason."""
+    events_behind: int
+    """Events of pages that the router has not heard."""
     latencies: dict[str, Quantiles]
     workers: list[WorkerView]
     routers: int = 1
@@ -146,6 +148,7 @@ def view(now: Scrape, earlier: Scrape | None = None, rates: Scrape | None = None
         failovers=int(router.total(f"{Metric.FAILOVERS}_total")),
         bad_requests=bad_requests,
         rejections=int(router.total(refused)) - bad_requests,
+        events_behind=int(router.total(Metric.PAGE_EVENTS_BEHIND)),
         latencies=latencies,
         workers=workers,
         routers=now.routers,
