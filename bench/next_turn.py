@@ -5,6 +5,11 @@ python -m bench.next_turn conversations [--policies least_work cost] [--rate 2]
     computed again and why, and whether the texts are equal
 python -m bench.next_turn apart [--runs 5] [--num 60]
     prompts that share nothing, in turns: TTFT and throughput of each run
+python -m bench.next_turn gpus [--runs 3] [--busy 0.6]
+    two GPUs: one P and one D under either policy, beside two workers that do both, in turns: 64
+    conversations of 8 turns up to 8,192 tokens. The rate is found first: at it P is busy for 60 %
+    of the time under `least_work`. To try it on a CPU: --device cpu --model bench/shapes/tiny
+    --kv-gib 1 --conversations 8 --turns 3 --context 2048 --vocabulary 4000
 
 Each run starts its processes anew (`baton up`, KV over NIXL). The client knows which pages have
 been computed, from what it sent and got. So it checks that each page that was computed twice has a
@@ -104,22 +109,30 @@ class KnownPages:
 class Up:
     """`baton up` as a child process; a context manager."""
 
-    def __init__(self, policy: str, options: argparse.Namespace) -> None:
+    def __init__(
+        self, policy: str, options: argparse.Namespace, counts: tuple[int, int, int] = (2, 2, 0)
+    ) -> None:
         self._options = options
+        self._counts = counts
+        """Of workers with the roles prefill, decode and both."""
         self._port, self._admin = _free_port(), _free_port()
         self._log = Path(tempfile.mkdtemp(prefix="next-turn-")) / "up.log"
         self._environment = {
             **os.environ,
             "BATON_DEBUG_POLICY": policy,
             "BATON_DEBUG_LOAD_FORMAT": "dummy",
-            "BATON_MAX_SEQUENCES": "32",
-            "OMP_NUM_THREADS": "1",
+            "BATON_DEBUG_MAX_STORED_TRACES": "2048",
+            "BATON_MAX_SEQUENCES": str(options.max_sequences),
             "GRPC_VERBOSITY": "error",
         }
+        if options.device == "cpu":
+            self._environment["OMP_NUM_THREADS"] = "1"
 
     def __enter__(self) -> Up:
         argv = [sys.executable, "-m", "baton", "up", "--model", self._options.model]
-        argv += ["--device", "cpu", "--prefill", "2", "--decode", "2", "--no-trace"]
+        argv += ["--device", self._options.device]
+        for role, count in zip(("prefill", "decode", "both"), self._counts, strict=True):
+            argv += [f"--{role}", str(count)]
         argv += ["--kv-memory-gib", str(self._options.kv_gib), "--drain-s", "2"]
         argv += ["--port", str(self._port), "--http-port", "0", "--admin-port", str(self._admin)]
         with self._log.open("wb") as log:
@@ -141,6 +154,11 @@ class Up:
             self._process.wait(30)
         self._process.kill()
         self._process.wait()
+
+    @property
+    def admin(self) -> str:
+        """The router's admin address."""
+        return f"127.0.0.1:{self._admin}"
 
     @property
     def address(self) -> str:
@@ -362,6 +380,68 @@ def apart(options: argparse.Namespace) -> bool:
     return True
 
 
+def gpus(options: argparse.Namespace) -> bool:
+    """One P and one D under either policy, beside two workers that do both."""
+    rate = options.rate or _rate_at(options)
+    arrangements = {
+        "P and D, least_work": ("least_work", (1, 1, 0)),
+        "P and D, cost": ("cost", (1, 1, 0)),
+        "two that do both, cost": ("cost", (0, 0, 2)),
+    }
+    for number in range(options.runs):
+        for name, (policy, counts) in arrangements.items():
+            found = bench(policy, counts, rate, options.conversations, options)
+            print(json.dumps({"run": number, "arrangement": name, "rate": rate, **found}))
+            sys.stdout.flush()
+    return True
+
+
+def _rate_at(options: argparse.Namespace) -> float:
+    """Conversations a second at which P is as busy as wanted under `least_work`, by three probes
+    of a quarter of the conversations each."""
+    rate = 1.0
+    for _ in range(3):
+        few = max(4, options.conversations // 4)
+        found = bench("least_work", (1, 1, 0), rate, few, options)
+        busy = found["busy"]["prefill-0"]
+        print(f"probe: {rate:.3f} conversations/s, P busy for {busy:.0%}", flush=True)
+        rate *= min(3.0, max(0.3, options.busy / max(busy, 0.01)))
+    return round(rate, 3)
+
+
+def bench(
+    policy: str,
+    counts: tuple[int, int, int],
+    rate: float,
+    conversations: int,
+    options: argparse.Namespace,
+) -> dict[str, Any]:
+    """One run of `baton bench` on processes of its own: its table by turn, and what workers did."""
+    with Up(policy, options, counts) as up:
+        argv = [sys.executable, "-m", "baton", "bench", "--url", up.address, "--json"]
+        argv += ["--admin", up.admin, "--vocabulary", str(options.vocabulary)]
+        argv += ["--conversations", str(conversations), "--turns", str(options.turns)]
+        argv += ["--think", str(options.think), "--context", str(options.context)]
+        argv += ["--output-tokens", str(options.output_tokens), "--rate", str(rate)]
+        before, began_s = up.figures(), time.monotonic()
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=3600)
+        wall_s, after = time.monotonic() - began_s, up.figures()
+    if not done.stdout:
+        raise RuntimeError(done.stderr[-3000:])
+    found = json.loads(done.stdout)
+    again, busy, figures = _figures(before, after, wall_s)
+    return {
+        "valid": found["valid"],
+        "output_tokens_per_s": round(found["runs"][0]["output_token_rate"], 1),
+        "ttft_p50_ms": found["runs"][0]["ttft_ms"]["p50"],
+        "itl_p99_ms": found["runs"][0]["itl_ms"]["p99"],
+        "turns": found["turns"][0],
+        "busy": {name: round(share, 3) for name, share in busy.items()},
+        "counted": again,
+        **figures,
+    }
+
+
 def _at(client: Client, due_s: float, ids: list[int], options: argparse.Namespace) -> Turn:
     time.sleep(max(0.0, due_s - time.monotonic()))
     return ask(client, ids, options.output_tokens, KnownPages())
@@ -371,22 +451,26 @@ def _parsers() -> Iterator[argparse.ArgumentParser]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     modes = parser.add_subparsers(dest="mode", required=True)
     yield parser
-    for name in ("conversations", "apart"):
+    for name in ("conversations", "apart", "gpus"):
         mode = modes.add_parser(name)
+        large = name == "gpus"
         mode.add_argument("--policies", nargs="+", default=["least_work", "cost"])
-        mode.add_argument("--model", default="bench/shapes/tiny")
-        mode.add_argument("--kv-gib", type=float, default=1.0)
+        mode.add_argument("--model", default=f"bench/shapes/{'llama-8b' if large else 'tiny'}")
+        mode.add_argument("--device", default="cuda" if large else "cpu")
+        mode.add_argument("--kv-gib", type=float, default=40.0 if large else 1.0)
+        mode.add_argument("--max-sequences", type=int, default=128 if large else 32)
         mode.add_argument(
-            "--rate", type=float, default=1.0, help="conversations or prompts a second"
-        )
-        mode.add_argument("--output-tokens", type=int, default=24)
+            "--rate", type=float, default=0.0 if large else 1.0,
+            help="conversations or prompts a second",
+        )  # fmt: skip
+        mode.add_argument("--output-tokens", type=int, default=128 if large else 24)
         mode.add_argument("--seed", type=int, default=1)
         yield mode
 
 
 def main() -> None:
     """Runs one mode."""
-    parser, talk, alone = _parsers()
+    parser, talk, alone, two = _parsers()
     talk.add_argument("--conversations", type=int, default=200)
     talk.add_argument("--turns", type=int, default=4)
     talk.add_argument("--think", type=float, default=1.0)
@@ -397,8 +481,15 @@ def main() -> None:
     alone.add_argument("--runs", type=int, default=5)
     alone.add_argument("--num", type=int, default=60)
     alone.add_argument("--prompt-tokens", type=int, default=1024)
+    two.add_argument("--runs", type=int, default=3)
+    two.add_argument("--busy", type=float, default=0.6)
+    two.add_argument("--conversations", type=int, default=64)
+    two.add_argument("--turns", type=int, default=8)
+    two.add_argument("--think", type=float, default=5.0)
+    two.add_argument("--context", type=int, default=8192)
+    two.add_argument("--vocabulary", type=int, default=49_000)
     options = parser.parse_args()
-    mode = conversations if options.mode == "conversations" else apart
+    mode = {"conversations": conversations, "apart": apart, "gpus": gpus}[options.mode]
     raise SystemExit(not mode(options))
 
 

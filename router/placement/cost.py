@@ -9,13 +9,14 @@ The delay is what the prompt costs others: decode rows x the measured delay of a
 of a prompt (`router.placement.placing`). A worker's way is its fastest. Among workers the fastest
 wins, and on a tie the first, as for `least_work`.
 
-Among decode workers that are to receive a prompt, the one that holds most of it is taken, as long
-as its load is within `SLACK` of the least. So conversations stay where their KV is, and no worker
-gets all of them because it has the system prompt.
+Among decode workers that are to receive a prompt, the one under the least pressure is taken, as by
+`least_work`. One that holds the prompt already may have `SLACK` more, and one that holds a part of
+it that part of `SLACK`. So conversations stay where their KV is, if the load is about equal.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
@@ -42,7 +43,9 @@ if TYPE_CHECKING:
 
 _NOTHING: Final = Held(0, 0)
 SLACK: Final = 0.125
-"""A decode worker with more of the prompt is taken up to this much more pressure."""
+"""A decode worker that holds the whole prompt is taken up to this much more pressure."""
+MOST_ASKED: Final = 8
+"""Of so many holders the best one is sought. Hundreds may hold a system prompt."""
 FETCHED_SHARE: Final = 8
 """A fetch takes at most this part of the pool, an eighth. The worker bounds it, too."""
 
@@ -64,10 +67,12 @@ class Cost:
         self._just_routed = just_routed or JustRouted()
         self._demand: Demand | None = None
         self._held: Mapping[str, Held] = {}
+        self._holders: Sequence[WorkerLink] | None = None
+        """The workers with the most pages of the prompt; None: not looked for yet."""
 
     def look(self, demand: Demand) -> None:
         """Looks up who holds what of a prompt, for the calls that follow."""
-        self._demand = demand
+        self._demand, self._holders = demand, None
         self._held = self._holdings.held(demand) if len(demand.keys) else {}
 
     def routed(self, demand: Demand, workers: Iterable[WorkerLink]) -> None:
@@ -93,13 +98,15 @@ class Cost:
         return seconds.index(min(seconds))
 
     def decode(self, demand: Demand, candidates: Sequence[WorkerLink]) -> int:
-        """Index of the worker that holds most of the prompt, of those with about the least
-        pressure."""
-        pressures = [pressure(worker.capacity()) for worker in candidates]
-        most = min(pressures)[0] + SLACK
-        fit = [i for i, (used, _) in enumerate(pressures) if used <= most]
-        held = [self._own(demand, worker).host_pages for worker in candidates]
-        return min(fit, key=lambda i: (-held[i], pressures[i]))
+        """Index of the worker with the least pressure, where what it holds of the prompt counts for
+        it."""
+        most = max(1, len(demand.keys))
+        found = []
+        for worker in candidates:
+            used, running = pressure(worker.capacity())
+            share = self._own(demand, worker).host_pages / most
+            found.append((used - SLACK * share, running))
+        return found.index(min(found))
 
     def whole(
         self, demand: Demand, candidates: Sequence[WorkerLink], everyone: Sequence[WorkerLink]
@@ -166,7 +173,7 @@ class Cost:
             load_bytes = (own.host_pages - own.pool_pages) * worker.page_bytes
             load_s = load_bytes / capacity.load_bytes_per_s
             ways.append(self._way(demand, worker, unmeasured, own.host_pages, load_s))
-        for peer in everyone:
+        for peer in self._asked(everyone):
             pages = self._fetchable(worker, peer, own)
             if pages > own.host_pages and (rate := _path_rate(worker, peer)):
                 fetch_s = load_s + capacity.fetch_latency_s
@@ -192,6 +199,15 @@ class Cost:
 
     def _reported(self, worker: WorkerLink) -> Held:
         return self._held.get(worker.worker_id, _NOTHING)
+
+    def _asked(self, everyone: Sequence[WorkerLink]) -> Sequence[WorkerLink]:
+        """The workers from which pages may be fetched, those with the most pages first."""
+        if self._holders is None:
+            holders = (worker for worker in everyone if self._reported(worker).host_pages)
+            self._holders = heapq.nlargest(
+                MOST_ASKED, holders, key=lambda worker: self._reported(worker).host_pages
+            )
+        return self._holders
 
     def _own(self, demand: Demand, worker: WorkerLink) -> Held:
         """What a worker holds or is about to hold."""

@@ -248,8 +248,10 @@ def test_log_probabilities_of_a_prompt_use_no_pages() -> None:
 def test_conversations_stay_where_their_pages_are_within_bounds() -> None:
     holder, other = Worker("d0", used=0.10), Worker("d1")
     assert policy(d0=500).decode(demand(8020), [other, holder]) == 1
+    assert policy(d0=100).decode(demand(8020), [other, holder]) == 0
     holder.used = 0.2
     assert policy(d0=500).decode(demand(8020), [other, holder]) == 0
+    assert policy().decode(demand(8020), [holder, other]) == 1
 
 
 def test_what_was_just_routed_counts_as_held_for_two_seconds() -> None:
