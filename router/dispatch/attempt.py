@@ -63,6 +63,8 @@ class Attempt:
         self.group = group
         self.run = group.run
         self.route = route
+        self.granted_pages = 0
+        """Leading pages that the decode worker held when it granted the rest."""
         self.is_compared = False
         """Whether its first token was compared with the forecast."""
         self.phase = Phase.PREFILLING
@@ -220,6 +222,7 @@ class Attempt:
         return None
 
     def _granted(self, grant: worker_pb2.Grant) -> None:
+        self.granted_pages = grant.held_pages
         if self.prefill is not None and self.prefill.open:
             self.prefill.worker.send(worker_pb2.WorkRequest(grant=grant))
 

@@ -307,8 +307,9 @@ class JobDispatcher:
         if attempt.is_compared or worker is not route.prefill:
             return
         attempt.is_compared = True
-        everyone = routing.everyone(demand, self._workers)
-        held = self._policy.held_elsewhere(demand, worker, everyone)
+        those = (worker, route.decode)  # The decode worker has got the prompt's own pages by now.
+        others = [one for one in routing.everyone(demand, self._workers) if one not in those]
+        held = self._policy.held_elsewhere(demand, others, attempt.granted_pages)
         compare(self._events, demand, route, attempt.age_s, cached_tokens, held)
 
     def _attempt_failed(self, attempt: Attempt, fault: Fault) -> None:

@@ -80,13 +80,11 @@ class Cost:
         for worker in workers:
             self._just_routed.add(worker.worker_id, demand.keys)
 
-    def held_elsewhere(
-        self, demand: Demand, worker: WorkerLink, everyone: Sequence[WorkerLink]
-    ) -> int:
-        """The most leading pages of a prompt that another worker has reported by now."""
+    def held_elsewhere(self, demand: Demand, others: Sequence[WorkerLink], granted: int) -> int:
+        """The most leading pages of a prompt that others have reported by now, or that its decode
+        worker said it held when it granted the rest."""
         self.look(demand)
-        others = [one for one in everyone if one is not worker]
-        return max((self._reported(one).host_pages for one in others), default=0)
+        return max(granted, *(self._reported(one).host_pages for one in others), 0)
 
     # -- choices ------------------------------------------------------------------------------
 

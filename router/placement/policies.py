@@ -80,10 +80,9 @@ class Policy(Protocol):
         """The prompt was sent to these workers."""
         ...
 
-    def held_elsewhere(
-        self, demand: Demand, worker: WorkerLink, everyone: Sequence[WorkerLink]
-    ) -> int:
-        """The most leading pages of a prompt that a worker other than this one holds now."""
+    def held_elsewhere(self, demand: Demand, others: Sequence[WorkerLink], granted: int) -> int:
+        """The most leading pages of a prompt that others hold now. `granted` are those that the
+        decode worker of the attempt held when it granted the rest."""
         ...
 
 
@@ -96,10 +95,8 @@ class _Unaware:
     def routed(self, demand: Demand, workers: Iterable[WorkerLink]) -> None:
         """Remembers nothing."""
 
-    def held_elsewhere(
-        self, demand: Demand, worker: WorkerLink, everyone: Sequence[WorkerLink]
-    ) -> int:
-        """Knows of none."""
+    def held_elsewhere(self, demand: Demand, others: Sequence[WorkerLink], granted: int) -> int:
+        """Counts none."""
         return 0
 
     def way(self, demand: Demand, worker: WorkerLink, everyone: Sequence[WorkerLink]) -> Way:
