@@ -8,7 +8,7 @@ from collections import Counter, deque
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from prefixes.codec import MOST_BYTES, Events, Part, Wanted
 from prefixes.follower import Follower
@@ -22,6 +22,14 @@ NAMES = ("a", "b")
 keys = st.lists(st.sampled_from(KEYS), min_size=1, max_size=6)
 names = st.sampled_from(NAMES)
 kinds = st.sampled_from((POOL, HOST, POOL | GONE, HOST | GONE))
+faults = st.sampled_from([None, "lose", "repeat", "turn", "cut", "swell", "garble"])
+turns = st.tuples(
+    names,
+    st.lists(st.tuples(kinds, keys), max_size=3),
+    faults,
+    st.integers(0, 3),
+    st.integers(0, 6),
+)
 
 
 class Worker:
@@ -48,7 +56,7 @@ class Worker:
 
     def turn(self) -> None:
         if self.asked:
-            self.teller = Teller(self.log, self.asked.pop())
+            self.teller = Teller(self.log, self.asked.pop(), most_at_once=2)
             self.asked.clear()
         if self.teller is not None:
             self.told += self.teller.turn()
@@ -63,14 +71,12 @@ class Following(RuleBasedStateMachine):
         self.workers = {name: Worker() for name in NAMES}
         self.start_router()
 
-    @rule()
     def start_router(self) -> None:
         self.index, self.dropped, self.asked = PrefixIndex(), Counter(), Counter()
         self.followers: dict[str, Follower] = {}
         for name in NAMES:
             self.connect(name)
 
-    @rule(name=names)
     def connect(self, name: str) -> None:
         """A new stream: all that the old one carried is lost."""
         worker = self.workers[name]
@@ -82,19 +88,23 @@ class Following(RuleBasedStateMachine):
         self.followers[name] = follower
         follower.start(self.now_s)
 
-    @rule(name=names)
-    def restart_worker(self, name: str) -> None:
-        self.workers[name] = Worker()
-        self.connect(name)
+    @rule(name=names, what=st.sampled_from(["router", "worker", "stream", "question"]))
+    def break_down(self, name: str, what: str) -> None:
+        if what == "question":
+            self.workers[name].asked.clear()
+        elif what == "router":
+            self.start_router()
+        else:
+            if what == "worker":
+                self.workers[name] = Worker()
+            self.connect(name)
 
-    @rule(
-        name=names,
-        changes=st.lists(st.tuples(kinds, keys), max_size=3),
-        fault=st.sampled_from([None, "lose", "repeat", "turn", "cut", "swell", "garble"]),
-        place=st.integers(0, 3),
-        heard=st.integers(0, 6),
-    )
-    def live(self, name: str, changes, fault: str | None, place: int, heard: int) -> None:
+    @rule(turns=st.lists(turns, min_size=1, max_size=5))
+    def live(self, turns) -> None:
+        for turn in turns:
+            self.take_turn(*turn)
+
+    def take_turn(self, name: str, changes, fault: str | None, place: int, heard: int) -> None:
         """Pages change, the worker tells of some, the stream is disturbed, the router hears."""
         worker = self.workers[name]
         for kind, changed in changes:
@@ -130,11 +140,6 @@ class Following(RuleBasedStateMachine):
         else:
             wrong = {"kinds": b"\7"} if isinstance(message, Events) else {"tiers": b"\0"}
             told[place] = message._replace(keys=bytes(8), **wrong)
-
-    @precondition(lambda self: any(worker.asked for worker in self.workers.values()))
-    @rule(name=names)
-    def lose_question(self, name: str) -> None:
-        self.workers[name].asked.clear()
 
     @invariant()
     def counts_are_right(self) -> None:
@@ -185,7 +190,7 @@ class Following(RuleBasedStateMachine):
 
 
 TestFollowing = Following.TestCase
-TestFollowing.settings = settings(stateful_step_count=30)
+TestFollowing.settings = settings(stateful_step_count=20)
 
 
 def test_a_full_shard_drops_what_came_first_and_counts_it() -> None:
