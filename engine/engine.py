@@ -301,6 +301,8 @@ def _model_info(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> Mode
         vocab_size=model.vocab_size,
         eos_token_ids=tuple(model.eos_token_ids),
         page_size_tokens=config.page_size,
+        kv_precision=pool.precision,
+        prefix_cache=config.prefix_cache,
     )
 
 

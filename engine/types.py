@@ -359,3 +359,7 @@ class ModelInfo:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     page_size_tokens: int
+    kv_precision: str = ""
+    """Precision of the KV, which keys of pages name."""
+    prefix_cache: bool = False
+    """Whether pages are found again by their keys."""

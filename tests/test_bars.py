@@ -17,6 +17,7 @@ ROOMS = (
     "baton",
     "router",
     "prefill_service",
+    "prefixes",
     "decode_service",
     "fetch_service",
     "engine",
@@ -60,9 +61,10 @@ SERVICES = {"prefill_service", "decode_service", "fetch_service"}
 WORKER_SIDE = {"engine", "kv_transfer", "worker_base", *SERVICES}
 NEVER = {
     "router": {"torch", "worker", *WORKER_SIDE},
-    "engine": {"grpc", *set(ROOMS) - {"engine", "telemetry"}},
+    "engine": {"grpc", *set(ROOMS) - {"engine", "prefixes", "telemetry"}},
     "kv_transfer": {"grpc", *set(ROOMS) - {"kv_transfer", "telemetry"}},
     "telemetry": set(ROOMS) - {"telemetry"},
+    "prefixes": {"torch", "grpc", "google", *set(ROOMS) - {"prefixes"}},
     "worker_base": {"router", "worker", *SERVICES},
     "prefill_service": {"router", "worker", *SERVICES - {"prefill_service"}},
     "decode_service": {"router", "worker", *SERVICES - {"decode_service"}},
@@ -131,6 +133,7 @@ def modules_of(room: str) -> list[str]:
         ("engine", {"grpc", "google", "kv_transfer", "nixl", "nixl_cu13"}),
         ("kv_transfer", {"grpc", "google", "engine"}),
         ("telemetry", set(ROOMS) - {"telemetry"}),
+        ("prefixes", {"torch", "grpc", "google", *set(ROOMS) - {"prefixes"}}),
     ],
 )
 def test_rooms_import_where_the_others_are_not_installed(room: str, without: set[str]) -> None:

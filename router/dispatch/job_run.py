@@ -355,4 +355,5 @@ class ChoiceGroup:
             choices=len(self.choices),
             prompt_logprobs=job.prompt_logprobs,
             holder=job.holder,
+            keys=job.keys,
         )
