@@ -308,7 +308,7 @@ class Worker:
     @property
     def _why_no_fetch(self) -> str:
         """Why this worker neither gets pages from others nor gives them; empty if it does."""
-        if self._has_ranks:
+        if self.settings.tp > 1:
             return "ranks"
         return "" if self.settings.transport in FROM_SLOTS else "transport"
 

@@ -74,6 +74,7 @@ class Arena:
             name: {"kv_host_gib": 0.003, "kv_store": f"disk:{logs}/{name}-kv?gib=0.05"}
             for name in topology.workers
         }
+        local = "cached" if topology.fetching in ("", "any") else "never"
         cluster = make_cluster(
             model,
             logs,
@@ -86,6 +87,7 @@ class Arena:
             poison_freed_pages=True,
             log_format="json",
             drain_s=2,
+            local_prefill=local,
             certs=certs,
         )
         if topology.fetching:

@@ -254,15 +254,15 @@ def plan_run(seed: int, number: int) -> RunPlan:
 
 
 def plan_fetch_moment(seed: int, number: int, target: str, failpoint: str) -> RunPlan:
-    """The same, with prompts that begin alike and are said to lie on one decode worker."""
+    """The same, with prompts that go on where others ended, and all are said to lie on one decode
+    worker."""
     plan = plan_moment(seed, number, target, failpoint)
-    rng = random.Random(f"{seed}/{number}/prefixes")
-    prefixes = [tuple(rng.randrange(FIRST_ID, VOCAB) for _ in range(160)) for _ in range(3)]
+    rng = random.Random(f"{seed}/{number}/base")
+    base = tuple(rng.randrange(FIRST_ID, VOCAB) for _ in range(700))
+    in_order = sorted(plan.asks, key=lambda ask: ask.start_s)
     asks = tuple(
-        replace(
-            ask, prompt=rng.choice(prefixes) + ask.prompt, start_s=4 * ask.start_s, max_tokens=8
-        )
-        for ask in plan.asks
+        replace(ask, prompt=base[: 64 + 32 * turn] + ask.prompt[:20], start_s=0.25 * turn)
+        for turn, ask in enumerate(in_order)
     )
     topology = replace(plan.topology, fetching="decode-0")
     return replace(plan, asks=asks, topology=topology)

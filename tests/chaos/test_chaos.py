@@ -40,7 +40,10 @@ FETCH_MOMENTS = {
     "at the router": ("router", "router.received~fetch", 1),
 }
 """Of a fetch. Here a decode worker sends pages of fetches alone."""
-QUICK_FETCH_MOMENTS = ("it has ended, and the engine does not know", "the last push is posted")
+QUICK_FETCH_MOMENTS = (
+    ("it has ended, and the engine does not know", "kill"),
+    ("the last push is posted", "kill"),
+)
 FETCH_RUN = 1042
 ATTEMPTS = 3
 """Runs of other requests, until one comes to the moment: on a busy machine all prompts of a run may
@@ -91,14 +94,22 @@ def test_an_accident_at_a_named_moment_costs_nobody_an_answer(
     assert all(history.ended_ok for history in outcome.histories)
 
 
-@pytest.mark.parametrize("ending", ["kill", "stop"])
-@pytest.mark.parametrize("moment", FETCH_MOMENTS)
+@pytest.mark.parametrize(
+    ("moment", "ending"),
+    [
+        pytest.param(
+            moment,
+            ending,
+            marks=() if (moment, ending) in QUICK_FETCH_MOMENTS else pytest.mark.slow,
+        )
+        for moment in FETCH_MOMENTS
+        for ending in ("kill", "stop")
+    ],
+)
 def test_an_accident_at_a_moment_of_a_fetch_costs_nobody_an_answer(
-    made: Harness, moment: str, ending: str, request: pytest.FixtureRequest
+    made: Harness, moment: str, ending: str
 ) -> None:
     """The router has a policy that lets prompts be fetched from anybody, right or wrong."""
-    if moment not in QUICK_FETCH_MOMENTS and not request.config.getoption("--slow"):
-        pytest.skip("takes minutes: run with --slow")
     target, failpoint, nth = FETCH_MOMENTS[moment]
     name, tilde, key = failpoint.partition("~")
     for other in range(2 * ATTEMPTS):
