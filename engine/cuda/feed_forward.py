@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.cuda import kernels
 from engine.cuda.products.rounding import rounded, silu_mul_rounded
+from engine.model.config import Activation
 from engine.model.feed_forward import Gated
 from engine.model.linear import Linear
 from engine.model.precision.rounding import Rounded, Rounding
@@ -21,7 +22,13 @@ def reader_of(module: Gated) -> Rounding | None:
 
 def run(module: Gated, x: Tensor | Rounded) -> Tensor:
     """[T, H] in the form of `reader_of` -> [T, H]."""
-    out: Tensor = module.down(gated(x, module.gate_up, module.down.method.input))
+    reader = module.down.method.input
+    if module.activation is Activation.SILU:
+        middle = gated(x, module.gate_up, reader)
+    else:
+        by_tanh = module.activation is Activation.GELU_TANH
+        middle = as_read(kernels.gelu_mul(module.gate_up(x), by_tanh=by_tanh), reader)
+    out: Tensor = module.down(middle)
     return out
 
 
