@@ -158,6 +158,6 @@ def backend_of(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> Atten
         EngineError: there is none as configured.
     """
     try:
-        return choose_backend(config.attention, pool, loaded.config.windows)
+        return choose_backend(config.attention, pool, loaded.model.attention_specs)
     except AttentionError as error:
         raise EngineError(str(error)) from error

@@ -20,6 +20,7 @@ FLOORS = (
     (
         "engine",
         "engine.model",
+        "engine.model.families",
         "engine.model.precision",
         "engine.model.precision.formats",
         "engine.attention",

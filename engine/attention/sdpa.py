@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.base import AttentionBatch
+from engine.attention.base import AttentionBatch, AttentionSpec, Specs
 from engine.pages.kv_pool import KvPool
 
 HIDDEN = float("-inf")
@@ -59,26 +59,30 @@ class SdpaBackend:
 
     name = "sdpa"
 
-    def __init__(self, pool: KvPool, windows: tuple[int | None, ...]) -> None:
+    def __init__(self, pool: KvPool, specs: Specs) -> None:
         self._pool = pool
-        self._windows = windows
-        """Per layer: number of tokens that a position sees, with itself; None: all before it."""
+        self._specs = specs
         self._device = pool.device
 
     def begin(self, batch: AttentionBatch) -> None:
         """See `AttentionBackend`."""
         self._batch = batch
-        self._views = {window: self._view(batch, window) for window in set(self._windows)}
+        self._views = {
+            window: self._view(batch, window) for window in {spec.window for spec in self._specs}
+        }
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `AttentionBackend`."""
-        batch, view = self._batch, self._views[self._windows[layer]]
+        batch, spec = self._batch, self._specs[layer]
+        view = self._views[spec.window]
         k, v = self._pool.write(layer, batch.token_pages, batch.token_offsets, k, v)
         out = torch.empty_like(q)
         if view.decodes is not None:
-            out[: batch.num_decodes] = self._decode(layer, q[: batch.num_decodes], view.decodes)
+            out[: batch.num_decodes] = self._decode(
+                layer, q[: batch.num_decodes], view.decodes, spec
+            )
         for row in view.prompts:
-            out[row.new] = self._prompt(layer, q[row.new], k[row.new], v[row.new], row)
+            out[row.new] = self._prompt(layer, q[row.new], k[row.new], v[row.new], row, spec)
         return out
 
     def _view(self, batch: AttentionBatch, window: int | None) -> _StepView:
@@ -106,12 +110,12 @@ class SdpaBackend:
         hidden = (at >= lens) | (at < starts)
         return _DecodeView(self._pool.places(pages), hidden[:, None, None])
 
-    def _decode(self, layer: int, q: Tensor, view: _DecodeView) -> Tensor:
+    def _decode(self, layer: int, q: Tensor, view: _DecodeView, spec: AttentionSpec) -> Tensor:
         """Attention of q [B, Hq, D]. The query heads of a group share one product with their KV
         head."""
         keys, values = self._pool.gather(layer, view.places)
         grouped = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[2])
-        logits = torch.matmul(grouped * q.shape[2] ** -0.5, keys.transpose(-1, -2))
+        logits = torch.matmul(grouped * spec.scale, keys.transpose(-1, -2))
         # Filled, not added: finite bytes in a page's tail may give infinite products.
         logits.masked_fill_(view.hidden, HIDDEN)
         weights = logits.softmax(-1, dtype=torch.float32).to(q.dtype)
@@ -147,12 +151,20 @@ class SdpaBackend:
         mask = torch.zeros(hidden.shape, dtype=self._pool.dtype, device=self._device)
         return mask.masked_fill_(hidden, HIDDEN)
 
-    def _prompt(self, layer: int, q: Tensor, k: Tensor, v: Tensor, row: _PromptView) -> Tensor:
+    def _prompt(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, row: _PromptView, spec: AttentionSpec
+    ) -> Tensor:
         q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
         if row.places is not None:
             keys, values = self._pool.gather(layer, row.places)
             k, v = keys[:, row.seen], values[:, row.seen]
         out = F.scaled_dot_product_attention(
-            q[None], k[None], v[None], row.mask, is_causal=row.mask is None, enable_gqa=True
+            q[None],
+            k[None],
+            v[None],
+            row.mask,
+            is_causal=row.mask is None,
+            scale=spec.scale,
+            enable_gqa=True,
         )
         return out[0].transpose(0, 1)

@@ -11,6 +11,7 @@ import flash_attn_like
 import numpy as np
 import pytest
 import torch
+from engine_kit import specs_of
 from torch import Tensor
 
 from engine.attention import AttentionBackend, AttentionBatch, AttentionError, choose_backend
@@ -76,9 +77,10 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
 
 
 def backend_over(name: str, pool: PlainPool, windows: tuple[int | None, ...]) -> AttentionBackend:
+    specs = specs_of(windows, DIM)
     if name == "fa2":
-        return Fa2Backend(pool, windows, flash_attn_like)
-    return choose_backend(name, pool, windows)
+        return Fa2Backend(pool, specs, flash_attn_like)
+    return choose_backend(name, pool, specs)
 
 
 def check(
@@ -147,7 +149,7 @@ def test_new_tokens_go_where_the_batch_says_and_nowhere_else():
     pool = make_pool(8)
     rows = [Row(1, 12), Row(5, 10)]
     batch = make_batch(rows, 8, np.random.default_rng(0), decodes=1)
-    backend = choose_backend("auto", pool, (None,) * LAYERS)
+    backend = choose_backend("auto", pool, specs_of((None,) * LAYERS, DIM))
     backend.begin(batch)
     k, v = torch.randn(2, 6, KV_HEADS, DIM)
     before = pool.elements.clone()
@@ -164,7 +166,7 @@ def test_half_precision_ignores_bytes_that_overflow(dtype):
     pool = make_pool(16, dtype)
     pool.elements.fill_(torch.finfo(dtype).max / 2)
     rows = [Row(1, 3), Row(1, 18), Row(4, 4)]
-    backend = choose_backend("sdpa", pool, (None, 2, None))
+    backend = choose_backend("sdpa", pool, specs_of((None, 2, None), DIM))
     backend.begin(make_batch(rows, 16, np.random.default_rng(0), decodes=2))
     for stored in pool.layer(1):
         stored[:, :, :3] = 0.5
@@ -178,7 +180,7 @@ def test_an_int32_page_table_will_do():
     pool = make_pool(8)
     batch = make_batch([Row(1, 9), Row(4, 12)], 8, np.random.default_rng(0), decodes=1)
     q, k, v = (torch.randn(5, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
-    backend = choose_backend("sdpa", pool, (4, None, None))
+    backend = choose_backend("sdpa", pool, specs_of((4, None, None), DIM))
     backend.begin(batch)
     want = backend(0, q, k, v)
     narrow = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
@@ -189,9 +191,9 @@ def test_an_int32_page_table_will_do():
 @pytest.mark.parametrize("name", ["fa3", "fa2"])
 def test_a_backend_that_cannot_run_says_why(name):
     with pytest.raises(AttentionError, match=f"{name} cannot run here: the device is a cpu"):
-        choose_backend(name, make_pool(256), (None,) * LAYERS)
+        choose_backend(name, make_pool(256), specs_of((None,) * LAYERS, DIM))
 
 
 def test_a_backend_that_does_not_exist_is_refused():
     with pytest.raises(AttentionError, match=r"'flash'.*sdpa"):
-        choose_backend("flash", make_pool(8), (None,) * LAYERS)
+        choose_backend("flash", make_pool(8), specs_of((None,) * LAYERS, DIM))

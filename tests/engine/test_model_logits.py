@@ -27,6 +27,8 @@ CASES = {
     "tied": {"tie_word_embeddings": True},
     "head_dim": {"head_dim": 32},
     "biases": {"attention_bias": True, "mlp_bias": True},
+    "gelu": {"hidden_act": "gelu"},
+    "gelu_tanh": {"hidden_act": "gelu_pytorch_tanh"},
     "rope_linear": {
         "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
     },
@@ -55,7 +57,7 @@ class Runner:
             num_pages=num_pages, num_layers=config.num_layers, num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim, page_size=page_size, dtype=dtype, device=CPU,
         )  # fmt: skip
-        self.attention = choose_backend("auto", self.pool, config.windows)
+        self.attention = choose_backend("auto", self.pool, loaded.model.attention_specs)
         self.free = np.random.default_rng(seed).permutation(np.arange(1, num_pages)).tolist()
         self.pages: dict[int, list[int]] = {}
         self.length: dict[int, int] = {}
@@ -171,7 +173,7 @@ def test_dummy_weights_depend_on_the_seed_alone(tmp_path):
     ("options", "words"),
     [
         ({"family": "gpt_neox"}, "GPTNeoXForCausalLM"),
-        ({"hidden_act": "gelu"}, "gelu"),
+        ({"hidden_act": "relu"}, "relu"),
         (
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
             "dynamic",
