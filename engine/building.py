@@ -47,6 +47,7 @@ def load(
         load_format=config.load_format,
         seed=config.seed,
         quantization=config.quantization,
+        max_context_tokens=config.max_context_tokens,
         check=check,
         progress=progress,
         shard=shard or Shard(0, config.tp),

@@ -115,11 +115,11 @@ class SdpaBackend:
         head."""
         keys, values = self._pool.gather(layer, view.places)
         grouped = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[2])
-        logits = torch.matmul(grouped * spec.scale, keys.transpose(-1, -2))
+        logits = _capped(torch.matmul(grouped * spec.scale, keys.transpose(-1, -2)), spec)
         # Filled, not added: finite bytes in a page's tail may give infinite products.
         logits.masked_fill_(view.hidden, HIDDEN)
-        weights = logits.softmax(-1, dtype=torch.float32).to(q.dtype)
-        return torch.matmul(weights, values).view(q.shape)
+        sinks = None if spec.sinks is None else spec.sinks.view(grouped.shape[1:3])[..., None]
+        return torch.matmul(_weights(logits, sinks), values).view(q.shape)
 
     # -- prompt rows ----------------------------------------------------------------------------
 
@@ -158,6 +158,8 @@ class SdpaBackend:
         if row.places is not None:
             keys, values = self._pool.gather(layer, row.places)
             k, v = keys[:, row.seen], values[:, row.seen]
+        if spec.soft_cap is not None or spec.sinks is not None:
+            return _written_out(q, k, v, row.mask, spec).transpose(0, 1)
         out = F.scaled_dot_product_attention(
             q[None],
             k[None],
@@ -168,3 +170,36 @@ class SdpaBackend:
             enable_gqa=True,
         )
         return out[0].transpose(0, 1)
+
+
+def _written_out(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: AttentionSpec
+) -> Tensor:
+    """What PyTorch's operator cannot: caps and sinks. One KV head after the other, because all
+    logits of a long prompt would take much memory.
+
+    `q` [Hq, T, D], `k` and `v` [Hkv, L, D]; returns [Hq, T, D].
+    """
+    tokens, group = q.shape[1], q.shape[0] // k.shape[0]
+    if mask is None:
+        mask = torch.full((tokens, k.shape[1]), HIDDEN, dtype=q.dtype, device=q.device).triu_(1)
+    out = torch.empty_like(q)
+    for kv_head, (keys, values) in enumerate(zip(k, v, strict=True)):
+        own = slice(kv_head * group, (kv_head + 1) * group)
+        logits = _capped(torch.matmul(q[own] * spec.scale, keys.T), spec) + mask
+        sinks = None if spec.sinks is None else spec.sinks[own, None, None]
+        out[own] = torch.matmul(_weights(logits, sinks), values)
+    return out
+
+
+def _capped(logits: Tensor, spec: AttentionSpec) -> Tensor:
+    return logits if spec.soft_cap is None else (logits / spec.soft_cap).tanh_() * spec.soft_cap
+
+
+def _weights(logits: Tensor, sinks: Tensor | None) -> Tensor:
+    """[..., L]; `sinks` has a logit for each row, and its weight is left out."""
+    if sinks is None:
+        return logits.softmax(-1, dtype=torch.float32).to(logits.dtype)
+    sinks = sinks.to(logits.dtype).expand(*logits.shape[:-1], 1)
+    weights = torch.cat((logits, sinks), dim=-1).softmax(-1, dtype=torch.float32)
+    return weights[..., :-1].to(logits.dtype)

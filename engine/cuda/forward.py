@@ -21,6 +21,7 @@ from engine.cuda.products import CudaProducts
 from engine.cuda.products.rounding import add_rms_norm_rounded, rms_norm_rounded
 from engine.model import Model
 from engine.model.decoder import Layer
+from engine.model.head_norms import HeadNorm
 from engine.model.linear import RmsNorm
 from engine.model.precision.rounding import Rounded, Rounding
 from engine.pages.kv_pool import KvPool
@@ -129,9 +130,9 @@ def _add_norm(
 
 
 def _head_norms(layer: Layer) -> HeadNorms | None:
-    if layer.q_norm is None or layer.k_norm is None:
+    if not isinstance(norms := layer.qk_norm, HeadNorm):
         return None
-    return HeadNorms(layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps)
+    return HeadNorms(norms.q.weight, norms.k.weight, norms.q.eps)
 
 
 def _rope_table(model: Model, max_context_tokens: int) -> Tensor:

@@ -36,7 +36,6 @@ class Activation(StrEnum):
 class QkNorm(StrEnum):
     """RMS norm of q and k, before rope."""
 
-    NONE = "none"
     HEAD = "head"
     """Over each head, with one weight for all heads."""
     WHOLE = "whole"
@@ -132,7 +131,7 @@ class ModelConfig:
     norms: Norms = Norms()
     norm_plus_one: bool = False
     """A norm multiplies by 1 + its weight."""
-    qk_norm: QkNorm = QkNorm.NONE
+    qk_norm: QkNorm | None = None
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     """Modules of the checkpoint that are q, k and v together, in this order."""
     qkv_bias: bool = False

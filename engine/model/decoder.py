@@ -18,11 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.attention import AttentionBackend, AttentionSpec, Specs
-from engine.model.config import ModelConfig, QkNorm, Rope
+from engine.model.config import ModelConfig, Rope
 from engine.model.experts.weights import ExpertWeights
 from engine.model.feed_forward import feed_forward
+from engine.model.head_norms import QK_NORMS, HeadNorm, WholeNorm
 from engine.model.linear import Build, Linear, RmsNorm
-from engine.model.places import Place, of_linear, of_norm
+from engine.model.places import Place, of_linear, of_norm, plain
 from engine.model.precision.base import Format, Kernels, parameter
 from engine.model.precision.choice import Precision
 from engine.model.precision.packing import pack, product
@@ -34,7 +35,7 @@ ALL = Shard()
 
 
 Rotation = tuple[Tensor, Tensor]
-"""Cos and sin of the T tokens of a step, [T, 1, D] each."""
+"""Cos and sin of the T tokens of a step, [T, 1, R] each."""
 Rotations = Mapping[Rope | None, Rotation]
 """By the ropes of the layers."""
 
@@ -61,7 +62,9 @@ class Ropes(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates [T, heads, D]."""
+    """Rotates the first R numbers of each head of [T, heads, D]; cos and sin are [T, 1, R]."""
+    if (size := cos.shape[-1]) < x.shape[-1]:
+        return torch.cat((rotate(x[..., :size], cos, sin), x[..., size:]), dim=-1)
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
@@ -85,6 +88,7 @@ class Layer(nn.Module):
         parts = shard.attention_parts(config, index)
         self.qkv = Linear(parts.qkv, config.qkv_bias, build)
         self.output = Linear(parts.output, config.output_bias, build)
+        self.sinks = parameter((heads,), build.dtype, build.device) if self.own.sinks else None
         self.feed_forward = feed_forward(config, index, build)
 
     def _add_norms(self, build: Build) -> None:
@@ -99,23 +103,28 @@ class Layer(nn.Module):
         self.after_attention = norm(config.norms.after_attention)
         self.before_feed_forward = norm(config.norms.before_feed_forward)
         self.after_feed_forward = norm(config.norms.after_feed_forward)
-        names = ("q_norm", "k_norm") if config.qk_norm is not QkNorm.NONE else (None, None)
-        self.q_norm, self.k_norm = (norm(name, config.head_dim) for name in names)
+        self.qk_norm: HeadNorm | WholeNorm | None = None
+        if config.qk_norm is not None:
+            self.qk_norm = QK_NORMS[config.qk_norm](config, build)
 
     def forward(self, x: Tensor, rotations: Rotations, attention: AttentionBackend) -> Tensor:
         """[T, H] -> [T, H]."""
         out = self._attend(
             _normed(x, self.before_attention), rotations.get(self.own.rope), attention
         )
-        x = x + _normed(out, self.after_attention)
+        x = self._added(x, _normed(out, self.after_attention))
         out = self.feed_forward(_normed(x, self.before_feed_forward))
-        return x + _normed(out, self.after_feed_forward)
+        return self._added(x, _normed(out, self.after_feed_forward))
+
+    def _added(self, residual: Tensor, x: Tensor) -> Tensor:
+        scale = self.config.residual_scale
+        return residual + (x if scale == 1.0 else x * scale)
 
     def _attend(self, x: Tensor, rotation: Rotation | None, attention: AttentionBackend) -> Tensor:
         heads = self.qkv(x).view(len(x), -1, self.head_dim)
         q, k, v = heads.split(self.heads, dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        if self.qk_norm is not None:
+            q, k = self.qk_norm(q, k)
         if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
         return self._collective.all_reduce(self.output(attention(self.index, q, k, v).flatten(1)))
@@ -123,7 +132,8 @@ class Layer(nn.Module):
     @property
     def attention_spec(self) -> AttentionSpec:
         """Its attention."""
-        return AttentionSpec(self.own.scale, self.own.window)
+        own = self.own
+        return AttentionSpec(own.scale, own.window, own.soft_cap, self.sinks)
 
     def places(self, form: Format | None, shard: Shard) -> Iterator[Place]:
         """The parts of its weights, in a fixed order. `form`: the format of quantised weights."""
@@ -133,12 +143,16 @@ class Layer(nn.Module):
             names.after_attention: self.after_attention,
             names.before_feed_forward: self.before_feed_forward,
             names.after_feed_forward: self.after_feed_forward,
-            "self_attn.q_norm": self.q_norm,
-            "self_attn.k_norm": self.k_norm,
         }
         for name, norm in norms.items():
             if name is not None and norm is not None:
                 yield of_norm(self.config.layer_name(self.index, name), norm)
+        attention = self.config.layer_name(self.index, "self_attn")
+        if self.qk_norm is not None:
+            yield from self.qk_norm.places(attention)
+        if self.sinks is not None:
+            heads = shard.heads(self.config)
+            yield plain(f"{attention}.sinks", self.sinks, heads, whole=self.config.num_heads)
         yield from of_linear(self.qkv, form, shard)
         yield from of_linear(self.output, form, shard)
         yield from self.feed_forward.places(form, shard)
@@ -171,6 +185,7 @@ class Model(nn.Module):
         self.collective = collective or Alone()
         hidden = config.hidden_size
         self.embedding = parameter((config.vocab_size, hidden), dtype, device)
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self.ropes = Ropes(config, device)
         build = Build(dtype, device, precision, shard, self.collective)
         layers = [Layer(config, index, build) for index in range(config.num_layers)]
@@ -220,13 +235,28 @@ class Model(nn.Module):
 
         `attention.begin` must have been called for this step.
         """
-        x = F.embedding(token_ids, self.embedding)
+        x = self.embed(token_ids)
         rotations = self.ropes(positions, x.dtype)
         for layer in self.layers:
             x = layer(x, rotations, attention)
         normed: Tensor = self.norm(x)
         return normed
 
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[T] -> [T, H], scaled by a factor that is rounded to the model's dtype."""
+        x = F.embedding(token_ids, self.embedding)
+        return x if self._embedding_scale == 1.0 else x * self._embedding_scale
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, H] -> [R, vocab] float32 on rank 0; elsewhere this rank's part."""
-        return self.collective.gather(product(hidden, self.head).float(), self.config.vocab_size)
+        logits = self.shaped(product(hidden, self.head).float())
+        return self.collective.gather(logits, self.config.vocab_size)
+
+    def shaped(self, logits: Tensor) -> Tensor:
+        """What the head makes, scaled and capped where the model does. May overwrite them."""
+        config = self.config
+        if config.logits_scale != 1.0:
+            logits *= config.logits_scale
+        if (cap := config.logits_soft_cap) is not None:
+            logits = logits.div_(cap).tanh_().mul_(cap)
+        return logits

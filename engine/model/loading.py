@@ -60,6 +60,7 @@ def load_model(
     load_format: str = "auto",
     seed: int = 0,
     quantization: str = "",
+    max_context_tokens: int = 0,
     check: Check | None = None,
     progress: Progress | None = None,
     shard: Shard = ALL,
@@ -75,6 +76,7 @@ def load_model(
             weights.
         seed: seed of dummy weights; equal seeds give equal weights in every process.
         quantization: "fp8" rounds the weights of the layers' products while they are loaded.
+        max_context_tokens: the longest context that will be computed; 0: what the model allows.
         check: is called before the memory of the weights is taken; what it raises goes through.
         progress: called with ("weights", tensors done, tensors in all).
         shard: the part that is loaded. Nothing else of the weights is kept or read, but the ends of
@@ -89,7 +91,7 @@ def load_model(
         raise ModelError(f"load format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
     folder, gguf = _locate(path, load_format)
     file = GgufFile(gguf) if gguf else None
-    config = file.config() if file else read_config(folder)
+    config = file.config(max_context_tokens) if file else read_config(folder, max_context_tokens)
     form = None if file else read_format(read_json(folder / "config.json"), folder)
     precision = Precision(device, dtype, form, quantization)
     check_ranks(config, precision, shard.count)

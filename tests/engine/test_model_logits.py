@@ -42,6 +42,35 @@ CASES = {
         "max_window_layers": 1, "layers": 3,
     },
     "qwen3": {"family": "qwen3", "head_dim": 32},
+    "gemma2": {
+        "family": "gemma2", "head_dim": 32, "sliding_window": 12, "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0, "layers": 3,
+    },
+    "gemma3": {
+        "family": "gemma3_text", "head_dim": 32, "sliding_window": 12, "layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "tie_word_embeddings": True,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0},
+        },
+    },
+    "phi3": {"family": "phi3", "sliding_window": 24},
+    "phi4_mini": {
+        "family": "phi3", "heads": 4, "hidden": 64, "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75
+        },
+    },
+    "granite": {
+        "family": "granite", "attention_multiplier": 0.1, "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5, "logits_scaling": 4.0, "attention_bias": True,
+    },
+    "olmo2": {"family": "olmo2"},
+    "olmo3": {
+        "family": "olmo3", "sliding_window": 12, "layers": 4, "heads": 6, "hidden": 96,
+        "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                            "full_attention": YARN},
+    },
 }  # fmt: skip
 
 

@@ -63,12 +63,11 @@ def decoder(config: Any, layers: Sequence[LayerConfig], **features: Any) -> Mode
 def layers_alike(config: Any, **features: Any) -> list[LayerConfig]:
     """Layers with one rope and a gated feed-forward. `features` that are tuples have a value for
     each layer."""
-    common: dict[str, Any] = {
-        "rope": rope(config),
-        "scale": head_dim(config) ** -0.5,
-        "feed_forward": gated(config),
-    }
-    given = {**common, **features}
+    given = {"scale": head_dim(config) ** -0.5, **features}
+    if "rope" not in given:
+        given["rope"] = rope(config)
+    if "feed_forward" not in given:
+        given["feed_forward"] = gated(config)
     return [
         LayerConfig(**{k: v[index] if isinstance(v, tuple) else v for k, v in given.items()})
         for index in range(int(config.num_hidden_layers))
@@ -156,9 +155,16 @@ def windows(config: Any) -> tuple[int | None, ...]:
     return tuple(int(window) if kind == SLIDING else None for kind in kinds(config))
 
 
-def rope(config: Any, kind: str | None = None, *, partial: bool = False) -> Rope:
-    """The rotation, of layers of a kind if it differs by kind. transformers computes scaled ones.
-    `partial`: the family may rotate a part of each head.
+def rope(config: Any, kind: str | None = None, *, partial: bool = False, longest: int = 0) -> Rope:
+    """The rotation. transformers computes scaled ones.
+
+    Args:
+        config: of transformers.
+        kind: the kind of layers, if it differs by kind.
+        partial: the family may rotate a part of each head.
+        longest: the longest context that will be computed, if the family knows longrope: that has
+            frequencies for short contexts and for long ones. They are chosen once, because keys in
+            the cache cannot be rotated again.
 
     Raises:
         UnsupportedModelError: its frequencies follow the length of a sequence, or are unknown.
@@ -168,7 +174,7 @@ def rope(config: Any, kind: str | None = None, *, partial: bool = False) -> Rope
     parameters: Mapping[str, Any] = config.rope_parameters or {}
     parameters = parameters if kind is None else parameters[kind]
     name = parameters.get("rope_type", "default")
-    if name not in ROPE_TYPES:
+    if name not in ROPE_TYPES and not (longest and name == "longrope"):
         raise UnsupportedModelError(
             f"rope type {name} is not supported; supported are {', '.join(ROPE_TYPES)}, whose"
             " frequencies do not follow the length of a sequence"
@@ -177,7 +183,9 @@ def rope(config: Any, kind: str | None = None, *, partial: bool = False) -> Rope
     if share != 1.0 and not partial:
         raise UnsupportedModelError(f"rope of a part of each head (partial {share})")
     if name != "default":
-        more = {} if kind is None else {"layer_type": kind}
+        more: dict[str, Any] = {} if kind is None else {"layer_type": kind}
+        if name == "longrope":
+            more["seq_len"] = longest
         found, scale = ROPE_INIT_FUNCTIONS[name](config, torch.device("cpu"), **more)
         return Rope(tuple(found.tolist()), float(scale))
     rotated = int(head_dim(config) * share)
