@@ -248,4 +248,6 @@ def _read(source: Source, name: str, where: tuple[Range, ...]) -> tuple[Tensor, 
 
 def _row(tensor: Tensor, end: int) -> Tensor:
     """The first or the last row of a tensor of any number of dimensions."""
-    return tensor.reshape(-1, tensor.shape[-1])[end] if tensor.dim() > 1 else tensor.reshape(-1)[end]
+    return (
+        tensor.reshape(-1, tensor.shape[-1])[end] if tensor.dim() > 1 else tensor.reshape(-1)[end]
+    )

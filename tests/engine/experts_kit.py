@@ -7,10 +7,14 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from engine.model.experts.config import Gate
+from engine.model.config import ExpertsConfig, GatedConfig, LayerConfig, ModelConfig
+from engine.model.experts.config import Gate, Routing
+from engine.model.experts.layer import Experts
 from engine.model.experts.routing import Chosen
 from engine.model.experts.stacked import Stacked, StackedFp8, StackedInt4, StackedMxfp4
 from engine.model.experts.weights import ExpertWeights, Listed
+from engine.model.feed_forward import feed_forward
+from engine.model.linear import Build, Linear
 from engine.model.precision import int4, mxfp4
 from engine.model.precision.base import Format, Kind, Part, Quantised, Scheme
 from engine.model.precision.choice import Precision
@@ -18,6 +22,10 @@ from engine.model.precision.dense import dequantised
 from engine.model.precision.fp8 import quantised_by_block, quantised_by_channel
 from engine.model.precision.rounding import restored
 from engine.model.region import Region
+from engine.model.shard import Shard
+from engine.ranks.collective import Alone
+
+__all__ = ["Linear"]
 
 CPU = torch.device("cpu")
 PRECISIONS: dict[str, tuple[type[Stacked], Scheme | None]] = {
@@ -34,9 +42,7 @@ BLOCKED = ("fp8-blocks",)
 """Precisions whose sizes are multiples of 128."""
 
 
-def written(
-    precision: str, weight: Tensor, dtype: torch.dtype, expert: int
-) -> Tensor | Quantised:
+def written(precision: str, weight: Tensor, dtype: torch.dtype, expert: int) -> Tensor | Quantised:
     """A weight as a checkpoint of this precision holds it."""
     scheme = PRECISIONS[precision][1]
     match scheme.kind if scheme else None:
@@ -145,3 +151,20 @@ def random_choice(tokens: int, experts: int, chosen: int, kind: str = "any") -> 
     open_ones = chosen if kind == "one" else max(chosen, experts // 2) if kind == "few" else experts
     found = torch.stack([torch.randperm(open_ones)[:chosen] for _ in range(tokens)])
     return Chosen(torch.rand(tokens, chosen), found + (experts - open_ones))
+
+
+def layer(shared: bool, routing: Routing) -> Experts:
+    """A feed-forward of experts with random weights, hidden size 64."""
+    own = ExpertsConfig(
+        32,
+        routing,
+        shared=GatedConfig(32) if shared else None,
+        shared_gate="mlp.shared_expert_gate" if shared else None,
+    )
+    config = ModelConfig("", 64, 64, 2, 2, 32, 1e-6, 64, (LayerConfig(None, 1.0, own),))
+    build = Build(torch.float32, CPU, Precision(CPU, torch.float32), Shard(), Alone())
+    module = feed_forward(config, 0, build)
+    assert isinstance(module, Experts)
+    for parameter in module.parameters():
+        parameter.normal_(0, 0.2)
+    return module

@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import sys
 from typing import cast
+from unittest import mock
 
 import experts_kit as kit
 import torch
 from interpreted_kernels import convert_as_a_gpu_does
 from triton.runtime import interpreter
 
+from engine.cuda import feed_forward
 from engine.cuda.experts import routing as kernels
 from engine.cuda.experts.mixing import mixed
+from engine.cuda.products import CudaProducts
 from engine.model.experts import routing
 from engine.model.experts.config import Gate, Routing, Scores
 from engine.model.experts.routing import Chosen
 from engine.model.experts.stacked import Stacked
+from engine.model.precision.choice import Precision
 
 OSS = Gate(sharpness=1.702, shift=1.0, limit=1.0)
 ROUTINGS = {
@@ -49,7 +53,7 @@ def check_what_is_no_number() -> None:
     logits[2, 4] = float("inf")
     got = kernels.route(logits, Routing(5, 2), None)
     assert got.weights[0].isfinite().all()
-    assert not got.weights[1:].isfinite().all()
+    assert got.weights[1:].isnan().any(1).all()
     assert ((got.experts >= 0) & (got.experts < 5)).all()
     assert (got.experts[:, 0] != got.experts[:, 1]).all()
 
@@ -72,22 +76,37 @@ def check_mixed(
     gate: Gate = Gate(),  # noqa: B008 (frozen)
     bias: bool = False,
     experts: int = 6,
-    chosen: int = 2,
 ) -> None:
+    """The interpreter knows no products of bfloat16, so 16 bits are float16 here."""
     hidden, width = (256, 128) if precision in kit.BLOCKED else (64, 192)
     parts = kit.parts_of(experts, ("gate", "up"), width, hidden)
     gate_up = kit.stacked(precision, parts, dtype, bias)
     down = kit.stacked(precision, kit.parts_of(experts, ("down",), hidden, width), dtype, bias)
     x = torch.randn(tokens, hidden).to(dtype)
-    choice = kit.random_choice(tokens, experts, chosen, kind)
+    choice = kit.random_choice(tokens, experts, 2, kind)
     weights = cast("list[Stacked]", [gate_up.weights, down.weights])
     got = mixed(x, Chosen(choice.weights, choice.experts.int()), *weights, gate)
     want = kit.exact(x, choice, gate_up, down, gate, dtype)
     error = (got.double() - want).norm() / want.norm()
     # A value between the products may round to FP8 the other way.
     limit = 2e-3 if gate_up.weights.input is not None else 1e-6
-    limit = max(limit, 5e-3) if dtype != torch.float32 else limit
+    limit = max(limit, 2e-3) if dtype != torch.float32 else limit
     assert error < limit, (precision, tokens, kind, float(error))
+
+
+def check_layer(shared: bool, tokens: int) -> None:
+    """The whole feed-forward, against PyTorch over the same weights."""
+    with mock.patch.object(Precision, "on_gpu", True):
+        layer = kit.layer(shared, Routing(6, 2, normalised=True))
+    for module in layer.modules():
+        if isinstance(module, kit.Linear):
+            module.method.finish(CudaProducts())
+    x = torch.randn(tokens, 64)
+    got = feed_forward.run(layer, x)
+    for module in layer.modules():
+        if isinstance(module, kit.Linear):
+            module.method.finish()
+    torch.testing.assert_close(got, layer(x))
 
 
 def main() -> None:
@@ -96,8 +115,9 @@ def main() -> None:
     interpreter._convert_float = convert_as_a_gpu_does
     check_route(ROUTINGS["normalised"])
     check_sort(9, 6, 2, "few")
-    for precision in ("float", "fp8", "int4-zeros", "mxfp4"):
-        check_mixed(precision, 3, gate=OSS if precision == "mxfp4" else Gate(), bias=True)
+    check_layer(shared=True, tokens=3)
+    for precision in ("fp8", "int4-zeros", "mxfp4"):
+        check_mixed(precision, 2, gate=OSS, bias=True, experts=3)
     if "all" in sys.argv:
         for how in ROUTINGS.values():
             check_route(how)
@@ -106,11 +126,13 @@ def main() -> None:
             (1, 8, 8, "any"), (300, 6, 2, "few"), (17, 5, 1, "one"), (1100, 7, 2, "any"),
         ):  # fmt: skip
             check_sort(tokens, experts, chosen, kind)
+        check_layer(shared=False, tokens=1)
+        check_layer(shared=True, tokens=1)
         for precision in kit.PRECISIONS:
             for tokens, kind in ((1, "any"), (2, "one"), (20, "few"), (70, "one"), (300, "any")):
                 check_mixed(precision, tokens, kind=kind)
                 print(precision, tokens, kind, flush=True)
-            check_mixed(precision, 5, dtype=torch.bfloat16, gate=OSS, bias=True)
+            check_mixed(precision, 5, dtype=torch.float16, gate=OSS, bias=True)
     print("all equal")
 
 

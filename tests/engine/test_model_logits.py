@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tiny_models import write_tiny_model
+from tiny_models import MOE_CASES, write_tiny_model
 
 from engine.attention import AttentionBatch, choose_backend
 from engine.model import LoadedModel, UnsupportedModelError, load_model
@@ -71,6 +71,7 @@ CASES = {
         "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
                             "full_attention": YARN},
     },
+    **MOE_CASES,
 }  # fmt: skip
 
 
