@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tiny_models import MOE_CASES, write_tiny_model
+from tiny_families import EVERY, YARN
+from tiny_models import write_tiny_model
 
 from engine.attention import AttentionBatch, choose_backend
 from engine.model import LoadedModel, UnsupportedModelError, load_model
@@ -15,10 +16,6 @@ CPU = torch.device("cpu")
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
-}  # fmt: skip
-YARN = {
-    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
-    "original_max_position_embeddings": 64,
 }  # fmt: skip
 CASES = {
     "llama": {},
@@ -42,36 +39,7 @@ CASES = {
         "max_window_layers": 1, "layers": 3,
     },
     "qwen3": {"family": "qwen3", "head_dim": 32},
-    "gemma2": {
-        "family": "gemma2", "head_dim": 32, "sliding_window": 12, "query_pre_attn_scalar": 24,
-        "attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0, "layers": 3,
-    },
-    "gemma3": {
-        "family": "gemma3_text", "head_dim": 32, "sliding_window": 12, "layers": 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2, "tie_word_embeddings": True,
-        "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-            "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0},
-        },
-    },
-    "phi3": {"family": "phi3", "sliding_window": 24},
-    "phi4_mini": {
-        "family": "phi3", "heads": 4, "hidden": 64, "tie_word_embeddings": True,
-        "rope_parameters": {
-            "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75
-        },
-    },
-    "granite": {
-        "family": "granite", "attention_multiplier": 0.1, "embedding_multiplier": 3.0,
-        "residual_multiplier": 0.5, "logits_scaling": 4.0, "attention_bias": True,
-    },
-    "olmo2": {"family": "olmo2"},
-    "olmo3": {
-        "family": "olmo3", "sliding_window": 12, "layers": 4, "heads": 6, "hidden": 96,
-        "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-                            "full_attention": YARN},
-    },
-    **MOE_CASES,
+    **EVERY,
 }  # fmt: skip
 
 
@@ -148,7 +116,7 @@ def test_logits_equal_transformers(case, tmp_path):
     torch.testing.assert_close(torch.cat(parts), want, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("case", ["llama", "mistral_window", "qwen3"])
+@pytest.mark.parametrize("case", ["llama", "mistral_window", "qwen3", "gemma2", "olmo3"])
 def test_mixed_batch_equals_solo_rows(case, tmp_path):
     path = write_tiny_model(tmp_path, tokenizer=False, **CASES[case])
     rng = np.random.default_rng(3)
