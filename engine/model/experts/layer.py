@@ -67,7 +67,8 @@ class Experts(nn.Module):
         super().__init__()
         self.own = own
         parts = build.shard.expert_parts(config, index, own)
-        plain_build = build._replace(precision=_unrounded(build))
+        # No library quantises these, whether or not its description says so.
+        plain_build = build._replace(precision=Precision(build.device, build.dtype))
         self.router = Linear(parts.router, own.router_bias, plain_build)
         self.choice_bias = None
         if own.routing.bias:
@@ -100,22 +101,16 @@ class Experts(nn.Module):
 
     def places(self, form: Format | None, shard: Shard) -> Iterator[Place]:
         """See `FeedForward`."""
-        yield from of_linear(self.router, form, shard)
+        yield from of_linear(self.router, None, shard)
         if self.choice_bias is not None:
             yield plain(self._bias_name, self.choice_bias)
         for weights in (self.gate_up, self.down):
             yield from _weight_places(weights, form)
             yield from _bias_places(weights, shard)
         if self.shared_gate is not None:
-            yield from of_linear(self.shared_gate, form, shard)
+            yield from of_linear(self.shared_gate, None, shard)
         if self.shared is not None:
             yield from self.shared.places(form, shard)  # type: ignore[operator]
-
-
-def _unrounded(build: Build) -> Precision:
-    """For routers: `quantization` leaves them in the model's dtype, as quantised checkpoints do."""
-    precision = build.precision
-    return precision if precision.form else Precision(build.device, build.dtype)
 
 
 def _weight_places(weights: ExpertWeights, form: Format | None) -> Iterator[Place]:
