@@ -30,7 +30,13 @@ WIDTHS = {
     "qwen2_moe": {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 256},
     "qwen3_moe": {"moe_intermediate_size": 128, "head_dim": 64},
 }
-SCALES = {"lm_head.weight": 0.25, "_proj.weight": 0.5, ".w1.weight": 0.5, ".w2.weight": 0.5, ".w3.weight": 0.5}
+SCALES = {
+    "lm_head.weight": 0.25,
+    "_proj.weight": 0.5,
+    ".w1.weight": 0.5,
+    ".w2.weight": 0.5,
+    ".w3.weight": 0.5,
+}
 QUICK = [("mixtral", "fp8-static"), ("qwen3_moe", "fp8-blocks"), ("qwen2_moe", "gptq")]
 TOKENS = 40
 LOGITS = 1e-4
@@ -116,7 +122,9 @@ def test_what_mxfp4_cannot_be_is_refused(mxfp4, tmp_path):
     save_file(tensors | {name: wrong}, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=f"{name} holds a scale"):
         load(tmp_path)
-    save_file(tensors | {name: tensors[name][:, :, :1].contiguous()}, tmp_path / "model.safetensors")
+    save_file(
+        tensors | {name: tensors[name][:, :, :1].contiguous()}, tmp_path / "model.safetensors"
+    )
     with pytest.raises(ModelError, match=r"down_proj_scales has shape \[4, 64, 1\]"):
         load(tmp_path)
     write_config(tmp_path, modules_to_not_convert=None)
