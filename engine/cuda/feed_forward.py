@@ -11,6 +11,7 @@ from engine.cuda import kernels
 from engine.cuda.experts.mixing import mixed
 from engine.cuda.experts.routing import route
 from engine.cuda.products.rounding import rounded, silu_mul_rounded
+from engine.model.config import Activation
 from engine.model.experts.layer import Experts
 from engine.model.experts.stacked import Stacked
 from engine.model.feed_forward import Gated
@@ -28,7 +29,13 @@ def run(module: Gated | Experts, x: Tensor | Rounded) -> Tensor:
     if isinstance(module, Experts):
         assert isinstance(x, Tensor)
         return _experts(module, x)
-    out: Tensor = module.down(gated(x, module.gate_up, module.down.method.input))
+    reader = module.down.method.input
+    if module.activation is Activation.SILU:
+        middle = gated(x, module.gate_up, reader)
+    else:
+        by_tanh = module.activation is Activation.GELU_TANH
+        middle = as_read(kernels.gelu_mul(module.gate_up(x), by_tanh=by_tanh), reader)
+    out: Tensor = module.down(middle)
     return out
 
 

@@ -219,8 +219,13 @@ def _fill(
     """Reads all tensors, one at a time; returns the revision."""
     digest = hashlib.sha256(json.dumps(asdict(config), sort_keys=True).encode())
 
+    seen: set[str] = set()
+
     def get(name: str, *where: Range) -> Tensor:
         tensor, ends = _read(source, name, where)
+        if name in seen:  # Of one that is cut into several parts, as some ranks do.
+            return tensor
+        seen.add(name)
         digest.update(name.encode())
         digest.update(ends.cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return tensor

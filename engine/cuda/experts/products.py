@@ -67,23 +67,20 @@ def tiles_of(weights: Stacked, tokens: int, pairs: int) -> Tiles:
     each = pairs / min(pairs, experts)
     rows = min(64, max(16, triton.next_power_of_2(int(each))))
     few = min(pairs, experts) * triton.cdiv(outputs, 64) < 2 * _PROCESSORS
-    kind = weights.kind
-    inputs = 64 if kind in (Kind.INT4, Kind.MXFP4) else 128
-    return Tiles(32 if few and tokens <= 16 else 64, inputs, rows)
+    outputs = 32 if few and tokens <= 16 else 64
+    if weights.kind in (Kind.INT4, Kind.MXFP4):
+        return Tiles(outputs, 64, rows, warps=4 if rows == 16 else 8)
+    return Tiles(outputs, 128, rows)
 
 
 @triton.jit
-def _step_scales(
-    scales, x_scales, row, x_row, first, inside, seen, blocks, x_step, kind: tl.constexpr
-):
-    """What the sums of a step are multiplied with, [bn, bm]; with scales by channel, 1."""
-    if kind == _BLOCKS:
-        number = first // _BLOCK
-        own = tl.load(scales + (row // _BLOCK) * blocks + number, mask=inside, other=0.0)
-        # Scales of blocks have steps of one row and of one group.
-        theirs = tl.load(x_scales + x_row + number * x_step, mask=seen, other=0.0)
-        return own[:, None] * theirs[None, :]
-    return 1.0
+def _block_scales(scales, x_scales, row, x_row, first, inside, seen, blocks, x_step):
+    """The scales of a step of 128 inputs, [bn, bm]. `x_step`: from one group of a row to the next;
+    rows are neighbours."""
+    number = first // _BLOCK
+    own = tl.load(scales + (row // _BLOCK) * blocks + number, mask=inside, other=0.0)
+    theirs = tl.load(x_scales + x_row + number * x_step, mask=seen, other=0.0)
+    return own[:, None] * theirs[None, :]
 
 
 @triton.jit
@@ -156,9 +153,11 @@ def _sums(
                 x + x_row[None, :] + at[:, None], mask=there[:, None] & seen[None, :], other=0.0
             )
             part = tl.dot(own, theirs, input_precision="ieee")
-            acc += part * _step_scales(
-                scales, x_scales, row, position, first, inside, seen, inputs // _BLOCK, x_step, kind
-            )
+            if kind == _BLOCKS:
+                part *= _block_scales(
+                    scales, x_scales, row, position, first, inside, seen, inputs // _BLOCK, x_step
+                )
+            acc += part
     if kind == _CHANNELS:
         acc *= tl.load(scales + row, mask=inside, other=0.0)[:, None]
         acc *= tl.load(x_scales + position, mask=seen, other=0.0)[None, :]
