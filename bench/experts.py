@@ -28,6 +28,7 @@ from torch import Tensor
 
 from bench.engine import Case, add_engine_options, build, free_memory, measure
 from engine.cuda import feed_forward
+from engine.cuda.experts.routing import route
 from engine.model.config import ExpertsConfig
 from engine.model.decoder import Model
 from engine.model.experts.config import Routing
@@ -61,8 +62,7 @@ CASES: Final[dict[tuple[str, str], dict[str, Case]]] = {
 class Experts(NamedTuple):
     """The experts of a model."""
 
-    count: int
-    """In a layer."""
+    in_layer: int
     chosen: int
     each_bytes: float
     """Weights of one expert in each layer, all layers together."""
@@ -87,14 +87,13 @@ def experts_of(shape: str, options: Mapping[str, str], device: str = "cuda") -> 
 
 def experts_read(experts: Experts, rows: int) -> float:
     """How many of a layer's experts so many rows take, if each row draws its own at random."""
-    missed = (1 - experts.chosen / experts.count) ** rows
-    return experts.count * (1 - missed)
+    missed = (1 - experts.chosen / experts.in_layer) ** rows
+    return experts.in_layer * (1 - missed)
 
 
 @contextmanager
 def even_routing() -> Iterator[None]:
     """Engines that are built inside draw their experts at random."""
-    route = feed_forward.route
 
     def drawn(logits: Tensor, routing: Routing, bias: Tensor | None) -> Chosen:
         return route(torch.rand_like(logits, dtype=torch.float32), routing, bias)
@@ -137,7 +136,7 @@ def row_of(engine: Any, name: str, case: Case, experts: Experts, repeats: int) -
         "vllm": case.vllm,
         "floor": case.floor,
         "p50_ms": outcome.step_p50_ms,
-        "experts": read if case.output_tokens > 1 else float(experts.count),
+        "experts": read if case.output_tokens > 1 else float(experts.in_layer),
         "tb_per_s": speed,
     }
 

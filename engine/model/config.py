@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from engine.model.experts.config import ExpertNames, Gate, Routing
+from engine.model.experts.config import SILU, USUAL_NAMES, ExpertNames, Gate, Routing
 
 
 class ModelError(Exception):
@@ -82,7 +82,7 @@ class ExpertsConfig:
     width: int
     """Of an expert."""
     routing: Routing
-    gate: Gate = Gate()
+    gate: Gate = SILU
     router_bias: bool = False
     bias: bool = False
     """Gate, up and down of an expert have biases."""
@@ -91,7 +91,7 @@ class ExpertsConfig:
     shared_gate: str | None = None
     """Module whose product with a token, by sigmoid, is the factor of the shared expert's output;
     None: 1."""
-    names: ExpertNames = ExpertNames()
+    names: ExpertNames = USUAL_NAMES
 
 
 FeedForwardConfig = GatedConfig | ExpertsConfig

@@ -213,10 +213,9 @@ def _obstacle(config: ModelConfig, precision: Precision, count: int) -> str:
             return f"it does not divide the feed-forward width {middle}"
     if count * count > config.vocab_size:
         return f"the vocabulary has {config.vocab_size} tokens only"
-    for rank in range(count):
-        for part in Shard(rank, count).parts(config):
-            if cut := _cut(part, precision):
-                return cut
+    for part in Shard(0, count).parts(config):  # Other ranks' parts begin at multiples of its own.
+        if cut := _cut(part, precision):
+            return cut
     return ""
 
 

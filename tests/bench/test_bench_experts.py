@@ -10,13 +10,13 @@ from tiny_models import write_tiny_model
 
 pytest.importorskip("triton", reason="Triton is not installed: it comes with torch for GPUs")
 
-from bench import experts as bench  # noqa: E402
-from bench.engine import Case  # noqa: E402
+from bench import experts as bench
+from bench.engine import Case
 
 
 def test_bytes_are_those_of_the_published_shapes():
     qwen = bench.experts_of("qwen3-30b-a3b", {})
-    assert (qwen.count, qwen.chosen) == (128, 8)
+    assert (qwen.in_layer, qwen.chosen) == (128, 8)
     assert qwen.each_bytes == 48 * 3 * 768 * 2048 * 2
     assert bench.experts_read(qwen, 1) == pytest.approx(8)
     assert bench.experts_read(qwen, 64) == pytest.approx(125.9, abs=0.1)
@@ -42,10 +42,11 @@ def test_routing_is_even_whatever_the_logits_are(monkeypatch):
     from engine.model.experts import routing
     from engine.model.experts.config import Routing
 
-    monkeypatch.setattr(bench.feed_forward, "route", routing.route)
+    monkeypatch.setattr(bench, "route", routing.route)
+    of_engine = bench.feed_forward.route
     with bench.even_routing():
         chosen = bench.feed_forward.route(torch.zeros(4000, 16), Routing(16, 2), None)
     counts = torch.bincount(chosen.experts.flatten(), minlength=16)
     assert counts.min() > 400
     assert counts.max() < 600
-    assert bench.feed_forward.route is routing.route
+    assert bench.feed_forward.route is of_engine

@@ -21,7 +21,7 @@ from torch import Tensor
 INPUT_SCALE = 0.03
 GROUP = 32
 PROJECTIONS = ("_proj", ".w1", ".w2", ".w3")
-"""Ends of the names of modules that are quantised. The last three are those of Mixtral's experts."""
+"""Ends of the names of modules that are quantised. The last three are Mixtral's experts."""
 
 
 class Written(NamedTuple):

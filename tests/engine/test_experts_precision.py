@@ -20,8 +20,10 @@ from test_model_logits import Runner, load, reference
 from tiny_families import EXPERTS
 from tiny_models import write_tiny_model
 
-from engine.model import ModelError, UnsupportedModelError
-from engine.model.config import ExpertsConfig
+from engine.model import ModelError, UnsupportedModelError, load_model
+from engine.model.config import ExpertsConfig, read_json
+from engine.model.precision.choice import Precision
+from engine.model.precision.formats import read_format
 from engine.model.shard import Shard, check_ranks
 
 SHAPE = {"hidden": 256, "heads": 4, "kv_heads": 2, "tokenizer": False}
@@ -40,7 +42,7 @@ SCALES = {
 QUICK = [("mixtral", "fp8-static"), ("qwen3_moe", "fp8-blocks"), ("qwen2_moe", "gptq")]
 TOKENS = 40
 LOGITS = 1e-4
-PROMPTS, MOST_FLIPS = 12, 3
+PROMPTS, MOST_FLIPS = 12, 6
 """Prompts of four tokens, and how many of them may be off: float32 sums differ in their last bits,
 so now and then an input rounds to the other neighbour, and a router may choose another expert."""
 
@@ -79,6 +81,7 @@ def test_logits_equal_transformers_that_rounds_alike(family, form, floats, tmp_p
     assert max(float(each.abs().max()) for each in want) > 1
     flips = 0 if form.startswith(FLOAT_INPUT) else MOST_FLIPS
     assert sum(error >= LOGITS for error in errors) <= flips, errors
+    assert sorted(errors)[PROMPTS // 3] < LOGITS / 10
 
 
 # -- MXFP4 --------------------------------------------------------------------------------------
@@ -161,14 +164,10 @@ def test_parts_of_ranks_are_slices_of_the_width(family, mxfp4, tmp_path):
 
 def test_ranks_that_would_cut_a_block_are_refused(mxfp4):
     loaded = load(mxfp4[0])
-    from engine.model.precision.choice import Precision
-    from engine.model.precision.formats import read_format
-    from engine.model.config import read_json
-
     form = read_format(read_json(mxfp4[0] / "config.json"), mxfp4[0])
     precision = Precision(torch.device("cpu"), torch.float32, form)
     check_ranks(loaded.config, precision, 4)
-    with pytest.raises(UnsupportedModelError, match="these fit: 1, 2, 4$"):
+    with pytest.raises(UnsupportedModelError, match=r"these fit: 1, 2, 4$"):
         check_ranks(loaded.config, precision, 8)
 
 
@@ -181,6 +180,4 @@ def test_bfloat16_is_near_float32(floats):
 
 
 def load_bf16(path: Path) -> Any:
-    from engine.model import load_model
-
     return load_model(str(path), dtype=torch.bfloat16, device=torch.device("cpu"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 
 class Scores(StrEnum):
@@ -63,6 +64,10 @@ class Gate:
     """Gate is at most this, and up at most this in magnitude."""
 
 
+SILU: Final = Gate()
+"""silu(gate) * up."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
     """Where a checkpoint has experts, by names within a layer."""
@@ -81,3 +86,6 @@ class ExpertNames:
     def module(self, expert: int, part: str) -> str:
         """A part of an expert."""
         return f"{self.experts}.{expert}.{part}"
+
+
+USUAL_NAMES: Final = ExpertNames()

@@ -52,11 +52,12 @@ def _open(scores: Tensor, routing: Routing) -> Tensor:
     """Scores, minus infinity in groups that are closed."""
     if routing.groups == 1:
         return scores
-    groups = scores.unflatten(1, (routing.groups, -1))
+    groups = scores.view(len(scores), routing.groups, -1)
     worth = groups.topk(routing.best_of_group, 2).values.sum(2)
     is_open = torch.zeros_like(worth, dtype=torch.bool)
     is_open.scatter_(1, _best(worth, routing.open_groups), True)
-    return groups.masked_fill(~is_open[:, :, None], float("-inf")).flatten(1)
+    opened: Tensor = groups.masked_fill(~is_open[:, :, None], float("-inf")).flatten(1)
+    return opened
 
 
 def _best(scores: Tensor, count: int) -> Tensor:

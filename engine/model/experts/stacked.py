@@ -79,7 +79,7 @@ class Stacked(ExpertWeights):
         else:
             out = x.new_empty(len(x), self.outputs)
             first = 0
-            for expert, rows in enumerate(x.split(counts.tolist())):
+            for expert, rows in enumerate(torch.split(x, counts.tolist())):
                 if len(rows):
                     weight = self.weight(expert).to(x.dtype)
                     out[first : first + len(rows)] = F.linear(rows, weight)

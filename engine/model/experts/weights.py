@@ -95,7 +95,7 @@ class Listed(ExpertWeights):
     def product(self, x: Tensor, counts: Tensor) -> Tensor:
         """See `ExpertWeights`."""
         outs = []
-        for expert, rows in enumerate(x.split(counts.tolist())):
+        for expert, rows in enumerate(torch.split(x, counts.tolist())):
             if len(rows):
                 bias = None if self.bias is None else self.bias[expert]
                 outs.append(self._method(expert).product(rows, bias))

@@ -31,7 +31,7 @@ def dequantised(values: Tensor, exponents: Tensor) -> Tensor:
         exponents: [N, K / 32] uint8, plus 127.
     """
     table = torch.tensor([*NUMBERS, *(-number for number in NUMBERS)], device=values.device)
-    numbers = table[values.int()].unflatten(-1, (exponents.shape[-1], -1))
+    numbers = table[values.int()].view(*exponents.shape, -1)
     return torch.ldexp(numbers, exponents.int()[..., None] - EXPONENT_BIAS).flatten(-2)
 
 
@@ -41,7 +41,7 @@ def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         Values [N, K] and exponents [N, K / 32], as `dequantised` takes them.
     """
-    groups = weight.float().unflatten(1, (-1, MXFP4_GROUP))
+    groups = weight.float().reshape(len(weight), -1, MXFP4_GROUP)
     most = groups.abs().amax(2)
     powers = torch.frexp(most).exponent - 1 - LARGEST_POWER
     powers = torch.where(most > 0, powers, -EXPONENT_BIAS).clamp(-EXPONENT_BIAS, EXPONENT_BIAS)
