@@ -12,15 +12,18 @@ import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
+from test_attention import FEATURES, MIXES, Row
+from test_attention import check as check_rows
 from test_model_logits import Runner, load
 from tiny_families import DENSE
 from tiny_models import write_tiny_model
 from torch import Tensor
 
-from engine.attention import AttentionBatch
+from engine.attention import AttentionBatch, Specs
 from engine.attention.triton import TritonBackend
 from engine.cuda.decode_attention import decode_attention
 from engine.cuda.forward import FusedForward, RowEnds
@@ -127,10 +130,28 @@ def same(got: Tensor, *want: Tensor) -> None:
     torch.testing.assert_close(got, torch.cat(want), atol=1e-4, rtol=1e-4)
 
 
+def check_attention(*, every: bool) -> None:
+    """Windows, caps and sinks, in one mix of rows or in every, against float64."""
+
+    def backend_over(_name: str, pool: PlainPool, specs: Specs) -> TritonBackend:
+        return TritonBackend(pool, specs, prompt_attention, decode_attention)
+
+    with patch("test_attention.backend_over", backend_over):
+        for rows, decodes in MIXES.values() if every else [MIXES["both"]]:
+            check_rows(rows, 8, FEATURES, decodes, 7, "triton")
+        if not every:
+            return
+        rows = [Row(1, 300), Row(1, 170), Row(140, 140), Row(20, 230)]
+        check_rows(rows, 16, FEATURES, 2, 8, "triton")
+
+
 def main() -> None:
     for case in sys.argv[2:]:
         with torch.inference_mode():
-            check(Path(sys.argv[1]), case)
+            if case in ("attention", "mixes"):
+                check_attention(every=case == "mixes")
+            else:
+                check(Path(sys.argv[1]), case)
         print(case, "equal", flush=True)
 
 
