@@ -102,3 +102,13 @@ class RequestHooks:
     def count(self, failure: HookFailure) -> None:
         """Counts a failure."""
         self.failures[failure.name, failure.point] += 1
+
+
+def ask_hooks(hooks: RequestHooks | None, active: ActiveRequest) -> RequestFailed | None:
+    """Asks the hooks there are about a request that has come. See `RequestHooks.began`."""
+    if hooks is not None:
+        return hooks.began(active)
+    request = active.request
+    if not request.extensions:
+        return None
+    return RequestFailed(request.id, FailureReason.EXTENSION, min(request.extensions))

@@ -14,20 +14,20 @@ in flight writes it; `by_key[key] == page` iff `key_of[page] == key`.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.pages import runs
+from engine.pages.arrivals import Arrivals
 from engine.pages.eviction import EvictionPolicy, LruEviction
 from engine.pages.lending import Lending, Loan
 from engine.pages.watch import PageWatch, Unwatched
 from engine.types import PageIds
 
 SCRATCH_PAGE = 0
-NO_PAGES = np.zeros(0, np.int32)
 AHEAD, AHEAD_SHARE = 8, 16
 """Bounds on the pages that are evicted ahead of time to make a run. The first is a multiple of the
 run's pages. The second is a divisor of the pool."""
@@ -37,7 +37,7 @@ class OutOfPagesError(Exception):
     """Too few pages are free or evictable. Nothing was allocated."""
 
 
-class CacheEventKind(enum.Enum):
+class CacheEventKind(enum.StrEnum):
     """The kind of an event of a cached page."""
 
     STORED = "stored"
@@ -45,8 +45,7 @@ class CacheEventKind(enum.Enum):
     EVICTED = "evicted"
 
 
-@dataclass(frozen=True, slots=True)
-class CacheEvent:
+class CacheEvent(NamedTuple):
     """One event of the prefix cache; `sequence` counts them without gaps from 1."""
 
     sequence: int
@@ -79,9 +78,11 @@ class BlockManager:
         self._evictable: EvictionPolicy = LruEviction() if eviction is None else eviction
         self._lending = Lending(self._evictable)
         self._below: Container[bytes] = ()
-        self._listeners: list[Callable[[CacheEvent], None]] = []
+        self._listeners: dict[CacheEventKind, list[Callable[[CacheEvent], None]]] = {
+            kind: [] for kind in CacheEventKind
+        }
         self._event_sequence = 0
-        self._arrived: list[PageIds] = []
+        self.arrivals = Arrivals()
         self._watch: PageWatch = watch or Unwatched()
 
     @property
@@ -114,9 +115,14 @@ class BlockManager:
         """Pages that were written while they were free, if that is checked."""
         return self._watch.damaged
 
-    def subscribe(self, listener: Callable[[CacheEvent], None]) -> None:
-        """Calls `listener` for every event of the cache from now on, on the caller's thread."""
-        self._listeners.append(listener)
+    def subscribe(
+        self,
+        listener: Callable[[CacheEvent], None],
+        kinds: Collection[CacheEventKind] = tuple(CacheEventKind),
+    ) -> None:
+        """Calls `listener` for every event of these kinds from now on, on the caller's thread."""
+        for kind in kinds:
+            self._listeners[kind].append(listener)
 
     # -- allocation ---------------------------------------------------------------------------
 
@@ -281,26 +287,17 @@ class BlockManager:
         """Takes the keys of held pages away."""
         self._unkey(pages.tolist())
 
-    # -- pages that others fill ---------------------------------------------------------------
-
-    def note_arrived(self, pages: PageIds) -> None:
-        """KV of these held pages came from another worker or a lower tier."""
-        if pages.size:
-            self._arrived.append(pages)
-
-    def take_arrived(self) -> PageIds:
-        """Pages noted since the last call."""
-        if not self._arrived:
-            return NO_PAGES
-        arrived, self._arrived = self._arrived, []
-        return np.concatenate(arrived)
-
     # -- lower tiers --------------------------------------------------------------------------
 
     @property
     def ready(self) -> int:
         """Pages that can be allocated without a loss: FREE, or EVICTABLE and in a lower tier."""
         return self._free + self._lending.ready
+
+    @property
+    def keys(self) -> list[bytes]:
+        """All keys, in no order."""
+        return list(self._by_key)
 
     def page_of(self, key: bytes) -> int | None:
         """The page with this key."""
@@ -364,10 +361,8 @@ class BlockManager:
 
     def _emit(self, kind: CacheEventKind, key: bytes, page: int) -> None:
         self._event_sequence += 1
-        if self._listeners:
-            event = CacheEvent(self._event_sequence, kind, key, page)
-            for listener in self._listeners:
-                listener(event)
+        for listener in self._listeners[kind]:
+            listener(CacheEvent(self._event_sequence, kind, key, page))
 
     def inspect(self) -> None:
         """Gives the watch time to check the free pages."""

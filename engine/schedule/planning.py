@@ -210,7 +210,7 @@ def _build(
         copy_target=np.fromiter(copies.keys(), np.int32, len(copies)),
         write_slots=np.fromiter(writes.keys(), np.int32, len(writes)),
         write_tokens=np.fromiter(writes.values(), np.int32, len(writes)),
-        arrived=scheduler.blocks.take_arrived(),
+        arrived=scheduler.blocks.arrivals.take(),
         hook_terms=scheduler.hooks.terms[:, row_slots] if scheduler.hooks else NO_TERMS,
         masked=np.flatnonzero(slots.is_masked[samples.slots]).astype(np.int32),
         scores=tuple(scores),

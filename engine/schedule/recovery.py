@@ -43,7 +43,7 @@ def is_lost(scheduler: Scheduler, error: Exception) -> bool:
 def recover(scheduler: Scheduler, plan: StepPlan, error: Exception) -> None:
     """Undoes the plan of the oldest step in flight, which failed."""
     scheduler.blocks.settle(plan.number)
-    scheduler.blocks.note_arrived(plan.arrived)  # Hooks have not seen these yet.
+    scheduler.blocks.arrivals.note(plan.arrived)  # Hooks have not seen these yet.
     touched = _touched(scheduler, plan)
     # A step in flight behind a failed one has lost its requests by now and shows nothing new.
     scheduler.failed_steps += bool(touched)

@@ -3,7 +3,7 @@
 A request's life:
 
     WAITING -> (slots and pages) -> ACTIVE [prefilling -> running] -> ended
-    WAITING -> LOADING -> WAITING -> ...           (pages come from a lower tier)
+    WAITING -> LOADING -> WAITING -> ...           (pages come from a lower tier or a peer)
     WAITING -> RESERVED -> deliver -> ACTIVE -> ended              (RECEIVE)
     WAITING -> ACTIVE -> ended                                     (RECEIVE, taken over)
     WAITING -> ACTIVE -> HELD -> release -> gone                   (PREFILL)
@@ -20,6 +20,7 @@ This module keeps these states. `engine.bounds` has the limits of a worker.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
@@ -27,7 +28,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from engine.bounds import Bounds
-from engine.hooks.requests import RequestHooks
+from engine.hooks.requests import RequestHooks, ask_hooks
 from engine.masks.matchers import TokenMatcher
 from engine.pages.blocks import BlockManager
 from engine.pages.prefix import request_keys
@@ -36,6 +37,7 @@ from engine.schedule.policies import Fcfs, SchedulingPolicy
 from engine.schedule.sequences import ActiveRequest, PrefillTask, RequestState, Sequence
 from engine.schedule.slots import SlotState, SlotTable
 from engine.stopping import end_ids, end_reason
+from engine.tiers.peers import Fetches
 from engine.tiers.protocol import NoTiers, PageTiers
 from engine.types import (
     EndReason,
@@ -73,6 +75,7 @@ class Scheduler:
         self.policy = policy or Fcfs()
         self.tiers = tiers or NoTiers()
         self.hooks = hooks
+        self.fetches = Fetches(blocks, self.tiers)
         self.slots = SlotTable(
             config.max_sequences,
             -(-config.max_context_tokens // config.page_size),
@@ -92,6 +95,8 @@ class Scheduler:
         self.failed_steps = 0
         """Number of failures in a row. `engine.schedule.recovery` sets it."""
         self.cached_tokens = 0
+        self.loaded_tokens: Counter[str] = Counter()
+        """Those of them that came from beyond the pool, by source."""
         self._arrivals = 0
         self._copies: dict[int, int] = {}
         """Target page -> source page, for the next step."""
@@ -121,19 +126,11 @@ class Scheduler:
             self.emit(active.sink, RequestFailed(request.id, FailureReason.INTERNAL))
         elif not self.config.can_ever_hold(request, self.blocks.total):
             self.emit(active.sink, RequestFailed(request.id, FailureReason.TOO_LARGE))
-        elif (refusal := self._ask_hooks(active)) is not None:
+        elif (refusal := ask_hooks(self.hooks, active)) is not None:
             self.emit(active.sink, refusal)
         else:
             self.requests[request.id] = active
             self.waiting.append(active)
-
-    def _ask_hooks(self, active: ActiveRequest) -> RequestFailed | None:
-        if self.hooks is not None:
-            return self.hooks.began(active)
-        if active.request.extensions:
-            name = min(active.request.extensions)
-            return RequestFailed(active.request.id, FailureReason.EXTENSION, name)
-        return None
 
     def deliver(self, request_id: bytes, records: Seq[TokenRecord]) -> None:
         """RECEIVE: the KV of the prompt is in its pages; `records` are the choices' next tokens."""
@@ -142,7 +139,7 @@ class Scheduler:
             return
         active.state = RequestState.ACTIVE
         leader = active.sequences[0]
-        self.blocks.note_arrived(self.slots.pages(leader.slot))
+        self.blocks.arrivals.note(self.slots.pages(leader.slot))
         self.slots.kv_len[leader.slot] = len(leader.tokens())
         if self.config.prefix_cache:
             generation = int(self.slots.generation[leader.slot])
@@ -384,6 +381,7 @@ class Scheduler:
         self.blocks.check_invariants()
         holders = np.zeros(self.blocks.num_pages, np.int32)
         self.tiers.add_holders(holders)
+        self.fetches.add_holders(holders)
         used = 0
         assert not self._left, "pages of an ended sequence are still held"
         for active in self.requests.values():

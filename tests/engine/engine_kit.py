@@ -100,6 +100,7 @@ def submit(
     generated: Sequence[Sequence[int]] = (),
     first_choice: int = 0,
     extensions: Mapping[str, bytes] | None = None,
+    cache_salt: bytes = b"",
     **stop,
 ) -> Run:
     request = Request(
@@ -113,6 +114,7 @@ def submit(
         generated=tuple(np.array(tokens, np.int32) for tokens in generated),
         prompt_logprobs=prompt_logprobs,
         extensions=extensions or {},
+        cache_salt=cache_salt,
     )
     run = Run(request)
     engine.submit(request, run.sink)

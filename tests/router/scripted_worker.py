@@ -54,6 +54,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         revision: str = "r",
         fingerprint: str = "f",
         extensions: Sequence[str] = (),
+        transport: str = "null",
     ) -> None:
         epoch = next(_epochs)
         self.identity = worker_pb2.WorkerIdentity(
@@ -70,7 +71,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
                 page_size_tokens=PAGE_SIZE_TOKENS,
                 extensions=extensions,
             ),
-            endpoint=worker_pb2.KvEndpoint(agent_name=f"{worker_id}@{epoch}", transport="null"),
+            endpoint=worker_pb2.KvEndpoint(agent_name=f"{worker_id}@{epoch}", transport=transport),
         )
         stamp(self.identity)
         self.load = worker_pb2.Load(
