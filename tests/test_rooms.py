@@ -15,6 +15,7 @@ MOST_LINES_OF_A_FUNCTION = 70
 
 FLOORS = (
     ("telemetry", "telemetry.metrics"),
+    ("prefixes",),
     ("baton", "baton.process"),
     ("kv_transfer", "kv_transfer.transports", "kv_transfer.nccl"),
     (
@@ -39,7 +40,7 @@ FLOORS = (
         "engine.cuda.experts",
     ),
     ("worker_base",),
-    ("prefill_service", "decode_service"),
+    ("prefill_service", "decode_service", "fetch_service"),
     ("worker",),
     (
         "router",

@@ -93,8 +93,8 @@ def _triton_obstacle(pool: KvPool, specs: Specs) -> str:
     """The obstacle to kernels of our own over this pool; empty if they can run."""
     if obstacle := _gpu_obstacle(pool):
         return obstacle
-    if torch.cuda.get_device_capability(pool.device)[0] < 8:
-        return "the GPU is older than Ampere"
+    if torch.cuda.get_device_capability(pool.device)[0] != 9:
+        return "the GPU is not a Hopper"
     if pool.gathers:
         return f"it reads pages in place, and cannot read {pool.precision} KV: sdpa can"
     if pool.head_dim > TRITON_MOST_HEAD_DIM or pool.head_dim % 8:
