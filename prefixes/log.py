@@ -12,14 +12,14 @@ from typing import Final
 
 import numpy as np
 
-from prefixes.codec import MOST_BYTES, MOST_KEYS, Events, Part
+from prefixes.codec import MOST_BYTES, MOST_EVENTS, MOST_IN_PART, Events, Part
 from prefixes.index import GONE, SHARDS
 from prefixes.keys import SHORT_BYTES, short_keys
 
 RING: Final = 65_536
 """Events that are kept."""
 _SHARD: Final = SHARDS - 1
-_MOST_IN_PART: Final = MOST_BYTES // (SHORT_BYTES + 1)
+_MOST_FIT: Final = MOST_BYTES // (SHORT_BYTES + 1)
 
 
 class PageLog:
@@ -27,14 +27,21 @@ class PageLog:
 
     Args:
         size: of the ring.
-        most_keys: in a message.
+        most_events: in a message.
+        most_in_part: keys in a part of a snapshot, if its first shard has no more.
     """
 
-    def __init__(self, size: int = RING, most_keys: int = MOST_KEYS) -> None:
+    def __init__(
+        self,
+        size: int = RING,
+        most_events: int = MOST_EVENTS,
+        most_in_part: int = MOST_IN_PART,
+    ) -> None:
         self.end = 1
         """Number of the next event."""
         self._size = size
-        self._most_keys = most_keys
+        self._most_events = most_events
+        self._most_in_part = most_in_part
         self._keys = np.zeros(size, "<u8")
         self._kinds = np.zeros(size, np.uint8)
         self._shards: list[dict[int, int]] = [{} for _ in range(SHARDS)]
@@ -68,19 +75,19 @@ class PageLog:
 
     def events(self, first: int) -> Events:
         """Those from number `first` on, which is in the ring, as many as a message has."""
-        places = np.arange(first, min(self.end, first + self._most_keys)) % self._size
+        places = np.arange(first, min(self.end, first + self._most_events)) % self._size
         return Events(first, self._keys[places].tobytes(), self._kinds[places].tobytes())
 
     def part(self, first_shard: int) -> Part:
         """All pages in the shards from `first_shard` on, as many shards as fit into a message. Of
         a shard that does not fit, the router's index would drop the rest anyway."""
         end, count = first_shard + 1, len(self._shards[first_shard])
-        while end < SHARDS and count + len(self._shards[end]) <= self._most_keys:
+        while end < SHARDS and count + len(self._shards[end]) <= self._most_in_part:
             count += len(self._shards[end])
             end += 1
         shards = self._shards[first_shard:end]
-        keys = np.fromiter(chain.from_iterable(shards), "<u8")[:_MOST_IN_PART]
-        tiers = bytes(chain.from_iterable(shard.values() for shard in shards))[:_MOST_IN_PART]
+        keys = np.fromiter(chain.from_iterable(shards), "<u8")[:_MOST_FIT]
+        tiers = bytes(chain.from_iterable(shard.values() for shard in shards))[:_MOST_FIT]
         return Part(self.end - 1, first_shard, end, keys.tobytes(), tiers)
 
     def tiers(self) -> dict[int, int]:

@@ -36,7 +36,7 @@ class OutOfPagesError(Exception):
     """Too few pages are free or evictable. Nothing was allocated."""
 
 
-class CacheEventKind(enum.Enum):
+class CacheEventKind(enum.StrEnum):
     """The kind of an event of a cached page."""
 
     STORED = "stored"

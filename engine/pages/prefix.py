@@ -17,13 +17,17 @@ GONE added). Called on the step loop's thread; must return at once."""
 
 def tell_pages(blocks: BlockManager, tier: int, tell: TellPages) -> None:
     """Tells of all pages that have keys, and then of each change."""
-    kinds = {CacheEventKind.STORED: tier, CacheEventKind.EVICTED: tier | GONE}
+    gone = tier | GONE
 
-    def hear(event: CacheEvent) -> None:
-        tell(kinds[event.kind], (event.key,))
+    def came(event: CacheEvent) -> None:
+        tell(tier, (event.key,))
+
+    def left(event: CacheEvent) -> None:
+        tell(gone, (event.key,))
 
     tell(tier, blocks.keys)
-    blocks.subscribe(hear, kinds)
+    blocks.subscribe(came, (CacheEventKind.STORED,))
+    blocks.subscribe(left, (CacheEventKind.EVICTED,))
 
 
 def request_keys(

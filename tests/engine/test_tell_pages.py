@@ -26,7 +26,7 @@ class Followed:
 
     def __init__(self, engine) -> None:
         self.engine = engine
-        self.log = PageLog(size=64, most_keys=16)
+        self.log = PageLog(size=64, most_events=16, most_in_part=16)
         self.index = PrefixIndex()
         wanted: list[Wanted] = []
         self.follower = Follower(self.index, "w", wanted.append, Counter(), Counter())

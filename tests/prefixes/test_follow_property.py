@@ -36,7 +36,7 @@ class Worker:
     """A worker, and the two ways of its stream to the router."""
 
     def __init__(self) -> None:
-        self.log = PageLog(size=8, most_keys=3)
+        self.log = PageLog(size=8, most_events=3, most_in_part=3)
         self.truth: dict[int, int] = {}
         self.connect()
 
