@@ -71,14 +71,21 @@ class Engine:
         self._matchers = matchers or Matchers(model.path, model.vocab_size, model.eos_token_ids)
 
     @classmethod
-    def build(cls, config: EngineConfig, progress: Progress | None = None) -> Engine:
+    def build(
+        cls, config: EngineConfig, progress: Progress | None = None, beside: str = ""
+    ) -> Engine:
         """Loads the model and allocates the pool. Blocks until that is done.
+
+        Args:
+            config: the engine's configuration.
+            progress: hears of the parts that are done.
+            beside: what each other rank runs beside its steps; see `HostRanks`.
 
         Raises:
             EngineError: the configuration does not fit the model or the device.
         """
         config = _resolve(config)
-        ranks = _ranks(config)
+        ranks = _ranks(config, beside)
         try:
             return cls._build(config, ranks, progress)
         except RankError as error:
@@ -189,9 +196,9 @@ class Engine:
         return self._loop.load
 
 
-def _ranks(config: EngineConfig) -> Ranks:
+def _ranks(config: EngineConfig, beside: str) -> Ranks:
     """The other ranks, not started yet."""
-    return NoRanks() if config.tp == 1 else HostRanks(config)
+    return NoRanks() if config.tp == 1 else HostRanks(config, beside)
 
 
 def _resolve(config: EngineConfig) -> EngineConfig:
@@ -296,6 +303,7 @@ def _model_info(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> Mode
         vocab_size=model.vocab_size,
         eos_token_ids=tuple(model.eos_token_ids),
         page_size_tokens=config.page_size,
+        num_kv_heads=model.num_kv_heads,
     )
 
 

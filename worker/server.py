@@ -31,8 +31,8 @@ from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from decode_service.service import DecodeService
 from engine.engine import Engine
 from kv_transfer.events import TransferEvent
+from kv_transfer.ranks.build import Others, group_transport
 from kv_transfer.thread import TransferThread
-from kv_transfer.transports.factory import make_transport
 from kv_transfer.types import Endpoint, KvTransport
 from prefill_service.service import PrefillService
 from telemetry.admin import AdminServer
@@ -190,11 +190,13 @@ class Worker:
         self.services.fail_all(worker_pb2.FAILURE_REASON_DRAINING)
         self.servicer.finish()
         await self._server.stop(LAST_WORDS_S)
-        await asyncio.to_thread(self.engine.stop)  # The watchdog still runs: a step may hang.
+        # The watchdog still runs: a step may hang. The ranks end with the engine, and their pushes
+        # before.
+        left_nothing = await asyncio.to_thread(self.transfer.stop, PUSHES_END_S)
+        await asyncio.to_thread(self.engine.stop)
         for task in (self._reporter, self._watching, self._net_watch):
             if task is not None:
                 task.cancel()
-        left_nothing = await asyncio.to_thread(self.transfer.stop, PUSHES_END_S)
         self._lag.stop()
         await self.admin.stop()
         return clean and left_nothing
@@ -206,15 +208,14 @@ class Worker:
             self.metrics.watch_gpu(gpu_reader(f"GPU-{uuid}"))
 
     def _make_transport(self) -> KvTransport:
-        pool, name = self.engine.pool, self.settings.transport
-        if self._has_ranks:
-            name = "null"  # It is not announced: see `_adopt`.
-        return make_transport(name, self.agent_name, pool.data, pool.page_bytes, pool.num_pages)
-
-    @property
-    def _has_ranks(self) -> bool:
-        """Whether a page is divided among several processes."""
-        return self.settings.tp > 1
+        engine = self.engine
+        return group_transport(
+            self.settings.transport,
+            self.agent_name,
+            engine.pool,
+            engine.model.num_kv_heads,
+            Others(engine.ranks.beside, lambda: engine.lost),
+        )
 
     def _make_services(self) -> Services:
         page_size_tokens = self.engine.model.page_size_tokens
@@ -237,7 +238,7 @@ class Worker:
             self.metrics,
             epoch=self.epoch,
             agent_name=self.agent_name,
-            page_bytes=self.engine.pool.page_bytes,
+            page_bytes=self._page_bytes,
             page_size_tokens=page_size_tokens,
             max_pages_per_peer=int(
                 self.settings.debug.max_granted_share * self.engine.pool.num_pages
@@ -250,6 +251,11 @@ class Worker:
             lambda said: self.servicer.tell_routers(said),
         )
         return Services(prefill, decode, peers, relay)
+
+    @property
+    def _page_bytes(self) -> int:
+        """Of a whole page, of which a rank has a part."""
+        return self.engine.pool.head_bytes * self.engine.model.num_kv_heads
 
     @property
     def _slow_gigabytes_per_s(self) -> float:
@@ -267,13 +273,7 @@ class Worker:
         self.services.relay.on_transfer(event)
 
     def _adopt(self, endpoint: Endpoint) -> None:
-        """Announces the endpoint, even if it moves nothing: peers compare their transports.
-
-        A worker of several ranks announces none, so no router pairs it: a peer could only write
-        rank 0's part of a page.
-        """
-        if self._has_ranks:
-            return
+        """Announces the endpoint, even if it moves nothing: peers compare their transports."""
         self.identity.endpoint.CopyFrom(endpoint_message(endpoint))
 
     def _write_address(self, bound: str) -> None:

@@ -60,6 +60,10 @@ class UpOptions:
     routers: int = 1
     tp: int = 1
     """Ranks of each worker."""
+    prefill_tp: int | None = None
+    """Ranks of each prefill worker; None: `tp`."""
+    decode_tp: int | None = None
+    """Ranks of each decode worker; None: `tp`."""
     device: Device = "auto"
     trace: bool = True
     """Whether every process sends its spans to the first router's trace store."""
@@ -99,6 +103,11 @@ class UpOptions:
     def asks_for_key(self) -> bool:
         """Whether clients must show a key or a token."""
         return bool(self.api_key) or self.has_tokens
+
+    def ranks_of(self, role: Role) -> int:
+        """Ranks of each worker of a role."""
+        own = {Role.PREFILL: self.prefill_tp, Role.DECODE: self.decode_tp}.get(role)
+        return own or self.tp
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +272,7 @@ def _worker_spec(
         "--model": options.model,
         "--served-name": options.served_name or None,
         "--device": "cuda" if worker.gpu else "cpu",
-        "--tp": options.tp if options.tp > 1 else None,
+        "--tp": ranks if (ranks := options.ranks_of(worker.role)) > 1 else None,
         "--threads": threads,
         "--listen": worker.address,
         "--routers": ",".join(router.internal for router in routers),

@@ -5,11 +5,14 @@ Its life is that of `engine.ranks.process`. It plans nothing and samples nothing
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -21,9 +24,11 @@ from engine.config import EngineConfig
 from engine.loop.running import TorchSteps
 from engine.model import LoadedModel, ModelError
 from engine.model.shard import Shard
+from engine.pages.kv_pool import KvPool
 from engine.ranks.collective import CollectiveError, GlooCollective
 from engine.ranks.process import (
     FAILED,
+    HELLO,
     LOADED,
     PAGES,
     READY,
@@ -31,6 +36,7 @@ from engine.ranks.process import (
     STEP,
     STORE,
     address,
+    beside_of,
     end_with_parent,
     read_config,
     steps_of,
@@ -41,6 +47,9 @@ from telemetry import failpoints
 
 log = logging.getLogger("baton.engine")
 
+Beside = Callable[[zmq.Socket[bytes], int, KvPool], None]
+"""Runs beside a rank's steps until rank 0 ends it. It takes the socket to rank 0, the rank, and the
+pages of that rank."""
 CAUSE_S: Final = 1.0
 """Rank 0 gets this long to hear of a rank that is gone from the kernel, seconds."""
 
@@ -50,7 +59,7 @@ class Follower:
 
     def __init__(self, folder: Path, rank: int, size: int) -> None:
         self._folder = folder
-        self._config = read_config(folder)
+        self._config, self._beside = read_config(folder)
         self._shard = Shard(rank, size)
         self._collective = GlooCollective(rank, size)
         self._context = zmq.Context()
@@ -86,7 +95,10 @@ class Follower:
         told = self._inbox.recv_multipart()
         if told[0] != PAGES:
             return
-        steps = self._steps(config, loaded, int(json.loads(told[1])), device)
+        pool = make_pool(int(json.loads(told[1])), config, loaded, device)
+        steps = self._steps(config, loaded, pool, device)
+        if self._beside:
+            self._begin_beside(pool)
         self._collective.join(self._folder / STORE)
         self._report(READY)
         while (told := self._inbox.recv_multipart())[0] == STEP:
@@ -94,12 +106,20 @@ class Follower:
             _run(steps, decode(told[1:]))
 
     def _steps(
-        self, config: EngineConfig, loaded: LoadedModel, num_pages: int, device: torch.device
+        self, config: EngineConfig, loaded: LoadedModel, pool: KvPool, device: torch.device
     ) -> TorchSteps:
-        pool = make_pool(num_pages, config, loaded, device)
         backend = backend_of(config, loaded, pool)
         loaded.model.finish()
         return TorchSteps(loaded.model, pool, backend, config.max_sequences, device)
+
+    def _begin_beside(self, pool: KvPool) -> None:
+        socket = zmq.Context().socket(zmq.PAIR)  # That thread's alone.
+        socket.connect(address(self._folder, beside_of(self._shard.rank)))
+        socket.send(HELLO)
+        module, name = self._beside.rsplit(":", 1)
+        run: Beside = getattr(importlib.import_module(module), name)
+        arguments = run, socket, self._shard.rank, pool
+        threading.Thread(target=_beside, args=arguments, name="baton-beside", daemon=True).start()
 
     def _report(self, kind: str, **more: Any) -> None:
         report = {"kind": kind, "rank": self._shard.rank, **more}
@@ -122,6 +142,15 @@ def _run(steps: TorchSteps, plan: StepPlan) -> None:
         return
     steps.logits(hidden, plan)
     steps.keep(plan, torch.empty(plan.sample.num_rows, dtype=torch.int64))
+
+
+def _beside(run: Beside, socket: zmq.Socket[bytes], rank: int, pool: KvPool) -> None:
+    """Without it this rank can do its part no more, so an error ends the process."""
+    try:
+        run(socket, rank, pool)
+    except BaseException:
+        log.exception("rank %d: what runs beside its steps fails", rank)
+        os._exit(1)
 
 
 def _reason(error: Exception) -> str:

@@ -31,6 +31,7 @@ from engine.loop.executor import Executor, Launched
 from engine.ranks.collective import Alone, Collective, GlooCollective
 from engine.ranks.keeper import Keeper, RankError
 from engine.ranks.process import (
+    HELLO,
     LOADED,
     PAGES,
     READY,
@@ -38,6 +39,7 @@ from engine.ranks.process import (
     STOP,
     STORE,
     address,
+    beside_of,
     steps_of,
     write_config,
 )
@@ -55,6 +57,9 @@ class Ranks(Protocol):
 
     collective: Collective
     """What all ranks do together."""
+    beside: list[zmq.Socket[bytes]]
+    """Sockets to what runs beside the steps of ranks 1, 2, ..., for one thread to use. They end
+    with the ranks."""
 
     @property
     def lost(self) -> str:
@@ -103,6 +108,7 @@ class NoRanks:
 
     def __init__(self) -> None:
         self.collective: Collective = Alone()
+        self.beside: list[zmq.Socket[bytes]] = []
         self.lost = ""
 
     def start(self) -> None:
@@ -133,8 +139,16 @@ class HostRanks:
     """Ranks 1 to N - 1, processes of this host. All ranks divide the CPU threads that this process
     had."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Starts nothing yet. No value of `config` depends on the device any more."""
+    def __init__(self, config: EngineConfig, beside: str = "") -> None:
+        """Starts nothing yet.
+
+        Args:
+            config: no value of it depends on the device any more.
+            beside: what a rank runs beside its steps, as MODULE:FUNCTION; see
+                `engine.ranks.follower.Beside`. Empty: nothing.
+        """
+        self.beside: list[zmq.Socket[bytes]] = []
+        self._beside = beside
         self._group = GlooCollective(0, config.tp)
         self.collective: Collective = self._group
         self._config = config
@@ -168,13 +182,17 @@ class HostRanks:
 
     def _start(self) -> None:
         folder = self._folder = Path(tempfile.mkdtemp(prefix="baton-ranks-"))
-        write_config(self._config, folder)
+        write_config(self._config, self._beside, folder)
         for rank in range(1, self._config.tp):
             socket = self._context.socket(zmq.PUSH)
             socket.set_hwm(0)
             # It connects, and the rank binds: so a send never waits for a rank that is gone.
             socket.connect(address(folder, steps_of(rank)))
             self._steps.append(socket)
+            if self._beside:
+                beside = self._context.socket(zmq.PAIR)
+                beside.bind(address(folder, beside_of(rank)))
+                self.beside.append(beside)
         threads = max(1, self._threads // self._config.tp)
         torch.set_num_threads(threads)
         self._keeper = Keeper(folder, self._config.tp, threads)
@@ -213,6 +231,9 @@ class HostRanks:
         self._kept.wait_for(READY, also=lambda: not meeting.is_alive())
         if errors:
             raise RankError(f"rank 0 cannot join the group: {errors[0]}")
+        for socket in self.beside:
+            hello = socket.recv()
+            assert hello == HELLO, "a rank says so before it is READY"
         shutil.rmtree(folder, ignore_errors=True)
 
     def executor(self, own: Executor) -> Executor:

@@ -96,6 +96,9 @@ DeviceOption = Annotated[
 RanksOption = Annotated[
     int, typer.Option(min=1, help="Ranks of each worker: processes that divide the model.")
 ]
+RoleRanksOption = Annotated[
+    int | None, typer.Option(min=1, help="Ranks of each worker of this role, if they differ.")
+]
 KeyOption = Annotated[
     str | None,
     typer.Option(
@@ -134,6 +137,8 @@ def up_command(
         ),
     ] = demo_model.DEMO,
     tp: RanksOption = 1,
+    prefill_tp: RoleRanksOption = None,
+    decode_tp: RoleRanksOption = None,
     device: DeviceOption = "auto",
     trace: Annotated[
         bool,
@@ -173,6 +178,8 @@ def up_command(
         both=both,
         routers=routers,
         tp=tp,
+        prefill_tp=prefill_tp,
+        decode_tp=decode_tp,
         device=device,
         trace=trace,
         host=host or host_of(listen),
