@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -35,7 +36,7 @@ from engine.pages.eviction import EVICTION_POLICIES
 from engine.pages.kv_pool import KvPool
 from engine.pages.poison import PagePoison
 from engine.pages.pools import PoolError, pool_type
-from engine.ranks.keeper import RankError
+from engine.ranks.keeper import Pulse, RankError
 from engine.ranks.leader import HostRanks, NoRanks, Ranks
 from engine.sampling import Sampler
 from engine.schedule.policies import POLICIES
@@ -62,7 +63,9 @@ class Engine:
         loop: StepLoop,
         matchers: Matchers | None = None,
         ranks: Ranks | None = None,
+        step_timeout_s: float = math.inf,
     ) -> None:
+        self._step_timeout_s = step_timeout_s
         self.model = model
         self.pool = pool
         """Rank 0's part of the pages."""
@@ -125,7 +128,8 @@ class Engine:
         ranks.join()
         profiler = StepProfiler(nvtx=device.type == "cuda")
         scheduler = _scheduler(config, pool, sampler, info.fingerprint)
-        return cls(info, pool, StepLoop(scheduler, executor, profiler), ranks=ranks)
+        loop = StepLoop(scheduler, executor, profiler)
+        return cls(info, pool, loop, ranks=ranks, step_timeout_s=config.step_timeout_s)
 
     @property
     def max_step_tokens(self) -> int:
@@ -142,6 +146,11 @@ class Engine:
         """
         self._loop.start(on_step, on_lost)
         self.ranks.call_when_lost(lambda _: self._loop.lose())
+        self.ranks.watch(self._pulse)
+
+    def _pulse(self) -> Pulse:
+        load = self._loop.load
+        return Pulse(load.progress, self._step_timeout_s + load.long_step_ms / 1e3)
 
     def stop(self) -> None:
         """Stops the step loop. Remaining requests are dropped without an event."""
@@ -198,7 +207,10 @@ class Engine:
 
 def _ranks(config: EngineConfig, beside: str) -> Ranks:
     """The other ranks, not started yet."""
-    return NoRanks() if config.tp == 1 else HostRanks(config, beside)
+    try:
+        return NoRanks() if config.tp == 1 else HostRanks(config, beside)
+    except OSError as error:
+        raise EngineError(f"no rank can be started: {error}") from error
 
 
 def _resolve(config: EngineConfig) -> EngineConfig:

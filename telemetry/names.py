@@ -213,6 +213,9 @@ class Metric:
     TIER_BANDWIDTH: Final = "baton_kv_tier_bytes_per_second"
     TIER_FAILURES: Final = "baton_kv_tier_failures"
     TIER_SLOTS: Final = "baton_kv_tier_slots"
+    RANK_BUSY: Final = "baton_rank_busy_seconds"
+    RANK_WAITED: Final = "baton_rank_waited_seconds"
+    RANK_SKEW: Final = "baton_rank_skew_seconds"
 
     SECOND_TOKEN_GAP: Final = "baton_second_token_gap_seconds"
     TRANSFERS: Final = "baton_kv_transfers"

@@ -102,6 +102,8 @@ class Worker:
         self._watch_gpu()
         if engine.load().tiers is not None:
             self.metrics.watch_tiers(engine.load)
+        if settings.tp > 1:
+            self.metrics.watch_ranks(engine.ranks)
         self.services = self._make_services()
         self.services.peers.held_against = self.services.peers_to_avoid
         self.metrics.watch_overdue(self.services.overdue)

@@ -42,7 +42,8 @@ class TorchSteps:
         self._token_table = torch.zeros(max_slots, dtype=torch.int64, device=device)
 
     def prepare(self, plan: StepPlan) -> None:
-        """Copies pages, and writes tokens that only the host knows."""
+        """Begins a step: copies pages, and writes tokens that only the host knows."""
+        self.model.collective.begin_step()
         if plan.copy_source.size:
             self._pool.copy_pages(self._upload(plan.copy_source), self._upload(plan.copy_target))
         if plan.write_slots.size:
@@ -74,11 +75,13 @@ class TorchSteps:
     def keep(self, plan: StepPlan, tokens: Tensor) -> None:
         """Ends a step that samples: rank 0's tokens, [S], go into the table of every rank."""
         self.model.collective.broadcast(tokens)
+        self.model.collective.end_step()
         self._token_table[self._upload(plan.sample_slots)] = tokens
 
     def end(self) -> None:
         """Ends a step that samples nothing."""
         self.model.collective.barrier()
+        self.model.collective.end_step()
 
     def _attention_batch(self, plan: StepPlan) -> AttentionBatch:
         rows = np.repeat(np.arange(len(plan.row_slots)), plan.query_lens)

@@ -26,6 +26,7 @@ from engine.model import LoadedModel, ModelError
 from engine.model.shard import Shard
 from engine.pages.kv_pool import KvPool
 from engine.ranks.collective import CollectiveError, GlooCollective
+from engine.ranks.figures import RankFigures, TimedCollective
 from engine.ranks.process import (
     FAILED,
     HELLO,
@@ -61,7 +62,8 @@ class Follower:
         self._folder = folder
         self._config, self._beside = read_config(folder)
         self._shard = Shard(rank, size)
-        self._collective = GlooCollective(rank, size)
+        self._group = GlooCollective(rank, size)
+        self._collective = TimedCollective(self._group, RankFigures(folder, size))
         self._context = zmq.Context()
         self._reports = self._context.socket(zmq.PUSH)
         self._reports.connect(address(folder, REPORTS))
@@ -99,7 +101,7 @@ class Follower:
         steps = self._steps(config, loaded, pool, device)
         if self._beside:
             self._begin_beside(pool)
-        self._collective.join(self._folder / STORE)
+        self._group.join(self._folder / STORE)
         self._report(READY)
         while (told := self._inbox.recv_multipart())[0] == STEP:
             failpoints.hit("rank.step", str(self._shard.rank))

@@ -150,6 +150,14 @@ DECLARED: Final[Mapping[str, Declared]] = {
         "counter", "Such copies that were late, failed or were dropped.", ("path",)
     ),
     Metric.TIER_SLOTS: Declared("gauge", "Host slots for pages, by state.", ("state",)),
+    # Worker: its ranks, if there are several.
+    Metric.RANK_BUSY: Declared("counter", "Seconds in which a rank computed.", ("rank",)),
+    Metric.RANK_WAITED: Declared(
+        "counter", "Seconds in which a rank was in a collective, adding up or waiting.", ("rank",)
+    ),
+    Metric.RANK_SKEW: Declared(
+        "counter", "Seconds for which the fastest rank waited for the slowest, all steps."
+    ),
     # Worker: KV transfer.
     Metric.SECOND_TOKEN_GAP: Declared(
         "histogram",
