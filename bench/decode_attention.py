@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from triton.runtime.errors import OutOfResources
 
+from engine.attention import AttentionSpec
 from engine.attention.parts import FP8, PLAIN, Division, Tiles, division, lengths_differ
 from engine.cuda.decode_attention import decode_attention
 from engine.cuda.kv.fp8_decode import decode_attention_fp8
@@ -34,6 +35,7 @@ from engine.pages.kv_pool import PlainPool
 
 KV_HEADS, GROUP, DIM, PAGE_TOKENS, LAYERS = 8, 4, 128, 16, 4
 CALLS, REPLAYS = 8, 5
+SPEC = AttentionSpec(DIM**-0.5)
 LOG_NORMAL = 0.9
 CASES = (
     (256, 384, 0.0), (256, 384, 0.5), (256, 384, 0.9), (256, 2176, 0.0), (256, 2176, 0.5),
@@ -91,7 +93,7 @@ class Batch:
         def calls() -> None:
             for call in range(CALLS):
                 layer, contexts, table = call % LAYERS, self._contexts, self._table
-                self._attend(self._q, self._pool, layer, contexts, table, None, divided)
+                self._attend(self._q, self._pool, layer, contexts, table, SPEC, divided)
 
         try:
             return _replayed_us(calls) / CALLS

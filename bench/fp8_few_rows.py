@@ -34,15 +34,17 @@ import torch
 from torch import Tensor
 
 from bench.products import BYTES_S, CACHE_BYTES, SHAPES, graph_us
-from engine.cuda import forward, kernels
+from engine.cuda import feed_forward, forward, kernels
 from engine.cuda.products import CudaProducts, fp8, one_row, rounding
 from engine.cuda.products.few_rows import Tiles, few_rows
 from engine.cuda.products.one_row import Cut
-from engine.model.llama import Linear, RmsNorm
+from engine.model.linear import Build, Linear, RmsNorm
 from engine.model.precision.base import Part
 from engine.model.precision.fp8 import Fp8Blocks, Fp8Channels, scaled_rows
 from engine.model.precision.rounding import Rounded, Rounding, restored, round_rows
 from engine.model.region import Region
+from engine.model.shard import Shard
+from engine.ranks.collective import Alone
 
 ROWS: Final = (1, 16, 64, 128)
 PROCESSES: Final = 12
@@ -217,9 +219,12 @@ def layer_of(method: str) -> Layer:
         own.finish(CudaProducts())
         precision: Any = SimpleNamespace(method=lambda *_, own=own: own)
         parts = [Part("", Region.whole(outputs, inputs))]
-        device = torch.device("cuda")
-        layer[shape] = Linear(parts, False, torch.bfloat16, device, precision)
+        layer[shape] = Linear(parts, False, _build(precision))
     return layer
+
+
+def _build(precision: Any) -> Build:
+    return Build(torch.bfloat16, torch.device("cuda"), precision, Shard(), Alone())
 
 
 class State(NamedTuple):
@@ -233,7 +238,7 @@ class State(NamedTuple):
 
 def state_of(rows: int, layer: Layer) -> State:
     """Random."""
-    norm = RmsNorm(HIDDEN, 1e-5, torch.bfloat16, torch.device("cuda"))
+    norm = RmsNorm(HIDDEN, 1e-5, _build(None))
     norm.weight.fill_(1)
     residual = torch.randn(rows, HIDDEN, device="cuda", dtype=torch.bfloat16)
     return State(forward._norm(residual, norm, layer["qkv"].method.input), residual, norm)
@@ -245,9 +250,9 @@ def run_layer(layer: Layer, state: State) -> Any:
     how = {shape: linear.method.input for shape, linear in layer.items()}
     qkv = layer["qkv"](x)
     attended = qkv.view(-1)[: residual.numel()].view_as(residual)
-    out = layer["o"](forward._rounded(attended, how["o"]))
+    out = layer["o"](feed_forward.as_read(attended, how["o"]))
     x = forward._add_norm(residual, out, norm, how["gate-up"])
-    out = layer["down"](forward._gated(x, layer["gate-up"], how["down"]))
+    out = layer["down"](feed_forward.gated(x, layer["gate-up"], how["down"]))
     return forward._add_norm(residual, out, norm, how["qkv"])
 
 

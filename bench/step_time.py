@@ -76,7 +76,7 @@ class Stepper:
             self._sampler.assign(
                 slot, SamplingParams(temperature=0.0), StopRules(99), 0, NOTHING, NOTHING
             )
-        attention = choose_backend(backend, self._pool, shape.windows)
+        attention = choose_backend(backend, self._pool, loaded.model.attention_specs)
         assert isinstance(attention, PagedAttention), f"{backend} reads no pages"
         bounds = Bounds(
             max_sequences=SLOTS,

@@ -47,6 +47,7 @@ def load(
         load_format=config.load_format,
         seed=config.seed,
         quantization=config.quantization,
+        max_context_tokens=config.max_context_tokens,
         check=check,
         progress=progress,
         shard=shard or Shard(0, config.tp),
@@ -158,6 +159,6 @@ def backend_of(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> Atten
         EngineError: there is none as configured.
     """
     try:
-        return choose_backend(config.attention, pool, loaded.config.windows)
+        return choose_backend(config.attention, pool, loaded.model.attention_specs)
     except AttentionError as error:
         raise EngineError(str(error)) from error

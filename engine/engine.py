@@ -316,6 +316,8 @@ def _model_info(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> Mode
         eos_token_ids=tuple(model.eos_token_ids),
         page_size_tokens=config.page_size,
         num_kv_heads=model.num_kv_heads,
+        kv_precision=pool.precision,
+        prefix_cache=config.prefix_cache,
     )
 
 

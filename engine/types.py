@@ -351,3 +351,7 @@ class ModelInfo:
     page_size_tokens: int
     num_kv_heads: int = 1
     """Of a whole page, which the ranks of a worker divide."""
+    kv_precision: str = ""
+    """Precision of the KV, which keys of pages name."""
+    prefix_cache: bool = False
+    """Whether pages are found again by their keys."""

@@ -17,6 +17,7 @@ ROOMS = (
     "baton",
     "router",
     "prefill_service",
+    "prefixes",
     "decode_service",
     "engine",
     "kv_transfer",
@@ -58,9 +59,10 @@ def test_stubs_are_current(tmp_path: Path) -> None:
 WORKER_SIDE = {"engine", "kv_transfer", "worker_base", "prefill_service", "decode_service"}
 NEVER = {
     "router": {"torch", "worker", *WORKER_SIDE},
-    "engine": {"grpc", *set(ROOMS) - {"engine", "telemetry"}},
+    "engine": {"grpc", *set(ROOMS) - {"engine", "prefixes", "telemetry"}},
     "kv_transfer": {"grpc", *set(ROOMS) - {"kv_transfer", "telemetry"}},
     "telemetry": set(ROOMS) - {"telemetry"},
+    "prefixes": {"torch", "grpc", "google", *set(ROOMS) - {"prefixes"}},
     "worker_base": {"router", "worker", "prefill_service", "decode_service"},
     "prefill_service": {"router", "worker", "decode_service"},
     "decode_service": {"router", "worker", "prefill_service"},
@@ -128,6 +130,7 @@ def modules_of(room: str) -> list[str]:
         ("engine", {"grpc", "google", "kv_transfer", "nixl", "nixl_cu13"}),
         ("kv_transfer", {"grpc", "google", "engine"}),
         ("telemetry", set(ROOMS) - {"telemetry"}),
+        ("prefixes", {"torch", "grpc", "google", *set(ROOMS) - {"prefixes"}}),
     ],
 )
 def test_rooms_import_where_the_others_are_not_installed(room: str, without: set[str]) -> None:

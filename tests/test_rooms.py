@@ -15,11 +15,13 @@ MOST_LINES_OF_A_FUNCTION = 70
 
 FLOORS = (
     ("telemetry", "telemetry.metrics"),
+    ("prefixes",),
     ("baton", "baton.process"),
     ("kv_transfer", "kv_transfer.transports", "kv_transfer.nccl"),
     (
         "engine",
         "engine.model",
+        "engine.model.families",
         "engine.model.precision",
         "engine.model.precision.formats",
         "engine.attention",

@@ -105,6 +105,7 @@ class WorkerLeg:
             attempt_id=self.id,
             records=[record_message(record) for record in records],
             cached_prompt_tokens=self.cached_tokens,
+            loaded_prompt_tokens=self.loaded_tokens,
         )
         self.tell(first_token=first_token)
 

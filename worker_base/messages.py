@@ -275,6 +275,8 @@ def model_message(model: ModelInfo) -> worker_pb2.ModelInfo:
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
         page_size_tokens=model.page_size_tokens,
+        kv_precision=model.kv_precision,
+        prefix_cache=model.prefix_cache,
     )
 
 

@@ -90,7 +90,7 @@ class _Running:
         match event:
             case PrefillStarted():
                 work.prefill_started_unix_ns = event.at_ns
-                self.run.first_known(event.cached_tokens)
+                self.run.first_known(event.cached_tokens, event.loaded_tokens)
             case Joined():
                 work.joined_unix_ns = event.at_ns
             case PromptScored():

@@ -10,6 +10,25 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionSpec:
+    """Attention of one layer."""
+
+    scale: float
+    """Factor on the products of q and k."""
+    window: int | None = None
+    """Number of tokens that a position sees, with itself; None: all before it."""
+    soft_cap: float | None = None
+    """Scaled products become cap * tanh(product / cap)."""
+    sinks: Tensor | None = None
+    """[Hq]: a learned logit of each head beside those of the tokens. Its part of the weight is
+    lost."""
+
+
+Specs = tuple[AttentionSpec, ...]
+"""By layer."""
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """R rows with T new tokens in all. The executor sets it once a step."""

@@ -14,7 +14,8 @@ from types import ModuleType
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.paged import ALL, PagedAttention, PagedStep, views_of
+from engine.attention.base import Specs
+from engine.attention.paged import PagedAttention, PagedStep, views_of, window_of
 from engine.pages.kv_pool import KvPool
 
 PAGE_MULTIPLE = 256
@@ -25,14 +26,14 @@ class Fa2Backend(PagedAttention):
 
     name = "fa2"
 
-    def __init__(self, pool: KvPool, windows: tuple[int | None, ...], kernels: ModuleType) -> None:
-        super().__init__(pool, windows, kernels)
+    def __init__(self, pool: KvPool, specs: Specs, kernels: ModuleType) -> None:
+        super().__init__(pool, specs, kernels)
         self._views = views_of(pool)
 
     def attend_ends(self, layer: int, q: Tensor, contexts: Tensor, page_table: Tensor) -> Tensor:
         """See `PagedAttention`."""
         keys, values = self._views[layer]
-        visible = self._windows[layer]
+        spec = self._specs[layer]
         out: Tensor = self._kernels.flash_attn_with_kvcache(
             q.unsqueeze(1),
             keys,
@@ -40,7 +41,8 @@ class Fa2Backend(PagedAttention):
             cache_seqlens=contexts,
             block_table=page_table,
             causal=True,
-            window_size=ALL if visible is None else (visible - 1, 0),
+            softmax_scale=spec.scale,
+            window_size=window_of(spec),
         )
         return out.squeeze(1)
 
@@ -58,6 +60,7 @@ class Fa2Backend(PagedAttention):
             F.pad(contexts.cumsum(0), (1, 0)).int(),
             step.max_query,
             table.shape[1] * self._pool.page_size,
+            softmax_scale=self._specs[layer].scale,
             causal=True,
             window_size=window,
             block_table=table,

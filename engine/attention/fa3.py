@@ -12,6 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from engine.attention.base import AttentionSpec, Specs
 from engine.attention.paged import PagedAttention, PagedStep, views_of
 from engine.attention.parts import PLAIN, Division, division
 from engine.pages.kv_pool import KvPool
@@ -40,7 +41,7 @@ class DecodeKernel(Protocol):
         layer: int,
         contexts: Tensor,
         page_table: Tensor,
-        window: int | None,
+        spec: AttentionSpec,
         divided: Division,
     ) -> Tensor:
         """See there."""
@@ -56,11 +57,11 @@ class Fa3Backend(PagedAttention):
     def __init__(
         self,
         pool: KvPool,
-        windows: tuple[int | None, ...],
+        specs: Specs,
         kernels: ModuleType,
         decode: DecodeKernel,
     ) -> None:
-        super().__init__(pool, windows, kernels)
+        super().__init__(pool, specs, kernels)
         self._decode_kernel = decode
         self._views = views_of(pool)
 
@@ -69,8 +70,8 @@ class Fa3Backend(PagedAttention):
         divided = division(
             len(q), self._pool.num_kv_heads, differ=self._step.differ, tiles=self.tiles
         )
-        window = self._windows[layer]
-        return self._decode_kernel(q, self._pool, layer, contexts, page_table, window, divided)
+        spec = self._specs[layer]
+        return self._decode_kernel(q, self._pool, layer, contexts, page_table, spec, divided)
 
     def _continued_prompts(
         self, layer: int, q: Tensor, step: PagedStep, window: tuple[int, int]
@@ -85,6 +86,7 @@ class Fa3Backend(PagedAttention):
             page_table=step.page_table[first:],
             cu_seqlens_q=step.query_starts,
             max_seqlen_q=step.max_query,
+            softmax_scale=self._specs[layer].scale,
             causal=True,
             window_size=window,
             num_splits=splits_of(step),

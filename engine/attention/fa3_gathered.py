@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.attention.base import AttentionBatch
+from engine.attention.base import AttentionBatch, Specs
 from engine.attention.fa3 import DecodeKernel, Fa3Backend, splits_of
 from engine.attention.paged import PagedStep
 from engine.attention.parts import FP8
@@ -42,12 +42,12 @@ class Fa3GatheredBackend(Fa3Backend):
     def __init__(
         self,
         pool: KvPool,
-        windows: tuple[int | None, ...],
+        specs: Specs,
         kernels: ModuleType,
         decode: DecodeKernel,
         gather: Gather,
     ) -> None:
-        super().__init__(pool, windows, kernels, decode)
+        super().__init__(pool, specs, kernels, decode)
         self._gather = gather
 
     def reserve(self, tokens: int, rows: int) -> None:
@@ -79,6 +79,7 @@ class Fa3GatheredBackend(Fa3Backend):
             starts,
             step.max_query,
             step.page_table.shape[1] * self._pool.page_size,
+            softmax_scale=self._specs[layer].scale,
             causal=True,
             window_size=window,
             num_splits=splits_of(step),

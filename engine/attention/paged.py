@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.attention.base import AttentionBatch
+from engine.attention.base import AttentionBatch, AttentionSpec, Specs
 from engine.attention.beside import Beside
 from engine.attention.parts import lengths_differ
 from engine.pages.kv_pool import KvPool
@@ -49,6 +49,11 @@ class PagedStep(NamedTuple):
     """Whether decode rows differ in length (`engine.attention.parts`)."""
 
 
+def window_of(spec: AttentionSpec) -> tuple[int, int]:
+    """The library's window."""
+    return ALL if spec.window is None else (spec.window - 1, 0)
+
+
 def views_of(pool: KvPool) -> list[tuple[Tensor, Tensor]]:
     """Per layer, K and V as libraries read pages: [pages, page_size, Hkv, D]."""
     layers = map(pool.layer, range(pool.num_layers))
@@ -61,12 +66,11 @@ class PagedAttention(ABC):
 
     name: str
 
-    def __init__(self, pool: KvPool, windows: tuple[int | None, ...], kernels: ModuleType) -> None:
+    def __init__(self, pool: KvPool, specs: Specs, kernels: ModuleType) -> None:
         self._pool = pool
         self._kernels = kernels
         """The generation's module, or one with the same signatures."""
-        self._windows = windows
-        """Per layer: number of tokens that a position sees, with itself; None: all before it."""
+        self._specs = specs
         self._beside = Beside(pool.device)
 
     def reserve(self, tokens: int, rows: int) -> None:
@@ -138,14 +142,19 @@ class PagedAttention(ABC):
 
     def _prompts(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         step = self._step
-        visible = self._windows[layer]
-        window = ALL if visible is None else (visible - 1, 0)
+        window = window_of(self._specs[layer])
         if step.all_fresh:
-            return self._fresh_prompts(q, k, v, step, window)
+            return self._fresh_prompts(layer, q, k, v, step, window)
         return self._continued_prompts(layer, q, step, window)
 
     def _fresh_prompts(
-        self, q: Tensor, k: Tensor, v: Tensor, step: PagedStep, window: tuple[int, int]
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        step: PagedStep,
+        window: tuple[int, int],
     ) -> Tensor:
         """Attention of prompts that begin at position 0, over their own K and V."""
         out: Tensor = self._kernels.flash_attn_varlen_func(
@@ -156,6 +165,7 @@ class PagedAttention(ABC):
             step.query_starts,
             step.max_query,
             step.max_query,
+            softmax_scale=self._specs[layer].scale,
             causal=True,
             window_size=window,
         )

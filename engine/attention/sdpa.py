@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.base import AttentionBatch
+from engine.attention.base import AttentionBatch, AttentionSpec, Specs
 from engine.pages.kv_pool import KvPool
 
 HIDDEN = float("-inf")
@@ -59,26 +59,30 @@ class SdpaBackend:
 
     name = "sdpa"
 
-    def __init__(self, pool: KvPool, windows: tuple[int | None, ...]) -> None:
+    def __init__(self, pool: KvPool, specs: Specs) -> None:
         self._pool = pool
-        self._windows = windows
-        """Per layer: number of tokens that a position sees, with itself; None: all before it."""
+        self._specs = specs
         self._device = pool.device
 
     def begin(self, batch: AttentionBatch) -> None:
         """See `AttentionBackend`."""
         self._batch = batch
-        self._views = {window: self._view(batch, window) for window in set(self._windows)}
+        self._views = {
+            window: self._view(batch, window) for window in {spec.window for spec in self._specs}
+        }
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `AttentionBackend`."""
-        batch, view = self._batch, self._views[self._windows[layer]]
+        batch, spec = self._batch, self._specs[layer]
+        view = self._views[spec.window]
         k, v = self._pool.write(layer, batch.token_pages, batch.token_offsets, k, v)
         out = torch.empty_like(q)
         if view.decodes is not None:
-            out[: batch.num_decodes] = self._decode(layer, q[: batch.num_decodes], view.decodes)
+            out[: batch.num_decodes] = self._decode(
+                layer, q[: batch.num_decodes], view.decodes, spec
+            )
         for row in view.prompts:
-            out[row.new] = self._prompt(layer, q[row.new], k[row.new], v[row.new], row)
+            out[row.new] = self._prompt(layer, q[row.new], k[row.new], v[row.new], row, spec)
         return out
 
     def _view(self, batch: AttentionBatch, window: int | None) -> _StepView:
@@ -106,16 +110,16 @@ class SdpaBackend:
         hidden = (at >= lens) | (at < starts)
         return _DecodeView(self._pool.places(pages), hidden[:, None, None])
 
-    def _decode(self, layer: int, q: Tensor, view: _DecodeView) -> Tensor:
+    def _decode(self, layer: int, q: Tensor, view: _DecodeView, spec: AttentionSpec) -> Tensor:
         """Attention of q [B, Hq, D]. The query heads of a group share one product with their KV
         head."""
         keys, values = self._pool.gather(layer, view.places)
         grouped = q.reshape(q.shape[0], keys.shape[1], -1, q.shape[2])
-        logits = torch.matmul(grouped * q.shape[2] ** -0.5, keys.transpose(-1, -2))
+        logits = _capped(torch.matmul(grouped * spec.scale, keys.transpose(-1, -2)), spec)
         # Filled, not added: finite bytes in a page's tail may give infinite products.
         logits.masked_fill_(view.hidden, HIDDEN)
-        weights = logits.softmax(-1, dtype=torch.float32).to(q.dtype)
-        return torch.matmul(weights, values).view(q.shape)
+        sinks = None if spec.sinks is None else spec.sinks.view(grouped.shape[1:3])[..., None]
+        return torch.matmul(_weights(logits, sinks), values).view(q.shape)
 
     # -- prompt rows ----------------------------------------------------------------------------
 
@@ -147,12 +151,55 @@ class SdpaBackend:
         mask = torch.zeros(hidden.shape, dtype=self._pool.dtype, device=self._device)
         return mask.masked_fill_(hidden, HIDDEN)
 
-    def _prompt(self, layer: int, q: Tensor, k: Tensor, v: Tensor, row: _PromptView) -> Tensor:
+    def _prompt(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, row: _PromptView, spec: AttentionSpec
+    ) -> Tensor:
         q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
         if row.places is not None:
             keys, values = self._pool.gather(layer, row.places)
             k, v = keys[:, row.seen], values[:, row.seen]
+        if spec.soft_cap is not None or spec.sinks is not None:
+            return _written_out(q, k, v, row.mask, spec).transpose(0, 1)
         out = F.scaled_dot_product_attention(
-            q[None], k[None], v[None], row.mask, is_causal=row.mask is None, enable_gqa=True
+            q[None],
+            k[None],
+            v[None],
+            row.mask,
+            is_causal=row.mask is None,
+            scale=spec.scale,
+            enable_gqa=True,
         )
         return out[0].transpose(0, 1)
+
+
+def _written_out(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: AttentionSpec
+) -> Tensor:
+    """What PyTorch's operator cannot: caps and sinks. One KV head after the other, because all
+    logits of a long prompt would take much memory.
+
+    `q` [Hq, T, D], `k` and `v` [Hkv, L, D]; returns [Hq, T, D].
+    """
+    tokens, group = q.shape[1], q.shape[0] // k.shape[0]
+    if mask is None:
+        mask = torch.full((tokens, k.shape[1]), HIDDEN, dtype=q.dtype, device=q.device).triu_(1)
+    out = torch.empty_like(q)
+    for kv_head, (keys, values) in enumerate(zip(k, v, strict=True)):
+        own = slice(kv_head * group, (kv_head + 1) * group)
+        logits = _capped(torch.matmul(q[own] * spec.scale, keys.T), spec) + mask
+        sinks = None if spec.sinks is None else spec.sinks[own, None, None]
+        out[own] = torch.matmul(_weights(logits, sinks), values)
+    return out
+
+
+def _capped(logits: Tensor, spec: AttentionSpec) -> Tensor:
+    return logits if spec.soft_cap is None else (logits / spec.soft_cap).tanh_() * spec.soft_cap
+
+
+def _weights(logits: Tensor, sinks: Tensor | None) -> Tensor:
+    """[..., L]; `sinks` has a logit for each row, and its weight is left out."""
+    if sinks is None:
+        return logits.softmax(-1, dtype=torch.float32).to(logits.dtype)
+    sinks = sinks.to(logits.dtype).expand(*logits.shape[:-1], 1)
+    weights = torch.cat((logits, sinks), dim=-1).softmax(-1, dtype=torch.float32)
+    return weights[..., :-1].to(logits.dtype)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from engine.attention.base import AttentionBackend
+from engine.attention.base import AttentionBackend, Specs
 from engine.attention.fa2 import PAGE_MULTIPLE, Fa2Backend
 from engine.attention.fa3 import Fa3Backend
 from engine.attention.fa3_gathered import Fa3GatheredBackend
@@ -22,20 +22,18 @@ BACKENDS = ("auto", "fa3", "fa2", "sdpa")
 FA3_HEAD_DIMS = (64, 128, 256)
 FA2_MOST_HEAD_DIM = 256
 
-Windows = tuple[int | None, ...]
-
 
 class AttentionError(Exception):
     """The requested backend does not exist or cannot run here."""
 
 
-def choose_backend(name: str, pool: KvPool, windows: Windows) -> AttentionBackend:
+def choose_backend(name: str, pool: KvPool, specs: Specs) -> AttentionBackend:
     """Builds the backend called `name`, or the best one for the pool's device for "auto".
 
     Args:
         name: one of `BACKENDS`.
         pool: the pool with K and V.
-        windows: per layer, number of tokens that a position sees; None: all before it.
+        specs: attention of each layer.
 
     Raises:
         AttentionError: there is no such backend, or it cannot run here.
@@ -46,12 +44,12 @@ def choose_backend(name: str, pool: KvPool, windows: Windows) -> AttentionBacken
         if obstacle := _OBSTACLES[name](pool):
             raise AttentionError(f"attention backend {name} cannot run here: {obstacle}")
         log.info("attention: %s (as configured)", name)
-        return _BUILDERS[name](pool, windows)
+        return _BUILDERS[name](pool, specs)
     obstacles = {other: _OBSTACLES[other](pool) for other in BACKENDS[1:]}
     best = next(other for other, obstacle in obstacles.items() if not obstacle)
     reasons = "; ".join(f"not {other}: {why}" for other, why in obstacles.items() if why)
     log.info("attention: %s (%s)", best, reasons or "the best backend")
-    return _BUILDERS[best](pool, windows)
+    return _BUILDERS[best](pool, specs)
 
 
 def _fa3_obstacle(pool: KvPool) -> str:
@@ -102,20 +100,20 @@ def _import_obstacle(library: str) -> str:
     return ""
 
 
-def _build_fa3(pool: KvPool, windows: Windows) -> AttentionBackend:
+def _build_fa3(pool: KvPool, specs: Specs) -> AttentionBackend:
     library = importlib.import_module("flash_attn_interface")
     if pool.gathers:
         from engine.cuda.kv.fp8_decode import decode_attention_fp8
         from engine.cuda.kv.fp8_gather import Gatherer
 
-        return Fa3GatheredBackend(pool, windows, library, decode_attention_fp8, Gatherer(pool))
+        return Fa3GatheredBackend(pool, specs, library, decode_attention_fp8, Gatherer(pool))
     from engine.cuda.decode_attention import decode_attention
 
-    return Fa3Backend(pool, windows, library, decode_attention)
+    return Fa3Backend(pool, specs, library, decode_attention)
 
 
-def _build_fa2(pool: KvPool, windows: Windows) -> AttentionBackend:
-    return Fa2Backend(pool, windows, importlib.import_module("flash_attn"))
+def _build_fa2(pool: KvPool, specs: Specs) -> AttentionBackend:
+    return Fa2Backend(pool, specs, importlib.import_module("flash_attn"))
 
 
 _OBSTACLES: dict[str, Callable[[KvPool], str]] = {
@@ -123,7 +121,7 @@ _OBSTACLES: dict[str, Callable[[KvPool], str]] = {
     "fa2": _fa2_obstacle,
     "sdpa": _no_obstacle,
 }
-_BUILDERS: dict[str, Callable[[KvPool, Windows], AttentionBackend]] = {
+_BUILDERS: dict[str, Callable[[KvPool, Specs], AttentionBackend]] = {
     "fa3": _build_fa3,
     "fa2": _build_fa2,
     "sdpa": SdpaBackend,

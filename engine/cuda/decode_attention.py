@@ -17,10 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.attention.base import AttentionSpec
 from engine.attention.parts import LEAST_TOKENS_OF_FEW, Division
 from engine.cuda.kernels import launch
 from engine.pages.kv_pool import KvPool
 
+LOG2_E = 1.4426950408889634
 MERGE_WARPS = 1
 MIN_GROUP = 16
 """Rows of the smallest matrix product. The query heads of a KV head are padded to this number."""
@@ -144,7 +146,7 @@ def decode_attention(
     layer: int,
     contexts: Tensor,
     page_table: Tensor,
-    window: int | None,
+    spec: AttentionSpec,
     divided: Division,
 ) -> Tensor:
     """Attends from the last position of each row.
@@ -155,7 +157,7 @@ def decode_attention(
         layer: layer of the pool.
         contexts: [B] int32, positions of each row, at least 1.
         page_table: [B, P] int32.
-        window: positions seen, with the row's own; None: all.
+        spec: scale and window.
         divided: the division of the contexts.
 
     Returns:
@@ -165,7 +167,7 @@ def decode_attention(
     kv_heads = pool.num_kv_heads
     most, least, tiles = divided
     group = heads // kv_heads
-    seen = 1 << 30 if window is None else window
+    seen = 1 << 30 if spec.window is None else spec.window
     out = q.new_empty(rows, heads, dim)
     whole = most == 1
     places = 0 if whole else rows * heads * most
@@ -181,7 +183,7 @@ def decode_attention(
         partial,
         sums,
         out,
-        dim**-0.5 * 1.4426950408889634,
+        spec.scale * LOG2_E,
         pool.page_stride,
         pool.head_stride,
         layer * pool.layer_stride,

@@ -1,4 +1,4 @@
-"""The Llama family's forward pass with fused kernels, over the weights of `engine.model.llama`.
+"""The forward pass with fused kernels, over the weights of `engine.model.decoder`.
 
 The next norm adds a layer's output to the residual, so every value goes through memory once between
 two products.
@@ -13,18 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.paged import PagedAttention
-from engine.cuda import kernels
+from engine.cuda import feed_forward, kernels
+from engine.cuda.feed_forward import as_read
 from engine.cuda.kv.fp8_store import rope_store_fp8
 from engine.cuda.kv.rope_store import HeadNorms, rope_store
 from engine.cuda.products import CudaProducts
-from engine.cuda.products.rounding import (
-    add_rms_norm_rounded,
-    rms_norm_rounded,
-    rounded,
-    silu_mul_rounded,
-)
+from engine.cuda.products.rounding import add_rms_norm_rounded, rms_norm_rounded
 from engine.model import Model
-from engine.model.llama import Layer, Linear, RmsNorm
+from engine.model.decoder import Layer
+from engine.model.head_norms import HeadNorm
+from engine.model.linear import RmsNorm
 from engine.model.precision.rounding import Rounded, Rounding
 from engine.pages.kv_pool import KvPool
 
@@ -44,7 +42,7 @@ class RowEnds(NamedTuple):
 
 
 class _Next(NamedTuple):
-    norm: RmsNorm
+    norm: RmsNorm | None
     reader: Rounding | None
     """How the product after the norm rounds its input."""
 
@@ -63,7 +61,9 @@ class FusedForward:
         self._layers = cast("list[Layer]", list(model.layers))
         self._rope_store = _STORES.get(pool.precision, rope_store)
         self._head_norms = [_head_norms(layer) for layer in self._layers]
-        self._nexts = [_Next(layer.input_norm, layer.qkv.method.input) for layer in self._layers]
+        self._nexts = [
+            _Next(layer.before_attention, layer.qkv.method.input) for layer in self._layers
+        ]
         self._nexts.append(_Next(model.norm, None))
         """The norm before each layer and before the head, and who reads it."""
         self._rope = _rope_table(model, max_context_tokens)
@@ -80,7 +80,7 @@ class FusedForward:
         residual = F.embedding(token_ids, self._model.embedding)
         norm, reader = self._nexts[0]
         x = _norm(residual, norm, reader)
-        for layer, (norm, reader) in zip(self._layers, self._nexts[1:], strict=True):
+        for layer, (norm, next_reader) in zip(self._layers, self._nexts[1:], strict=True):
             q, k, v = self._project(layer, x, positions, stores)
             if ends is None or layer is not self._layers[-1]:
                 attended = self._attention.attend(layer.index, q, k, v)
@@ -91,10 +91,11 @@ class FusedForward:
                 attended = self._attention.attend_ends(
                     layer.index, q, ends.contexts, ends.page_table
                 )
-            out = layer.output(_rounded(attended.flatten(1), layer.output.method.input))
-            x = _add_norm(residual, out, layer.mlp_norm, layer.gate_up.method.input)
-            out = layer.down(_gated(x, layer.gate_up, layer.down.method.input))
-            x = _add_norm(residual, out, norm, reader)
+            out = layer.output(as_read(attended.flatten(1), layer.output.method.input))
+            reader = feed_forward.reader_of(layer.feed_forward)
+            x = _add_norm(residual, out, layer.before_feed_forward, reader)
+            out = feed_forward.run(layer.feed_forward, x)
+            x = _add_norm(residual, out, norm, next_reader)
         assert isinstance(x, Tensor)
         return x
 
@@ -111,44 +112,33 @@ class FusedForward:
         return self._rope_store(qkv, self._rope, positions, stores, self._pool, layer.index, norms)
 
 
-def _norm(x: Tensor, norm: RmsNorm, reader: Rounding | None) -> Tensor | Rounded:
+def _norm(x: Tensor, norm: RmsNorm | None, reader: Rounding | None) -> Tensor | Rounded:
+    assert norm is not None
     if reader is None:
         return kernels.rms_norm(x, norm.weight, norm.eps)
     return rms_norm_rounded(x, norm.weight, norm.eps, reader)
 
 
 def _add_norm(
-    residual: Tensor, x: Tensor, norm: RmsNorm, reader: Rounding | None
+    residual: Tensor, x: Tensor, norm: RmsNorm | None, reader: Rounding | None
 ) -> Tensor | Rounded:
     """Adds `x` to `residual` in place; returns the norm of the sum."""
+    assert norm is not None
     if reader is None:
         return kernels.add_rms_norm(residual, x, norm.weight, norm.eps)
     return add_rms_norm_rounded(residual, x, norm.weight, norm.eps, reader)
 
 
-def _rounded(x: Tensor, reader: Rounding | None) -> Tensor | Rounded:
-    return x if reader is None else rounded(x, reader)
-
-
-def _gated(x: Tensor | Rounded, gate_up: Linear, reader: Rounding | None) -> Tensor | Rounded:
-    """silu(gate) * up of [T, H] -> [T, I]."""
-    fused = gate_up.method.gated(x) if gate_up.bias is None else None
-    if fused is not None:
-        return _rounded(fused, reader)
-    both = gate_up(x)
-    return kernels.silu_mul(both) if reader is None else silu_mul_rounded(both, reader)
-
-
 def _head_norms(layer: Layer) -> HeadNorms | None:
-    if layer.q_norm is None or layer.k_norm is None:
+    if not isinstance(norms := layer.qk_norm, HeadNorm):
         return None
-    return HeadNorms(layer.q_norm.weight, layer.k_norm.weight, layer.q_norm.eps)
+    return HeadNorms(norms.q.weight, norms.k.weight, norms.q.eps)
 
 
 def _rope_table(model: Model, max_context_tokens: int) -> Tensor:
     """[positions, D]: cos of the D / 2 angles, then sin, with the model's rounding."""
-    frequencies = model.rope.frequencies
-    positions = torch.arange(max_context_tokens, device=frequencies.device)
-    cos, sin = model.rope(positions, model.embedding.dtype)
-    half = frequencies.shape[0]
+    (rope,) = model.ropes.frequencies
+    positions = torch.arange(max_context_tokens, device=model.embedding.device)
+    cos, sin = model.ropes.rotation(rope, positions, model.embedding.dtype)
+    half = len(rope.frequencies)
     return torch.cat((cos[:, 0, :half], sin[:, 0, :half]), dim=1).contiguous()

@@ -1,6 +1,6 @@
 """Fused Triton kernels: the work between two matrix products, in one pass over memory.
 
-All arithmetic is float32. A value is rounded at the same places as in `engine.model.llama`. The
+All arithmetic is float32. A value is rounded at the same places as in `engine.model.decoder`. The
 kernels that read and write the KV pool are in `engine.cuda.kv` and `engine.cuda.decode_attention`.
 """
 

@@ -1,7 +1,7 @@
 """The models: their configuration, their forward pass, and the loading of weights."""
 
 from engine.model.config import ModelConfig, ModelError, UnsupportedModelError
-from engine.model.llama import Model
+from engine.model.decoder import Model
 from engine.model.loading import LoadedModel, load_model
 
 __all__ = [

@@ -18,13 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.model.config import (
-    SUPPORTED_ARCHITECTURES,
-    ModelConfig,
-    ModelError,
-    UnsupportedModelError,
-    build_config,
-)
+from engine.model.config import ModelConfig, ModelError, Rope, UnsupportedModelError
+from engine.model.families import build_config
 from engine.model.region import Range
 from engine.model.sources import Header, WholeTensors
 
@@ -88,8 +83,8 @@ class GgufFile:
         self._fields = reader.fields
         self._whole = WholeTensors()
 
-    def config(self) -> ModelConfig:
-        """The header as a model config.
+    def config(self, max_context_tokens: int = 0) -> ModelConfig:
+        """The header as a model config. `max_context_tokens`: see `read_config`.
 
         Raises:
             UnsupportedModelError: the engine does not support the model.
@@ -111,12 +106,12 @@ class GgufFile:
         hf = AutoConfig.for_model(model_type, sliding_window=window or None, **settings)
         ends = (self._get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot"))
         eos_token_ids = tuple(sorted({int(end) for end in ends if end is not None}))
-        config = build_config(SUPPORTED_ARCHITECTURES[model_type], hf, eos_token_ids)
+        config = build_config(model_type, hf, eos_token_ids, max_context_tokens)
         if _ROPE_FACTORS not in self._tensors:
             return config
         divisors = self._read(_ROPE_FACTORS).tolist()
-        pairs = zip(config.rope_frequencies, divisors, strict=True)
-        return replace(config, rope_frequencies=tuple(f / divisor for f, divisor in pairs))
+        layers = [replace(each, rope=_divided(each.rope, divisors)) for each in config.layers]
+        return replace(config, layers=tuple(layers))
 
     @property
     def headers(self) -> dict[str, Header]:
@@ -218,6 +213,13 @@ def _hugging_face_name(name: str) -> str:
         case ["blk", layer, kind, suffix] if kind in _LAYER_NAMES:
             return f"model.layers.{layer}.{_LAYER_NAMES[kind]}.{suffix}"
     return name
+
+
+def _divided(rope: Rope | None, divisors: list[float]) -> Rope | None:
+    if rope is None:
+        return None
+    pairs = zip(rope.frequencies, divisors, strict=True)
+    return replace(rope, frequencies=tuple(f / divisor for f, divisor in pairs))
 
 
 def _stack_halves(weight: Tensor, heads: int) -> Tensor:

@@ -11,24 +11,18 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.checkpoints import Weights
-from engine.model.config import (
-    ModelConfig,
-    ModelError,
-    UnsupportedModelError,
-    read_config,
-    read_json,
-)
+from engine.model.config import ModelConfig, ModelError, UnsupportedModelError, read_json
+from engine.model.decoder import ALL, Layer, Model
+from engine.model.families import read_config
 from engine.model.gguf import GgufFile
-from engine.model.llama import ALL, Layer, Linear, Model
-from engine.model.precision.base import Format, Get, Part, TensorSpec
+from engine.model.places import Place, of_norm, plain
+from engine.model.precision.base import Format
 from engine.model.precision.choice import Precision
 from engine.model.precision.formats import read_format
 from engine.model.region import Range
@@ -42,7 +36,6 @@ Check = Callable[[Weights], None]
 """Takes the number of weights before they are read, and may refuse them."""
 Progress = Callable[[str, int, int], None]
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +60,7 @@ def load_model(
     load_format: str = "auto",
     seed: int = 0,
     quantization: str = "",
+    max_context_tokens: int = 0,
     check: Check | None = None,
     progress: Progress | None = None,
     shard: Shard = ALL,
@@ -82,6 +76,7 @@ def load_model(
             weights.
         seed: seed of dummy weights; equal seeds give equal weights in every process.
         quantization: "fp8" rounds the weights of the layers' products while they are loaded.
+        max_context_tokens: the longest context that will be computed; 0: what the model allows.
         check: is called before the memory of the weights is taken; what it raises goes through.
         progress: called with ("weights", tensors done, tensors in all).
         shard: the part that is loaded. Nothing else of the weights is kept or read, but the ends of
@@ -96,7 +91,7 @@ def load_model(
         raise ModelError(f"load format {load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
     folder, gguf = _locate(path, load_format)
     file = GgufFile(gguf) if gguf else None
-    config = file.config() if file else read_config(folder)
+    config = file.config(max_context_tokens) if file else read_config(folder, max_context_tokens)
     form = None if file else read_format(read_json(folder / "config.json"), folder)
     precision = Precision(device, dtype, form, quantization)
     check_ranks(config, precision, shard.count)
@@ -165,75 +160,17 @@ def _wants_gguf(folder: Path, load_format: str) -> bool:
 # -- places of a checkpoint's tensors -----------------------------------------------------------
 
 
-class Place(NamedTuple):
-    """A part of the model's weights."""
-
-    specs: dict[str, TensorSpec]
-    """The tensors of the checkpoint that fill it."""
-    fill: Callable[[Get], None]
-
-
 def _places(model: Model, form: Format | None) -> Iterator[Place]:
     """All parts of the model, in a fixed order. `form`: the format of quantised weights."""
-    yield _plain("model.embed_tokens.weight", model.embedding)
-    yield _plain("model.norm.weight", model.norm.weight)
-    if not model.config.tie_embeddings:
-        size, rows = model.config.vocab_size, model.shard.vocab(model.config)
-        yield _plain("lm_head.weight", model.head, rows, whole=size)
+    config, shard = model.config, model.shard
+    yield plain(f"{config.prefix}model.embed_tokens.weight", model.embedding)
+    yield of_norm(f"{config.prefix}model.norm", model.norm)
+    if not config.tie_embeddings:
+        rows = shard.vocab(config)
+        yield plain(f"{config.prefix}lm_head.weight", model.head, rows, whole=config.vocab_size)
     for layer in model.layers:
         assert isinstance(layer, Layer)
-        prefix = f"model.layers.{layer.index}."
-        yield _plain(f"{prefix}input_layernorm.weight", layer.input_norm.weight)
-        yield _plain(f"{prefix}post_attention_layernorm.weight", layer.mlp_norm.weight)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            yield _plain(f"{prefix}self_attn.q_norm.weight", layer.q_norm.weight)
-            yield _plain(f"{prefix}self_attn.k_norm.weight", layer.k_norm.weight)
-        for linear in (layer.qkv, layer.gate_up, layer.output, layer.down):
-            yield from _linear_places(linear, form, model.shard)
-
-
-def _plain(name: str, target: Tensor, rows: Range | None = None, whole: int = 0) -> Place:
-    """A tensor that is copied as it is, or these rows of a tensor of `whole` ones."""
-    size = whole or len(target)
-    spec = TensorSpec((size, *target.shape[1:]), _FLOATS)
-    return Place({name: spec}, partial(_fill_plain, target, name, rows or Range(0, size)))
-
-
-def _fill_plain(target: Tensor, name: str, rows: Range, get: Get) -> None:
-    target.copy_(get(name, rows))
-
-
-def _linear_places(linear: Linear, form: Format | None, shard: Shard) -> Iterator[Place]:
-    first = 0
-    for part in linear.parts:
-        module, region = part
-        if form is None or form.scheme(module) is None:
-            specs = {f"{module}.weight": TensorSpec(region.shape, _FLOATS)}
-            yield Place(specs, partial(_fill_float, linear, first, part))
-        else:
-            specs = form.specs(module, region.shape)
-            yield Place(specs, partial(_fill_quantised, linear, first, form, part))
-        if linear.bias is not None:
-            target = linear.bias[first : first + part.rows]
-            bias = _plain(f"{module}.bias", target, region.rows, whole=region.shape[0])
-            adds = shard.rank == 0 or region.columns.size == region.shape[1]
-            yield bias if adds else bias._replace(fill=partial(_fill_zeros, target, bias))
-        first += part.rows
-
-
-def _fill_float(linear: Linear, first: int, part: Part, get: Get) -> None:
-    name, region = f"{part.module}.weight", part.region
-    linear.method.fill(first, get(name, region.rows, region.columns))
-
-
-def _fill_quantised(linear: Linear, first: int, form: Format, part: Part, get: Get) -> None:
-    linear.method.fill(first, form.read(part.module, part.region, get))
-
-
-def _fill_zeros(target: Tensor, place: Place, get: Get) -> None:
-    """Reads for the revision alone: of a sum over all ranks, rank 0 adds the bias."""
-    place.fill(get)
-    target.zero_()
+        yield from layer.places(form, shard)
 
 
 def _shapes(places: list[Place]) -> dict[str, tuple[int, ...]]:

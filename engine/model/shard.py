@@ -11,15 +11,30 @@ Every range follows from rank and number of ranks alone.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
-from engine.model.config import ModelConfig, UnsupportedModelError
+from engine.model.config import GatedConfig, ModelConfig, UnsupportedModelError
 from engine.model.precision.base import Part
 from engine.model.precision.choice import Precision
 from engine.model.region import Range, Region
 
 MOST_RANKS: Final = 64
+
+
+class AttentionParts(NamedTuple):
+    """The weights around a layer's attention."""
+
+    qkv: list[Part]
+    output: list[Part]
+
+
+class GatedParts(NamedTuple):
+    """The weights of a gated feed-forward."""
+
+    gate_up: list[Part]
+    down: list[Part]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,29 +59,71 @@ class Shard:
         each = -(-config.vocab_size // self.count)
         return Range(self.rank * each, min(config.vocab_size, (self.rank + 1) * each))
 
-    def regions(self, config: ModelConfig) -> dict[str, Region]:
-        """Its parts of the weights of a layer, by the ends of their names."""
-        hidden, dim = config.hidden_size, config.head_dim
-        q_shape, kv_shape = ((n * dim, hidden) for n in (config.num_heads, config.num_kv_heads))
-        middle_shape = config.intermediate_size, hidden
+    def attention_parts(self, config: ModelConfig, index: int) -> AttentionParts:
+        """Its parts of the weights of a layer's attention."""
+        dim = config.head_dim
+        q, kv = config.num_heads * dim, config.num_kv_heads * dim
         heads, kv_heads = (
             Range(own.start * dim, own.end * dim)
             for own in (self.heads(config), self.kv_heads(config))
         )
-        middle = self._even(config.intermediate_size)
-        return {
-            "self_attn.q_proj": Region.some_rows(q_shape, heads),
-            "self_attn.k_proj": Region.some_rows(kv_shape, kv_heads),
-            "self_attn.v_proj": Region.some_rows(kv_shape, kv_heads),
-            "self_attn.o_proj": Region.some_columns((hidden, q_shape[0]), heads),
-            "mlp.gate_proj": Region.some_rows(middle_shape, middle),
-            "mlp.up_proj": Region.some_rows(middle_shape, middle),
-            "mlp.down_proj": Region.some_columns((hidden, middle_shape[0]), middle),
-        }
+        sizes = [(q, heads), (kv, kv_heads), (kv, kv_heads)]
+        return AttentionParts(
+            _stacked(config, index, config.qkv, sizes),
+            _columns(config, index, "self_attn.o_proj", q, heads),
+        )
+
+    def gated_parts(self, config: ModelConfig, index: int, own: GatedConfig) -> GatedParts:
+        """Its parts of the weights of a gated feed-forward of a layer."""
+        middle = self._even(own.width)
+        sizes = [(own.width, middle)] * 2
+        return GatedParts(
+            _stacked(config, index, own.gate_up, sizes),
+            _columns(config, index, own.down, own.width, middle),
+        )
+
+    def parts(self, config: ModelConfig) -> Iterator[Part]:
+        """Its parts of the weights of all layers."""
+        for index, layer in enumerate(config.layers):
+            for parts in self.attention_parts(config, index):
+                yield from parts
+            for parts in self.gated_parts(config, index, layer.feed_forward):
+                yield from parts
 
     def _even(self, count: int) -> Range:
         each = count // self.count
         return Range(self.rank * each, (self.rank + 1) * each)
+
+
+def _stacked(
+    config: ModelConfig, index: int, names: tuple[str, ...], sizes: list[tuple[int, Range]]
+) -> list[Part]:
+    """Weights that are kept one below the other.
+
+    Args:
+        config: of the model.
+        index: of the layer.
+        names: their modules: one for each weight, or one for all, in which they stand in order.
+        sizes: rows of each weight, and those that the rank has of them.
+    """
+    hidden, total = config.hidden_size, sum(rows for rows, _ in sizes)
+    parts, first = [], 0
+    for place, (rows, own) in enumerate(sizes):
+        if len(names) == len(sizes):
+            name, region = names[place], Region.some_rows((rows, hidden), own)
+        else:
+            own = Range(first + own.start, first + own.end)
+            name, region = names[0], Region.some_rows((total, hidden), own)
+        parts.append(Part(config.layer_name(index, name), region))
+        first += rows
+    if len(names) < len(sizes) and sum(part.rows for part in parts) == total:
+        return [Part(parts[0].module, Region.whole(total, hidden))]
+    return parts
+
+
+def _columns(config: ModelConfig, index: int, name: str, inputs: int, own: Range) -> list[Part]:
+    region = Region.some_columns((config.hidden_size, inputs), own)
+    return [Part(config.layer_name(index, name), region)]
 
 
 def check_ranks(config: ModelConfig, precision: Precision, count: int) -> None:
@@ -86,20 +143,20 @@ def _obstacle(config: ModelConfig, precision: Precision, count: int) -> str:
     """Why so many ranks cannot hold the model; empty: they can."""
     if count == 1:
         return ""
-    heads, kv_heads, middle = config.num_heads, config.num_kv_heads, config.intermediate_size
+    heads, kv_heads = config.num_heads, config.num_kv_heads
     if heads % count:
         return f"it does not divide the {heads} attention heads"
     if kv_heads % count and count % kv_heads:
         return f"it neither divides the {kv_heads} KV heads nor is a multiple of them"
-    if middle % count:
-        return f"it does not divide the feed-forward width {middle}"
+    for middle in {layer.feed_forward.width for layer in config.layers}:
+        if middle % count:
+            return f"it does not divide the feed-forward width {middle}"
     if count * count > config.vocab_size:
         return f"the vocabulary has {config.vocab_size} tokens only"
-    for layer in range(config.num_layers):
-        for rank in range(count):
-            for name, region in Shard(rank, count).regions(config).items():
-                if cut := _cut(Part(f"model.layers.{layer}.{name}", region), precision):
-                    return cut
+    for rank in range(count):
+        for part in Shard(rank, count).parts(config):
+            if cut := _cut(part, precision):
+                return cut
     return ""
 
 

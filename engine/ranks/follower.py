@@ -25,6 +25,7 @@ from engine.loop.running import TorchSteps
 from engine.model import LoadedModel, ModelError
 from engine.model.shard import Shard
 from engine.pages.kv_pool import KvPool
+from engine.parent import end_with_parent
 from engine.ranks.collective import CollectiveError, GlooCollective
 from engine.ranks.figures import RankFigures, TimedCollective
 from engine.ranks.process import (
@@ -38,7 +39,6 @@ from engine.ranks.process import (
     STORE,
     address,
     beside_of,
-    end_with_parent,
     read_config,
     steps_of,
 )

@@ -13,10 +13,7 @@ A rank that has any error reports `FAILED` and ends. It also ends with the threa
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
-import signal
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -36,7 +33,6 @@ STOP: Final = b"stop"
 LOADED: Final = "loaded"
 READY: Final = "ready"
 FAILED: Final = "failed"
-_PR_SET_PDEATHSIG: Final = 1
 
 
 def address(folder: Path, name: str) -> str:
@@ -72,14 +68,3 @@ def read_config(folder: Path) -> tuple[EngineConfig, str]:
     beside = content.pop(BESIDE)
     config = EngineConfig(**content | {"eos_token_ids": frozenset(content["eos_token_ids"])})
     return config, beside
-
-
-def end_with_parent(parent: int) -> None:
-    """Has the kernel kill this process with the thread that started it.
-
-    Args:
-        parent: the process of that thread. If it is gone already, this process ends now.
-    """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)

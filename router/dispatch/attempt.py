@@ -231,7 +231,7 @@ class Attempt:
         self._prompt_computed(leg)
         if leg is self.prefill:
             self._first_ids = [record.token_id for record in first.records]
-        self.run.first_known(first.cached_prompt_tokens)
+        self.run.first_known(first.cached_prompt_tokens, dict(first.loaded_prompt_tokens))
         self.run.add(merge.first_tokens(first, self.group.choices, self._first_indexes))
 
     def _prompt_computed(self, leg: Leg) -> None:

@@ -29,6 +29,7 @@ from chaos.plan import Topology
 TEND_S: Final = 0.05
 ADMIN_TIMEOUT_S: Final = 5.0
 READY_S: Final = 60.0
+STORE_MODULE: Final = "engine.tiers.stores.child"
 Sample = tuple[str, tuple[tuple[str, str], ...]]
 
 
@@ -167,6 +168,13 @@ class Arena:
         with contextlib.suppress(psutil.Error):
             rank.resume()
         self._is_awake(name)
+
+    def signal_stores(self, name: str, number: signal.Signals) -> None:
+        """To the processes of a worker's stores that run now."""
+        for child in psutil.Process(self.pid(name)).children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if STORE_MODULE in child.cmdline():
+                    child.send_signal(number)
 
     async def tend(self) -> None:
         """Restarts the dead and wakes the stopped, for ever."""

@@ -43,6 +43,8 @@ FaultKind = Literal[
     "kill_writer",
     "kill_rank",
     "freeze_rank",
+    "kill_store",
+    "freeze_store",
 ]
 OF_RANKS: Final[dict[FaultKind, FaultKind]] = {"kill": "kill_rank", "freeze": "freeze_rank"}
 """What befalls a worker of several ranks befalls one of them, mostly: not rank 0."""
@@ -64,9 +66,13 @@ WEIGHTS: Final[dict[FaultKind, int]] = {
     "short_grants": 8,
     "cut_path": 6,
     "kill_writer": 8,
+    "kill_store": 6,
+    "freeze_store": 3,
 }
 OF_HAND_OFFS: Final = ("short_grants", "cut_path", "kill_writer")
 """Between a prefill and a decode worker."""
+OF_STORES: Final = ("kill_store", "freeze_store")
+"""Of the processes that read and write a worker's stores. No request needs them."""
 ENDINGS: Final = ("kill", "kill", "stop")
 PREFILL_POINTS: Final = (
     "prefill.submitted",
@@ -200,7 +206,11 @@ class RunPlan:
     def others_can_take_over(self) -> bool:
         """Whether each request must come to its end all the same: at most one worker is struck,
         and another one does what it does."""
-        struck = {fault.target for fault in self.faults if fault.target != "client"}
+        struck = {
+            fault.target
+            for fault in self.faults
+            if fault.target != "client" and fault.kind not in OF_STORES
+        }
         return not struck or (
             len(struck) == 1 and all(self.topology.peers(name) > 1 for name in struck)
         )
@@ -312,9 +322,11 @@ def _poisoned(topology: Topology) -> list[Fault]:
 
 
 def _faults(rng: random.Random, kind: FaultKind, topology: Topology) -> list[Fault]:
-    """What is drawn under one name; what needs a hand-off is a death where there is none."""
+    """What is drawn under one name; a death where there is no hand-off or store that it needs."""
     if kind == "poison":
         return _poisoned(topology)
+    if kind in OF_STORES and not topology.tiers:
+        return [_fault(rng, "kill", topology)]
     if kind not in OF_HAND_OFFS:
         return [_fault(rng, kind, topology)]
     if not (topology.prefills and topology.decodes):
@@ -349,8 +361,10 @@ def _fault(rng: random.Random, kind: FaultKind, topology: Topology) -> Fault:
             return Fault(kind, at_s, "client")
         case "freeze_client":
             return Fault(kind, at_s, "client", lasts_s=rng.choice((0.3, 1.5, 4.0)))
-        case "kill":
+        case "kill" | "kill_store":
             return Fault(kind, at_s, target, restart_after_s=restart_after_s)
+        case "freeze_store":
+            return Fault(kind, at_s, target, lasts_s=rng.choice((0.3, 1.5, 4.0)))
         case "freeze":
             lasts_s = rng.choice((0.3, 0.3, 1.5, 1.5, 4.5, 4.5, 7.0))
             return Fault(kind, at_s, target, lasts_s=lasts_s)

@@ -42,8 +42,8 @@ def check(cluster: Cluster, model: Path, lengths: tuple[int, ...] = (5, 40, 200)
             assert list(answer.token_ids) == references(model)(prompt, 12, past_end=True).tokens
 
 
-def ranked(model: Path, logs: Path, prefill: int, decode: int, **options: Any) -> Cluster:
-    own = {"prefill-0": {"tp": prefill}, "decode-0": {"tp": decode}}
+def ranked(model: Path, logs: Path, shape: tuple[int, int], **options: Any) -> Cluster:
+    own = {"prefill-0": {"tp": shape[0]}, "decode-0": {"tp": shape[1]}}
     return make_cluster(model, logs, own=own, **options)
 
 
@@ -51,7 +51,7 @@ def ranked(model: Path, logs: Path, prefill: int, decode: int, **options: Any) -
 @pytest.mark.parametrize("shape", SHAPES)
 def test_pages_go_from_any_ranks_to_any_others(shape: tuple[int, int], tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model", **EIGHT_HEADS)
-    cluster = ranked(model, tmp_path / "logs", *shape)
+    cluster = ranked(model, tmp_path / "logs", shape)
     try:
         cluster.start_all()
         check(cluster, model)
@@ -67,7 +67,7 @@ def test_pages_go_from_any_ranks_to_any_others(shape: tuple[int, int], tmp_path:
 @pytest.mark.timeout(400)
 def test_a_rank_that_is_killed_ends_its_worker_and_requests_go_on(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model", **EIGHT_HEADS)
-    cluster = ranked(model, tmp_path / "logs", 2, 2, prefill=1, decode=2)
+    cluster = ranked(model, tmp_path / "logs", (2, 2), prefill=1, decode=2)
     try:
         cluster.start_all()
         check(cluster, model)

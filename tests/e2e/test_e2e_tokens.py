@@ -14,7 +14,7 @@ from tiny_models import write_tiny_model
 
 from baton.client.clients import Client
 from baton.client.generation import FinishReason
-from engine.model.config import read_config
+from engine.model.families import read_config
 
 TEXTS = [
     "Prefill runs the first leg, decode runs the second.",

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from engine.attention import AttentionSpec, Specs
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.schedule.scheduler import Scheduler
@@ -31,6 +32,11 @@ from engine.types import (
 )
 
 GREEDY = SamplingParams(temperature=0.0)
+
+
+def specs_of(windows: Sequence[int | None], dim: int) -> Specs:
+    """Plain attention of layers with these windows, over heads of `dim` numbers."""
+    return tuple(AttentionSpec(dim**-0.5, window) for window in windows)
 
 
 class Run:

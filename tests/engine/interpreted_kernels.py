@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import interpreter
 
+from engine.attention import AttentionSpec
 from engine.attention.parts import Division, Tiles
 from engine.cuda.kv import fp8_gather
 from engine.cuda.kv.fp8_decode import decode_attention_fp8
@@ -80,7 +81,9 @@ def check_decode(page_size: int, window: int | None, parts: tuple[int, int], spr
     pool, table = filled(contexts, page_size, spread)
     q = torch.randn(4, HEADS + 4, DIM)[:, :HEADS] * torch.tensor([1, 1e-9, 30, 0])[:, None, None]
     division = Division(*parts, Tiles(64, 4, 3))
-    got = decode_attention_fp8(q, pool, 1, contexts, table, window, division)
+    got = decode_attention_fp8(
+        q, pool, 1, contexts, table, AttentionSpec(DIM**-0.5, window), division
+    )
     for row, length in enumerate(contexts.tolist()):
         first = 0 if window is None else max(0, length - window)
         places = pool.places(table[row].long())
@@ -101,7 +104,8 @@ def check_no_number_is_told() -> None:
     pool.write(1, table[0, :1].long(), at, nan, v)
     pool.write(1, table[1, :1].long(), at, k, nan)
     q = torch.randn(3, HEADS, DIM)
-    got = decode_attention_fp8(q, pool, 1, contexts, table, None, Division(1, 1, Tiles(64, 4, 3)))
+    division = Division(1, 1, Tiles(64, 4, 3))
+    got = decode_attention_fp8(q, pool, 1, contexts, table, AttentionSpec(DIM**-0.5), division)
     assert got.isnan().all(2).all(1).tolist() == [True, True, False]
     assert got[2].isfinite().all()
 

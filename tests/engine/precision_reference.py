@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from engine.model.llama import Linear, Model
+from engine.model.decoder import Model
+from engine.model.linear import Linear
 
 MOST = 448.0
 LEAST_SCALE = 1e-12

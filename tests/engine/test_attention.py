@@ -11,9 +11,17 @@ import flash_attn_like
 import numpy as np
 import pytest
 import torch
+from engine_kit import specs_of
 from torch import Tensor
 
-from engine.attention import AttentionBackend, AttentionBatch, AttentionError, choose_backend
+from engine.attention import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionError,
+    AttentionSpec,
+    Specs,
+    choose_backend,
+)
 from engine.attention.fa2 import Fa2Backend
 from engine.pages.kv_pool import PlainPool
 
@@ -61,38 +69,47 @@ def put(pool: PlainPool, pages: Tensor, layer: int, kv: tuple[Tensor, Tensor]) -
             stored[pages[position // pool.page_size], :, position % pool.page_size] = token
 
 
-def written_out(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+def written_out(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
     """q [N, Hq, D] at the end of k, v [C, Hkv, D], one query and head at a time, in float64."""
     out = torch.empty_like(q, dtype=torch.float64)
+    window, cap = spec.window, spec.soft_cap
     group = q.shape[1] // k.shape[1]
     for n in range(len(q)):
         end = len(k) - len(q) + n + 1
         seen = slice(0 if window is None else max(0, end - window), end)
         for head in range(q.shape[1]):
             keys, values = (t[seen, head // group].double() for t in (k, v))
-            weights = (keys @ q[n, head].double() / DIM**0.5).softmax(0)
-            out[n, head] = weights @ values
+            logits = keys @ q[n, head].double() * spec.scale
+            if cap is not None:
+                logits = (logits / cap).tanh() * cap
+            if spec.sinks is not None:
+                logits = torch.cat((logits, spec.sinks[head, None].double()))
+            out[n, head] = logits.softmax(0)[: len(keys)] @ values
     return out
 
 
-def backend_over(name: str, pool: PlainPool, windows: tuple[int | None, ...]) -> AttentionBackend:
+def backend_over(name: str, pool: PlainPool, specs: Specs) -> AttentionBackend:
     if name == "fa2":
-        return Fa2Backend(pool, windows, flash_attn_like)
-    return choose_backend(name, pool, windows)
+        return Fa2Backend(pool, specs, flash_attn_like)
+    return choose_backend(name, pool, specs)
 
 
 def check(
     rows: list[Row],
     size: int,
-    windows: tuple[int | None, ...],
+    windows: tuple[int | None, ...] | Specs,
     decodes: int,
     seed: int,
     name: str = "sdpa",
 ):
+    specs = tuple(
+        each if isinstance(each, AttentionSpec) else AttentionSpec(DIM**-0.5, each)
+        for each in windows
+    )
     generator = torch.Generator().manual_seed(seed)
     pool = make_pool(size)
     batch = make_batch(rows, size, np.random.default_rng(seed), decodes)
-    backend = backend_over(name, pool, windows)
+    backend = backend_over(name, pool, specs)
     backend.begin(batch)
     for layer in reversed(range(LAYERS)):
         kv = [torch.randn(2, row.context, KV_HEADS, DIM, generator=generator) for row in rows]
@@ -101,7 +118,7 @@ def check(
             put(pool, pages, layer, (k[: -row.new], v[: -row.new]))
         new = [t[:, -row.new :] for row, t in zip(rows, kv, strict=True)]
         got = backend(layer, torch.cat(q), *torch.cat(new, dim=1))
-        want = [written_out(a, *b, windows[layer]) for a, b in zip(q, kv, strict=True)]
+        want = [written_out(a, *b, specs[layer]) for a, b in zip(q, kv, strict=True)]
         torch.testing.assert_close(got.double(), torch.cat(want), atol=1e-5, rtol=1e-4)
 
 
@@ -121,6 +138,19 @@ WINDOWS = ((None,) * 3, (5, None, 16), (1, 200, 8))
 def test_every_mix_of_rows(mix, name, size, windows):
     rows, decodes = MIXES[mix]
     check(rows, size, windows, decodes, 7, name)
+
+
+FEATURES = (
+    AttentionSpec(0.5, 9, soft_cap=0.8),
+    AttentionSpec(0.3, None, sinks=torch.linspace(-2, 3, HEADS)),
+    AttentionSpec(0.4, 5, 2.0, torch.linspace(2, -1, HEADS)),
+)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_scales_caps_and_sinks(mix):
+    rows, decodes = MIXES[mix]
+    check(rows, 8, FEATURES, decodes, 7)
 
 
 @pytest.mark.parametrize("name", ["sdpa", "fa2"])
@@ -147,7 +177,7 @@ def test_new_tokens_go_where_the_batch_says_and_nowhere_else():
     pool = make_pool(8)
     rows = [Row(1, 12), Row(5, 10)]
     batch = make_batch(rows, 8, np.random.default_rng(0), decodes=1)
-    backend = choose_backend("auto", pool, (None,) * LAYERS)
+    backend = choose_backend("auto", pool, specs_of((None,) * LAYERS, DIM))
     backend.begin(batch)
     k, v = torch.randn(2, 6, KV_HEADS, DIM)
     before = pool.elements.clone()
@@ -164,7 +194,7 @@ def test_half_precision_ignores_bytes_that_overflow(dtype):
     pool = make_pool(16, dtype)
     pool.elements.fill_(torch.finfo(dtype).max / 2)
     rows = [Row(1, 3), Row(1, 18), Row(4, 4)]
-    backend = choose_backend("sdpa", pool, (None, 2, None))
+    backend = choose_backend("sdpa", pool, specs_of((None, 2, None), DIM))
     backend.begin(make_batch(rows, 16, np.random.default_rng(0), decodes=2))
     for stored in pool.layer(1):
         stored[:, :, :3] = 0.5
@@ -178,7 +208,7 @@ def test_an_int32_page_table_will_do():
     pool = make_pool(8)
     batch = make_batch([Row(1, 9), Row(4, 12)], 8, np.random.default_rng(0), decodes=1)
     q, k, v = (torch.randn(5, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
-    backend = choose_backend("sdpa", pool, (4, None, None))
+    backend = choose_backend("sdpa", pool, specs_of((4, None, None), DIM))
     backend.begin(batch)
     want = backend(0, q, k, v)
     narrow = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
@@ -189,9 +219,9 @@ def test_an_int32_page_table_will_do():
 @pytest.mark.parametrize("name", ["fa3", "fa2"])
 def test_a_backend_that_cannot_run_says_why(name):
     with pytest.raises(AttentionError, match=f"{name} cannot run here: the device is a cpu"):
-        choose_backend(name, make_pool(256), (None,) * LAYERS)
+        choose_backend(name, make_pool(256), specs_of((None,) * LAYERS, DIM))
 
 
 def test_a_backend_that_does_not_exist_is_refused():
     with pytest.raises(AttentionError, match=r"'flash'.*sdpa"):
-        choose_backend("flash", make_pool(8), (None,) * LAYERS)
+        choose_backend("flash", make_pool(8), specs_of((None,) * LAYERS, DIM))

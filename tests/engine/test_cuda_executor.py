@@ -50,7 +50,7 @@ class Device:
         wanted = SamplingParams(temperature=0.0, top_logprobs=5)
         for slot in range(SLOTS):
             self.sampler.assign(slot, wanted, StopRules(99), 0, NOTHING, NOTHING)
-        backend = choose_backend("fa3", self.pool, model.windows)
+        backend = choose_backend("fa3", self.pool, loaded.model.attention_specs)
         bounds = Bounds(max_sequences=SLOTS, max_step_tokens=1024, max_context_tokens=most_context)
         torch.cuda.synchronize()
         self.executor = CudaExecutor(loaded.model, self.pool, backend, self.sampler, bounds)

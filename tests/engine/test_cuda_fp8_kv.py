@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from engine_kit import check_baseline, hand_off, submit
+from engine_kit import check_baseline, hand_off, specs_of, submit
 from test_cuda_engine import build_on_gpu, prompt_of, run_all
 from test_cuda_executor import Device, assert_same, loaded, random_rows
 from test_cuda_kernels import CUDA, PAGE_SIZE, draw, pool_of, relative_error
 
-from engine.attention import AttentionBatch, choose_backend
+from engine.attention import AttentionBatch, AttentionSpec, choose_backend
 from engine.attention.parts import LARGE, MIDDLE, OF_FEW, SMALL, Division
 from engine.pages.fp8_pool import Fp8Pool
 from engine.pages.kv_pool import KvPool, PlainPool
@@ -80,7 +80,9 @@ def test_parts_of_a_context_make_a_whole(parts, tiles, page_size, window):
     table = torch.randperm(pool.num_pages, device=CUDA).int().view(6, -1)
     q = draw(6, 12, 128) * torch.tensor([1, 900, 1e-6, 1, 3, 1], device=CUDA)[:, None, None]
     q = q.bfloat16()[:, :8]
-    got = decode_attention_fp8(q, pool, 1, contexts, table, window, Division(*parts, tiles))
+    got = decode_attention_fp8(
+        q, pool, 1, contexts, table, AttentionSpec(128**-0.5, window), Division(*parts, tiles)
+    )
     for row, length in enumerate(contexts.tolist()):
         first = 0 if window is None else max(0, length - window)
         places = pool.places(table[row].long())
@@ -130,7 +132,7 @@ def test_fa3_equals_sdpa(rows, heads, kv_heads, dim, window):
     q, k, v = (draw(total, n, dim, seed=i) for i, n in enumerate((heads, kv_heads, kv_heads)))
     got = []
     for name in ("fa3", "sdpa"):
-        backend = choose_backend(name, pool, (None, window))
+        backend = choose_backend(name, pool, specs_of((None, window), dim))
         backend.begin(batch)
         got.append([backend(layer, q, k, v) for layer in (0, 1)])
     for ours, theirs in zip(*got, strict=True):

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from engine_kit import specs_of
 
-from engine.attention import AttentionBatch, choose_backend
+from engine.attention import AttentionBatch, AttentionSpec, choose_backend
 from engine.attention.parts import LARGE, MIDDLE, OF_FEW, SMALL, Division, division
-from engine.model.llama import rotate
+from engine.model.decoder import rotate
 from engine.pages.kv_pool import KvPool, PlainPool
 
 pytestmark = pytest.mark.gpu
@@ -121,7 +122,9 @@ def test_parts_of_a_context_make_a_whole(parts, tiles, page_size, window):
     pool.elements.normal_()
     table = torch.randperm(pool.num_pages, device=CUDA).int().view(6, -1)
     q = draw(6, 12, 128)[:, :8]
-    got = decode_attention(q, pool, 1, contexts, table, window, Division(*parts, tiles))
+    got = decode_attention(
+        q, pool, 1, contexts, table, AttentionSpec(128**-0.5, window), Division(*parts, tiles)
+    )
     for row, length in enumerate(contexts.tolist()):
         kv = torch.stack([x[table[row].long()] for x in pool.layer(1)]).transpose(1, 2)
         kv = kv.reshape(2, 2, -1, 128)
@@ -142,12 +145,13 @@ def test_batches_of_any_size_are_cut_to_the_same_result(times):
     pool.elements.normal_()
     table = torch.randperm(pool.num_pages, device=CUDA).int().view(6, -1)
     q, rows = draw(6, 8, 128).repeat(times, 1, 1), (contexts.repeat(times), table.repeat(times, 1))
-    want = decode_attention(q, pool, 1, *rows, None, Division(1, 1, OF_FEW))
+    spec = AttentionSpec(128**-0.5)
+    want = decode_attention(q, pool, 1, *rows, spec, Division(1, 1, OF_FEW))
     for differ in (True, False):
         divided = division(len(q), 2, differ=differ)
-        got = decode_attention(q, pool, 1, *rows, None, divided)
+        got = decode_attention(q, pool, 1, *rows, spec, divided)
         assert relative_error(got, want) < 1e-2
-        again = decode_attention(q, pool, 1, *rows, None, divided)
+        again = decode_attention(q, pool, 1, *rows, spec, divided)
         assert torch.equal(got, again), "a division gives a row the same result every time"
         assert torch.equal(got[:6], got[-6:]), "and in every place"
 
@@ -212,7 +216,7 @@ def test_fa3_equals_sdpa(rows, heads, kv_heads, dim, window):
     )
     got = []
     for name in ("fa3", "sdpa"):
-        backend = choose_backend(name, pool, (None, window))
+        backend = choose_backend(name, pool, specs_of((None, window), dim))
         backend.begin(batch)
         got.append([backend(layer, q, k, v) for layer in (0, 1)])
     for ours, theirs in zip(*got, strict=True):
@@ -228,7 +232,7 @@ def test_fa3_reads_pages_beyond_two_to_the_31_elements():
     q, k, v = draw(6, 32, 128), draw(6, 8, 128), draw(6, 8, 128, seed=5)
     for where, first in ((pool, 2050), (small, 1)):
         table = torch.arange(first, first + 10, device=CUDA)[None]
-        backend = choose_backend("fa3", where, (None,) * 32)
+        backend = choose_backend("fa3", where, specs_of((None,) * 32, 128))
         queries, contexts = np.array([1, 5], np.int32), np.array([80, 80], np.int32)
         batch = AttentionBatch(
             queries, contexts, 1, table.view(2, 5), table.view(-1)[[4, 9, 9, 9, 9, 9]],

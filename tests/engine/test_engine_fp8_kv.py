@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from engine.attention import AttentionError, choose_backend
 from engine.attention.sdpa import SdpaBackend
 from engine.engine import Engine, EngineError
-from engine.model.llama import Model
+from engine.model.decoder import Model
 from engine.pages.blocks import CacheEvent, CacheEventKind
 from engine.pages.fp8_rounding import Rounded, round_rows, widen
 

@@ -11,7 +11,7 @@ from tiny_models import write_tiny_model
 
 from engine.attention.fa2 import Fa2Backend
 from engine.engine import EngineError
-from engine.model.llama import Model
+from engine.model.decoder import Model
 from engine.pages.blocks import CacheEvent, CacheEventKind
 from engine.types import EndReason, FailureReason, Mode, SamplingParams
 
@@ -248,7 +248,7 @@ def test_flash_attention_2_over_a_stand_in_for_its_library(model_path, reference
     """Chunks, decode rows and a prefix from the cache, pages of 256 tokens."""
     monkeypatch.setattr(
         "engine.building.choose_backend",
-        lambda _name, pool, windows: Fa2Backend(pool, windows, flash_attn_like),
+        lambda _name, pool, specs: Fa2Backend(pool, specs, flash_attn_like),
     )
     engine = build(model_path, page_size=256, num_pages=40, max_step_tokens=300)
     try:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.model.llama import Linear, RmsNorm
+from engine.model.linear import Build, Linear, RmsNorm
 from engine.model.precision.base import Part
 from engine.model.precision.fp8 import Fp8Blocks, Fp8Channels
 from engine.model.precision.rounding import (
@@ -26,6 +26,8 @@ from engine.model.precision.rounding import (
     round_static,
 )
 from engine.model.region import Region
+from engine.model.shard import Shard
+from engine.ranks.collective import Alone
 
 
 def test_the_largest_of_a_row_is_exact_and_others_are_near():
@@ -153,15 +155,16 @@ class Block:
 
     def __init__(self, method: type[Fp8Channels | Fp8Blocks]) -> None:
         self.up, self.down = (fp8_weight(method, *shape) for shape in ((3072, 512), (512, 1536)))
-        self.norm = RmsNorm(512, 1e-5, torch.bfloat16, checks.DEVICE)
+        self.norm = RmsNorm(512, 1e-5, build_of(None))
         self.norm.weight.copy_(checks.draw(512))
 
     def __call__(self, residual: Tensor, x: Tensor) -> Tensor:
         """Adds x to the residual, and returns what is added next."""
-        from engine.cuda.forward import _add_norm, _gated
+        from engine.cuda.feed_forward import gated
+        from engine.cuda.forward import _add_norm
 
         normed = _add_norm(residual, x, self.norm, self.up.method.input)
-        return self.down(_gated(normed, self.up, self.down.method.input))
+        return self.down(gated(normed, self.up, self.down.method.input))
 
 
 def fp8_weight(method: type[Fp8Channels | Fp8Blocks], outputs: int, inputs: int) -> Linear:
@@ -172,9 +175,11 @@ def fp8_weight(method: type[Fp8Channels | Fp8Blocks], outputs: int, inputs: int)
     own.fill(0, checks.draw(outputs, inputs) / inputs**0.5)
     own.finish(CudaProducts())
     precision = SimpleNamespace(method=lambda *_: own)
-    return Linear(
-        [Part("", Region.whole(outputs, inputs))], False, torch.bfloat16, checks.DEVICE, precision
-    )
+    return Linear([Part("", Region.whole(outputs, inputs))], False, build_of(precision))
+
+
+def build_of(precision) -> Build:
+    return Build(torch.bfloat16, checks.DEVICE, precision, Shard(), Alone())
 
 
 @pytest.mark.gpu

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from engine.model import ModelConfig, ModelError, UnsupportedModelError
-from engine.model.config import read_config
+from engine.model.config import QkNorm, Rope
+from engine.model.families import read_config
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
@@ -27,6 +28,17 @@ LLAMA3 = {
 }  # fmt: skip
 
 
+def rope(config: ModelConfig) -> Rope:
+    """That of all layers."""
+    (found,) = {layer.rope for layer in config.layers}
+    assert found is not None
+    return found
+
+
+def windows(config: ModelConfig) -> tuple[int | None, ...]:
+    return tuple(layer.window for layer in config.layers)
+
+
 @pytest.fixture
 def read(tmp_path: Path):
     def written(base: dict[str, Any], **changes: Any) -> ModelConfig:
@@ -38,7 +50,8 @@ def read(tmp_path: Path):
 
 def test_families_differ_in_biases_and_norms(read):
     def traits(config: ModelConfig) -> tuple[bool, bool, bool, bool]:
-        return config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm
+        by_head = config.qk_norm is QkNorm.HEAD
+        return config.qkv_bias, config.output_bias, config.layers[0].feed_forward.bias, by_head
 
     assert traits(read(LLAMA)) == traits(read(MISTRAL)) == (False, False, False, False)
     assert traits(read(LLAMA, attention_bias=True, mlp_bias=True)) == (True, True, True, False)
@@ -51,7 +64,7 @@ def test_head_dim_and_kv_heads_may_be_left_out(read):
     without = {k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}
     assert (read(without).head_dim, read(without).num_kv_heads) == (16, 4)
     assert read(LLAMA, head_dim=32).head_dim == 32
-    assert len(read(LLAMA, head_dim=32).rope_frequencies) == 16
+    assert len(rope(read(LLAMA, head_dim=32)).frequencies) == 16
 
 
 @pytest.mark.parametrize(
@@ -62,30 +75,30 @@ def test_older_forms_of_rope_mean_the_same(kind, options, read):
     assert new == read(LLAMA, rope_theta=5e4, rope_scaling={"rope_type": kind, **options})
     assert new == read(LLAMA, rope_theta=5e4, rope_scaling={"type": kind, **options})
     plain = read(LLAMA, rope_theta=5e4)
-    assert new.rope_frequencies != plain.rope_frequencies != read(LLAMA).rope_frequencies
+    assert rope(new) != rope(plain) != rope(read(LLAMA))
     assert plain == read(LLAMA, rope_theta=5e4, rope_scaling=None)
 
 
 def test_yarn_scales_what_is_rotated(read):
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, **YARN}
-    assert read(QWEN2, rope_parameters=yarn).rope_scale == pytest.approx(1.1386, abs=1e-4)
+    assert rope(read(QWEN2, rope_parameters=yarn)).scale == pytest.approx(1.1386, abs=1e-4)
     given = read(QWEN2, rope_parameters=yarn | {"attention_factor": 1.5})
-    assert given.rope_scale == 1.5
-    assert read(QWEN2).rope_scale == 1.0
+    assert rope(given).scale == 1.5
+    assert rope(read(QWEN2)).scale == 1.0
 
 
 def test_windows_are_per_layer(read):
-    assert read(MISTRAL, sliding_window=8).windows == (8, 8, 8)
-    assert read(MISTRAL, sliding_window=None).windows == (None, None, None)
+    assert windows(read(MISTRAL, sliding_window=8)) == (8, 8, 8)
+    assert windows(read(MISTRAL, sliding_window=None)) == (None, None, None)
     some = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
-    assert read(QWEN2, **some).windows == read(QWEN3, **some).windows == (None, None, 8)
+    assert windows(read(QWEN2, **some)) == windows(read(QWEN3, **some)) == (None, None, 8)
     listed = ["sliding_attention", "full_attention", "sliding_attention"]
-    assert read(QWEN3, **some, layer_types=listed).windows == (8, None, 8)
-    assert read(QWEN2, **some | {"use_sliding_window": False}).windows == (None, None, None)
+    assert windows(read(QWEN3, **some, layer_types=listed)) == (8, None, 8)
+    assert windows(read(QWEN2, **some | {"use_sliding_window": False})) == (None, None, None)
 
 
 def test_a_window_that_llama_would_not_use_is_not_used(read):
-    assert read(LLAMA, sliding_window=8).windows == (None, None, None)
+    assert windows(read(LLAMA, sliding_window=8)) == (None, None, None)
 
 
 def test_ends_of_sequence_come_from_both_configs(read, tmp_path):
@@ -104,7 +117,7 @@ def test_ends_of_sequence_come_from_both_configs(read, tmp_path):
         ({"architectures": None, "model_type": "foo"}, r"foo.*LlamaForCausalLM"),
         ({"architectures": ["LlamaForSequenceClassification"]}, r"LlamaForSequenceClassification"),
         ({"model_type": "smollm3"}, "smollm3"),
-        ({"hidden_act": "gelu"}, "gelu"),
+        ({"hidden_act": "relu"}, "relu.*gelu_pytorch_tanh"),
         ({"pretraining_tp": 2}, "pretraining_tp"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, r"dynamic.*yarn"),
         ({"rope_scaling": {"rope_type": "mystery"}}, r"mystery.*yarn"),

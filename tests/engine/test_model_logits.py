@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tiny_families import DENSE, YARN
 from tiny_models import write_tiny_model
 
 from engine.attention import AttentionBatch, choose_backend
@@ -16,10 +17,6 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
 }  # fmt: skip
-YARN = {
-    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
-    "original_max_position_embeddings": 64,
-}  # fmt: skip
 CASES = {
     "llama": {},
     "mha": {"kv_heads": 4},
@@ -27,6 +24,8 @@ CASES = {
     "tied": {"tie_word_embeddings": True},
     "head_dim": {"head_dim": 32},
     "biases": {"attention_bias": True, "mlp_bias": True},
+    "gelu": {"hidden_act": "gelu"},
+    "gelu_tanh": {"hidden_act": "gelu_pytorch_tanh"},
     "rope_linear": {
         "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
     },
@@ -40,6 +39,7 @@ CASES = {
         "max_window_layers": 1, "layers": 3,
     },
     "qwen3": {"family": "qwen3", "head_dim": 32},
+    **DENSE,
 }  # fmt: skip
 
 
@@ -55,7 +55,7 @@ class Runner:
             num_pages=num_pages, num_layers=config.num_layers, num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim, page_size=page_size, dtype=dtype, device=CPU,
         )  # fmt: skip
-        self.attention = choose_backend("auto", self.pool, config.windows)
+        self.attention = choose_backend("auto", self.pool, loaded.model.attention_specs)
         self.free = np.random.default_rng(seed).permutation(np.arange(1, num_pages)).tolist()
         self.pages: dict[int, list[int]] = {}
         self.length: dict[int, int] = {}
@@ -116,7 +116,7 @@ def test_logits_equal_transformers(case, tmp_path):
     torch.testing.assert_close(torch.cat(parts), want, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("case", ["llama", "mistral_window", "qwen3"])
+@pytest.mark.parametrize("case", ["llama", "mistral_window", "qwen3", "gemma2", "olmo3"])
 def test_mixed_batch_equals_solo_rows(case, tmp_path):
     path = write_tiny_model(tmp_path, tokenizer=False, **CASES[case])
     rng = np.random.default_rng(3)
@@ -171,7 +171,7 @@ def test_dummy_weights_depend_on_the_seed_alone(tmp_path):
     ("options", "words"),
     [
         ({"family": "gpt_neox"}, "GPTNeoXForCausalLM"),
-        ({"hidden_act": "gelu"}, "gelu"),
+        ({"hidden_act": "relu"}, "relu"),
         (
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
             "dynamic",

@@ -7,7 +7,7 @@ import torch
 from tiny_models import write_tiny_model
 from torch import nn
 
-from engine.model.config import read_config
+from engine.model.families import read_config
 from engine.model.loading import load_model
 from engine.model.precision.packing import pack, padded, product
 

@@ -13,7 +13,7 @@ from quantised_folders import write_quantised
 from tiny_models import write_tiny_model
 
 from engine.model import LoadedModel, UnsupportedModelError, load_model
-from engine.model.llama import Layer
+from engine.model.decoder import Layer
 from engine.model.region import Range
 from engine.model.shard import Shard
 from engine.model.sources import Safetensors
@@ -59,16 +59,16 @@ def test_ranks_hold_the_parts_of_one(path, count, load_format):
         first = rank * kv_heads // count
         kv = slice(first * d, (first + max(1, kv_heads // count)) * d)
         assert torch.equal(layer.qkv.method.weight, torch.cat((q[own], k[kv], v[kv])))
-    for name in ("output", "down"):
-        parts = [getattr(layer, name) for layer in layers]
+    outputs = [layer.output for layer in (*layers, whole)]
+    for *parts, of_one in (outputs, [layer.feed_forward.down for layer in (*layers, whole)]):
         both = torch.cat([part.method.weight for part in parts], 1)
-        assert torch.equal(both, getattr(whole, name).method.weight)
-        assert torch.equal(parts[0].bias, getattr(whole, name).bias)
+        assert torch.equal(both, of_one.method.weight)
+        assert torch.equal(parts[0].bias, of_one.bias)
         assert not any(part.bias.any() for part in parts[1:]), "a bias is added once"
-    gates = [layer.gate_up.method.weight.chunk(2) for layer in layers]
+    gates = [layer.feed_forward.gate_up.method.weight.chunk(2) for layer in layers]
     assert torch.equal(
         torch.cat([*(gate for gate, _ in gates), *(up for _, up in gates)]),
-        whole.gate_up.method.weight,
+        whole.feed_forward.gate_up.method.weight,
     )
     assert torch.equal(torch.cat([loaded.model.head for loaded in ranks]), one.model.head)
 
@@ -139,7 +139,10 @@ def test_no_block_and_no_group_is_cut(tmp_path, form, why):
 def test_ranks_read_gguf_files_alike(demo_model):
     one, *ranks = (load(demo_model, *shard) for shard in ((0, 1), (0, 3), (2, 3)))
     assert {loaded.revision for loaded in ranks} == {one.revision}
-    whole, part = layer_of(one).down.method.weight, layer_of(ranks[1]).down.method.weight
+    whole, part = (
+        layer_of(one).feed_forward.down.method.weight,
+        layer_of(ranks[1]).feed_forward.down.method.weight,
+    )
     assert torch.equal(whole[:, -part.shape[1] :], part)
 
 

@@ -287,6 +287,8 @@ class ModelInfo(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_TOKENS_FIELD_NUMBER: _builtins.int
+    KV_PRECISION_FIELD_NUMBER: _builtins.int
+    PREFIX_CACHE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name that clients use."""
     path: _builtins.str
@@ -301,6 +303,10 @@ class ModelInfo(_message.Message):
     """Size of the vocabulary; ids at or above it are refused."""
     page_size_tokens: _builtins.int
     """Tokens in a KV page."""
+    kv_precision: _builtins.str
+    """How the numbers of KV are stored: keys of pages depend on it."""
+    prefix_cache: _builtins.bool
+    """Whether pages of prompts are found again by their keys."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids that end a sequence."""
@@ -316,10 +322,12 @@ class ModelInfo(_message.Message):
         vocab_size: _builtins.int = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         page_size_tokens: _builtins.int = ...,
+        kv_precision: _builtins.str = ...,
+        prefix_cache: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "max_context_tokens", b"max_context_tokens", "name", b"name", "page_size_tokens", b"page_size_tokens", "path", b"path", "revision", b"revision", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "kv_precision", b"kv_precision", "max_context_tokens", b"max_context_tokens", "name", b"name", "page_size_tokens", b"page_size_tokens", "path", b"path", "prefix_cache", b"prefix_cache", "revision", b"revision", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -412,6 +420,7 @@ class WorkRequest(_message.Message):
     PART_FIELD_NUMBER: _builtins.int
     QUIESCE_FIELD_NUMBER: _builtins.int
     QUIESCED_FIELD_NUMBER: _builtins.int
+    PAGES_WANTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def attach(self) -> Global___Attach:
         """First message of the stream."""
@@ -452,6 +461,12 @@ class WorkRequest(_message.Message):
     def quiesced(self) -> Global___Quiesce:
         """Decode worker: the answer of the prefill worker that it names."""
 
+    @_builtins.property
+    def pages_wanted(self) -> Global___PagesWanted:
+        """From where on the router wants to hear of pages. Before the first one a
+        worker tells nothing of them.
+        """
+
     def __init__(
         self,
         *,
@@ -464,16 +479,45 @@ class WorkRequest(_message.Message):
         part: Global___Part | None = ...,
         quiesce: Global___Quiesce | None = ...,
         quiesced: Global___Quiesce | None = ...,
+        pages_wanted: Global___PagesWanted | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "attach", b"attach", "cancel", b"cancel", "grant", b"grant", "meet", b"meet", "message", b"message", "part", b"part", "quiesce", b"quiesce", "quiesced", b"quiesced", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "attach", b"attach", "cancel", b"cancel", "grant", b"grant", "meet", b"meet", "message", b"message", "pages_wanted", b"pages_wanted", "part", b"part", "quiesce", b"quiesce", "quiesced", b"quiesced", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "attach", b"attach", "cancel", b"cancel", "grant", b"grant", "meet", b"meet", "message", b"message", "part", b"part", "quiesce", b"quiesce", "quiesced", b"quiesced", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "attach", b"attach", "cancel", b"cancel", "grant", b"grant", "meet", b"meet", "message", b"message", "pages_wanted", b"pages_wanted", "part", b"part", "quiesce", b"quiesce", "quiesced", b"quiesced", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attach", "meet", "submit", "grant", "cancel", "abort", "part", "quiesce", "quiesced"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attach", "meet", "submit", "grant", "cancel", "abort", "part", "quiesce", "quiesced", "pages_wanted"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___WorkRequest: _TypeAlias = WorkRequest  # noqa: Y015
+
+@_typing.final
+class PagesWanted(_message.Message):
+    """What a router knows of the worker's pages; the worker goes on behind it. Sent
+    first when the stream is attached, and again whenever something is missing.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NEXT_SEQUENCE_FIELD_NUMBER: _builtins.int
+    NEXT_SHARD_FIELD_NUMBER: _builtins.int
+    next_sequence: _builtins.int
+    """The first event that it has not heard of; 0 if it knows nothing."""
+    next_shard: _builtins.int
+    """The first shard of a snapshot that it has not got; 1024 for none."""
+    def __init__(
+        self,
+        *,
+        next_sequence: _builtins.int = ...,
+        next_shard: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_sequence", b"next_sequence", "next_shard", b"next_shard"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PagesWanted: _TypeAlias = PagesWanted  # noqa: Y015
 
 @_typing.final
 class Attach(_message.Message):
@@ -1005,6 +1049,8 @@ class WorkResponse(_message.Message):
     TAKEN_OVER_FIELD_NUMBER: _builtins.int
     QUIESCE_WANTED_FIELD_NUMBER: _builtins.int
     QUIESCED_FIELD_NUMBER: _builtins.int
+    PAGE_EVENTS_FIELD_NUMBER: _builtins.int
+    PAGE_SNAPSHOT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def attached(self) -> Global___Attached:
         """First message of the stream."""
@@ -1063,6 +1109,14 @@ class WorkResponse(_message.Message):
     def quiesced(self) -> Global___Quiesce:
         """Prefill worker: the answer to quiesce; to be passed on to the decode worker."""
 
+    @_builtins.property
+    def page_events(self) -> Global___PageEvents:
+        """Pages that can be found by their keys from now on, or no more."""
+
+    @_builtins.property
+    def page_snapshot(self) -> Global___PageSnapshot:
+        """A part of all pages that can be found."""
+
     def __init__(
         self,
         *,
@@ -1080,16 +1134,94 @@ class WorkResponse(_message.Message):
         taken_over: Global___TakenOver | None = ...,
         quiesce_wanted: Global___Quiesce | None = ...,
         quiesced: Global___Quiesce | None = ...,
+        page_events: Global___PageEvents | None = ...,
+        page_snapshot: Global___PageSnapshot | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "attached", b"attached", "delivered", b"delivered", "failed", b"failed", "finished", b"finished", "first_token", b"first_token", "granted", b"granted", "load", b"load", "message", b"message", "prefill_done", b"prefill_done", "prompt_logprobs", b"prompt_logprobs", "quiesce_wanted", b"quiesce_wanted", "quiesced", b"quiesced", "taken_over", b"taken_over", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "attached", b"attached", "delivered", b"delivered", "failed", b"failed", "finished", b"finished", "first_token", b"first_token", "granted", b"granted", "load", b"load", "message", b"message", "page_events", b"page_events", "page_snapshot", b"page_snapshot", "prefill_done", b"prefill_done", "prompt_logprobs", b"prompt_logprobs", "quiesce_wanted", b"quiesce_wanted", "quiesced", b"quiesced", "taken_over", b"taken_over", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "attached", b"attached", "delivered", b"delivered", "failed", b"failed", "finished", b"finished", "first_token", b"first_token", "granted", b"granted", "load", b"load", "message", b"message", "prefill_done", b"prefill_done", "prompt_logprobs", b"prompt_logprobs", "quiesce_wanted", b"quiesce_wanted", "quiesced", b"quiesced", "taken_over", b"taken_over", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "attached", b"attached", "delivered", b"delivered", "failed", b"failed", "finished", b"finished", "first_token", b"first_token", "granted", b"granted", "load", b"load", "message", b"message", "page_events", b"page_events", "page_snapshot", b"page_snapshot", "prefill_done", b"prefill_done", "prompt_logprobs", b"prompt_logprobs", "quiesce_wanted", b"quiesce_wanted", "quiesced", b"quiesced", "taken_over", b"taken_over", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attached", "load", "granted", "first_token", "tokens", "prefill_done", "delivered", "finished", "failed", "aborted", "prompt_logprobs", "taken_over", "quiesce_wanted", "quiesced"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attached", "load", "granted", "first_token", "tokens", "prefill_done", "delivered", "finished", "failed", "aborted", "prompt_logprobs", "taken_over", "quiesce_wanted", "quiesced", "page_events", "page_snapshot"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___WorkResponse: _TypeAlias = WorkResponse  # noqa: Y015
+
+@_typing.final
+class PageEvents(_message.Message):
+    """Events of pages, in order, at most 64 KiB."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_SEQUENCE_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    KINDS_FIELD_NUMBER: _builtins.int
+    first_sequence: _builtins.int
+    """Number of the first; the others follow without a gap."""
+    keys: _builtins.bytes
+    """The first 8 bytes of the key of each page, one behind the other."""
+    kinds: _builtins.bytes
+    """A byte for each: 1 found in the KV pool from now on, 2 in the host tier;
+    5 and 6: no more.
+    """
+    def __init__(
+        self,
+        *,
+        first_sequence: _builtins.int = ...,
+        keys: _builtins.bytes = ...,
+        kinds: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_sequence", b"first_sequence", "keys", b"keys", "kinds", b"kinds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PageEvents: _TypeAlias = PageEvents  # noqa: Y015
+
+@_typing.final
+class PageSnapshot(_message.Message):
+    """All pages whose keys lie in some shards. A key's shard is its first 8 bytes
+    as a little-endian number, modulo 1024. Events go on between the parts.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    FIRST_SHARD_FIELD_NUMBER: _builtins.int
+    END_SHARD_FIELD_NUMBER: _builtins.int
+    CONTINUES_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """The last event that this part contains."""
+    first_shard: _builtins.int
+    """Its first shard."""
+    end_shard: _builtins.int
+    """The shard behind its last."""
+    continues: _builtins.bool
+    """More of the same shards, which the part before this one began."""
+    keys: _builtins.bytes
+    """As for PageEvents."""
+    tiers: _builtins.bytes
+    """A byte for each: 1 in the KV pool, 2 in the host tier, 3 in both."""
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        first_shard: _builtins.int = ...,
+        end_shard: _builtins.int = ...,
+        continues: _builtins.bool = ...,
+        keys: _builtins.bytes = ...,
+        tiers: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continues", b"continues", "end_shard", b"end_shard", "first_shard", b"first_shard", "keys", b"keys", "sequence", b"sequence", "tiers", b"tiers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PageSnapshot: _TypeAlias = PageSnapshot  # noqa: Y015
 
 @_typing.final
 class Attached(_message.Message):
@@ -1141,6 +1273,7 @@ class Load(_message.Message):
     KNOWN_ATTEMPTS_FIELD_NUMBER: _builtins.int
     WANTED_PAGES_FIELD_NUMBER: _builtins.int
     WANTED_SEQUENCES_FIELD_NUMBER: _builtins.int
+    PAGE_SEQUENCE_FIELD_NUMBER: _builtins.int
     progress: _builtins.int
     """Counts steps and idle turns of the step loop; one that stands still for
     3 s means a frozen worker.
@@ -1181,6 +1314,8 @@ class Load(_message.Message):
     """Pages that requests wait for which have none yet."""
     wanted_sequences: _builtins.int
     """Slots that such requests wait for."""
+    page_sequence: _builtins.int
+    """Number of the last event of pages; 0 before a router wanted any."""
     @_builtins.property
     def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerHealth]:
         """The workers that this one was introduced to."""
@@ -1214,10 +1349,11 @@ class Load(_message.Message):
         known_attempts: _abc.Iterable[_builtins.bytes] | None = ...,
         wanted_pages: _builtins.int = ...,
         wanted_sequences: _builtins.int = ...,
+        page_sequence: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "evictable_pages", b"evictable_pages", "free_pages", b"free_pages", "granted_pages", b"granted_pages", "known_attempts", b"known_attempts", "long_step_ms", b"long_step_ms", "max_sequences", b"max_sequences", "peers", b"peers", "prefill_credit_tokens", b"prefill_credit_tokens", "prefill_rate_age_s", b"prefill_rate_age_s", "prefill_tokens_per_s", b"prefill_tokens_per_s", "progress", b"progress", "quarantined_pages", b"quarantined_pages", "queued_prefill_tokens", b"queued_prefill_tokens", "running_sequences", b"running_sequences", "step_ms", b"step_ms", "total_pages", b"total_pages", "waiting_requests", b"waiting_requests", "wanted_pages", b"wanted_pages", "wanted_sequences", b"wanted_sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "evictable_pages", b"evictable_pages", "free_pages", b"free_pages", "granted_pages", b"granted_pages", "known_attempts", b"known_attempts", "long_step_ms", b"long_step_ms", "max_sequences", b"max_sequences", "page_sequence", b"page_sequence", "peers", b"peers", "prefill_credit_tokens", b"prefill_credit_tokens", "prefill_rate_age_s", b"prefill_rate_age_s", "prefill_tokens_per_s", b"prefill_tokens_per_s", "progress", b"progress", "quarantined_pages", b"quarantined_pages", "queued_prefill_tokens", b"queued_prefill_tokens", "running_sequences", b"running_sequences", "step_ms", b"step_ms", "total_pages", b"total_pages", "waiting_requests", b"waiting_requests", "wanted_pages", b"wanted_pages", "wanted_sequences", b"wanted_sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1269,10 +1405,31 @@ class FirstToken(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LoadedPromptTokensEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ATTEMPT_ID_FIELD_NUMBER: _builtins.int
     RECORDS_FIELD_NUMBER: _builtins.int
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLED_UNIX_NS_FIELD_NUMBER: _builtins.int
+    LOADED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.bytes
     """The attempt."""
     cached_prompt_tokens: _builtins.int
@@ -1283,6 +1440,10 @@ class FirstToken(_message.Message):
     def records(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenRecord]:
         """One per choice, by index."""
 
+    @_builtins.property
+    def loaded_prompt_tokens(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Of the cached tokens, those that were loaded for this attempt, by where from."""
+
     def __init__(
         self,
         *,
@@ -1290,10 +1451,11 @@ class FirstToken(_message.Message):
         records: _abc.Iterable[Global___TokenRecord] | None = ...,
         cached_prompt_tokens: _builtins.int = ...,
         sampled_unix_ns: _builtins.int = ...,
+        loaded_prompt_tokens: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "cached_prompt_tokens", b"cached_prompt_tokens", "records", b"records", "sampled_unix_ns", b"sampled_unix_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "cached_prompt_tokens", b"cached_prompt_tokens", "loaded_prompt_tokens", b"loaded_prompt_tokens", "records", b"records", "sampled_unix_ns", b"sampled_unix_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.attention.base import AttentionSpec
 from engine.attention.parts import Division
 from engine.cuda.decode_attention import MIN_GROUP, cut, merge
 from engine.cuda.kernels import launch
@@ -161,7 +162,7 @@ def decode_attention_fp8(
     layer: int,
     contexts: Tensor,
     page_table: Tensor,
-    window: int | None,
+    spec: AttentionSpec,
     divided: Division,
 ) -> Tensor:
     """`decode_attention` over a pool in FP8."""
@@ -169,7 +170,7 @@ def decode_attention_fp8(
     kv_heads = pool.num_kv_heads
     most, least, tiles = divided
     group = heads // kv_heads
-    seen = 1 << 30 if window is None else window
+    seen = 1 << 30 if spec.window is None else spec.window
     out = q.new_empty(rows, heads, dim)
     whole = most == 1
     places = 0 if whole else rows * heads * most
@@ -186,7 +187,7 @@ def decode_attention_fp8(
         partial,
         sums,
         out,
-        dim**-0.5 * LOG2_E,
+        spec.scale * LOG2_E,
         pool.page_stride,
         pool.head_stride,
         layer * pool.layer_stride,

@@ -1,8 +1,8 @@
 """Rope and the KV store in one pass: normalises and rotates q and k, and stores k and v.
 
-All arithmetic is float32. A value is rounded at the same places as in `engine.model.llama`. Offsets
-into the KV pool are 64 bits wide, because a pool passes 2**31 elements within its first thousand
-pages.
+All arithmetic is float32. A value is rounded at the same places as in `engine.model.decoder`.
+Offsets into the KV pool are 64 bits wide, because a pool passes 2**31 elements within its first
+thousand pages.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"

@@ -1,0 +1,58 @@
+"""Gemma 2 and Gemma 3, without images: norms before and after, which multiply by 1 + weight.
+
+Gemma 2 caps its logits. Gemma 3 has norms over the heads of q and k instead, and its layers with
+windows rotate by another base. Checkpoints of Gemma 3 that also read images are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.model.config import ModelConfig, Norms, QkNorm, UnsupportedModelError
+from engine.model.families.reading import Family, decoder, kinds, layers_alike, rope, windows
+
+NORMS = Norms(
+    after_attention="post_attention_layernorm",
+    before_feed_forward="pre_feedforward_layernorm",
+    after_feed_forward="post_feedforward_layernorm",
+)
+
+
+def _read_2(config: Any, _longest: int) -> ModelConfig:
+    return _read(config, rope(config))
+
+
+def _read_3(config: Any, _longest: int) -> ModelConfig:
+    found = kinds(config)
+    by_kind = {kind: rope(config, kind) for kind in set(found)}
+    return _read(config, tuple(by_kind[kind] for kind in found), qk_norm=QkNorm.HEAD)
+
+
+def _read(config: Any, ropes: Any, **features: Any) -> ModelConfig:
+    if config.use_bidirectional_attention:
+        raise UnsupportedModelError("use_bidirectional_attention: attention is causal only")
+    layers = layers_alike(
+        config,
+        rope=ropes,
+        scale=config.query_pre_attn_scalar**-0.5,
+        window=windows(config),
+        soft_cap=config.attn_logit_softcapping,
+    )
+    bias = bool(config.attention_bias)
+    return decoder(
+        config,
+        layers,
+        norms=NORMS,
+        norm_plus_one=True,
+        qkv_bias=bias,
+        output_bias=bias,
+        embedding_scale=config.hidden_size**0.5,
+        logits_soft_cap=config.final_logit_softcapping,
+        **features,
+    )
+
+
+FAMILIES = {
+    "gemma2": Family("Gemma2ForCausalLM", _read_2),
+    "gemma3_text": Family("Gemma3ForCausalLM", _read_3),
+}

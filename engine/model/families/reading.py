@@ -1,0 +1,162 @@
+"""What the files of the families share: how parts of a Hugging Face config are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from engine.model.config import (
+    Activation,
+    GatedConfig,
+    LayerConfig,
+    ModelConfig,
+    Rope,
+    UnsupportedModelError,
+)
+
+ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
+"""Rope types whose frequencies do not depend on the length of the sequence."""
+FULL, SLIDING = "full_attention", "sliding_attention"
+_ACTIVATIONS: Final = {
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+    "gelu": Activation.GELU,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Models whose configs are read alike."""
+
+    architecture: str
+    """The name of transformers' class."""
+    read: Callable[[Any, int], ModelConfig]
+    """Reads a transformers config. The second argument is the longest context that will be
+    computed, in tokens."""
+
+
+def decoder(config: Any, layers: Sequence[LayerConfig], **features: Any) -> ModelConfig:
+    """The features that all families read alike, and `features`."""
+    heads = int(config.num_attention_heads)
+    common: dict[str, Any] = {
+        "architecture": "",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_heads": heads,
+        "num_kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": head_dim(config),
+        "norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_position_embeddings,
+        "layers": tuple(layers),
+        "tie_embeddings": bool(config.tie_word_embeddings),
+    }
+    return ModelConfig(**{**common, **features})
+
+
+def layers_alike(config: Any, **features: Any) -> list[LayerConfig]:
+    """Layers with one rope and a gated feed-forward. `features` that are tuples have a value for
+    each layer."""
+    given = {"scale": head_dim(config) ** -0.5, **features}
+    if "rope" not in given:
+        given["rope"] = rope(config)
+    if "feed_forward" not in given:
+        given["feed_forward"] = gated(config)
+    return [
+        LayerConfig(**{k: v[index] if isinstance(v, tuple) else v for k, v in given.items()})
+        for index in range(int(config.num_hidden_layers))
+    ]
+
+
+def head_dim(config: Any) -> int:
+    """Numbers of a head."""
+    stated = getattr(config, "head_dim", None)
+    return int(stated or config.hidden_size // config.num_attention_heads)
+
+
+def gated(config: Any, **features: Any) -> GatedConfig:
+    """The feed-forward that most families have."""
+    if getattr(config, "pretraining_tp", 1) not in (None, 1):
+        raise UnsupportedModelError("pretraining_tp other than 1 is not supported")
+    stated = getattr(config, "hidden_activation", None) or config.hidden_act
+    common: dict[str, Any] = {
+        "width": config.intermediate_size,
+        "activation": activation(stated),
+        "bias": bool(getattr(config, "mlp_bias", False)),
+    }
+    return GatedConfig(**{**common, **features})
+
+
+def activation(name: str) -> Activation:
+    """An activation by transformers' name.
+
+    Raises:
+        UnsupportedModelError: there is none of this name.
+    """
+    if name not in _ACTIVATIONS:
+        raise UnsupportedModelError(
+            f"activation {name} is not supported; supported are {', '.join(_ACTIVATIONS)}"
+        )
+    return _ACTIVATIONS[name]
+
+
+def kinds(config: Any, usual: str = SLIDING) -> list[str]:
+    """The kind of each layer: all tokens or a window.
+
+    Raises:
+        UnsupportedModelError: there are others.
+    """
+    stated: list[str] | None = getattr(config, "layer_types", None)
+    found = stated or [usual] * int(config.num_hidden_layers)
+    if unknown := set(found) - {FULL, SLIDING}:
+        raise UnsupportedModelError(f"layers of type {', '.join(sorted(unknown))}")
+    return found
+
+
+def windows(config: Any) -> tuple[int | None, ...]:
+    """The window of each layer. Layers that are not listed have the model's, if it has one."""
+    window = getattr(config, "sliding_window", None)
+    if window is None:
+        return (None,) * int(config.num_hidden_layers)
+    return tuple(int(window) if kind == SLIDING else None for kind in kinds(config))
+
+
+def rope(config: Any, kind: str | None = None, *, partial: bool = False, longest: int = 0) -> Rope:
+    """The rotation. transformers computes scaled ones.
+
+    Args:
+        config: of transformers.
+        kind: the kind of layers, if it differs by kind.
+        partial: the family may rotate a part of each head.
+        longest: the longest context that will be computed, if the family knows longrope: that has
+            frequencies for short contexts and for long ones. They are chosen once, because keys in
+            the cache cannot be rotated again.
+
+    Raises:
+        UnsupportedModelError: its frequencies follow the length of a sequence, or are unknown.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters: Mapping[str, Any] = config.rope_parameters or {}
+    parameters = parameters if kind is None else parameters[kind]
+    name = parameters.get("rope_type", "default")
+    if name not in ROPE_TYPES and not (longest and name == "longrope"):
+        raise UnsupportedModelError(
+            f"rope type {name} is not supported; supported are {', '.join(ROPE_TYPES)}, whose"
+            " frequencies do not follow the length of a sequence"
+        )
+    share = parameters.get("partial_rotary_factor", 1.0)
+    if share != 1.0 and not partial:
+        raise UnsupportedModelError(f"rope of a part of each head (partial {share})")
+    if name != "default":
+        more: dict[str, Any] = {} if kind is None else {"layer_type": kind}
+        if name == "longrope":
+            more["seq_len"] = longest
+        found, scale = ROPE_INIT_FUNCTIONS[name](config, torch.device("cpu"), **more)
+        return Rope(tuple(found.tolist()), float(scale))
+    rotated = int(head_dim(config) * share)
+    exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
+    return Rope(tuple((1.0 / parameters["rope_theta"] ** exponents).tolist()))

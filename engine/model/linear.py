@@ -1,0 +1,65 @@
+"""Products with weights, and norms: what layers are built of.
+
+Shapes: T tokens of a step, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine.model.precision.base import Part, parameter
+from engine.model.precision.choice import Precision
+from engine.model.precision.rounding import Rounded
+from engine.model.shard import Shard
+from engine.ranks.collective import Collective
+
+
+class Build(NamedTuple):
+    """What the parts of a model are built with."""
+
+    dtype: torch.dtype
+    device: torch.device
+    precision: Precision
+    shard: Shard
+    collective: Collective
+
+
+class Linear(nn.Module):
+    """A product with a weight, which is one or several modules of a checkpoint."""
+
+    def __init__(self, parts: Sequence[Part], bias: bool, build: Build) -> None:
+        super().__init__()
+        self.parts = parts
+        self.method = build.precision.method(parts, parts[0].region.columns.size, build.device)
+        outputs = sum(part.rows for part in parts)
+        self.bias = parameter((outputs,), build.dtype, build.device) if bias else None
+
+    def forward(self, x: Tensor | Rounded) -> Tensor:
+        """[T, inputs] -> [T, outputs]."""
+        return self.method.product(x, self.bias)
+
+
+class RmsNorm(nn.Module):
+    """Root mean square norm (Zhang and Sennrich 2019).
+
+    Gains of 1 + weight are kept in float32, because 16 bits would round the sum.
+    """
+
+    def __init__(self, size: int, eps: float, build: Build, *, plus_one: bool = False) -> None:
+        super().__init__()
+        self.eps = eps
+        self.plus = 1.0 if plus_one else 0.0
+        """What is added to the checkpoint's weight."""
+        dtype = torch.float32 if plus_one else build.dtype
+        self.weight = parameter((size,), dtype, build.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalises over the last dimension."""
+        if self.weight.dtype == x.dtype:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)

@@ -1,0 +1,82 @@
+"""Places: the parts of a model's weights, and the tensors of a checkpoint that fill each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.model.linear import Linear, RmsNorm
+from engine.model.precision.base import Format, Get, Part, TensorSpec
+from engine.model.region import Range
+from engine.model.shard import Shard
+
+FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of tensors that are not quantised."""
+
+
+class Place(NamedTuple):
+    """A part of the model's weights."""
+
+    specs: dict[str, TensorSpec]
+    """The tensors of the checkpoint that fill it."""
+    fill: Callable[[Get], None]
+
+
+def plain(name: str, target: Tensor, rows: Range | None = None, whole: int = 0) -> Place:
+    """A tensor that is copied as it is, or these rows of a tensor of `whole` ones."""
+    size = whole or len(target)
+    spec = TensorSpec((size, *target.shape[1:]), FLOATS)
+    return Place({name: spec}, partial(_fill_plain, target, name, rows or Range(0, size)))
+
+
+def _fill_plain(target: Tensor, name: str, rows: Range, get: Get) -> None:
+    target.copy_(get(name, rows))
+
+
+def of_norm(module: str, norm: RmsNorm, rows: Range | None = None, whole: int = 0) -> Place:
+    """The gain of a norm, or a rank's part of it."""
+    place = plain(f"{module}.weight", norm.weight, rows, whole)
+    return place._replace(fill=partial(_fill_gain, norm, place)) if norm.plus else place
+
+
+def _fill_gain(norm: RmsNorm, place: Place, get: Get) -> None:
+    place.fill(get)
+    norm.weight.add_(norm.plus)
+
+
+def of_linear(linear: Linear, form: Format | None, shard: Shard) -> Iterator[Place]:
+    """Weight and bias of a product. `form`: the format of quantised weights."""
+    first = 0
+    for part in linear.parts:
+        module, region = part
+        if form is None or form.scheme(module) is None:
+            specs = {f"{module}.weight": TensorSpec(region.shape, FLOATS)}
+            yield Place(specs, partial(_fill_float, linear, first, part))
+        else:
+            specs = form.specs(module, region.shape)
+            yield Place(specs, partial(_fill_quantised, linear, first, form, part))
+        if linear.bias is not None:
+            target = linear.bias[first : first + part.rows]
+            bias = plain(f"{module}.bias", target, region.rows, whole=region.shape[0])
+            adds = shard.rank == 0 or region.columns.size == region.shape[1]
+            yield bias if adds else bias._replace(fill=partial(_fill_zeros, target, bias))
+        first += part.rows
+
+
+def _fill_float(linear: Linear, first: int, part: Part, get: Get) -> None:
+    name, region = f"{part.module}.weight", part.region
+    linear.method.fill(first, get(name, region.rows, region.columns))
+
+
+def _fill_quantised(linear: Linear, first: int, form: Format, part: Part, get: Get) -> None:
+    linear.method.fill(first, form.read(part.module, part.region, get))
+
+
+def _fill_zeros(target: Tensor, place: Place, get: Get) -> None:
+    """Reads for the revision alone: of a sum over all ranks, rank 0 adds the bias."""
+    place.fill(get)
+    target.zero_()

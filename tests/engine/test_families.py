@@ -1,0 +1,82 @@
+"""Greedy output of every family equals transformers, token for token, on every path of an engine.
+Between processes: `tests/e2e/test_e2e_families.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from engine_kit import Run, build, check_baseline, finish, hand_off, held, submit
+from references import NOISE, References, references
+from test_engine_demo_model import first_difference
+from tiny_families import DENSE
+from tiny_models import write_tiny_model
+
+from engine.engine import Engine
+
+pytestmark = pytest.mark.timeout(300)
+CHUNK, PAGES, CROWD = 32, 18, 6
+MAX_TOKENS = 12
+
+
+class Case(NamedTuple):
+    """Two engines of one model, whose pools are too small for a crowd."""
+
+    one: Engine
+    other: Engine
+    answers: References
+
+
+@pytest.fixture(scope="module", params=DENSE)
+def case(request, tmp_path_factory) -> Iterator[Case]:
+    path = write_tiny_model(tmp_path_factory.mktemp(request.param), **DENSE[request.param])
+    options = {"num_pages": PAGES, "max_sequences": CROWD, "max_step_tokens": 2 * CHUNK}
+    engines = build(path, **options), build(path, **{**options, "max_step_tokens": CHUNK})
+    yield Case(*engines, references(path))
+    for engine in engines:
+        check_baseline(engine)
+        engine.stop()
+
+
+def prompt_of(length: int) -> list[int]:
+    return np.random.default_rng(length).integers(1, 384, length).tolist()
+
+
+def check(case: Case, run: Run, max_tokens: int = MAX_TOKENS, given: int = 0) -> None:
+    """The run has the tokens of transformers up to the first that noise may decide."""
+    want = case.answers(run.request.prompt_ids.tolist(), max_tokens, past_end=True)
+    found = want.tokens[:given] + run.tokens[0]
+    assert len(found) == max_tokens
+    if found != want.tokens:
+        at = first_difference(found, want.tokens)
+        assert want.margins[at] < NOISE, f"token {at} differs"
+
+
+def test_whole_in_chunks_and_from_the_cache(case):
+    for engine, prompt in ((case.one, prompt_of(50)), (case.other, prompt_of(90))):
+        for _ in range(2):
+            run = submit(engine, prompt, MAX_TOKENS, ignore_eos=True)
+            finish(run)
+            check(case, run)
+        assert engine.load().prompt_tokens_cached > 0
+
+
+def test_handed_off_and_resumed(case):
+    prompt = prompt_of(45)
+    run = hand_off(case.other, case.one, prompt, MAX_TOKENS, ignore_eos=True)
+    check(case, run)
+    given = case.answers(prompt, MAX_TOKENS, past_end=True).tokens[:5]
+    run = submit(case.other, prompt, MAX_TOKENS, generated=[given], ignore_eos=True)
+    finish(run)
+    check(case, run, given=5)
+
+
+def test_preempted(case):
+    with held(case.one):
+        runs = [submit(case.one, prompt_of(30 + i), 24, ignore_eos=True) for i in range(CROWD)]
+    finish(*runs)
+    assert case.one.load().preemptions > 0
+    for run in runs:
+        check(case, run, 24)

@@ -1,0 +1,47 @@
+"""Options of `write_tiny_model` for the families beyond Llama, Mistral and Qwen: small windows,
+small caps, and multipliers that matter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}
+SHORT, LONG = [1.0, 1.1, 1.3, 1.7, 2.0, 2.5], [1.5, 2.0, 3.0, 5.0, 7.0, 9.0]
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75,
+    "original_max_position_embeddings": 64, "short_factor": SHORT, "long_factor": LONG,
+}  # fmt: skip
+
+DENSE: dict[str, dict[str, Any]] = {
+    "gemma2": {
+        "family": "gemma2", "head_dim": 32, "sliding_window": 12, "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0, "layers": 3,
+    },
+    "gemma3": {
+        "family": "gemma3_text", "head_dim": 32, "sliding_window": 12, "layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "tie_word_embeddings": True,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": LINEAR_ROPE,
+        },
+    },
+    "phi3": {"family": "phi3", "sliding_window": 24},
+    "phi4_mini": {
+        "family": "phi3", "tie_word_embeddings": True,
+        "rope_parameters": DEFAULT_ROPE | {"partial_rotary_factor": 0.75},
+    },
+    "granite": {
+        "family": "granite", "attention_multiplier": 0.1, "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.5, "logits_scaling": 4.0, "attention_bias": True,
+    },
+    "olmo2": {"family": "olmo2"},
+    "olmo3": {
+        "family": "olmo3", "sliding_window": 12, "layers": 4,
+        "rope_parameters": {"sliding_attention": DEFAULT_ROPE, "full_attention": YARN},
+    },
+}  # fmt: skip
