@@ -20,7 +20,7 @@ import sys
 import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 from baton.addresses import is_loopback
@@ -60,10 +60,8 @@ class UpOptions:
     routers: int = 1
     tp: int = 1
     """Ranks of each worker."""
-    prefill_tp: int | None = None
-    """Ranks of each prefill worker; None: `tp`."""
-    decode_tp: int | None = None
-    """Ranks of each decode worker; None: `tp`."""
+    tp_of: Mapping[Role, int | None] = field(default_factory=dict)
+    """Ranks of each worker of a role, where those differ."""
     device: Device = "auto"
     trace: bool = True
     """Whether every process sends its spans to the first router's trace store."""
@@ -106,8 +104,7 @@ class UpOptions:
 
     def ranks_of(self, role: Role) -> int:
         """Ranks of each worker of a role."""
-        own = {Role.PREFILL: self.prefill_tp, Role.DECODE: self.decode_tp}.get(role)
-        return own or self.tp
+        return self.tp_of.get(role) or self.tp
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,11 +255,7 @@ def _router_spec(
 
 
 def _worker_spec(
-    options: UpOptions,
-    routers: Sequence[_Router],
-    worker: _Worker,
-    threads: int,
-    sharing: int,
+    options: UpOptions, routers: Sequence[_Router], worker: _Worker, threads: int, sharing: int
 ) -> ProcessSpec:
     """Plans one of `sharing` workers on its GPU."""
     is_shared = worker.gpu and sharing > 1
@@ -312,11 +305,7 @@ def _own(options: UpOptions, holder: str) -> dict[str, str]:
 
 
 def _roles(options: UpOptions) -> list[tuple[str, Role]]:
-    counts = {
-        Role.PREFILL: options.prefill,
-        Role.DECODE: options.decode,
-        Role.BOTH: options.both,
-    }
+    counts = {Role.PREFILL: options.prefill, Role.DECODE: options.decode, Role.BOTH: options.both}
     if options.prefill and not (options.decode or options.both):
         raise UpError("prefill workers need decode workers (--decode or --both)")
     roles = [(f"{role}-{i}", role) for role, count in counts.items() for i in range(count)]

@@ -93,6 +93,13 @@ HostOption = Annotated[
 DeviceOption = Annotated[
     up.Device, typer.Option(help="`auto`: one GPU a worker where there are any.")
 ]
+ModelOption = Annotated[
+    str,
+    typer.Option(
+        help="Folder, GGUF file or Hugging Face id (ORG/NAME) of the model; `demo` fetches a "
+        "small one."
+    ),
+]
 RanksOption = Annotated[
     int, typer.Option(min=1, help="Ranks of each worker: processes that divide the model.")
 ]
@@ -129,13 +136,7 @@ def up_command(
     routers: Annotated[
         int, typer.Option(min=1, help="Routers, which share the addresses for clients.")
     ] = 1,
-    model: Annotated[
-        str,
-        typer.Option(
-            help="Folder, GGUF file or Hugging Face id (ORG/NAME) of the model; `demo` fetches a "
-            "small one."
-        ),
-    ] = demo_model.DEMO,
+    model: ModelOption = demo_model.DEMO,
     tp: RanksOption = 1,
     prefill_tp: RoleRanksOption = None,
     decode_tp: RoleRanksOption = None,
@@ -178,8 +179,7 @@ def up_command(
         both=both,
         routers=routers,
         tp=tp,
-        prefill_tp=prefill_tp,
-        decode_tp=decode_tp,
+        tp_of={Role.PREFILL: prefill_tp, Role.DECODE: decode_tp},
         device=device,
         trace=trace,
         host=host or host_of(listen),
