@@ -48,8 +48,9 @@ FaultKind = Literal[
 ]
 OF_RANKS: Final[dict[FaultKind, FaultKind]] = {"kill": "kill_rank", "freeze": "freeze_rank"}
 """What befalls a worker of several ranks befalls one of them, mostly: not rank 0."""
-RANKS: Final = ((2, 1), (1, 2), (2, 4), (4, 2))
-"""Of prefill and decode workers, where there are several. Two of four share a KV head."""
+RANKS: Final = ((2, 1), (1, 2), (2, 2))
+"""Of prefill and decode workers, where there are several. Each is a process that imports torch, so
+there are fewer workers then."""
 WEIGHTS: Final[dict[FaultKind, int]] = {
     "kill": 30,
     "freeze": 10,
@@ -232,7 +233,8 @@ def topology_of(seed: int, number: int) -> Topology:
     topology = TOPOLOGIES[(first + block) % len(TOPOLOGIES)]
     topology = replace(topology, tcp=block % 3 == over_tcp)
     if block % 4 == 3:
-        return replace(topology, ranks=RANKS[(first + block // 4) % len(RANKS)])
+        fewer = {"prefill": min(2, topology.prefill), "decode": min(2, topology.decode)}
+        return replace(topology, ranks=RANKS[(first + block // 4) % len(RANKS)], **fewer)
     if block % 2 != tight:
         return topology
     return replace(topology, num_pages=TIGHT_PAGES, tiers=block // 2 % 2 == 0)
@@ -265,11 +267,12 @@ def plan_moment(seed: int, number: int, target: str, failpoint: str) -> RunPlan:
     return replace(plan, topology=Topology(2, 2), asks=asks, faults=(fault,))
 
 
-def plan_of_rank(seed: int, number: int, fault: Fault, ranks: tuple[int, int]) -> RunPlan:
-    """The requests of a run on two prefill and two decode workers of so many ranks, one of which
-    suffers `fault`."""
+def plan_of_rank(seed: int, number: int, fault: Fault) -> RunPlan:
+    """The requests of a run. A worker of two ranks suffers `fault`; there is another like it."""
     plan = plan_moment(seed, number, fault.target, "")
-    return replace(plan, topology=Topology(2, 2, ranks=ranks), faults=(fault,))
+    prefill = fault.target.startswith("prefill")
+    topology = Topology(2, 1, ranks=(2, 1)) if prefill else Topology(1, 2, ranks=(1, 2))
+    return replace(plan, topology=topology, faults=(fault,))
 
 
 def _at_a_rank(rng: random.Random, fault: Fault, topology: Topology) -> Fault:
