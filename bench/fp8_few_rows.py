@@ -241,7 +241,11 @@ def state_of(rows: int, layer: Layer) -> State:
     norm = RmsNorm(HIDDEN, 1e-5, _build(None))
     norm.weight.fill_(1)
     residual = torch.randn(rows, HIDDEN, device="cuda", dtype=torch.bfloat16)
-    return State(forward._norm(residual, norm, layer["qkv"].method.input), residual, norm)
+    return State(
+        forward.entered(residual, forward.Join(None, norm, layer["qkv"].method.input, 1.0)),
+        residual,
+        norm,
+    )
 
 
 def run_layer(layer: Layer, state: State) -> Any:
@@ -251,9 +255,9 @@ def run_layer(layer: Layer, state: State) -> Any:
     qkv = layer["qkv"](x)
     attended = qkv.view(-1)[: residual.numel()].view_as(residual)
     out = layer["o"](feed_forward.as_read(attended, how["o"]))
-    x = forward._add_norm(residual, out, norm, how["gate-up"])
+    x = forward.joined(residual, out, forward.Join(None, norm, how["gate-up"], 1.0))
     out = layer["down"](feed_forward.gated(x, layer["gate-up"], how["down"]))
-    return forward._add_norm(residual, out, norm, how["qkv"])
+    return forward.joined(residual, out, forward.Join(None, norm, how["qkv"], 1.0))
 
 
 Patched = Callable[[], Any]

@@ -33,7 +33,7 @@ class EngineConfig(Bounds):
     seed: int = 0
     """Seed of dummy weights."""
     attention: str = "auto"
-    """"fa3", "fa2" or "sdpa"; auto: the best that runs on the device."""
+    """"fa3", "fa2", "triton" or "sdpa"; auto: the best that runs on the device."""
     num_pages: int = 0
     """Pages in the pool, with the scratch page; 0: as many as `kv_memory_bytes` holds."""
     kv_memory_bytes: int = 0

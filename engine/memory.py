@@ -120,6 +120,9 @@ def _advice(need: Need, free_bytes: int) -> str:
     small = replace(need, weight_bytes=2)
     if small.weight_bytes < need.weight_bytes and small.all_bytes <= free_bytes:
         fits.append(f"dtype bfloat16 (BATON_DTYPE) needs {_gib(small.all_bytes)}")
+    fp8 = replace(small, quantization="fp8")
+    if _is_float(need) and small.all_bytes > free_bytes and fp8.all_bytes <= free_bytes:
+        fits.append(f"quantization fp8 (BATON_QUANTIZATION) needs {_gib(fp8.all_bytes)}")
     pool = free_bytes // need.workers - (need.each_bytes - need.pool_bytes)
     if _LEAST_POOL_BYTES <= pool < need.pool_bytes:
         tenths = pool * 10 // GIB / 10
@@ -129,6 +132,12 @@ def _advice(need: Need, free_bytes: int) -> str:
     if need.on_gpu and need.workers > 1:
         fits.append("give each worker a GPU")
     return "; ".join(fits) or "take a smaller model, or more memory"
+
+
+def _is_float(need: Need) -> bool:
+    """Whether a GPU could round the weights while they are loaded."""
+    few = need.weights.packed_bytes * 10 < need.weights.count
+    return need.on_gpu and few and not need.quantization
 
 
 def _gib(count: int) -> str:

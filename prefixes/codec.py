@@ -15,8 +15,10 @@ from prefixes.keys import SHORT_BYTES, ShortKeys
 
 MOST_BYTES: Final = 65_536
 """Most bytes of both columns of a message."""
-MOST_KEYS: Final = 4096
-"""Keys in the messages that are sent. A router takes less than 2 ms for them."""
+MOST_EVENTS: Final = 1024
+"""Events in the messages that are sent: a router takes about a millisecond for them."""
+MOST_IN_PART: Final = 2048
+"""Keys in the parts that are sent. They take as long, since they lie in few shards."""
 _KINDS: Final = bytes((POOL, HOST, POOL | GONE, HOST | GONE))
 _TIERS: Final = bytes((POOL, HOST, BOTH))
 

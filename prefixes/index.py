@@ -58,6 +58,8 @@ class PrefixIndex:
 
     def __init__(self, most_keys: int = MOST_KEYS) -> None:
         self._shards: list[dict[int, int]] = [{} for _ in range(SHARDS)]
+        self._get = [shard.get for shard in self._shards]
+        """Of each shard, to spare a look-up."""
         self._most = max(DROPPED_SHARE, most_keys // SHARDS)
         self._places: dict[str, int] = {}
         """The lower bit of each holder."""
@@ -106,25 +108,26 @@ class PrefixIndex:
     def apply(self, holder: str, keys: Iterable[int], kinds: bytes) -> None:
         """Pages came to a tier or left it, in order. A kind is POOL or HOST, with GONE added if the
         page left."""
-        shards, most, place = self._shards, self._most, self._places[holder]
+        shards, gets, most = self._shards, self._get, self._most
+        place = self._places[holder]
         bit_of = [(kind & BOTH) << place for kind in range(8)]
         changes = [0] * 8
         for key, kind in zip(keys, kinds, strict=True):
-            shard = shards[key & _SHARD]
-            old = shard.get(key, 0)
-            bit = bit_of[kind]
+            number = key & _SHARD
+            old, bit = gets[number](key, 0), bit_of[kind]
             if kind < GONE:
                 if old & bit:
                     continue
+                shard = shards[number]
                 if not old and len(shard) >= most:
                     self._drop(shard)
                 shard[key] = old | bit
             elif not old & bit:
                 continue
             elif old == bit:
-                del shard[key]
+                del shards[number][key]
             else:
-                shard[key] = old ^ bit
+                shards[number][key] = old ^ bit
             changes[kind] += 1
         for tier in (POOL, HOST):
             self._counts[holder][tier - 1] += changes[tier] - changes[tier | GONE]
@@ -166,7 +169,7 @@ class PrefixIndex:
     def held(self, keys: ShortKeys) -> dict[str, Held]:
         """The leading pages of a prompt, by holder. Those that hold none are left out. It ends at
         the first page that nobody holds."""
-        shards, last = self._shards, -1
+        gets, last = self._get, -1
         pool = any_tier = sum(POOL << place for place in self._places.values())
         if not any_tier:
             return {}
@@ -174,7 +177,7 @@ class PrefixIndex:
         """Where fewer hold the pages: depth, and who still has all of them in either way."""
         depth = 0
         for depth, key in enumerate(keys.tolist()):
-            bits = shards[key & _SHARD].get(key, 0)
+            bits = gets[key & _SHARD](key, 0)
             if bits == last:
                 continue
             last = bits

@@ -6,18 +6,20 @@ gets all pages, shard by shard. Events go on meanwhile: a part says which event 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from itertools import chain
 from typing import Final
 
 import numpy as np
 
-from prefixes.codec import MOST_BYTES, MOST_KEYS, Events, Part
+from prefixes.codec import MOST_BYTES, MOST_EVENTS, MOST_IN_PART, Events, Part
 from prefixes.index import GONE, SHARDS
-from prefixes.keys import SHORT_BYTES, short_key
+from prefixes.keys import SHORT_BYTES, short_keys
 
 RING: Final = 65_536
 """Events that are kept."""
-_MOST_IN_PART: Final = MOST_BYTES // (SHORT_BYTES + 1)
+_SHARD: Final = SHARDS - 1
+_MOST_FIT: Final = MOST_BYTES // (SHORT_BYTES + 1)
 
 
 class PageLog:
@@ -25,14 +27,21 @@ class PageLog:
 
     Args:
         size: of the ring.
-        most_keys: in a message.
+        most_events: in a message.
+        most_in_part: keys in a part of a snapshot, if its first shard has no more.
     """
 
-    def __init__(self, size: int = RING, most_keys: int = MOST_KEYS) -> None:
+    def __init__(
+        self,
+        size: int = RING,
+        most_events: int = MOST_EVENTS,
+        most_in_part: int = MOST_IN_PART,
+    ) -> None:
         self.end = 1
         """Number of the next event."""
         self._size = size
-        self._most_keys = most_keys
+        self._most_events = most_events
+        self._most_in_part = most_in_part
         self._keys = np.zeros(size, "<u8")
         self._kinds = np.zeros(size, np.uint8)
         self._shards: list[dict[int, int]] = [{} for _ in range(SHARDS)]
@@ -43,22 +52,22 @@ class PageLog:
         """Number of the oldest event in the ring; `end` if there is none."""
         return max(1, self.end - self._size)
 
-    def write(self, kind: int, keys: Iterable[bytes]) -> None:
-        """Pages came to a tier (POOL, HOST), or left it (with GONE added)."""
-        shorts = [short_key(key) for key in keys]
-        self._apply(kind, shorts)
-        latest = np.array(shorts[-self._size :], np.uint64)
-        self.end += len(shorts)
-        places = np.arange(self.end - latest.size, self.end) % self._size
-        self._keys[places] = latest
-        self._kinds[places] = kind
+    def write(self, keys: Sequence[bytes], kinds: bytes) -> None:
+        """Pages came to a tier or left it, in order. A kind is POOL or HOST, with GONE added if the
+        page left."""
+        shorts = short_keys(keys)
+        self._apply(shorts.tolist(), kinds)
+        latest = min(len(kinds), self._size)
+        self.end += len(kinds)
+        places = np.arange(self.end - latest, self.end) % self._size
+        self._keys[places] = shorts[len(kinds) - latest :]
+        self._kinds[places] = np.frombuffer(kinds, np.uint8)[len(kinds) - latest :]
 
-    def _apply(self, kind: int, shorts: list[int]) -> None:
-        tier = kind & ~GONE
-        for key in shorts:
-            shard = self._shards[key % SHARDS]
+    def _apply(self, shorts: list[int], kinds: bytes) -> None:
+        for key, kind in zip(shorts, kinds, strict=True):
+            shard = self._shards[key & _SHARD]
             old = shard.get(key, 0)
-            tiers = old & ~tier if kind & GONE else old | tier
+            tiers = old & ~kind if kind & GONE else old | kind
             if tiers:
                 shard[key] = tiers
             elif old:
@@ -66,20 +75,20 @@ class PageLog:
 
     def events(self, first: int) -> Events:
         """Those from number `first` on, which is in the ring, as many as a message has."""
-        places = np.arange(first, min(self.end, first + self._most_keys)) % self._size
+        places = np.arange(first, min(self.end, first + self._most_events)) % self._size
         return Events(first, self._keys[places].tobytes(), self._kinds[places].tobytes())
 
     def part(self, first_shard: int) -> Part:
         """All pages in the shards from `first_shard` on, as many shards as fit into a message. Of
         a shard that does not fit, the router's index would drop the rest anyway."""
         end, count = first_shard + 1, len(self._shards[first_shard])
-        while end < SHARDS and count + len(self._shards[end]) <= self._most_keys:
+        while end < SHARDS and count + len(self._shards[end]) <= self._most_in_part:
             count += len(self._shards[end])
             end += 1
-        pages = [page for shard in self._shards[first_shard:end] for page in shard.items()]
-        columns = np.array(pages[:_MOST_IN_PART], np.uint64).reshape(-1, 2)
-        keys, tiers = columns[:, 0].astype("<u8"), columns[:, 1].astype(np.uint8)
-        return Part(self.end - 1, first_shard, end, keys.tobytes(), tiers.tobytes())
+        shards = self._shards[first_shard:end]
+        keys = np.fromiter(chain.from_iterable(shards), "<u8")[:_MOST_FIT]
+        tiers = bytes(chain.from_iterable(shard.values() for shard in shards))[:_MOST_FIT]
+        return Part(self.end - 1, first_shard, end, keys.tobytes(), tiers)
 
     def tiers(self) -> dict[int, int]:
         """All pages that can be found: short key and tiers."""

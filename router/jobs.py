@@ -130,7 +130,7 @@ class Demand:
     prompt_logprobs: bool = False
     holder: str = ""
     """See `Job.holder`; "" shares with nobody."""
-    keys: ShortKeys = field(default_factory=lambda: NO_KEYS, compare=False)
+    keys: ShortKeys = field(default_factory=lambda: NO_KEYS, compare=False, repr=False)
     """See `Job.keys`."""
 
     @classmethod

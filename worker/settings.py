@@ -49,9 +49,10 @@ class WorkerDebug(BaseModel):
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
     """Sets the format of the weights. `dummy` draws random weights, always the same, to measure
     speed without a checkpoint."""
-    attention: Literal["auto", "fa3", "fa2", "sdpa"] = "auto"
-    """Chooses the attention kernels: FlashAttention-3 or -2, or torch's own. `auto` takes the best
-    that runs here and logs the reason. FlashAttention-2 needs pages of 256 tokens."""
+    attention: Literal["auto", "fa3", "fa2", "triton", "sdpa"] = "auto"
+    """Chooses the attention kernels: FlashAttention-3 or -2, Baton's own in Triton, or torch's.
+    `auto` takes the best that runs here and logs the reason. FlashAttention-2 needs pages of 256
+    tokens."""
     num_pages: int = Field(default=0, ge=0)
     """Sets the number of pages in the KV pool and overrides `kv_memory_gib`. 0: as many as fit."""
     mixed_prefill_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS)

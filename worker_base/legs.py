@@ -205,6 +205,10 @@ class LegService(ABC, Generic[L]):
         """Whether the leg is under way here."""
         return self._legs.get(leg_id) is not None
 
+    def leg(self, leg_id: bytes) -> L | None:
+        """The leg, if it is under way here."""
+        return self._legs.get(leg_id)
+
     def cancel(self, leg_id: bytes, stream: Outbox) -> None:
         """Ends a leg that the router no longer wants. Its Submit may still be on the way."""
         if (leg := self._legs.of(leg_id, stream)) is not None:

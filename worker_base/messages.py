@@ -20,6 +20,7 @@ from engine.types import (
     ModelInfo,
     NewTokens,
     PageIds,
+    PeerFetch,
     Request,
     SamplingParams,
     StopRules,
@@ -115,7 +116,15 @@ def request_of(submit: worker_pb2.Submit) -> Request:
         cache_salt=submit.cache_salt,
         prompt_logprobs=submit.prompt_logprobs,
         takeover_tokens=submit.takeover_tokens,
+        fetch=_fetch_of(submit),
     )
+
+
+def _fetch_of(submit: worker_pb2.Submit) -> PeerFetch | None:
+    fetch = submit.fetch
+    if not fetch.agent_name or not fetch.pages:
+        return None
+    return PeerFetch(fetch.agent_name, fetch.pages)
 
 
 def kv_tokens(request: Request) -> int:

@@ -7,6 +7,7 @@ position 0 attend over the new K and V in place, without pages. Decode rows use
 
 from __future__ import annotations
 
+import inspect
 from types import ModuleType
 from typing import Protocol
 
@@ -24,10 +25,19 @@ would use more parts and leave less room for decode rows. On an H200, a piece be
 beside 8 decode rows of 8,000 tokens takes 10.8 ms, and took 11.2 ms with the library's choice. For
 shorter pieces the library chooses."""
 
+SINKS_OPTIONS = ("s_aux", "learnable_sink")
+"""What versions of the library call the sinks."""
+
 
 def splits_of(step: PagedStep) -> int:
     """Parts in which a prompt's keys are read; 0: the library chooses."""
     return LONG_PIECE_SPLITS if step.max_query == LONG_PIECE else 0
+
+
+def sinks_option(library: ModuleType) -> str:
+    """The name of the library's argument for sinks; empty: it has none."""
+    known = inspect.signature(library.flash_attn_varlen_func).parameters
+    return next((name for name in SINKS_OPTIONS if name in known), "")
 
 
 class DecodeKernel(Protocol):
@@ -64,6 +74,9 @@ class Fa3Backend(PagedAttention):
         super().__init__(pool, specs, kernels)
         self._decode_kernel = decode
         self._views = views_of(pool)
+        self._sinks_option = ""
+        if any(spec.sinks is not None for spec in specs):
+            self._sinks_option = sinks_option(kernels)
 
     def attend_ends(self, layer: int, q: Tensor, contexts: Tensor, page_table: Tensor) -> Tensor:
         """See `PagedAttention`."""
@@ -72,6 +85,11 @@ class Fa3Backend(PagedAttention):
         )
         spec = self._specs[layer]
         return self._decode_kernel(q, self._pool, layer, contexts, page_table, spec, divided)
+
+    def more_options(self, layer: int) -> dict[str, Tensor]:
+        """See `PagedAttention`."""
+        sinks = self._specs[layer].sinks
+        return {} if sinks is None else {self._sinks_option: sinks}
 
     def _continued_prompts(
         self, layer: int, q: Tensor, step: PagedStep, window: tuple[int, int]
@@ -90,5 +108,6 @@ class Fa3Backend(PagedAttention):
             causal=True,
             window_size=window,
             num_splits=splits_of(step),
+            **self.more_options(layer),
         )
         return out

@@ -83,5 +83,6 @@ class Fa3GatheredBackend(Fa3Backend):
             causal=True,
             window_size=window,
             num_splits=splits_of(step),
+            **self.more_options(layer),
         )
         return out

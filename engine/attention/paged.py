@@ -78,6 +78,10 @@ class PagedAttention(ABC):
         together. Only backends that gather pages need any."""
         return
 
+    def more_options(self, layer: int) -> dict[str, Tensor]:
+        """What a layer needs from the library beside scale and window."""
+        return {}
+
     @abstractmethod
     def attend_ends(self, layer: int, q: Tensor, contexts: Tensor, page_table: Tensor) -> Tensor:
         """One layer, from the last positions of S rows over all their stored tokens.
@@ -168,5 +172,6 @@ class PagedAttention(ABC):
             softmax_scale=self._specs[layer].scale,
             causal=True,
             window_size=window,
+            **self.more_options(layer),
         )
         return out

@@ -10,17 +10,19 @@ import torch
 
 from engine.attention.base import AttentionBackend, Specs
 from engine.attention.fa2 import PAGE_MULTIPLE, Fa2Backend
-from engine.attention.fa3 import Fa3Backend
+from engine.attention.fa3 import Fa3Backend, sinks_option
 from engine.attention.fa3_gathered import Fa3GatheredBackend
 from engine.attention.sdpa import SdpaBackend
+from engine.attention.triton import TritonBackend
 from engine.pages.kv_pool import KvPool
 
 log = logging.getLogger("baton.engine")
 
-BACKENDS = ("auto", "fa3", "fa2", "sdpa")
+BACKENDS = ("auto", "fa3", "fa2", "triton", "sdpa")
 """Names of the backends, best first after "auto"."""
 FA3_HEAD_DIMS = (64, 128, 256)
 FA2_MOST_HEAD_DIM = 256
+TRITON_MOST_HEAD_DIM = 256
 
 
 class AttentionError(Exception):
@@ -41,18 +43,18 @@ def choose_backend(name: str, pool: KvPool, specs: Specs) -> AttentionBackend:
     if name not in BACKENDS:
         raise AttentionError(f"attention backend {name!r} is not one of {', '.join(BACKENDS)}")
     if name != "auto":
-        if obstacle := _OBSTACLES[name](pool):
+        if obstacle := _OBSTACLES[name](pool, specs):
             raise AttentionError(f"attention backend {name} cannot run here: {obstacle}")
         log.info("attention: %s (as configured)", name)
         return _BUILDERS[name](pool, specs)
-    obstacles = {other: _OBSTACLES[other](pool) for other in BACKENDS[1:]}
+    obstacles = {other: _OBSTACLES[other](pool, specs) for other in BACKENDS[1:]}
     best = next(other for other, obstacle in obstacles.items() if not obstacle)
     reasons = "; ".join(f"not {other}: {why}" for other, why in obstacles.items() if why)
     log.info("attention: %s (%s)", best, reasons or "the best backend")
     return _BUILDERS[best](pool, specs)
 
 
-def _fa3_obstacle(pool: KvPool) -> str:
+def _fa3_obstacle(pool: KvPool, specs: Specs) -> str:
     """The obstacle to FlashAttention-3 over this pool; empty if it can run."""
     if obstacle := _gpu_obstacle(pool):
         return obstacle
@@ -60,10 +62,17 @@ def _fa3_obstacle(pool: KvPool) -> str:
         return "the GPU is not a Hopper"
     if pool.head_dim not in FA3_HEAD_DIMS:
         return f"head dimension {pool.head_dim} is not one of {FA3_HEAD_DIMS}"
-    return _import_obstacle("flash_attn_interface")
+    if any(spec.soft_cap is not None for spec in specs):
+        return "its library is built without soft caps"
+    if obstacle := _import_obstacle("flash_attn_interface"):
+        return obstacle
+    if any(spec.sinks is not None for spec in specs):
+        library = importlib.import_module("flash_attn_interface")
+        return "" if sinks_option(library) else "its library knows no sinks"
+    return ""
 
 
-def _fa2_obstacle(pool: KvPool) -> str:
+def _fa2_obstacle(pool: KvPool, specs: Specs) -> str:
     """The obstacle to FlashAttention-2 over this pool; empty if it can run."""
     if pool.gathers:
         return f"it reads pages in place, and cannot read {pool.precision} KV: fa3 and sdpa can"
@@ -75,10 +84,25 @@ def _fa2_obstacle(pool: KvPool) -> str:
         return f"head dimension {pool.head_dim} is no multiple of 8 up to {FA2_MOST_HEAD_DIM}"
     if pool.page_size % PAGE_MULTIPLE:
         return f"pages of {pool.page_size} tokens are no multiple of {PAGE_MULTIPLE}"
+    if any(spec.soft_cap is not None or spec.sinks is not None for spec in specs):
+        return "soft caps and sinks are not passed to its library"
     return _import_obstacle("flash_attn")
 
 
-def _no_obstacle(_pool: KvPool) -> str:
+def _triton_obstacle(pool: KvPool, specs: Specs) -> str:
+    """The obstacle to kernels of our own over this pool; empty if they can run."""
+    if obstacle := _gpu_obstacle(pool):
+        return obstacle
+    if torch.cuda.get_device_capability(pool.device)[0] != 9:
+        return "the GPU is not a Hopper"
+    if pool.gathers:
+        return f"it reads pages in place, and cannot read {pool.precision} KV: sdpa can"
+    if pool.head_dim > TRITON_MOST_HEAD_DIM or pool.head_dim % 8:
+        return f"head dimension {pool.head_dim} is no multiple of 8 up to {TRITON_MOST_HEAD_DIM}"
+    return _import_obstacle("triton")
+
+
+def _no_obstacle(_pool: KvPool, _specs: Specs) -> str:
     """SDPA runs everywhere."""
     return ""
 
@@ -116,13 +140,22 @@ def _build_fa2(pool: KvPool, specs: Specs) -> AttentionBackend:
     return Fa2Backend(pool, specs, importlib.import_module("flash_attn"))
 
 
-_OBSTACLES: dict[str, Callable[[KvPool], str]] = {
+def _build_triton(pool: KvPool, specs: Specs) -> AttentionBackend:
+    from engine.cuda.decode_attention import decode_attention
+    from engine.cuda.kv.prompt_attention import prompt_attention
+
+    return TritonBackend(pool, specs, prompt_attention, decode_attention)
+
+
+_OBSTACLES: dict[str, Callable[[KvPool, Specs], str]] = {
     "fa3": _fa3_obstacle,
     "fa2": _fa2_obstacle,
+    "triton": _triton_obstacle,
     "sdpa": _no_obstacle,
 }
 _BUILDERS: dict[str, Callable[[KvPool, Specs], AttentionBackend]] = {
     "fa3": _build_fa3,
     "fa2": _build_fa2,
+    "triton": _build_triton,
     "sdpa": SdpaBackend,
 }

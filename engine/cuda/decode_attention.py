@@ -37,6 +37,27 @@ def cut(context, window, splits, least, block: tl.constexpr):
     return first, tl.cdiv(tl.cdiv(tokens, parts), block) * block
 
 
+@triton.jit
+def capped(logits, cap):
+    """cap * tanh(logits / cap)."""
+    return cap * (2.0 * tl.sigmoid(logits * (2.0 / cap)) - 1.0)
+
+
+@triton.jit
+def begun(
+    sinks, kv_head, heads, part, group: tl.constexpr, padded: tl.constexpr, has_sinks: tl.constexpr
+):
+    """The reference and the total of a part's logits, in powers of two, before its first token.
+    The first part has the sinks."""
+    most = tl.full((padded,), float("-inf"), tl.float32)
+    total = tl.zeros((padded,), tl.float32)
+    if has_sinks:
+        sink = tl.load(sinks + kv_head * group + heads, mask=heads < group, other=0.0)
+        most = tl.where(part == 0, sink.to(tl.float32) * 1.4426950408889634, most)
+        total = tl.where(part == 0, total + 1.0, total)
+    return most, total
+
+
 @triton.jit(do_not_specialize=["table_width", "window", "splits", "least"])
 def _attend_part(
     q,
@@ -46,7 +67,9 @@ def _attend_part(
     partial,
     sums,
     out,
+    sinks,
     scale,
+    cap,
     page_stride,
     head_stride,
     layer_offset,
@@ -59,7 +82,10 @@ def _attend_part(
     group: tl.constexpr,
     padded_group: tl.constexpr,
     dim: tl.constexpr,
+    padded_dim: tl.constexpr,
     page_size: tl.constexpr,
+    caps: tl.constexpr,
+    has_sinks: tl.constexpr,
     block: tl.constexpr,
 ):
     row, kv_head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -71,13 +97,14 @@ def _attend_part(
         return
     end = tl.minimum(begin + share, context)
     heads = tl.arange(0, padded_group)
-    at = tl.arange(0, dim)
+    at = tl.arange(0, padded_dim)
     real = (heads < group)[:, None]
+    if padded_dim != dim:
+        real = real & (at < dim)[None, :]
     q_at = row * q_row_stride + (kv_head * group + heads[:, None]) * dim + at[None, :]
     query = tl.load(q + q_at, mask=real, other=0.0)
-    most = tl.full((padded_group,), float("-inf"), tl.float32)
-    total = tl.zeros((padded_group,), tl.float32)
-    acc = tl.zeros((padded_group, dim), tl.float32)
+    most, total = begun(sinks, kv_head, heads, part, group, padded_group, has_sinks)
+    acc = tl.zeros((padded_group, padded_dim), tl.float32)
     base = pool + layer_offset + kv_head.to(tl.int64) * head_stride
     tokens = tl.arange(0, block)
     for start in tl.range(begin, end, block):
@@ -85,9 +112,14 @@ def _attend_part(
         seen = position < end
         page = tl.load(page_table + row * table_width + position // page_size, mask=seen, other=0)
         keys = base + page.to(tl.int64) * page_stride + (position % page_size) * dim
-        k = tl.load(keys[:, None] + at[None, :], mask=seen[:, None], other=0.0)
-        v = tl.load(keys[:, None] + page_size * dim + at[None, :], mask=seen[:, None], other=0.0)
+        read = seen[:, None]
+        if padded_dim != dim:
+            read = read & (at < dim)[None, :]
+        k = tl.load(keys[:, None] + at[None, :], mask=read, other=0.0)
+        v = tl.load(keys[:, None] + page_size * dim + at[None, :], mask=read, other=0.0)
         logits = tl.dot(query, k.T) * scale
+        if caps:
+            logits = capped(logits, cap)
         seen &= position >= context - window
         logits = tl.where(seen[None, :], logits, float("-inf"))
         now = tl.maximum(most, tl.max(logits, axis=1))
@@ -119,6 +151,7 @@ def _merge_parts(
     padded_splits: tl.constexpr,
     group: tl.constexpr,
     dim: tl.constexpr,
+    padded_dim: tl.constexpr,
     block: tl.constexpr,
 ):
     kv_head, head = tl.program_id(0), tl.program_id(1)
@@ -127,17 +160,20 @@ def _merge_parts(
     parts = tl.arange(0, padded_splits)
     there = parts < tl.cdiv(context - first, share)
     read = (parts < splits) if ahead else there  # Ahead: loads do not wait for the row's length.
-    at = tl.arange(0, dim)
+    at = tl.arange(0, padded_dim)
     place = (kv_head.to(tl.int64) * splits + parts) * group + head
+    kept = read[:, None]
+    if padded_dim != dim:
+        kept = kept & (at < dim)[None, :]
     most = tl.load(sums + place * 2, mask=read, other=0.0)
     total = tl.load(sums + place * 2 + 1, mask=read, other=0.0)
-    acc = tl.load(partial + place[:, None] * dim + at[None, :], mask=read[:, None], other=0.0)
+    acc = tl.load(partial + place[:, None] * dim + at[None, :], mask=kept, other=0.0)
     most = tl.where(there, most, float("-inf"))
     total = tl.where(there, total, 0.0)
     acc = tl.where(there[:, None], acc, 0.0)
     weight = tl.exp2(most - tl.max(most, axis=0))
     merged = tl.sum(acc * weight[:, None], axis=0) / tl.sum(total * weight, axis=0)
-    tl.store(out + (kv_head * group + head) * dim + at, merged)
+    tl.store(out + (kv_head * group + head) * dim + at, merged, mask=at < dim)
 
 
 def decode_attention(
@@ -157,7 +193,7 @@ def decode_attention(
         layer: layer of the pool.
         contexts: [B] int32, positions of each row, at least 1.
         page_table: [B, P] int32.
-        spec: scale and window.
+        spec: of the layer.
         divided: the division of the contexts.
 
     Returns:
@@ -183,7 +219,7 @@ def decode_attention(
         partial,
         sums,
         out,
-        spec.scale * LOG2_E,
+        *features_of(spec, q),
         pool.page_stride,
         pool.head_stride,
         layer * pool.layer_stride,
@@ -196,7 +232,10 @@ def decode_attention(
         group,
         max(MIN_GROUP, triton.next_power_of_2(group)),
         dim,
+        triton.next_power_of_2(dim),
         pool.page_size,
+        spec.soft_cap is not None,
+        spec.sinks is not None,
         tiles.block,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
@@ -204,6 +243,13 @@ def decode_attention(
     if not whole:
         merge(out, partial, sums, contexts, seen, divided, kv_heads)
     return out
+
+
+def features_of(spec: AttentionSpec, q: Tensor) -> tuple[Tensor, float, float]:
+    """Sinks, scale and cap as kernels take them, whose logits are powers of two. `q` stands for
+    sinks that are not there."""
+    sinks = q if spec.sinks is None else spec.sinks
+    return sinks, spec.scale * LOG2_E, (spec.soft_cap or 0.0) * LOG2_E
 
 
 def merge(
@@ -232,6 +278,7 @@ def merge(
         triton.next_power_of_2(divided.most),
         heads // kv_heads,
         dim,
+        triton.next_power_of_2(dim),
         divided.tiles.block,
         num_warps=MERGE_WARPS,
     )

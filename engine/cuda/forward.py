@@ -9,19 +9,19 @@ from __future__ import annotations
 from typing import NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.paged import PagedAttention
 from engine.cuda import feed_forward, kernels
 from engine.cuda.feed_forward import as_read
 from engine.cuda.kv.fp8_store import rope_store_fp8
-from engine.cuda.kv.rope_store import HeadNorms, rope_store
+from engine.cuda.kv.rope_store import HeadNorms, RopeTable, rope_store
 from engine.cuda.products import CudaProducts
 from engine.cuda.products.rounding import add_rms_norm_rounded, rms_norm_rounded
 from engine.model import Model
+from engine.model.config import Rope
 from engine.model.decoder import Layer
-from engine.model.head_norms import HeadNorm
+from engine.model.head_norms import HeadNorm, WholeNorm
 from engine.model.linear import RmsNorm
 from engine.model.precision.rounding import Rounded, Rounding
 from engine.pages.kv_pool import KvPool
@@ -41,10 +41,18 @@ class RowEnds(NamedTuple):
     """[S, P] int32."""
 
 
-class _Next(NamedTuple):
-    norm: RmsNorm | None
+class Join(NamedTuple):
+    """What happens between two parts of the model: the first one's output is added to the residual,
+    and the second one reads the sum."""
+
+    after: RmsNorm | None
+    """Of the output."""
+    before: RmsNorm | None
+    """Of the sum."""
     reader: Rounding | None
-    """How the product after the norm rounds its input."""
+    """How the next product rounds its input."""
+    factor: float
+    """On the output."""
 
 
 class FusedForward:
@@ -61,12 +69,13 @@ class FusedForward:
         self._layers = cast("list[Layer]", list(model.layers))
         self._rope_store = _STORES.get(pool.precision, rope_store)
         self._head_norms = [_head_norms(layer) for layer in self._layers]
-        self._nexts = [
-            _Next(layer.before_attention, layer.qkv.method.input) for layer in self._layers
-        ]
-        self._nexts.append(_Next(model.norm, None))
-        """The norm before each layer and before the head, and who reads it."""
-        self._rope = _rope_table(model, max_context_tokens)
+        self._joins = [_joins_of(layer, model) for layer in self._layers]
+        first = self._layers[0]
+        self._entry = Join(None, first.before_attention, first.qkv.method.input, 1.0)
+        self._ropes = {
+            rope: _rope_table(model, rope, max_context_tokens)
+            for rope in {layer.own.rope for layer in self._layers}
+        }
 
     def hidden(
         self, token_ids: Tensor, positions: Tensor, stores: Tensor, ends: RowEnds | None = None
@@ -77,10 +86,9 @@ class FusedForward:
         other tokens are read later, so the rest of their work is left out.
         The attention backend must have been prepared for this step.
         """
-        residual = F.embedding(token_ids, self._model.embedding)
-        norm, reader = self._nexts[0]
-        x = _norm(residual, norm, reader)
-        for layer, (norm, next_reader) in zip(self._layers, self._nexts[1:], strict=True):
+        residual = self._model.embed(token_ids)
+        x = entered(residual, self._entry)
+        for layer, (to_feed_forward, to_next) in zip(self._layers, self._joins, strict=True):
             q, k, v = self._project(layer, x, positions, stores)
             if ends is None or layer is not self._layers[-1]:
                 attended = self._attention.attend(layer.index, q, k, v)
@@ -92,41 +100,78 @@ class FusedForward:
                     layer.index, q, ends.contexts, ends.page_table
                 )
             out = layer.output(as_read(attended.flatten(1), layer.output.method.input))
-            reader = feed_forward.reader_of(layer.feed_forward)
-            x = _add_norm(residual, out, layer.before_feed_forward, reader)
+            x = joined(residual, out, to_feed_forward)
             out = feed_forward.run(layer.feed_forward, x)
-            x = _add_norm(residual, out, norm, next_reader)
+            x = joined(residual, out, to_next)
         assert isinstance(x, Tensor)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, H] -> [S, vocab], in the model's dtype."""
-        return self._products.linear(hidden, self._model.head, None)
+        return self._model.shaped(self._products.linear(hidden, self._model.head, None))
 
     def _project(
         self, layer: Layer, x: Tensor | Rounded, positions: Tensor, stores: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, with q and k rotated. k and v are also stored in the pool."""
-        norms = self._head_norms[layer.index]
+        norms, rope = self._head_norms[layer.index], self._ropes[layer.own.rope]
         qkv = layer.qkv(x)
-        return self._rope_store(qkv, self._rope, positions, stores, self._pool, layer.index, norms)
+        if isinstance(layer.qk_norm, WholeNorm):
+            _norm_whole(qkv, layer, layer.qk_norm)
+        return self._rope_store(qkv, rope, positions, stores, self._pool, layer.index, norms)
 
 
-def _norm(x: Tensor, norm: RmsNorm | None, reader: Rounding | None) -> Tensor | Rounded:
-    assert norm is not None
+def _joins_of(layer: Layer, model: Model) -> tuple[Join, Join]:
+    """Behind its attention, and behind its feed-forward."""
+    factor, following = model.config.residual_scale, layer.index + 1
+    if following < len(model.layers):
+        after = cast("Layer", model.layers[following])
+        norm, reader = after.before_attention, after.qkv.method.input
+    else:
+        norm, reader = model.norm, None
+    own = feed_forward.reader_of(layer.feed_forward)
+    return (
+        Join(layer.after_attention, layer.before_feed_forward, own, factor),
+        Join(layer.after_feed_forward, norm, reader, factor),
+    )
+
+
+def entered(x: Tensor, how: Join) -> Tensor | Rounded:
+    """What the first layer reads."""
+    norm, reader = how.before, how.reader
+    if norm is None:
+        return as_read(x, reader)
     if reader is None:
         return kernels.rms_norm(x, norm.weight, norm.eps)
     return rms_norm_rounded(x, norm.weight, norm.eps, reader)
 
 
-def _add_norm(
-    residual: Tensor, x: Tensor, norm: RmsNorm | None, reader: Rounding | None
-) -> Tensor | Rounded:
-    """Adds `x` to `residual` in place; returns the norm of the sum."""
-    assert norm is not None
+def joined(residual: Tensor, x: Tensor, how: Join) -> Tensor | Rounded:
+    """Adds `x` to `residual` in place; returns what the next product reads."""
+    norm, reader = how.before, how.reader
+    if norm is None or how.after is not None or how.factor != 1.0:
+        return _joined_otherwise(residual, x, how)
     if reader is None:
         return kernels.add_rms_norm(residual, x, norm.weight, norm.eps)
     return add_rms_norm_rounded(residual, x, norm.weight, norm.eps, reader)
+
+
+def _joined_otherwise(residual: Tensor, x: Tensor, how: Join) -> Tensor | Rounded:
+    """With norms elsewhere, or a factor. Rounding is a pass of its own here."""
+    after, before = (None if norm is None else norm.weight for norm in (how.after, how.before))
+    eps = next((norm.eps for norm in (how.after, how.before) if norm is not None), 0.0)
+    return as_read(kernels.join(residual, x, after, before, eps, how.factor), how.reader)
+
+
+def _norm_whole(qkv: Tensor, layer: Layer, norm: WholeNorm) -> None:
+    """Normalises q and k in place."""
+    heads = qkv.view(len(qkv), -1, layer.head_dim)
+    q, k, _ = torch.split(heads, list(layer.heads), dim=1)
+    if norm.is_alone:
+        kernels.norm_parts(qkv, norm.q.weight, norm.k.weight, norm.q.eps)
+        return
+    for target, normed in zip((q, k), norm(q, k), strict=True):
+        target.copy_(normed)
 
 
 def _head_norms(layer: Layer) -> HeadNorms | None:
@@ -135,10 +180,15 @@ def _head_norms(layer: Layer) -> HeadNorms | None:
     return HeadNorms(norms.q.weight, norms.k.weight, norms.q.eps)
 
 
-def _rope_table(model: Model, max_context_tokens: int) -> Tensor:
-    """[positions, D]: cos of the D / 2 angles, then sin, with the model's rounding."""
-    (rope,) = model.ropes.frequencies
-    positions = torch.arange(max_context_tokens, device=model.embedding.device)
-    cos, sin = model.ropes.rotation(rope, positions, model.embedding.dtype)
-    half = len(rope.frequencies)
-    return torch.cat((cos[:, 0, :half], sin[:, 0, :half]), dim=1).contiguous()
+def _rope_table(model: Model, rope: Rope | None, max_context_tokens: int) -> RopeTable:
+    """Cos and sin of a rope, with the model's rounding."""
+    device, dtype = model.embedding.device, model.embedding.dtype
+    half = model.config.head_dim // 2
+    turned = 0 if rope is None else len(rope.frequencies)
+    angles = torch.zeros(max_context_tokens, 2, half, dtype=dtype, device=device)
+    angles[:, 0] = 1.0
+    if rope is not None:
+        positions = torch.arange(max_context_tokens, device=device)
+        for row, found in enumerate(model.ropes.rotation(rope, positions, dtype)):
+            angles[:, row, :turned] = found[:, 0, :turned]
+    return RopeTable(angles.flatten(1), turned)

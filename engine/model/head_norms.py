@@ -54,9 +54,14 @@ class WholeNorm(nn.Module):
         sizes = (rows.size for rows in self._rows)
         self.q, self.k = (RmsNorm(size, eps, build, plus_one=plus_one) for size in sizes)
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether this rank has all heads."""
+        return self._collective.size == 1
+
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """[T, Hq, D] and [T, Hkv, D]."""
-        if self._collective.size == 1:
+        if self.is_alone:
             return self.q(q.flatten(1)).view_as(q), self.k(k.flatten(1)).view_as(k)
         squares = [x.float().square().sum((1, 2)) for x in (q, k)]
         sums = torch.stack((squares[0], squares[1] / self._holders), dim=1)

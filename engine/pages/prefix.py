@@ -1,12 +1,33 @@
-"""Keys of the pages of requests (`prefixes.keys`)."""
+"""Keys of the pages of requests (`prefixes.keys`), and news of the pages that have keys."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from engine.bounds import Bounds
+from engine.pages.blocks import BlockManager, CacheEvent, CacheEventKind
 from engine.types import Request, TokenIds
+from prefixes.index import GONE
 from prefixes.keys import page_keys, salt_of
+
+TellPages = Callable[[int, Sequence[bytes]], None]
+"""Hears that the pages of some keys came to a tier (`prefixes.index`: POOL, HOST), or left it (with
+GONE added). Called on the step loop's thread; must return at once."""
+
+
+def tell_pages(blocks: BlockManager, tier: int, tell: TellPages) -> None:
+    """Tells of all pages that have keys, and then of each change."""
+    gone = tier | GONE
+
+    def came(event: CacheEvent) -> None:
+        tell(tier, (event.key,))
+
+    def left(event: CacheEvent) -> None:
+        tell(gone, (event.key,))
+
+    tell(tier, blocks.keys)
+    blocks.subscribe(came, (CacheEventKind.STORED,))
+    blocks.subscribe(left, (CacheEventKind.EVICTED,))
 
 
 def request_keys(

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple, Protocol
 import torch
 
 from kv_transfer.ranks.group import GroupTransport, rank_agent
-from kv_transfer.ranks.part import LocalPart
+from kv_transfer.ranks.part import LocalPart, Part
 from kv_transfer.ranks.remote import RankAgent, RemotePart, Socket
 from kv_transfer.transports.factory import make_transport
 from kv_transfer.types import KvTransport
@@ -36,7 +36,12 @@ class Others(NamedTuple):
 
 
 def group_transport(
-    name: str, agent_name: str, pool: Pool, kv_heads: int, others: Others
+    name: str,
+    agent_name: str,
+    pool: Pool,
+    kv_heads: int,
+    others: Others,
+    slots: torch.Tensor | None = None,
 ) -> GroupTransport:
     """Builds a worker's transport, on the thread that will own it. All ranks build at once.
 
@@ -46,6 +51,7 @@ def group_transport(
         pool: rank 0's part of the pages.
         kv_heads: of a whole page.
         others: the other ranks.
+        slots: host slots of rank 0, whose pages may be pushed, too. They need rank 0 to be alone.
 
     Raises:
         TransportError: one part cannot be built.
@@ -54,8 +60,9 @@ def group_transport(
         RemotePart(socket, name, rank_agent(agent_name, rank), others.lost)
         for rank, socket in enumerate(others.sockets, 1)
     ]
-    own = LocalPart(make_transport(name, agent_name, pool.data, pool.page_bytes, pool.num_pages))
-    return GroupTransport([own, *(part.built() for part in remote)], kv_heads)
+    own = make_transport(name, agent_name, pool.data, pool.page_bytes, pool.num_pages, slots)
+    parts: list[Part] = [LocalPart(own), *(part.built() for part in remote)]
+    return GroupTransport(parts, kv_heads, 0 if slots is None else len(slots))
 
 
 def serve(socket: Socket, rank: int, pool: Pool) -> None:

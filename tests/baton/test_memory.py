@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,15 @@ def test_a_model_without_room_is_refused_before_it_takes_any(tmp_path: Path) -> 
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(EngineError, match=r"the model needs .* are free on this machine"):
         Engine.build(EngineConfig(model=str(folder), device="cpu", load_format="dummy"))
+
+
+def test_what_would_fit_a_gpu_is_named() -> None:
+    """Weights of bf16 that are rounded while they are loaded, if they are not quantised already."""
+    sizes = Weights(count=12 * GIB, tied=0, outside=GIB)
+    options = {"dtype": "bfloat16", "kv_memory_bytes": 0, "num_pages": 0, "on_gpu": True}
+    with pytest.raises(NoRoomError, match=r"needs 24.5 GiB, 20.0 are free.*fp8.*needs 13.5$"):
+        memory.check(memory.need_of(sizes, **options), 20 * GIB, "cuda:0")
+    packed = replace(sizes, count=GIB, packed_bytes=23 * GIB)
+    for weights, free in ((sizes, 12 * GIB), (packed, 20 * GIB)):
+        with pytest.raises(NoRoomError, match="take a smaller model, or more memory"):
+            memory.check(memory.need_of(weights, **options), free, "cuda:0")

@@ -22,6 +22,7 @@ from typing import Final
 
 import psutil
 from cluster import END_S, Cluster, make_cluster
+from fetching_policy import FETCHING
 from prometheus_client.parser import text_string_to_metric_families
 
 from chaos.plan import Topology
@@ -78,6 +79,7 @@ class Arena:
             name: {"kv_host_gib": 0.003, "kv_store": f"disk:{logs}/{name}-kv?gib=0.05"}
             for name in topology.workers
         }
+        local = "cached" if topology.fetching in ("", "any") else "never"
         cluster = make_cluster(
             model,
             logs,
@@ -90,8 +92,11 @@ class Arena:
             poison_freed_pages=True,
             log_format="json",
             drain_s=2,
+            local_prefill=local,
             certs=certs,
         )
+        if topology.fetching:
+            cluster.own = {**cluster.own, "router": {FETCHING: topology.fetching}}
         if topology.tcp:
             cluster.environment = {**cluster.environment, "UCX_TLS": "tcp"}
         cluster.start_all()

@@ -107,9 +107,24 @@ ROUTER_POINTS: Final = (
     "router.received~delivered",
     "router.received~tokens",
     "router.received~finished",
+    "router.received~fetch",
 )
 TIER_POINTS: Final = ("tiers.save", "tiers.load")
 """Of every worker, if there are tiers."""
+FETCH_POINTS: Final = (
+    "fetch.wanted",
+    "fetch.asked",
+    "worker.wrote~fetch",
+    "fetch.landed",
+    "fetch.received",
+    "fetch.held",
+    "transfer.before_last_push",
+    "transfer.last_pushed",
+    "transfer.done",
+    "fetch.sent",
+    "worker.wrote~fetch_refused",
+)
+"""Of every worker, if they fetch pages from each other: at who lacks them, then at who has."""
 BOTH_POINTS: Final = ("decode.submitted", "decode.tokens", "decode.ended", "worker.wrote~tokens")
 MAX_NTH: Final = {"decode.tokens": 120, "worker.wrote~tokens": 40, "prefill.chunk": 12}
 
@@ -127,6 +142,8 @@ class Topology:
     """Pages go over TCP, though shared memory would do."""
     tiers: bool = False
     """Pages that a pool evicts go to host memory and to a disk."""
+    fetching: str = ""
+    """The router says that this worker holds all prompts, or `any`."""
     ranks: tuple[int, int] = (1, 1)
     """Of each prefill worker and of each decode worker. A worker of both roles has the larger."""
 
@@ -222,6 +239,7 @@ class RunPlan:
         workers = f"{shape.prefill}P {shape.decode}D {shape.both}B x {shape.num_pages} pages"
         workers += f" with {shape.ranks} ranks" * (max(shape.ranks) > 1)
         workers += " over TCP" * shape.tcp + " over tiers" * shape.tiers
+        workers += " fetching" * bool(shape.fetching)
         return f"run {self.number} of seed {self.seed}: {workers}, {len(self.asks)} asks, {faults}"
 
 
@@ -231,7 +249,7 @@ def topology_of(seed: int, number: int) -> Topology:
     rng = random.Random(seed)
     first, tight, over_tcp = rng.randrange(len(TOPOLOGIES)), rng.randrange(2), rng.randrange(3)
     topology = TOPOLOGIES[(first + block) % len(TOPOLOGIES)]
-    topology = replace(topology, tcp=block % 3 == over_tcp)
+    topology = replace(topology, tcp=block % 3 == over_tcp, fetching="any" * (block % 4 < 3))
     if block % 4 == 3:
         fewer = {"prefill": min(2, topology.prefill), "decode": min(2, topology.decode)}
         return replace(topology, ranks=RANKS[(first + block // 4) % len(RANKS)], **fewer)
@@ -252,6 +270,21 @@ def plan_run(seed: int, number: int) -> RunPlan:
     if "poison" in kinds:
         asks = (*asks, _poison(rng, len(asks)))
     return RunPlan(seed, number, topology, asks, tuple(faults))
+
+
+def plan_fetch_moment(seed: int, number: int, target: str, failpoint: str) -> RunPlan:
+    """The same, with prompts that go on where others ended, and all are said to lie on one decode
+    worker."""
+    plan = plan_moment(seed, number, target, failpoint)
+    rng = random.Random(f"{seed}/{number}/base")
+    base = tuple(rng.randrange(FIRST_ID, VOCAB) for _ in range(700))
+    in_order = sorted(plan.asks, key=lambda ask: ask.start_s)
+    asks = tuple(
+        replace(ask, prompt=base[: 64 + 32 * turn] + ask.prompt[:20], start_s=0.25 * turn)
+        for turn, ask in enumerate(in_order)
+    )
+    topology = replace(plan.topology, fetching="decode-0")
+    return replace(plan, asks=asks, topology=topology)
 
 
 def plan_moment(seed: int, number: int, target: str, failpoint: str) -> RunPlan:
@@ -400,8 +433,8 @@ def _at_failpoint(
         "router": ROUTER_POINTS,
     }
     role = target.partition("-")[0]
-    more = TIER_POINTS if topology.tiers and role != "router" else ()
-    point = rng.choice(points[role] + more)
+    more = TIER_POINTS * topology.tiers + FETCH_POINTS * bool(topology.fetching)
+    point = rng.choice(points[role] + more * (role != "router"))
     name, tilde, key = point.partition("~")
     nth = rng.randint(1, MAX_NTH.get(point, 4))
     ending = rng.choice(ENDINGS)

@@ -161,9 +161,9 @@ class Block:
     def __call__(self, residual: Tensor, x: Tensor) -> Tensor:
         """Adds x to the residual, and returns what is added next."""
         from engine.cuda.feed_forward import gated
-        from engine.cuda.forward import _add_norm
+        from engine.cuda.forward import Join, joined
 
-        normed = _add_norm(residual, x, self.norm, self.up.method.input)
+        normed = joined(residual, x, Join(None, self.norm, self.up.method.input, 1.0))
         return self.down(gated(normed, self.up, self.down.method.input))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_families import LONG, LONGROPE, SHORT
 
 from engine.model import ModelConfig, ModelError, UnsupportedModelError
 from engine.model.config import QkNorm, Rope
@@ -155,3 +156,59 @@ def test_a_config_that_cannot_be_read_is_named(text, tmp_path):
 def test_a_folder_of_something_else_is_no_model(tmp_path):
     with pytest.raises(ModelError, match=r"is no model: it has no config\.json"):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_key_value_heads": [2, 4, 4]}, r"num_key_value_heads is \[2, 4\]"),
+        ({"head_dim": 32, "global_head_dim": 64}, "global_head_dim is 64, head_dim is 32"),
+        ({"num_global_key_value_heads": 4}, "num_global_key_value_heads is 4"),
+        ({"block_configs": []}, "block_configs"),
+        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers is 2"),
+    ],
+)
+def test_kv_shapes_that_differ_by_layer_are_refused(changes, words, read):
+    """Before anything else, since such models have no file either."""
+    named = {"architectures": ["SomeForCausalLM"], "model_type": "some"}
+    with pytest.raises(UnsupportedModelError, match=f"SomeForCausalLM: KV shapes.*{words}.*page"):
+        read(LLAMA, **named, **changes)
+
+
+PHI3 = LLAMA | {
+    "architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "pad_token_id": 0,
+    "original_max_position_embeddings": 64, "rope_parameters": LONGROPE,
+}  # fmt: skip
+
+
+def test_longrope_is_chosen_by_the_longest_context(read, tmp_path):
+    """Short factors if no context is longer than the original positions, else long ones."""
+    long = rope(read(PHI3))
+    short, at_the_border, beyond = (rope(read_config(tmp_path, most)) for most in (10, 64, 65))
+    assert short == at_the_border
+    assert beyond == long
+    ratios = [a / b for a, b in zip(short.frequencies, long.frequencies, strict=True)]
+    assert ratios == pytest.approx([b / a for a, b in zip(SHORT, LONG, strict=True)], rel=1e-5)
+    assert short.scale == long.scale > 1
+    assert rope(read_config(tmp_path, 10**9)) == long, "the model allows 256 tokens"
+
+
+def test_rope_that_follows_length_is_refused_with_the_class_named(read):
+    scaling = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    with pytest.raises(
+        UnsupportedModelError, match=r"LlamaForCausalLM: rope type longrope.*length"
+    ):
+        read(LLAMA, rope_scaling=scaling)
+
+
+def test_attention_in_both_directions_is_refused(read):
+    gemma = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+    with pytest.raises(UnsupportedModelError, match="Gemma3ForCausalLM: use_bidirectional"):
+        read(LLAMA, **gemma, use_bidirectional_attention=True)
+
+
+def test_families_that_have_a_file_are_listed(read):
+    with pytest.raises(UnsupportedModelError, match="has no file") as refused:
+        read(LLAMA, architectures=["GPTNeoXForCausalLM"], model_type="gpt_neox")
+    for name in ("Gemma2", "Gemma3", "Granite", "Llama", "Mistral", "Olmo2", "Olmo3", "Phi3"):
+        assert f"{name}ForCausalLM" in str(refused.value)

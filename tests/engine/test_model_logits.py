@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tiny_families import DENSE, YARN
+from tiny_families import EVERY, LONGROPE, YARN
 from tiny_models import write_tiny_model
 
 from engine.attention import AttentionBatch, choose_backend
@@ -39,7 +39,7 @@ CASES = {
         "max_window_layers": 1, "layers": 3,
     },
     "qwen3": {"family": "qwen3", "head_dim": 32},
-    **DENSE,
+    **EVERY,
 }  # fmt: skip
 
 
@@ -114,6 +114,16 @@ def test_logits_equal_transformers(case, tmp_path):
     parts = [chunked.step([(0, ids[a:b])])[0] for a, b in ((0, 16), (16, 35), (35, 52))]
     parts += [chunked.step([(0, [token])])[0] for token in ids[52:]]
     torch.testing.assert_close(torch.cat(parts), want, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("most", "tokens"), [(64, 60), (0, 100)], ids=["short", "long"])
+def test_longrope(most, tokens, tmp_path):
+    """transformers chooses by the length of what it computes; a cache needs one choice."""
+    path = write_tiny_model(tmp_path, tokenizer=False, family="phi3", rope_parameters=LONGROPE)
+    ids = np.random.default_rng(1).integers(1, 384, tokens).tolist()
+    runner = Runner(load(path, max_context_tokens=most))
+    parts = [runner.step([(0, ids[a:b])])[0] for a, b in ((0, 40), (40, tokens))]
+    torch.testing.assert_close(torch.cat(parts), reference(path, ids), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("case", ["llama", "mistral_window", "qwen3", "gemma2", "olmo3"])

@@ -16,6 +16,7 @@ from quantised_checkpoints import FORMS, INPUT_SCALE
 from quantised_folders import fp8_reference, reference_of, rule_of, write_quantised
 from safetensors.torch import load_file, save_file
 from test_model_logits import Runner, load
+from tiny_families import DENSE
 from tiny_models import write_tiny_model
 
 FAMILIES: Mapping[str, dict[str, Any]] = {
@@ -23,6 +24,7 @@ FAMILIES: Mapping[str, dict[str, Any]] = {
     "mistral": {"family": "mistral", "sliding_window": 24},
     "qwen2": {"family": "qwen2", "use_sliding_window": False},
     "qwen3": {"family": "qwen3", "head_dim": 64},
+    **{name: {**options, "head_dim": 64} for name, options in DENSE.items()},
 }
 SHAPE = {"hidden": 256, "heads": 4, "kv_heads": 2, "tokenizer": False}
 """All projections are multiples of 128."""

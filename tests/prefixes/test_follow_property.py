@@ -8,7 +8,7 @@ from collections import Counter, deque
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from prefixes.codec import MOST_BYTES, Events, Part, Wanted
 from prefixes.follower import Follower
@@ -18,17 +18,25 @@ from prefixes.log import PageLog
 from prefixes.teller import Teller
 
 KEYS = [hashlib.sha256(bytes((number,))).digest() for number in range(30)]
-NAMES = ("a", "b", "c")
+NAMES = ("a", "b")
 keys = st.lists(st.sampled_from(KEYS), min_size=1, max_size=6)
 names = st.sampled_from(NAMES)
-tiers = st.sampled_from((POOL, HOST))
+kinds = st.sampled_from((POOL, HOST, POOL | GONE, HOST | GONE))
+faults = st.sampled_from([None, "lose", "repeat", "turn", "cut", "swell", "garble"])
+turns = st.tuples(
+    names,
+    st.lists(st.tuples(kinds, keys), max_size=3),
+    faults,
+    st.integers(0, 3),
+    st.integers(0, 6),
+)
 
 
 class Worker:
     """A worker, and the two ways of its stream to the router."""
 
     def __init__(self) -> None:
-        self.log = PageLog(size=8, most_keys=3)
+        self.log = PageLog(size=8, most_events=3, most_in_part=3)
         self.truth: dict[int, int] = {}
         self.connect()
 
@@ -38,7 +46,7 @@ class Worker:
         self.asked: deque[Wanted] = deque()
 
     def change(self, kind: int, changed: list[bytes]) -> None:
-        self.log.write(kind, changed)
+        self.log.write(changed, bytes((kind,)) * len(changed))
         for key in map(short_key, changed):
             old = self.truth.get(key, 0)
             now = old & ~kind if kind & GONE else old | kind
@@ -48,14 +56,14 @@ class Worker:
 
     def turn(self) -> None:
         if self.asked:
-            self.teller = Teller(self.log, self.asked.pop())
+            self.teller = Teller(self.log, self.asked.pop(), most_at_once=2)
             self.asked.clear()
         if self.teller is not None:
             self.told += self.teller.turn()
 
 
 class Following(RuleBasedStateMachine):
-    """Three workers with a tiny ring, one router."""
+    """Two workers with a tiny ring, one router."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,14 +71,12 @@ class Following(RuleBasedStateMachine):
         self.workers = {name: Worker() for name in NAMES}
         self.start_router()
 
-    @rule()
     def start_router(self) -> None:
         self.index, self.dropped, self.asked = PrefixIndex(), Counter(), Counter()
         self.followers: dict[str, Follower] = {}
         for name in NAMES:
             self.connect(name)
 
-    @rule(name=names)
     def connect(self, name: str) -> None:
         """A new stream: all that the old one carried is lost."""
         worker = self.workers[name]
@@ -82,29 +88,33 @@ class Following(RuleBasedStateMachine):
         self.followers[name] = follower
         follower.start(self.now_s)
 
-    @rule(name=names)
-    def restart_worker(self, name: str) -> None:
-        self.workers[name] = Worker()
-        self.connect(name)
+    @rule(name=names, what=st.sampled_from(["router", "worker", "stream", "question"]))
+    def break_down(self, name: str, what: str) -> None:
+        if what == "question":
+            self.workers[name].asked.clear()
+        elif what == "router":
+            self.start_router()
+        else:
+            if what == "worker":
+                self.workers[name] = Worker()
+            self.connect(name)
 
-    @rule(name=names, tier=tiers, changed=keys)
-    def come(self, name: str, tier: int, changed: list[bytes]) -> None:
-        self.workers[name].change(tier, changed)
+    @rule(turns=st.lists(turns, min_size=1, max_size=5))
+    def live(self, turns) -> None:
+        for turn in turns:
+            self.take_turn(*turn)
 
-    @rule(name=names, tier=tiers, changed=keys)
-    def go(self, name: str, tier: int, changed: list[bytes]) -> None:
-        self.workers[name].change(tier | GONE, changed)
-
-    @rule(name=names)
-    def turn(self, name: str) -> None:
+    def take_turn(self, name: str, changes, fault: str | None, place: int, heard: int) -> None:
+        """Pages change, the worker tells of some, the stream is disturbed, the router hears."""
+        worker = self.workers[name]
+        for kind, changed in changes:
+            worker.change(kind, changed)
         self.now_s += 0.05
-        self.workers[name].turn()
-
-    @rule(name=names, most=st.integers(1, 5))
-    def deliver(self, name: str, most: int) -> None:
-        told = self.workers[name].told
-        for _ in range(min(most, len(told))):
-            self.hear(name, told.popleft())
+        worker.turn()
+        if fault and worker.told:
+            self.disturb(worker.told, fault, place % len(worker.told))
+        for _ in range(min(heard, len(worker.told))):
+            self.hear(name, worker.told.popleft())
 
     def hear(self, name: str, message: Events | Part) -> None:
         follower = self.followers[name]
@@ -115,33 +125,21 @@ class Following(RuleBasedStateMachine):
     def report(self, name: str) -> None:
         self.followers[name].told(self.workers[name].log.end - 1, self.now_s)
 
-    @rule(name=names, seed=st.randoms(use_true_random=False))
-    def disturb(self, name: str, seed) -> None:
-        """Loses, repeats, reorders or damages what is under way."""
-        told = self.workers[name].told
-        if not told:
-            return
-        place = seed.randrange(len(told))
-        match seed.randrange(6):
-            case 0:
-                del told[place]
-            case 1:
-                told.append(told[place])
-            case 2:
-                told.rotate(seed.randrange(1, 4))
-            case 3:
-                told[place] = told[place]._replace(keys=told[place].keys + b"1234")
-            case 4:
-                told[place] = told[place]._replace(keys=bytes(MOST_BYTES))
-            case 5:
-                change = told[place]
-                wrong = {"kinds": b"\7" * 3} if isinstance(change, Events) else {"tiers": b"\0"}
-                told[place] = change._replace(keys=bytes(8 * 3), **wrong)
-
-    @precondition(lambda self: any(worker.asked for worker in self.workers.values()))
-    @rule(name=names)
-    def lose_question(self, name: str) -> None:
-        self.workers[name].asked.clear()
+    def disturb(self, told: deque[Events | Part], fault: str, place: int) -> None:
+        message = told[place]
+        if fault == "lose":
+            del told[place]
+        elif fault == "repeat":
+            told.append(message)
+        elif fault == "turn":
+            told.rotate(place + 1)
+        elif fault == "cut":
+            told[place] = message._replace(keys=message.keys + b"1234")
+        elif fault == "swell":
+            told[place] = message._replace(keys=bytes(MOST_BYTES))
+        else:
+            wrong = {"kinds": b"\7"} if isinstance(message, Events) else {"tiers": b"\0"}
+            told[place] = message._replace(keys=bytes(8), **wrong)
 
     @invariant()
     def counts_are_right(self) -> None:
@@ -156,7 +154,8 @@ class Following(RuleBasedStateMachine):
         for _ in range(200):
             for name, worker in self.workers.items():
                 worker.turn()
-                self.deliver(name, len(worker.told))
+                while worker.told:
+                    self.hear(name, worker.told.popleft())
                 self.report(name)
             self.now_s += 0.5
             if all(self.is_told(name) for name in NAMES):
@@ -191,7 +190,7 @@ class Following(RuleBasedStateMachine):
 
 
 TestFollowing = Following.TestCase
-TestFollowing.settings = settings(stateful_step_count=40)
+TestFollowing.settings = settings(stateful_step_count=20)
 
 
 def test_a_full_shard_drops_what_came_first_and_counts_it() -> None:

@@ -1305,7 +1305,8 @@ class Usage(_message.Message):
     @_builtins.property
     def loaded_prompt_tokens(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Of the cached ones, those that were loaded from below the GPU's memory for this
-        request, by where from: "host" or the name of a store.
+        request, by where from: "host", "peer" (another worker) or the
+        name of a store.
         """
 
     def __init__(

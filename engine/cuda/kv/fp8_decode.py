@@ -20,12 +20,10 @@ from torch import Tensor
 
 from engine.attention.base import AttentionSpec
 from engine.attention.parts import Division
-from engine.cuda.decode_attention import MIN_GROUP, cut, merge
+from engine.cuda.decode_attention import MIN_GROUP, begun, capped, cut, features_of, merge
 from engine.cuda.kernels import launch
 from engine.cuda.kv.fp8_store import power_of_two
 from engine.pages.kv_pool import KvPool
-
-LOG2_E = 1.4426950408889634
 
 
 @triton.jit
@@ -43,13 +41,6 @@ def _lift(exponent):
     """What an exponent of V adds to a logit. That of no number makes NaN, which shows up in the
     result."""
     return tl.where(exponent == -128, float("nan"), exponent.to(tl.float32))
-
-
-@triton.jit
-def _nothing(heads: tl.constexpr, dim: tl.constexpr):
-    """The reference, the total and the sum before the first round."""
-    most = tl.full((heads,), float("-inf"), tl.float32)
-    return most, tl.zeros((heads,), tl.float32), tl.zeros((heads, dim), tl.float32)
 
 
 @triton.jit
@@ -93,7 +84,9 @@ def _attend_part_fp8(
     partial,
     sums,
     out,
+    sinks,
     scale,
+    cap,
     page_stride,
     head_stride,
     layer_offset,
@@ -108,6 +101,8 @@ def _attend_part_fp8(
     padded_group: tl.constexpr,
     dim: tl.constexpr,
     page_size: tl.constexpr,
+    caps: tl.constexpr,
+    has_sinks: tl.constexpr,
     block: tl.constexpr,
 ):
     row, kv_head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -129,7 +124,8 @@ def _attend_part_fp8(
     page = _pages(page_table, position, end, page_size)
     k_exponent, v_exponent = _exponents(exponents, page, position, end, page_stride, page_size)
     page = _pages(page_table, position + block, end, page_size)
-    most, total, acc = _nothing(padded_group, dim)
+    most, total = begun(sinks, kv_head, heads, part, group, padded_group, has_sinks)
+    acc = tl.zeros((padded_group, dim), tl.float32)
     for start in tl.range(begin, end, block):
         position = start + tl.arange(0, block)
         # They are small, so the pipeline leaves them out: those of the next round are read now.
@@ -138,7 +134,10 @@ def _attend_part_fp8(
         page = _pages(page_table, ahead + block, end, page_size)
         k, v = _keys_and_values(values, page_table, position, end, page_stride, dim, page_size)
         scales = unscale[:, None] * power_of_two(k_exponent)[None, :]
-        logits = tl.dot(query, k.to(tl.float16).T) * scales + _lift(v_exponent)[None, :]
+        logits = tl.dot(query, k.to(tl.float16).T) * scales
+        if caps:
+            logits = capped(logits, cap)
+        logits += _lift(v_exponent)[None, :]
         seen = (position < end) & (position >= context - window)
         logits = tl.where(seen[None, :], logits, float("-inf"))
         now = tl.maximum(most, tl.max(logits, axis=1))
@@ -187,7 +186,7 @@ def decode_attention_fp8(
         partial,
         sums,
         out,
-        spec.scale * LOG2_E,
+        *features_of(spec, q),
         pool.page_stride,
         pool.head_stride,
         layer * pool.layer_stride,
@@ -202,6 +201,8 @@ def decode_attention_fp8(
         max(MIN_GROUP, triton.next_power_of_2(group)),
         dim,
         pool.page_size,
+        spec.soft_cap is not None,
+        spec.sinks is not None,
         tiles.block,
         num_warps=tiles.warps,
         num_stages=tiles.stages,

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.cuda.kernels import launch
-from engine.cuda.kv.rope_store import HEADS_AT_ONCE, HeadNorms, rotated
+from engine.cuda.kv.rope_store import HEADS_AT_ONCE, HeadNorms, RopeTable, rotated
 from engine.pages.fp8_rounding import EXPONENTS
 from engine.pages.kv_pool import KvPool
 
@@ -79,13 +79,15 @@ def _rope_store_fp8(
     num_heads: tl.constexpr,
     num_kv_heads: tl.constexpr,
     half: tl.constexpr,
+    turned: tl.constexpr,
+    padded: tl.constexpr,
     page_size: tl.constexpr,
     head_norms: tl.constexpr,
     head_block: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * head_block + tl.arange(0, head_block)
-    first, second, source, exists, _ = rotated(
+    first, second, one, two, source, exists, _ = rotated(
         qkv,
         rope,
         tl.load(positions + token),
@@ -97,12 +99,14 @@ def _rope_store_fp8(
         num_heads,
         num_kv_heads,
         half,
+        turned,
+        padded,
         head_norms,
     )
     keeps = exists & (heads >= num_heads)[:, None]
     found, rounded, rounded2, first, second = _round_heads(first, second, keeps, least, most)
-    tl.store(source, first, mask=exists)
-    tl.store(source + half, second, mask=exists)
+    tl.store(source + one, first, mask=exists)
+    tl.store(source + two, second, mask=exists)
     place = tl.load(stores + token).to(tl.int64)
     slot = place % page_size
     is_value = heads >= num_heads + num_kv_heads
@@ -111,9 +115,9 @@ def _rope_store_fp8(
     # K has a token's numbers side by side, V has its tokens side by side.
     step = tl.where(is_value, page_size, 1)[:, None]
     start = tl.where(is_value, page_size * 2 * half + slot, slot * 2 * half)
-    target = (head + layer_offset + start)[:, None] + tl.arange(0, half)[None, :] * step
-    tl.store(values + target, rounded, mask=keeps)
-    tl.store(values + target + half * step, rounded2, mask=keeps)
+    target = (head + layer_offset + start)[:, None]
+    tl.store(values + target + one * step, rounded, mask=keeps)
+    tl.store(values + target + two * step, rounded2, mask=keeps)
     target = head + exponents_offset + tl.where(is_value, page_size, 0) + slot
     kept = (heads >= num_heads) & (heads < num_heads + 2 * num_kv_heads)
     tl.store(exponents + target, found.to(tl.int8), mask=kept)
@@ -121,7 +125,7 @@ def _rope_store_fp8(
 
 def rope_store_fp8(
     qkv: Tensor,
-    rope: Tensor,
+    rope: RopeTable,
     positions: Tensor,
     stores: Tensor,
     pool: KvPool,
@@ -131,13 +135,13 @@ def rope_store_fp8(
     """`rope_store` over a pool in FP8. k and v are rounded in place, too."""
     kv_heads, dim = pool.num_kv_heads, pool.head_dim
     heads = qkv.shape[1] // dim - 2 * kv_heads
-    q_weight, k_weight, eps = norms or HeadNorms(rope, rope, 0.0)
+    q_weight, k_weight, eps = norms or HeadNorms(rope.angles, rope.angles, 0.0)
     grid = (len(qkv), triton.cdiv(heads + 2 * kv_heads, HEADS_AT_ONCE))
     launch(
         _rope_store_fp8,
         grid,
         qkv,
-        rope,
+        rope.angles,
         positions,
         stores,
         pool.elements,
@@ -152,7 +156,7 @@ def rope_store_fp8(
         *EXPONENTS[pool.dtype],
         heads,
         kv_heads,
-        dim // 2,
+        *rope.pairs(dim),
         pool.page_size,
         norms is not None,
         HEADS_AT_ONCE,

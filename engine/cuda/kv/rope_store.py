@@ -42,36 +42,53 @@ def rotated(
     num_heads: tl.constexpr,
     num_kv_heads: tl.constexpr,
     half: tl.constexpr,
+    turned: tl.constexpr,
+    padded: tl.constexpr,
     head_norms: tl.constexpr,
 ):
-    """The halves of some heads of a token, [heads, half] each, rounded to the dtype of `qkv`; where
-    they come from; which heads exist, [heads, 1]; which are rotated."""
+    """Some heads of a token in pairs of numbers that are rotated together, [heads, padded] each,
+    rounded to the dtype of `qkv`; where the pairs lie in a head, [1, padded] each; where the heads
+    come from, [heads, 1]; which pairs exist; which heads are rotated, [heads, 1].
+
+    A head has `half` pairs. The first `turned` of them are rotated, and lie before the others.
+    """
     all_heads: tl.constexpr = num_heads + 2 * num_kv_heads
-    at = tl.arange(0, half)[None, :]
+    at = tl.arange(0, padded)[None, :]
+    one, two = at, half + at
+    if turned != half:
+        one = tl.where(at < turned, at, turned + at)
+        two = tl.where(at < turned, turned + at, half + at)
     exists = (heads < all_heads)[:, None]
+    if padded != half:
+        exists = exists & (at < half)
     rotates = (heads < num_heads + num_kv_heads)[:, None]
-    source = qkv + (token * all_heads + heads[:, None]) * (2 * half) + at
-    first = tl.load(source, mask=exists, other=0.0).to(tl.float32)
-    second = tl.load(source + half, mask=exists, other=0.0).to(tl.float32)
+    source = qkv + (token * all_heads + heads[:, None]) * (2 * half)
+    first = tl.load(source + one, mask=exists, other=0.0).to(tl.float32)
+    second = tl.load(source + two, mask=exists, other=0.0).to(tl.float32)
     dtype: tl.constexpr = qkv.dtype.element_ty
     if head_norms:
         power = tl.sum(first * first + second * second, axis=1)[:, None]
         scale = tl.where(rotates, tl.rsqrt(power / (2 * half) + eps), 1.0)
-        is_q = (heads < num_heads)[:, None]
-        for_k = rotates & (heads >= num_heads)[:, None]
-        gain = tl.load(q_weight + at + 0 * heads[:, None], mask=is_q, other=1.0).to(tl.float32)
-        gain2 = tl.load(q_weight + half + at + 0 * heads[:, None], mask=is_q, other=1.0)
-        k_gain = tl.load(k_weight + at + 0 * heads[:, None], mask=for_k, other=1.0)
-        k_gain2 = tl.load(k_weight + half + at + 0 * heads[:, None], mask=for_k, other=1.0)
+        is_q = exists & (heads < num_heads)[:, None]
+        for_k = exists & rotates & (heads >= num_heads)[:, None]
+        gain = tl.load(q_weight + one + 0 * heads[:, None], mask=is_q, other=1.0).to(tl.float32)
+        gain2 = tl.load(q_weight + two + 0 * heads[:, None], mask=is_q, other=1.0)
+        k_gain = tl.load(k_weight + one + 0 * heads[:, None], mask=for_k, other=1.0)
+        k_gain2 = tl.load(k_weight + two + 0 * heads[:, None], mask=for_k, other=1.0)
         first = (first * scale * gain * k_gain.to(tl.float32)).to(dtype).to(tl.float32)
         second = (second * scale * gain2.to(tl.float32) * k_gain2.to(tl.float32)).to(dtype)
         second = second.to(tl.float32)
     angle = rope + position.to(tl.int64) * (2 * half) + at
-    cos = tl.where(rotates, tl.load(angle).to(tl.float32), 1.0)
-    sin = tl.where(rotates, tl.load(angle + half).to(tl.float32), 0.0)
+    if padded != half:
+        cos = tl.where(rotates, tl.load(angle, mask=at < half, other=1.0).to(tl.float32), 1.0)
+        sin = tl.load(angle + half, mask=at < half, other=0.0).to(tl.float32)
+        sin = tl.where(rotates, sin, 0.0)
+    else:
+        cos = tl.where(rotates, tl.load(angle).to(tl.float32), 1.0)
+        sin = tl.where(rotates, tl.load(angle + half).to(tl.float32), 0.0)
     rotated_first = (first * cos - second * sin).to(dtype)
     rotated_second = (second * cos + first * sin).to(dtype)
-    return rotated_first, rotated_second, source, exists, rotates
+    return rotated_first, rotated_second, one, two, source, exists, rotates
 
 
 @triton.jit
@@ -90,13 +107,15 @@ def _rope_store(
     num_heads: tl.constexpr,
     num_kv_heads: tl.constexpr,
     half: tl.constexpr,
+    turned: tl.constexpr,
+    padded: tl.constexpr,
     page_size: tl.constexpr,
     head_norms: tl.constexpr,
     head_block: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * head_block + tl.arange(0, head_block)
-    rotated_first, rotated_second, source, exists, rotates = rotated(
+    rotated_first, rotated_second, one, two, source, exists, rotates = rotated(
         qkv,
         rope,
         tl.load(positions + token),
@@ -108,26 +127,41 @@ def _rope_store(
         num_heads,
         num_kv_heads,
         half,
+        turned,
+        padded,
         head_norms,
     )
-    at = tl.arange(0, half)[None, :]
-    tl.store(source, rotated_first, mask=exists & rotates)
-    tl.store(source + half, rotated_second, mask=exists & rotates)
+    tl.store(source + one, rotated_first, mask=exists & rotates)
+    tl.store(source + two, rotated_second, mask=exists & rotates)
     kept = heads - num_heads
     place = tl.load(stores + token).to(tl.int64)
     is_value = (kept >= num_kv_heads).to(tl.int64)
     kv_head = kept.to(tl.int64) - is_value * num_kv_heads
     target = (place // page_size) * page_stride + kv_head * head_stride + layer_offset
     target += (is_value * page_size + place % page_size) * (2 * half)
-    target = pool + target[:, None] + at
+    target = pool + target[:, None]
     keeps = exists & (kept >= 0)[:, None]
-    tl.store(target, rotated_first, mask=keeps)
-    tl.store(target + half, rotated_second, mask=keeps)
+    tl.store(target + one, rotated_first, mask=keeps)
+    tl.store(target + two, rotated_second, mask=keeps)
+
+
+class RopeTable(NamedTuple):
+    """What a layer rotates by."""
+
+    angles: Tensor
+    """[positions, D]: cos of the D / 2 pairs, then sin; those that are not rotated are 1 and 0."""
+    turned: int
+    """Pairs that are rotated."""
+
+    def pairs(self, dim: int) -> tuple[int, int, int]:
+        """Pairs of a head, those that are rotated (all, if none is), and a power of two."""
+        half = dim // 2
+        return half, self.turned or half, triton.next_power_of_2(half)
 
 
 def rope_store(
     qkv: Tensor,
-    rope: Tensor,
+    rope: RopeTable,
     positions: Tensor,
     stores: Tensor,
     pool: KvPool,
@@ -138,7 +172,7 @@ def rope_store(
 
     Args:
         qkv: [T, (Hq + 2 Hkv) * D], contiguous.
-        rope: [positions, D], cos then sin, D / 2 each.
+        rope: cos and sin.
         positions: [T] int32.
         stores: [T] int32, page * page_size + offset of each token.
         pool: the pool for k and v.
@@ -150,13 +184,13 @@ def rope_store(
     """
     kv_heads, dim = pool.num_kv_heads, pool.head_dim
     heads = qkv.shape[1] // dim - 2 * kv_heads
-    q_weight, k_weight, eps = norms or HeadNorms(rope, rope, 0.0)
+    q_weight, k_weight, eps = norms or HeadNorms(rope.angles, rope.angles, 0.0)
     grid = (len(qkv), triton.cdiv(heads + 2 * kv_heads, HEADS_AT_ONCE))
     launch(
         _rope_store,
         grid,
         qkv,
-        rope,
+        rope.angles,
         positions,
         stores,
         pool.elements,
@@ -168,7 +202,7 @@ def rope_store(
         layer * pool.layer_stride,
         heads,
         kv_heads,
-        dim // 2,
+        *rope.pairs(dim),
         pool.page_size,
         norms is not None,
         HEADS_AT_ONCE,

@@ -12,10 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from engine.model.config import ModelConfig, ModelError, UnsupportedModelError, read_json
-from engine.model.families import gemma, granite, llama, mistral, olmo, phi3, qwen2, qwen3
+from engine.model.families import (
+    gemma,
+    gpt_oss,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    olmo,
+    phi3,
+    qwen2,
+    qwen3,
+)
 from engine.model.families.reading import Family
 
-_FILES = (llama, mistral, qwen2, qwen3, gemma, phi3, granite, olmo)
+_FILES = (llama, mistral, qwen2, qwen3, gemma, phi3, granite, olmo, mixtral, gpt_oss)
 FAMILIES: dict[str, Family] = {
     name: each for file in _FILES for name, each in file.FAMILIES.items()
 }
@@ -36,7 +47,9 @@ def read_config(folder: Path, max_context_tokens: int = 0) -> ModelConfig:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    model_type = _model_type(read_json(folder / "config.json"))
+    stated = read_json(folder / "config.json")
+    _refuse_shapes(stated)
+    model_type = _model_type(stated)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
@@ -70,11 +83,36 @@ def _model_type(stated: Mapping[str, Any]) -> str:
     supported = family.architecture if family else None
     names = stated.get("architectures") or [supported or f"of model type {model_type}"]
     if supported is None or supported not in names:
+        those = ", ".join(family.architecture for family in FAMILIES.values())
         raise UnsupportedModelError(
-            f"architecture {', '.join(names)} (model type {model_type}) is not supported;"
-            f" supported are {', '.join(family.architecture for family in FAMILIES.values())}"
+            f"architecture {', '.join(names)} (model type {model_type}) has no file in"
+            f" engine/model/families; those that have one are {those}"
         )
     return model_type
+
+
+def _refuse_shapes(stated: Mapping[str, Any]) -> None:
+    """Refuses models whose layers keep KV of different shapes. All layers of a page have one."""
+    for key in ("num_key_value_heads", "head_dim", "num_kv_heads"):
+        value = stated.get(key)
+        if isinstance(value, list) and len(set(value)) > 1:
+            _refuse_shape(stated, f"{key} is {sorted(set(value))}")
+    usual = {"global_head_dim": "head_dim", "num_global_key_value_heads": "num_key_value_heads"}
+    for key, other in usual.items():
+        if stated.get(key) not in (None, stated.get(other)):
+            _refuse_shape(stated, f"{key} is {stated[key]}, {other} is {stated.get(other)}")
+    if "block_configs" in stated:
+        _refuse_shape(stated, "block_configs give each layer a shape of its own")
+    if (shared := stated.get("num_kv_shared_layers")) not in (None, 0):
+        _refuse_shape(stated, f"num_kv_shared_layers is {shared}: some layers keep none")
+
+
+def _refuse_shape(stated: Mapping[str, Any], why: str) -> None:
+    name = ", ".join(stated.get("architectures") or [str(stated.get("model_type"))])
+    raise UnsupportedModelError(
+        f"{name}: KV shapes that differ by layer are not supported, and here {why}; a page has one"
+        " shape for all layers"
+    )
 
 
 def _eos_token_ids(config: Any, folder: Path) -> tuple[int, ...]:

@@ -1,0 +1,159 @@
+"""Runs the fused forward pass in Triton's interpreter, with kernels of our own for attention,
+against `engine.model.decoder` on the same weights; and counts its kernels.
+
+A script of its own, because Triton looks at TRITON_INTERPRET when it is imported. Arguments: a
+scratch folder, then cases.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from test_attention import FEATURES, MIXES, Row
+from test_attention import check as check_rows
+from test_model_logits import Runner, load
+from tiny_families import DENSE
+from tiny_models import write_tiny_model
+from torch import Tensor
+
+from engine.attention import AttentionBatch, Specs
+from engine.attention.triton import TritonBackend
+from engine.cuda.decode_attention import decode_attention
+from engine.cuda.forward import FusedForward, RowEnds
+from engine.cuda.kv.prompt_attention import prompt_attention
+from engine.model import LoadedModel
+from engine.pages.kv_pool import PlainPool
+
+CPU = torch.device("cpu")
+PAGE, PAGES = 16, 24
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "gelu": {"hidden_act": "gelu"},
+    "odd": {"head_dim": 24},
+    "mistral": {"family": "mistral", "sliding_window": 24},
+    "qwen3": {"family": "qwen3", "head_dim": 32},
+    **DENSE,
+}
+KERNELS = {
+    "_rms_norm": 1, "_rope_store": 2, "_add_rms_norm": 4, "_silu_mul": 2, "_attend_prompt": 2,
+}  # fmt: skip
+"""Of a prompt through two layers of Llama, Mistral, Qwen2 or Qwen3: what lies between products.
+Attention of prompts is one call of a library on a Hopper."""
+PLAIN = ("llama", "mistral", "qwen3")
+LAUNCHERS = (
+    "kernels", "kv.rope_store", "kv.prompt_attention", "decode_attention", "products.single_row",
+)  # fmt: skip
+
+
+class Launches(Counter[str]):
+    """Counts the kernels that the forward pass launches."""
+
+    def watch(self) -> None:
+        for name in LAUNCHERS:
+            module = importlib.import_module(f"engine.cuda.{name}")
+            module.launch = self._counted(module.launch)  # type: ignore[attr-defined]
+
+    def _counted(self, launch):
+        def counted(kernel, grid, *arguments, **options):
+            self[kernel.fn.__name__] += 1
+            launch(kernel, grid, *arguments, **options)
+
+        return counted
+
+
+class Fused:
+    """The forward pass over a pool whose pages are scattered."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        config = loaded.config
+        self.pool = PlainPool(
+            num_pages=PAGES, num_layers=config.num_layers, num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim, page_size=PAGE, dtype=torch.float32, device=CPU,
+        )  # fmt: skip
+        self.pool.elements.fill_(3e4)
+        specs = loaded.model.attention_specs
+        self.attention = TritonBackend(self.pool, specs, prompt_attention, decode_attention)
+        self.forward = FusedForward(loaded.model, self.pool, self.attention, 128)
+        self.table = torch.from_numpy(np.random.default_rng(0).permutation(PAGES - 1) + 1)
+        self.table = self.table[: 2 * (PAGES // 2 - 1)].view(2, -1)
+
+    def step(self, rows: list[tuple[int, int, list[int]]], *, ends: bool = False) -> Tensor:
+        """Rows are (sequence, position of the first token, tokens). Logits of all tokens, or of the
+        last ones of the rows."""
+        lens = [len(tokens) for _, _, tokens in rows]
+        positions = torch.cat([torch.arange(at, at + len(ids)) for _, at, ids in rows])
+        table = self.table[[sequence for sequence, _, _ in rows]]
+        row_of = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lens))
+        pages, offsets = table[row_of, positions // PAGE], positions % PAGE
+        contexts = np.array([at + len(ids) for _, at, ids in rows], np.int32)
+        decodes = sum(length == 1 for length in lens)
+        queries = np.array(lens, np.int32)
+        self.attention.begin(AttentionBatch(queries, contexts, decodes, table, pages, offsets))
+        ids = torch.tensor([token for _, _, tokens in rows for token in tokens]).int()
+        last = None
+        if ends:
+            at = torch.tensor(lens).cumsum(0).int() - 1
+            last = RowEnds(at, torch.from_numpy(contexts), table.int())
+        stores = (pages * PAGE + offsets).int()
+        return self.forward.logits(self.forward.hidden(ids, positions.int(), stores, last))
+
+
+def check(folder: Path, case: str) -> None:
+    """A fresh prompt beside another, a chunk of it beside a decode row, and decode rows alone."""
+    path = write_tiny_model(folder / case, tokenizer=False, **CASES[case])
+    first, second = (np.random.default_rng(seed).integers(1, 384, 60).tolist() for seed in (1, 2))
+    want = [Runner(load(path)).step([(0, ids)])[0] for ids in (first, second)]
+    launches = Launches()
+    launches.watch()
+    fused = Fused(load(path))
+    same(fused.step([(0, 0, first[:19]), (1, 0, second[:30])]), want[0][:19], want[1][:30])
+    if case in PLAIN:
+        assert launches == KERNELS, launches
+    same(
+        fused.step([(0, 19, first[19:20]), (1, 30, second[30:50])]), want[0][19:20], want[1][30:50]
+    )
+    rows = [(0, 20, first[20:21]), (1, 50, second[50:51])]
+    same(fused.step(rows), want[0][20:21], want[1][50:51])
+    rows = [(0, 21, first[21:22]), (1, 51, second[51:60])]
+    same(fused.step(rows, ends=True), want[0][21:22], want[1][59:60])
+
+
+def same(got: Tensor, *want: Tensor) -> None:
+    torch.testing.assert_close(got, torch.cat(want), atol=1e-4, rtol=1e-4)
+
+
+def check_attention(*, every: bool) -> None:
+    """Windows, caps and sinks, in one mix of rows or in every, against float64."""
+
+    def backend_over(_name: str, pool: PlainPool, specs: Specs) -> TritonBackend:
+        return TritonBackend(pool, specs, prompt_attention, decode_attention)
+
+    with patch("test_attention.backend_over", backend_over):
+        for rows, decodes in MIXES.values() if every else [MIXES["both"]]:
+            check_rows(rows, 8, FEATURES, decodes, 7, "triton")
+        if not every:
+            return
+        rows = [Row(1, 300), Row(1, 170), Row(140, 140), Row(20, 230)]
+        check_rows(rows, 16, FEATURES, 2, 8, "triton")
+
+
+def main() -> None:
+    for case in sys.argv[2:]:
+        with torch.inference_mode():
+            if case in ("attention", "mixes"):
+                check_attention(every=case == "mixes")
+            else:
+                check(Path(sys.argv[1]), case)
+        print(case, "equal", flush=True)
+
+
+if __name__ == "__main__":
+    main()
