@@ -1,8 +1,10 @@
-# make demo     install, fetch a small model, start router + prefill + decode, ask, draw the trace
+# make demo     install, fetch a small model, start router + prefill + decode, ask, draw the trace;
+#               TP=3: each worker has three ranks
 # make test     lint, and everything that runs without a GPU
 # make help     the rest
 
 PROMPT ?= What is the capital of France?
+TP ?= 1
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
@@ -30,7 +32,7 @@ help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 demo: install ## One question through the whole system (PROMPT="..." asks another)
-	@$(BIN)/baton demo "$$PROMPT"
+	@$(BIN)/baton demo --tp $(TP) "$$PROMPT"
 
 up: install ## A router, a prefill and a decode worker, until Ctrl-C
 	@$(BIN)/baton up

@@ -27,7 +27,9 @@ def pages() -> dict[str, str]:
         "commands.md": commands.page(),
         "api.md": protos.page("baton.inference.v1", protos.CLIENTS),
         "worker-api.md": protos.page("baton.worker.v1", protos.WORKERS),
-        "sizing.md": _filled_in("sizing.md", {"shapes": shapes.shapes_table()}),
+        "sizing.md": _filled_in(
+            "sizing.md", {"shapes": shapes.shapes_table(), "ranks": shapes.ranks_table()}
+        ),
         "coming-from-vllm.md": _filled_in(
             "coming-from-vllm.md", {"flags": vllm.flags_table(), "fields": vllm.fields_table()}
         ),

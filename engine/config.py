@@ -28,6 +28,8 @@ class EngineConfig(Bounds):
     tp: int = 1
     """Ranks that hold the model together (tensor parallelism): this process, and others that it
     starts on this host."""
+    step_timeout_s: float = 60.0
+    """With several ranks: if a step takes longer than this, all ranks are given up."""
     seed: int = 0
     """Seed of dummy weights."""
     attention: str = "auto"

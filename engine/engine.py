@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -40,7 +41,7 @@ from engine.pages.kv_pool import KvPool
 from engine.pages.poison import PagePoison
 from engine.pages.pools import PoolError, pool_type
 from engine.pages.prefix import TellPages, tell_pages
-from engine.ranks.keeper import RankError
+from engine.ranks.keeper import Pulse, RankError
 from engine.ranks.leader import HostRanks, NoRanks, Ranks
 from engine.sampling import Sampler
 from engine.schedule.policies import POLICIES
@@ -68,7 +69,9 @@ class Engine:
         loop: StepLoop,
         matchers: Matchers | None = None,
         ranks: Ranks | None = None,
+        step_timeout_s: float = math.inf,
     ) -> None:
+        self._step_timeout_s = step_timeout_s
         self.model = model
         self.pool = pool
         """Rank 0's part of the pages."""
@@ -81,14 +84,21 @@ class Engine:
         self._matchers = matchers or Matchers(model.path, model.vocab_size, model.eos_token_ids)
 
     @classmethod
-    def build(cls, config: EngineConfig, progress: Progress | None = None) -> Engine:
+    def build(
+        cls, config: EngineConfig, progress: Progress | None = None, beside: str = ""
+    ) -> Engine:
         """Loads the model and allocates the pool. Blocks until that is done.
+
+        Args:
+            config: the engine's configuration.
+            progress: hears of the parts that are done.
+            beside: what each other rank runs beside its steps; see `HostRanks`.
 
         Raises:
             EngineError: the configuration does not fit the model or the device.
         """
         config = _resolve(config)
-        hooks, ranks = open_all(config), _ranks(config)
+        hooks, ranks = open_all(config), _ranks(config, beside)
         try:
             return cls._build(config, ranks, hooks, progress)
         except RankError as error:
@@ -135,7 +145,8 @@ class Engine:
         ranks.join()
         profiler = StepProfiler(nvtx=device.type == "cuda")
         scheduler = _scheduler(config, pool, sampler, hooks, info.fingerprint)
-        return cls(info, pool, StepLoop(scheduler, executor, profiler), ranks=ranks)
+        loop = StepLoop(scheduler, executor, profiler)
+        return cls(info, pool, loop, ranks=ranks, step_timeout_s=config.step_timeout_s)
 
     @property
     def max_step_tokens(self) -> int:
@@ -152,6 +163,11 @@ class Engine:
         """
         self._loop.start(on_step, on_lost)
         self.ranks.call_when_lost(lambda _: self._loop.lose())
+        self.ranks.watch(self._pulse)
+
+    def _pulse(self) -> Pulse:
+        load = self._loop.load
+        return Pulse(load.progress, self._step_timeout_s + load.long_step_ms / 1e3)
 
     def stop(self) -> None:
         """Stops the step loop. Remaining requests are dropped without an event."""
@@ -215,9 +231,12 @@ class Engine:
         return self._loop.load
 
 
-def _ranks(config: EngineConfig) -> Ranks:
+def _ranks(config: EngineConfig, beside: str) -> Ranks:
     """The other ranks, not started yet."""
-    return NoRanks() if config.tp == 1 else HostRanks(config)
+    try:
+        return NoRanks() if config.tp == 1 else HostRanks(config, beside)
+    except OSError as error:
+        raise EngineError(f"no rank can be started: {error}") from error
 
 
 def _resolve(config: EngineConfig) -> EngineConfig:
@@ -326,6 +345,7 @@ def _model_info(
         vocab_size=model.vocab_size,
         eos_token_ids=tuple(model.eos_token_ids),
         page_size_tokens=config.page_size,
+        num_kv_heads=model.num_kv_heads,
         kv_precision=pool.precision,
         prefix_cache=config.prefix_cache,
         extensions=tuple(hook.name for hook in hooks),

@@ -379,6 +379,8 @@ class ModelInfo:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     page_size_tokens: int
+    num_kv_heads: int = 1
+    """Of a whole page, which the ranks of a worker divide."""
     kv_precision: str = ""
     """Precision of the KV, which keys of pages name."""
     prefix_cache: bool = False

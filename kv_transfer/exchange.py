@@ -83,7 +83,8 @@ class Exchange:
         if self.peers.is_replaced_by(endpoint):
             self.sender.peer_lost(endpoint.agent_name)
         self.peers.meet(endpoint)
-        self._processes.watch(endpoint.agent_name, endpoint.process)
+        processes = [part.process for part in endpoint.parts]
+        self._processes.watch(endpoint.agent_name, processes)
 
     def part(self, agent_name: str, proven_dead: bool) -> None:
         """See `TransferThread.part`."""

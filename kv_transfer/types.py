@@ -10,8 +10,8 @@ A transport belongs to one thread, the transfer thread: no method may be called 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 PageIds = NDArray[np.int32]
 
 MAX_NOTIFICATION_BYTES = 4096
+MAX_PART_BYTES = MAX_NOTIFICATION_BYTES + 64
+"""With what a group of ranks adds (`kv_transfer.ranks.group`)."""
 SCRATCH_PAGE = 0
 """Page that is never granted: padding rows store into it, warm-ups and self-tests write it."""
 
@@ -59,6 +61,30 @@ class Endpoint:
     process: str = ""
     """The owner's process, as `kv_transfer.transports.processes` names it; empty: nobody can watch
     it."""
+    kv_heads: int = 0
+    """KV heads of a whole page; 0: unknown, and only whole pages move."""
+    ranks: tuple[Endpoint, ...] = ()
+    """The parts of ranks 1, 2, ..., where several processes hold the pool. Then `page_bytes` are
+    those of a whole page, and the other fields are rank 0's."""
+
+    @property
+    def parts(self) -> tuple[Endpoint, ...]:
+        """The part of each rank, rank 0 first, also where there is one."""
+        if not self.ranks:
+            return (self,)
+        divided = min(1 + len(self.ranks), self.kv_heads)
+        return replace(self, page_bytes=self.page_bytes // divided, ranks=()), *self.ranks
+
+
+class Piece(NamedTuple):
+    """Bytes of each page that one rank writes to another: one run on both sides."""
+
+    own_offset: int
+    """Bytes from the beginning of the writer's page."""
+    peer_offset: int
+    """Bytes from the beginning of the target's page."""
+    size: int
+    """Bytes; 0: the writer writes nothing there, and only hears and tells."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,4 +155,16 @@ class KvTransport(Protocol):
     def shutdown(self) -> None:
         """Releases everything; the pool's memory may be freed afterwards. With pushes in progress
         nothing is released: they would go on reading the pool."""
+        ...
+
+
+class PieceTransport(KvTransport, Protocol):
+    """A transport that can also write a piece of each page."""
+
+    def open(self, peer: Endpoint, piece: Piece | None = None) -> None:
+        """As `KvTransport.open`. Pushes to this peer write `piece` of each page; None: whole pages.
+
+        Raises:
+            TransportError: also `bad_piece`, where it does not fit the pages.
+        """
         ...

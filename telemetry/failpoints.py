@@ -84,6 +84,8 @@ POINTS: Final[Mapping[str, str]] = {
     # A rank other than 0, on its only thread; key: the rank.
     "rank.load": "it is about to load its part of the model",
     "rank.step": "a step came, and nothing of it is done yet",
+    "rank.push": "its piece of a push's pages is not posted yet",
+    "rank.asked": "rank 0 asked what has landed, and has no answer yet",
     # Router, on the event loop.
     "router.received": "a worker's message is about to be handled; key: its kind",
 }

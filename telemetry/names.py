@@ -228,6 +228,9 @@ class Metric:
     TIER_FAILURES: Final = "baton_kv_tier_failures"
     TIER_SLOTS: Final = "baton_kv_tier_slots"
     HOOK_FAILURES: Final = "baton_hook_failures"
+    RANK_BUSY: Final = "baton_rank_busy_seconds"
+    RANK_WAITED: Final = "baton_rank_waited_seconds"
+    RANK_SKEW: Final = "baton_rank_skew_seconds"
 
     SECOND_TOKEN_GAP: Final = "baton_second_token_gap_seconds"
     TRANSFERS: Final = "baton_kv_transfers"

@@ -17,7 +17,7 @@ FLOORS = (
     ("telemetry", "telemetry.metrics"),
     ("prefixes",),
     ("baton", "baton.process"),
-    ("kv_transfer", "kv_transfer.transports", "kv_transfer.nccl"),
+    ("kv_transfer", "kv_transfer.transports", "kv_transfer.nccl", "kv_transfer.ranks"),
     (
         "engine",
         "engine.model",

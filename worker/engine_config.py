@@ -31,6 +31,7 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
         kv_cache_dtype=settings.kv_cache_dtype,
         device=settings.device,
         tp=settings.tp,
+        step_timeout_s=settings.debug.step_timeout_s,
         attention=settings.debug.attention,
         page_size=settings.page_size_tokens,
         num_pages=settings.debug.num_pages,

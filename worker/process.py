@@ -34,6 +34,7 @@ from baton.process.tls import TlsError
 from baton.worker.v1 import worker_pb2
 from engine.engine import Engine, EngineError
 from engine.model import ModelError
+from kv_transfer.ranks.build import BESIDE
 from kv_transfer.types import TransportError
 from telemetry import failpoints, garbage
 from telemetry.logs import log_loop_errors, setup_logging
@@ -94,7 +95,7 @@ def _run(settings: WorkerSettings, service: str, routers: RouterAddresses) -> in
             announced_as_loading(routers, _identity_while_loading(settings), net),
             loading_progress(terminal(settings.log_format)) as progress,
         ):
-            engine = Engine.build(engine_config(settings), progress)
+            engine = Engine.build(engine_config(settings), progress, BESIDE)
     except (EngineError, ModelError) as error:
         logger.error("the engine cannot be built: %s", error)
         return 1

@@ -34,8 +34,9 @@ from engine.engine import Engine
 from fetch_service.fetching import FetchService
 from fetch_service.holding import HoldService
 from kv_transfer.events import TransferEvent
+from kv_transfer.ranks.build import Others, group_transport
 from kv_transfer.thread import TransferThread
-from kv_transfer.transports.factory import FROM_SLOTS, make_transport
+from kv_transfer.transports.factory import FROM_SLOTS
 from kv_transfer.types import Endpoint, KvTransport
 from prefill_service.service import PrefillService
 from telemetry.admin import AdminServer
@@ -109,6 +110,8 @@ class Worker:
             self.metrics.watch_tiers(engine.load)
         if engine.load().hook_failures is not None:
             self.metrics.watch_hooks(engine.load)
+        if settings.tp > 1:
+            self.metrics.watch_ranks(engine.ranks)
         self.services = self._make_services()
         self.services.peers.held_against = self.services.peers_to_avoid
         self.metrics.watch_overdue(self.services.overdue)
@@ -206,11 +209,13 @@ class Worker:
         self.services.fail_all(worker_pb2.FAILURE_REASON_DRAINING)
         self.servicer.finish()
         await self._server.stop(LAST_WORDS_S)
-        await asyncio.to_thread(self.engine.stop)  # The watchdog still runs: a step may hang.
+        # The watchdog still runs: a step may hang. The ranks end with the engine, and their pushes
+        # before.
+        left_nothing = await asyncio.to_thread(self.transfer.stop, PUSHES_END_S)
+        await asyncio.to_thread(self.engine.stop)
         for task in (self._reporter, self._page_reporter, self._watching, self._net_watch):
             if task is not None:
                 task.cancel()
-        left_nothing = await asyncio.to_thread(self.transfer.stop, PUSHES_END_S)
         self._lag.stop()
         await self.admin.stop()
         return clean and left_nothing
@@ -222,22 +227,15 @@ class Worker:
             self.metrics.watch_gpu(gpu_reader(f"GPU-{uuid}"))
 
     def _make_transport(self) -> KvTransport:
-        pool, name = self.engine.pool, self.settings.transport
-        if self._has_ranks:
-            name = "null"  # It is not announced: see `_adopt`.
-        return make_transport(
-            name,
+        engine = self.engine
+        return group_transport(
+            self.settings.transport,
             self.agent_name,
-            pool.data,
-            pool.page_bytes,
-            pool.num_pages,
-            self.engine.host_slots,
+            engine.pool,
+            engine.model.num_kv_heads,
+            Others(engine.ranks.beside, lambda: engine.lost),
+            engine.host_slots,
         )
-
-    @property
-    def _has_ranks(self) -> bool:
-        """Whether a page is divided among several processes."""
-        return self.settings.tp > 1
 
     def _make_services(self) -> Services:
         page_size_tokens = self.engine.model.page_size_tokens
@@ -260,7 +258,7 @@ class Worker:
             self.metrics,
             epoch=self.epoch,
             agent_name=self.agent_name,
-            page_bytes=self.engine.pool.page_bytes,
+            page_bytes=self._page_bytes,
             page_size_tokens=page_size_tokens,
             max_pages_per_peer=int(
                 self.settings.debug.max_granted_share * self.engine.pool.num_pages
@@ -291,7 +289,7 @@ class Worker:
             peers,
             epoch=self.epoch,
             agent_name=self.agent_name,
-            page_bytes=self.engine.pool.page_bytes,
+            page_bytes=self._page_bytes,
             page_size_tokens=page_size_tokens,
             leg_of=leg_of,
             why_not=self._why_no_fetch,
@@ -315,6 +313,11 @@ class Worker:
         return "" if self.settings.transport in FROM_SLOTS else "transport"
 
     @property
+    def _page_bytes(self) -> int:
+        """Of a whole page, of which a rank has a part."""
+        return self.engine.pool.head_bytes * self.engine.model.num_kv_heads
+
+    @property
     def _slow_gigabytes_per_s(self) -> float:
         floor = self.settings.debug.slow_peer_gigabytes_per_s
         return floor if floor >= 0 else SLOW_GPU_GIGABYTES_PER_S * self.engine.pool.data.is_cuda
@@ -332,13 +335,7 @@ class Worker:
         self.services.holding.on_transfer(event)
 
     def _adopt(self, endpoint: Endpoint) -> None:
-        """Announces the endpoint, even if it moves nothing: peers compare their transports.
-
-        A worker of several ranks announces none, so no router pairs it: a peer could only write
-        rank 0's part of a page.
-        """
-        if self._has_ranks:
-            return
+        """Announces the endpoint, even if it moves nothing: peers compare their transports."""
         self.identity.endpoint.CopyFrom(endpoint_message(endpoint))
 
     def _write_address(self, bound: str) -> None:

@@ -114,8 +114,8 @@ class WorkerSettings(BaseModel):
     """Sets the device: `auto`, `cpu`, `cuda` or `cuda:N`. `auto`: the first GPU if there is one."""
     tp: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Divides the model among so many ranks (tensor parallelism), processes of this host that run
-    each step together. More than 1 so far only on CPUs and with role `both`. It must divide the
-    model's heads and feed-forward width."""
+    each step together. More than 1 so far only on CPUs. It must divide the model's heads and
+    feed-forward width. It may differ between prefill and decode workers."""
     gpu_slots_dir: str = ""
     """Names a folder that all workers of this host share: each claims one GPU by a lock file in it.
     Empty: `device` chooses the GPU."""
@@ -245,11 +245,6 @@ class WorkerSettings(BaseModel):
     def _ranks_can_work_so(self) -> WorkerSettings:
         if self.tp == 1:
             return self
-        if self.role is not Role.BOTH:
-            raise ValueError(
-                "hand-off between workers of several ranks is not built yet; use --role both, or"
-                " tp 1"
-            )
         if self.transport == "nccl":
             raise ValueError("transport nccl cannot serve several ranks; use nixl, or tp 1")
         if self.device.startswith("cuda:"):

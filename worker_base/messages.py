@@ -307,6 +307,8 @@ def endpoint_message(endpoint: Endpoint) -> worker_pb2.KvEndpoint:
         memory=endpoint.memory,
         scratch_page=SCRATCH_PAGE,
         process=endpoint.process,
+        kv_heads=endpoint.kv_heads,
+        ranks=map(endpoint_message, endpoint.ranks),
     )
 
 
@@ -322,6 +324,8 @@ def endpoint_of(message: worker_pb2.KvEndpoint) -> Endpoint:
         device_id=message.device_id,
         memory=message.memory,
         process=message.process,
+        kv_heads=message.kv_heads,
+        ranks=tuple(map(endpoint_of, message.ranks)),
     )
 
 

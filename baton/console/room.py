@@ -10,7 +10,7 @@ from baton.console.up import UpError, UpOptions
 from baton.process.gpu_slots import visible_gpus
 from engine import memory
 from engine.checkpoints import weights_of
-from worker.settings import WorkerSettings
+from worker.settings import Role, WorkerSettings
 
 
 def check_ranks(options: UpOptions) -> None:
@@ -19,13 +19,8 @@ def check_ranks(options: UpOptions) -> None:
     Raises:
         UpError: it says what they can.
     """
-    if options.tp == 1:
+    if max(map(options.ranks_of, Role)) == 1:
         return
-    if options.prefill or options.decode:
-        raise UpError(
-            "hand-off between workers of several ranks is not built yet: with --tp use --prefill 0"
-            " --decode 0 --both 1"
-        )
     if options.device == "cuda" or (options.device == "auto" and visible_gpus()):
         raise UpError("several ranks run on CPUs so far, and not yet on GPUs: --device cpu")
 

@@ -20,7 +20,7 @@ import sys
 import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 from baton.addresses import is_loopback
@@ -60,6 +60,8 @@ class UpOptions:
     routers: int = 1
     tp: int = 1
     """Ranks of each worker."""
+    tp_of: Mapping[Role, int | None] = field(default_factory=dict)
+    """Ranks of each worker of a role, where those differ."""
     device: Device = "auto"
     trace: bool = True
     """Whether every process sends its spans to the first router's trace store."""
@@ -99,6 +101,10 @@ class UpOptions:
     def asks_for_key(self) -> bool:
         """Whether clients must show a key or a token."""
         return bool(self.api_key) or self.has_tokens
+
+    def ranks_of(self, role: Role) -> int:
+        """Ranks of each worker of a role."""
+        return self.tp_of.get(role) or self.tp
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,11 +255,7 @@ def _router_spec(
 
 
 def _worker_spec(
-    options: UpOptions,
-    routers: Sequence[_Router],
-    worker: _Worker,
-    threads: int,
-    sharing: int,
+    options: UpOptions, routers: Sequence[_Router], worker: _Worker, threads: int, sharing: int
 ) -> ProcessSpec:
     """Plans one of `sharing` workers on its GPU."""
     is_shared = worker.gpu and sharing > 1
@@ -263,7 +265,7 @@ def _worker_spec(
         "--model": options.model,
         "--served-name": options.served_name or None,
         "--device": "cuda" if worker.gpu else "cpu",
-        "--tp": options.tp if options.tp > 1 else None,
+        "--tp": ranks if (ranks := options.ranks_of(worker.role)) > 1 else None,
         "--threads": threads,
         "--listen": worker.address,
         "--routers": ",".join(router.internal for router in routers),
@@ -303,11 +305,7 @@ def _own(options: UpOptions, holder: str) -> dict[str, str]:
 
 
 def _roles(options: UpOptions) -> list[tuple[str, Role]]:
-    counts = {
-        Role.PREFILL: options.prefill,
-        Role.DECODE: options.decode,
-        Role.BOTH: options.both,
-    }
+    counts = {Role.PREFILL: options.prefill, Role.DECODE: options.decode, Role.BOTH: options.both}
     if options.prefill and not (options.decode or options.both):
         raise UpError("prefill workers need decode workers (--decode or --both)")
     roles = [(f"{role}-{i}", role) for role, count in counts.items() for i in range(count)]

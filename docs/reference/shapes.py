@@ -34,6 +34,14 @@ class Shape(NamedTuple):
         layer = attention + 3 * self.hidden * self.intermediate
         return self.layers * layer + self.vocab * self.hidden * (1 if self.tied else 2)
 
+    def rank_bytes(self, ranks: int, layer_bytes: int) -> int:
+        """Bytes of the weights of one of so many ranks: its part of the layers, with so many bytes
+        a number, and of the head, and the whole embedding."""
+        vocab = self.vocab * self.hidden
+        layers = self.parameters - vocab * (1 if self.tied else 2)
+        head = 0 if self.tied else vocab // ranks
+        return layers // ranks * layer_bytes + (vocab + head) * BYTES
+
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of a token's KV: a key and a value for each layer and KV head."""
@@ -69,6 +77,38 @@ def shapes_table() -> str:
         for shape in SHAPES
     ]
     return table(head, *rows)
+
+
+RANKS = (1, 2, 4, 8)
+RANKED = ("Qwen3-32B", "Llama-3.3-70B")
+RANKED_GPUS_GB = (80, 141)
+
+
+def ranks_table() -> str:
+    """Writes the weights of a rank, and the number of tokens that fit, for models that need several
+    ranks."""
+    gpus = (f"{gb} GB each" for gb in RANKED_GPUS_GB)
+    rows = [
+        (
+            shape.name,
+            precision,
+            str(ranks),
+            f"{shape.rank_bytes(ranks, size) / GIB:.1f} GiB",
+            *(_ranked_tokens(shape, ranks, size, gb) for gb in RANKED_GPUS_GB),
+        )
+        for shape in SHAPES
+        if shape.name in RANKED
+        for precision, size in (("bfloat16", 2), ("FP8", 1))
+        for ranks in RANKS
+    ]
+    return table(("model", "layers in", "ranks", "weights a rank", *gpus), *rows)
+
+
+def _ranked_tokens(shape: Shape, ranks: int, size: int, gpu_gb: int) -> str:
+    """As `_tokens`: of a rank's part of each token's KV."""
+    room = UTILIZATION * gpu_gb * 1e9 - shape.rank_bytes(ranks, size)
+    thousands = int(room / (shape.kv_bytes_per_token / min(ranks, shape.kv_heads)) / 1000)
+    return f"{thousands:,},000" if thousands > 0 else "-"
 
 
 def _tokens(shape: Shape, gpu_gb: int) -> str:

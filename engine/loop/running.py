@@ -45,7 +45,8 @@ class TorchSteps:
         self._token_table = torch.zeros(max_slots, dtype=torch.int64, device=device)
 
     def prepare(self, plan: StepPlan) -> None:
-        """Copies pages, and writes tokens that only the host knows."""
+        """Begins a step: copies pages, and writes tokens that only the host knows."""
+        self.model.collective.begin_step()
         if plan.copy_source.size:
             self._pool.copy_pages(self._upload(plan.copy_source), self._upload(plan.copy_target))
         if plan.write_slots.size:
@@ -81,6 +82,7 @@ class TorchSteps:
         if self.hooks is not None:
             self.hooks.end(self.model.collective)
         self.model.collective.broadcast(tokens)
+        self.model.collective.end_step()
         self._token_table[self._upload(plan.sample_slots)] = tokens
 
     def end(self) -> None:
@@ -88,6 +90,7 @@ class TorchSteps:
         if self.hooks is not None:
             self.hooks.end(self.model.collective)
         self.model.collective.barrier()
+        self.model.collective.end_step()
 
     def _attention_batch(self, plan: StepPlan) -> AttentionBatch:
         rows = np.repeat(np.arange(len(plan.row_slots)), plan.query_lens)

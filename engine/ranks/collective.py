@@ -61,6 +61,14 @@ class Collective(Protocol):
         """Returns, or on a GPU goes on, when all ranks have come here."""
         ...
 
+    def begin_step(self) -> None:
+        """A step begins on this rank."""
+        ...
+
+    def end_step(self) -> None:
+        """Its last collective has ended."""
+        ...
+
 
 class Alone:
     """The only rank."""
@@ -80,6 +88,12 @@ class Alone:
         """See `Collective`."""
 
     def barrier(self) -> None:
+        """See `Collective`."""
+
+    def begin_step(self) -> None:
+        """See `Collective`."""
+
+    def end_step(self) -> None:
         """See `Collective`."""
 
 
@@ -133,6 +147,12 @@ class GlooCollective:
     def barrier(self) -> None:
         """See `Collective`."""
         _wait(self._group.barrier())
+
+    def begin_step(self) -> None:
+        """See `Collective`."""
+
+    def end_step(self) -> None:
+        """See `Collective`."""
 
 
 def _wait(work: Any) -> None:

@@ -5,11 +5,14 @@ Its life is that of `engine.ranks.process`. It plans nothing and samples nothing
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -28,10 +31,13 @@ from engine.building import (
 from engine.loop.running import TorchSteps
 from engine.model import ModelError
 from engine.model.shard import Shard
+from engine.pages.kv_pool import KvPool
 from engine.parent import end_with_parent
 from engine.ranks.collective import CollectiveError, GlooCollective
+from engine.ranks.figures import RankFigures, TimedCollective
 from engine.ranks.process import (
     FAILED,
+    HELLO,
     LOADED,
     PAGES,
     READY,
@@ -39,6 +45,7 @@ from engine.ranks.process import (
     STEP,
     STORE,
     address,
+    beside_of,
     read_config,
     steps_of,
 )
@@ -48,6 +55,9 @@ from telemetry import failpoints
 
 log = logging.getLogger("baton.engine")
 
+Beside = Callable[[zmq.Socket[bytes], int, KvPool], None]
+"""Runs beside a rank's steps until rank 0 ends it. It takes the socket to rank 0, the rank, and the
+pages of that rank."""
 CAUSE_S: Final = 1.0
 """Rank 0 gets this long to hear of a rank that is gone from the kernel, seconds."""
 
@@ -57,9 +67,10 @@ class Follower:
 
     def __init__(self, folder: Path, rank: int, size: int) -> None:
         self._folder = folder
-        self._config = read_config(folder)
+        self._config, self._beside = read_config(folder)
         self._shard = Shard(rank, size)
-        self._collective = GlooCollective(rank, size)
+        self._group = GlooCollective(rank, size)
+        self._collective = TimedCollective(self._group, RankFigures(folder, size))
         self._context = zmq.Context()
         self._reports = self._context.socket(zmq.PUSH)
         self._reports.connect(address(folder, REPORTS))
@@ -96,11 +107,22 @@ class Follower:
             return
         pool = make_pool(int(json.loads(told[1])), config, loaded, device)
         steps = torch_steps(config, loaded, pool, backend_of(config, loaded, pool), hooks)
-        self._collective.join(self._folder / STORE)
+        if self._beside:
+            self._begin_beside(pool)
+        self._group.join(self._folder / STORE)
         self._report(READY)
         while (told := self._inbox.recv_multipart())[0] == STEP:
             failpoints.hit("rank.step", str(self._shard.rank))
             _run(steps, decode(told[1:]))
+
+    def _begin_beside(self, pool: KvPool) -> None:
+        socket = zmq.Context().socket(zmq.PAIR)  # That thread's alone.
+        socket.connect(address(self._folder, beside_of(self._shard.rank)))
+        socket.send(HELLO)
+        module, name = self._beside.rsplit(":", 1)
+        run: Beside = getattr(importlib.import_module(module), name)
+        arguments = run, socket, self._shard.rank, pool
+        threading.Thread(target=_beside, args=arguments, name="baton-beside", daemon=True).start()
 
     def _report(self, kind: str, **more: Any) -> None:
         report = {"kind": kind, "rank": self._shard.rank, **more}
@@ -123,6 +145,15 @@ def _run(steps: TorchSteps, plan: StepPlan) -> None:
         return
     steps.logits(hidden, plan)
     steps.keep(plan, torch.empty(plan.sample.num_rows, dtype=torch.int64))
+
+
+def _beside(run: Beside, socket: zmq.Socket[bytes], rank: int, pool: KvPool) -> None:
+    """Without it this rank can do its part no more, so an error ends the process."""
+    try:
+        run(socket, rank, pool)
+    except BaseException:
+        log.exception("rank %d: what runs beside its steps fails", rank)
+        os._exit(1)
 
 
 def _reason(error: Exception) -> str:

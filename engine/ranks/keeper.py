@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import zmq
 
@@ -26,6 +26,19 @@ from engine.ranks.process import FAILED, REPORTS, address, environment
 log = logging.getLogger("baton.engine")
 
 Report = dict[str, Any]
+LOOK_MS: Final = 500
+"""The keeper looks this often whether steps end."""
+
+
+class Pulse(NamedTuple):
+    """What moves while steps end."""
+
+    progress: int
+    """The step loop's counter."""
+    allowed_s: float
+    """It may stand still for this long, seconds."""
+
+
 STOP_S: Final = 5.0
 """Ranks get this long to end when they are told to, seconds."""
 LAST_REPORT_MS: Final = 200
@@ -52,6 +65,11 @@ class Keeper:
         self._reports: dict[str, dict[int, Report]] = {}
         self._changed = threading.Condition()
         self._on_lost: Callable[[str], None] = _unheard
+        self._pulse: Callable[[], Pulse] | None = None
+        self._why_hung: Callable[[], str] = str
+        self._progress = -1
+        self._still_s = 0.0
+        self._looked_s = 0.0
         self._wake, self._waker = os.pipe()
         self._closing = False
         self._context = zmq.Context()
@@ -102,6 +120,17 @@ class Keeper:
             process.kill()
         on_lost(reason)
 
+    def watch(self, pulse: Callable[[], Pulse], why: Callable[[], str]) -> None:
+        """Gives the ranks up where the pulse stands still for longer than it may. Time in which
+        this process stood still does not count.
+
+        Args:
+            pulse: to be read on the keeper's thread.
+            why: says which ranks are the reason.
+        """
+        self._pulse, self._why_hung = pulse, why
+        os.write(self._waker, b"x")
+
     def reason(self, wait_s: float) -> str:
         """Why the ranks are lost, if that becomes known within `wait_s` seconds."""
         with self._changed:
@@ -146,15 +175,32 @@ class Keeper:
             for source in (self._inbox, self._wake, *ranks):
                 poller.register(source, zmq.POLLIN)
             while not self._closing:
-                for source, _ in poller.poll():
+                for source, _ in poller.poll(LOOK_MS if self._pulse else None):
                     if source is self._inbox:
                         self._hear()
+                    elif source == self._wake:
+                        os.read(self._wake, 1)
                     elif (rank := ranks.get(source)) is not None:
                         poller.unregister(source)
                         self._ended(rank)
+                self._look()
         finally:
             for pidfd in ranks:
                 os.close(pidfd)
+
+    def _look(self) -> None:
+        """Whether steps end."""
+        if self._pulse is None or self.lost:
+            return
+        now_s = time.monotonic()
+        looked_ago_s, self._looked_s = now_s - self._looked_s, now_s
+        progress, allowed_s = self._pulse()
+        if progress != self._progress:
+            self._progress, self._still_s = progress, 0.0
+            return
+        self._still_s += min(looked_ago_s, 2 * LOOK_MS / 1e3)
+        if self._still_s >= allowed_s:
+            self.lose(f"no step has ended for {allowed_s:.0f} s: {self._why_hung()}")
 
     def _hear(self) -> None:
         report: Report = json.loads(self._inbox.recv())
@@ -193,3 +239,12 @@ def _ending(code: int) -> str:
 
 def _unheard(_reason: str) -> None:
     """Default for `on_lost`: does nothing."""
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this host was stopped, by SIGSTOP or a debugger."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] in ("T", "t")

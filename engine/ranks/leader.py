@@ -13,10 +13,11 @@ States of the ranks:
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Final, Protocol
@@ -29,8 +30,10 @@ from numpy.typing import NDArray
 from engine.config import EngineConfig
 from engine.loop.executor import Executor, Launched
 from engine.ranks.collective import Alone, Collective, GlooCollective
-from engine.ranks.keeper import Keeper, RankError
+from engine.ranks.figures import RankFigures, RankLoad, TimedCollective
+from engine.ranks.keeper import Keeper, Pulse, RankError, is_stopped
 from engine.ranks.process import (
+    HELLO,
     LOADED,
     PAGES,
     READY,
@@ -38,6 +41,7 @@ from engine.ranks.process import (
     STOP,
     STORE,
     address,
+    beside_of,
     steps_of,
     write_config,
 )
@@ -55,6 +59,9 @@ class Ranks(Protocol):
 
     collective: Collective
     """What all ranks do together."""
+    beside: list[zmq.Socket[bytes]]
+    """Sockets to what runs beside the steps of ranks 1, 2, ..., for one thread to use. They end
+    with the ranks."""
 
     @property
     def lost(self) -> str:
@@ -93,6 +100,19 @@ class Ranks(Protocol):
         """Calls `on_lost` once, with the reason, when they are lost."""
         ...
 
+    def watch(self, pulse: Callable[[], Pulse]) -> None:
+        """Gives them up where steps do not end; see `Keeper.watch`."""
+        ...
+
+    def loads(self) -> Sequence[RankLoad]:
+        """What each rank does with its time; nothing where there is one rank."""
+        ...
+
+    @property
+    def skew_s(self) -> float:
+        """Sum over all steps of the time for which the fastest rank waited for the slowest."""
+        ...
+
     def close(self) -> None:
         """Ends them. A second call does nothing."""
         ...
@@ -103,7 +123,9 @@ class NoRanks:
 
     def __init__(self) -> None:
         self.collective: Collective = Alone()
+        self.beside: list[zmq.Socket[bytes]] = []
         self.lost = ""
+        self.skew_s = 0.0
 
     def start(self) -> None:
         """See `Ranks`."""
@@ -125,6 +147,13 @@ class NoRanks:
     def call_when_lost(self, on_lost: Callable[[str], None]) -> None:
         """See `Ranks`."""
 
+    def watch(self, pulse: Callable[[], Pulse]) -> None:
+        """See `Ranks`."""
+
+    def loads(self) -> Sequence[RankLoad]:
+        """See `Ranks`."""
+        return ()
+
     def close(self) -> None:
         """See `Ranks`."""
 
@@ -133,16 +162,26 @@ class HostRanks:
     """Ranks 1 to N - 1, processes of this host. All ranks divide the CPU threads that this process
     had."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Starts nothing yet. No value of `config` depends on the device any more."""
+    def __init__(self, config: EngineConfig, beside: str = "") -> None:
+        """Starts nothing yet.
+
+        Args:
+            config: no value of it depends on the device any more.
+            beside: what a rank runs beside its steps, as MODULE:FUNCTION; see
+                `engine.ranks.follower.Beside`. Empty: nothing.
+        """
+        self.beside: list[zmq.Socket[bytes]] = []
+        self._beside = beside
         self._group = GlooCollective(0, config.tp)
-        self.collective: Collective = self._group
+        self._folder = Path(tempfile.mkdtemp(prefix="baton-ranks-"))
+        self.figures = RankFigures(self._folder, config.tp, create=True)
+        """What each rank does with its time."""
+        self.collective: Collective = TimedCollective(self._group, self.figures)
         self._config = config
         self._threads = torch.get_num_threads()
         self._closed = False
         self._context = zmq.Context()
         self._steps: list[zmq.Socket[bytes]] = []
-        self._folder: Path | None = None
         self._keeper: Keeper | None = None
 
     @property
@@ -154,6 +193,15 @@ class HostRanks:
     def lost(self) -> str:
         """See `Ranks`."""
         return self._keeper.lost if self._keeper else ""
+
+    def loads(self) -> Sequence[RankLoad]:
+        """See `Ranks`."""
+        return self.figures.loads()
+
+    @property
+    def skew_s(self) -> float:
+        """See `Ranks`."""
+        return self.figures.skew_s
 
     def start(self) -> None:
         """See `Ranks`.
@@ -167,14 +215,18 @@ class HostRanks:
             raise RankError(f"no rank can be started: {error}") from error
 
     def _start(self) -> None:
-        folder = self._folder = Path(tempfile.mkdtemp(prefix="baton-ranks-"))
-        write_config(self._config, folder)
+        folder = self._folder
+        write_config(self._config, self._beside, folder)
         for rank in range(1, self._config.tp):
             socket = self._context.socket(zmq.PUSH)
             socket.set_hwm(0)
             # It connects, and the rank binds: so a send never waits for a rank that is gone.
             socket.connect(address(folder, steps_of(rank)))
             self._steps.append(socket)
+            if self._beside:
+                beside = self._context.socket(zmq.PAIR)
+                beside.bind(address(folder, beside_of(rank)))
+                self.beside.append(beside)
         threads = max(1, self._threads // self._config.tp)
         torch.set_num_threads(threads)
         self._keeper = Keeper(folder, self._config.tp, threads)
@@ -199,7 +251,6 @@ class HostRanks:
     def join(self) -> None:
         """See `Ranks`. The folder is not needed any more then."""
         folder, errors = self._folder, list[Exception]()
-        assert folder is not None, "they are started"
 
         def meet() -> None:
             try:
@@ -213,11 +264,31 @@ class HostRanks:
         self._kept.wait_for(READY, also=lambda: not meeting.is_alive())
         if errors:
             raise RankError(f"rank 0 cannot join the group: {errors[0]}")
+        for socket in self.beside:
+            hello = socket.recv()
+            assert hello == HELLO, "a rank says so before it is READY"
         shutil.rmtree(folder, ignore_errors=True)
 
     def executor(self, own: Executor) -> Executor:
         """See `Ranks`."""
-        return RankedExecutor(own, self._kept, lambda plan: self._send([STEP, *encode(plan)]))
+        return RankedExecutor(
+            own,
+            self._kept,
+            lambda plan: self._send([STEP, *encode(plan)]),
+            self.figures.step_ended,
+        )
+
+    def watch(self, pulse: Callable[[], Pulse]) -> None:
+        """See `Ranks`."""
+        self._kept.watch(pulse, self._why_hung)
+
+    def _why_hung(self) -> str:
+        """Which ranks do not go on, where a step does not end."""
+        ranks = {0: os.getpid(), **self.pids}
+        stopped = [rank for rank, pid in ranks.items() if is_stopped(pid)]
+        if stopped:
+            return f"{_named(stopped)} stopped"
+        return f"{_named(self.figures.stuck())} not going on"
 
     def call_when_lost(self, on_lost: Callable[[str], None]) -> None:
         """See `Ranks`."""
@@ -232,8 +303,7 @@ class HostRanks:
             self._keeper.close(lambda: self._send([STOP]))
             torch.set_num_threads(self._threads)
         self._context.destroy(linger=0)
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
     def _kept(self) -> Keeper:
@@ -251,7 +321,15 @@ class RankedExecutor:
     An error in a step loses the ranks, because they have not all done the same any more.
     """
 
-    def __init__(self, own: Executor, keeper: Keeper, send: Callable[[StepPlan], None]) -> None:
+    def __init__(
+        self,
+        own: Executor,
+        keeper: Keeper,
+        send: Callable[[StepPlan], None],
+        ended: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`ended` is called when a step has ended on all ranks."""
+        self._ended = ended
         self._own = own
         self._keeper = keeper
         self._send = send
@@ -285,6 +363,7 @@ class RankedExecutor:
     def _pass_on(self, own: Launched, launched: Launched) -> None:
         error = own.exception()
         if error is None:
+            self._ended()
             result: StepResult = own.result()
             launched.set_result(result)
             return
@@ -293,3 +372,9 @@ class RankedExecutor:
             reason = f"rank 0: a step failed: {type(error).__name__}: {error}"
             self._keeper.lose(reason)
         launched.set_exception(RankError(reason))
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """Those ranks, and the verb."""
+    names = ", ".join(map(str, ranks))
+    return f"rank {names} is" if len(ranks) == 1 else f"ranks {names} are"

@@ -3,7 +3,9 @@
 1. Rank 0 starts a process for each other rank, with torchrun's names in its environment and a
    private folder: `CONFIG` lies there, and so do the sockets and the store of the group.
 2. A rank loads its part and reports `LOADED`, or `FAILED`, and ends.
-3. Rank 0 sends `PAGES`, the smallest pool of all. All join the group. A rank reports `READY`.
+3. Rank 0 sends `PAGES`, the smallest pool of all. All join the group. What runs beside a rank's
+   steps, such as its part of the hand-off, begins on a thread of its own. It has a socket to
+   rank 0, `BESIDE`. A rank reports `READY`.
 4. Rank 0 sends `STEP` after `STEP`, and at last `STOP`.
 
 A rank that has any error reports `FAILED` and ends. It also ends with the thread that started it.
@@ -20,6 +22,9 @@ from engine.config import EngineConfig
 
 CONFIG: Final = "config.json"
 STORE: Final = "store"
+BESIDE: Final = "beside"
+HELLO: Final = b"hello"
+"""First on that socket: the connection stands, so the folder may go."""
 REPORTS: Final = "reports"
 """The socket of all reports."""
 PAGES: Final = b"pages"
@@ -40,19 +45,26 @@ def steps_of(rank: int) -> str:
     return f"steps-{rank}"
 
 
+def beside_of(rank: int) -> str:
+    """The socket of what runs beside a rank's steps."""
+    return f"{BESIDE}-{rank}"
+
+
 def environment(rank: int, size: int, threads: int) -> dict[str, str]:
     """torchrun's names, for a worker's ranks on one host."""
     here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     return {name: str(value) for name, value in {**here, "OMP_NUM_THREADS": threads}.items()}
 
 
-def write_config(config: EngineConfig, folder: Path) -> None:
-    """Leaves the configuration for the ranks."""
-    content = asdict(config) | {"eos_token_ids": sorted(config.eos_token_ids)}
+def write_config(config: EngineConfig, beside: str, folder: Path) -> None:
+    """Leaves for the ranks the configuration, and the name of what runs beside their steps."""
+    content = asdict(config) | {"eos_token_ids": sorted(config.eos_token_ids), BESIDE: beside}
     (folder / CONFIG).write_text(json.dumps(content), encoding="utf-8")
 
 
-def read_config(folder: Path) -> EngineConfig:
-    """The configuration that rank 0 left."""
+def read_config(folder: Path) -> tuple[EngineConfig, str]:
+    """What rank 0 left."""
     content: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    return EngineConfig(**content | {"eos_token_ids": frozenset(content["eos_token_ids"])})
+    beside = content.pop(BESIDE)
+    config = EngineConfig(**content | {"eos_token_ids": frozenset(content["eos_token_ids"])})
+    return config, beside

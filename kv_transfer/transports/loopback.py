@@ -14,12 +14,18 @@ from dataclasses import dataclass
 
 import torch
 
-from kv_transfer.transports.pool import PoolMemory, check_pages, check_payload, check_same_kind
+from kv_transfer.transports.pool import (
+    PoolMemory,
+    check_pages,
+    check_payload,
+    piece_between,
+)
 from kv_transfer.types import (
-    MAX_NOTIFICATION_BYTES,
+    MAX_PART_BYTES,
     Endpoint,
     Notification,
     PageIds,
+    Piece,
     PushState,
     TransportError,
 )
@@ -31,6 +37,7 @@ _registry_lock = threading.Lock()
 @dataclass(frozen=True, slots=True, eq=False)
 class _Push:
     peer: LoopbackTransport
+    piece: Piece
     source: PageIds
     target: PageIds
     payload: bytes
@@ -42,6 +49,7 @@ class LoopbackTransport:
 
     name = "loopback"
     can_revoke = False
+    moves_pieces = True
 
     def __init__(
         self, agent_name: str, pool: PoolMemory, slots: torch.Tensor | None = None
@@ -50,7 +58,7 @@ class LoopbackTransport:
         self._pool = pool
         self._slots = slots
         self._endpoint = pool.endpoint(agent_name, self.name, b"")
-        self._peers: dict[str, LoopbackTransport] = {}
+        self._peers: dict[str, tuple[LoopbackTransport, Piece]] = {}
         self._pushes: dict[int, _Push] = {}
         self._ended: list[tuple[int, PushState]] = []
         self._inbox: deque[Notification] = deque()
@@ -72,14 +80,14 @@ class LoopbackTransport:
         """Handles in progress, oldest first."""
         return list(self._pushes)
 
-    def open(self, peer: Endpoint) -> None:
-        """See `KvTransport`."""
-        check_same_kind(self._endpoint, peer)
+    def open(self, peer: Endpoint, piece: Piece | None = None) -> None:
+        """See `PieceTransport`."""
+        piece = piece_between(self._endpoint, peer, piece)
         with _registry_lock:
             found = _registry.get(peer.agent_name)
         if found is None:
             raise TransportError("unreachable", "no such agent in this process")
-        self._peers[peer.agent_name] = found
+        self._peers[peer.agent_name] = found, piece
 
     def path(self, agent_name: str) -> str:
         """See `KvTransport`."""
@@ -87,20 +95,20 @@ class LoopbackTransport:
 
     def push(self, agent_name: str, source: PageIds, target: PageIds, payload: bytes) -> int:
         """See `KvTransport`."""
-        check_payload(payload, MAX_NOTIFICATION_BYTES)
-        peer = self._peer(agent_name)
+        check_payload(payload, MAX_PART_BYTES)
+        peer, piece = self._peer(agent_name)
         num_sources = self._pool.num_pages + (0 if self._slots is None else len(self._slots))
         check_pages(source, num_sources, target, peer._pool.num_pages)
         handle = self._next_handle
         self._next_handle += 1
         lands_s = time.monotonic() + self.delay_s
-        self._pushes[handle] = _Push(peer, source.copy(), target.copy(), payload, lands_s)
+        self._pushes[handle] = _Push(peer, piece, source.copy(), target.copy(), payload, lands_s)
         return handle
 
     def notify(self, agent_name: str, payload: bytes) -> None:
         """See `KvTransport`."""
-        check_payload(payload, MAX_NOTIFICATION_BYTES)
-        self._peer(agent_name)._inbox.append(Notification(self._agent_name, payload))
+        check_payload(payload, MAX_PART_BYTES)
+        self._peer(agent_name)[0]._inbox.append(Notification(self._agent_name, payload))
 
     def poll_pushes(self) -> list[tuple[int, PushState]]:
         """See `KvTransport`."""
@@ -140,19 +148,21 @@ class LoopbackTransport:
 
     def _copy(self, handle: int) -> None:
         push = self._pushes.pop(handle)
-        self._move(push.source, push.peer._pool, push.target)
+        self._move(push)
         push.peer._inbox.append(Notification(self._agent_name, push.payload))
 
-    def _move(self, source: PageIds, target_pool: PoolMemory, target: PageIds) -> None:
-        rows = torch.from_numpy(source).long()
+    def _move(self, push: _Push) -> None:
+        own, other, size = push.piece
+        rows = torch.from_numpy(push.source).long()
         if self._slots is not None and int(rows[0]) >= self._pool.num_pages:
-            slots = self._slots[rows - self._pool.num_pages]
-            pages = slots[:, : self._pool.page_bytes]
+            pages = self._slots[rows - self._pool.num_pages, own : own + size]
         else:
-            pages = self._pool.pages[rows]
-        target_pool.pages[torch.from_numpy(target).long()] = pages.to(target_pool.pages.device)
+            pages = self._pool.pages[rows, own : own + size]
+        theirs = push.peer._pool.pages
+        target = torch.from_numpy(push.target).long()
+        theirs[target, other : other + size] = pages.to(theirs.device)
 
-    def _peer(self, agent_name: str) -> LoopbackTransport:
+    def _peer(self, agent_name: str) -> tuple[LoopbackTransport, Piece]:
         peer = self._peers.get(agent_name)
         if peer is None:
             raise TransportError("disconnected", "the peer is not open")

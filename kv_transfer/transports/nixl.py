@@ -3,8 +3,9 @@
 Facts that shape this file, measured on NIXL 1.5.1:
 
 - The pool is one descriptor list of pages at a constant stride, prepared once for each side; a push
-  names pages by index. Posting costs 2-70 us that way, and NIXL merges adjacent pages itself;
-  merging here and preparing a list per push cost ten times as much and moved no more bytes.
+  names pages by index. A piece of each page is such a list, too. Posting costs 2-70 us that way,
+  and NIXL merges adjacent pages itself; merging here and preparing a list per push cost ten times
+  as much and moved no more bytes.
 - A notification that rides on a push is sent when the pushing side sees the push complete, so
   handles must be polled.
 - The progress thread's `pthrDelay` is how long it sleeps when nothing happens; events wake it. The
@@ -26,17 +27,18 @@ import os
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from kv_transfer.transports.pool import PoolMemory, check_payload, check_same_kind
+from kv_transfer.transports.pool import PoolMemory, check_payload, piece_between
 from kv_transfer.types import (
-    MAX_NOTIFICATION_BYTES,
+    MAX_PART_BYTES,
     Endpoint,
     Notification,
     PageIds,
+    Piece,
     PushState,
     TransportError,
 )
@@ -53,12 +55,22 @@ _GPU_TO_GPU = {"cuda", "cuda_ipc"}
 _SHARED_MEMORY = {"sm", "shm", "mm", "posix", "sysv", "cma", "knem", "xpmem"}
 
 
+class _OwnLists(NamedTuple):
+    """Handles of prepared lists of this process."""
+
+    pages: int
+    slots: int | None
+    """None: there are no host slots."""
+
+
 @dataclass(slots=True, eq=False)
 class _Peer:
     endpoint: Endpoint
     path: str
-    pages: int
-    """Handle of the prepared list of the peer's pages."""
+    pages: int | None
+    """Handle of the prepared list of the peer's pages; None: nothing is written there."""
+    own: _OwnLists | None
+    """The same of this process's."""
     pushes: int = 0
     """In progress."""
     is_closing: bool = False
@@ -69,6 +81,7 @@ class NixlTransport:
 
     name = "nixl"
     can_revoke = False
+    moves_pieces = True
 
     def __init__(
         self, agent_name: str, pool: PoolMemory, slots: torch.Tensor | None = None
@@ -88,10 +101,11 @@ class NixlTransport:
         try:
             self._agent = self._new_agent(agent_name)
             self._regions = [self._register(*self._run_of_pool())]
-            self._pages = self._prepare(self._nixl.NIXL_INIT_AGENT, self._page_list(pool))
             if slots is not None:
                 self._regions.append(self._register(slots.data_ptr(), slots.numel(), 0, "DRAM"))
-                self._slot_pages = self._prepare_slots(slots)
+            self._own_lists: dict[tuple[int, int], _OwnLists] = {}
+            """Prepared lists of this process, by offset and bytes of the piece of each page."""
+            self._own_list(0, pool.page_bytes)
             metadata = _host_header() + self._agent.getLocalMD()
         except Exception as error:
             raise TransportError("nixl_failed", type(error).__name__) from error
@@ -102,23 +116,24 @@ class NixlTransport:
         """See `KvTransport`."""
         return self._endpoint
 
-    def open(self, peer: Endpoint) -> None:
-        """See `KvTransport`."""
+    def open(self, peer: Endpoint, piece: Piece | None = None) -> None:
+        """See `PieceTransport`."""
         known = self._peers.get(peer.agent_name)
         if known is not None:
             if known.endpoint != peer:
                 raise TransportError("peer_busy", "pushes to its predecessor are in progress")
             known.is_closing = False
             return
-        check_same_kind(self._endpoint, peer)
+        own, other, size = piece_between(self._endpoint, peer, piece)
         path = self._path_to(peer)
         try:
             self._agent.loadRemoteMD(peer.metadata[_METADATA_HEADER.size :])
             self._agent.makeConnection(peer.agent_name, [])
-            pages = self._prepare(peer.agent_name, self._page_list(peer))
+            pages = self._prepare(peer.agent_name, peer, other, size) if size else None
+            lists = self._own_list(own, size) if size else None
         except Exception as error:
             raise TransportError("unreachable", type(error).__name__) from error
-        self._peers[peer.agent_name] = _Peer(peer, path, pages)
+        self._peers[peer.agent_name] = _Peer(peer, path, pages, lists)
 
     def path(self, agent_name: str) -> str:
         """See `KvTransport`. Inferred from what both sides can do: NIXL does not tell."""
@@ -126,7 +141,7 @@ class NixlTransport:
 
     def push(self, agent_name: str, source: PageIds, target: PageIds, payload: bytes) -> int:
         """See `KvTransport`."""
-        check_payload(payload, MAX_NOTIFICATION_BYTES)
+        check_payload(payload, MAX_PART_BYTES)
         peer = self._open_peer(agent_name)
         handle = self._make_push(peer, source, target, payload)
         self._pushes[handle] = peer
@@ -141,7 +156,7 @@ class NixlTransport:
 
     def notify(self, agent_name: str, payload: bytes) -> None:
         """See `KvTransport`."""
-        check_payload(payload, MAX_NOTIFICATION_BYTES)
+        check_payload(payload, MAX_PART_BYTES)
         self._open_peer(agent_name)
         try:
             self._agent.genNotif(agent_name, payload, [])
@@ -187,9 +202,10 @@ class NixlTransport:
             return
         for peer in list(self._peers.values()):
             self._forget(peer)
-        self._agent.releasedDlistH(self._pages)
-        if self._slots is not None:
-            self._agent.releasedDlistH(self._slot_pages)
+        for lists in self._own_lists.values():
+            for prepared in lists:
+                if prepared is not None:
+                    self._agent.releasedDlistH(prepared)
         for region in self._regions:
             self._agent.deregisterMem(region, [])
         del self._agent
@@ -214,39 +230,42 @@ class NixlTransport:
         self._agent.registerMem(region, [])
         return region
 
-    def _prepare_slots(self, slots: torch.Tensor) -> int:
-        strided = [[slots.data_ptr(), self._pool.page_bytes, 0, slots.stride(0), len(slots)]]
-        prepared: int = self._agent.prepXferDlist(
-            self._nixl.NIXL_INIT_AGENT,
-            self._nixl.DRAM_SEG,
-            np.array(strided, dtype=np.uint64),
-            [],
-        )
-        return prepared
+    def _own_list(self, offset: int, size: int) -> _OwnLists:
+        """Prepares a piece of each page of this process, once."""
+        if (offset, size) not in self._own_lists:
+            pages = self._prepare(self._nixl.NIXL_INIT_AGENT, self._pool, offset, size)
+            slots = None if self._slots is None else self._prepare_slots(self._slots, offset, size)
+            self._own_lists[offset, size] = _OwnLists(pages, slots)
+        return self._own_lists[offset, size]
 
-    def _prepare(self, agent_name: str, pages: tuple[int, int, int, int, str]) -> int:
-        base_address, page_bytes, num_pages, device_id, memory = pages
-        strided = [[base_address, page_bytes, device_id, page_bytes, num_pages]]
+    def _prepare_slots(self, slots: torch.Tensor, offset: int, size: int) -> int:
+        strided = [[slots.data_ptr() + offset, size, 0, slots.stride(0), len(slots)]]
         descriptors = np.array(strided, dtype=np.uint64)
         prepared: int = self._agent.prepXferDlist(
-            agent_name, self._segment(memory), descriptors, []
+            self._nixl.NIXL_INIT_AGENT, self._nixl.DRAM_SEG, descriptors, []
         )
         return prepared
 
-    @staticmethod
-    def _page_list(pool: PoolMemory | Endpoint) -> tuple[int, int, int, int, str]:
-        return (pool.base_address, pool.page_bytes, pool.num_pages, pool.device_id, pool.memory)
+    def _prepare(self, agent_name: str, pool: PoolMemory | Endpoint, offset: int, size: int) -> int:
+        address = pool.base_address + offset
+        strided = [[address, size, pool.device_id, pool.page_bytes, pool.num_pages]]
+        descriptors = np.array(strided, dtype=np.uint64)
+        segment = self._segment(pool.memory)
+        prepared: int = self._agent.prepXferDlist(agent_name, segment, descriptors, [])
+        return prepared
 
     def _segment(self, memory: str) -> Any:
         return self._nixl.VRAM_SEG if memory == "VRAM" else self._nixl.DRAM_SEG
 
     def _make_push(self, peer: _Peer, source: PageIds, target: PageIds, payload: bytes) -> int:
-        own = self._pages
-        if self._slots is not None and len(source) and source[0] >= self._pool.num_pages:
-            own, source = self._slot_pages, source - np.int32(self._pool.num_pages)
+        if peer.own is None or peer.pages is None:
+            raise TransportError("bad_pages", "nothing is written to this peer")
+        own, theirs = peer.own.pages, peer.pages
+        if peer.own.slots is not None and len(source) and source[0] >= self._pool.num_pages:
+            own, source = peer.own.slots, source - np.int32(self._pool.num_pages)
         try:
             handle: int = self._agent.makeXferReq(
-                self._nixl.NIXL_WRITE, own, source, peer.pages, target, payload, [], False
+                self._nixl.NIXL_WRITE, own, source, theirs, target, payload, [], False
             )
         except self._nixl.nixlInvalidParamError as error:
             raise TransportError("bad_pages", "page ids outside of the pool") from error
@@ -290,7 +309,8 @@ class NixlTransport:
 
     def _forget(self, peer: _Peer) -> None:
         del self._peers[peer.endpoint.agent_name]
-        self._agent.releasedDlistH(peer.pages)
+        if peer.pages is not None:
+            self._agent.releasedDlistH(peer.pages)
         try:
             self._agent.invalidateRemoteMD(peer.endpoint.agent_name)
         except self._nixl.nixlNotFoundError:

@@ -6,9 +6,7 @@ process nothing can be opened.
 
 from __future__ import annotations
 
-from kv_transfer.transports.loopback import LoopbackTransport
-from kv_transfer.transports.pool import PoolMemory
-from kv_transfer.types import PageIds
+from kv_transfer.transports.loopback import LoopbackTransport, _Push
 
 
 class NullTransport(LoopbackTransport):
@@ -16,5 +14,5 @@ class NullTransport(LoopbackTransport):
 
     name = "null"
 
-    def _move(self, source: PageIds, target_pool: PoolMemory, target: PageIds) -> None:
+    def _move(self, push: _Push) -> None:
         """Leaves the target's pages as they are."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from kv_transfer.transports.processes import own_process
-from kv_transfer.types import Endpoint, PageIds, TransportError
+from kv_transfer.types import Endpoint, PageIds, Piece, TransportError
 
 _NOT_PLAIN: Final = (
     "no other process can map GPU memory of torch's expandable segments or of cudaMallocAsync, and "
@@ -110,6 +110,23 @@ def check_same_kind(own: Endpoint, peer: Endpoint) -> None:
         raise TransportError("transport_mismatch", f"{own.transport} and {peer.transport}")
     if own.page_bytes != peer.page_bytes:
         raise TransportError("page_size_mismatch", f"{own.page_bytes} and {peer.page_bytes}")
+
+
+def piece_between(own: Endpoint, peer: Endpoint, piece: Piece | None) -> Piece:
+    """What of each page is written to a peer: `piece`, or all of it.
+
+    Raises:
+        TransportError: `transport_mismatch`, `page_size_mismatch`, or `bad_piece`.
+    """
+    if piece is None:
+        check_same_kind(own, peer)
+        return Piece(0, 0, own.page_bytes)
+    if own.transport != peer.transport:
+        raise TransportError("transport_mismatch", f"{own.transport} and {peer.transport}")
+    ends = piece.own_offset + piece.size, piece.peer_offset + piece.size
+    if min(piece) < 0 or ends[0] > own.page_bytes or ends[1] > peer.page_bytes:
+        raise TransportError("bad_piece", f"{piece} of {own.page_bytes} and {peer.page_bytes}")
+    return piece
 
 
 def check_pages(source: PageIds, own_pages: int, target: PageIds, peer_pages: int) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import select
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,50 +38,73 @@ def own_process() -> str:
 
 
 class ProcessWatch:
-    """Watches the processes of peers. Each is reported once, and forgotten then."""
+    """Watches the processes of peers. A peer is reported once all of its processes have ended, and
+    forgotten then."""
 
     def __init__(self) -> None:
         self._poll = select.poll()
         self._names: dict[int, str] = {}
-        """Peer by pidfd; -1, -2, ... for those found gone at once."""
+        """Peer by pidfd, of processes that live."""
+        self._alive: dict[str, int] = {}
+        """Processes of each peer that have not ended."""
 
-    def watch(self, name: str, process: str) -> None:
-        """Watches the process of peer `name`; one that cannot be watched from here is ignored."""
-        if name in self._names.values() or (wanted := _parse(process)) is None:
+    def watch(self, name: str, processes: Sequence[str]) -> None:
+        """Watches all processes of peer `name`. If one of them cannot be watched from here, the
+        peer is never reported."""
+        wanted = [found for process in processes if (found := _parse(process))]
+        if name in self._alive or len(wanted) < len(processes):
             return
-        try:
-            pidfd = os.pidfd_open(wanted.pid)
-        except ProcessLookupError:
-            self._names[-1 - len(self._names)] = name
-            return
-        except OSError:
-            return
-        started = _started_or_none(wanted.pid)
-        if started is None or started == wanted.started:  # hidden or ended: the pidfd will tell
+        pidfds: list[int] = []
+        for process in wanted:
+            try:
+                pidfd = _open(process)
+            except OSError:
+                for opened in pidfds:
+                    os.close(opened)
+                return
+            if pidfd is not None:
+                pidfds.append(pidfd)
+        self._alive[name] = len(pidfds)
+        for pidfd in pidfds:
             self._names[pidfd] = name
             self._poll.register(pidfd, select.POLLIN)
-        else:  # the number is another process's by now
-            os.close(pidfd)
-            self._names[-1 - len(self._names)] = name
 
     def gone(self) -> list[str]:
-        """Peers whose process has ended, since the last call."""
-        if not self._names:
+        """Peers of which no process is left, since the last call."""
+        if not self._alive:
             return []
-        ended = [fd for fd, _ in self._poll.poll(0)] + [fd for fd in self._names if fd < 0]
-        names = [self._names.pop(fd) for fd in ended]
-        for fd in ended:
-            if fd >= 0:
-                self._poll.unregister(fd)
-                os.close(fd)
-        return names
+        for pidfd, _ in self._poll.poll(0):
+            self._alive[self._names.pop(pidfd)] -= 1
+            self._poll.unregister(pidfd)
+            os.close(pidfd)
+        gone = [name for name, alive in self._alive.items() if not alive]
+        for name in gone:
+            del self._alive[name]
+        return gone
 
     def close(self) -> None:
         """Stops watching."""
-        for fd in self._names:
-            if fd >= 0:
-                os.close(fd)
+        for pidfd in self._names:
+            os.close(pidfd)
         self._names.clear()
+        self._alive.clear()
+
+
+def _open(process: _Process) -> int | None:
+    """A pidfd of the process; None: it has ended.
+
+    Raises:
+        OSError: it cannot be watched.
+    """
+    try:
+        pidfd = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return None
+    started = _started_or_none(process.pid)
+    if started is None or started == process.started:  # hidden or ended: the pidfd will tell
+        return pidfd
+    os.close(pidfd)  # the number is another process's by now
+    return None
 
 
 def _parse(process: str) -> _Process | None:

@@ -25,7 +25,8 @@ HOLDER_GONE: Final = "holder_gone"
 
 
 def can_fetch(fetcher: WorkerLink, holder: WorkerLink) -> bool:
-    """Whether the one may get KV pages that the other holds, whatever their roles are."""
+    """Whether the one may get KV pages that the other holds, whatever their roles are. Workers of
+    several ranks do not fetch yet."""
     one, other = fetcher.identity, holder.identity
     return (
         fetcher is not holder
@@ -33,6 +34,7 @@ def can_fetch(fetcher: WorkerLink, holder: WorkerLink) -> bool:
         and one.model.fingerprint == other.model.fingerprint
         and one.endpoint.transport == other.endpoint.transport
         and one.endpoint.transport in FETCHING
+        and not (one.endpoint.ranks or other.endpoint.ranks)
     )
 
 

@@ -195,7 +195,7 @@ class Registry:
             self._spawn(self._part(link, loss))
 
     async def _part(self, link: WorkerLink, loss: Loss) -> None:
-        proven_dead = await process_is_gone(link.identity.address, loss, self.net.hello())
+        proven_dead = await self._is_gone(link, loss)
         members = self.members
         if any(member.agent_name == link.agent_name for member in members):
             return  # the same start is attached again on a new stream
@@ -203,6 +203,13 @@ class Registry:
         for member in members:
             if may_exchange(link, member):
                 member.send(worker_pb2.WorkRequest(part=part))
+
+    async def _is_gone(self, link: WorkerLink, loss: Loss) -> bool:
+        """Whether the worker is proven to be gone. Of several ranks, the end of the one that this
+        router speaks with proves nothing of the others, so their peers must see for themselves."""
+        if link.identity.endpoint.ranks:
+            return False
+        return await process_is_gone(link.identity.address, loss, self.net.hello())
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -240,9 +247,10 @@ class RegistryServicer(worker_pb2_grpc.RegistryServiceServicer):
     async def _admit(self, worker: worker_pb2.WorkerIdentity, context: Any) -> str:
         """Returns the name that the worker's port must show. Aborts the call of an impostor."""
         refusal, server_name = self._registry.net.admit(context, worker.worker_id)
-        agent = worker.endpoint.agent_name
-        if server_name and agent not in ("", agent_name(*_key(worker))):
-            refusal = f"its agent calls itself {agent}"
+        wanted = agent_name(*_key(worker))
+        agents = [worker.endpoint.agent_name, *(rank.agent_name for rank in worker.endpoint.ranks)]
+        if server_name and (other := [agent for agent in agents if agent.find(wanted) and agent]):
+            refusal = f"its agent calls itself {other[0]}"
         if refusal:
             details = {"worker": worker.worker_id, "peer": context.peer()}
             self._registry.net.refusals.refuse(Cause.NAME, refusal, **details)

@@ -196,6 +196,14 @@ DECLARED: Final[Mapping[str, Declared]] = {
     Metric.HOOK_FAILURES: Declared(
         "counter", "Failures of hooks, by hook and point.", ("hook", "point")
     ),
+    # Worker: its ranks, if there are several.
+    Metric.RANK_BUSY: Declared("counter", "Seconds in which a rank computed.", ("rank",)),
+    Metric.RANK_WAITED: Declared(
+        "counter", "Seconds in which a rank was in a collective, adding up or waiting.", ("rank",)
+    ),
+    Metric.RANK_SKEW: Declared(
+        "counter", "Seconds for which the fastest rank waited for the slowest, all steps."
+    ),
     # Worker: KV transfer.
     Metric.SECOND_TOKEN_GAP: Declared(
         "histogram",

@@ -71,6 +71,12 @@ class WorkerMetrics(ProcessMetrics):
         """Shows failures of hooks; `load` is as for the constructor."""
         self.registry.register(Samples(Metric.HOOK_FAILURES, lambda: load().hook_failures))
 
+    def watch_ranks(self, ranks: Any) -> None:
+        """Shows a worker's ranks; `ranks` is as `engine.ranks.leader.Ranks`."""
+        for metric, read in _RANK_SAMPLES:
+            self.registry.register(Samples(metric, partial(_of_ranks, ranks, read)))
+        self._watch(lambda: ranks, (Row(Metric.RANK_SKEW, attrgetter("skew_s")),))
+
     def watch_overdue(self, take: Callable[[], object]) -> None:
         """Shows transfers that do not end; see `worker_base.overdue.Overdue`."""
         self._watch(take, _OVERDUE_ROWS)
@@ -135,6 +141,10 @@ def _of_tiers(
     return {(label,): float(value) for label, value in read(load().tiers).items()}
 
 
+def _of_ranks(ranks: Any, read: Callable[[Any], float]) -> dict[tuple[str, ...], float]:
+    return {(str(one.rank),): read(one) for one in ranks.loads()}
+
+
 def _tier_slots(tiers: Any) -> dict[str, float]:
     free = tiers.slots - tiers.cached_slots - tiers.held_slots
     return {"cached": tiers.cached_slots, "held": tiers.held_slots, "free": free}
@@ -161,6 +171,10 @@ _TIER_SAMPLES: Final[Sequence[tuple[str, Callable[[Any], Mapping[str, float]]]]]
     (Metric.TIER_BANDWIDTH, attrgetter("bytes_per_s")),
     (Metric.TIER_FAILURES, attrgetter("late")),
     (Metric.TIER_SLOTS, _tier_slots),
+)
+_RANK_SAMPLES: Final[Sequence[tuple[str, Callable[[Any], float]]]] = (
+    (Metric.RANK_BUSY, attrgetter("busy_s")),
+    (Metric.RANK_WAITED, attrgetter("waited_s")),
 )
 _ENGINE_ROWS: Final = (
     Row(Metric.PROGRESS, attrgetter("progress")),

@@ -104,7 +104,6 @@ def test_settings_are_frozen() -> None:
         ({"max_step_tokens": 10**11}, "`max_step_tokens`"),
         ({"max_step_tokens": 16, "page_size_tokens": 32}, "at least page_size_tokens"),
         ({"role": "cook", "seed": -1}, "`seed`"),
-        ({"role": "decode", "tp": 2}, "not built yet; use --role both"),
         ({"transport": "nccl", "tp": 2}, "nccl cannot serve several ranks"),
         ({"device": "cuda:1", "tp": 2}, "names one GPU for several ranks"),
         ({"gpu_slots_dir": "slots", "tp": 2}, "claims one GPU"),

@@ -18,6 +18,7 @@ from baton.addresses import CannotListenError
 from baton.console import up
 from baton.console.room import check_ranks
 from baton.console.supervisor import ProcessSpec
+from worker.settings import Role
 
 FAKE = str(Path(__file__).with_name("fake_process.py"))
 
@@ -190,16 +191,16 @@ def test_only_the_doors_for_clients_are_opened_and_only_routers_get_the_key() ->
         assert flags_of(worker)["--listen"].startswith("127.0.0.1:")
 
 
-def test_workers_of_several_ranks_hand_nothing_off_and_use_no_gpu(monkeypatch) -> None:
-    with pytest.raises(up.UpError, match="use --prefill 0 --decode 0 --both 1"):
-        check_ranks(up.UpOptions("model", tp=2))
-    alone = up.UpOptions("model", prefill=0, decode=0, both=1, tp=2, grpc_port=0, http_port=0)
-    check_ranks(replace(alone, device="cpu"))
+def test_ranks_by_role_and_on_no_gpu(monkeypatch) -> None:
+    both = up.UpOptions("model", both=1, tp=2, grpc_port=0, http_port=0)
+    options = replace(both, tp_of={Role.PREFILL: 1, Role.DECODE: None})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     with pytest.raises(up.UpError, match="not yet on GPUs: --device cpu"):
-        check_ranks(alone)
-    (spec,) = (each for each in up.plan(replace(alone, device="cpu")).specs if each.stop_rank)
-    assert spec.argv[spec.argv.index("--tp") + 1] == "2"
+        check_ranks(options)
+    on_cpu = replace(options, device="cpu")
+    check_ranks(on_cpu)
+    ranks = {spec.name: flags_of(spec).get("--tp") for spec in up.plan(on_cpu).specs}
+    assert ranks == {"router": None, "prefill-0": None, "decode-0": "2", "both-0": "2"}
 
 
 def test_a_host_of_another_machine_is_told_so() -> None:

@@ -66,11 +66,16 @@ class Arena:
     cuts: int = 0
     """Paths between workers that were cut."""
     frozen_by_us: set[str] = field(default_factory=set)
+    seen_ranks: dict[psutil.Process, int] = field(default_factory=dict)
+    """Processes of ranks, with the process of their worker."""
 
     @classmethod
     def start(cls, topology: Topology, model: Path, logs: Path, certs: str = "") -> Arena:
         """Returns when the cluster serves, over TLS if there are certificates."""
-        tiers = {
+        own: dict[str, dict[str, object]] = {
+            name: {"tp": topology.ranks_of(name)} for name in topology.workers
+        }
+        tiers: dict[str, dict[str, object]] = {
             name: {"kv_host_gib": 0.003, "kv_store": f"disk:{logs}/{name}-kv?gib=0.05"}
             for name in topology.workers
         }
@@ -78,7 +83,7 @@ class Arena:
         cluster = make_cluster(
             model,
             logs,
-            own=tiers if topology.tiers else None,
+            own=tiers if topology.tiers else own,
             prefill=topology.prefill,
             decode=topology.decode,
             both=topology.both,
@@ -131,9 +136,43 @@ class Arena:
         self.frozen_by_us.discard(name)
         if self.is_alive(name):
             self.cluster.kill(name, signal.SIGCONT)
+        self._is_awake(name)
+
+    def _is_awake(self, name: str) -> None:
         for blow in self.blows:
             if blow.name == name and blow.kind == "frozen" and not blow.woken_s:
                 blow.woken_s = time.monotonic()
+
+    def other_ranks(self, name: str) -> list[psutil.Process]:
+        """The processes of a worker's ranks but its own, as far as they live."""
+        try:
+            children = psutil.Process(self.pid(name)).children()
+            found = [child for child in children if "engine.ranks" in child.cmdline()]
+        except psutil.Error:
+            return []
+        self.seen_ranks |= {rank: self.pid(name) for rank in found}
+        return found
+
+    def orphans(self) -> list[str]:
+        """Ranks whose worker is gone."""
+        living = {process.pid for process in self.cluster.processes.values()}
+        return [
+            f"rank {rank.pid} outlives its worker {owner}"
+            for rank, owner in self.seen_ranks.items()
+            if owner not in living and rank.is_running()
+        ]
+
+    def freeze_rank(self, name: str, rank: psutil.Process) -> None:
+        """SIGSTOP to one rank: then its worker does nothing, either."""
+        self._note(name, "frozen")
+        with contextlib.suppress(psutil.Error):
+            rank.suspend()
+
+    def wake_rank(self, name: str, rank: psutil.Process) -> None:
+        """SIGCONT."""
+        with contextlib.suppress(psutil.Error):
+            rank.resume()
+        self._is_awake(name)
 
     def signal_stores(self, name: str, number: signal.Signals) -> None:
         """To the processes of a worker's stores that run now."""
@@ -164,6 +203,9 @@ class Arena:
         while not await self._is_whole():
             assert time.monotonic() < deadline_s, f"not whole again:\n{self.cluster.tail()}"
             await asyncio.sleep(TEND_S)
+        if max(self.topology.ranks) > 1:
+            for name in self.topology.workers:
+                self.other_ranks(name)
 
     async def metrics(self, name: str) -> Mapping[Sample, float]:
         """Every sample of a process, by name and labels. Raises OSError."""

@@ -58,6 +58,12 @@ async def _strike(arena: Arena, fault: Fault) -> None:
     match fault.kind:
         case "kill" | "kill_writer" | "kill_router" if arena.is_alive(fault.target):
             arena.kill(fault.target)
+        case "kill_rank" if ranks := arena.other_ranks(fault.target):
+            ranks[-1].kill()  # Its worker ends by itself.
+        case "freeze_rank" if ranks := arena.other_ranks(fault.target):
+            arena.freeze_rank(fault.target, ranks[-1])
+            await asyncio.sleep(fault.lasts_s)
+            arena.wake_rank(fault.target, ranks[-1])
         case "freeze" | "freeze_router" if arena.is_alive(fault.target):
             arena.freeze(fault.target)
             try:

@@ -41,9 +41,16 @@ FaultKind = Literal[
     "short_grants",
     "cut_path",
     "kill_writer",
+    "kill_rank",
+    "freeze_rank",
     "kill_store",
     "freeze_store",
 ]
+OF_RANKS: Final[dict[FaultKind, FaultKind]] = {"kill": "kill_rank", "freeze": "freeze_rank"}
+"""What befalls a worker of several ranks befalls one of them, mostly: not rank 0."""
+RANKS: Final = ((2, 1), (1, 2), (2, 2))
+"""Of prefill and decode workers, where there are several. Each is a process that imports torch, so
+there are fewer workers then."""
 WEIGHTS: Final[dict[FaultKind, int]] = {
     "kill": 30,
     "freeze": 10,
@@ -137,6 +144,13 @@ class Topology:
     """Pages that a pool evicts go to host memory and to a disk."""
     fetching: str = ""
     """The router says that this worker holds all prompts, or `any`."""
+    ranks: tuple[int, int] = (1, 1)
+    """Of each prefill worker and of each decode worker. A worker of both roles has the larger."""
+
+    def ranks_of(self, name: str) -> int:
+        """Of a worker."""
+        prefill, decode = self.ranks
+        return {"prefill": prefill, "decode": decode}.get(name.partition("-")[0], max(self.ranks))
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -223,6 +237,7 @@ class RunPlan:
         shape = self.topology
         faults = "; ".join(map(str, self.faults)) or "no fault"
         workers = f"{shape.prefill}P {shape.decode}D {shape.both}B x {shape.num_pages} pages"
+        workers += f" with {shape.ranks} ranks" * (max(shape.ranks) > 1)
         workers += " over TCP" * shape.tcp + " over tiers" * shape.tiers
         workers += " fetching" * bool(shape.fetching)
         return f"run {self.number} of seed {self.seed}: {workers}, {len(self.asks)} asks, {faults}"
@@ -235,6 +250,9 @@ def topology_of(seed: int, number: int) -> Topology:
     first, tight, over_tcp = rng.randrange(len(TOPOLOGIES)), rng.randrange(2), rng.randrange(3)
     topology = TOPOLOGIES[(first + block) % len(TOPOLOGIES)]
     topology = replace(topology, tcp=block % 3 == over_tcp, fetching="any" * (block % 4 < 3))
+    if block % 4 == 3:
+        fewer = {"prefill": min(2, topology.prefill), "decode": min(2, topology.decode)}
+        return replace(topology, ranks=RANKS[(first + block // 4) % len(RANKS)], **fewer)
     if block % 2 != tight:
         return topology
     return replace(topology, num_pages=TIGHT_PAGES, tiers=block // 2 % 2 == 0)
@@ -248,6 +266,7 @@ def plan_run(seed: int, number: int) -> RunPlan:
     count = rng.choice((0, 1, 1, 1, 1, 2, 2))
     kinds = rng.choices(list(WEIGHTS), list(WEIGHTS.values()), k=count)
     faults = [fault for kind in kinds for fault in _faults(rng, kind, topology)]
+    faults = [_at_a_rank(rng, fault, topology) for fault in faults]
     if "poison" in kinds:
         asks = (*asks, _poison(rng, len(asks)))
     return RunPlan(seed, number, topology, asks, tuple(faults))
@@ -279,6 +298,22 @@ def plan_moment(seed: int, number: int, target: str, failpoint: str) -> RunPlan:
     )
     fault = Fault("failpoint", 0, target, failpoint, lasts_s=4.0, restart_after_s=0.2)
     return replace(plan, topology=Topology(2, 2), asks=asks, faults=(fault,))
+
+
+def plan_of_rank(seed: int, number: int, fault: Fault) -> RunPlan:
+    """The requests of a run. A worker of two ranks suffers `fault`; there is another like it."""
+    plan = plan_moment(seed, number, fault.target, "")
+    prefill = fault.target.startswith("prefill")
+    topology = Topology(2, 1, ranks=(2, 1)) if prefill else Topology(1, 2, ranks=(1, 2))
+    return replace(plan, topology=topology, faults=(fault,))
+
+
+def _at_a_rank(rng: random.Random, fault: Fault, topology: Topology) -> Fault:
+    """The same at another rank of its worker, mostly."""
+    kind = OF_RANKS.get(fault.kind)
+    if kind is None or topology.ranks_of(fault.target) == 1 or rng.random() < 0.3:
+        return fault
+    return replace(fault, kind=kind)
 
 
 def _asks(rng: random.Random) -> tuple[Ask, ...]:

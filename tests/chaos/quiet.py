@@ -59,6 +59,7 @@ async def wait_for_quiet(arena: Arena, baselines: Baselines) -> list[str]:
     deadline_s = time.monotonic() + QUIET_S
     while True:
         left = [text for name in arena.names for text in await _left(arena, baselines, name)]
+        left += arena.orphans()
         if not left or time.monotonic() > deadline_s:
             return left
         await asyncio.sleep(POLL_S)
@@ -104,7 +105,7 @@ def _above_baseline(
         return []
     blows = len(arena.blows) + arena.cuts - baselines.blows[key]
     slack = dict(WATCHED)
-    slack["process_open_fds"] += FILES_A_BLOW * blows
+    slack["process_open_fds"] += FILES_A_BLOW * blows * max(arena.topology.ranks)
     return [
         f"{metric} is {value:.0f}, at rest it was {baselines.of[key][metric]:.0f}"
         for metric, value in now.items()

@@ -4,12 +4,21 @@ SEED=...` makes more of the former."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 
 from chaos.harness import Harness, harness, run_many
-from chaos.plan import plan_fetch_moment, plan_moment, plan_run
+from chaos.plan import (
+    RANKS,
+    Fault,
+    FaultKind,
+    plan_fetch_moment,
+    plan_moment,
+    plan_of_rank,
+    plan_run,
+)
 
 SEED = 3
 RUNS = range(20)
@@ -122,3 +131,23 @@ def test_an_accident_at_a_moment_of_a_fetch_costs_nobody_an_answer(
     assert [blow.name for blow in outcome.blows] == [target]
     if target != "router":
         assert all(history.ended_ok for history in outcome.histories)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("lasts_s", [0.0, 4.5], ids=["kill", "stop and wake"])
+@pytest.mark.parametrize("target", ["prefill-0", "decode-0"])
+def test_a_rank_dies_or_stands_still(made: Harness, target: str, lasts_s: float) -> None:
+    kind: FaultKind = "freeze_rank" if lasts_s else "kill_rank"
+    fault = Fault(kind, 0.4, target, lasts_s=lasts_s, restart_after_s=0.2)
+    outcome = made.run(plan_of_rank(SEED, 1100, fault))
+    assert outcome.is_good, outcome.report()
+    assert [blow.name for blow in outcome.blows] == [target]
+    assert all(history.ended_ok for history in outcome.histories)
+
+
+def test_workers_of_several_ranks_have_their_share_of_the_runs() -> None:
+    plans = [plan_run(SEED, number) for number in range(800)]
+    kinds = Counter(fault.kind for plan in plans for fault in plan.faults)
+    assert min(kinds["kill_rank"], kinds["freeze_rank"]) >= 5
+    assert {plan.topology.ranks for plan in plans} == {(1, 1), *RANKS}

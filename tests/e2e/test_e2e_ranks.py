@@ -1,10 +1,12 @@
-"""Workers of two ranks beside others: the same tokens, no hand-off, and no rank outlives its
-worker."""
+"""Workers of several ranks: the same tokens, pages that go between unequal numbers of ranks, and no
+rank outlives its worker."""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -14,12 +16,17 @@ from references import references
 from tiny_models import write_tiny_model
 from waiting import wait_until
 
-from baton.errors import BatonError
 from telemetry.names import Metric
 from worker.watchdog import EXIT_DEVICE_LOST
 
 OPTIONS = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
 GONE_S = 5.0
+QUICK = (2, 1)
+SHAPES = [
+    pytest.param(shape, marks=() if shape == QUICK else pytest.mark.matrix, id=f"{shape}")
+    for shape in ((1, 2), QUICK, (2, 4), (4, 2), (8, 1), (1, 8), (8, 4))
+]
+EIGHT_HEADS: Mapping[str, Any] = {"heads": 8, "kv_heads": 4, "hidden": 128}
 
 
 def ranks_of(cluster: Cluster, name: str) -> list[psutil.Process]:
@@ -27,38 +34,58 @@ def ranks_of(cluster: Cluster, name: str) -> list[psutil.Process]:
     return [child for child in children if "engine.ranks" in child.cmdline()]
 
 
-def check(cluster: Cluster, model: Path) -> None:
+def check(cluster: Cluster, model: Path, lengths: tuple[int, ...] = (5, 40, 200)) -> None:
     with cluster.client() as client:
-        for length in (5, 40, 200):
+        for length in lengths:
             prompt = np.random.default_rng(length).integers(1, 384, length).tolist()
             answer = client.generate(token_ids=prompt, **OPTIONS)
             assert list(answer.token_ids) == references(model)(prompt, 12, past_end=True).tokens
 
 
-@pytest.mark.slow
+def ranked(model: Path, logs: Path, shape: tuple[int, int], **options: Any) -> Cluster:
+    own = {"prefill-0": {"tp": shape[0]}, "decode-0": {"tp": shape[1]}}
+    return make_cluster(model, logs, own=own, **options)
+
+
 @pytest.mark.timeout(400)
-def test_a_worker_of_two_ranks_is_never_paired_and_ends_with_a_rank(tmp_path):
-    """A prefill worker of one rank has the same fingerprint, and hands nothing to it."""
-    model = write_tiny_model(tmp_path / "model")
-    own = {"both-0": {"tp": 2}}
-    cluster = make_cluster(model, tmp_path / "logs", decode=0, both=1, own=own)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_pages_go_from_any_ranks_to_any_others(shape: tuple[int, int], tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", **EIGHT_HEADS)
+    cluster = ranked(model, tmp_path / "logs", shape)
     try:
         cluster.start_all()
         check(cluster, model)
-        assert cluster.metric(Metric.PREFILL_TOKENS + "_total", "prefill-0") == 0
-        assert "peer open" not in cluster.logged()
+        assert cluster.metric(Metric.PREFILL_TOKENS + "_total", "prefill-0") >= 245
+        assert cluster.metric(Metric.PREFILL_TOKENS + "_total", "decode-0", source="computed") == 0
+        check(cluster, model)  # with pages that decode holds already
         cluster.check_baseline()
-        (rank,) = ranks_of(cluster, "both-0")
-        rank.send_signal(signal.SIGKILL)
-        assert cluster.wait_gone("both-0") == EXIT_DEVICE_LOST
-        assert "rank 1 was killed by SIGKILL" in cluster.logged()
-        with cluster.client() as client, pytest.raises(BatonError):
-            client.generate(token_ids=[1, 2, 3], **OPTIONS)
-        cluster.start("both-0")
-        cluster.wait_attached("both-0")
+    finally:
+        cluster.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_rank_that_is_killed_ends_its_worker_and_requests_go_on(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", **EIGHT_HEADS)
+    cluster = ranked(model, tmp_path / "logs", (2, 2), prefill=1, decode=2)
+    try:
+        cluster.start_all()
         check(cluster, model)
-        (rank,) = ranks_of(cluster, "both-0")
-        cluster.kill("both-0")
-        wait_until(lambda: not psutil.pid_exists(rank.pid), GONE_S)
+        for name in ("decode-0", "prefill-0"):
+            (rank,) = ranks_of(cluster, name)
+            rank.send_signal(signal.SIGKILL)
+            assert cluster.wait_gone(name) == EXIT_DEVICE_LOST
+            assert "rank 1 was killed by SIGKILL" in cluster.logged()
+            check(cluster, model)
+            cluster.start(name)
+            cluster.wait_attached(name)
+            check(cluster, model, (41, 201))
+            (rank,) = ranks_of(cluster, name)
+            cluster.kill(name)
+            wait_until(lambda rank=rank: not psutil.pid_exists(rank.pid), GONE_S)
+            check(cluster, model)
+            cluster.start(name)
+            cluster.wait_attached(name)
+        cluster.check_baseline()
     finally:
         cluster.stop()

@@ -391,3 +391,40 @@ def test_what_ranks_cannot_do_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(EngineError, match=r"tp 2 on cuda: several ranks run on CPUs so far"):
         build(path, tp=2, device="cuda")
+
+
+@pytest.mark.parametrize("how", ["stop", pytest.param("hang", marks=pytest.mark.matrix)])
+def test_an_llm_says_that_a_rank_hangs(how, tmp_path, monkeypatch):
+    """The user's process goes on, and the rank that is the reason is named."""
+    if how == "hang":
+        monkeypatch.setenv("BATON_DEBUG_FAILPOINTS", "rank.step=hang~2@20")
+    path = write_tiny_model(tmp_path)
+    debug = {"num_pages": 40, "step_timeout_s": 2.0}
+    with LLM(path, tp=4, device="cpu", debug=debug, max_sequences=4) as llm:
+        pids = pids_of(llm.engine)
+        why = "no step has ended for 2 s: rank 2 is "
+        why += "stopped" if how == "stop" else "not going on"
+        with llm.stream("One, two,", max_tokens=500, ignore_eos=True) as stream:
+            next(iter(stream))
+            if how == "stop":
+                os.kill(pids[2], signal.SIGSTOP)
+            with pytest.raises(EngineError, match=why):
+                list(stream)
+        wait_until(lambda: all_gone(list(pids.values())), GONE_S)
+
+
+def test_time_is_told_by_rank(tmp_path, monkeypatch):
+    """A rank that begins late makes the other wait."""
+    monkeypatch.setenv("BATON_DEBUG_FAILPOINTS", "rank.step=sleep:0.03~1")
+    with running(write_tiny_model(tmp_path, tokenizer=False), tp=2) as engine:
+        assert isinstance(engine.ranks, HostRanks)
+        finish(submit(engine, prompt_of(20), 12, ignore_eos=True))
+        rank_0, rank_1 = engine.ranks.loads()
+        assert (rank_0.rank, rank_1.rank) == (0, 1)
+        assert rank_0.steps == rank_1.steps >= 12
+        assert min(rank_0.busy_s, rank_1.busy_s) > 0
+        assert rank_0.waited_s > 0.03 * rank_0.steps
+        assert engine.ranks.skew_s > 0.02 * rank_0.steps
+        slowest = engine.ranks.figures.slowest
+        assert sum(slowest) == rank_0.steps
+        assert slowest[1] > slowest[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,17 +12,27 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+import zmq
 
 from kv_transfer.events import TransferCounters, TransferEvent
 from kv_transfer.exchange import Exchange
+from kv_transfer.ranks.group import GroupTransport, rank_agent
+from kv_transfer.ranks.part import LocalPart, Part
+from kv_transfer.ranks.plan import heads_of
+from kv_transfer.ranks.remote import RankAgent, RemotePart
 from kv_transfer.settling_writes import AFTERMATH_S, LONGEST_TURN_S
 from kv_transfer.specs import ReceiveSpec, SendSpec
 from kv_transfer.transports.factory import TRANSPORTS, make_transport
 from kv_transfer.transports.loopback import LoopbackTransport
+from kv_transfer.types import KvTransport
 
-KINDS = sorted(set(TRANSPORTS) - {"null"})
+RANKED = ("loopback 2-8", "nixl 1-2")
+"""Ranks of the prefill and the decode side, each a transport of its own."""
+KINDS = sorted({*TRANSPORTS, *RANKED} - {"null"})
 """Every transport that moves pages: the protocol's tests run on each, whatever the factory knows.
 One that needs what this machine lacks says so with TransportError `nixl_missing` or the like."""
+KV_HEADS = 4
+"""Of the pages of `RANKED`: with more ranks, several hold the same head."""
 PAGE_BYTES = 4096
 NUM_PAGES = 64
 PAGE_TOKENS = 16
@@ -43,13 +54,90 @@ class FakeClock:
         self.now_s += seconds
 
 
+class RankedPool:
+    """The pages of several ranks, read and written as whole pages."""
+
+    def __init__(self, count: int, kv_heads: int = KV_HEADS, page_bytes: int = PAGE_BYTES) -> None:
+        head_bytes = page_bytes // kv_heads
+        self._heads = [heads_of(rank, count, kv_heads) for rank in range(count)]
+        self._places = [
+            slice(heads.start * head_bytes, heads.stop * head_bytes) for heads in self._heads
+        ]
+        self._page_bytes = page_bytes
+        self.ranks = [
+            torch.zeros(NUM_PAGES, len(heads) * head_bytes, dtype=torch.uint8)
+            for heads in self._heads
+        ]
+
+    def __getitem__(self, pages: torch.Tensor) -> torch.Tensor:
+        """Ranks with the same head must have the same bytes of it."""
+        whole = torch.zeros(len(pages), self._page_bytes, dtype=torch.uint8)
+        for place, pool in zip(self._places, self.ranks, strict=True):
+            whole[:, place] = pool[pages]
+        for place, pool in zip(self._places, self.ranks, strict=True):
+            assert torch.equal(whole[:, place], pool[pages]), "copies of a head differ"
+        return whole
+
+    def __setitem__(self, pages: torch.Tensor, content: torch.Tensor) -> None:
+        for place, pool in zip(self._places, self.ranks, strict=True):
+            pool[pages] = content[:, place]
+
+
+class Served:
+    """Rank 0's end of a rank that a thread of this process serves."""
+
+    _sockets = zmq.Context()
+
+    def __init__(self, kind: str, agent_name: str, pool: torch.Tensor, rank: int) -> None:
+        ours, theirs = (self._sockets.socket(zmq.PAIR) for _ in range(2))
+        ours.bind(f"inproc://{agent_name}")
+        theirs.connect(f"inproc://{agent_name}")
+
+        def make(name: str, agent: str) -> KvTransport:
+            return make_transport(name, agent, pool, pool.shape[1], NUM_PAGES)
+
+        agent = RankAgent(theirs, rank, make)
+        threading.Thread(target=agent.serve, daemon=True).start()
+        self.part = RemotePart(ours, kind, agent_name, lambda: "").built()
+
+
+def ranked_transport(kind: str, name: str, pool: RankedPool, kv_heads: int) -> GroupTransport:
+    """Loopback's ranks are here, where a test can hold their pushes; others are served."""
+    parts: list[Part] = []
+    for rank, part in enumerate(pool.ranks):
+        agent = rank_agent(name, rank)
+        if rank == 0 or kind == "loopback":
+            own = make_transport(kind, agent, part, part.shape[1], NUM_PAGES)
+            parts.append(LocalPart(own))
+        else:
+            parts.append(Served(kind, agent, part, rank).part)
+    return GroupTransport(parts, kv_heads)
+
+
 class Side:
     """One process's worth of hand-off."""
 
-    def __init__(self, kind: str, role: str, epoch: int, clock: Callable[[], float]) -> None:
+    pool: torch.Tensor | RankedPool
+    transport: KvTransport
+
+    def __init__(
+        self,
+        kind: str,
+        role: str,
+        epoch: int,
+        clock: Callable[[], float],
+        kv_heads: int = KV_HEADS,
+        page_bytes: int = PAGE_BYTES,
+    ) -> None:
         self.name = f"{role}-{os.getpid()}-{next(_serial)}"
-        self.pool = torch.zeros(NUM_PAGES, PAGE_BYTES, dtype=torch.uint8)
-        self.transport = make_transport(kind, self.name, self.pool, PAGE_BYTES, NUM_PAGES)
+        kind, _, ranks = kind.partition(" ")
+        if ranks:
+            counts = dict(zip(("prefill", "decode"), map(int, ranks.split("-")), strict=True))
+            self.pool = RankedPool(counts[role], kv_heads, page_bytes)
+            self.transport = ranked_transport(kind, self.name, self.pool, kv_heads)
+        else:
+            self.pool = torch.zeros(NUM_PAGES, PAGE_BYTES, dtype=torch.uint8)
+            self.transport = make_transport(kind, self.name, self.pool, PAGE_BYTES, NUM_PAGES)
         self.events: list[TransferEvent] = []
         self.counters = TransferCounters()
         self.exchange = Exchange(self.transport, epoch, self.events.append, self.counters, clock)
@@ -68,11 +156,20 @@ class Side:
 class World:
     """A prefill side and a decode side."""
 
-    def __init__(self, kind: str, met: bool = True, seed: int = 1) -> None:
+    def __init__(
+        self,
+        kind: str,
+        met: bool = True,
+        seed: int = 1,
+        kv_heads: int = KV_HEADS,
+        page_bytes: int = PAGE_BYTES,
+    ) -> None:
         self.kind = kind
+        self.page_bytes = page_bytes
         self.clock = FakeClock()
-        self.prefill = Side(kind, "prefill", PREFILL_EPOCH, self.clock)
-        self.decode = Side(kind, "decode", DECODE_EPOCH, self.clock)
+        pages = kv_heads, page_bytes
+        self.prefill = Side(kind, "prefill", PREFILL_EPOCH, self.clock, *pages)
+        self.decode = Side(kind, "decode", DECODE_EPOCH, self.clock, *pages)
         self.rng = np.random.default_rng(seed)
         if met:
             self.meet()
@@ -102,7 +199,7 @@ class World:
     def settle(self) -> None:
         """Turns for as long as what was sent takes to arrive, as a rule: for what must not come of
         it. What must is waited for by `until`."""
-        if self.kind == "loopback":
+        if self.kind.startswith("loopback"):
             self.turn(4)
             return
         ends_s = time.monotonic() + 0.1
@@ -146,7 +243,7 @@ class Transfer:
         self.id = rng.bytes(16)
         self.source = self._pages(rng, num_pages, merged)
         self.target = self._pages(rng, num_pages, merged)
-        content = rng.integers(1, 255, (num_pages, PAGE_BYTES), dtype=np.uint8)
+        content = rng.integers(1, 255, (num_pages, world.page_bytes), dtype=np.uint8)
         world.prefill.pool[torch.from_numpy(self.source).long()] = torch.from_numpy(content)
         self.content = content
         self.num_tokens = num_tokens
@@ -201,8 +298,9 @@ class Transfer:
 
 
 @contextmanager
-def a_world(kind: str, met: bool = True, seed: int = 1) -> Iterator[World]:
-    world = World(kind, met, seed)
+def a_world(kind: str, met: bool = True, seed: int = 1, **pages: int) -> Iterator[World]:
+    """`pages` are KV heads and bytes of a page, where the sides have ranks."""
+    world = World(kind, met, seed, **pages)
     try:
         yield world
     finally:

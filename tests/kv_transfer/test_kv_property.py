@@ -3,6 +3,8 @@
 Two prefill sides and a decode side over a network that lands pushes in any order, at any time or
 never, shows notifications in any order and more than once, and loses questions. The model knows
 each write that can still land, which no side does, and checks what each side claims.
+
+Each side may have several ranks. Then each part of a push lands by itself.
 """
 
 from __future__ import annotations
@@ -12,11 +14,12 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from kv_world import NUM_PAGES, PAGE_BYTES, PAGE_TOKENS, FakeClock
+from kv_world import NUM_PAGES, PAGE_BYTES, PAGE_TOKENS, FakeClock, RankedPool
 
 from kv_transfer.events import (
     Delivered,
@@ -28,13 +31,15 @@ from kv_transfer.events import (
     TransferEvent,
 )
 from kv_transfer.exchange import Exchange
+from kv_transfer.ranks.group import _HEADER, _MAGIC, GroupTransport, rank_agent
+from kv_transfer.ranks.part import LocalPart
 from kv_transfer.receiving import ReceiveState
 from kv_transfer.settling_writes import AFTERMATH_S, LONGEST_TURN_S
 from kv_transfer.specs import ReceiveSpec, SendSpec
 from kv_transfer.transports.loopback import LoopbackTransport
 from kv_transfer.transports.pool import PoolMemory
 from kv_transfer.types import Notification, PageIds, PushState
-from kv_transfer.wire import Chunk, MalformedNotification, Quiesce, Quiesced, decode
+from kv_transfer.wire import Chunk, MalformedNotification, Message, Quiesce, Quiesced, decode
 
 EPOCH = 3
 LATE_S = 0.5
@@ -45,10 +50,9 @@ _serial = itertools.count()
 class ChaosTransport(LoopbackTransport):
     """Loopback whose pushes end, and whose notifications appear, when chance says so."""
 
-    def __init__(self, role: str, rng: random.Random) -> None:
-        pool = torch.zeros(NUM_PAGES, PAGE_BYTES, dtype=torch.uint8)
-        super().__init__(f"{role}-{next(_serial)}", PoolMemory.of(pool, PAGE_BYTES, NUM_PAGES))
-        self.pool = pool
+    def __init__(self, name: str, pool: torch.Tensor, rng: random.Random) -> None:
+        super().__init__(name, PoolMemory.of(pool, pool.shape[1], NUM_PAGES))
+        self.pool: torch.Tensor | RankedPool = pool
         self.holds = True
         self.rng = rng
         self.in_flight: list[Notification] = []
@@ -58,13 +62,16 @@ class ChaosTransport(LoopbackTransport):
 
     def push(self, agent_name: str, source: PageIds, target: PageIds, payload: bytes) -> int:
         handle = super().push(agent_name, source, target, payload)
-        match decode(payload):
+        match self.message_of(payload):
             case Chunk(transfer_id):
                 self.transfer_of[handle] = transfer_id
                 self.on_post(transfer_id)
             case _:
                 self.land(handle)
         return handle
+
+    def message_of(self, payload: bytes) -> Message:
+        return decode(payload)
 
     def land(self, handle: int) -> None:
         super().land(handle)
@@ -87,23 +94,84 @@ class ChaosTransport(LoopbackTransport):
         return is_question and self.rng.random() < 0.3
 
 
+class ChaosRank(ChaosTransport):
+    """One of several ranks. The first part of a push alone says what the push carries."""
+
+    def __init__(
+        self, name: str, pool: torch.Tensor, rng: random.Random, carried: dict[bytes, Message]
+    ) -> None:
+        super().__init__(name, pool, rng)
+        self.carried = carried
+
+    def message_of(self, payload: bytes) -> Message:
+        if not payload.startswith(_MAGIC):
+            return decode(payload)
+        header, said = payload[: _HEADER.size], payload[_HEADER.size :]
+        if said:
+            self.carried[header] = decode(said)
+        return self.carried[header]
+
+
+class ChaosGroup(GroupTransport):
+    """Several ranks, each with a chance of its own."""
+
+    def __init__(self, name: str, count: int, kv_heads: int, rng: random.Random) -> None:
+        self.pool = RankedPool(count, kv_heads, PAGE_BYTES)
+        self.rng = rng
+        carried: dict[bytes, Message] = {}
+        self.ranks = [
+            ChaosRank(rank_agent(name, rank), pool, rng, carried)
+            for rank, pool in enumerate(self.pool.ranks)
+        ]
+        super().__init__([LocalPart(rank) for rank in self.ranks], kv_heads)
+
+
 class Party:
-    def __init__(self, role: str, epoch: int, rng: random.Random, clock: FakeClock) -> None:
-        self.transport = ChaosTransport(role, rng)
+    def __init__(
+        self, role: str, epoch: int, rng: random.Random, clock: FakeClock, ranks: Ranks
+    ) -> None:
+        name = f"{role}-{next(_serial)}"
+        self.ranks: list[ChaosTransport]
+        self.transport: ChaosTransport | ChaosGroup
+        if ranks.kv_heads:
+            self.transport = ChaosGroup(name, ranks.of(role, rng), ranks.kv_heads, rng)
+            self.ranks = list(self.transport.ranks)
+        else:
+            pool = torch.zeros(NUM_PAGES, PAGE_BYTES, dtype=torch.uint8)
+            self.transport = ChaosTransport(name, pool, rng)
+            self.ranks = [self.transport]
         self.events: list[TransferEvent] = []
         self.counters = TransferCounters()
         self.exchange = Exchange(self.transport, epoch, self.events.append, self.counters, clock)
         self.name = self.transport.endpoint.agent_name
 
+    @property
+    def held(self) -> list[tuple[ChaosTransport, int]]:
+        """Parts that have not landed."""
+        return [(rank, handle) for rank in self.ranks for handle in rank.held_pushes]
+
+
+class Ranks(NamedTuple):
+    """Numbers of ranks that a prefill side may have, that of the decode side, and KV heads. Without
+    heads, no side is a group."""
+
+    prefill: tuple[int, ...] = (1,)
+    decode: int = 1
+    kv_heads: int = 0
+
+    def of(self, role: str, rng: random.Random) -> int:
+        return self.decode if role == "decode" else rng.choice(self.prefill)
+
 
 class Model:
     """What is true, from outside."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, ranks: Ranks) -> None:
         self.rng = random.Random(seed)
         self.clock = FakeClock()
-        self.decode = Party("decode", EPOCH, self.rng, self.clock)
-        self.prefills = [Party("prefill", 1, self.rng, self.clock) for _ in range(2)]
+        self.ranks = ranks
+        self.decode = Party("decode", EPOCH, self.rng, self.clock, ranks)
+        self.prefills = [Party("prefill", 1, self.rng, self.clock, ranks) for _ in range(2)]
         self.party_of: dict[bytes, Party] = {}
         self.specs: dict[bytes, SendSpec] = {}
         self.content: dict[bytes, np.ndarray] = {}
@@ -120,8 +188,9 @@ class Model:
         self.meet()
 
     def _watch(self, party: Party) -> None:
-        party.transport.on_post = self.posted
-        party.transport.on_land = self.landed
+        for rank in party.ranks:
+            rank.on_post = self.posted
+            rank.on_land = self.landed
 
     def landed(self, transfer_id: bytes) -> None:
         assert transfer_id not in self.ready | self.freed, "a write into somebody else's pages"
@@ -230,18 +299,19 @@ class Model:
 
     def land(self) -> None:
         party = self.rng.choice([*self.prefills, *self.dead])
-        if party.transport.held_pushes:
-            party.transport.land(self.rng.choice(party.transport.held_pushes))
+        if party.held:
+            rank, handle = self.rng.choice(party.held)
+            rank.land(handle)
 
     def error(self) -> None:
         """A write that landed all the same, or that may land for as long as its process lives."""
         party = self.rng.choice(self.prefills)
-        if party.transport.held_pushes:
-            handle = self.rng.choice(party.transport.held_pushes)
+        if party.held:
+            rank, handle = self.rng.choice(party.held)
             lands = self.rng.random() < 0.5
-            party.transport.fail(handle, lands)
+            rank.fail(handle, lands)
             if lands:
-                self.landed(party.transport.transfer_of[handle])
+                self.landed(rank.transfer_of[handle])
 
     def die(self) -> None:
         """A prefill process dies, proven, and another starts in its place. What it had posted may
@@ -249,7 +319,7 @@ class Model:
         old = self.rng.choice(self.prefills)
         theirs = [key for key, party in self.party_of.items() if party is old]
         self.dead[old] = self.clock() + LATE_S, theirs
-        new = Party("prefill", 1, self.rng, self.clock)
+        new = Party("prefill", 1, self.rng, self.clock, self.ranks)
         self._watch(new)
         self.prefills[self.prefills.index(old)] = new
         self.decode.exchange.part(old.name, proven_dead=True)
@@ -283,7 +353,8 @@ class Model:
     def finish(self) -> None:
         """Everything under way lands, every grant is given up, and nothing stays behind."""
         for party in (self.decode, *self.prefills):
-            party.transport.holds = False
+            for rank in party.ranks:
+                rank.holds = False
         self.lay_to_rest(math.inf)
         self.meet()
         for transfer_id in self.specs:
@@ -297,9 +368,16 @@ class Model:
                 return
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_nothing_is_claimed_that_is_not_true(seed: int) -> None:
-    model = Model(seed)
+SHAPES = (Ranks((1, 2, 4), 2, 4), Ranks((1, 3), 2, 1), Ranks((2, 8), 4, 8), Ranks((3,), 8, 1))
+"""With and without several ranks that hold the same head."""
+CASES = [(seed, Ranks()) for seed in range(40)] + [
+    (seed, ranks) for seed, ranks in zip(range(12), SHAPES * 3, strict=True)
+]
+
+
+@pytest.mark.parametrize(("seed", "ranks"), CASES)
+def test_nothing_is_claimed_that_is_not_true(seed: int, ranks: Ranks) -> None:
+    model = Model(seed, ranks)
     has_errors = seed % 4 == 0
     steps = [model.turn] * 8 + [model.land] * 3 + [model.begin, model.compute, model.compute]
     steps += [model.stray, model.meet]

@@ -37,7 +37,7 @@ def gone_within(watch: ProcessWatch, seconds: float) -> list[str]:
 def test_a_kill_is_proof_and_a_stop_is_none():
     child, process = start()
     watch = ProcessWatch()
-    watch.watch("peer", process)
+    watch.watch("peer", [process])
     assert watch.gone() == []
     child.send_signal(signal.SIGSTOP)
     assert gone_within(watch, 0.2) == []
@@ -52,7 +52,7 @@ def test_a_process_that_ended_before_is_gone_at_once():
     child.kill()
     child.wait()
     watch = ProcessWatch()
-    watch.watch("peer", process)
+    watch.watch("peer", [process])
     assert watch.gone() == ["peer"]
 
 
@@ -61,7 +61,7 @@ def test_a_number_taken_by_another_process_is_not_that_process():
     child, _ = start()
     process = host_and_pid.rsplit("/", 1)[0] + f"/{child.pid}/1"
     watch = ProcessWatch()
-    watch.watch("peer", process)
+    watch.watch("peer", [process])
     assert watch.gone() == ["peer"]
     child.kill()
     child.wait()
@@ -73,7 +73,7 @@ def test_a_process_that_is_hidden_from_this_one_is_not_taken_for_gone(monkeypatc
     watch = ProcessWatch()
     with monkeypatch.context() as hidden:
         hidden.setattr("kv_transfer.transports.processes._started_or_none", lambda pid: None)
-        watch.watch("peer", process)
+        watch.watch("peer", [process])
     assert watch.gone() == []
     child.kill()
     assert gone_within(watch, 20) == ["peer"]
@@ -84,6 +84,6 @@ def test_processes_of_other_hosts_are_never_proven_gone():
     watch = ProcessWatch()
     elsewhere = own_process().split("/")
     for process in ("", "nonsense", "/".join(["other-boot", *elsewhere[1:]]), own_process()):
-        watch.watch("peer", process)
+        watch.watch("peer", [process])
     assert watch.gone() == []
     watch.close()

@@ -15,6 +15,7 @@ from baton.client.options import Options
 from baton.console import up
 from baton.console.commands.ask import stream_answer, turns
 from baton.console.commands.trace import show_trace
+from baton.console.room import check_ranks
 from baton.output import model_progress, stderr, stdout
 
 LOG_TAIL_LINES = 30
@@ -27,6 +28,9 @@ def demo(
     model: Annotated[
         str, typer.Option(help="Folder of the model; `demo` fetches a small one.")
     ] = demo_model.DEMO,
+    tp: Annotated[
+        int, typer.Option(min=1, help="Ranks of each worker: processes that divide the model.")
+    ] = 1,
     device: Annotated[up.Device, typer.Option(help="`auto`: GPUs where there are any.")] = "auto",
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 128,
 ) -> None:
@@ -41,6 +45,7 @@ def demo(
         found = models.find(model, progress)
     options = up.UpOptions(
         model=found.path,
+        tp=tp,
         device=device,
         grpc_port=0,
         http_port=0,
@@ -52,6 +57,7 @@ def demo(
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as file:
         try:
+            check_ranks(options)
             asyncio.run(_demo(up.plan(options), prompt, max_tokens, file))
         except up.UpError as error:
             file.flush()

@@ -93,8 +93,18 @@ HostOption = Annotated[
 DeviceOption = Annotated[
     up.Device, typer.Option(help="`auto`: one GPU a worker where there are any.")
 ]
+ModelOption = Annotated[
+    str,
+    typer.Option(
+        help="Folder, GGUF file or Hugging Face id (ORG/NAME) of the model; `demo` fetches a "
+        "small one."
+    ),
+]
 RanksOption = Annotated[
     int, typer.Option(min=1, help="Ranks of each worker: processes that divide the model.")
+]
+RoleRanksOption = Annotated[
+    int | None, typer.Option(min=1, help="Ranks of each worker of this role, if they differ.")
 ]
 KeyOption = Annotated[
     str | None,
@@ -126,14 +136,10 @@ def up_command(
     routers: Annotated[
         int, typer.Option(min=1, help="Routers, which share the addresses for clients.")
     ] = 1,
-    model: Annotated[
-        str,
-        typer.Option(
-            help="Folder, GGUF file or Hugging Face id (ORG/NAME) of the model; `demo` fetches a "
-            "small one."
-        ),
-    ] = demo_model.DEMO,
+    model: ModelOption = demo_model.DEMO,
     tp: RanksOption = 1,
+    prefill_tp: RoleRanksOption = None,
+    decode_tp: RoleRanksOption = None,
     device: DeviceOption = "auto",
     trace: Annotated[
         bool,
@@ -173,6 +179,7 @@ def up_command(
         both=both,
         routers=routers,
         tp=tp,
+        tp_of={Role.PREFILL: prefill_tp, Role.DECODE: decode_tp},
         device=device,
         trace=trace,
         host=host or host_of(listen),

@@ -367,6 +367,8 @@ class KvEndpoint(_message.Message):
     MEMORY_FIELD_NUMBER: _builtins.int
     SCRATCH_PAGE_FIELD_NUMBER: _builtins.int
     PROCESS_FIELD_NUMBER: _builtins.int
+    KV_HEADS_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
     agent_name: _builtins.str
     """Name of the transfer agent, new at every start."""
     transport: _builtins.str
@@ -389,6 +391,14 @@ class KvEndpoint(_message.Message):
     """Boot id, PID namespace, process id and start time of the owner, so that a
     peer on the same host can tell when its process is gone; may be empty.
     """
+    kv_heads: _builtins.int
+    """KV heads of a whole page, which the ranks of a worker divide."""
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvEndpoint]:
+        """The parts of ranks 1, 2, ...; empty for a worker of one rank. Where there are several, page_bytes
+        are those of a whole page, and the other fields are rank 0's.
+        """
+
     def __init__(
         self,
         *,
@@ -402,10 +412,12 @@ class KvEndpoint(_message.Message):
         memory: _builtins.str = ...,
         scratch_page: _builtins.int = ...,
         process: _builtins.str = ...,
+        kv_heads: _builtins.int = ...,
+        ranks: _abc.Iterable[Global___KvEndpoint] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_name", b"agent_name", "base_address", b"base_address", "device_id", b"device_id", "memory", b"memory", "metadata", b"metadata", "num_pages", b"num_pages", "page_bytes", b"page_bytes", "process", b"process", "scratch_page", b"scratch_page", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_name", b"agent_name", "base_address", b"base_address", "device_id", b"device_id", "kv_heads", b"kv_heads", "memory", b"memory", "metadata", b"metadata", "num_pages", b"num_pages", "page_bytes", b"page_bytes", "process", b"process", "ranks", b"ranks", "scratch_page", b"scratch_page", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

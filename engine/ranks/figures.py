@@ -1,0 +1,138 @@
+"""What each rank does with its time, in memory that all ranks of a worker share.
+
+The memory is a file in the private folder, with a row of float64 for each rank. A rank writes its
+own row without a lock, and rank 0 reads them all. It costs a rank two looks at the clock for each
+collective. Columns:
+
+    STEPS     steps that it has begun
+    BUSY_S    seconds in which it computed, all steps
+    WAITED_S  seconds in which it was in a collective, all steps
+    BEGAN_S   when it began its last step, by the clock that all processes of a host share
+    STEP_S    seconds in which it has computed in that step
+    IS_BUSY   1 while it computes, 0 while it is in a collective or has no step
+
+The time in collectives is that of the sum itself and that of waiting for the slowest rank. So the
+wait for the slowest is taken from BEGAN_S + STEP_S, when a rank would have ended the step without
+any wait: the largest less the smallest of all ranks. All have written theirs when the step's last
+collective ends.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.ranks.collective import Collective
+
+FILE: Final = "figures"
+STEPS, BUSY_S, WAITED_S, BEGAN_S, STEP_S, IS_BUSY = range(6)
+_COLUMNS: Final = 6
+_FLOAT_BYTES: Final = 8
+T = TypeVar("T")
+
+
+class RankLoad(NamedTuple):
+    """A rank's part of the work, since it started."""
+
+    rank: int
+    steps: int
+    busy_s: float
+    """Seconds in which it computed."""
+    waited_s: float
+    """Seconds in which it was in a collective."""
+
+
+class RankFigures:
+    """The rows of all ranks."""
+
+    def __init__(self, folder: Path, count: int, *, create: bool = False) -> None:
+        """Maps them. Rank 0 creates the file; the folder may go afterwards."""
+        size = count * _COLUMNS * _FLOAT_BYTES
+        path = folder / FILE
+        if create:
+            path.write_bytes(bytes(size))
+        with path.open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), size)
+        self.rows: NDArray[np.float64] = np.frombuffer(self._memory).reshape(count, _COLUMNS)
+        self.skew_s = 0.0
+        """Sum over all steps of the time for which the fastest rank waited for the slowest. Rank 0
+        keeps it."""
+        self.slowest = [0] * count
+        """Steps in which each rank was the slowest."""
+
+    def step_ended(self) -> None:
+        """Rank 0: a step has ended on all ranks."""
+        ends_s = self.rows[:, BEGAN_S] + self.rows[:, STEP_S]
+        self.skew_s += float(ends_s.max() - ends_s.min())
+        self.slowest[int(ends_s.argmax())] += 1
+
+    def loads(self) -> list[RankLoad]:
+        """The figures of each rank."""
+        return [
+            RankLoad(rank, int(row[STEPS]), float(row[BUSY_S]), float(row[WAITED_S]))
+            for rank, row in enumerate(self.rows)
+        ]
+
+    def stuck(self) -> list[int]:
+        """Ranks that compute while others wait in a collective, or have not begun the step that
+        others have begun. Where a step does not end, these are the reason."""
+        steps = self.rows[:, STEPS]
+        behind = [rank for rank, count in enumerate(steps) if count < steps.max()]
+        return behind or [rank for rank, row in enumerate(self.rows) if row[IS_BUSY]]
+
+
+class TimedCollective:
+    """Another collective, with a rank's row of figures."""
+
+    def __init__(self, inner: Collective, figures: RankFigures) -> None:
+        self.rank = inner.rank
+        self.size = inner.size
+        self._inner = inner
+        self._row = figures.rows[inner.rank]
+        self._since_s = time.monotonic()
+
+    def begin_step(self) -> None:
+        """See `Collective`."""
+        row = self._row
+        row[BEGAN_S] = self._since_s = time.monotonic()
+        row[STEP_S], row[IS_BUSY] = 0.0, 1.0
+        row[STEPS] += 1
+
+    def end_step(self) -> None:
+        """See `Collective`."""
+        self._row[IS_BUSY] = 0.0
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See `Collective`."""
+        return self._timed(lambda: self._inner.all_reduce(x))
+
+    def gather(self, x: Tensor, width: int) -> Tensor:
+        """See `Collective`."""
+        return self._timed(lambda: self._inner.gather(x, width))
+
+    def broadcast(self, x: Tensor) -> None:
+        """See `Collective`."""
+        self._timed(lambda: self._inner.broadcast(x))
+
+    def barrier(self) -> None:
+        """See `Collective`."""
+        self._timed(self._inner.barrier)
+
+    def _timed(self, do: Callable[[], T]) -> T:
+        row, began_s = self._row, time.monotonic()
+        row[BUSY_S] += began_s - self._since_s
+        row[STEP_S] += began_s - self._since_s
+        row[IS_BUSY] = 0.0
+        try:
+            return do()
+        finally:
+            self._since_s = time.monotonic()
+            row[WAITED_S] += self._since_s - began_s
+            row[IS_BUSY] = 1.0

@@ -1,0 +1,1 @@
+"""Hand-off where several processes (ranks) hold a pool together: one transport agent a rank."""

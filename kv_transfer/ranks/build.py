@@ -1,0 +1,84 @@
+"""Building a worker's transport: one agent a rank behind one `KvTransport`.
+
+Rank 0 has its part on its transfer thread. Each other rank runs `serve` beside its steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple, Protocol
+
+import torch
+
+from kv_transfer.ranks.group import GroupTransport, rank_agent
+from kv_transfer.ranks.part import LocalPart, Part
+from kv_transfer.ranks.remote import RankAgent, RemotePart, Socket
+from kv_transfer.transports.factory import make_transport
+from kv_transfer.types import KvTransport
+
+
+class Pool(Protocol):
+    """A rank's part of the pages, as the engine has it."""
+
+    data: torch.Tensor
+    """[num_pages, page_bytes] uint8."""
+    page_bytes: int
+    num_pages: int
+
+
+class Others(NamedTuple):
+    """The other ranks of a worker."""
+
+    sockets: Sequence[Socket]
+    """To ranks 1, 2, ..., each of which runs `serve`."""
+    lost: Callable[[], str]
+    """Why they are lost; empty while they are not."""
+
+
+def group_transport(
+    name: str,
+    agent_name: str,
+    pool: Pool,
+    kv_heads: int,
+    others: Others,
+    slots: torch.Tensor | None = None,
+) -> GroupTransport:
+    """Builds a worker's transport, on the thread that will own it. All ranks build at once.
+
+    Args:
+        name: of the transport.
+        agent_name: rank 0's.
+        pool: rank 0's part of the pages.
+        kv_heads: of a whole page.
+        others: the other ranks.
+        slots: host slots of rank 0, whose pages may be pushed, too. They need rank 0 to be alone.
+
+    Raises:
+        TransportError: one part cannot be built.
+    """
+    remote = [
+        RemotePart(socket, name, rank_agent(agent_name, rank), others.lost)
+        for rank, socket in enumerate(others.sockets, 1)
+    ]
+    own = make_transport(name, agent_name, pool.data, pool.page_bytes, pool.num_pages, slots)
+    parts: list[Part] = [LocalPart(own), *(part.built() for part in remote)]
+    return GroupTransport(parts, kv_heads, 0 if slots is None else len(slots))
+
+
+def serve(socket: Socket, rank: int, pool: Pool) -> None:
+    """Serves a rank's part to rank 0, until rank 0 ends it.
+
+    Args:
+        socket: to rank 0.
+        rank: this one.
+        pool: its part of the pages.
+    """
+
+    def make(transport: str, agent_name: str) -> KvTransport:
+        return make_transport(transport, agent_name, pool.data, pool.page_bytes, pool.num_pages)
+
+    RankAgent(socket, rank, make).serve()
+
+
+BESIDE: Final = f"{serve.__module__}:{serve.__name__}"
+"""Names `serve` to the ranks' processes."""

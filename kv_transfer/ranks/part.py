@@ -1,0 +1,126 @@
+"""One rank's part of a group: what it writes, what came to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol, cast
+
+from kv_transfer.types import (
+    Endpoint,
+    KvTransport,
+    Notification,
+    PageIds,
+    Piece,
+    PieceTransport,
+    PushState,
+    TransportError,
+)
+
+
+@dataclass(slots=True)
+class Told:
+    """What became known at a rank since it was asked last."""
+
+    ended: list[tuple[int, PushState]] = field(default_factory=list)
+    """Pushes that left IN_PROGRESS, by the handles that the group gave them."""
+    notifications: list[Notification] = field(default_factory=list)
+
+
+class Part(Protocol):
+    """A rank, as its group sees it. Belongs to the transfer thread."""
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where peers can write this rank's pool."""
+        ...
+
+    def open(self, peer: Endpoint, piece: Piece) -> None:
+        """Wires up to a rank of a peer. Errors are those of `KvTransport.open`."""
+        ...
+
+    def path(self, agent_name: str) -> str:
+        """See `KvTransport`."""
+        ...
+
+    def push(
+        self, handle: int, agent_name: str, source: PageIds, target: PageIds, payload: bytes
+    ) -> None:
+        """Starts writing its piece of these pages. How that ended is told.
+
+        Raises:
+            TransportError: nothing was started, and nothing will be told.
+        """
+        ...
+
+    def notify(self, agent_name: str, payload: bytes) -> None:
+        """See `KvTransport`. Only rank 0 is asked to."""
+        ...
+
+    def ask(self) -> None:
+        """Asks what is new. `told` must follow."""
+        ...
+
+    def told(self) -> Told:
+        """Waits for the answer. It does not come while the rank stands still."""
+        ...
+
+    def close(self, agent_name: str) -> None:
+        """See `KvTransport`."""
+        ...
+
+    def shutdown(self) -> None:
+        """See `KvTransport`."""
+        ...
+
+
+class LocalPart:
+    """A rank of this process."""
+
+    def __init__(self, transport: KvTransport) -> None:
+        self.transport = transport
+        self._handles: dict[int, int] = {}
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """See `Part`."""
+        return self.transport.endpoint
+
+    def open(self, peer: Endpoint, piece: Piece) -> None:
+        """See `Part`."""
+        if piece == Piece(0, 0, self.endpoint.page_bytes) and piece.size == peer.page_bytes:
+            self.transport.open(peer)
+        elif hasattr(self.transport, "moves_pieces"):
+            cast(PieceTransport, self.transport).open(peer, piece)
+        else:
+            raise TransportError("transport_mismatch", "it moves whole pages alone")
+
+    def path(self, agent_name: str) -> str:
+        """See `Part`."""
+        return self.transport.path(agent_name)
+
+    def push(
+        self, handle: int, agent_name: str, source: PageIds, target: PageIds, payload: bytes
+    ) -> None:
+        """See `Part`."""
+        self._handles[self.transport.push(agent_name, source, target, payload)] = handle
+
+    def notify(self, agent_name: str, payload: bytes) -> None:
+        """See `Part`."""
+        self.transport.notify(agent_name, payload)
+
+    def ask(self) -> None:
+        """See `Part`."""
+
+    def told(self) -> Told:
+        """See `Part`."""
+        # First the pushes: the notification of one that has ended is there then.
+        ended = [(self._handles.pop(own), state) for own, state in self.transport.poll_pushes()]
+        return Told(ended, self.transport.poll_notifications())
+
+    def close(self, agent_name: str) -> None:
+        """See `Part`."""
+        self.transport.close(agent_name)
+
+    def shutdown(self) -> None:
+        """See `Part`."""
+        self.transport.shutdown()
