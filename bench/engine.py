@@ -163,9 +163,15 @@ def run_case(
     return time.perf_counter() - begin, watch
 
 
-def measure(engine: Engine, name: str, repeats: int, sampling: SamplingParams = GREEDY) -> Outcome:
+def measure(
+    engine: Engine,
+    name: str,
+    repeats: int,
+    sampling: SamplingParams = GREEDY,
+    cases: Mapping[str, Case] = CASES,
+) -> Outcome:
     """Runs a case after a short one of the same shape."""
-    case, outcome = CASES[name], Outcome(name)
+    case, outcome = cases[name], Outcome(name)
     warm_up = Case(min(case.prompts, 16), case.prompt_tokens, min(case.output_tokens, 4), 0, 0, 0)
     run_case(engine, warm_up, 1, sampling)
     for repeat in range(repeats):

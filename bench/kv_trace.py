@@ -1,6 +1,8 @@
 """Which tier finds the blocks of a trace, and what an ideal cache of the same size would find.
 
 python -m bench.kv_trace [--pages 400] [--host 1600] [--disk 8000] [--policy lru] [FILE.jsonl]
+python -m bench.kv_trace --ready 16 8 4 2       # one part in so many of the pool is kept ready
+python -m bench.kv_trace --chats --ready 16 4   # conversations that are drawn, not a trace
 
 A trace in the form of Mooncake's (FAST'25), one request a line; the head of its conversation trace
 comes with Baton. A block of 512 tokens is one page. Nothing is computed: the step loop, the
@@ -34,6 +36,7 @@ from engine.pages.blocks import BlockManager
 from engine.pages.eviction import EVICTION_POLICIES
 from engine.sampling import Sampler
 from engine.schedule.scheduler import Scheduler
+from engine.tiers import fetching, saving
 from engine.tiers.build import StoreConfig, build_tiers
 from engine.types import Event, Request, RequestFailed, SamplingParams, SequenceEnded, StopRules
 
@@ -49,6 +52,22 @@ def trace(path: str) -> list[list[int]]:
     data = Path(path).read_bytes() if path else head.read_bytes()
     text = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
     return [json.loads(line)["hash_ids"] for line in text.splitlines()]
+
+
+def chats(conversations: int = 120, turns: int = 8, seed: int = 1) -> list[list[int]]:
+    """Blocks of prompts of conversations that take turns at random. A turn adds a number of blocks
+    that is log-normal around 2 (1,024 tokens, as where documents are sent). All begin with the same
+    4 blocks."""
+    draw = np.random.default_rng(seed)
+    order = draw.permutation(np.repeat(np.arange(conversations), turns))
+    so_far = [list(range(4)) for _ in range(conversations)]
+    next_block, prompts = 4, []
+    for one in order:
+        count = int(np.ceil(draw.lognormal(np.log(2), 1)))
+        so_far[one] += range(next_block, next_block + count)
+        next_block += count
+        prompts.append(list(so_far[one]))
+    return prompts
 
 
 def ideal(prompts: Sequence[Sequence[int]], size: int) -> int:
@@ -136,28 +155,39 @@ def main() -> None:
     parser.add_argument("--host", type=int, default=1600)
     parser.add_argument("--disk", type=int, default=8000)
     parser.add_argument("--policy", default="lru", choices=sorted(EVICTION_POLICIES))
+    parser.add_argument("--chats", action="store_true", help="drawn conversations, no trace")
+    parser.add_argument("--ready", type=int, nargs="+", default=[saving.READY_SHARE])
     options = parser.parse_args()
-    prompts = trace(options.trace)
-    total = sum(map(len, prompts))
-    print(f"{len(prompts)} requests, {total} blocks of {BLOCK} tokens")
+    prompts = chats() if options.chats else trace(options.trace)
+    print(f"{len(prompts)} requests, {sum(map(len, prompts))} blocks of {BLOCK} tokens")
     sizes = [(options.pages, 0, 0), (options.pages, options.host, 0)]
     sizes.append((options.pages, options.host, options.disk))
-    for pages, slots, objects in sizes:
-        with tempfile.TemporaryDirectory() as folder:
-            replay = Replay(pages, slots, objects, options.policy, folder)
-            replay.run(prompts)
-        cached = replay.scheduler.cached_tokens // BLOCK
-        load = replay.scheduler.tiers.load()
-        loaded = {} if load is None else load.loaded_tokens
-        by_tier = {tier: tokens // BLOCK for tier, tokens in loaded.items()}
-        best = ideal(prompts, pages + slots + objects)
-        print(
-            f"pool {pages}, host {slots}, disk {objects}: {cached} hits ({cached / total:.1%}),"
-            f" of them loaded {by_tier}; ideal {best} ({best / total:.1%}):"
-            f" {cached / max(1, best):.1%} of it"
-        )
-        if load is not None:
-            print(f"  {dict(load.decisions)}, failures {dict(load.late)}")
+    for share in options.ready:
+        print(f"one page in {share} is kept ready")
+        saving.READY_SHARE = fetching.READY_SHARE = share  # type: ignore[misc]
+        for pages, slots, objects in sizes:
+            replay_once(prompts, pages, slots, objects, options.policy)
+
+
+def replay_once(
+    prompts: Sequence[Sequence[int]], pages: int, slots: int, objects: int, policy: str
+) -> None:
+    """Prints the hits of one run."""
+    with tempfile.TemporaryDirectory() as folder:
+        replay = Replay(pages, slots, objects, policy, folder)
+        replay.run(prompts)
+    cached, total = replay.scheduler.cached_tokens // BLOCK, sum(map(len, prompts))
+    load = replay.scheduler.tiers.load()
+    loaded = {} if load is None else load.loaded_tokens
+    by_tier = {tier: tokens // BLOCK for tier, tokens in loaded.items()}
+    best = ideal(prompts, pages + slots + objects)
+    print(
+        f"  pool {pages}, host {slots}, disk {objects}: {cached} hits ({cached / total:.1%}),"
+        f" of them loaded {by_tier}; ideal {best} ({best / total:.1%}):"
+        f" {cached / max(1, best):.1%} of it"
+    )
+    if load is not None:
+        print(f"    {dict(load.decisions)}, failures {dict(load.late)}")
 
 
 if __name__ == "__main__":

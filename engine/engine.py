@@ -25,6 +25,7 @@ from engine.building import (
 from engine.checkpoints import Weights
 from engine.config import EngineConfig
 from engine.loop.executor import Executor, TorchExecutor
+from engine.loop.fetch_port import FetchPort
 from engine.loop.profiling import StepProfiler
 from engine.loop.running import TorchSteps
 from engine.loop.step_loop import OnLost, OnStep, StepLoop
@@ -35,6 +36,7 @@ from engine.pages.eviction import EVICTION_POLICIES
 from engine.pages.kv_pool import KvPool
 from engine.pages.poison import PagePoison
 from engine.pages.pools import PoolError, pool_type
+from engine.pages.prefix import TellPages, tell_pages
 from engine.ranks.keeper import RankError
 from engine.ranks.leader import HostRanks, NoRanks, Ranks
 from engine.sampling import Sampler
@@ -45,6 +47,7 @@ from engine.tiers.protocol import PageTiers
 from engine.tiers.stores.protocol import StoreError
 from engine.tiers.touching import HostMemoryError
 from engine.types import EngineLoad, ModelInfo, Request, Sink, TokenRecord
+from prefixes.index import POOL
 
 log = logging.getLogger("baton.engine")
 
@@ -67,6 +70,10 @@ class Engine:
         self.pool = pool
         """Rank 0's part of the pages."""
         self.ranks = ranks or NoRanks()
+        self.fetching = FetchPort(loop)
+        """For whoever moves pages between workers."""
+        self.host_slots = loop.host_slots
+        """[num_slots, slot_bytes] uint8, host memory for pages; None: there is none."""
         self._loop = loop
         self._matchers = matchers or Matchers(model.path, model.vocab_size, model.eos_token_ids)
 
@@ -179,6 +186,15 @@ class Engine:
         """Calls `listener` for every page that the prefix cache stores, finds or evicts from now
         on. It runs on the step loop's thread and must return at once."""
         self._loop.post(lambda scheduler: scheduler.blocks.subscribe(listener))
+
+    def tell_pages(self, tell: TellPages) -> None:
+        """Tells of all pages that can be found by their keys, and then of each change."""
+
+        def begin(scheduler: Scheduler) -> None:
+            tell_pages(scheduler.blocks, POOL, tell)
+            scheduler.tiers.tell_pages(tell)
+
+        self._loop.post(begin)
 
     def profile(self, steps: int, folder: Path) -> None:
         """Records the next `steps` steps as a Chrome trace in `folder`, and logs its path."""
@@ -296,6 +312,8 @@ def _model_info(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> Mode
         vocab_size=model.vocab_size,
         eos_token_ids=tuple(model.eos_token_ids),
         page_size_tokens=config.page_size,
+        kv_precision=pool.precision,
+        prefix_cache=config.prefix_cache,
     )
 
 

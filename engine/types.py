@@ -106,6 +106,14 @@ class StopRules:
     ignore_eos: bool = False
 
 
+class PeerFetch(NamedTuple):
+    """Leading pages of a prompt that another worker is said to hold."""
+
+    peer: str
+    """Agent name of that worker."""
+    pages: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
     """One prompt to run."""
@@ -129,6 +137,8 @@ class Request:
     takeover_tokens: int = 0
     """RECEIVE: most tokens that may be left for a take-over. If the prefix cache holds the larger
     part of the prompt, the rest is computed here, without a delivery."""
+    fetch: PeerFetch | None = None
+    """WHOLE and PREFILL: where pages can be had that are missing here; None: they are computed."""
 
 
 class TokenRecord(NamedTuple):
@@ -326,10 +336,20 @@ class EngineLoad:
     """Moving average of the rate at which steps compute prompt tokens; 0 while unknown."""
     prefill_rate_age_s: float = 0.0
     """Time since a step last added to that rate."""
+    prefill_token_s: float = 0.0
+    """Time to compute a prompt token without tokens before it; 0 while unknown."""
+    prefill_context_s: float = 0.0
+    """How much longer it takes for each token before it."""
+    piece_delay_ms: float = 0.0
+    """How much longer a step that decodes takes with a prompt's piece; 0 while unknown."""
+    piece_tokens: float = 0.0
+    """Prompt tokens of such a piece, on average."""
     steps: int = 0
     preemptions: int = 0
     prompt_tokens_computed: int = 0
     prompt_tokens_cached: int = 0
+    prompt_tokens_loaded: Mapping[str, int] = field(default_factory=dict)
+    """Those of them that came from beyond the pool, by source: a tier, or peers."""
     tokens_sampled: int = 0
     tiers: TierLoad | None = None
     """The tiers below the pool; None: there are none."""
@@ -349,3 +369,7 @@ class ModelInfo:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     page_size_tokens: int
+    kv_precision: str = ""
+    """Precision of the KV, which keys of pages name."""
+    prefix_cache: bool = False
+    """Whether pages are found again by their keys."""

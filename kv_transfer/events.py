@@ -86,6 +86,8 @@ class Delivered:
     first_notification_ns: int
     delivered_ns: int
     notifications: int
+    num_pages: int = 0
+    """Pages from the first one on that are there, those held before included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,9 @@ class ReceiveAborted:
 
     transfer_id: bytes
     already_ready: bool
+    landed_pages: int = 0
+    """Of a fetch: leading pages that have landed. The peer writes a page once, so nothing lands in
+    these any more, even while the others are in quarantine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +106,8 @@ class ReceiveExpired:
     """GRANTED or FILLING -> QUARANTINED: the grant was not used up in time."""
 
     transfer_id: bytes
+    landed_pages: int = 0
+    """As for `ReceiveAborted`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ READY and QUARANTINED exclude each other, whichever comes first: one thread deci
 
 Invariants, per transfer of n pages of which h are held:
 - covered is a subset of [h, n), and no page is covered twice;
-- READY implies covered == [h, n);
+- READY implies covered == [h, n), or [h, m) of a fetch whose last notification ends at m <= n;
 - pages leave QUARANTINED only by 5, never by time.
 """
 
@@ -75,9 +75,23 @@ class _Receive:
     notifications: int = 0
 
     @property
+    def end_page(self) -> int:
+        """Behind the last page that the peer is to write."""
+        is_short = self.spec.may_be_short and self.last is not None
+        return self.last.end_page if is_short and self.last else self.spec.num_pages
+
+    @property
     def wanted(self) -> int:
         """Bits of the pages that the peer is to write."""
-        return _bits(self.spec.held_pages, self.spec.num_pages)
+        return _bits(self.spec.held_pages, self.end_page)
+
+    @property
+    def landed_pages(self) -> int:
+        """Leading pages that are there. They count only in a fetch."""
+        if not self.spec.may_be_short:
+            return 0
+        missing = ~(self.covered | _bits(0, self.spec.held_pages))
+        return min((missing & -missing).bit_length() - 1, self.spec.num_pages)
 
     @property
     def is_complete(self) -> bool:
@@ -152,7 +166,8 @@ class Receiver:
                 self._ended.add(transfer_id, ReceiveState.FREE)
                 self._emit(ReceiveFreed(transfer_id))
             return
-        self._emit(ReceiveAborted(transfer_id, already_ready=False))
+        landed = receive.landed_pages
+        self._emit(ReceiveAborted(transfer_id, already_ready=False, landed_pages=landed))
         if receive.state is not ReceiveState.QUARANTINED:
             self._counters.transfers_aborted += 1
             self._quarantine(receive)
@@ -201,7 +216,7 @@ class Receiver:
                 self._ask(receive)
             elif self._clock() >= receive.expires_s:
                 self._counters.expired_grants += 1
-                self._emit(ReceiveExpired(transfer_id))
+                self._emit(ReceiveExpired(transfer_id, receive.landed_pages))
                 self._quarantine(receive)
 
     def check_invariants(self) -> None:
@@ -221,14 +236,17 @@ class Receiver:
         spec = receive.spec
         if from_agent != spec.peer or chunk.decode_epoch != self._epoch:
             return False
-        if chunk.first_page < spec.held_pages or chunk.end_page > spec.num_pages:
+        if chunk.first_page < spec.held_pages or chunk.end_page > receive.end_page:
             return False
         if receive.covered & _bits(chunk.first_page, chunk.end_page):
             return False
         if not chunk.last:
             return chunk.first_page < chunk.end_page
-        is_end = chunk.end_page == spec.num_pages and chunk.end_token == spec.num_tokens
-        return is_end and receive.last is None
+        if receive.last is not None:
+            return False
+        if spec.may_be_short:
+            return not receive.covered >> chunk.end_page
+        return chunk.end_page == spec.num_pages and chunk.end_token == spec.num_tokens
 
     def _complete(self, receive: _Receive) -> None:
         """All that the peer could write has landed: READY, or the end of a quarantine."""
@@ -249,6 +267,7 @@ class Receiver:
                 receive.first_notification_ns,
                 time.time_ns(),
                 receive.notifications,
+                receive.end_page,
             )
         )
 

@@ -65,7 +65,10 @@ class Sender:
         self._max_push_pages = max(1, MAX_PUSH_BYTES[endpoint.memory] // self._page_bytes)
         self._sends: dict[bytes, Outgoing] = {}
         self._by_handle: dict[int, Outgoing] = {}
+        self._pool_pages = endpoint.num_pages
         self._ready: deque[Outgoing] = deque()
+        self._yielding: deque[Outgoing] = deque()
+        """Fetches with pages to post. Hand-offs go first."""
         self._tombstones: BoundedMemory[bytes, SendState] = BoundedMemory(
             MAX_TOMBSTONES, TOMBSTONE_AGE_S, clock
         )
@@ -81,7 +84,7 @@ class Sender:
     @property
     def has_work(self) -> bool:
         """Whether `pump` may have something to post."""
-        return bool(self._ready)
+        return bool(self._ready or self._yielding)
 
     def posted_ago_s(self) -> float:
         """Seconds since the last push was posted."""
@@ -210,9 +213,9 @@ class Sender:
                 self._fail(send, "peer_not_open")
 
     def pump(self) -> None:
-        """Posts one push, of the transfer that waited longest."""
-        while self._ready:
-            send = self._ready.popleft()
+        """Posts one push, of the hand-off that waited longest, or else of such a fetch."""
+        while waiting := self._ready or self._yielding:
+            send = waiting.popleft()
             send.is_queued = False
             if (pages := self._next_range(send)) is not None:
                 self._post(send, pages)
@@ -246,12 +249,12 @@ class Sender:
             send.state = SendState.SENDING
         if not send.is_queued and self._next_range(send) is not None:
             send.is_queued = True
-            self._ready.append(send)
+            (self._yielding if send.spec.yields else self._ready).append(send)
 
     def _next_range(self, send: Outgoing) -> PageRange | None:
         if send.spec is None or not self._peers.is_open(send.spec.peer):
             return None
-        return send.next_range(self._max_push_pages)
+        return send.next_range(self._max_push_pages, self._pool_pages)
 
     def _post(self, send: Outgoing, pages: PageRange) -> None:
         spec = send.spec

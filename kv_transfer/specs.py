@@ -28,6 +28,8 @@ class SendSpec:
     page_size_tokens: int
     span_id: bytes = b""
     """8 bytes, or empty."""
+    yields: bool = False
+    """A fetch: the pushes of hand-offs go first. Its source pages may be host slots, too."""
 
     @property
     def num_pages(self) -> int:
@@ -59,3 +61,5 @@ class ReceiveSpec:
     num_tokens: int
     timeout_s: float
     """Without delivery in this time GRANTED or FILLING becomes QUARANTINED."""
+    may_be_short: bool = False
+    """A fetch: the peer may write fewer pages. Its last notification ends where they do."""

@@ -39,6 +39,17 @@ class RouterEvents(Protocol):
         """A decode worker computes an attempt's prompt; `reason` is a short stable word."""
         return
 
+    def foretold(
+        self, predicted_s: float, took_s: float, predicted_tokens: int, cached_tokens: int
+    ) -> None:
+        """An attempt's first token came after `took_s` seconds. The router had foretold
+        `predicted_s`, and the cached tokens of its prompt."""
+        return
+
+    def computed_again(self, reason: str, pages: int) -> None:
+        """A worker computed pages that another one holds; `reason` is a short stable word."""
+        return
+
     def first_token(
         self, model: str, seconds: float, prompt_tokens: int, trace_id: str = ""
     ) -> None:

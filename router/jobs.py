@@ -14,9 +14,11 @@ the work. Failover is invisible here: a resumed job goes on at the next index.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, Self
+
+from prefixes.keys import NO_KEYS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
 
     from baton.worker.v1 import worker_pb2
+    from prefixes.keys import ShortKeys
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,10 @@ class ServedModel:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     page_size_tokens: int
+    kv_precision: str = ""
+    """See `prefixes.keys`."""
+    prefix_cache: bool = False
+    """Whether its workers find pages of prompts again."""
 
     @classmethod
     def of(cls, model: worker_pb2.ModelInfo) -> Self:
@@ -51,6 +58,8 @@ class ServedModel:
             vocab_size=model.vocab_size,
             eos_token_ids=tuple(model.eos_token_ids),
             page_size_tokens=model.page_size_tokens,
+            kv_precision=model.kv_precision,
+            prefix_cache=model.prefix_cache,
         )
 
 
@@ -98,6 +107,8 @@ class Job:
     quota: Quota = NO_QUOTA
     """The tenant's."""
     cache_salt: bytes = b""
+    keys: ShortKeys = field(default_factory=lambda: NO_KEYS)
+    """Of the pages of the prompt that a worker may find; none where it may find none."""
     workers: list[str] = field(default_factory=list)
     """Ids of the workers that got a part of the job, in order. The dispatcher adds them."""
 
@@ -119,6 +130,8 @@ class Demand:
     prompt_logprobs: bool = False
     holder: str = ""
     """See `Job.holder`; "" shares with nobody."""
+    keys: ShortKeys = field(default_factory=lambda: NO_KEYS, compare=False, repr=False)
+    """See `Job.keys`."""
 
     @classmethod
     def of(cls, job: Job) -> Self:
@@ -130,6 +143,7 @@ class Demand:
             choices=job.choices,
             prompt_logprobs=job.prompt_logprobs,
             holder=job.holder,
+            keys=job.keys,
         )
 
     @property
@@ -153,6 +167,8 @@ class JobStarted(NamedTuple):
     cached_prompt_tokens: int = 0
     prompt_logprobs: tuple[TokenScore, ...] = ()
     """Scores of the prompt's tokens from the second on, if the job asks for them."""
+    loaded_prompt_tokens: Mapping[str, int] = {}
+    """Of the cached tokens, those that were loaded from below the pool, by where from."""
 
 
 class JobTokens(NamedTuple):

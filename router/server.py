@@ -43,6 +43,7 @@ from router.dispatch.dispatcher import JobDispatcher
 from router.doors.auth import TokensFileError, gate_of
 from router.doors.frontdoor import SERVICE_NAME, InferenceService
 from router.doors.openai.server import OpenAiServer
+from router.placement.cost import policy_of
 from router.requests.bounds import UNREAD_GRACE_S, most_connections
 from router.requests.chat_template import TemplateFileError, read_template
 from router.requests.tokenization import Tokenizers
@@ -87,6 +88,8 @@ class RouterServer:
         self.metrics.watch_refusals(lambda: self._net.refusals.counts)
         self._door = _Door(settings.door_tls) if any(settings.door_tls) else None
         self.registry = Registry(settings, self.dispatcher, self._net, _folders(settings))
+        self.metrics.watch_pages(self.registry.pages.load)
+        self.dispatcher.place_by(policy_of(settings.debug.policy, self.registry.pages))
         self.address = ""
         """The address for clients; "" before the router listens there."""
         self.internal_address = ""

@@ -49,6 +49,14 @@ POINTS: Final[Mapping[str, str]] = {
     "decode.tokens": "a step's tokens are about to be sent; key: tokens of the prompt",
     "decode.ended": "the last choice ended, and the router is not told yet",
     "decode.quarantined": "a granted attempt was given up",
+    # Fetches of pages from another worker, at both, on the event loop.
+    "fetch.wanted": "fetcher: pages are held, and the transfer thread does not expect them yet",
+    "fetch.asked": "fetcher: the fetch waits in the stream's outbox",
+    "fetch.timeout": "fetcher: the time that a fetch may take is set; `raise`: to 0.1 s",
+    "fetch.landed": "fetcher: the fetch has ended, and the engine does not know it",
+    "fetch.received": "holder: a fetch came, and nothing is held yet",
+    "fetch.held": "holder: pages are held, and no push is requested yet",
+    "fetch.sent": "holder: every push is done, and the pages are still held",
     # Work stream of any worker, on the event loop.
     "worker.received": "a message of the router is about to be handled; key: its kind; `raise` "
     "ends the stream while the data path lives",

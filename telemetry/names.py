@@ -16,6 +16,7 @@ The spans of one request, by the process that writes them:
                    router.route                                         one per attempt
                    prefill                                              CLIENT, one per attempt
     [prefill]        prefill.queue
+                     kv.fetch                                           pages of another worker
                      prefill.compute
                      kv.send
                    decode                                               CLIENT, one per attempt
@@ -60,6 +61,7 @@ class SpanName:
     PREFILL_COMPUTE: Final = "prefill.compute"
     KV_SEND: Final = "kv.send"
     DECODE: Final = "decode"
+    KV_FETCH: Final = "kv.fetch"
     KV_GRANT: Final = "kv.grant"
     KV_RECEIVE: Final = "kv.receive"
     DECODE_GENERATE: Final = "decode.generate"
@@ -135,6 +137,10 @@ class Attr:
     """The tiers that they came from, with commas between."""
     PREFILL_CHUNKS: Final = "baton.prefill.chunks"
 
+    # kv.fetch, with pages, bytes, transport and GB/s as below.
+    FETCH_HOLDER: Final = "baton.fetch.holder"
+    FETCH_WANTED_PAGES: Final = "baton.fetch.wanted_pages"
+
     # kv.grant, kv.send, kv.receive.
     TRANSFER_ID: Final = "baton.transfer.id"
     KV_PAGES: Final = "baton.kv.pages"
@@ -188,8 +194,16 @@ class Metric:
     RETRIES: Final = "baton_retries"
     FAILOVERS: Final = "baton_failovers"
     LOCAL_PREFILLS: Final = "baton_local_prefills"
+    FORECAST_RATIO: Final = "baton_first_token_forecast_ratio"
+    ROUTED_CACHED_TOKENS: Final = "baton_routed_cached_tokens"
+    COMPUTED_AGAIN: Final = "baton_pages_computed_again"
     WORKER_UP: Final = "baton_worker_up"
     WORKERS_LOST: Final = "baton_workers_lost"
+    PAGE_EVENTS_BEHIND: Final = "baton_page_events_behind"
+    KNOWN_PAGES: Final = "baton_known_pages"
+    KNOWN_PAGES_DROPPED: Final = "baton_known_pages_dropped"
+    PAGE_MESSAGES_DROPPED: Final = "baton_page_messages_dropped"
+    PAGES_ASKED_AGAIN: Final = "baton_pages_asked_again"
 
     PROGRESS: Final = "baton_engine_turns"
     STEPS: Final = "baton_engine_steps"
@@ -229,6 +243,12 @@ class Metric:
     SEND_OLDEST: Final = "baton_kv_send_oldest_seconds"
     EXPIRED_GRANTS: Final = "baton_kv_grants_expired"
     STALE_NOTIFICATIONS: Final = "baton_kv_stale_notifications"
+
+    FOUND_TOKENS: Final = "baton_prefill_found_tokens"
+    FETCHES: Final = "baton_kv_fetches"
+    FETCH_PAGES: Final = "baton_kv_fetch_pages"
+    FETCH_BYTES: Final = "baton_kv_fetch_bytes"
+    FETCH_SECONDS: Final = "baton_kv_fetch_seconds"
 
     GPU_UTILIZATION: Final = "baton_gpu_utilization_ratio"
     GPU_MEMORY_USED: Final = "baton_gpu_memory_used_bytes"

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import psutil
+from fetching_policy import FETCHING, everybody_fetches
 
 PR_SET_PDEATHSIG: Final = 1
 ANSWER_S: Final = 100.0
@@ -193,6 +194,8 @@ def _become(order: dict[str, Any]) -> None:
     os.environ.update(order["environment"])
     random.seed()  # trace ids are drawn from it
     sys.argv = ["baton", *order["argv"]]
+    if FETCHING in os.environ:
+        everybody_fetches(os.environ.pop(FETCHING))
     # An orderly end of this interpreter takes a second and a half of CPU, for what it imported.
     os._exit(_run())
 

@@ -17,7 +17,9 @@ ROOMS = (
     "baton",
     "router",
     "prefill_service",
+    "prefixes",
     "decode_service",
+    "fetch_service",
     "engine",
     "kv_transfer",
     "telemetry",
@@ -55,15 +57,18 @@ def test_stubs_are_current(tmp_path: Path) -> None:
 
 # What a room may never import, at any level of its files. Rooms are independent of each other
 # where the table of docs/architecture.md says so.
-WORKER_SIDE = {"engine", "kv_transfer", "worker_base", "prefill_service", "decode_service"}
+SERVICES = {"prefill_service", "decode_service", "fetch_service"}
+WORKER_SIDE = {"engine", "kv_transfer", "worker_base", *SERVICES}
 NEVER = {
     "router": {"torch", "worker", *WORKER_SIDE},
-    "engine": {"grpc", *set(ROOMS) - {"engine", "telemetry"}},
+    "engine": {"grpc", *set(ROOMS) - {"engine", "prefixes", "telemetry"}},
     "kv_transfer": {"grpc", *set(ROOMS) - {"kv_transfer", "telemetry"}},
     "telemetry": set(ROOMS) - {"telemetry"},
-    "worker_base": {"router", "worker", "prefill_service", "decode_service"},
-    "prefill_service": {"router", "worker", "decode_service"},
-    "decode_service": {"router", "worker", "prefill_service"},
+    "prefixes": {"torch", "grpc", "google", *set(ROOMS) - {"prefixes"}},
+    "worker_base": {"router", "worker", *SERVICES},
+    "prefill_service": {"router", "worker", *SERVICES - {"prefill_service"}},
+    "decode_service": {"router", "worker", *SERVICES - {"decode_service"}},
+    "fetch_service": {"router", "worker", *SERVICES - {"fetch_service"}},
     "worker": {"router"},
 }
 
@@ -128,6 +133,7 @@ def modules_of(room: str) -> list[str]:
         ("engine", {"grpc", "google", "kv_transfer", "nixl", "nixl_cu13"}),
         ("kv_transfer", {"grpc", "google", "engine"}),
         ("telemetry", set(ROOMS) - {"telemetry"}),
+        ("prefixes", {"torch", "grpc", "google", *set(ROOMS) - {"prefixes"}}),
     ],
 )
 def test_rooms_import_where_the_others_are_not_installed(room: str, without: set[str]) -> None:

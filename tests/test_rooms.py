@@ -15,6 +15,7 @@ MOST_LINES_OF_A_FUNCTION = 70
 
 FLOORS = (
     ("telemetry", "telemetry.metrics"),
+    ("prefixes",),
     ("baton", "baton.process"),
     ("kv_transfer", "kv_transfer.transports", "kv_transfer.nccl"),
     (
@@ -23,6 +24,7 @@ FLOORS = (
         "engine.model.families",
         "engine.model.precision",
         "engine.model.precision.formats",
+        "engine.model.experts",
         "engine.attention",
         "engine.masks",
         "engine.sampling",
@@ -35,9 +37,10 @@ FLOORS = (
         "engine.cuda",
         "engine.cuda.kv",
         "engine.cuda.products",
+        "engine.cuda.experts",
     ),
     ("worker_base",),
-    ("prefill_service", "decode_service"),
+    ("prefill_service", "decode_service", "fetch_service"),
     ("worker",),
     (
         "router",

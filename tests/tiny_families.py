@@ -45,3 +45,21 @@ DENSE: dict[str, dict[str, Any]] = {
         "rope_parameters": {"sliding_attention": DEFAULT_ROPE, "full_attention": YARN},
     },
 }  # fmt: skip
+
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"family": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "family": "qwen2_moe", "num_experts": 8, "num_experts_per_tok": 3, "layers": 3,
+        "moe_intermediate_size": 32, "shared_expert_intermediate_size": 96, "mlp_only_layers": [1],
+    },
+    "qwen3_moe": {
+        "family": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 32,
+        "moe_intermediate_size": 64, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    },
+    "gpt_oss": {
+        "family": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32,
+        "sliding_window": 24, "swiglu_limit": 1.5,
+    },
+}  # fmt: skip
+
+EVERY = {**DENSE, **EXPERTS}

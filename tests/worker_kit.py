@@ -12,7 +12,7 @@ import itertools
 import secrets
 import threading
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from functools import partial
@@ -35,6 +35,8 @@ from engine.sampling import Sampler
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.step import StepPlan, StepResult
 from engine.types import ModelInfo
+from fetch_service.fetching import FetchService
+from fetch_service.holding import HoldService
 from kv_transfer.events import TransferEvent
 from kv_transfer.thread import TransferThread
 from kv_transfer.transports.loopback import LoopbackTransport
@@ -46,6 +48,7 @@ from worker.quiesce import QuiesceRelay
 from worker.stream import Services
 from worker_base.messages import endpoint_message, model_message, pack_ids, unpack_ids
 from worker_base.outbox import LoopInbox, Outbox
+from worker_base.page_reports import PageReports
 
 PAGE_TOKENS = 4
 STEP_TOKENS = 16
@@ -145,6 +148,7 @@ class Node:
         grant_timeout_s: float = 60.0,
         max_pages_per_peer: int = 1000,
         fingerprint: str = "same",
+        least_fetch_s: float = 60.0,
     ) -> None:
         serial = next(_serial)
         self.name = f"{name}-{serial}"
@@ -190,7 +194,37 @@ class Node:
         self.relay = QuiesceRelay(
             self.transfer, self.name, self.epoch, lambda said: self.tell_routers(said)
         )
-        self.services = Services(self.prefill, self.decode, self.peers, self.relay)
+        self.pages = PageReports(lambda _tell: None)
+        self.fetching = FetchService(
+            self.engine.fetching,
+            self.transfer,
+            self.inbox.call_on_loop,
+            self.metrics,
+            self.peers,
+            epoch=self.epoch,
+            agent_name=self.name,
+            page_bytes=pool.page_bytes,
+            page_size_tokens=PAGE_TOKENS,
+            leg_of=lambda one: self.prefill.leg(one) or self.decode.leg(one),
+            least_s=least_fetch_s,
+        )
+        self.holding = HoldService(
+            self.engine.fetching,
+            self.transfer,
+            self.inbox.call_on_loop,
+            self.metrics,
+            self.peers,
+            page_size_tokens=PAGE_TOKENS,
+        )
+        self.services = Services(
+            self.prefill,
+            self.decode,
+            self.peers,
+            self.relay,
+            self.fetching,
+            self.holding,
+            self.pages,
+        )
         endpoint = self.transfer.start()
         self.identity.endpoint.CopyFrom(endpoint_message(endpoint))
         self.engine.start(self.metrics.stepped)
@@ -225,6 +259,8 @@ class Node:
             and not self.decode.stats.quarantined
             and not self.prefill._by_transfer
             and not self.decode._by_transfer
+            and not self.fetching.active
+            and not self.holding.active
             and self.free_pages == load.total_pages
             and load.running_sequences == load.waiting_requests == 0
             and counters.sends_in_progress == counters.quarantined_transfers == 0
@@ -252,6 +288,8 @@ class Node:
         self.prefill.on_transfer(event)
         self.decode.on_transfer(event)
         self.relay.on_transfer(event)
+        self.fetching.on_transfer(event)
+        self.holding.on_transfer(event)
 
 
 class Ear:
@@ -384,10 +422,16 @@ class Attempted:
         seed: int | None = None,
         traceparent: str = "",
         takeover_tokens: int = 0,
+        prompt: Sequence[int] = (),
+        salt: bytes = b"",
+        fetch: tuple[str, int] = ("", 0),
     ) -> None:
         rng = np.random.default_rng(seed if seed is not None else next(_serial))
         self.id = secrets.token_bytes(16)
-        self.prompt = rng.integers(0, VOCAB, prompt_tokens).tolist()
+        self.prompt = list(prompt) or rng.integers(0, VOCAB, prompt_tokens).tolist()
+        self.salt = salt
+        self.fetch = fetch
+        """Agent name of the holder, and pages that it is said to hold."""
         self.max_tokens = max_tokens
         self.choices = choices
         self.stops = stops
@@ -427,6 +471,8 @@ class Attempted:
             time_left_ms=self.time_left_ms,
             traceparent=self.traceparent,
             takeover_tokens=self.takeover_tokens,
+            cache_salt=self.salt,
+            fetch=worker_pb2.PeerFetch(agent_name=self.fetch[0], pages=self.fetch[1]),
         )
 
 

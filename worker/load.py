@@ -57,6 +57,8 @@ def load_message(
     *,
     draining: bool,
     peers: Sequence[worker_pb2.PeerHealth] = (),
+    fetch_latency_s: float = 0.0,
+    page_sequence: int = 0,
 ) -> worker_pb2.Load:
     """Makes the load report."""
     return worker_pb2.Load(
@@ -76,7 +78,14 @@ def load_message(
         draining=draining,
         prefill_tokens_per_s=load.prefill_tokens_per_s,
         prefill_rate_age_s=load.prefill_rate_age_s,
+        prefill_token_s=load.prefill_token_s,
+        prefill_context_s=load.prefill_context_s,
+        piece_delay_ms=load.piece_delay_ms,
+        piece_tokens=load.piece_tokens,
+        load_gigabytes_per_s=load.tiers.bytes_per_s.get("load", 0.0) / 1e9 if load.tiers else 0.0,
+        fetch_latency_ms=fetch_latency_s * 1e3,
         wanted_pages=load.wanted_pages,
         wanted_sequences=load.wanted_sequences,
         peers=peers,
+        page_sequence=page_sequence,
     )

@@ -123,6 +123,11 @@ class PeerPaths:
         peer = self._peers.get(agent_name)
         return peer.path if peer is not None else ""
 
+    def bytes_per_s(self, agent_name: str) -> float:
+        """The path's bandwidth as it was measured when the two met; 0 while unknown."""
+        peer = self._peers.get(agent_name)
+        return 1e9 * peer.gigabytes_per_s if peer is not None else 0.0
+
     def health(self) -> list[worker_pb2.PeerHealth]:
         """The health of the path to each peer."""
         held_against = self.held_against()

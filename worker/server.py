@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -30,9 +31,11 @@ from baton.process.release import stamp
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
 from decode_service.service import DecodeService
 from engine.engine import Engine
+from fetch_service.fetching import FetchService
+from fetch_service.holding import HoldService
 from kv_transfer.events import TransferEvent
 from kv_transfer.thread import TransferThread
-from kv_transfer.transports.factory import make_transport
+from kv_transfer.transports.factory import FROM_SLOTS, make_transport
 from kv_transfer.types import Endpoint, KvTransport
 from prefill_service.service import PrefillService
 from telemetry.admin import AdminServer
@@ -47,8 +50,10 @@ from worker.router_addresses import RouterAddresses
 from worker.settings import Role, WorkerSettings
 from worker.stream import Services, WorkerServicer
 from worker.watchdog import Watchdog, device_lost
+from worker_base.legs import WorkerLeg
 from worker_base.messages import endpoint_message, model_message
 from worker_base.outbox import LoopInbox
+from worker_base.page_reports import PageReports
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +120,7 @@ class Worker:
         self._routers = routers
         self._announcer: asyncio.Task[None] | None = None
         self._reporter: asyncio.Task[None] | None = None
+        self._page_reporter: asyncio.Task[None] | None = None
         self._watchdog = Watchdog(
             engine.load,
             lambda: self.transfer.turns,
@@ -133,8 +139,15 @@ class Worker:
             step=self.engine.max_step_tokens,
             page=self.engine.model.page_size_tokens,
         )
-        draining, peers = self.servicer.draining, self.services.peers.health()
-        return Report(load_message(load, room, draining=draining, peers=peers), load.requests)
+        message = load_message(
+            load,
+            room,
+            draining=self.servicer.draining,
+            peers=self.services.peers.health(),
+            page_sequence=self.services.pages.sequence,
+            fetch_latency_s=self.services.fetching.latency_s,
+        )
+        return Report(message, load.requests)
 
     async def start(self) -> None:
         """Starts all threads, binds, serves, and begins to announce.
@@ -157,6 +170,7 @@ class Worker:
         self._lag.start()
         await self._server.start()
         self._reporter = asyncio.create_task(self.servicer.report_forever())
+        self._page_reporter = asyncio.create_task(self.services.pages.report_forever())
         self._watching = asyncio.create_task(self._watchdog.watch())
         self._net_watch = asyncio.create_task(self._net.watch())
         await self._health.set(SERVICE_NAME, health_pb2.HealthCheckResponse.SERVING)
@@ -191,7 +205,7 @@ class Worker:
         self.servicer.finish()
         await self._server.stop(LAST_WORDS_S)
         await asyncio.to_thread(self.engine.stop)  # The watchdog still runs: a step may hang.
-        for task in (self._reporter, self._watching, self._net_watch):
+        for task in (self._reporter, self._page_reporter, self._watching, self._net_watch):
             if task is not None:
                 task.cancel()
         left_nothing = await asyncio.to_thread(self.transfer.stop, PUSHES_END_S)
@@ -209,7 +223,14 @@ class Worker:
         pool, name = self.engine.pool, self.settings.transport
         if self._has_ranks:
             name = "null"  # It is not announced: see `_adopt`.
-        return make_transport(name, self.agent_name, pool.data, pool.page_bytes, pool.num_pages)
+        return make_transport(
+            name,
+            self.agent_name,
+            pool.data,
+            pool.page_bytes,
+            pool.num_pages,
+            self.engine.host_slots,
+        )
 
     @property
     def _has_ranks(self) -> bool:
@@ -249,7 +270,47 @@ class Worker:
             self.epoch,
             lambda said: self.servicer.tell_routers(said),
         )
-        return Services(prefill, decode, peers, relay)
+        fetching, holding = self._make_fetch_services(
+            peers, lambda attempt_id: prefill.leg(attempt_id) or decode.leg(attempt_id)
+        )
+        pages = PageReports(self.engine.tell_pages)
+        return Services(prefill, decode, peers, relay, fetching, holding, pages)
+
+    def _make_fetch_services(
+        self, peers: PeerPaths, leg_of: Callable[[bytes], WorkerLeg | None]
+    ) -> tuple[FetchService, HoldService]:
+        page_size_tokens = self.engine.model.page_size_tokens
+        port, on_loop = self.engine.fetching, self.inbox.call_on_loop
+        fetching = FetchService(
+            port,
+            self.transfer,
+            on_loop,
+            self.metrics,
+            peers,
+            epoch=self.epoch,
+            agent_name=self.agent_name,
+            page_bytes=self.engine.pool.page_bytes,
+            page_size_tokens=page_size_tokens,
+            leg_of=leg_of,
+            why_not=self._why_no_fetch,
+        )
+        holding = HoldService(
+            port,
+            self.transfer,
+            on_loop,
+            self.metrics,
+            peers,
+            page_size_tokens=page_size_tokens,
+            why_not=self._why_no_fetch,
+        )
+        return fetching, holding
+
+    @property
+    def _why_no_fetch(self) -> str:
+        """Why this worker neither gets pages from others nor gives them; empty if it does."""
+        if self.settings.tp > 1:
+            return "ranks"
+        return "" if self.settings.transport in FROM_SLOTS else "transport"
 
     @property
     def _slow_gigabytes_per_s(self) -> float:
@@ -265,6 +326,8 @@ class Worker:
         self.services.prefill.on_transfer(event)
         self.services.decode.on_transfer(event)
         self.services.relay.on_transfer(event)
+        self.services.fetching.on_transfer(event)
+        self.services.holding.on_transfer(event)
 
     def _adopt(self, endpoint: Endpoint) -> None:
         """Announces the endpoint, even if it moves nothing: peers compare their transports.

@@ -33,9 +33,12 @@ from worker_base.overdue import Overdue, overdue, peers_to_avoid
 
 if TYPE_CHECKING:
     from decode_service.service import DecodeService
+    from fetch_service.fetching import FetchService
+    from fetch_service.holding import HoldService
     from prefill_service.service import PrefillService
     from worker.peers import PeerPaths
     from worker.quiesce import QuiesceRelay
+    from worker_base.page_reports import PageReports
 
     Context = grpc.aio.ServicerContext[worker_pb2.WorkRequest, worker_pb2.WorkResponse]
 
@@ -57,6 +60,9 @@ class Services:
     decode: DecodeService
     peers: PeerPaths
     relay: QuiesceRelay
+    fetching: FetchService
+    holding: HoldService
+    pages: PageReports
 
     @property
     def active(self) -> int:
@@ -70,14 +76,15 @@ class Services:
     def overdue(self) -> Overdue:
         """Counts the transfers that are overdue."""
         prefill, decode = self.prefill.stats, self.decode.stats
-        return overdue(decode.quarantines(), prefill.unended_sends())
+        quarantines = decode.quarantines() + self.fetching.quarantines()
+        return overdue(quarantines, prefill.unended_sends() + self.holding.unended_sends())
 
     def peers_to_avoid(self) -> dict[str, str]:
         """Reasons by agent name, without those that lie in the path to a peer."""
         prefill, decode = self.prefill.stats, self.decode.stats
-        return peers_to_avoid(
-            decode.quarantines(), prefill.unended_sends(), decode.crowding_peers()
-        )
+        quarantines = decode.quarantines() + self.fetching.quarantines()
+        sends = prefill.unended_sends() + self.holding.unended_sends()
+        return peers_to_avoid(quarantines, sends, decode.crowding_peers())
 
     def fail_all(self, reason: worker_pb2.FailureReason.ValueType) -> None:
         """Fails every leg."""
@@ -219,6 +226,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
                 services.relay.asked(request.quiesce)
             case "quiesced":
                 services.relay.answered(request.quiesced)
+            case "fetch":
+                services.holding.asked(request.fetch, outbox)
+            case "fetch_refused":
+                services.fetching.refused(request.fetch_refused)
+            case "pages_wanted":
+                services.pages.wanted(request.pages_wanted, outbox)
             case _:
                 logger.warning("a router sent a message that this version does not know")
 
@@ -254,6 +267,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._services.prefill.end_stream(outbox)
         self._services.decode.end_stream(outbox)
         self._services.peers.end_stream(outbox)
+        self._services.pages.end_stream(outbox)
 
 
 async def _write(context: Context, outbox: Outbox) -> None:

@@ -105,6 +105,7 @@ class WorkerLeg:
             attempt_id=self.id,
             records=[record_message(record) for record in records],
             cached_prompt_tokens=self.cached_tokens,
+            loaded_prompt_tokens=self.loaded_tokens,
         )
         self.tell(first_token=first_token)
 
@@ -203,6 +204,10 @@ class LegService(ABC, Generic[L]):
     def holds(self, leg_id: bytes) -> bool:
         """Whether the leg is under way here."""
         return self._legs.get(leg_id) is not None
+
+    def leg(self, leg_id: bytes) -> L | None:
+        """The leg, if it is under way here."""
+        return self._legs.get(leg_id)
 
     def cancel(self, leg_id: bytes, stream: Outbox) -> None:
         """Ends a leg that the router no longer wants. Its Submit may still be on the way."""

@@ -20,6 +20,7 @@ from engine.types import (
     ModelInfo,
     NewTokens,
     PageIds,
+    PeerFetch,
     Request,
     SamplingParams,
     StopRules,
@@ -115,7 +116,15 @@ def request_of(submit: worker_pb2.Submit) -> Request:
         cache_salt=submit.cache_salt,
         prompt_logprobs=submit.prompt_logprobs,
         takeover_tokens=submit.takeover_tokens,
+        fetch=_fetch_of(submit),
     )
+
+
+def _fetch_of(submit: worker_pb2.Submit) -> PeerFetch | None:
+    fetch = submit.fetch
+    if not fetch.agent_name or not fetch.pages:
+        return None
+    return PeerFetch(fetch.agent_name, fetch.pages)
 
 
 def kv_tokens(request: Request) -> int:
@@ -275,6 +284,8 @@ def model_message(model: ModelInfo) -> worker_pb2.ModelInfo:
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
         page_size_tokens=model.page_size_tokens,
+        kv_precision=model.kv_precision,
+        prefix_cache=model.prefix_cache,
     )
 
 

@@ -7,6 +7,7 @@ each choice, the tokens seen so far are exactly [0, n), in order: a delta must b
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -65,6 +66,9 @@ class Usage:
     output_tokens: int = 0
     reasoning_tokens: int = 0
     """Of those, spent on thinking, if the answer is parsed."""
+    loaded_prompt_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Of the cached ones, those that were loaded from below the GPU's memory for this request, by
+    where from: `host` or the name of a store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +289,7 @@ class Gathering:
             usage.cached_prompt_tokens,
             usage.output_tokens,
             usage.reasoning_tokens,
+            dict(usage.loaded_prompt_tokens),
         )
         self._timings = Timings(
             queue_s=timings.queue.ToNanoseconds() / 1e9,

@@ -72,6 +72,12 @@ _TELLING: Final[dict[str, tuple[tuple[str, Callable[[Any], str]], ...]]] = {
         (Attr.PREFILL_CACHED_TOKENS, _unless_zero(lambda tokens: f"{tokens:,} cached")),
         (Attr.PREFILL_CHUNKS, count("chunk")),
     ),
+    SpanName.KV_FETCH: (
+        (Attr.KV_PAGES, count("page")),
+        (Attr.FETCH_HOLDER, lambda holder: f"from {holder}"),
+        (Attr.KV_BYTES, _unless_zero(_bytes)),
+        (Attr.KV_GIGABYTES_PER_S, _unless_zero(_gigabytes_per_s)),
+    ),
     SpanName.KV_GRANT: (
         (Attr.KV_PAGES, count("page")),
         (Attr.KV_HELD_PAGES, _unless_zero(lambda pages: f"{pages:,} held already")),

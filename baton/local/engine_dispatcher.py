@@ -17,6 +17,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -90,7 +91,7 @@ class _Running:
         match event:
             case PrefillStarted():
                 work.prefill_started_unix_ns = event.at_ns
-                self.run.first_known(event.cached_tokens)
+                self.run.first_known(event.cached_tokens, event.loaded_tokens)
             case Joined():
                 work.joined_unix_ns = event.at_ns
             case PromptScored():
@@ -166,7 +167,8 @@ class EngineDispatcher:
 
     def __init__(self, engine: Engine, max_sequences: int) -> None:
         self._engine = engine
-        self._model = jobs.ServedModel.of(model_message(engine.model))
+        served = jobs.ServedModel.of(model_message(engine.model))
+        self._model = replace(served, prefix_cache=False)  # Nobody is chosen by who holds pages.
         self._room = asyncio.Semaphore(AHEAD * max_sequences)
         self._hearing = _Hearing()
         self._sink: Sink = self._hearing.sink

@@ -142,6 +142,43 @@ BALANCE: Final = [
         "percentunit",
     ),
     Panel(
+        "Prompt tokens found, by source",
+        [rate("baton_prefill_found_tokens", "source")],
+        help="In the pool, in a tier below it, or at a peer.",
+        stacked=True,
+    ),
+    Panel(
+        "Fetched from peers",
+        [
+            (
+                'sum by (worker) (rate(baton_kv_fetch_bytes_total{direction="got"}[1m]))',
+                "{{worker}}",
+            )
+        ],
+        "Bps",
+        stacked=True,
+    ),
+    Panel(
+        "Pages computed again",
+        [rate("baton_pages_computed_again", "reason")],
+        help="Another worker holds them. docs/placing.md explains the reasons.",
+        stacked=True,
+    ),
+    Panel(
+        "First token, as a multiple of its forecast",
+        quantiles("baton_first_token_forecast_ratio"),
+    ),
+    Panel(
+        "Events of pages behind",
+        [("max by (worker) (baton_page_events_behind)", "{{worker}}")],
+        help="What a worker has told of and a router has not heard: it may send prompts elsewhere.",
+    ),
+    Panel(
+        "Pages that routers know",
+        [("max by (worker, tier) (baton_known_pages)", "{{worker}}: {{tier}}")],
+        stacked=True,
+    ),
+    Panel(
         "Running sequences",
         [
             ("sum by (worker) (baton_running_sequences)", "{{worker}}"),

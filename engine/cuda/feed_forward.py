@@ -8,20 +8,27 @@ from __future__ import annotations
 from torch import Tensor
 
 from engine.cuda import kernels
+from engine.cuda.experts.mixing import mixed
+from engine.cuda.experts.routing import route
 from engine.cuda.products.rounding import rounded, silu_mul_rounded
 from engine.model.config import Activation
+from engine.model.experts.layer import Experts
+from engine.model.experts.stacked import Stacked
 from engine.model.feed_forward import Gated
 from engine.model.linear import Linear
 from engine.model.precision.rounding import Rounded, Rounding
 
 
-def reader_of(module: Gated) -> Rounding | None:
+def reader_of(module: Gated | Experts) -> Rounding | None:
     """How it takes its input; None: in the model's dtype."""
-    return module.gate_up.method.input
+    return None if isinstance(module, Experts) else module.gate_up.method.input
 
 
-def run(module: Gated, x: Tensor | Rounded) -> Tensor:
+def run(module: Gated | Experts, x: Tensor | Rounded) -> Tensor:
     """[T, H] in the form of `reader_of` -> [T, H]."""
+    if isinstance(module, Experts):
+        assert isinstance(x, Tensor)
+        return _experts(module, x)
     reader = module.down.method.input
     if module.activation is Activation.SILU:
         middle = gated(x, module.gate_up, reader)
@@ -30,6 +37,17 @@ def run(module: Gated, x: Tensor | Rounded) -> Tensor:
         middle = as_read(kernels.gelu_mul(module.gate_up(x), by_tanh=by_tanh), reader)
     out: Tensor = module.down(middle)
     return out
+
+
+def _experts(module: Experts, x: Tensor) -> Tensor:
+    """The router reads the model's dtype, so experts round for themselves."""
+    assert isinstance(module.gate_up, Stacked)
+    assert isinstance(module.down, Stacked)
+    chosen = route(module.router(x), module.own.routing, module.choice_bias)
+    out = mixed(x, chosen, module.gate_up, module.down, module.own.gate)
+    if not isinstance(module.shared, Gated):
+        return out
+    return out + module.common(x, run(module.shared, as_read(x, reader_of(module.shared))))
 
 
 def gated(x: Tensor | Rounded, gate_up: Linear, reader: Rounding | None) -> Tensor | Rounded:

@@ -28,7 +28,7 @@ def load_of(
         progress: progress counter of the step loop.
         long_step_ms: expected duration of the step in flight, if it is long; else 0.
     """
-    blocks = scheduler.blocks
+    blocks, cost, fetches = scheduler.blocks, rates.token_cost, scheduler.fetches
     return EngineLoad(
         progress=progress,
         queued_prefill_tokens=_queued_prefill_tokens(scheduler, in_flight),
@@ -41,26 +41,31 @@ def load_of(
         total_pages=blocks.total,
         free_pages=blocks.free,
         evictable_pages=blocks.evictable,
-        granted_pages=_pages_in(scheduler, RequestState.RESERVED),
-        quarantined_pages=_pages_in(scheduler, RequestState.HELD),
+        granted_pages=_pages_in(scheduler, RequestState.RESERVED) + fetches.coming_pages,
+        quarantined_pages=_pages_in(scheduler, RequestState.HELD) + fetches.quarantined_pages,
         damaged_pages=blocks.damaged,
         step_ms=rates.step_s * 1e3,
         prefill_tokens_per_s=rates.prefill.tokens_per_s,
         prefill_rate_age_s=rates.prefill.age_s,
+        prefill_token_s=cost.token_s,
+        prefill_context_s=cost.context_s,
+        piece_delay_ms=rates.piece.seconds * 1e3,
+        piece_tokens=rates.piece.tokens,
         long_step_ms=long_step_ms,
         steps=scheduler.next_step,
         preemptions=scheduler.preemptions,
         prompt_tokens_computed=rates.prompt_tokens,
         prompt_tokens_cached=scheduler.cached_tokens,
+        prompt_tokens_loaded=dict(scheduler.loaded_tokens),
         tokens_sampled=rates.tokens_sampled,
         tiers=scheduler.tiers.load(),
     )
 
 
 def _queued_prefill_tokens(scheduler: Scheduler, in_flight: Iterable[StepPlan]) -> int:
-    """Prompt tokens accepted and not computed yet."""
+    """Prompt tokens accepted, not computed yet and not cached, as far as it was looked up."""
     waiting = sum(
-        len(active.request.prompt_ids)
+        max(1, len(active.request.prompt_ids) - active.cached_tokens)
         for active in scheduler.waiting
         if active.request.mode is not Mode.RECEIVE
     )

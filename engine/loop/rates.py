@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from engine.schedule.step import StepPlan
 
@@ -12,6 +13,12 @@ TELLING_TOKENS = 64
 UNKNOWN_STEP_S = 30.0
 """Announced duration of steps with prompts while no rate is known. The first one warms everything
 up."""
+_NEW = 0.2
+"""Weight of the newest step in an average."""
+_NEW_IN_FIT = 0.05
+"""Weight of the newest step in a fit, which needs steps of many contexts."""
+_ALIKE_TOKENS = 256
+"""Contexts that differ by less than this say little about what a context costs."""
 
 
 class _MovingRate:
@@ -29,8 +36,70 @@ class _MovingRate:
     def add(self, tokens: int, seconds: float) -> None:
         """A step computed `tokens` tokens in `seconds`."""
         rate, old = tokens / max(seconds, 1e-6), self.tokens_per_s
-        self.tokens_per_s = rate if old == 0 else 0.8 * old + 0.2 * rate
+        self.tokens_per_s = rate if old == 0 else (1 - _NEW) * old + _NEW * rate
         self._added = time.monotonic()
+
+
+class TokenCost(NamedTuple):
+    """Seconds to compute a prompt token: `token_s + context_s * tokens before it`."""
+
+    token_s: float = 0.0
+    """0 while unknown."""
+    context_s: float = 0.0
+
+
+class _ContextFit:
+    """What a prompt token costs, by the number of tokens before it.
+
+    A line through (mean context, seconds per token) of steps, by least squares with exponential
+    forgetting. Steps whose contexts are about equal say nothing about the slope, so that of
+    variances below `_ALIKE_TOKENS` squared is drawn towards 0 (ridge regression).
+    """
+
+    def __init__(self) -> None:
+        self._context = self._seconds = self._variance = self._covariance = 0.0
+        self._is_known = False
+
+    def add(self, context: float, seconds: float) -> None:
+        """A step took `seconds` for each token, with `context` tokens before it on average."""
+        weight = _NEW_IN_FIT if self._is_known else 1.0
+        off_context, off_seconds = context - self._context, seconds - self._seconds
+        self._context += weight * off_context
+        self._seconds += weight * off_seconds
+        kept = 1 - weight
+        self._variance = kept * (self._variance + weight * off_context**2)
+        self._covariance = kept * (self._covariance + weight * off_context * off_seconds)
+        self._is_known = True
+
+    @property
+    def cost(self) -> TokenCost:
+        """The line, which neither falls nor begins below half of the mean."""
+        slope = max(0.0, self._covariance / (self._variance + _ALIKE_TOKENS**2))
+        base = max(self._seconds - slope * self._context, self._seconds / 2)
+        return TokenCost(base, (self._seconds - base) / self._context if self._context else 0.0)
+
+
+class _PieceDelay:
+    """How much longer steps that decode take with a prompt's piece beside the rows."""
+
+    def __init__(self) -> None:
+        self.tokens = 0.0
+        """Of such a piece, on average."""
+        self._without_s = self._with_s = 0.0
+
+    def add(self, prompt_tokens: int, seconds: float) -> None:
+        """A step with decode rows took `seconds`."""
+        if not prompt_tokens:
+            self._without_s = _averaged(self._without_s, seconds)
+            return
+        self._with_s = _averaged(self._with_s, seconds)
+        self.tokens = _averaged(self.tokens, prompt_tokens)
+
+    @property
+    def seconds(self) -> float:
+        """The delay; 0 while unknown."""
+        is_known = self._without_s and self._with_s
+        return max(0.0, self._with_s - self._without_s) if is_known else 0.0
 
 
 class StepRates:
@@ -39,9 +108,16 @@ class StepRates:
     def __init__(self) -> None:
         self.step_s = 0.0
         self.prefill = _MovingRate()
+        self.piece = _PieceDelay()
         self.prompt_tokens = 0
         self.tokens_sampled = 0
+        self._fit = _ContextFit()
         self._last_done = 0.0
+
+    @property
+    def token_cost(self) -> TokenCost:
+        """What a prompt token costs here."""
+        return self._fit.cost
 
     def began(self, launched_at: float) -> float:
         """Time at which a step began: at its launch, or when the step before it was done."""
@@ -54,8 +130,11 @@ class StepRates:
         self._last_done = now
         self.prompt_tokens += plan.prompt_tokens
         self.tokens_sampled += len(plan.sample_slots)
+        if plan.num_decodes:
+            self.piece.add(plan.prompt_tokens, self.step_s)
         if plan.prompt_tokens >= TELLING_TOKENS:
             self.prefill.add(plan.prompt_tokens, self.step_s)
+            self._fit.add(_mean_context(plan), self.step_s / plan.prompt_tokens)
 
     def usual_s(self, plan: StepPlan) -> float:
         """Usual duration of a step's prompts, seconds; 0 while unknown."""
@@ -68,3 +147,13 @@ class StepRates:
         if tokens and not self.prefill.tokens_per_s:
             return UNKNOWN_STEP_S
         return 2 * tokens / self.prefill.tokens_per_s if tokens else 0.0
+
+
+def _averaged(old: float, new: float) -> float:
+    return (1 - _NEW) * old + _NEW * new if old else new
+
+
+def _mean_context(plan: StepPlan) -> float:
+    """Tokens before a prompt token of the step, on average."""
+    before = sum((one.end - one.start) * (one.start + one.end) / 2 for one in plan.chunks)
+    return before / plan.prompt_tokens

@@ -80,6 +80,7 @@ class StepLoop:
             max_sequences=scheduler.config.max_sequences, tiers=scheduler.tiers.load()
         )
         self.max_step_tokens = scheduler.config.max_step_tokens
+        self.host_slots = scheduler.tiers.slots
         self._scheduler = scheduler
         self._executor = executor
         # Not a SimpleQueue: its timed `get` never ends if the time is up before it begins to wait.

@@ -12,6 +12,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from engine.model.experts.config import SILU, USUAL_NAMES, ExpertNames, Gate, Routing
+
 
 class ModelError(Exception):
     """The model cannot be loaded or run; the message says why."""
@@ -73,7 +75,26 @@ class GatedConfig:
     down: str = "mlp.down_proj"
 
 
-FeedForwardConfig = GatedConfig
+@dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """Gated feed-forwards, a few of which each token takes."""
+
+    width: int
+    """Of an expert."""
+    routing: Routing
+    gate: Gate = SILU
+    router_bias: bool = False
+    bias: bool = False
+    """Gate, up and down of an expert have biases."""
+    shared: GatedConfig | None = None
+    """An expert that all tokens take."""
+    shared_gate: str | None = None
+    """Module whose product with a token, by sigmoid, is the factor of the shared expert's output;
+    None: 1."""
+    names: ExpertNames = USUAL_NAMES
+
+
+FeedForwardConfig = GatedConfig | ExpertsConfig
 """What stands behind attention in a layer. See `engine.model.feed_forward`."""
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from engine.attention import AttentionBackend, AttentionSpec, Specs
 from engine.model.config import ModelConfig, Rope
+from engine.model.experts.weights import ExpertWeights
 from engine.model.feed_forward import feed_forward
 from engine.model.head_norms import QK_NORMS, HeadNorm, WholeNorm
 from engine.model.linear import Build, Linear, RmsNorm
@@ -223,6 +224,9 @@ class Model(nn.Module):
         """
         for linear in self.linears:
             linear.method.finish(kernels)
+        for module in self.modules():
+            if isinstance(module, ExpertWeights):
+                module.finish()
         if kernels is None:
             self.head = pack(self.head)
 

@@ -15,11 +15,13 @@ from typing import Final, Protocol
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.model.config import Activation, ModelConfig
+from engine.model.config import Activation, GatedConfig, ModelConfig
+from engine.model.experts.layer import Experts
 from engine.model.linear import Build, Linear
 from engine.model.places import Place, of_linear
 from engine.model.precision.base import Format
 from engine.model.shard import Shard
+from engine.ranks.collective import Alone
 
 ACTIVATIONS: Final[dict[Activation, Callable[[Tensor], Tensor]]] = {
     Activation.SILU: F.silu,
@@ -43,9 +45,8 @@ class FeedForward(Protocol):
 class Gated(nn.Module):
     """down(activation(gate) * up). Gate and up are one weight, for one product."""
 
-    def __init__(self, config: ModelConfig, index: int, build: Build) -> None:
+    def __init__(self, config: ModelConfig, index: int, own: GatedConfig, build: Build) -> None:
         super().__init__()
-        own = config.layers[index].feed_forward
         parts = build.shard.gated_parts(config, index, own)
         self.activation = own.activation
         self.gate_up = Linear(parts.gate_up, own.bias, build)
@@ -64,6 +65,12 @@ class Gated(nn.Module):
         yield from of_linear(self.down, form, shard)
 
 
-def feed_forward(config: ModelConfig, index: int, build: Build) -> Gated:
+def feed_forward(config: ModelConfig, index: int, build: Build) -> Gated | Experts:
     """The feed-forward of a layer."""
-    return Gated(config, index, build)
+    own = config.layers[index].feed_forward
+    if isinstance(own, GatedConfig):
+        return Gated(config, index, own, build)
+    shared = None
+    if own.shared is not None:
+        shared = Gated(config, index, own.shared, build._replace(collective=Alone()))
+    return Experts(config, index, own, build, shared)

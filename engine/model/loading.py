@@ -242,8 +242,17 @@ def _read(source: Source, name: str, where: tuple[Range, ...]) -> tuple[Tensor, 
     shape = source.headers[name].shape
     if where == tuple(Range(0, size) for size in shape[: len(where)]):
         tensor = source.read(name)
-        ends = torch.stack((tensor[0], tensor[-1])) if tensor.dim() else tensor.reshape(1)
-        return tensor, ends
-    last = shape[0] - 1
-    rows = [source.read(name, Range(row, row + 1))[0] for row in (0, last)]
+        ends = torch.stack([_row(tensor, end) for end in (0, -1)])
+        return tensor, ends if tensor.dim() else ends[:1]
+    rows = []
+    for last in (False, True):
+        first = [size - 1 if last else 0 for size in shape[:-1]] or [shape[0] - 1 if last else 0]
+        rows.append(_row(source.read(name, *(Range(at, at + 1) for at in first)), 0))
     return source.read(name, *where), torch.stack(rows)
+
+
+def _row(tensor: Tensor, end: int) -> Tensor:
+    """The first or the last row of a tensor of any number of dimensions."""
+    return (
+        tensor.reshape(-1, tensor.shape[-1])[end] if tensor.dim() > 1 else tensor.reshape(-1)[end]
+    )

@@ -52,7 +52,7 @@ def of_linear(linear: Linear, form: Format | None, shard: Shard) -> Iterator[Pla
     """Weight and bias of a product. `form`: the format of quantised weights."""
     first = 0
     for part in linear.parts:
-        module, region = part
+        module, region = part.module, part.region
         if form is None or form.scheme(module) is None:
             specs = {f"{module}.weight": TensorSpec(region.shape, FLOATS)}
             yield Place(specs, partial(_fill_float, linear, first, part))

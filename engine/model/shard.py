@@ -15,8 +15,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from engine.model.config import GatedConfig, ModelConfig, UnsupportedModelError
-from engine.model.precision.base import Part
+from engine.model.config import (
+    ExpertsConfig,
+    FeedForwardConfig,
+    GatedConfig,
+    ModelConfig,
+    UnsupportedModelError,
+)
+from engine.model.precision.base import Part, Stack
 from engine.model.precision.choice import Precision
 from engine.model.region import Range, Region
 
@@ -35,6 +41,18 @@ class GatedParts(NamedTuple):
 
     gate_up: list[Part]
     down: list[Part]
+
+
+class ExpertParts(NamedTuple):
+    """The weights of a feed-forward of experts."""
+
+    router: list[Part]
+    gate_up: list[list[Part]]
+    """By expert."""
+    down: list[list[Part]]
+    """By expert."""
+    shared_gate: list[Part]
+    """Empty: there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +100,54 @@ class Shard:
             _columns(config, index, own.down, own.width, middle),
         )
 
+    def expert_parts(self, config: ModelConfig, index: int, own: ExpertsConfig) -> ExpertParts:
+        """Its parts of the weights of a layer's experts: some of the width of each."""
+        experts, names = range(own.routing.experts), own.names
+        router = Region.whole(len(experts), config.hidden_size)
+        gate = Region.whole(1, config.hidden_size)
+        return ExpertParts(
+            [Part(config.layer_name(index, names.router), router)],
+            [
+                [self._expert_part(config, index, own, e, name) for name in (names.gate, names.up)]
+                for e in experts
+            ],
+            [[self._expert_part(config, index, own, e, names.down)] for e in experts],
+            [Part(config.layer_name(index, own.shared_gate), gate)] if own.shared_gate else [],
+        )
+
+    def _expert_part(
+        self, config: ModelConfig, index: int, own: ExpertsConfig, expert: int, name: str
+    ) -> Part:
+        names, middle = own.names, self._even(own.width)
+        if name == names.down:
+            region = Region.some_columns((config.hidden_size, own.width), middle)
+            tensor, turn, turns = f"{names.experts}.{name}", 0, 1
+        else:
+            region = Region.some_rows((own.width, config.hidden_size), middle)
+            tensor, turn, turns = f"{names.experts}.gate_up_proj", int(name == names.up), 2
+        stack = None
+        if names.stacked:
+            tensor = config.layer_name(index, tensor)
+            stack = Stack(tensor, own.routing.experts, expert, turn, turns)
+        return Part(config.layer_name(index, names.module(expert, name)), region, stack)
+
     def parts(self, config: ModelConfig) -> Iterator[Part]:
         """Its parts of the weights of all layers."""
         for index, layer in enumerate(config.layers):
             for parts in self.attention_parts(config, index):
                 yield from parts
-            for parts in self.gated_parts(config, index, layer.feed_forward):
+            yield from self._feed_forward_parts(config, index, layer.feed_forward)
+
+    def _feed_forward_parts(
+        self, config: ModelConfig, index: int, own: FeedForwardConfig
+    ) -> Iterator[Part]:
+        if isinstance(own, ExpertsConfig):
+            of_experts = self.expert_parts(config, index, own)
+            for parts in (*of_experts.gate_up, *of_experts.down):
+                yield from parts
+        gated = own if isinstance(own, GatedConfig) else own.shared
+        if gated is not None:
+            for parts in self.gated_parts(config, index, gated):
                 yield from parts
 
     def _even(self, count: int) -> Range:
@@ -148,16 +208,23 @@ def _obstacle(config: ModelConfig, precision: Precision, count: int) -> str:
         return f"it does not divide the {heads} attention heads"
     if kv_heads % count and count % kv_heads:
         return f"it neither divides the {kv_heads} KV heads nor is a multiple of them"
-    for middle in {layer.feed_forward.width for layer in config.layers}:
+    for middle in _widths(config):
         if middle % count:
             return f"it does not divide the feed-forward width {middle}"
     if count * count > config.vocab_size:
         return f"the vocabulary has {config.vocab_size} tokens only"
-    for rank in range(count):
-        for part in Shard(rank, count).parts(config):
-            if cut := _cut(part, precision):
-                return cut
+    for part in Shard(0, count).parts(config):  # Other ranks' parts begin at multiples of its own.
+        if cut := _cut(part, precision):
+            return cut
     return ""
+
+
+def _widths(config: ModelConfig) -> Iterator[int]:
+    """Of all feed-forwards."""
+    for own in dict.fromkeys(layer.feed_forward for layer in config.layers):
+        yield own.width
+        if isinstance(own, ExpertsConfig) and own.shared is not None:
+            yield own.shared.width
 
 
 def _cut(part: Part, precision: Precision) -> str:

@@ -14,8 +14,8 @@ in flight writes it; `by_key[key] == page` iff `key_of[page] == key`.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,7 +36,7 @@ class OutOfPagesError(Exception):
     """Too few pages are free or evictable. Nothing was allocated."""
 
 
-class CacheEventKind(enum.Enum):
+class CacheEventKind(enum.StrEnum):
     """The kind of an event of a cached page."""
 
     STORED = "stored"
@@ -44,8 +44,7 @@ class CacheEventKind(enum.Enum):
     EVICTED = "evicted"
 
 
-@dataclass(frozen=True, slots=True)
-class CacheEvent:
+class CacheEvent(NamedTuple):
     """One event of the prefix cache; `sequence` counts them without gaps from 1."""
 
     sequence: int
@@ -78,7 +77,9 @@ class BlockManager:
         self._evictable: EvictionPolicy = LruEviction() if eviction is None else eviction
         self._lending = Lending(self._evictable)
         self._below: Container[bytes] = ()
-        self._listeners: list[Callable[[CacheEvent], None]] = []
+        self._listeners: dict[CacheEventKind, list[Callable[[CacheEvent], None]]] = {
+            kind: [] for kind in CacheEventKind
+        }
         self._event_sequence = 0
         self._watch: PageWatch = watch or Unwatched()
 
@@ -112,9 +113,14 @@ class BlockManager:
         """Pages that were written while they were free, if that is checked."""
         return self._watch.damaged
 
-    def subscribe(self, listener: Callable[[CacheEvent], None]) -> None:
-        """Calls `listener` for every event of the cache from now on, on the caller's thread."""
-        self._listeners.append(listener)
+    def subscribe(
+        self,
+        listener: Callable[[CacheEvent], None],
+        kinds: Collection[CacheEventKind] = tuple(CacheEventKind),
+    ) -> None:
+        """Calls `listener` for every event of these kinds from now on, on the caller's thread."""
+        for kind in kinds:
+            self._listeners[kind].append(listener)
 
     # -- allocation ---------------------------------------------------------------------------
 
@@ -286,6 +292,11 @@ class BlockManager:
         """Pages that can be allocated without a loss: FREE, or EVICTABLE and in a lower tier."""
         return self._free + self._lending.ready
 
+    @property
+    def keys(self) -> list[bytes]:
+        """All keys, in no order."""
+        return list(self._by_key)
+
     def page_of(self, key: bytes) -> int | None:
         """The page with this key."""
         return self._by_key.get(key)
@@ -348,10 +359,8 @@ class BlockManager:
 
     def _emit(self, kind: CacheEventKind, key: bytes, page: int) -> None:
         self._event_sequence += 1
-        if self._listeners:
-            event = CacheEvent(self._event_sequence, kind, key, page)
-            for listener in self._listeners:
-                listener(event)
+        for listener in self._listeners[kind]:
+            listener(CacheEvent(self._event_sequence, kind, key, page))
 
     def inspect(self) -> None:
         """Gives the watch time to check the free pages."""

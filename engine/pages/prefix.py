@@ -1,35 +1,33 @@
-"""Keys of KV pages: equal keys mean equal tokens at equal positions, for the same tenant, in the
-same precision.
-
-The key of a page is SHA-256 over its parent's key and its token ids. The first page's parent is the
-KV's precision and the tenant's salt. A collision would serve foreign KV, hence a cryptographic hash
-(vLLM's prefix caching made it the default for the same reason).
-"""
+"""Keys of the pages of requests (`prefixes.keys`), and news of the pages that have keys."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from engine.bounds import Bounds
+from engine.pages.blocks import BlockManager, CacheEvent, CacheEventKind
 from engine.types import Request, TokenIds
+from prefixes.index import GONE
+from prefixes.keys import page_keys, salt_of
+
+TellPages = Callable[[int, Sequence[bytes]], None]
+"""Hears that the pages of some keys came to a tier (`prefixes.index`: POOL, HOST), or left it (with
+GONE added). Called on the step loop's thread; must return at once."""
 
 
-def page_keys(
-    token_ids: TokenIds, page_size: int, salt: bytes = b"", known: Sequence[bytes] = ()
-) -> list[bytes]:
-    """Keys of all complete pages of `token_ids` (int32, from position 0).
+def tell_pages(blocks: BlockManager, tier: int, tell: TellPages) -> None:
+    """Tells of all pages that have keys, and then of each change."""
+    gone = tier | GONE
 
-    `salt` has all that tells pages of equal tokens apart.
-    `known` are keys computed earlier for a prefix of the same tokens; they are not computed again.
-    """
-    keys = list(known)
-    parent = keys[-1] if keys else hashlib.sha256(b"baton-kv-page\0" + salt).digest()
-    data, size = token_ids.astype("<i4", copy=False).tobytes(), 4 * page_size
-    for start in range(len(keys) * size, len(data) - size + 1, size):
-        parent = hashlib.sha256(parent + data[start : start + size]).digest()
-        keys.append(parent)
-    return keys
+    def came(event: CacheEvent) -> None:
+        tell(tier, (event.key,))
+
+    def left(event: CacheEvent) -> None:
+        tell(gone, (event.key,))
+
+    tell(tier, blocks.keys)
+    blocks.subscribe(came, (CacheEventKind.STORED,))
+    blocks.subscribe(left, (CacheEventKind.EVICTED,))
 
 
 def request_keys(
@@ -37,7 +35,7 @@ def request_keys(
 ) -> list[bytes]:
     """Keys of the complete pages of `tokens`, which begin a sequence of a request. `known` is as
     for `page_keys`."""
-    salt = config.kv_precision.encode() + b"\0" + request.cache_salt
+    salt = salt_of(config.kv_precision, request.cache_salt)
     return page_keys(tokens, config.page_size, salt, known)
 
 

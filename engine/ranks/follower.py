@@ -21,6 +21,7 @@ from engine.config import EngineConfig
 from engine.loop.running import TorchSteps
 from engine.model import LoadedModel, ModelError
 from engine.model.shard import Shard
+from engine.parent import end_with_parent
 from engine.ranks.collective import CollectiveError, GlooCollective
 from engine.ranks.process import (
     FAILED,
@@ -31,7 +32,6 @@ from engine.ranks.process import (
     STEP,
     STORE,
     address,
-    end_with_parent,
     read_config,
     steps_of,
 )

@@ -11,10 +11,7 @@ A rank that has any error reports `FAILED` and ends. It also ends with the threa
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
-import signal
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -31,7 +28,6 @@ STOP: Final = b"stop"
 LOADED: Final = "loaded"
 READY: Final = "ready"
 FAILED: Final = "failed"
-_PR_SET_PDEATHSIG: Final = 1
 
 
 def address(folder: Path, name: str) -> str:
@@ -60,14 +56,3 @@ def read_config(folder: Path) -> EngineConfig:
     """The configuration that rank 0 left."""
     content: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     return EngineConfig(**content | {"eos_token_ids": frozenset(content["eos_token_ids"])})
-
-
-def end_with_parent(parent: int) -> None:
-    """Has the kernel kill this process with the thread that started it.
-
-    Args:
-        parent: the process of that thread. If it is gone already, this process ends now.
-    """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)

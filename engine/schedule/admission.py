@@ -48,8 +48,10 @@ def admit(scheduler: Scheduler) -> None:
     prepared = [active for active in scheduler.waiting if _is_prepared(active)]
     ordered = scheduler.policy.order(prepared, in_slots)
     ordered = sorted(ordered, key=lambda active: not active.request.generated)
-    if scheduler.tiers.on:
+    if scheduler.tiers.on or scheduler.fetches.on:
         ordered = _without_loading(scheduler, ordered)
+    for active in ordered[:EARLY_LOADS]:
+        _look_up(scheduler, active)
     for active in ordered:
         if _try_admit(scheduler, active):
             scheduler.waiting.remove(active)
@@ -67,6 +69,17 @@ def _is_prepared(active: ActiveRequest) -> bool:
     if active.state is RequestState.LOADING and active.wait and active.wait.is_over:
         active.state = RequestState.WAITING
     return active.state is RequestState.WAITING and active.is_prepared
+
+
+def _look_up(scheduler: Scheduler, active: ActiveRequest) -> None:
+    """Notes once how much of a prompt need not be computed, so that the load report counts only
+    the rest, even while there is no room for it."""
+    if active.keys or active.request.mode is Mode.RECEIVE:
+        return
+    tokens = np.concatenate([active.request.prompt_ids, active.initial_outputs[0]])
+    active.keys = prompt_keys(scheduler.config, active.request, tokens)
+    cached = scheduler.blocks.count_cached(active.keys)
+    active.cached_tokens = cached * scheduler.config.page_size
 
 
 def growth_reserve(scheduler: Scheduler, wanted: int) -> int:
@@ -129,6 +142,7 @@ def _try_admit(scheduler: Scheduler, active: ActiveRequest) -> bool:
     spare = num_sequences - 1 if len(tokens) % scheduler.config.page_size else 0
     growth = 0 if request.mode is Mode.PREFILL else _growth(scheduler, request, pages)
     cached = scheduler.blocks.count_cached(active.keys)
+    active.cached_tokens = cached * scheduler.config.page_size
     wanted = pages - cached + scheduler.blocks.count_evictable(active.keys)
     wanted += spare + growth * num_sequences
     kept_back = _kept_back(scheduler, wanted)
@@ -170,12 +184,18 @@ def _load_early(scheduler: Scheduler, active: ActiveRequest) -> None:
 
 
 def _is_loaded(scheduler: Scheduler, active: ActiveRequest, kept_back: int) -> bool:
-    """Whether no page of a prompt comes from a lower tier. Asks for that once."""
+    """Whether no page of a prompt comes from a lower tier or a peer. Asks for that once."""
     active.wait = _begin_load(scheduler, active.keys, kept_back)
     if active.wait is None:
         return False
+    if active.request.mode is not Mode.RECEIVE:
+        room = scheduler.blocks.available - kept_back
+        scheduler.fetches.begin(active.wait, active.request, active.keys, room)
     if not active.wait.is_over:
         active.state = RequestState.LOADING
+        pages = len(active.wait.pinned) + active.wait.coming_pages
+        pages = max(pages, min(len(active.keys), scheduler.fetches.expected_pages(active.request)))
+        active.cached_tokens = pages * scheduler.config.page_size
     return active.wait.is_over
 
 
@@ -236,7 +256,9 @@ def _start_prefill(
     leader = sequences[0]
     held = _allocate_prompt(scheduler, leader.slot, len(tokens), keys)
     cached = held * scheduler.config.page_size
+    loaded = _loaded_tokens(scheduler, leader, cached)
     scheduler.cached_tokens += cached
+    scheduler.loaded_tokens.update(loaded)
     scheduler.slots.kv_len[leader.slot] = cached
     scheduler.prefills.append(
         PrefillTask(
@@ -246,7 +268,7 @@ def _start_prefill(
             keys=keys,
             cursor=cached,
             cached_tokens=cached,
-            loaded_tokens=_loaded_tokens(scheduler, leader, cached),
+            loaded_tokens=loaded,
             published_pages=held,
             slot=leader.slot,
             generation=int(scheduler.slots.generation[leader.slot]),

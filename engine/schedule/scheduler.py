@@ -3,7 +3,7 @@
 A request's life:
 
     WAITING -> (slots and pages) -> ACTIVE [prefilling -> running] -> ended
-    WAITING -> LOADING -> WAITING -> ...           (pages come from a lower tier)
+    WAITING -> LOADING -> WAITING -> ...           (pages come from a lower tier or a peer)
     WAITING -> RESERVED -> deliver -> ACTIVE -> ended              (RECEIVE)
     WAITING -> ACTIVE -> ended                                     (RECEIVE, taken over)
     WAITING -> ACTIVE -> HELD -> release -> gone                   (PREFILL)
@@ -20,6 +20,7 @@ This module keeps these states. `engine.bounds` has the limits of a worker.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
@@ -35,6 +36,7 @@ from engine.schedule.policies import Fcfs, SchedulingPolicy
 from engine.schedule.sequences import ActiveRequest, PrefillTask, RequestState, Sequence
 from engine.schedule.slots import SlotState, SlotTable
 from engine.stopping import end_ids, end_reason
+from engine.tiers.peers import Fetches
 from engine.tiers.protocol import NoTiers, PageTiers
 from engine.types import (
     EndReason,
@@ -70,6 +72,7 @@ class Scheduler:
         self.sampler = sampler
         self.policy = policy or Fcfs()
         self.tiers = tiers or NoTiers()
+        self.fetches = Fetches(blocks, self.tiers)
         self.slots = SlotTable(
             config.max_sequences,
             -(-config.max_context_tokens // config.page_size),
@@ -89,6 +92,8 @@ class Scheduler:
         self.failed_steps = 0
         """Number of failures in a row. `engine.schedule.recovery` sets it."""
         self.cached_tokens = 0
+        self.loaded_tokens: Counter[str] = Counter()
+        """Those of them that came from beyond the pool, by source."""
         self._arrivals = 0
         self._copies: dict[int, int] = {}
         """Target page -> source page, for the next step."""
@@ -362,6 +367,7 @@ class Scheduler:
         self.blocks.check_invariants()
         holders = np.zeros(self.blocks.num_pages, np.int32)
         self.tiers.add_holders(holders)
+        self.fetches.add_holders(holders)
         used = 0
         assert not self._left, "pages of an ended sequence are still held"
         for active in self.requests.values():

@@ -21,7 +21,7 @@ class RequestState(enum.Enum):
     RESERVED = "reserved"
     """RECEIVE: it waits for its KV."""
     LOADING = "loading"
-    """Pages of its prompt come from a lower tier. Then it is WAITING again."""
+    """Pages of its prompt come from a lower tier or a peer. Then it is WAITING again."""
     ACTIVE = "active"
     HELD = "held"
     """Nothing runs, but its pages wait for `release`."""
@@ -40,6 +40,9 @@ class ActiveRequest:
     """Its live sequences, set on admission."""
     keys: list[bytes] = field(default_factory=list)
     """Prefix-cache keys of the prompt's complete pages."""
+    cached_tokens: int = 0
+    """Tokens of its prompt that the prefix cache had, or that were on their way there, when it was
+    last asked."""
     spare_pages: PageIds = field(default_factory=lambda: np.zeros(0, np.int32))
     """Pages for copies of the partial page at which the choices diverge."""
     held_pages: PageIds = field(default_factory=lambda: np.zeros(0, np.int32))

@@ -79,7 +79,9 @@ def build_tiers(
     )
     lanes = Lanes(mover, pages.shape[1], rates)
     below = _open_stores(stores, arena, blocks, host, max(1, OBJECT_TOKENS // page_tokens))
-    return HostTiers(blocks, host, lanes, page_tokens, arena.close, below)
+    tiers = HostTiers(blocks, host, lanes, page_tokens, arena.close, below)
+    tiers.slots = arena.slots
+    return tiers
 
 
 def _open_stores(

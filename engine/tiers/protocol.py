@@ -9,7 +9,9 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
+from engine.pages.prefix import TellPages
 from engine.types import PageIds, TierLoad
 
 
@@ -24,6 +26,9 @@ class Wait:
     loaded_pages: Counter[str] = field(default_factory=Counter)
     """Pages that came for it, by the name of their tier."""
 
+    coming_pages: int = 0
+    """Pages that come from lower tiers."""
+
     @property
     def is_over(self) -> bool:
         """Whether the request may be admitted."""
@@ -35,6 +40,8 @@ class PageTiers(Protocol):
 
     on: bool
     """Whether there are any."""
+    slots: Tensor | None
+    """[num_slots, slot_bytes] uint8, the host slots; None without any."""
 
     def wakes(self, wake: Callable[[], None]) -> None:
         """Calls `wake`, on any thread, when `turn` has something to read."""
@@ -67,6 +74,10 @@ class PageTiers(Protocol):
         all its pages."""
         ...
 
+    def tell_pages(self, tell: TellPages) -> None:
+        """Tells of the pages in host memory from now on; see `engine.pages.prefix.tell_pages`."""
+        ...
+
     def note_rate(self, tokens_per_s: float) -> None:
         """Prompt tokens that this engine computes in a second; 0: unknown."""
         ...
@@ -92,11 +103,30 @@ class PageTiers(Protocol):
         """Ends all threads."""
         ...
 
+    # For fetches (`engine.tiers.peers`), which are one more thing that a request waits for.
+
+    def is_coming(self, key: bytes) -> bool:
+        """Whether the page of this key is being loaded."""
+        ...
+
+    def fetched(self, wait: Wait) -> None:
+        """A fetch that the request waited for has ended."""
+        ...
+
+    def hold_slot(self, key: bytes) -> int | None:
+        """Holds the host slot of this key until `release_slots`; None: no slot has it."""
+        ...
+
+    def release_slots(self, slots: PageIds) -> None:
+        """Nobody reads these slots any more."""
+        ...
+
 
 class NoTiers:
     """An engine whose pages live in the pool alone."""
 
     on = False
+    slots: Tensor | None = None
     leaving_pages = 0
 
     def wakes(self, wake: Callable[[], None]) -> None:
@@ -115,6 +145,9 @@ class NoTiers:
     def published(self, keys: Sequence[bytes], first: int) -> None:
         """Of no use."""
 
+    def tell_pages(self, tell: TellPages) -> None:
+        """Nothing to tell."""
+
     def note_rate(self, tokens_per_s: float) -> None:
         """Of no use."""
 
@@ -131,3 +164,17 @@ class NoTiers:
 
     def stop(self) -> None:
         """Nothing to end."""
+
+    def is_coming(self, key: bytes) -> bool:
+        """Never."""
+        return False
+
+    def fetched(self, wait: Wait) -> None:
+        """Nothing to let go."""
+
+    def hold_slot(self, key: bytes) -> int | None:
+        """There are none."""
+        return None
+
+    def release_slots(self, slots: PageIds) -> None:
+        """There are none."""

@@ -27,13 +27,16 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from engine.pages.blocks import BlockManager, CacheEvent, CacheEventKind
+from engine.pages.prefix import TellPages, tell_pages
 from engine.tiers.fetching import Seek, StoreTiers
 from engine.tiers.lanes import Copy, Lanes
 from engine.tiers.protocol import Wait
 from engine.tiers.saving import Save, Saves
 from engine.types import PageIds, TierLoad
+from prefixes import index as prefixes
 
 HOST: Final = "host"
 MOST_LOADING_SHARE: Final = 4
@@ -102,6 +105,8 @@ class HostTiers:
             host.start_lending()
         self._version: tuple[int, ...] = ()
         self._figures = TierLoad()
+        self.slots: Tensor | None = None
+        """Set by the owner; see `PageTiers`."""
         blocks.start_lending(_Keys(host))
         host.subscribe(self._on_host)
 
@@ -134,6 +139,10 @@ class HostTiers:
         """See `PageTiers`."""
         if self._stores:
             self._stores.published(keys, first)
+
+    def tell_pages(self, tell: TellPages) -> None:
+        """See `PageTiers`."""
+        tell_pages(self._host, prefixes.HOST, tell)
 
     def note_rate(self, tokens_per_s: float) -> None:
         """See `PageTiers`."""
@@ -202,6 +211,27 @@ class HostTiers:
         if self._lanes.stop():
             self._close()
 
+    # -- fetches --------------------------------------------------------------------------------
+
+    def is_coming(self, key: bytes) -> bool:
+        """See `PageTiers`."""
+        return key in self._loading
+
+    def fetched(self, wait: Wait) -> None:
+        """See `PageTiers`."""
+        self._end_if_over(wait)
+
+    def hold_slot(self, key: bytes) -> int | None:
+        """See `PageTiers`."""
+        slot = self._host.page_of(key)
+        if slot is not None:
+            self._host.pin(np.array([slot], np.int32))
+        return slot
+
+    def release_slots(self, slots: PageIds) -> None:
+        """See `PageTiers`."""
+        self._host.release(slots)
+
     # -- loads ----------------------------------------------------------------------------------
 
     def begin(self, keys: Sequence[bytes], room: int, queued_tokens: int) -> Wait | None:
@@ -237,6 +267,7 @@ class HostTiers:
         pages = np.array(found, np.int32)
         self._blocks.pin(pages)
         wait.pinned = np.concatenate([wait.pinned, pages])
+        wait.coming_pages += len(missing) + len(joined)
         loads = set(joined)
         if missing:
             loads.add(self._load(missing))

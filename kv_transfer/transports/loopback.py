@@ -43,9 +43,12 @@ class LoopbackTransport:
     name = "loopback"
     can_revoke = False
 
-    def __init__(self, agent_name: str, pool: PoolMemory) -> None:
+    def __init__(
+        self, agent_name: str, pool: PoolMemory, slots: torch.Tensor | None = None
+    ) -> None:
         self._agent_name = agent_name
         self._pool = pool
+        self._slots = slots
         self._endpoint = pool.endpoint(agent_name, self.name, b"")
         self._peers: dict[str, LoopbackTransport] = {}
         self._pushes: dict[int, _Push] = {}
@@ -86,7 +89,8 @@ class LoopbackTransport:
         """See `KvTransport`."""
         check_payload(payload, MAX_NOTIFICATION_BYTES)
         peer = self._peer(agent_name)
-        check_pages(source, self._pool.num_pages, target, peer._pool.num_pages)
+        num_sources = self._pool.num_pages + (0 if self._slots is None else len(self._slots))
+        check_pages(source, num_sources, target, peer._pool.num_pages)
         handle = self._next_handle
         self._next_handle += 1
         lands_s = time.monotonic() + self.delay_s
@@ -140,7 +144,12 @@ class LoopbackTransport:
         push.peer._inbox.append(Notification(self._agent_name, push.payload))
 
     def _move(self, source: PageIds, target_pool: PoolMemory, target: PageIds) -> None:
-        pages = self._pool.pages[torch.from_numpy(source).long()]
+        rows = torch.from_numpy(source).long()
+        if self._slots is not None and int(rows[0]) >= self._pool.num_pages:
+            slots = self._slots[rows - self._pool.num_pages]
+            pages = slots[:, : self._pool.page_bytes]
+        else:
+            pages = self._pool.pages[rows]
         target_pool.pages[torch.from_numpy(target).long()] = pages.to(target_pool.pages.device)
 
     def _peer(self, agent_name: str) -> LoopbackTransport:

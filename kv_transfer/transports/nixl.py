@@ -70,7 +70,9 @@ class NixlTransport:
     name = "nixl"
     can_revoke = False
 
-    def __init__(self, agent_name: str, pool: PoolMemory) -> None:
+    def __init__(
+        self, agent_name: str, pool: PoolMemory, slots: torch.Tensor | None = None
+    ) -> None:
         self._nixl = _bindings()
         pool.check_plain()
         _check_environment()
@@ -78,13 +80,18 @@ class NixlTransport:
             os.environ.setdefault("UCX_CUDA_IPC_CACHE", "n")
             torch.cuda.set_device(pool.device_id)
         self._pool = pool
+        self._slots = slots
+        """[num_slots, slot_bytes] uint8, the second region."""
         self._peers: dict[str, _Peer] = {}
         self._pushes: dict[int, _Peer] = {}
         self._broken: list[int] = []
         try:
             self._agent = self._new_agent(agent_name)
-            self._region = self._register()
+            self._regions = [self._register(*self._run_of_pool())]
             self._pages = self._prepare(self._nixl.NIXL_INIT_AGENT, self._page_list(pool))
+            if slots is not None:
+                self._regions.append(self._register(slots.data_ptr(), slots.numel(), 0, "DRAM"))
+                self._slot_pages = self._prepare_slots(slots)
             metadata = _host_header() + self._agent.getLocalMD()
         except Exception as error:
             raise TransportError("nixl_failed", type(error).__name__) from error
@@ -181,7 +188,10 @@ class NixlTransport:
         for peer in list(self._peers.values()):
             self._forget(peer)
         self._agent.releasedDlistH(self._pages)
-        self._agent.deregisterMem(self._region, [])
+        if self._slots is not None:
+            self._agent.releasedDlistH(self._slot_pages)
+        for region in self._regions:
+            self._agent.deregisterMem(region, [])
         del self._agent
 
     def _new_agent(self, agent_name: str) -> Any:
@@ -194,12 +204,25 @@ class NixlTransport:
         agent.createBackend("UCX", {})
         return agent
 
-    def _register(self) -> Any:
+    def _run_of_pool(self) -> tuple[int, int, int, str]:
         pool = self._pool
-        run = (pool.base_address, pool.page_bytes * pool.num_pages, pool.device_id, "")
-        region = self._nixl.nixlRegDList(self._segment(pool.memory), [run])
+        return pool.base_address, pool.page_bytes * pool.num_pages, pool.device_id, pool.memory
+
+    def _register(self, base_address: int, size: int, device_id: int, memory: str) -> Any:
+        run = (base_address, size, device_id, "")
+        region = self._nixl.nixlRegDList(self._segment(memory), [run])
         self._agent.registerMem(region, [])
         return region
+
+    def _prepare_slots(self, slots: torch.Tensor) -> int:
+        strided = [[slots.data_ptr(), self._pool.page_bytes, 0, slots.stride(0), len(slots)]]
+        prepared: int = self._agent.prepXferDlist(
+            self._nixl.NIXL_INIT_AGENT,
+            self._nixl.DRAM_SEG,
+            np.array(strided, dtype=np.uint64),
+            [],
+        )
+        return prepared
 
     def _prepare(self, agent_name: str, pages: tuple[int, int, int, int, str]) -> int:
         base_address, page_bytes, num_pages, device_id, memory = pages
@@ -218,9 +241,12 @@ class NixlTransport:
         return self._nixl.VRAM_SEG if memory == "VRAM" else self._nixl.DRAM_SEG
 
     def _make_push(self, peer: _Peer, source: PageIds, target: PageIds, payload: bytes) -> int:
+        own = self._pages
+        if self._slots is not None and len(source) and source[0] >= self._pool.num_pages:
+            own, source = self._slot_pages, source - np.int32(self._pool.num_pages)
         try:
             handle: int = self._agent.makeXferReq(
-                self._nixl.NIXL_WRITE, self._pages, source, peer.pages, target, payload, [], False
+                self._nixl.NIXL_WRITE, own, source, peer.pages, target, payload, [], False
             )
         except self._nixl.nixlInvalidParamError as error:
             raise TransportError("bad_pages", "page ids outside of the pool") from error

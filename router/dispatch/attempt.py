@@ -62,6 +62,11 @@ class Attempt:
         self.id = secrets.token_bytes(ATTEMPT_ID_BYTES)
         self.group = group
         self.run = group.run
+        self.route = route
+        self.granted_pages = 0
+        """Leading pages that the decode worker held when it granted the rest."""
+        self.is_compared = False
+        """Whether its first token was compared with the forecast."""
         self.phase = Phase.PREFILLING
         self.prefill, self.decode = self._legs(route)
         self._first_indexes = [len(tokens) for tokens in group.generated] or [0] * len(
@@ -89,6 +94,11 @@ class Attempt:
         return self.prefill.worker, self.decode.worker
 
     @property
+    def age_s(self) -> float:
+        """Seconds since it was made."""
+        return time.monotonic() - self._dispatched_s
+
+    @property
     def prefill_open(self) -> bool:
         """Whether the prefill worker is not done yet."""
         return self.prefill is not None and self.prefill.open
@@ -109,6 +119,7 @@ class Attempt:
             case "granted":
                 self._granted(message.granted)
             case "taken_over":
+                self._charge(leg, message.taken_over.cached_prompt_tokens)
                 self._taken_over(leg)
             case "first_token":
                 self._first_token(leg, message.first_token)
@@ -179,11 +190,19 @@ class Attempt:
     def _legs(self, route: Route) -> tuple[Leg | None, Leg | None]:
         group = self.group
         if route.whole:
-            whole = Leg(route.prefill, worker_pb2.WORK_MODE_WHOLE, group, self.id, None)
+            mode = worker_pb2.WORK_MODE_WHOLE
+            whole = Leg(
+                route.prefill, mode, group, self.id, None, 0, route.fetch, route.way.cached_tokens
+            )
             if route.local_reason is not None:
                 whole.mark_local(route.local_reason)
             return None, whole
-        prefill = Leg(route.prefill, worker_pb2.WORK_MODE_PREFILL, group, self.id, route.decode)
+        mode = worker_pb2.WORK_MODE_PREFILL
+        prefill = Leg(
+            *(route.prefill, mode, group, self.id, route.decode),
+            fetch=route.fetch,
+            cached_tokens=route.way.cached_tokens,
+        )
         if route.decode is None:
             return prefill, None
         mode, peer = worker_pb2.WORK_MODE_DECODE, route.prefill
@@ -203,6 +222,7 @@ class Attempt:
         return None
 
     def _granted(self, grant: worker_pb2.Grant) -> None:
+        self.granted_pages = grant.held_pages
         if self.prefill is not None and self.prefill.open:
             self.prefill.worker.send(worker_pb2.WorkRequest(grant=grant))
 
@@ -217,6 +237,11 @@ class Attempt:
         if self.phase is Phase.PREFILLING:
             self.phase = Phase.DELIVERED
 
+    def _charge(self, leg: Leg, cached_tokens: int) -> None:
+        """The worker said how much of the prompt it need not compute."""
+        uncached = max(0, self.group.demand.prompt_tokens - cached_tokens)
+        leg.worker.estimate.charge(self.id, uncached)
+
     def _contradicts(self, tokens: JobTokens) -> bool:
         """Whether these tokens continue from another first token than the client has.
 
@@ -228,10 +253,12 @@ class Attempt:
         return tokens.token_ids[0] != self._first_ids[tokens.choice]
 
     def _first_token(self, leg: Leg, first: worker_pb2.FirstToken) -> None:
+        self._charge(leg, first.cached_prompt_tokens)
         self._prompt_computed(leg)
+        leg.worker.estimate.prefilled(self.id)  # Also of a take-over behind another first token.
         if leg is self.prefill:
             self._first_ids = [record.token_id for record in first.records]
-        self.run.first_known(first.cached_prompt_tokens)
+        self.run.first_known(first.cached_prompt_tokens, dict(first.loaded_prompt_tokens))
         self.run.add(merge.first_tokens(first, self.group.choices, self._first_indexes))
 
     def _prompt_computed(self, leg: Leg) -> None:

@@ -37,9 +37,10 @@ from router.dispatch.waiting import WaitingGroups, now_s
 from router.events import NO_EVENTS, RouterEvents
 from router.jobs import Demand, Job, JobEvent, ServedModel
 from router.placement import routing
+from router.placement.cost import policy_of
+from router.placement.forecasts import compare
 from router.placement.models import Models
 from router.placement.placing import LocalReason
-from router.placement.policies import POLICIES
 from router.requests.quotas import Quotas
 from telemetry.names import Attr, SpanName
 from telemetry.tracing import write_span
@@ -47,6 +48,7 @@ from telemetry.tracing import write_span
 if TYPE_CHECKING:
     from router.dispatch.job_run import ChoiceGroup
     from router.dispatch.queue import ModelQueue
+    from router.placement.policies import Policy
     from router.placement.routing import Route
     from router.settings import RouterSettings
     from router.workers.link import LinkState, Loss, WorkerLink
@@ -61,7 +63,7 @@ class JobDispatcher:
     def __init__(self, settings: RouterSettings, events: RouterEvents = NO_EVENTS) -> None:
         self._settings = settings
         self._events = events
-        self._policy = POLICIES[settings.debug.policy]()
+        self._policy = policy_of(settings.debug.policy)
         self._local = settings.local_prefill
         self._workers: list[WorkerLink] = []
         self._models = Models(self._workers, self._local)
@@ -76,6 +78,10 @@ class JobDispatcher:
         """Set when a worker joins or leaves. The task that waits for it clears it."""
         self._idle = asyncio.Event()
         self._idle.set()
+
+    def place_by(self, policy: Policy) -> None:
+        """Takes another policy than the settings', such as one that knows what workers hold."""
+        self._policy = policy
 
     @property
     def active_jobs(self) -> int:
@@ -198,6 +204,8 @@ class JobDispatcher:
                 attempt.receive(link, message)
                 if kind == "taken_over":
                     self._events.prefilled_locally(LocalReason.CACHED)
+                elif kind == "first_token":
+                    self._compare(attempt, link, message.first_token.cached_prompt_tokens)
                 self._settle(attempt)
                 self._pump_soon()
 
@@ -286,10 +294,23 @@ class JobDispatcher:
         now_ns = time.time_ns()
         write_span(SpanName.ROUTE, group.run.job.context, now_ns, now_ns, chosen)
         attempt = Attempt(group, route, self._attempt_failed)
+        self._policy.routed(group.demand, [leg.worker for leg in attempt.legs])
         group.run.job.workers.extend(leg.worker.worker_id for leg in attempt.legs)
         self._attempts[attempt.id] = group.attempt = attempt
         group.run.begin_attempt(group)
         attempt.start()
+
+    def _compare(self, attempt: Attempt, worker: WorkerLink, cached_tokens: int) -> None:
+        """Compares the first token of an attempt with its forecast, once. That of a worker which
+        took the prompt over was not foretold."""
+        route, demand = attempt.route, attempt.group.demand
+        if attempt.is_compared or worker is not route.prefill:
+            return
+        attempt.is_compared = True
+        those = (worker, route.decode)  # The decode worker has got the prompt's own pages by now.
+        others = [one for one in routing.everyone(demand, self._workers) if one not in those]
+        held = self._policy.held_elsewhere(demand, others, attempt.granted_pages)
+        compare(self._events, demand, route, attempt.age_s, cached_tokens, held)
 
     def _attempt_failed(self, attempt: Attempt, fault: Fault) -> None:
         group, run = attempt.group, attempt.run

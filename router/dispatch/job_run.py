@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from router.dispatch.merge import ChoiceMerger
@@ -84,6 +84,7 @@ class JobRun:
         self._held: list[JobEvent] = []
         """Events that wait for the start. None waits after it."""
         self._cached_prompt_tokens = 0
+        self._loaded_prompt_tokens: Mapping[str, int] = {}
         self._prompt_logprobs: tuple[TokenScore, ...] | None = None
 
     @property
@@ -139,9 +140,10 @@ class JobRun:
         """Whether the prompt's log probabilities are wanted and have not come."""
         return self.job.prompt_logprobs and self._prompt_logprobs is None
 
-    def first_known(self, cached_prompt_tokens: int) -> None:
-        """The prefill worker has the first token."""
+    def first_known(self, cached_prompt_tokens: int, loaded: Mapping[str, int]) -> None:
+        """The prefill worker has the first token. `loaded` is as in `JobStarted`."""
         self._cached_prompt_tokens = cached_prompt_tokens
+        self._loaded_prompt_tokens = loaded
 
     def scored(self, prompt_logprobs: tuple[TokenScore, ...]) -> None:
         """The prompt's log probabilities came."""
@@ -198,7 +200,8 @@ class JobRun:
 
     def _start(self) -> None:
         self.started = True
-        self._say(JobStarted(self._cached_prompt_tokens, self._prompt_logprobs or ()))
+        scores, loaded = self._prompt_logprobs or (), self._loaded_prompt_tokens
+        self._say(JobStarted(self._cached_prompt_tokens, scores, loaded))
         for event in self._held:
             self._say(event)
         self._held.clear()
@@ -352,4 +355,5 @@ class ChoiceGroup:
             choices=len(self.choices),
             prompt_logprobs=job.prompt_logprobs,
             holder=job.holder,
+            keys=job.keys,
         )

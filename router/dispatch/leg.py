@@ -19,6 +19,7 @@ from telemetry.tracing import SpanKind, end_span, start_span, traceparent_of
 if TYPE_CHECKING:
     from router.dispatch.job_run import ChoiceGroup
     from router.placement.placing import LocalReason
+    from router.placement.routing import Fetch
     from router.workers.link import WorkerLink
     from router.workers.load_estimate import Reservation
 
@@ -34,6 +35,8 @@ class Leg:
         attempt_id: bytes,
         peer: WorkerLink | None,
         takeover_tokens: int = 0,
+        fetch: Fetch | None = None,
+        cached_tokens: int = 0,
     ) -> None:
         self.worker = worker
         self.mode = mode
@@ -44,6 +47,8 @@ class Leg:
         self._attempt_id = attempt_id
         self._peer = peer
         self._takeover_tokens = takeover_tokens
+        self._fetch = fetch
+        self._cached_tokens = cached_tokens
         prefills = mode == worker_pb2.WORK_MODE_PREFILL
         self._span = start_span(
             SpanName.PREFILL if prefills else SpanName.DECODE,
@@ -87,11 +92,11 @@ class Leg:
         demand = self._group.demand
         match self.mode:
             case worker_pb2.WORK_MODE_PREFILL:
-                return prefill_reservation(demand)
+                return prefill_reservation(demand, self._cached_tokens)
             case worker_pb2.WORK_MODE_DECODE:
                 return decode_reservation(demand)
             case _:
-                prompt = prefill_reservation(demand).prefill_tokens
+                prompt = prefill_reservation(demand, self._cached_tokens).prefill_tokens
                 return decode_reservation(demand)._replace(prefill_tokens=prompt)
 
     def _message(self) -> worker_pb2.Submit:
@@ -118,7 +123,14 @@ class Leg:
             prompt_logprobs=scores_wanted and self.mode != worker_pb2.WORK_MODE_DECODE,
             tenant=job.tenant,
             takeover_tokens=self._takeover_tokens,
+            fetch=_fetch_message(self._fetch),
         )
+
+
+def _fetch_message(fetch: Fetch | None) -> worker_pb2.PeerFetch | None:
+    if fetch is None:
+        return None
+    return worker_pb2.PeerFetch(agent_name=fetch.holder.agent_name, pages=fetch.pages)
 
 
 def _word(mode: str) -> str:

@@ -5,9 +5,14 @@ For each worker that could compute a prompt of n tokens,
     finish_s = wait_s + n / rate        wait_s = queued tokens / rate
 
 and the smallest wins. The rule chooses among prefill workers, and between them and decode workers
-where `local_prefill` is `auto`. A decode worker may hold a prompt in part, and only that worker
-knows how much. For this case the rule gives the most tokens that the worker may compute and still
-finish first (`takeover_tokens`). `docs/placing.md` has an example.
+where `local_prefill` is `auto`. The policy `cost` extends it by what workers hold of the prompt
+(`router.placement.cost`):
+
+    finish_s = wait_s + load or fetch + the rest of n / rate(context) + delay of streams
+
+A decode worker may hold more of a prompt than the router knows. For this case the rule gives the
+most tokens that the worker may compute and still finish first (`takeover_tokens`).
+`docs/placing.md` has examples.
 """
 
 from __future__ import annotations
@@ -73,6 +78,41 @@ def takeover_tokens(prefill: Capacity, decode: Capacity, tokens: int) -> int:
     rate = _rate(decode, unmeasured)
     left_s = finish_s(prefill, tokens, unmeasured) - finish_s(decode, 0, unmeasured)
     return min(NO_LIMIT, max(0, math.floor(left_s * rate)))
+
+
+def rest_s(capacity: Capacity, cached: int, tokens: int, unmeasured: float) -> float:
+    """Seconds to compute the tokens of a prompt from `cached` on, without a queue. A token takes
+    longer the more tokens are before it."""
+    return (tokens - cached) * _token_s(capacity, (cached + tokens) / 2, unmeasured)
+
+
+def delay_s(capacity: Capacity, tokens: int) -> float:
+    """Seconds by which `tokens` prompt tokens delay the streams that the worker decodes, all
+    streams together. Each piece of the prompt delays every row by the measured delay of a step."""
+    if tokens <= 0 or not capacity.piece_tokens:
+        return 0.0
+    pieces = max(1.0, tokens / capacity.piece_tokens)
+    return pieces * capacity.running_sequences * capacity.piece_delay_s
+
+
+def break_even_tokens(capacity: Capacity, seconds: float, tokens: int, unmeasured: float) -> int:
+    """The most tokens at the end of a prompt of `tokens` tokens that a worker computes within
+    `seconds`, its queue and the delay of its streams included."""
+    left_s = seconds - finish_s(capacity, 0, unmeasured)
+    each_s = _token_s(capacity, tokens, unmeasured)
+    if capacity.piece_tokens:
+        piece_s = capacity.running_sequences * capacity.piece_delay_s
+        if piece_s > left_s:
+            return 0
+        each_s += piece_s / capacity.piece_tokens
+    return min(NO_LIMIT, max(0, math.floor(left_s / each_s)))
+
+
+def _token_s(capacity: Capacity, context: float, unmeasured: float) -> float:
+    """Seconds to compute a token with `context` tokens before it."""
+    if capacity.prefill_rate_age_s <= FRESH_S and capacity.prefill_token_s:
+        return capacity.prefill_token_s + capacity.prefill_context_s * context
+    return 1 / _rate(capacity, unmeasured)
 
 
 def _rate(capacity: Capacity, unmeasured: float) -> float:

@@ -1,45 +1,139 @@
-"""Policies that choose the workers of a job among those that have capacity for it."""
+"""Policies that choose the workers of a job among those that have capacity for it.
+
+`least_work` and `round_robin` know nothing of what workers hold. `cost` does
+(`router.placement.cost`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, Protocol
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
-from router.placement.placing import rate_of_unmeasured, soonest
+from router.placement.placing import (
+    LocalReason,
+    finish_s,
+    rate_of_unmeasured,
+    soonest,
+    takeover_tokens,
+)
+from router.placement.ways import Way
 
 if TYPE_CHECKING:
+    from router.jobs import Demand
+    from router.settings import LocalPrefill
+    from router.workers.link import WorkerLink
     from router.workers.load_estimate import Capacity
 
 
-class Choosable(Protocol):
-    """The parts of a worker that a policy uses."""
-
-    @property
-    def worker_id(self) -> str:
-        """Its stable name."""
-        ...
-
-    def capacity(self) -> Capacity:
-        """Its capacity, by the router's estimate."""
-        ...
-
-
 class Policy(Protocol):
-    """Chooses a worker and never refuses. There is at least one candidate, and all have
-    capacity."""
+    """Chooses a worker and never refuses. There is at least one candidate, and all have capacity.
+
+    `everyone` are all workers of the demand's model. They may hold pages of the prompt.
+    """
 
     name: str
 
-    def prefill(self, candidates: Sequence[Choosable], tokens: int) -> int:
-        """Index of the worker that computes a prompt of `tokens` tokens."""
+    def look(self, demand: Demand) -> None:
+        """Looks up who holds what of a prompt, for the calls that follow."""
         ...
 
-    def decode(self, candidates: Sequence[Choosable]) -> int:
+    def prefill(
+        self, demand: Demand, candidates: Sequence[WorkerLink], everyone: Sequence[WorkerLink]
+    ) -> int:
+        """Index of the worker that computes the prompt."""
+        ...
+
+    def decode(self, demand: Demand, candidates: Sequence[WorkerLink]) -> int:
         """Index of the worker that decodes."""
         ...
 
+    def whole(
+        self, demand: Demand, candidates: Sequence[WorkerLink], everyone: Sequence[WorkerLink]
+    ) -> int:
+        """Index of the decode worker that runs the whole job, since no other can."""
+        ...
 
-class LeastWork:
+    def local(
+        self,
+        demand: Demand,
+        candidates: Sequence[WorkerLink],
+        rivals: Sequence[WorkerLink],
+        everyone: Sequence[WorkerLink],
+        mode: LocalPrefill,
+    ) -> tuple[int, LocalReason] | None:
+        """Index of the decode worker that runs the whole job, since its first token is sooner than
+        that of every rival, and why; None if it is not. `mode` is `cached` or `auto`."""
+        ...
+
+    def way(self, demand: Demand, worker: WorkerLink, everyone: Sequence[WorkerLink]) -> Way:
+        """How the worker that was chosen comes by the first token."""
+        ...
+
+    def takeover_tokens(
+        self, demand: Demand, way: Way, prefill: WorkerLink, decode: WorkerLink
+    ) -> int:
+        """The most tokens of a prompt that a decode worker may compute and be as soon as the
+        prefill worker on its way."""
+        ...
+
+    def routed(self, demand: Demand, workers: Iterable[WorkerLink]) -> None:
+        """The prompt was sent to these workers."""
+        ...
+
+    def held_elsewhere(self, demand: Demand, others: Sequence[WorkerLink], granted: int) -> int:
+        """The most leading pages of a prompt that others hold now. `granted` are those that the
+        decode worker of the attempt held when it granted the rest."""
+        ...
+
+
+class _Unaware:
+    """The parts of a policy that knows nothing of what workers hold."""
+
+    def look(self, demand: Demand) -> None:
+        """Knows nothing."""
+
+    def routed(self, demand: Demand, workers: Iterable[WorkerLink]) -> None:
+        """Remembers nothing."""
+
+    def held_elsewhere(self, demand: Demand, others: Sequence[WorkerLink], granted: int) -> int:
+        """Counts none."""
+        return 0
+
+    def way(self, demand: Demand, worker: WorkerLink, everyone: Sequence[WorkerLink]) -> Way:
+        """The worker computes the whole prompt behind its queue."""
+        capacity = worker.capacity()
+        unmeasured = rate_of_unmeasured([capacity])
+        return Way(finish_s(capacity, demand.prompt_tokens, unmeasured))
+
+    def takeover_tokens(
+        self, demand: Demand, way: Way, prefill: WorkerLink, decode: WorkerLink
+    ) -> int:
+        """See `router.placement.placing`."""
+        return takeover_tokens(prefill.capacity(), decode.capacity(), demand.prompt_tokens)
+
+    def local(
+        self,
+        demand: Demand,
+        candidates: Sequence[WorkerLink],
+        rivals: Sequence[WorkerLink],
+        everyone: Sequence[WorkerLink],
+        mode: LocalPrefill,
+    ) -> tuple[int, LocalReason] | None:
+        """The decode worker that would finish the whole prompt first, where `mode` is `auto`."""
+        if mode != "auto":
+            return None
+        tokens = demand.prompt_tokens
+        others = [worker.capacity() for worker in rivals]
+        unmeasured = rate_of_unmeasured(others)
+        capacities = [worker.capacity() for worker in candidates]
+        first = soonest(capacities, tokens, unmeasured)
+        rival_s = min(finish_s(rival, tokens, unmeasured) for rival in others)
+        if finish_s(capacities[first], tokens, unmeasured) >= rival_s:
+            return None
+        return first, LocalReason.FASTER
+
+
+class LeastWork(_Unaware):
     """Chooses the worker with the least work.
 
     Prefill: the worker that finishes the prompt first (`router.placement.placing`).
@@ -51,18 +145,26 @@ class LeastWork:
 
     name = "least_work"
 
-    def prefill(self, candidates: Sequence[Choosable], tokens: int) -> int:
+    def prefill(
+        self, demand: Demand, candidates: Sequence[WorkerLink], everyone: Sequence[WorkerLink]
+    ) -> int:
         """Index of the worker that finishes the prompt first."""
         capacities = [worker.capacity() for worker in candidates]
-        return soonest(capacities, tokens, rate_of_unmeasured(capacities))
+        return soonest(capacities, demand.prompt_tokens, rate_of_unmeasured(capacities))
 
-    def decode(self, candidates: Sequence[Choosable]) -> int:
+    def decode(self, demand: Demand, candidates: Sequence[WorkerLink]) -> int:
         """Index of the worker under the least pressure."""
-        pressures = [_pressure(worker.capacity()) for worker in candidates]
+        pressures = [pressure(worker.capacity()) for worker in candidates]
         return pressures.index(min(pressures))
 
+    def whole(
+        self, demand: Demand, candidates: Sequence[WorkerLink], everyone: Sequence[WorkerLink]
+    ) -> int:
+        """Index of the worker under the least pressure."""
+        return self.decode(demand, candidates)
 
-class RoundRobin:
+
+class RoundRobin(_Unaware):
     """Takes each worker in turn, by name. It ignores load and serves for comparisons."""
 
     name = "round_robin"
@@ -70,27 +172,31 @@ class RoundRobin:
     def __init__(self) -> None:
         self._last = {"prefill": "", "decode": ""}
 
-    def prefill(self, candidates: Sequence[Choosable], tokens: int) -> int:
+    def prefill(
+        self, demand: Demand, candidates: Sequence[WorkerLink], everyone: Sequence[WorkerLink]
+    ) -> int:
         """Index of the next worker."""
         return self._next("prefill", candidates)
 
-    def decode(self, candidates: Sequence[Choosable]) -> int:
+    def decode(self, demand: Demand, candidates: Sequence[WorkerLink]) -> int:
         """Index of the next worker."""
         return self._next("decode", candidates)
 
-    def _next(self, leg: str, candidates: Sequence[Choosable]) -> int:
+    def whole(
+        self, demand: Demand, candidates: Sequence[WorkerLink], everyone: Sequence[WorkerLink]
+    ) -> int:
+        """Index of the next worker."""
+        return self._next("decode", candidates)
+
+    def _next(self, leg: str, candidates: Sequence[WorkerLink]) -> int:
         names = [worker.worker_id for worker in candidates]
         later = [name for name in names if name > self._last[leg]]
         self._last[leg] = min(later or names)
         return names.index(self._last[leg])
 
 
-POLICIES: Final[dict[str, type[LeastWork] | type[RoundRobin]]] = {
-    kind.name: kind for kind in (LeastWork, RoundRobin)
-}
-
-
-def _pressure(capacity: Capacity) -> tuple[float, int]:
+def pressure(capacity: Capacity) -> tuple[float, int]:
+    """The used share of slots or pages, whichever is larger; and the running sequences."""
     used_slots = capacity.running_sequences / max(1, capacity.max_sequences)
     used_pages = 1 - capacity.free_pages / max(1, capacity.total_pages)
     return max(used_slots, used_pages), capacity.running_sequences

@@ -12,13 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from baton.worker.v1 import worker_pb2
-from router.placement.placing import (
-    LocalReason,
-    finish_s,
-    rate_of_unmeasured,
-    soonest,
-    takeover_tokens,
-)
+from router.placement.placing import LocalReason
+from router.placement.ways import Way
 from router.workers.load_estimate import Reservation
 from router.workers.registry import PREFILLS, can_hand_off
 
@@ -36,6 +31,14 @@ Pairs = Mapping["WorkerLink", Sequence["WorkerLink | None"]]
 """The possible second workers for each first worker; None if the job needs no decode."""
 
 
+class Fetch(NamedTuple):
+    """Leading pages of the prompt that another worker holds. The worker that computes the prompt
+    gets what it lacks of them from there."""
+
+    holder: WorkerLink
+    pages: int
+
+
 class Route(NamedTuple):
     """The workers of an attempt."""
 
@@ -47,6 +50,11 @@ class Route(NamedTuple):
     takeover_tokens: int = 0
     """For a hand-off: the most tokens of the prompt that the decode worker may compute itself, if
     it holds the larger part."""
+    fetch: Fetch | None = None
+    """Where the worker that computes the prompt gets pages that it lacks; None: it computes
+    them."""
+    way: Way = Way(0.0)
+    """How the worker that computes the prompt comes by the first token, by estimate."""
 
     @property
     def whole(self) -> bool:
@@ -68,9 +76,10 @@ class Failed:
         return Failed(set(self.workers), set(self.pairs))
 
 
-def prefill_reservation(demand: Demand) -> Reservation:
-    """The reservation at the worker that computes the prompt."""
-    return Reservation(prefill_tokens=demand.prompt_tokens)
+def prefill_reservation(demand: Demand, cached_tokens: int = 0) -> Reservation:
+    """The reservation at the worker that computes the prompt, of which so many tokens are cached
+    there."""
+    return Reservation(prefill_tokens=demand.prompt_tokens - cached_tokens)
 
 
 def decode_reservation(demand: Demand) -> Reservation:
@@ -127,6 +136,27 @@ def choose(
     has few attempts. They are used only if no other pair could run the job now or later, and no
     decode worker could run it alone. A pair with a slow path is used if no other has capacity.
     """
+    policy.look(demand)
+    route = _place(demand, workers, policy, failed, local)
+    if route is None:
+        return None
+    way = policy.way(demand, route.prefill, everyone(demand, workers))
+    fetch = None if way.holder is None else Fetch(way.holder, way.fetched_pages)
+    route = route._replace(way=way, fetch=fetch)
+    if route.decode is None or route.whole or local == "never" or demand.prompt_logprobs:
+        return route  # Log probabilities of a prompt need every token of it computed.
+    tokens = policy.takeover_tokens(demand, way, route.prefill, route.decode)
+    return route._replace(takeover_tokens=tokens)
+
+
+def _place(
+    demand: Demand,
+    workers: Sequence[WorkerLink],
+    policy: Policy,
+    failed: Failed,
+    local: LocalPrefill,
+) -> Route | None:
+    """The workers of the route."""
     fit = _fit(demand, workers, failed)
     avoid = failed.workers
     if local != "never":
@@ -135,15 +165,14 @@ def choose(
                 return route
             if _decoders(demand, workers, _could_hold):
                 return None
-        elif local == "auto" and (route := _sooner_alone(demand, workers, avoid, list(fit))):
+        elif route := _sooner_alone(demand, workers, policy, avoid, list(fit), local):
             return route
-    route = _usual_route(demand, workers, policy, avoid, fit)
-    if route is None or route.decode is None or route.whole:
-        return route
-    if local == "never" or demand.prompt_logprobs:
-        return route  # Log probabilities of a prompt need every token of it computed.
-    prefill, decode = route.prefill.capacity(), route.decode.capacity()
-    return route._replace(takeover_tokens=takeover_tokens(prefill, decode, demand.prompt_tokens))
+    return _usual_route(demand, workers, policy, avoid, fit)
+
+
+def everyone(demand: Demand, workers: Sequence[WorkerLink]) -> list[WorkerLink]:
+    """Workers of the demand's model, also those that take no new work. They may hold its pages."""
+    return [worker for worker in workers if holds(worker, demand.model)]
 
 
 def _alone(
@@ -154,30 +183,29 @@ def _alone(
     if not decoders:
         return None
     candidates = _preferred(decoders, avoid)
-    worker = candidates[policy.decode(candidates)]
+    worker = candidates[policy.whole(demand, candidates, everyone(demand, workers))]
     return Route(worker, worker, LocalReason.NO_PREFILL_WORKER)
 
 
 def _sooner_alone(
     demand: Demand,
     workers: Sequence[WorkerLink],
+    policy: Policy,
     avoid: Collection[WorkerLink],
     prefills: Sequence[WorkerLink],
+    local: LocalPrefill,
 ) -> Route | None:
-    """The decode worker that would finish the prompt before any prefill worker. Prefill workers
+    """The decode worker that would have the first token before any prefill worker. Prefill workers
     without credit now are compared, too, since they may have credit later."""
     decoders = _decoders(demand, workers, _has_both)
     if not decoders:
         return None
     candidates = _preferred(decoders, avoid)
-    tokens, rivals = demand.prompt_tokens, [worker.capacity() for worker in prefills]
-    unmeasured = rate_of_unmeasured(rivals)
-    capacities = [worker.capacity() for worker in candidates]
-    first = soonest(capacities, tokens, unmeasured)
-    rival_s = min(finish_s(rival, tokens, unmeasured) for rival in rivals)
-    if finish_s(capacities[first], tokens, unmeasured) >= rival_s:
+    those = everyone(demand, workers)
+    if (chosen := policy.local(demand, candidates, prefills, those, local)) is None:
         return None
-    return Route(candidates[first], candidates[first], LocalReason.FASTER)
+    index, reason = chosen
+    return Route(candidates[index], candidates[index], reason)
 
 
 def _usual_route(
@@ -196,12 +224,12 @@ def _usual_route(
         return None
     pairs = _only(pairs, _is_sound) or pairs
     candidates = _preferred(pairs, avoid)
-    first = candidates[policy.prefill(candidates, demand.prompt_tokens)]
+    first = candidates[policy.prefill(demand, candidates, everyone(demand, workers))]
     decoders = [partner for partner in pairs[first] if partner is not None]
     if not decoders:
         return Route(first, None)
     candidates = _preferred(decoders, avoid)
-    return Route(first, candidates[policy.decode(candidates)])
+    return Route(first, candidates[policy.decode(demand, candidates)])
 
 
 def _fit(demand: Demand, workers: Sequence[WorkerLink], failed: Failed) -> Pairs:

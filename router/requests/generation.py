@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -104,6 +105,7 @@ class Generations:
                         request.input, model, tokenizer, prompt.text
                     )
                     job = self._job(request.input, call, span, model, prompt.ids)
+                    job = replace(job, keys=await self._tokenizers.page_keys(job))
                     restrict(job, request.input.sampling, tokenizer, plan)
             if not request.input.stop.HasField("max_tokens"):
                 self._shorten(job)
@@ -353,6 +355,7 @@ class _Generation:
             cached_prompt_tokens=self._started.cached_prompt_tokens,
             output_tokens=sum(choice.num_tokens for choice in self.choices),
             reasoning_tokens=sum(choice.reasoning_tokens for choice in self.choices),
+            loaded_prompt_tokens=self._started.loaded_prompt_tokens,
         )
         self._outbox.put(
             Finished(self._last.choice, self._last.reason, self._last.stop_text, usage, timings)

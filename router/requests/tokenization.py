@@ -19,13 +19,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar, cast
 
 import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
 from baton.inference.v1 import inference_pb2 as api
+from prefixes.keys import NO_KEYS, ShortKeys, prompt_short_keys
 from router.answers.forms import ResponseForm, form_of
 from router.answers.parser import is_readable
 from router.requests.chat_template import (
@@ -39,15 +40,20 @@ from router.requests.chat_template import (
 from router.requests.longest_token import longest_token_bytes
 from router.structure.plan import AnswerPlans
 
+if TYPE_CHECKING:
+    from router.jobs import Job
+
 PromptIds = NDArray[np.uint32]
 Result = TypeVar("Result")
 
 _INLINE_CHARS: Final = 2048
 """Texts up to this length are encoded directly, since a thread switch would take longer."""
+_INLINE_IDS: Final = 512
+"""The same bound for ids whose keys are made."""
 _LONG_CHARS: Final = 65_536
 """Longer texts take some hundredths of a second. They share one thread."""
 _LONG_IDS: Final = 16_384
-"""The same bound for ids that are decoded."""
+"""The same bound for ids that are decoded, or whose keys are made."""
 _TURN_CHARS: Final = 32
 """Cost of rendering any turn of a conversation, in characters of text."""
 
@@ -243,6 +249,18 @@ class Tokenizers:
         """Text of ids, by `Tokenizer.decode` on the pool."""
         work = partial(tokenizer.decode, token_ids, skip_special_tokens)
         return await self._run(work, is_long=len(token_ids) > _LONG_IDS)
+
+    async def page_keys(self, job: Job) -> ShortKeys:
+        """Keys of a job's prompt, which fits the context: so this is bounded, too. None where a
+        worker may find no pages. All but short prompts are hashed on threads."""
+        model = job.model
+        if job.prompt_logprobs or not model.prefix_cache:
+            return NO_KEYS
+        shape = model.page_size_tokens, model.kv_precision, job.cache_salt
+        work = partial(prompt_short_keys, job.prompt_ids, *shape)
+        if job.prompt_tokens <= _INLINE_IDS:
+            return work()
+        return await self._run(work, is_long=job.prompt_tokens > _LONG_IDS)
 
     def close(self) -> None:
         """Ends the threads after their current work."""

@@ -181,6 +181,8 @@ class WorkerLink:
         self._answered = False
         self._complaints: dict[str, str] = {}
         """Complaints about peers, by agent name: a short word each."""
+        self._paths: dict[str, float] = {}
+        """Measured gigabytes per second to or from peers, by agent name."""
         self._alive_until_s = self._clock() + attach_timeout_s
         self._look_due_s = math.inf
         self._woke_s = -math.inf
@@ -211,6 +213,15 @@ class WorkerLink:
     def gave_up(self, other: WorkerLink) -> bool:
         """Whether it complains of more than a slow path, so that a transfer would fail."""
         return not self._complaints.get(other.agent_name, SLOW).startswith(SLOW)
+
+    def path_bytes_per_s(self, other: WorkerLink) -> float:
+        """Rate of the path between the two, as it was measured; 0 while unknown."""
+        return 1e9 * self._paths.get(other.agent_name, 0.0)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a KV page; 0 without a transport."""
+        return self.identity.endpoint.page_bytes
 
     @property
     def draining(self) -> bool:
@@ -323,6 +334,7 @@ class WorkerLink:
         now_s = self._clock()
         self.estimate.report(load)
         self._complaints = {peer.agent_name: peer.cause for peer in load.peers if peer.cause}
+        self._paths = {peer.agent_name: peer.gigabytes_per_s for peer in load.peers}
         if load.progress != self.progress:
             self.progress = load.progress
             self._alive_until_s = now_s + self._stale_after_s + load.long_step_ms / 1e3

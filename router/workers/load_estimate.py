@@ -53,6 +53,18 @@ class Capacity(NamedTuple):
     free_pages: int
     """Free pages, with evictable ones."""
     total_pages: int
+    prefill_token_s: float = 0.0
+    """Time to compute a prompt token without tokens before it; 0 while unknown."""
+    prefill_context_s: float = 0.0
+    """How much longer it takes for each token before it."""
+    piece_delay_s: float = 0.0
+    """How much longer a step that decodes takes with a prompt's piece; 0 while unknown."""
+    piece_tokens: float = 0.0
+    """Prompt tokens of such a piece, on average."""
+    load_bytes_per_s: float = 0.0
+    """Rate of loads from host memory; 0: there is no such tier."""
+    fetch_latency_s: float = 0.0
+    """What fetches from peers take beyond the time for their bytes; 0 while unknown."""
 
     @property
     def free_sequences(self) -> int:
@@ -101,6 +113,12 @@ class LoadEstimate:
         """Slots that a holder has here, of this router's attempts."""
         return self._held[holder]
 
+    def charge(self, attempt_id: bytes, prefill_tokens: int) -> None:
+        """The worker said how many tokens of the attempt's prompt it has to compute."""
+        if (entry := self._entries.get(attempt_id)) is not None:
+            self._capacity = None
+            entry.reservation = entry.reservation._replace(prefill_tokens=prefill_tokens)
+
     def prefilled(self, attempt_id: bytes) -> None:
         """The attempt's prompt is computed: its credit is free again."""
         if (entry := self._entries.get(attempt_id)) is not None:
@@ -143,6 +161,12 @@ class LoadEstimate:
             max_sequences=load.max_sequences,
             free_pages=min(load.total_pages, usable_pages),
             total_pages=load.total_pages,
+            prefill_token_s=load.prefill_token_s,
+            prefill_context_s=load.prefill_context_s,
+            piece_delay_s=load.piece_delay_ms / 1e3,
+            piece_tokens=load.piece_tokens,
+            load_bytes_per_s=load.load_gigabytes_per_s * 1e9,
+            fetch_latency_s=load.fetch_latency_ms / 1e3,
         )
 
     def _give_back(self, entry: _Entry, reservation: Reservation) -> None:

@@ -29,6 +29,8 @@ from baton.process.internal_net import ClearNet, InternalNet, agent_name
 from baton.process.refusals import Cause
 from baton.process.release import refusal
 from baton.worker.v1 import worker_pb2, worker_pb2_grpc
+from router.workers.between import Between, can_fetch
+from router.workers.holdings import WorkerPages
 from router.workers.link import LinkOwner, LinkState, Loss, WorkerLink
 from router.workers.model_folders import AnyFolder, ModelFolders
 
@@ -78,10 +80,12 @@ class Registry:
         self._owner = owner
         self.net = net or ClearNet()
         self._folders = folders or AnyFolder()
+        self.pages = WorkerPages()
         self._links: dict[Key, WorkerLink] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._stalled: dict[Key, int] = {}
         """Last counters of workers that were lost as frozen."""
+        self._between = Between(lambda: self.members)
         self._closed = False
         self._refused: deque[Key] = deque(maxlen=_REFUSED_KEPT)
         """Workers of other releases whose refusal is logged."""
@@ -135,6 +139,7 @@ class Registry:
             link.end(Loss.CLOSED)
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.pages.close()
 
     def attached(self, link: WorkerLink) -> None:
         """Introduces the worker, and tells the owner."""
@@ -152,36 +157,21 @@ class Registry:
         for other in others:
             if may_exchange(link, other):
                 _introduce(link, other)
+        self.pages.attached(link)
         self._owner.attached(link)
 
     def loaded(self, link: WorkerLink) -> None:
         """Passes a load report on to the owner."""
+        self.pages.loaded(link)
         self._owner.loaded(link)
 
     def received(self, link: WorkerLink, message: worker_pb2.WorkResponse) -> None:
-        """Passes a message on: to another worker if it is for that one, else to the owner."""
-        match message.WhichOneof("message"):
-            case "quiesce_wanted":
-                self._ask_for(link, message.quiesce_wanted)
-            case "quiesced":
-                self._answer_for(link, message.quiesced)
-            case _:
-                self._owner.received(link, message)
-
-    def _ask_for(self, decode: WorkerLink, question: worker_pb2.Quiesce) -> None:
-        """Passes a question on. It is dropped if no worker can answer it, since D asks again."""
-        prefill = self._member(question.prefill_agent_name)
-        if prefill is not None and question.decode_agent_name == decode.agent_name:
-            prefill.send(worker_pb2.WorkRequest(quiesce=question))
-
-    def _answer_for(self, prefill: WorkerLink, answer: worker_pb2.Quiesce) -> None:
-        """Passes an answer on, if the worker answers for itself. The answer frees pages."""
-        decode = self._member(answer.decode_agent_name)
-        if decode is not None and answer.prefill_agent_name == prefill.agent_name:
-            decode.send(worker_pb2.WorkRequest(quiesced=answer))
-
-    def _member(self, agent_name: str) -> WorkerLink | None:
-        return next((link for link in self.members if link.agent_name == agent_name), None)
+        """Passes a message on: to another worker if it is for that one, to the index if it tells of
+        pages, else to the owner."""
+        if message.WhichOneof("message") in ("page_events", "page_snapshot"):
+            self.pages.received(link, message)
+        elif not self._between.passed_on(link, message):
+            self._owner.received(link, message)
 
     def lost(self, link: WorkerLink, loss: Loss, was: LinkState) -> None:
         """Forgets the link. If it was attached, tells the owner and the peers."""
@@ -199,6 +189,7 @@ class Registry:
             logger.info("worker left", extra=details)
         else:
             logger.warning("worker lost", extra=details)
+        self.pages.lost(link)
         self._owner.lost(link, loss, was)
         if loss is not Loss.CLOSED and link.agent_name:
             self._spawn(self._part(link, loss))
@@ -274,7 +265,7 @@ def can_hand_off(prefill: WorkerLink, decode: WorkerLink) -> bool:
 
 def may_exchange(one: WorkerLink, other: WorkerLink) -> bool:
     """Whether KV pages may go between the two, in either direction."""
-    return can_hand_off(one, other) or can_hand_off(other, one)
+    return can_hand_off(one, other) or can_hand_off(other, one) or can_fetch(one, other)
 
 
 async def process_is_gone(address: str, loss: Loss, hello: bytes = b"") -> bool:

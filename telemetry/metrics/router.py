@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from prometheus_client import Counter, Histogram
 
-from telemetry.metrics.collectors import Row, Samples
+from telemetry.metrics.collectors import Labels, Row, Samples
 from telemetry.metrics.process import ProcessMetrics
-from telemetry.metrics.table import LOSS_CAUSES, OVERLOADED, OWN_FAULTS
+from telemetry.metrics.table import AGAIN, LOSS_CAUSES, OVERLOADED, OWN_FAULTS
 from telemetry.names import Metric
 
 LEFT_SHOWN_S: Final = 3600.0
@@ -53,6 +54,9 @@ class RouterMetrics(ProcessMetrics):
         self._retries = self._counter(Metric.RETRIES)
         self._failovers = self._counter(Metric.FAILOVERS)
         self._local_prefills = self._counter(Metric.LOCAL_PREFILLS)
+        self._forecast = self._histogram(Metric.FORECAST_RATIO)
+        self._routed_cached = self._counter(Metric.ROUTED_CACHED_TOKENS)
+        self._again = self._counter(Metric.COMPUTED_AGAIN)
         self._unread = self._counter(Metric.UNREAD_STREAMS)
         self._queue_wait = self._histogram(Metric.QUEUE_WAIT)
         self._first_token = self._histogram(Metric.TIME_TO_FIRST_TOKEN)
@@ -73,6 +77,13 @@ class RouterMetrics(ProcessMetrics):
 
         for reason in OVERLOADED:
             self._rejections.labels(reason)
+        for reason in AGAIN:
+            self._again.labels(reason)
+
+    def watch_pages(self, load: Callable[[], Any]) -> None:
+        """Shows what the router knows of pages; see `router.workers.holdings.PagesLoad`."""
+        for metric, read in _PAGES_SAMPLES:
+            self.registry.register(Samples(metric, partial(_of_pages, load, read)))
 
     def worker_attached(self, role: str, model: str) -> None:
         """A worker joined. From now on the counters that alerts watch are shown, at 0.
@@ -107,6 +118,18 @@ class RouterMetrics(ProcessMetrics):
     def prefilled_locally(self, reason: str) -> None:
         """A decode worker computes an attempt's prompt; `reason` is a short stable word."""
         self._local_prefills.labels(reason).inc()
+
+    def foretold(
+        self, predicted_s: float, took_s: float, predicted_tokens: int, cached_tokens: int
+    ) -> None:
+        """A first token came, for which the router had foretold a time and cached tokens."""
+        self._forecast.observe(took_s / max(predicted_s, 1e-4))
+        self._routed_cached.labels("foretold").inc(predicted_tokens)
+        self._routed_cached.labels("found").inc(cached_tokens)
+
+    def computed_again(self, reason: str, pages: int) -> None:
+        """A worker computed pages that another one holds; `reason` is one of `AGAIN`."""
+        self._again.labels(reason).inc(pages)
 
     def unread(self) -> None:
         """Counts an answer that was given up after its deadline: its client did not read."""
@@ -164,10 +187,27 @@ class _WorkersUp:
         return {worker: float(worker in up) for worker in self._seen_s}
 
 
+def _of_pages(
+    load: Callable[[], Any], read: Callable[[Any], Mapping[Labels, float]]
+) -> Mapping[Labels, float]:
+    return read(load())
+
+
+def _by_word(counts: Mapping[str, float]) -> Mapping[Labels, float]:
+    return {(word,): count for word, count in counts.items()}
+
+
 def _exemplar(trace_id: str) -> dict[str, str] | None:
     return {"trace_id": trace_id} if trace_id else None
 
 
+_PAGES_SAMPLES: Final[Sequence[tuple[str, Callable[[Any], Mapping[Labels, float]]]]] = (
+    (Metric.PAGE_EVENTS_BEHIND, lambda load: _by_word(load.behind)),
+    (Metric.KNOWN_PAGES, attrgetter("keys")),
+    (Metric.KNOWN_PAGES_DROPPED, lambda load: {(): load.forgotten}),
+    (Metric.PAGE_MESSAGES_DROPPED, lambda load: _by_word(load.dropped)),
+    (Metric.PAGES_ASKED_AGAIN, lambda load: _by_word(load.asked)),
+)
 _ROUTER_ROWS: Final = (
     Row(Metric.INFLIGHT, attrgetter("inflight_requests")),
     Row(Metric.QUEUE_DEPTH, attrgetter("queued_requests")),

@@ -27,6 +27,8 @@ _DURATION_S: Final = (
 )
 _BATCH: Final = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
+_RATIO: Final = (0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 3, 5, 10, 30)
+
 _MODEL: Final = "gen_ai_request_model"
 _ERROR: Final = "error_type"
 
@@ -51,6 +53,8 @@ CALLERS_FAULTS: Final = (
 """Reasons for which no server could have served a request."""
 OVERLOADED: Final = ("DEADLINE_UNREACHABLE", "NO_WORKERS", "QUEUE_FULL", "QUEUE_TIMEOUT")
 """Reasons of refusals that more workers would avoid."""
+AGAIN: Final = ("sooner", "bound", "unreachable", "in_flight", "event", "fetch")
+"""Why pages are computed that another worker holds; `router.placement.forecasts` explains them."""
 LOSS_CAUSES: Final = ("congested", "frozen", "socket_closed", "stream_ended")
 """Causes of a worker's loss; `router.workers.link.Loss` explains them."""
 
@@ -95,6 +99,20 @@ DECLARED: Final[Mapping[str, Declared]] = {
     Metric.LOCAL_PREFILLS: Declared(
         "counter", "Prompts that a decode worker computed by itself, by reason.", ("reason",)
     ),
+    Metric.FORECAST_RATIO: Declared(
+        "histogram",
+        "Time from dispatch to the first token, as a multiple of the time foretold.",
+        (),
+        _RATIO,
+    ),
+    Metric.ROUTED_CACHED_TOKENS: Declared(
+        "counter", "Prompt tokens cached at their worker: foretold, and found.", ("kind",)
+    ),
+    Metric.COMPUTED_AGAIN: Declared(
+        "counter",
+        "KV pages computed although another worker holds them, by reason.",
+        ("reason",),
+    ),
     # Router, its present state.
     Metric.INFLIGHT: Declared("gauge", "Requests waiting or running."),
     Metric.QUEUE_DEPTH: Declared("gauge", "Requests in the router's queue."),
@@ -110,6 +128,26 @@ DECLARED: Final[Mapping[str, Declared]] = {
     Metric.WORKERS_LOST: Declared(
         "counter", "Workers lost that had not announced their leave.", ("role", "cause")
     ),
+    # Router: what it knows of the workers' pages.
+    Metric.PAGE_EVENTS_BEHIND: Declared(
+        "gauge", "Events of a worker's pages that the router has not heard.", ("worker",)
+    ),
+    Metric.KNOWN_PAGES: Declared(
+        "gauge", "Pages that the router knows, by worker and tier.", ("worker", "tier")
+    ),
+    Metric.KNOWN_PAGES_DROPPED: Declared(
+        "counter", "Keys of pages that were dropped because the router's index was full."
+    ),
+    Metric.PAGE_MESSAGES_DROPPED: Declared(
+        "counter",
+        "Messages of pages dropped: unordered, of unknown content or oversized.",
+        ("reason",),
+    ),
+    Metric.PAGES_ASKED_AGAIN: Declared(
+        "counter",
+        "Times that a worker was asked for its pages again: a message was dropped, or none came.",
+        ("reason",),
+    ),
     # Worker: engine.
     Metric.PROGRESS: Declared("counter", "Turns of the step loop, idle ones included."),
     Metric.STEPS: Declared("counter", "Steps settled."),
@@ -122,6 +160,11 @@ DECLARED: Final[Mapping[str, Declared]] = {
     Metric.QUEUED_PREFILL_TOKENS: Declared("gauge", "Prompt tokens not computed yet."),
     Metric.PREFILL_TOKENS: Declared(
         "counter", "Prompt tokens, computed here or found in the prefix cache.", ("source",)
+    ),
+    Metric.FOUND_TOKENS: Declared(
+        "counter",
+        "Prompt tokens that need not be computed, by source: the pool, a tier, or peers.",
+        ("source",),
     ),
     Metric.PREFILL_RATE: Declared("gauge", "Moving rate of computing prompts; 0 while unknown."),
     Metric.SAMPLED_TOKENS: Declared("counter", "Tokens sampled."),
@@ -178,6 +221,19 @@ DECLARED: Final[Mapping[str, Declared]] = {
     Metric.EXPIRED_GRANTS: Declared("counter", "Grants that were not used in time."),
     Metric.STALE_NOTIFICATIONS: Declared(
         "counter", "Notifications dropped: unknown transfer, old epoch, wrong peer or coverage."
+    ),
+    # Worker: pages that one worker gets from another.
+    Metric.FETCHES: Declared(
+        "counter",
+        "Fetches of pages from another worker: fetched, short of some pages, or why nothing came.",
+        ("outcome",),
+    ),
+    Metric.FETCH_PAGES: Declared(
+        "counter", "Pages got from other workers, or given to them.", ("direction",)
+    ),
+    Metric.FETCH_BYTES: Declared("counter", "Bytes of those pages.", ("direction",)),
+    Metric.FETCH_SECONDS: Declared(
+        "histogram", "From the wish for pages to their arrival.", (), _STEP_S
     ),
     # Worker: its GPU, where NVML can be read.
     Metric.GPU_UTILIZATION: Declared("gauge", "Share of time in which some kernel ran."),

@@ -47,7 +47,12 @@ class WorkerMetrics(ProcessMetrics):
         self._transfer_s = self._histogram(Metric.TRANSFER_SECONDS)
         self._exposed_s = self._histogram(Metric.TRANSFER_EXPOSED)
         self._transfer_failures = self._counter(Metric.TRANSFER_FAILURES)
+        self._fetches = self._counter(Metric.FETCHES)
+        self._fetch_pages = self._counter(Metric.FETCH_PAGES)
+        self._fetch_bytes = self._counter(Metric.FETCH_BYTES)
+        self._fetch_s = self._histogram(Metric.FETCH_SECONDS)
         self._watch(load, _ENGINE_ROWS)
+        self.registry.register(Samples(Metric.FOUND_TOKENS, partial(_found, load)))
         if transfer is not None:
             self._watch(transfer, _TRANSFER_ROWS)
         self._watch(streams, (Row(Metric.WORK_STREAMS, float),))
@@ -89,6 +94,19 @@ class WorkerMetrics(ProcessMetrics):
         """A transfer cannot complete; `cause` is a short stable word."""
         self._transfer_failures.labels(cause).inc()
 
+    def fetch_ended(self, outcome: str, pages: int, size: int, seconds: float) -> None:
+        """A fetch from another worker ended: `pages` of `size` bytes came after `seconds`."""
+        self._fetches.labels(outcome).inc()
+        if pages:
+            self._fetch_pages.labels("got").inc(pages)
+            self._fetch_bytes.labels("got").inc(size)
+            self._fetch_s.observe(seconds)
+
+    def gave(self, pages: int, size: int) -> None:
+        """Another worker has got `pages` pages of `size` bytes from this one."""
+        self._fetch_pages.labels("given").inc(pages)
+        self._fetch_bytes.labels("given").inc(size)
+
 
 _LabelsOfPath = Callable[[PeerPath], tuple[str, str]]
 _OfPath = Callable[[PeerPath], float]
@@ -98,6 +116,13 @@ def _of_paths(
     peers: Callable[[], Sequence[PeerPath]], labels: _LabelsOfPath, value: _OfPath
 ) -> dict[tuple[str, ...], float]:
     return {labels(peer): value(peer) for peer in peers()}
+
+
+def _found(load: Callable[[], Any]) -> dict[tuple[str, ...], float]:
+    now = load()
+    loaded = now.prompt_tokens_loaded
+    found = {"pool": now.prompt_tokens_cached - sum(loaded.values()), **loaded}
+    return {(source,): float(tokens) for source, tokens in found.items()}
 
 
 def _of_tiers(

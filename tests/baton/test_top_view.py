@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from baton.console.cli import FAILED, app
 from baton.console.commands.top import _looks
-from baton.console.top.scrape import Scrape, Scraped, TopError, scrape
+from baton.console.top.scrape import Known, Scrape, Scraped, TopError, scrape
 from baton.console.top.screen import WIDTH, _bytes_a_second, draw, milliseconds, rate, short
 from baton.console.top.view import LATENCIES, quantile, view
 from telemetry.names import Metric
@@ -239,3 +239,31 @@ def test_bad_requests_are_no_refusals(pages: Pages) -> None:
     assert (seen.bad_requests, seen.rejections) == (5, 4)
     assert seen.error_rate is not None
     assert seen.request_rate == pytest.approx(10 * seen.error_rate), "one of ten is an error"
+
+
+def test_the_screen_says_where_prompts_came_from() -> None:
+    """400 of 1,000 tokens were in pools, 100 at peers, over two workers."""
+
+    def worker(at_s: float, times: float) -> Scraped:
+        found, computed = f"{Metric.FOUND_TOKENS}_total", f"{Metric.PREFILL_TOKENS}_total"
+        values = {
+            found: {
+                frozenset({("source", "pool")}): 200 * times,
+                frozenset({("source", "peer")}): 50 * times,
+            },
+            computed: {frozenset({("source", "computed")}): 250 * times},
+            f"{Metric.FETCH_BYTES}_total": {frozenset({("direction", "got")}): 3e9 * times},
+        }
+        return Scraped(at_s, values)
+
+    known = [Known(name, "prefill", "", True) for name in ("prefill-0", "prefill-1")]
+    scrapes = [
+        Scrape(at_s, Scraped(at_s, {}), known, {one.name: worker(at_s, times) for one in known})
+        for at_s, times in ((1.0, 1.0), (3.0, 2.0))
+    ]
+    stream = io.StringIO()
+    Console(file=stream, width=WIDTH).print(draw(view(scrapes[1], scrapes[0]), "here"))
+    line = next(line for line in stream.getvalue().splitlines() if "prompt tokens  " in line)
+    assert line.split("prompt tokens  ")[1].strip() == (
+        "pool 40%, peer 10%, the rest computed  fetched 3.0 GB/s"
+    )

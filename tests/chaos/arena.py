@@ -7,6 +7,7 @@ it is started again, or woken, after the time that the fault gave it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import os
 import signal
@@ -19,7 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+import psutil
 from cluster import END_S, Cluster, make_cluster
+from fetching_policy import FETCHING
 from prometheus_client.parser import text_string_to_metric_families
 
 from chaos.plan import Topology
@@ -27,6 +30,7 @@ from chaos.plan import Topology
 TEND_S: Final = 0.05
 ADMIN_TIMEOUT_S: Final = 5.0
 READY_S: Final = 60.0
+STORE_MODULE: Final = "engine.tiers.stores.child"
 Sample = tuple[str, tuple[tuple[str, str], ...]]
 
 
@@ -70,6 +74,7 @@ class Arena:
             name: {"kv_host_gib": 0.003, "kv_store": f"disk:{logs}/{name}-kv?gib=0.05"}
             for name in topology.workers
         }
+        local = "cached" if topology.fetching in ("", "any") else "never"
         cluster = make_cluster(
             model,
             logs,
@@ -82,8 +87,11 @@ class Arena:
             poison_freed_pages=True,
             log_format="json",
             drain_s=2,
+            local_prefill=local,
             certs=certs,
         )
+        if topology.fetching:
+            cluster.own = {**cluster.own, "router": {FETCHING: topology.fetching}}
         if topology.tcp:
             cluster.environment = {**cluster.environment, "UCX_TLS": "tcp"}
         cluster.start_all()
@@ -126,6 +134,13 @@ class Arena:
         for blow in self.blows:
             if blow.name == name and blow.kind == "frozen" and not blow.woken_s:
                 blow.woken_s = time.monotonic()
+
+    def signal_stores(self, name: str, number: signal.Signals) -> None:
+        """To the processes of a worker's stores that run now."""
+        for child in psutil.Process(self.pid(name)).children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if STORE_MODULE in child.cmdline():
+                    child.send_signal(number)
 
     async def tend(self) -> None:
         """Restarts the dead and wakes the stopped, for ever."""

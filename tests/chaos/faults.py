@@ -64,6 +64,12 @@ async def _strike(arena: Arena, fault: Fault) -> None:
                 await asyncio.sleep(fault.lasts_s)
             finally:
                 arena.wake(fault.target)
+        case "kill_store" if arena.is_alive(fault.target):
+            arena.signal_stores(fault.target, signal.SIGKILL)
+        case "freeze_store" if arena.is_alive(fault.target):
+            arena.signal_stores(fault.target, signal.SIGSTOP)
+            await asyncio.sleep(fault.lasts_s)
+            arena.signal_stores(fault.target, signal.SIGCONT)
         case "kill_client" | "freeze_client":
             await _strike_client(arena, fault.lasts_s)
 

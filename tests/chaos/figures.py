@@ -37,6 +37,8 @@ class Figures:
     statuses: Counter[str] = field(default_factory=Counter)
     violations: Counter[str] = field(default_factory=Counter)
     leaks: int = 0
+    fetches: Counter[str] = field(default_factory=Counter)
+    """Outcomes of fetches, as far as the processes that made them were alive at the end."""
     first_token_quiet_s: list[float] = field(default_factory=list)
     first_token_struck_s: list[float] = field(default_factory=list)
     stalls_s: list[float] = field(default_factory=list)
@@ -110,6 +112,7 @@ class Figures:
             "wrong_tokens": self.violations["token"],
             "violations": dict(self.violations.most_common()),
             "leaks": self.leaks,
+            "fetches": dict(self.fetches.most_common()),
             "detected_ms": {kind: _spread_ms(s) for kind, s in sorted(self.detected_s.items())},
             "first_token_quiet_ms": _spread_ms(self.first_token_quiet_s),
             "first_token_struck_ms": _spread_ms(self.first_token_struck_s),

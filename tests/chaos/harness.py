@@ -25,6 +25,7 @@ from chaos.history import History
 from chaos.plan import RUNS_PER_CLUSTER, RunPlan, Topology, plan_run
 from chaos.quiet import Baselines, wait_for_quiet
 from chaos.reference import ReferenceEngine
+from telemetry.names import Metric
 
 
 @dataclass
@@ -92,6 +93,7 @@ class Harness:
     def close_cluster(self) -> None:
         """Ends the processes of the present block."""
         if self._arena is not None:
+            self.figures.fetches += asyncio.run(fetches_of(self._arena))
             self.figures.detect(self._arena.blows, self._arena.cluster.logs / "router.log")
             self._arena.stop()
         self._arena = self._block = None
@@ -141,6 +143,17 @@ class Harness:
         asks = [ask for ask in plan_run(0, 0).asks if ask.behaviour == "read"]
         await ask_all(arena.cluster.door, asks, arena.cluster.door_files)
         await wait_for_quiet(arena, self._baselines)
+
+
+async def fetches_of(arena: Arena) -> Counter[str]:
+    """How the fetches of the workers that are alive have ended."""
+    found: Counter[str] = Counter()
+    for name in arena.topology.workers:
+        with contextlib.suppress(OSError):
+            for (metric, labels), value in (await arena.metrics(name)).items():
+                if metric == Metric.FETCHES + "_total":
+                    found[dict(labels)["outcome"]] += int(value)
+    return found
 
 
 @contextmanager

@@ -41,6 +41,8 @@ FaultKind = Literal[
     "short_grants",
     "cut_path",
     "kill_writer",
+    "kill_store",
+    "freeze_store",
 ]
 WEIGHTS: Final[dict[FaultKind, int]] = {
     "kill": 30,
@@ -58,9 +60,13 @@ WEIGHTS: Final[dict[FaultKind, int]] = {
     "short_grants": 8,
     "cut_path": 6,
     "kill_writer": 8,
+    "kill_store": 6,
+    "freeze_store": 3,
 }
 OF_HAND_OFFS: Final = ("short_grants", "cut_path", "kill_writer")
 """Between a prefill and a decode worker."""
+OF_STORES: Final = ("kill_store", "freeze_store")
+"""Of the processes that read and write a worker's stores. No request needs them."""
 ENDINGS: Final = ("kill", "kill", "stop")
 PREFILL_POINTS: Final = (
     "prefill.submitted",
@@ -94,9 +100,24 @@ ROUTER_POINTS: Final = (
     "router.received~delivered",
     "router.received~tokens",
     "router.received~finished",
+    "router.received~fetch",
 )
 TIER_POINTS: Final = ("tiers.save", "tiers.load")
 """Of every worker, if there are tiers."""
+FETCH_POINTS: Final = (
+    "fetch.wanted",
+    "fetch.asked",
+    "worker.wrote~fetch",
+    "fetch.landed",
+    "fetch.received",
+    "fetch.held",
+    "transfer.before_last_push",
+    "transfer.last_pushed",
+    "transfer.done",
+    "fetch.sent",
+    "worker.wrote~fetch_refused",
+)
+"""Of every worker, if they fetch pages from each other: at who lacks them, then at who has."""
 BOTH_POINTS: Final = ("decode.submitted", "decode.tokens", "decode.ended", "worker.wrote~tokens")
 MAX_NTH: Final = {"decode.tokens": 120, "worker.wrote~tokens": 40, "prefill.chunk": 12}
 
@@ -114,6 +135,8 @@ class Topology:
     """Pages go over TCP, though shared memory would do."""
     tiers: bool = False
     """Pages that a pool evicts go to host memory and to a disk."""
+    fetching: str = ""
+    """The router says that this worker holds all prompts, or `any`."""
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -187,7 +210,11 @@ class RunPlan:
     def others_can_take_over(self) -> bool:
         """Whether each request must come to its end all the same: at most one worker is struck,
         and another one does what it does."""
-        struck = {fault.target for fault in self.faults if fault.target != "client"}
+        struck = {
+            fault.target
+            for fault in self.faults
+            if fault.target != "client" and fault.kind not in OF_STORES
+        }
         return not struck or (
             len(struck) == 1 and all(self.topology.peers(name) > 1 for name in struck)
         )
@@ -197,6 +224,7 @@ class RunPlan:
         faults = "; ".join(map(str, self.faults)) or "no fault"
         workers = f"{shape.prefill}P {shape.decode}D {shape.both}B x {shape.num_pages} pages"
         workers += " over TCP" * shape.tcp + " over tiers" * shape.tiers
+        workers += " fetching" * bool(shape.fetching)
         return f"run {self.number} of seed {self.seed}: {workers}, {len(self.asks)} asks, {faults}"
 
 
@@ -206,7 +234,7 @@ def topology_of(seed: int, number: int) -> Topology:
     rng = random.Random(seed)
     first, tight, over_tcp = rng.randrange(len(TOPOLOGIES)), rng.randrange(2), rng.randrange(3)
     topology = TOPOLOGIES[(first + block) % len(TOPOLOGIES)]
-    topology = replace(topology, tcp=block % 3 == over_tcp)
+    topology = replace(topology, tcp=block % 3 == over_tcp, fetching="any" * (block % 4 < 3))
     if block % 2 != tight:
         return topology
     return replace(topology, num_pages=TIGHT_PAGES, tiers=block // 2 % 2 == 0)
@@ -223,6 +251,21 @@ def plan_run(seed: int, number: int) -> RunPlan:
     if "poison" in kinds:
         asks = (*asks, _poison(rng, len(asks)))
     return RunPlan(seed, number, topology, asks, tuple(faults))
+
+
+def plan_fetch_moment(seed: int, number: int, target: str, failpoint: str) -> RunPlan:
+    """The same, with prompts that go on where others ended, and all are said to lie on one decode
+    worker."""
+    plan = plan_moment(seed, number, target, failpoint)
+    rng = random.Random(f"{seed}/{number}/base")
+    base = tuple(rng.randrange(FIRST_ID, VOCAB) for _ in range(700))
+    in_order = sorted(plan.asks, key=lambda ask: ask.start_s)
+    asks = tuple(
+        replace(ask, prompt=base[: 64 + 32 * turn] + ask.prompt[:20], start_s=0.25 * turn)
+        for turn, ask in enumerate(in_order)
+    )
+    topology = replace(plan.topology, fetching="decode-0")
+    return replace(plan, asks=asks, topology=topology)
 
 
 def plan_moment(seed: int, number: int, target: str, failpoint: str) -> RunPlan:
@@ -280,9 +323,11 @@ def _poisoned(topology: Topology) -> list[Fault]:
 
 
 def _faults(rng: random.Random, kind: FaultKind, topology: Topology) -> list[Fault]:
-    """What is drawn under one name; what needs a hand-off is a death where there is none."""
+    """What is drawn under one name; a death where there is no hand-off or store that it needs."""
     if kind == "poison":
         return _poisoned(topology)
+    if kind in OF_STORES and not topology.tiers:
+        return [_fault(rng, "kill", topology)]
     if kind not in OF_HAND_OFFS:
         return [_fault(rng, kind, topology)]
     if not (topology.prefills and topology.decodes):
@@ -317,8 +362,10 @@ def _fault(rng: random.Random, kind: FaultKind, topology: Topology) -> Fault:
             return Fault(kind, at_s, "client")
         case "freeze_client":
             return Fault(kind, at_s, "client", lasts_s=rng.choice((0.3, 1.5, 4.0)))
-        case "kill":
+        case "kill" | "kill_store":
             return Fault(kind, at_s, target, restart_after_s=restart_after_s)
+        case "freeze_store":
+            return Fault(kind, at_s, target, lasts_s=rng.choice((0.3, 1.5, 4.0)))
         case "freeze":
             lasts_s = rng.choice((0.3, 0.3, 1.5, 1.5, 4.5, 4.5, 7.0))
             return Fault(kind, at_s, target, lasts_s=lasts_s)
@@ -351,8 +398,8 @@ def _at_failpoint(
         "router": ROUTER_POINTS,
     }
     role = target.partition("-")[0]
-    more = TIER_POINTS if topology.tiers and role != "router" else ()
-    point = rng.choice(points[role] + more)
+    more = TIER_POINTS * topology.tiers + FETCH_POINTS * bool(topology.fetching)
+    point = rng.choice(points[role] + more * (role != "router"))
     name, tilde, key = point.partition("~")
     nth = rng.randint(1, MAX_NTH.get(point, 4))
     ending = rng.choice(ENDINGS)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from chaos.harness import Harness, harness, run_many
-from chaos.plan import plan_moment, plan_run
+from chaos.plan import plan_fetch_moment, plan_moment, plan_run
 
 SEED = 3
 RUNS = range(20)
@@ -26,6 +26,25 @@ MOMENTS = {
 """Worker, failpoint, at which hit; the runs whose requests are there when it is killed or stopped.
 No prompt comes twice: of what a decode worker holds already nothing is handed off."""
 
+FETCH_MOMENTS = {
+    "before the pages are expected": ("prefill-0", "fetch.wanted", 1),
+    "the fetch is in the outbox": ("prefill-0", "fetch.asked", 1),
+    "the fetch was written": ("prefill-0", "worker.wrote~fetch", 1),
+    "it has ended, and the engine does not know": ("prefill-0", "fetch.landed", 1),
+    "the fetch came": ("decode-0", "fetch.received", 1),
+    "pages are held": ("decode-0", "fetch.held", 1),
+    "before the last push": ("decode-0", "transfer.before_last_push", 1),
+    "the last push is posted": ("decode-0", "transfer.last_pushed", 1),
+    "the last notification is sent": ("decode-0", "transfer.done", 1),
+    "all is sent, and still held": ("decode-0", "fetch.sent", 1),
+    "at the router": ("router", "router.received~fetch", 1),
+}
+"""Of a fetch. Here a decode worker sends pages of fetches alone."""
+QUICK_FETCH_MOMENTS = (
+    ("it has ended, and the engine does not know", "kill"),
+    ("the last push is posted", "kill"),
+)
+FETCH_RUN = 1042
 ATTEMPTS = 3
 """Runs of other requests, until one comes to the moment: on a busy machine all prompts of a run may
 be computed by the other worker."""
@@ -73,3 +92,33 @@ def test_an_accident_at_a_named_moment_costs_nobody_an_answer(
             break
     assert [blow.name for blow in outcome.blows] == [target]
     assert all(history.ended_ok for history in outcome.histories)
+
+
+@pytest.mark.parametrize(
+    ("moment", "ending"),
+    [
+        pytest.param(
+            moment,
+            ending,
+            marks=() if (moment, ending) in QUICK_FETCH_MOMENTS else pytest.mark.slow,
+        )
+        for moment in FETCH_MOMENTS
+        for ending in ("kill", "stop")
+    ],
+)
+def test_an_accident_at_a_moment_of_a_fetch_costs_nobody_an_answer(
+    made: Harness, moment: str, ending: str
+) -> None:
+    """The router has a policy that lets prompts be fetched from anybody, right or wrong."""
+    target, failpoint, nth = FETCH_MOMENTS[moment]
+    name, tilde, key = failpoint.partition("~")
+    for other in range(2 * ATTEMPTS):
+        fault = f"{name}={ending}{tilde}{key}@{nth}"
+        plan = plan_fetch_moment(SEED, FETCH_RUN + other, target, fault)
+        outcome = made.run(plan)
+        assert outcome.is_good, outcome.report()
+        if outcome.blows:
+            break
+    assert [blow.name for blow in outcome.blows] == [target]
+    if target != "router":
+        assert all(history.ended_ok for history in outcome.histories)

@@ -6,7 +6,7 @@ import pytest
 from cluster import make_cluster
 from references import references
 from streams import prompt_of
-from tiny_families import DENSE
+from tiny_families import EVERY
 from tiny_models import write_tiny_model
 
 QUICK = "gemma3"
@@ -17,10 +17,10 @@ LENGTHS = (1, 16, 17, 100, 300)
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(each, marks=() if each == QUICK else pytest.mark.matrix) for each in DENSE],
+    [pytest.param(each, marks=() if each == QUICK else pytest.mark.matrix) for each in EVERY],
 )
 def test_disaggregated(family, tmp_path):
-    path = write_tiny_model(tmp_path / "model", **DENSE[family])
+    path = write_tiny_model(tmp_path / "model", **EVERY[family])
     answers = references(path)
     cluster = make_cluster(path, tmp_path / "logs", local_prefill="never")
     try:

@@ -1,4 +1,8 @@
-"""Decode workers prefill by themselves for each reason: same tokens, pages back, whole traces."""
+"""Decode workers prefill by themselves for each reason: same tokens, pages back, whole traces.
+
+The policy knows nothing of what workers hold. So a decode worker alone decides what it takes over.
+`test_e2e_cost.py` has the policy that knows.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +49,7 @@ def reference(tiny):
 
 @contextmanager
 def running(tiny, folder, **options):
-    settings = {"max_step_tokens": STEP_TOKENS, "trace": True, **options}
+    settings = {"max_step_tokens": STEP_TOKENS, "trace": True, "policy": "least_work", **options}
     cluster = make_cluster(tiny, folder / "logs", **settings)
     try:
         cluster.start_all()

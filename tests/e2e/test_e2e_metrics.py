@@ -153,6 +153,20 @@ def test_pages_add_up_and_nothing_is_left(cluster, results, name):
     assert figures.total("baton_kv_transfer_failures_total") == 0
 
 
+@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
+def test_the_router_knows_the_pages_that_a_worker_keeps(cluster, results, name):
+    kept = scrape_until(cluster, name, all_steps_counted).of(Metric.KV_PAGES, state="cached")
+
+    def knows_them(now: Figures) -> bool:
+        return now.of(Metric.KNOWN_PAGES, worker=name, tier="pool") == kept
+
+    known = scrape_until(cluster, "router", knows_them)
+    assert known.of(Metric.KNOWN_PAGES, worker=name, tier="host") == 0
+    assert known.of(Metric.PAGE_EVENTS_BEHIND, worker=name) == 0
+    assert known.total(Metric.PAGE_MESSAGES_DROPPED + "_total") == 0
+    assert known.total(Metric.PAGES_ASKED_AGAIN + "_total") == 0
+
+
 def test_every_prompt_is_computed_once_and_sent(cluster, results):
     figures = scrape_until(cluster, "prefill-0", all_steps_counted)
     pages = sum(-(-length // PAGE_TOKENS) for length in PROMPTS)

@@ -138,7 +138,7 @@ class FakeLanes:
     copies as `random` says; None: all."""
 
     def __init__(self, device: HashExecutor, num_slots: int, random=None):
-        slots = np.full((num_slots, device.page_size), -1, np.int64)
+        slots = self.slots = np.full((num_slots, device.page_size), -1, np.int64)
 
         def save(copy):
             slots[copy.slots] = device.kv[copy.pages]

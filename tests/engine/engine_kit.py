@@ -99,6 +99,7 @@ def submit(
     prompt_logprobs: bool = False,
     generated: Sequence[Sequence[int]] = (),
     first_choice: int = 0,
+    cache_salt: bytes = b"",
     **stop,
 ) -> Run:
     request = Request(
@@ -111,6 +112,7 @@ def submit(
         first_choice=first_choice,
         generated=tuple(np.array(tokens, np.int32) for tokens in generated),
         prompt_logprobs=prompt_logprobs,
+        cache_salt=cache_salt,
     )
     run = Run(request)
     engine.submit(request, run.sink)

@@ -20,6 +20,8 @@ from torch import Tensor
 
 INPUT_SCALE = 0.03
 GROUP = 32
+PROJECTIONS = ("_proj", ".w1", ".w2", ".w3")
+"""Ends of the names of modules that are quantised. The last three are Mixtral's experts."""
 
 
 class Written(NamedTuple):
@@ -66,7 +68,7 @@ def quantised(tensors: Mapping[str, Tensor], form: str, skip: Sequence[str] = ()
         result.files[chosen.file] = chosen.config(skip)
     for name, tensor in tensors.items():
         module, _, last = name.rpartition(".")
-        if last != "weight" or not module.endswith("_proj") or module in skip:
+        if last != "weight" or not module.endswith(PROJECTIONS) or module in skip:
             result.tensors[name] = tensor
             continue
         written = chosen.write(tensor)

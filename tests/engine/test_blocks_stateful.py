@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.pages.blocks import BlockManager, CacheEvent, CacheEventKind, OutOfPagesError
 from engine.pages.eviction import EVICTION_POLICIES
 from engine.pages.lending import Loan
-from engine.pages.prefix import page_keys
+from prefixes.keys import page_keys
 
 
 class Blocks(RuleBasedStateMachine):

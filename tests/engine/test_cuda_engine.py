@@ -26,10 +26,22 @@ SHAPES = {
     "mha-64-tied": {"heads": 4, "kv_heads": 4, "head_dim": 64, "tie_word_embeddings": True},
     "qk-norm": {"family": "qwen3", "heads": 8, "kv_heads": 2, "head_dim": 128},
     "window": {"family": "mistral", "sliding_window": 24, "head_dim": 64},
+    "experts": {
+        "family": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 4, "head_dim": 128,
+        "moe_intermediate_size": 64, "norm_topk_prob": True,
+    },
+    "shared-expert": {
+        "family": "qwen2_moe", "num_experts": 8, "num_experts_per_tok": 2, "hidden": 256,
+        "moe_intermediate_size": 64, "shared_expert_intermediate_size": 128,
+    },
+    "gpt-oss": {
+        "family": "gpt_oss", "num_local_experts": 8, "num_experts_per_tok": 4, "head_dim": 64,
+        "sliding_window": 24, "swiglu_limit": 1.5,
+    },
     "biases": {"attention_bias": True, "mlp_bias": True, "head_dim": 64},
     **{name: {**DENSE[name], "head_dim": 64} for name in ("gemma2", "gemma3", "phi3", "granite")},
     "odd": {"family": "olmo2", "head_dim": 96},
-}
+}  # fmt: skip
 LENGTHS = (1, 15, 16, 17, 64, 200, 300)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from engine.pages.blocks import BlockManager
 from engine.pages.eviction import EVICTION_POLICIES
-from engine.pages.prefix import page_keys
+from prefixes.keys import page_keys
 
 PAGE = 16
 Keys = list[bytes]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tiny_families import DENSE, LONGROPE, YARN
+from tiny_families import EVERY, LONGROPE, YARN
 from tiny_models import write_tiny_model
 
 from engine.attention import AttentionBatch, choose_backend
@@ -39,7 +39,7 @@ CASES = {
         "max_window_layers": 1, "layers": 3,
     },
     "qwen3": {"family": "qwen3", "head_dim": 32},
-    **DENSE,
+    **EVERY,
 }  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from test_engine_demo_model import first_difference
 from test_engine_structure import PERSON, grammar_of
 from test_precision_paths import TINY_FLIP, Case
 from test_precision_paths import run_all as run_quantised
-from tiny_families import DENSE
+from tiny_families import EVERY
 from tiny_models import write_tiny_model
 from waiting import wait_until
 
@@ -44,7 +44,7 @@ FAMILIES: Mapping[str, dict[str, Any]] = {
     "mistral": {"family": "mistral", "sliding_window": 24},
     "qwen2": {"family": "qwen2", "use_sliding_window": False, "tie_word_embeddings": True},
     "qwen3": {"family": "qwen3", "head_dim": 32},
-    **DENSE,
+    **EVERY,
 }
 QUICK = [("llama", 2)]
 SMALL = {"num_pages": 18, "max_sequences": 6, "max_step_tokens": 64}

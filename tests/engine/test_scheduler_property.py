@@ -11,7 +11,6 @@ from engine_fakes import VOCAB, expected_output, next_token
 from scheduler_bench import SALT, Bench, deliver, prompt_of
 
 from engine.pages.eviction import EVICTION_POLICIES
-from engine.pages.prefix import page_keys
 from engine.schedule.admission import admit
 from engine.schedule.policies import POLICIES
 from engine.schedule.preemption import preempt
@@ -21,6 +20,7 @@ from engine.types import (
     Mode,
     TokenRecord,
 )
+from prefixes.keys import page_keys
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 15, 16, 17, 40])

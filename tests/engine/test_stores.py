@@ -7,10 +7,13 @@ import mmap
 import os
 import queue
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from waiting import wait_until
@@ -296,6 +299,33 @@ def test_a_stopped_child_is_killed_too(start, tmp_path):
     job = ends.ask(LOOKUP, [A])
     assert ends.end() is job
     assert job.failed
+
+
+WORKER = """
+import queue, sys, time, torch
+from engine.tiers.arena import HostArena
+from engine.tiers.stores.messages import Opening
+from engine.tiers.stores.process import StoreProcess
+arena = HostArena(32 * {slot}, {slot}, torch.device("cpu"))
+opening = Opening(sys.argv[1], arena.fd, 32, {slot}, "f" * 32, (0, 8), {pages}, "", "")
+print(StoreProcess(opening, queue.SimpleQueue()).pid, flush=True)
+time.sleep(60)
+"""
+
+
+def is_zombie(pid: int) -> bool:
+    return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_stopped_child_ends_with_a_worker_that_is_killed_and_leaves_the_disk(start, tmp_path):
+    address = f"disk:{tmp_path}?gib=0.01"
+    code = WORKER.format(slot=SLOT, pages=PAGES)
+    with subprocess.Popen([sys.executable, "-c", code, address], stdout=subprocess.PIPE) as worker:
+        child = int(worker.stdout.readline())
+        os.kill(child, signal.SIGSTOP)
+        worker.kill()
+    wait_until(lambda: not psutil.pid_exists(child) or is_zombie(child), 5)
+    assert start(address).answer(LOOKUP, A).good == [False]
 
 
 def test_a_full_queue_takes_no_more(start, tmp_path):

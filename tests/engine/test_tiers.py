@@ -9,9 +9,9 @@ import pytest
 from engine_fakes import VOCAB
 from scheduler_bench import SALT, Bench, prompt_of
 
-from engine.pages.prefix import page_keys
 from engine.schedule.sequences import RequestState
 from engine.types import Mode
+from prefixes.keys import page_keys
 
 
 def talk(bench: Bench, turns: int, rng: random.Random, conversations: int = 12) -> list[bytes]:

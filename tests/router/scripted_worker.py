@@ -53,6 +53,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         model: str = "tiny",
         revision: str = "r",
         fingerprint: str = "f",
+        transport: str = "null",
     ) -> None:
         epoch = next(_epochs)
         self.identity = worker_pb2.WorkerIdentity(
@@ -68,7 +69,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
                 vocab_size=100,
                 page_size_tokens=PAGE_SIZE_TOKENS,
             ),
-            endpoint=worker_pb2.KvEndpoint(agent_name=f"{worker_id}@{epoch}", transport="null"),
+            endpoint=worker_pb2.KvEndpoint(agent_name=f"{worker_id}@{epoch}", transport=transport),
         )
         stamp(self.identity)
         self.load = worker_pb2.Load(

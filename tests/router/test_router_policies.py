@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from baton.worker.v1 import worker_pb2
+from router.jobs import Demand, ServedModel
 from router.placement.policies import LeastWork, RoundRobin
 from router.workers.load_estimate import Capacity, LoadEstimate, Reservation
 
@@ -135,35 +136,39 @@ class Worker:
         )
 
 
+def demand(tokens: int) -> Demand:
+    return Demand(ServedModel("m", "r", "", 1 << 17, 1, (), 16), tokens, 10, 1)
+
+
 def test_least_work_counts_seconds_not_tokens() -> None:
     slow = Worker("p0", queued_prefill_tokens=100, prefill_tokens_per_s=10)
     fast = Worker("p1", queued_prefill_tokens=200, prefill_tokens_per_s=100)
-    assert LeastWork().prefill([slow, fast], 10) == 1
+    assert LeastWork().prefill(demand(10), [slow, fast], ()) == 1
 
 
 def test_least_work_tries_a_worker_of_unknown_speed() -> None:
     known = Worker("p0", queued_prefill_tokens=100, prefill_tokens_per_s=100)
     unknown = Worker("p1", queued_prefill_tokens=50)
-    assert LeastWork().prefill([known, unknown], 10) == 1
+    assert LeastWork().prefill(demand(10), [known, unknown], ()) == 1
 
 
 def test_least_work_looks_at_the_scarcer_of_slots_and_pages() -> None:
     few_pages = Worker("d0", running_sequences=1, free_pages=10)
     few_slots = Worker("d1", running_sequences=8, free_pages=90)
     neither = Worker("d2", running_sequences=5, free_pages=50)
-    assert LeastWork().decode([few_pages, few_slots, neither]) == 2
+    assert LeastWork().decode(demand(10), [few_pages, few_slots, neither]) == 2
 
 
 def test_least_work_prefers_the_smaller_batch_of_equals() -> None:
     large = Worker("d0", running_sequences=10, max_sequences=20, free_pages=50)
     small = Worker("d1", running_sequences=5, max_sequences=20, free_pages=50)
-    assert LeastWork().decode([large, small]) == 1
+    assert LeastWork().decode(demand(10), [large, small]) == 1
 
 
 def test_round_robin_goes_on_when_workers_come_and_go() -> None:
     policy = RoundRobin()
     workers = [Worker("p0"), Worker("p1"), Worker("p2")]
-    assert [policy.prefill(workers, 10) for _ in range(4)] == [0, 1, 2, 0]
-    assert policy.decode(workers) == 0  # the legs take turns apart
-    assert policy.prefill(workers[1:], 10) == 0
-    assert policy.prefill(workers, 10) == 2
+    assert [policy.prefill(demand(10), workers, ()) for _ in range(4)] == [0, 1, 2, 0]
+    assert policy.decode(demand(10), workers) == 0  # the legs take turns apart
+    assert policy.prefill(demand(10), workers[1:], ()) == 0
+    assert policy.prefill(demand(10), workers, ()) == 2

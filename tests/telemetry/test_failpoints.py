@@ -197,6 +197,7 @@ def test_the_table_is_the_failpoints_in_the_code() -> None:
         "worker_base",
         "prefill_service",
         "decode_service",
+        "fetch_service",
         "engine",
         "kv_transfer",
     ):

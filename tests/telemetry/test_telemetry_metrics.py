@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.types import EngineLoad, TierLoad
 from kv_transfer.events import TransferCounters
+from router.workers.holdings import PagesLoad
 from telemetry.export import ExportCounts
 from telemetry.metrics.gpu import GpuLoad, gpu_reader
 from telemetry.metrics.loop_lag import EventLoopLag
@@ -289,6 +290,7 @@ def test_the_table_declares_every_name_and_nothing_else() -> None:
     used = RouterMetrics(RouterLoad), WorkerMetrics(EngineLoad, TransferCounters)
     used[0].watch_spans(lambda: ExportCounts(0, 0, 0, 0))
     used[0].watch_refusals(lambda: {"handshake": 1})
+    used[0].watch_pages(lambda: PagesLoad({"w": 1}, {("w", "pool"): 2}, {}, {}, 0))
     used[1].watch_gpu(lambda: GpuLoad(0.5, 1, 2, 3.0))
     used[1].watch_overdue(lambda: Overdue(1, 7.0, 0, 0.0))
     used[1].watch_tiers(lambda: EngineLoad(tiers=TierLoad()))

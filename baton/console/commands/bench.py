@@ -31,7 +31,7 @@ from baton.tls import TlsFiles
 if TYPE_CHECKING:
     from baton.console.loadgen.benchmark import BenchOptions, Result
     from baton.console.loadgen.endpoints import Target
-    from baton.console.loadgen.workload import Workload
+    from baton.console.loadgen.workload import Conversations, Workload
 
 NOT_VALID = 1
 """Exit code if nothing was served, or if the client was the bottleneck."""
@@ -83,6 +83,30 @@ class Given:
     output_tokens: Annotated[int, _load(min=1, max=MOST_TOKENS, help="Length of every answer.")] = (
         128
     )
+    conversations: Annotated[
+        int,
+        _load(
+            min=0,
+            help="Have so many conversations instead: each prompt is the one before, its answer's "
+            "own tokens, and a new message. --rate: conversations begun a second; 0: all at once.",
+        ),
+    ] = 0
+    turns: Annotated[int, _load(min=1, help="Turns of a conversation.")] = 8
+    think: Annotated[
+        float,
+        _load(min=0, help="Mean seconds between an answer's end and the next turn, exponential."),
+    ] = 0.0
+    system_tokens: Annotated[
+        int, _load(min=0, max=MOST_TOKENS, help="Prompt that all conversations begin with.")
+    ] = 512
+    user_median: Annotated[
+        float, _load(min=1, help="Median length of users' messages, which is log-normal.")
+    ] = 37.0
+    user_p90: Annotated[float, _load(min=1, help="Its 90th percentile.")] = 4900.0
+    context: Annotated[
+        int,
+        _load(min=0, help="Most tokens of a conversation; 0: the model's context."),
+    ] = 0
     trace: Annotated[
         str,
         _load(
@@ -196,6 +220,8 @@ def bench(given: Given) -> None:
 
     Example: [cyan]baton bench --trace mooncake-conversation --time-scale 2 --report out[/]
 
+    Example: [cyan]baton bench --conversations 64 --turns 8 --think 5 --context 8192 --rate 2[/]
+
     Example: [cyan]baton bench --url http://peer:8000/v1 --trace azure-conversation --rate 2
     --goodput --slo-ttft-ms 400 --slo-itl-p99-ms 10[/]
     """
@@ -256,7 +282,9 @@ def _files(given: Given, targets: tuple[Target, ...]) -> TlsFiles:
     return TlsFiles(given.tls_ca, given.tls_cert, given.tls_key)
 
 
-def _workload(given: Given) -> Workload:
+def _workload(given: Given) -> Workload | Conversations:
+    if given.conversations:
+        return _conversations(given)
     from baton.console.loadgen.trace_files import read_trace
     from baton.console.loadgen.workload import DEFAULT_NUM, Workload, scaled
 
@@ -270,6 +298,23 @@ def _workload(given: Given) -> Workload:
         trace=rows,
         trace_arrivals=is_own,
         duration_s=given.seconds,
+    )
+
+
+def _conversations(given: Given) -> Conversations:
+    from baton.console.loadgen.workload import Conversations
+
+    if given.trace or given.num or given.goodput:
+        raise BenchError("--conversations goes without --trace, --num and --goodput")
+    return Conversations(
+        conversations=given.conversations,
+        turns=given.turns,
+        think_s=given.think,
+        output_tokens=given.output_tokens,
+        system_tokens=given.system_tokens,
+        median_tokens=given.user_median,
+        p90_tokens=given.user_p90,
+        context_tokens=given.context or MOST_TOKENS,
     )
 
 

@@ -26,9 +26,15 @@ from baton.console.loadgen.report.summary import (
     percentiles,
     summarize,
 )
+from baton.console.loadgen.report.turns import TurnFigures, read_places, turn_figures
 from baton.console.loadgen.servers import served
 from baton.console.loadgen.spans import span_figures
-from baton.console.loadgen.workload import LoadPlan, Workload, shared_prefix_tokens
+from baton.console.loadgen.workload import (
+    Conversations,
+    LoadPlan,
+    Workload,
+    shared_prefix_share,
+)
 from baton.output import rounded
 from baton.tls import NO_FILES, TlsFiles
 
@@ -57,9 +63,9 @@ class BenchOptions:
 
     targets: tuple[Target, ...]
     """Requests go to them in turn."""
-    workload: Workload
+    workload: Workload | Conversations
     rate: float = 0.0
-    """Requests a second, as in `Workload.plan`. A search begins at this rate."""
+    """Requests a second, as in `Workload.plan`, or conversations. A search begins at this rate."""
     repeats: int = 1
     seed: int = field(default_factory=lambda: secrets.randbits(31))
     """Seed of the first run; later runs count up from it."""
@@ -98,6 +104,8 @@ class Run(NamedTuple):
 
     summary: Summary
     outcomes: Sequence[Outcome]
+    turns: tuple[TurnFigures, ...] = ()
+    """Of conversations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +200,9 @@ def measure(options: BenchOptions, watcher: Watcher | None = None) -> Result:
     context = min((one.max_context_tokens for one in models if one.max_context_tokens), default=0)
     workload, dropped = _fitting(options.workload, context)
     asked = Asked(
-        models[0].model, options.force_length, options.timeout_s, options.api_key, options.files
+        *(models[0].model, options.force_length, options.timeout_s, options.api_key),
+        files=options.files,
+        ids=isinstance(options.workload, Conversations),
     )
     sending = Sending(options.targets, asked, options.vocabulary, options.warm_ups)
     seeds = itertools.count(options.seed)
@@ -202,7 +212,7 @@ def measure(options: BenchOptions, watcher: Watcher | None = None) -> Result:
 
         def run_at(rate: float) -> Summary:
             plan = workload.plan(rate, next(seeds))
-            shares.append(_shared_share(plan))
+            shares.append(shared_prefix_share(plan))
             watcher.run_begins(plan)
             runs.append(_run(fleet, plan, rate or plan.rate, options, watcher.told))
             watcher.run_ended(runs[-1].summary)
@@ -227,8 +237,14 @@ def measure(options: BenchOptions, watcher: Watcher | None = None) -> Result:
     )
 
 
-def _fitting(workload: Workload, context: int) -> tuple[Workload, int]:
-    """Drops requests of the trace that exceed the context; returns how many were dropped."""
+def _fitting(
+    workload: Workload | Conversations, context: int
+) -> tuple[Workload | Conversations, int]:
+    """Drops requests of the trace that exceed the context; returns how many were dropped.
+    Conversations are cut."""
+    if isinstance(workload, Conversations):
+        most = min(workload.context_tokens, context or workload.context_tokens)
+        return replace(workload, context_tokens=most), 0
     if not workload.trace or not context:
         return workload, 0
     rows = workload.trace
@@ -236,11 +252,6 @@ def _fitting(workload: Workload, context: int) -> tuple[Workload, int]:
     if not fit:
         raise BenchError(f"the model's context of {context} tokens holds no request of the trace")
     return replace(workload, trace=fit), len(rows) - len(fit)
-
-
-def _shared_share(plan: LoadPlan) -> float:
-    tokens = sum(request.prompt_tokens for request in plan.requests)
-    return shared_prefix_tokens(plan.requests) / tokens
 
 
 def _run(
@@ -253,7 +264,12 @@ def _run(
     reports = fleet.run(plan, told)
     simulated = _simulated(reports, options.idle_ttft_ms)
     summary = summarize(reports, plan.seed, rate, options.slo, options.max_lag_ms, simulated)
-    return Run(summary, gathered(reports))
+    outcomes = gathered(reports)
+    if not plan.conversations:
+        return Run(summary, outcomes)
+    ids = [one.trace_id for one in outcomes if one.trace_id]
+    on_decode = read_places(options.admin, ids) if options.admin else {}
+    return Run(summary, outcomes, turn_figures(outcomes, on_decode))
 
 
 def _simulated(reports: Sequence[SenderReport], idle_ttft_ms: float | None) -> Percentiles | None:
@@ -279,11 +295,7 @@ def as_json(result: Result) -> dict[str, Any]:
         "model": result.model,
         "workload": {
             "requests": len(result.runs[0].outcomes),
-            "prompt_tokens": None if workload.trace else workload.prompt_tokens,
-            "output_tokens": None if workload.trace else workload.output_tokens,
-            "trace_rows": len(workload.trace) - result.dropped_rows,
-            "dropped_rows": result.dropped_rows,
-            "arrivals": "trace" if workload.trace_arrivals else "poisson",
+            **_workload_json(workload, result.dropped_rows),
             "rate": options.rate,
             "shared_prefix_share": round(result.shared_prefix_share, 4),
             "forced_lengths": options.force_length,
@@ -291,9 +303,32 @@ def as_json(result: Result) -> dict[str, Any]:
         "slo": options.slo.given,
         "goodput": None if result.found is None else _goodput_json(result.found),
         "runs": [rounded(asdict(run.summary)) for run in result.runs],
+        **_turns_json(result.runs),
         "ranges": rounded(result.ranges()),
         "spans": dict(result.spans),
     }
+
+
+def _workload_json(workload: Workload | Conversations, dropped_rows: int) -> dict[str, Any]:
+    if isinstance(workload, Conversations):
+        return asdict(workload)
+    return {
+        "prompt_tokens": None if workload.trace else workload.prompt_tokens,
+        "output_tokens": None if workload.trace else workload.output_tokens,
+        "trace_rows": len(workload.trace) - dropped_rows,
+        "dropped_rows": dropped_rows,
+        "arrivals": "trace" if workload.trace_arrivals else "poisson",
+    }
+
+
+def _turns_json(runs: Sequence[Run]) -> dict[str, Any]:
+    if not any(run.turns for run in runs):
+        return {}
+    turns = [
+        [rounded(one._asdict() | {"ttft_ms": asdict(one.ttft_ms)}) for one in run.turns]
+        for run in runs
+    ]
+    return {"turns": turns}
 
 
 def _goodput_json(found: Goodput) -> dict[str, Any]:

@@ -6,7 +6,9 @@ the run is over, so that a sender spends its time on sending and receiving.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
@@ -44,6 +46,12 @@ class Reading(NamedTuple):
     trace_id: str = ""
     whole: bool = True
     """Whether the answer reached its end with nothing missing."""
+    token_ids: tuple[int, ...] = ()
+    """The answer's tokens, if the server told them."""
+    cached_tokens: int = 0
+    """Prompt tokens that the server found cached."""
+    loaded_tokens: Mapping[str, int] = MappingProxyType({})
+    """Those of them that came from beyond the pool, by source."""
 
 
 class Asked(NamedTuple):
@@ -57,6 +65,8 @@ class Asked(NamedTuple):
     api_key: str = ""
     files: TlsFiles = NO_FILES
     """Of TLS, for grpcs:// and https:// alone."""
+    ids: bool = False
+    """Whether the answers' token ids are needed."""
 
 
 class BenchEndpoint(Protocol):

@@ -92,9 +92,9 @@ class Fleet:
         Raises:
             BenchError: a warm-up request failed, or a sender process died or does not end.
         """
-        used = self._pipes[:1] if plan.in_turn else self._pipes[: len(plan.requests)]
+        used = self._pipes[: plan.most_senders]
         for number, pipe in enumerate(used):
-            requests = plan.requests[number :: len(used)]
+            requests = plan.share(number, len(used))
             self._send(pipe, self._order(plan, requests, len(used)))
         self._await_ready(used, plan)
         start = Start(time.perf_counter() + START_DELAY_S)
@@ -136,9 +136,7 @@ class Fleet:
         self, pipes: list[Connection], plan: LoadPlan, told: Told
     ) -> list[SenderReport]:
         timeout_s = self._sending.asked.timeout_s
-        last_s = plan.requests[-1].due_s
-        limit_s = timeout_s * len(plan.requests) if plan.in_turn else last_s + timeout_s
-        give_up_s = time.monotonic() + limit_s + SPAWN_S
+        give_up_s = time.monotonic() + plan.longest_s(timeout_s) + SPAWN_S
         progress = dict.fromkeys(pipes, Progress(0, 0))
         reports: dict[Connection, SenderReport] = {}
         while len(reports) < len(pipes):

@@ -76,10 +76,14 @@ class GrpcEndpoint:
                 if delta is not None and delta.token_ids:
                     arrivals_s.append(at_s)
                     tokens += len(delta.token_ids)
-            gathering.result()
+            found = gathering.result()
         except ProtocolError:
             return Reading(arrivals_s, tokens, gathering.trace_id, whole=False)
-        return Reading(arrivals_s, tokens, gathering.trace_id)
+        cached, loaded = found.usage.cached_prompt_tokens, found.usage.loaded_prompt_tokens
+        return Reading(
+            *(arrivals_s, tokens, gathering.trace_id, True),
+            *(found.token_ids, cached, loaded),
+        )
 
     async def close(self) -> None:
         """Closes the connection."""

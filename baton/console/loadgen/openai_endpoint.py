@@ -53,6 +53,8 @@ class OpenAiEndpoint:
         }
         if self._asked.force_length:
             body |= {"ignore_eos": True, "min_tokens": output_tokens}
+        if self._asked.ids:
+            body["return_token_ids"] = True
         return json.dumps(body, separators=(",", ":")).encode()
 
     async def send(self, request: bytes, kept: Kept) -> None:
@@ -76,7 +78,9 @@ class OpenAiEndpoint:
     def read(self, kept: Kept) -> Reading:
         """Reads an answer. Takes the token count from its usage, else counts one an event."""
         arrivals_s: list[float] = []
-        tokens, done, failed = 0, False, False
+        ids: list[int] = []
+        loaded: dict[str, int] = {}
+        tokens, cached, done, failed = 0, 0, False, False
         for at_s, data in _events(kept):
             if data == _DONE:
                 done = True
@@ -87,11 +91,18 @@ class OpenAiEndpoint:
                 failed = True
                 break
             failed |= "error" in event
-            tokens = (event.get("usage") or {}).get("completion_tokens") or tokens
+            usage = event.get("usage") or {}
+            tokens = usage.get("completion_tokens") or tokens
+            details = usage.get("prompt_tokens_details") or {}
+            cached = details.get("cached_tokens") or cached
+            loaded = details.get("loaded_tokens") or loaded
+            for choice in event.get("choices") or ():
+                ids += choice.get("token_ids") or ()
             if any(map(_has_tokens, event.get("choices") or ())):
                 arrivals_s.append(at_s)
         whole = done and not failed
-        return Reading(arrivals_s, tokens or len(arrivals_s), kept.trace_id, whole)
+        count = tokens or len(arrivals_s)
+        return Reading(arrivals_s, count, kept.trace_id, whole, tuple(ids), cached, loaded)
 
     async def close(self) -> None:
         """Closes the connection."""

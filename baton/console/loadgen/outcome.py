@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -13,6 +14,8 @@ SHORT: Final = "SHORT"
 """The answer ended without an error, but with fewer tokens than were forced."""
 PROTOCOL: Final = "PROTOCOL"
 """The answer is malformed, or tokens in it are missing or doubled."""
+NO_TOKEN_IDS: Final = "NO_TOKEN_IDS"
+"""A conversation cannot go on: the server does not tell the tokens of its answers."""
 TIMEOUT: Final = "TIMEOUT"
 UNREACHABLE: Final = "UNREACHABLE"
 
@@ -35,6 +38,12 @@ class Outcome:
     status: str
     """`OK`, one of the words above, or the server's own word: a gRPC reason, `HTTP 429`."""
     trace_id: str = ""
+    cached_tokens: int = 0
+    """Prompt tokens that the server found cached, as its usage says."""
+    loaded_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Those of them that came from beyond the pool, by source."""
+    turn: int = -1
+    """Index of its turn in a conversation; -1: it is in none."""
 
     @property
     def ok(self) -> bool:

@@ -26,7 +26,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from baton.console.loadgen.endpoints import Asked, BenchEndpoint, EndpointError, Kept, Target
-from baton.console.loadgen.outcome import OK, PROTOCOL, SHORT, Outcome, SenderReport
+from baton.console.loadgen.outcome import NO_TOKEN_IDS, OK, PROTOCOL, SHORT, Outcome, SenderReport
 from baton.console.loadgen.workload import WARM_UPS, Planned, prompt_ids
 from baton.process.event_loop import loop_factory
 from telemetry.metrics.loop_lag import EventLoopLag
@@ -85,6 +85,8 @@ class _Sent(NamedTuple):
     ended_s: float
     kept: Kept
     status: str
+    prompt_tokens: int
+    """All of them, with those of earlier turns."""
 
 
 def main(connection: Connection) -> None:
@@ -145,7 +147,10 @@ class _Load:
     def __init__(self, order: RunOrder, endpoints: Sequence[BenchEndpoint]) -> None:
         self._order = order
         self._endpoints = endpoints
-        self._written = [self._write(request) for request in order.requests]
+        self._written = [
+            b"" if request.turn and request.turn.number else self._write(request)
+            for request in order.requests
+        ]
         self._sent: list[_Sent] = []
         self._begun = 0
 
@@ -154,8 +159,12 @@ class _Load:
         return self._endpoints[target_of(request.number, order.senders, len(order.targets))]
 
     def _write(self, request: Planned) -> bytes:
-        ids = prompt_ids(request, self._order.seed, self._order.vocabulary)
-        return self._at(request).write(ids.tolist(), request.output_tokens)
+        return self._at(request).write(self._ids(request), request.output_tokens)
+
+    def _ids(self, request: Planned) -> list[int]:
+        drawn = prompt_ids(request, self._order.seed, self._order.vocabulary)
+        ids: list[int] = drawn.tolist()
+        return ids
 
     async def warm_up(self) -> None:
         """Sends requests like the planned ones, one after another, to every endpoint."""
@@ -165,7 +174,7 @@ class _Load:
             like = next(likes, None)
             if like is None:
                 return
-            new = like._replace(number=own * self._order.warm_ups + number, blocks=())
+            new = like._replace(number=own * self._order.warm_ups + number, blocks=(), turn=None)
             ids = prompt_ids(new, self._order.seed, self._order.vocabulary, WARM_UPS)
             kept = Kept()
             await endpoint.send(endpoint.write(ids.tolist(), like.output_tokens), kept)
@@ -179,12 +188,48 @@ class _Load:
         begun_s, cpu_s = time.perf_counter(), time.process_time()
         telling = asyncio.create_task(self._tell(connection))
         async with EventLoopLag(report.loop_lags_s.append, LAG_INTERVAL_S):
-            await (self._in_turn() if self._order.in_turn else self._open_loop(start_s))
+            await self._send_all(start_s)
         report.cpu_s = time.process_time() - cpu_s
         report.wall_s = time.perf_counter() - begun_s
         telling.cancel()
         report.outcomes = [self._outcome(sent, start_s) for sent in self._sent]
         return report
+
+    async def _send_all(self, start_s: float) -> None:
+        if self._order.in_turn:
+            await self._in_turn()
+        elif any(request.turn for request in self._order.requests):
+            await self._conversations(start_s)
+        else:
+            await self._open_loop(start_s)
+
+    async def _conversations(self, start_s: float) -> None:
+        """Each conversation begins when it is due, and then goes on by itself."""
+        of: dict[int, list[tuple[Planned, bytes]]] = {}
+        for request, written in zip(self._order.requests, self._written, strict=True):
+            if request.turn:
+                of.setdefault(request.turn.conversation, []).append((request, written))
+        await asyncio.gather(*(self._converse(start_s, turns) for turns in of.values()))
+
+    async def _converse(self, start_s: float, turns: Sequence[tuple[Planned, bytes]]) -> None:
+        """Sends the turns of one conversation, each behind the answer before. It ends early when a
+        turn fails, since nothing could follow."""
+        ids: list[int] = []
+        for request, written in turns:
+            ids += self._ids(request)
+            if request.turn and request.turn.number:
+                await asyncio.sleep(request.turn.think_s)
+                written = self._at(request).write(ids, request.output_tokens)
+            else:
+                await asyncio.sleep(max(0.0, start_s + request.due_s - time.perf_counter()))
+            sent = await self._send(request, written, len(ids))
+            reading = self._at(request).read(sent.kept)
+            if sent.status != OK or not reading.whole:
+                return
+            if len(reading.token_ids) != reading.tokens:
+                self._sent[self._sent.index(sent)] = sent._replace(status=NO_TOKEN_IDS)
+                return
+            ids += reading.token_ids
 
     async def _open_loop(self, start_s: float) -> None:
         tasks = []
@@ -198,7 +243,7 @@ class _Load:
         for request, written in zip(self._order.requests, self._written, strict=True):
             await self._send(request, written)
 
-    async def _send(self, request: Planned, written: bytes) -> None:
+    async def _send(self, request: Planned, written: bytes, prompt_tokens: int = 0) -> _Sent:
         kept, status = Kept(), OK
         self._begun += 1
         sent_s = time.perf_counter()
@@ -206,7 +251,10 @@ class _Load:
             await self._at(request).send(written, kept)
         except EndpointError as error:
             status = error.status
-        self._sent.append(_Sent(request, sent_s, time.perf_counter(), kept, status))
+        tokens = prompt_tokens or request.prompt_tokens
+        sent = _Sent(request, sent_s, time.perf_counter(), kept, status, tokens)
+        self._sent.append(sent)
+        return sent
 
     async def _tell(self, connection: Connection) -> None:
         while True:
@@ -223,16 +271,20 @@ class _Load:
         if status == OK and forced and reading.tokens < request.output_tokens:
             status = SHORT
         sent_s = sent.sent_s - start_s
+        follows = self._order.in_turn or bool(request.turn and request.turn.number)
         return Outcome(
             number=request.number,
-            due_s=sent_s if self._order.in_turn else request.due_s,
+            due_s=sent_s if follows else request.due_s,
             sent_s=sent_s,
-            prompt_tokens=request.prompt_tokens,
+            prompt_tokens=sent.prompt_tokens,
             arrivals_s=np.array(reading.arrivals_s) - start_s,
             ended_s=sent.ended_s - start_s,
             tokens=reading.tokens,
             status=status,
             trace_id=reading.trace_id,
+            cached_tokens=reading.cached_tokens,
+            loaded_tokens=dict(reading.loaded_tokens),
+            turn=request.turn.number if request.turn else -1,
         )
 
 

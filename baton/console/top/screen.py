@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import Final
 
 from rich.columns import Columns
@@ -36,6 +37,7 @@ def draw(view: View, admin: str) -> RenderableType:
         Columns([_requests(view), _latencies(view)], padding=(0, 4)),
         Text(),
         _workers(view),
+        *_prompts(view),
         *_notes(view),
     )
 
@@ -67,6 +69,7 @@ def _requests(view: View) -> Table:
     again = f"{view.retries:,} / {view.failovers:,} / {view.rejections:,}"
     grid.add_row("retried/resumed/refused", again)
     grid.add_row("bad requests", f"{view.bad_requests:,}")
+    grid.add_row("events behind", f"{view.events_behind:,}")
     return grid
 
 
@@ -136,6 +139,22 @@ def _pages(pages: dict[str, int]) -> Text:
     bar.append("░" * (_BAR_CELLS - len(bar)), "bright_black")
     held = total - pages["free"] - pages["cached"]
     return bar.append(f"{held / total:5.0%}")
+
+
+def _prompts(view: View) -> list[Text]:
+    """Where the prompts' tokens came from, and what was fetched from peers."""
+    found: Counter[str] = Counter()
+    for worker in view.workers:
+        found.update(worker.found)
+    total = sum(found.values()) + sum(worker.computed for worker in view.workers)
+    if not total:
+        return []
+    shares = [f"{source} {tokens / total:.0%}" for source, tokens in found.most_common()]
+    text = Text("\nprompt tokens  ", "dim").append(", ".join([*shares, "the rest computed"]))
+    rates = [w.fetched_byte_rate for w in view.workers if w.fetched_byte_rate is not None]
+    if "peer" in found and rates:
+        text.append(f"  fetched {_bytes_a_second(sum(rates))}")
+    return [text]
 
 
 def _notes(view: View) -> list[Text]:

@@ -62,6 +62,12 @@ class WorkerView:
     pages: dict[str, int] = field(default_factory=dict)
     """Number of KV pages by state."""
     sent_byte_rate: float | None = None
+    found: dict[str, float] = field(default_factory=dict)
+    """Prompt tokens that were not computed, by source, since the earlier scrape."""
+    computed: float = 0.0
+    """Prompt tokens computed since then."""
+    fetched_byte_rate: float | None = None
+    """From peers."""
     transfers: dict[str, int] = field(default_factory=dict)
     """Number of transfers since its start, by outcome."""
     exposed: Quantiles = field(default_factory=lambda: Quantiles(0))
@@ -90,6 +96,8 @@ class View:
     """Refused for the caller's own fault."""
     rejections: int
     """Refused for another reason."""
+    events_behind: int
+    """Events of pages that the router has not heard."""
     latencies: dict[str, Quantiles]
     workers: list[WorkerView]
     routers: int = 1
@@ -140,6 +148,7 @@ def view(now: Scrape, earlier: Scrape | None = None, rates: Scrape | None = None
         failovers=int(router.total(f"{Metric.FAILOVERS}_total")),
         bad_requests=bad_requests,
         rejections=int(router.total(refused)) - bad_requests,
+        events_behind=int(router.total(Metric.PAGE_EVENTS_BEHIND)),
         latencies=latencies,
         workers=workers,
         routers=now.routers,
@@ -170,6 +179,9 @@ def _worker(known: Known, now: Scrape, before: Scrape, since: Scrape) -> WorkerV
         step=_quantiles([(found, old)], Metric.STEP_SECONDS),
         pages={state: int(pages.get(state, 0)) for state in PAGE_STATES},
         sent_byte_rate=_rate(found, then, f"{Metric.TRANSFER_BYTES}_total"),
+        found=_grown(found, old, f"{Metric.FOUND_TOKENS}_total"),
+        computed=_grown(found, old, f"{Metric.PREFILL_TOKENS}_total").get("computed", 0.0),
+        fetched_byte_rate=_rate(found, then, f"{Metric.FETCH_BYTES}_total", direction="got"),
         transfers={
             outcome: int(count)
             for outcome, count in found.by_label(f"{Metric.TRANSFERS}_total", "outcome").items()
@@ -188,6 +200,16 @@ def _same_process(now: Scraped, earlier: Scraped) -> Scraped:
     """Returns the earlier samples, or `NOTHING` if the process has restarted since."""
     started = "process_start_time_seconds"
     return earlier if now.total(started) == earlier.total(started) else NOTHING
+
+
+def _grown(now: Scraped, earlier: Scraped, name: str) -> dict[str, float]:
+    """Increase of a counter by the label `source`."""
+    before = earlier.by_label(name, "source")
+    grown = {
+        source: value - before.get(source, 0.0)
+        for source, value in now.by_label(name, "source").items()
+    }
+    return {source: value for source, value in grown.items() if value > 0}
 
 
 def _rate(now: Scraped, earlier: Scraped, name: str, **labels: str) -> float | None:

@@ -287,6 +287,8 @@ class ModelInfo(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_TOKENS_FIELD_NUMBER: _builtins.int
+    KV_PRECISION_FIELD_NUMBER: _builtins.int
+    PREFIX_CACHE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name that clients use."""
     path: _builtins.str
@@ -301,6 +303,10 @@ class ModelInfo(_message.Message):
     """Size of the vocabulary; ids at or above it are refused."""
     page_size_tokens: _builtins.int
     """Tokens in a KV page."""
+    kv_precision: _builtins.str
+    """How the numbers of KV are stored: keys of pages depend on it."""
+    prefix_cache: _builtins.bool
+    """Whether pages of prompts are found again by their keys."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids that end a sequence."""
@@ -316,10 +322,12 @@ class ModelInfo(_message.Message):
         vocab_size: _builtins.int = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         page_size_tokens: _builtins.int = ...,
+        kv_precision: _builtins.str = ...,
+        prefix_cache: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "max_context_tokens", b"max_context_tokens", "name", b"name", "page_size_tokens", b"page_size_tokens", "path", b"path", "revision", b"revision", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "kv_precision", b"kv_precision", "max_context_tokens", b"max_context_tokens", "name", b"name", "page_size_tokens", b"page_size_tokens", "path", b"path", "prefix_cache", b"prefix_cache", "revision", b"revision", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -400,6 +408,9 @@ class WorkRequest(_message.Message):
     PART_FIELD_NUMBER: _builtins.int
     QUIESCE_FIELD_NUMBER: _builtins.int
     QUIESCED_FIELD_NUMBER: _builtins.int
+    PAGES_WANTED_FIELD_NUMBER: _builtins.int
+    FETCH_FIELD_NUMBER: _builtins.int
+    FETCH_REFUSED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def attach(self) -> Global___Attach:
         """First message of the stream."""
@@ -440,6 +451,20 @@ class WorkRequest(_message.Message):
     def quiesced(self) -> Global___Quiesce:
         """Decode worker: the answer of the prefill worker that it names."""
 
+    @_builtins.property
+    def pages_wanted(self) -> Global___PagesWanted:
+        """From where on the router wants to hear of pages. Before the first one a
+        worker tells nothing of them.
+        """
+
+    @_builtins.property
+    def fetch(self) -> Global___Fetch:
+        """Another worker wants KV pages that this one is said to hold."""
+
+    @_builtins.property
+    def fetch_refused(self) -> Global___FetchRefused:
+        """A fetch of this worker brings nothing: no page of it was or will be written."""
+
     def __init__(
         self,
         *,
@@ -452,16 +477,47 @@ class WorkRequest(_message.Message):
         part: Global___Part | None = ...,
         quiesce: Global___Quiesce | None = ...,
         quiesced: Global___Quiesce | None = ...,
+        pages_wanted: Global___PagesWanted | None = ...,
+        fetch: Global___Fetch | None = ...,
+        fetch_refused: Global___FetchRefused | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "attach", b"attach", "cancel", b"cancel", "grant", b"grant", "meet", b"meet", "message", b"message", "part", b"part", "quiesce", b"quiesce", "quiesced", b"quiesced", "submit", b"submit"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "attach", b"attach", "cancel", b"cancel", "fetch", b"fetch", "fetch_refused", b"fetch_refused", "grant", b"grant", "meet", b"meet", "message", b"message", "pages_wanted", b"pages_wanted", "part", b"part", "quiesce", b"quiesce", "quiesced", b"quiesced", "submit", b"submit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "attach", b"attach", "cancel", b"cancel", "grant", b"grant", "meet", b"meet", "message", b"message", "part", b"part", "quiesce", b"quiesce", "quiesced", b"quiesced", "submit", b"submit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort", b"abort", "attach", b"attach", "cancel", b"cancel", "fetch", b"fetch", "fetch_refused", b"fetch_refused", "grant", b"grant", "meet", b"meet", "message", b"message", "pages_wanted", b"pages_wanted", "part", b"part", "quiesce", b"quiesce", "quiesced", b"quiesced", "submit", b"submit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attach", "meet", "submit", "grant", "cancel", "abort", "part", "quiesce", "quiesced"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attach", "meet", "submit", "grant", "cancel", "abort", "part", "quiesce", "quiesced", "pages_wanted", "fetch", "fetch_refused"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___WorkRequest: _TypeAlias = WorkRequest  # noqa: Y015
+
+@_typing.final
+class PagesWanted(_message.Message):
+    """What a router knows of the worker's pages; the worker goes on behind it. Sent
+    first when the stream is attached, and again whenever something is missing.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NEXT_SEQUENCE_FIELD_NUMBER: _builtins.int
+    NEXT_SHARD_FIELD_NUMBER: _builtins.int
+    next_sequence: _builtins.int
+    """The first event that it has not heard of; 0 if it knows nothing."""
+    next_shard: _builtins.int
+    """The first shard of a snapshot that it has not got; 1024 for none."""
+    def __init__(
+        self,
+        *,
+        next_sequence: _builtins.int = ...,
+        next_shard: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_sequence", b"next_sequence", "next_shard", b"next_shard"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PagesWanted: _TypeAlias = PagesWanted  # noqa: Y015
 
 @_typing.final
 class Attach(_message.Message):
@@ -581,6 +637,92 @@ class Quiesce(_message.Message):
 Global___Quiesce: _TypeAlias = Quiesce  # noqa: Y015
 
 @_typing.final
+class Fetch(_message.Message):
+    """Right to write pages, from a worker that lacks them to one that is said to
+    hold them. The holder writes those of the leading keys that it has, without a
+    gap, into the pages given; the last notification of the transfer has their
+    count. Routers pass it on by the agent names, unchanged.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    FETCHER_EPOCH_FIELD_NUMBER: _builtins.int
+    FETCHER_AGENT_NAME_FIELD_NUMBER: _builtins.int
+    HOLDER_AGENT_NAME_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    PAGE_IDS_FIELD_NUMBER: _builtins.int
+    transfer_id: _builtins.bytes
+    """The transfer, random, 16 bytes."""
+    fetcher_epoch: _builtins.int
+    """Epoch of the worker that fetches."""
+    fetcher_agent_name: _builtins.str
+    """Agent name of the worker that fetches."""
+    holder_agent_name: _builtins.str
+    """Agent name of the worker that is said to hold the pages."""
+    keys: _builtins.bytes
+    """Keys of the pages, in order, 32 bytes each."""
+    page_ids: _builtins.bytes
+    """Destination page of each key, packed."""
+    def __init__(
+        self,
+        *,
+        transfer_id: _builtins.bytes = ...,
+        fetcher_epoch: _builtins.int = ...,
+        fetcher_agent_name: _builtins.str = ...,
+        holder_agent_name: _builtins.str = ...,
+        keys: _builtins.bytes = ...,
+        page_ids: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetcher_agent_name", b"fetcher_agent_name", "fetcher_epoch", b"fetcher_epoch", "holder_agent_name", b"holder_agent_name", "keys", b"keys", "page_ids", b"page_ids", "transfer_id", b"transfer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Fetch: _TypeAlias = Fetch  # noqa: Y015
+
+@_typing.final
+class FetchRefused(_message.Message):
+    """The answer to a fetch of which nothing comes. Nothing was written, and nothing
+    will be: it is from the holder, or from a router that did not pass the fetch on.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    FETCHER_EPOCH_FIELD_NUMBER: _builtins.int
+    FETCHER_AGENT_NAME_FIELD_NUMBER: _builtins.int
+    HOLDER_AGENT_NAME_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    transfer_id: _builtins.bytes
+    """The transfer, random, 16 bytes."""
+    fetcher_epoch: _builtins.int
+    """Epoch of the worker that fetches."""
+    fetcher_agent_name: _builtins.str
+    """Agent name of the worker that fetches."""
+    holder_agent_name: _builtins.str
+    """Agent name of the worker that was asked."""
+    cause: _builtins.str
+    """Why, a short stable word."""
+    def __init__(
+        self,
+        *,
+        transfer_id: _builtins.bytes = ...,
+        fetcher_epoch: _builtins.int = ...,
+        fetcher_agent_name: _builtins.str = ...,
+        holder_agent_name: _builtins.str = ...,
+        cause: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "fetcher_agent_name", b"fetcher_agent_name", "fetcher_epoch", b"fetcher_epoch", "holder_agent_name", b"holder_agent_name", "transfer_id", b"transfer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchRefused: _TypeAlias = FetchRefused  # noqa: Y015
+
+@_typing.final
 class Submit(_message.Message):
     """One attempt at a request."""
 
@@ -603,6 +745,7 @@ class Submit(_message.Message):
     FIRST_CHOICE_FIELD_NUMBER: _builtins.int
     TAKEOVER_TOKENS_FIELD_NUMBER: _builtins.int
     TIME_LEFT_MS_FIELD_NUMBER: _builtins.int
+    FETCH_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.bytes
     """Names the attempt everywhere; random, 16 bytes."""
     mode: Global___WorkMode.ValueType
@@ -656,6 +799,13 @@ class Submit(_message.Message):
     def stopping(self) -> Global___Stopping:
         """When to stop."""
 
+    @_builtins.property
+    def fetch(self) -> Global___PeerFetch:
+        """Another worker that holds leading pages of the prompt. The worker that
+        computes the prompt gets what it lacks of them from there, and computes the
+        rest; unset where it is to compute all that it lacks.
+        """
+
     def __init__(
         self,
         *,
@@ -676,16 +826,43 @@ class Submit(_message.Message):
         first_choice: _builtins.int = ...,
         takeover_tokens: _builtins.int = ...,
         time_left_ms: _builtins.int | None = ...,
+        fetch: Global___PeerFetch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms", "sampling", b"sampling", "stopping", b"stopping", "time_left_ms", b"time_left_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms", "fetch", b"fetch", "sampling", b"sampling", "stopping", b"stopping", "time_left_ms", b"time_left_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms", "attempt_id", b"attempt_id", "cache_salt", b"cache_salt", "choices", b"choices", "deadline_unix_ns", b"deadline_unix_ns", "first_choice", b"first_choice", "generated", b"generated", "mode", b"mode", "peer_agent_name", b"peer_agent_name", "priority", b"priority", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stopping", b"stopping", "takeover_tokens", b"takeover_tokens", "tenant", b"tenant", "time_left_ms", b"time_left_ms", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms", "attempt_id", b"attempt_id", "cache_salt", b"cache_salt", "choices", b"choices", "deadline_unix_ns", b"deadline_unix_ns", "fetch", b"fetch", "first_choice", b"first_choice", "generated", b"generated", "mode", b"mode", "peer_agent_name", b"peer_agent_name", "priority", b"priority", "prompt_ids", b"prompt_ids", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "stopping", b"stopping", "takeover_tokens", b"takeover_tokens", "tenant", b"tenant", "time_left_ms", b"time_left_ms", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__time_left_ms: _TypeAlias = _typing.Literal["time_left_ms"]  # noqa: Y015
     _WhichOneofArgType__time_left_ms: _TypeAlias = _typing.Literal["_time_left_ms", b"_time_left_ms"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__time_left_ms) -> _WhichOneofReturnType__time_left_ms | None: ...
 
 Global___Submit: _TypeAlias = Submit  # noqa: Y015
+
+@_typing.final
+class PeerFetch(_message.Message):
+    """Where leading pages of a prompt can be had."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGENT_NAME_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    agent_name: _builtins.str
+    """Agent name of the worker that holds them."""
+    pages: _builtins.int
+    """Leading pages of the prompt that it is said to hold."""
+    def __init__(
+        self,
+        *,
+        agent_name: _builtins.str = ...,
+        pages: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_name", b"agent_name", "pages", b"pages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PeerFetch: _TypeAlias = PeerFetch  # noqa: Y015
 
 @_typing.final
 class GeneratedTokens(_message.Message):
@@ -993,6 +1170,10 @@ class WorkResponse(_message.Message):
     TAKEN_OVER_FIELD_NUMBER: _builtins.int
     QUIESCE_WANTED_FIELD_NUMBER: _builtins.int
     QUIESCED_FIELD_NUMBER: _builtins.int
+    PAGE_EVENTS_FIELD_NUMBER: _builtins.int
+    PAGE_SNAPSHOT_FIELD_NUMBER: _builtins.int
+    FETCH_FIELD_NUMBER: _builtins.int
+    FETCH_REFUSED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def attached(self) -> Global___Attached:
         """First message of the stream."""
@@ -1051,6 +1232,22 @@ class WorkResponse(_message.Message):
     def quiesced(self) -> Global___Quiesce:
         """Prefill worker: the answer to quiesce; to be passed on to the decode worker."""
 
+    @_builtins.property
+    def page_events(self) -> Global___PageEvents:
+        """Pages that can be found by their keys from now on, or no more."""
+
+    @_builtins.property
+    def page_snapshot(self) -> Global___PageSnapshot:
+        """A part of all pages that can be found."""
+
+    @_builtins.property
+    def fetch(self) -> Global___Fetch:
+        """The worker wants pages of another; to be passed on to it."""
+
+    @_builtins.property
+    def fetch_refused(self) -> Global___FetchRefused:
+        """The answer to fetch, where nothing comes of it; to be passed on."""
+
     def __init__(
         self,
         *,
@@ -1068,16 +1265,96 @@ class WorkResponse(_message.Message):
         taken_over: Global___TakenOver | None = ...,
         quiesce_wanted: Global___Quiesce | None = ...,
         quiesced: Global___Quiesce | None = ...,
+        page_events: Global___PageEvents | None = ...,
+        page_snapshot: Global___PageSnapshot | None = ...,
+        fetch: Global___Fetch | None = ...,
+        fetch_refused: Global___FetchRefused | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "attached", b"attached", "delivered", b"delivered", "failed", b"failed", "finished", b"finished", "first_token", b"first_token", "granted", b"granted", "load", b"load", "message", b"message", "prefill_done", b"prefill_done", "prompt_logprobs", b"prompt_logprobs", "quiesce_wanted", b"quiesce_wanted", "quiesced", b"quiesced", "taken_over", b"taken_over", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "attached", b"attached", "delivered", b"delivered", "failed", b"failed", "fetch", b"fetch", "fetch_refused", b"fetch_refused", "finished", b"finished", "first_token", b"first_token", "granted", b"granted", "load", b"load", "message", b"message", "page_events", b"page_events", "page_snapshot", b"page_snapshot", "prefill_done", b"prefill_done", "prompt_logprobs", b"prompt_logprobs", "quiesce_wanted", b"quiesce_wanted", "quiesced", b"quiesced", "taken_over", b"taken_over", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "attached", b"attached", "delivered", b"delivered", "failed", b"failed", "finished", b"finished", "first_token", b"first_token", "granted", b"granted", "load", b"load", "message", b"message", "prefill_done", b"prefill_done", "prompt_logprobs", b"prompt_logprobs", "quiesce_wanted", b"quiesce_wanted", "quiesced", b"quiesced", "taken_over", b"taken_over", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "attached", b"attached", "delivered", b"delivered", "failed", b"failed", "fetch", b"fetch", "fetch_refused", b"fetch_refused", "finished", b"finished", "first_token", b"first_token", "granted", b"granted", "load", b"load", "message", b"message", "page_events", b"page_events", "page_snapshot", b"page_snapshot", "prefill_done", b"prefill_done", "prompt_logprobs", b"prompt_logprobs", "quiesce_wanted", b"quiesce_wanted", "quiesced", b"quiesced", "taken_over", b"taken_over", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attached", "load", "granted", "first_token", "tokens", "prefill_done", "delivered", "finished", "failed", "aborted", "prompt_logprobs", "taken_over", "quiesce_wanted", "quiesced"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["attached", "load", "granted", "first_token", "tokens", "prefill_done", "delivered", "finished", "failed", "aborted", "prompt_logprobs", "taken_over", "quiesce_wanted", "quiesced", "page_events", "page_snapshot", "fetch", "fetch_refused"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___WorkResponse: _TypeAlias = WorkResponse  # noqa: Y015
+
+@_typing.final
+class PageEvents(_message.Message):
+    """Events of pages, in order, at most 64 KiB."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_SEQUENCE_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    KINDS_FIELD_NUMBER: _builtins.int
+    first_sequence: _builtins.int
+    """Number of the first; the others follow without a gap."""
+    keys: _builtins.bytes
+    """The first 8 bytes of the key of each page, one behind the other."""
+    kinds: _builtins.bytes
+    """A byte for each: 1 found in the KV pool from now on, 2 in the host tier;
+    5 and 6: no more.
+    """
+    def __init__(
+        self,
+        *,
+        first_sequence: _builtins.int = ...,
+        keys: _builtins.bytes = ...,
+        kinds: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_sequence", b"first_sequence", "keys", b"keys", "kinds", b"kinds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PageEvents: _TypeAlias = PageEvents  # noqa: Y015
+
+@_typing.final
+class PageSnapshot(_message.Message):
+    """All pages whose keys lie in some shards. A key's shard is its first 8 bytes
+    as a little-endian number, modulo 1024. Events go on between the parts.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    FIRST_SHARD_FIELD_NUMBER: _builtins.int
+    END_SHARD_FIELD_NUMBER: _builtins.int
+    CONTINUES_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """The last event that this part contains."""
+    first_shard: _builtins.int
+    """Its first shard."""
+    end_shard: _builtins.int
+    """The shard behind its last."""
+    continues: _builtins.bool
+    """More of the same shards, which the part before this one began."""
+    keys: _builtins.bytes
+    """As for PageEvents."""
+    tiers: _builtins.bytes
+    """A byte for each: 1 in the KV pool, 2 in the host tier, 3 in both."""
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        first_shard: _builtins.int = ...,
+        end_shard: _builtins.int = ...,
+        continues: _builtins.bool = ...,
+        keys: _builtins.bytes = ...,
+        tiers: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continues", b"continues", "end_shard", b"end_shard", "first_shard", b"first_shard", "keys", b"keys", "sequence", b"sequence", "tiers", b"tiers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PageSnapshot: _TypeAlias = PageSnapshot  # noqa: Y015
 
 @_typing.final
 class Attached(_message.Message):
@@ -1129,6 +1406,13 @@ class Load(_message.Message):
     KNOWN_ATTEMPTS_FIELD_NUMBER: _builtins.int
     WANTED_PAGES_FIELD_NUMBER: _builtins.int
     WANTED_SEQUENCES_FIELD_NUMBER: _builtins.int
+    PAGE_SEQUENCE_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKEN_S_FIELD_NUMBER: _builtins.int
+    PREFILL_CONTEXT_S_FIELD_NUMBER: _builtins.int
+    PIECE_DELAY_MS_FIELD_NUMBER: _builtins.int
+    PIECE_TOKENS_FIELD_NUMBER: _builtins.int
+    LOAD_GIGABYTES_PER_S_FIELD_NUMBER: _builtins.int
+    FETCH_LATENCY_MS_FIELD_NUMBER: _builtins.int
     progress: _builtins.int
     """Counts steps and idle turns of the step loop; one that stands still for
     3 s means a frozen worker.
@@ -1169,6 +1453,28 @@ class Load(_message.Message):
     """Pages that requests wait for which have none yet."""
     wanted_sequences: _builtins.int
     """Slots that such requests wait for."""
+    page_sequence: _builtins.int
+    """Number of the last event of pages; 0 before a router wanted any."""
+    prefill_token_s: _builtins.float
+    """Seconds that a prompt token takes to compute where nothing is before it; 0
+    while unknown.
+    """
+    prefill_context_s: _builtins.float
+    """Seconds that it takes longer for each token before it."""
+    piece_delay_ms: _builtins.float
+    """How much longer a step that decodes takes with a prompt's piece beside it,
+    milliseconds; 0 while unknown.
+    """
+    piece_tokens: _builtins.float
+    """Prompt tokens of such a piece, on average."""
+    load_gigabytes_per_s: _builtins.float
+    """Rate of loads from host memory into the pool, gigabytes per second; 0
+    without such a tier.
+    """
+    fetch_latency_ms: _builtins.float
+    """What recent fetches from peers took beyond the time that their bytes take at
+    the measured rate of the path, milliseconds; 0 while unknown.
+    """
     @_builtins.property
     def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerHealth]:
         """The workers that this one was introduced to."""
@@ -1202,10 +1508,17 @@ class Load(_message.Message):
         known_attempts: _abc.Iterable[_builtins.bytes] | None = ...,
         wanted_pages: _builtins.int = ...,
         wanted_sequences: _builtins.int = ...,
+        page_sequence: _builtins.int = ...,
+        prefill_token_s: _builtins.float = ...,
+        prefill_context_s: _builtins.float = ...,
+        piece_delay_ms: _builtins.float = ...,
+        piece_tokens: _builtins.float = ...,
+        load_gigabytes_per_s: _builtins.float = ...,
+        fetch_latency_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "evictable_pages", b"evictable_pages", "free_pages", b"free_pages", "granted_pages", b"granted_pages", "known_attempts", b"known_attempts", "long_step_ms", b"long_step_ms", "max_sequences", b"max_sequences", "peers", b"peers", "prefill_credit_tokens", b"prefill_credit_tokens", "prefill_rate_age_s", b"prefill_rate_age_s", "prefill_tokens_per_s", b"prefill_tokens_per_s", "progress", b"progress", "quarantined_pages", b"quarantined_pages", "queued_prefill_tokens", b"queued_prefill_tokens", "running_sequences", b"running_sequences", "step_ms", b"step_ms", "total_pages", b"total_pages", "waiting_requests", b"waiting_requests", "wanted_pages", b"wanted_pages", "wanted_sequences", b"wanted_sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "evictable_pages", b"evictable_pages", "fetch_latency_ms", b"fetch_latency_ms", "free_pages", b"free_pages", "granted_pages", b"granted_pages", "known_attempts", b"known_attempts", "load_gigabytes_per_s", b"load_gigabytes_per_s", "long_step_ms", b"long_step_ms", "max_sequences", b"max_sequences", "page_sequence", b"page_sequence", "peers", b"peers", "piece_delay_ms", b"piece_delay_ms", "piece_tokens", b"piece_tokens", "prefill_context_s", b"prefill_context_s", "prefill_credit_tokens", b"prefill_credit_tokens", "prefill_rate_age_s", b"prefill_rate_age_s", "prefill_token_s", b"prefill_token_s", "prefill_tokens_per_s", b"prefill_tokens_per_s", "progress", b"progress", "quarantined_pages", b"quarantined_pages", "queued_prefill_tokens", b"queued_prefill_tokens", "running_sequences", b"running_sequences", "step_ms", b"step_ms", "total_pages", b"total_pages", "waiting_requests", b"waiting_requests", "wanted_pages", b"wanted_pages", "wanted_sequences", b"wanted_sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1257,10 +1570,31 @@ class FirstToken(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LoadedPromptTokensEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ATTEMPT_ID_FIELD_NUMBER: _builtins.int
     RECORDS_FIELD_NUMBER: _builtins.int
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLED_UNIX_NS_FIELD_NUMBER: _builtins.int
+    LOADED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.bytes
     """The attempt."""
     cached_prompt_tokens: _builtins.int
@@ -1271,6 +1605,10 @@ class FirstToken(_message.Message):
     def records(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenRecord]:
         """One per choice, by index."""
 
+    @_builtins.property
+    def loaded_prompt_tokens(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Of the cached tokens, those that were loaded for this attempt, by where from."""
+
     def __init__(
         self,
         *,
@@ -1278,10 +1616,11 @@ class FirstToken(_message.Message):
         records: _abc.Iterable[Global___TokenRecord] | None = ...,
         cached_prompt_tokens: _builtins.int = ...,
         sampled_unix_ns: _builtins.int = ...,
+        loaded_prompt_tokens: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "cached_prompt_tokens", b"cached_prompt_tokens", "records", b"records", "sampled_unix_ns", b"sampled_unix_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "cached_prompt_tokens", b"cached_prompt_tokens", "loaded_prompt_tokens", b"loaded_prompt_tokens", "records", b"records", "sampled_unix_ns", b"sampled_unix_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,10 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from engine.model.config import ModelConfig, ModelError, UnsupportedModelError, read_json
-from engine.model.families import gemma, granite, llama, mistral, olmo, phi3, qwen2, qwen3
+from engine.model.families import (
+    gemma,
+    gpt_oss,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    olmo,
+    phi3,
+    qwen2,
+    qwen3,
+)
 from engine.model.families.reading import Family
 
-_FILES = (llama, mistral, qwen2, qwen3, gemma, phi3, granite, olmo)
+_FILES = (llama, mistral, qwen2, qwen3, gemma, phi3, granite, olmo, mixtral, gpt_oss)
 FAMILIES: dict[str, Family] = {
     name: each for file in _FILES for name, each in file.FAMILIES.items()
 }

@@ -10,12 +10,15 @@ import torch
 
 from engine.model.config import (
     Activation,
+    ExpertsConfig,
+    FeedForwardConfig,
     GatedConfig,
     LayerConfig,
     ModelConfig,
     Rope,
     UnsupportedModelError,
 )
+from engine.model.experts.config import Routing
 
 ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
 """Rope types whose frequencies do not depend on the length of the sequence."""
@@ -88,6 +91,34 @@ def gated(config: Any, **features: Any) -> GatedConfig:
         "bias": bool(getattr(config, "mlp_bias", False)),
     }
     return GatedConfig(**{**common, **features})
+
+
+def silu_only(config: Any) -> None:
+    """Refuses experts with another activation.
+
+    Raises:
+        UnsupportedModelError: it is another.
+    """
+    if config.hidden_act not in ("silu", "swish"):
+        raise UnsupportedModelError(
+            f"experts with the activation {config.hidden_act} are not supported; silu is"
+        )
+
+
+def qwen_routing(config: Any) -> Routing:
+    """How Qwen chooses experts."""
+    experts, chosen = config.num_experts, config.num_experts_per_tok
+    return Routing(experts, chosen, normalised=bool(config.norm_topk_prob))
+
+
+def qwen_experts(config: Any, experts: ExpertsConfig) -> tuple[FeedForwardConfig, ...]:
+    """Experts in every so many layers of Qwen, but for those that are named; else one
+    feed-forward."""
+    step, plain = config.decoder_sparse_step, set(config.mlp_only_layers or ())
+    return tuple(
+        experts if index not in plain and (index + 1) % step == 0 else gated(config)
+        for index in range(int(config.num_hidden_layers))
+    )
 
 
 def activation(name: str) -> Activation:

@@ -36,6 +36,8 @@ class Kind(Enum):
     """e4m3, a scale for each 128 x 128."""
     INT4 = "int4"
     """0 to 15, a scale (and a zero point) for each group of inputs of an output channel."""
+    MXFP4 = "mxfp4"
+    """e2m1, a power of two for each 32 inputs of an output channel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +57,10 @@ class Quantised(NamedTuple):
     """A weight [N, K], or some rows of one, in few bits."""
 
     values: Tensor
-    """[N, K] e4m3; INT4: uint8 of 0 to 15."""
+    """[N, K] e4m3; INT4 and MXFP4: uint8 of 0 to 15."""
     scales: Tensor
     """float32: [N, 1] (FP8_CHANNELS), [N / 128, K / 128], rounded up (FP8_BLOCKS), [N, K / group]
-    (INT4)."""
+    (INT4). MXFP4: [N, K / 32] uint8, the exponents plus 127."""
     zero_points: Tensor | None = None
     """INT4: [N, K / group] uint8, the value that means 0; None: 8."""
     input_scale: Tensor | None = None
@@ -69,6 +71,7 @@ class TensorSpec(NamedTuple):
     """What a format expects of one tensor of the checkpoint."""
 
     shape: tuple[int, ...]
+    """-1: any size."""
     dtypes: tuple[torch.dtype, ...]
     other: tuple[int, ...] | None = None
     """Another shape that is as good."""
@@ -76,6 +79,9 @@ class TensorSpec(NamedTuple):
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether a tensor may have this shape. Sizes of 1 do not count: libraries write one scale
         as [] or [1], and scales of channels as [N] or [N, 1]."""
+        if -1 in self.shape:
+            pairs = zip(shape, self.shape, strict=False)
+            return len(shape) == len(self.shape) and all(one == -1 or one == a for a, one in pairs)
         found = _without_ones(shape)
         return found == _without_ones(self.shape) or (
             self.other is not None and found == _without_ones(self.other)
@@ -189,12 +195,46 @@ def parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
     return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
 
 
+class Stack(NamedTuple):
+    """A float tensor [E, K, turns x N] that holds a weight of every expert, transposed. Its bias is
+    [E, turns x N]."""
+
+    tensor: str
+    experts: int
+    expert: int
+    """Whose weight it is."""
+    turn: int = 0
+    turns: int = 1
+    """Several parts lie in turns: channel 0 of each, then channel 1 of each."""
+
+    def spec(self, shape: tuple[int, int]) -> tuple[int, ...]:
+        """The tensor's shape, for a weight of this shape [N, K]."""
+        return self.experts, shape[1], self.turns * shape[0]
+
+    def read(self, region: Region, get: Get) -> Tensor:
+        """A part of the weight, [rows, columns]."""
+        one = Range(self.expert, self.expert + 1)
+        return get(self.tensor, one, region.columns, self._turns(region.rows))[
+            0, :, self.turn :: self.turns
+        ].T
+
+    def read_bias(self, rows: Range, get: Get) -> Tensor:
+        """A part of the bias, [rows]."""
+        one = Range(self.expert, self.expert + 1)
+        return get(f"{self.tensor}_bias", one, self._turns(rows))[0, self.turn :: self.turns]
+
+    def _turns(self, rows: Range) -> Range:
+        return Range(rows.start * self.turns, rows.end * self.turns)
+
+
 class Part(NamedTuple):
     """Rows of a fused weight that are one module of the checkpoint, or a rank's part of one."""
 
     module: str
     region: Region
     """What is kept of the module's weight."""
+    stack: Stack | None = None
+    """Where the float weight and the bias lie, if they are part of a larger tensor."""
 
     @property
     def rows(self) -> int:

@@ -73,7 +73,7 @@ class Precision:
             return Dense(outputs, inputs, self._dtype, device)
         if obstacle := self._obstacle(scheme, parts):
             return self._widen(parts, obstacle, inputs, device)
-        on_gpu = self._device.type == "cuda"
+        on_gpu = self.on_gpu
         match scheme.kind:
             case Kind.FP8_CHANNELS:
                 return Fp8Channels(
@@ -88,8 +88,42 @@ class Precision:
                 return Fp8Blocks(outputs, inputs, self._dtype, device, on_gpu=on_gpu)
             case Kind.INT4 if on_gpu:
                 return Int4(scheme, parts, inputs, self._dtype, device)
-            case Kind.INT4:
+            case Kind.INT4 | Kind.MXFP4:
                 return Dense(outputs, inputs, self._dtype, device)
+
+    def of_experts(self, parts: Sequence[Part]) -> Scheme | None:
+        """The scheme in which a GPU keeps the weights of all experts in one tensor; None: in the
+        model's dtype.
+
+        Args:
+            parts: of all experts.
+        """
+        schemes = {self._scheme(part.module) for part in parts}
+        scheme = schemes.pop()
+        obstacle = "experts are kept in different ways" if schemes else ""
+        if scheme is None and not obstacle:
+            return None
+        if scheme is not None and not obstacle:
+            obstacle = self._obstacle_of_experts(scheme, parts)
+        if obstacle:
+            self._widened[obstacle].update(part.module for part in parts)
+            return None
+        return scheme
+
+    def _obstacle_of_experts(self, scheme: Scheme, parts: Sequence[Part]) -> str:
+        """Why our kernels take no such weights; empty: they do."""
+        if scheme.kind not in (Kind.INT4, Kind.MXFP4):
+            return self._obstacle(scheme, parts)
+        if scheme.group % INT4_MULTIPLE:
+            return f"groups of {scheme.group} are no multiple of {INT4_MULTIPLE}"
+        if any(part.region.shape[1] % INT4_MULTIPLE for part in parts):
+            return f"its inputs are no multiple of {INT4_MULTIPLE}"
+        return ""
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a GPU computes."""
+        return self._device.type == "cuda"
 
     def units(self, part: Part) -> tuple[int, int]:
         """Rows and columns of a module's weight that no boundary between ranks may cut."""
@@ -97,6 +131,8 @@ class Precision:
         if scheme is None:
             return 1, 1
         outputs, inputs = part.region.shape
+        if scheme.kind is Kind.MXFP4:
+            return 1, scheme.group
         if scheme.kind is Kind.FP8_BLOCKS:
             return BLOCK, BLOCK
         if scheme.kind is Kind.FP8_CHANNELS:
@@ -105,7 +141,7 @@ class Precision:
         return self._int4_units(scheme)
 
     def _int4_units(self, scheme: Scheme) -> tuple[int, int]:
-        if self._device.type != "cuda":
+        if not self.on_gpu:
             return 1, scheme.group or 1
         return INT4_MULTIPLE, math.lcm(scheme.group or 1, INT4_MULTIPLE)
 
@@ -127,6 +163,8 @@ class Precision:
         not depend on the number of ranks."""
         if scheme.kind is Kind.INT4:
             return self._int4_obstacle(scheme, parts)
+        if scheme.kind is Kind.MXFP4:  # Only experts have it in checkpoints.
+            return "a dense product in MXFP4 is not built" if self.on_gpu else ""
         self._refuse_old_gpu()
         if scheme.float_input:
             return "its input is not rounded, and FP8 products take FP8 inputs only"
@@ -136,7 +174,7 @@ class Precision:
         return ""
 
     def _int4_obstacle(self, scheme: Scheme, parts: Sequence[Part]) -> str:
-        if self._device.type != "cuda":
+        if not self.on_gpu:
             return ""
         if obstacle := int4_obstacle(self._device):
             raise UnsupportedModelError(f"{self.name} weights: {obstacle}")
@@ -146,7 +184,7 @@ class Precision:
         return f"no INT4 kernel takes weights of {shape} in groups of {scheme.group or shape[1]}"
 
     def _refuse_old_gpu(self) -> None:
-        if self._device.type != "cuda":
+        if not self.on_gpu:
             return
         capability = torch.cuda.get_device_capability(self._device)
         if capability < LEAST_CAPABILITY:

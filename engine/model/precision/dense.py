@@ -7,6 +7,7 @@ from torch import Tensor
 
 from engine.model.precision.base import BLOCK, Kernels, Method, Quantised, parameter
 from engine.model.precision.int4 import dequantised as dequantised_int4
+from engine.model.precision.mxfp4 import dequantised as dequantised_mxfp4
 from engine.model.precision.packing import pack, product
 from engine.model.precision.rounding import Rounded
 
@@ -47,6 +48,8 @@ class Dense(Method):
 def dequantised(part: Quantised) -> Tensor:
     """The weight that a quantised one stands for, [N, K] float32."""
     values = part.values
+    if part.scales.dtype == torch.uint8:
+        return dequantised_mxfp4(values, part.scales)
     if values.dtype != torch.float8_e4m3fn:
         return dequantised_int4(part)
     return values.float() * _spread(part.scales, values.shape)

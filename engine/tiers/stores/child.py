@@ -1,11 +1,11 @@
 """The child process of a store.
 
-    python -m engine.tiers.stores.child SOCKET
+    python -m engine.tiers.stores.child SOCKET WORKER'S-PROCESS
 
 It opens the store, answers the opening, and then works through questions, one at a time: look-ups
 before loads before stores. It maps the worker's host slots and writes a digest into each object
 that it stores. An object that it loads counts only if the digest is right. It ends when its worker
-does.
+does: it has two seconds if the worker closes it, none if the worker dies.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import time
 from multiprocessing.connection import Connection
 from typing import Final
 
+from engine.parent import end_with_parent
 from engine.tiers.stores.messages import (
     LOAD,
     LOOKUP,
@@ -151,8 +152,9 @@ class Child:
         return [self._headers[index], *pages]
 
 
-def main(socket_fd: int) -> int:
-    """Runs a child; returns its exit code."""
+def main(socket_fd: int, worker: int) -> int:
+    """Runs a child of the process `worker`; returns its exit code."""
+    end_with_parent(worker)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     connection = Connection(socket_fd)
     try:
@@ -173,4 +175,4 @@ def main(socket_fd: int) -> int:
 
 if __name__ == "__main__":
     # A store's own threads, which may hang, do not keep the process.
-    os._exit(main(int(sys.argv[1])))
+    os._exit(main(*map(int, sys.argv[1:])))

@@ -7,6 +7,10 @@ store misses meanwhile.
 Questions come from the step loop and never block it. When a child is gone, all its questions have
 failed. That is told only after its process has ended, by its pidfd, because until then it may
 still write into host slots. A child that answers nothing for 10 s is killed.
+
+The kernel kills a child when the thread that started it ends (`engine.parent`). So when a worker
+has died, a child that hangs does not keep its disk from the next worker. One thread starts all
+children of a store, and lives as long as they.
 """
 
 from __future__ import annotations
@@ -98,13 +102,15 @@ class StoreProcess:
         """None while there is no child that answers."""
         self._ending = threading.Event()
         self._last_answer_s = 0.0
-        child = self._start()
+        opened: queue.SimpleQueue[StoreError | None] = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._run, args=(child,), daemon=True, name="baton-store"),
+            threading.Thread(target=self._run, args=(opened,), daemon=True, name="baton-store"),
             threading.Thread(target=self._send, daemon=True, name="baton-store-send"),
         ]
-        for thread in self._threads:
-            thread.start()
+        self._threads[0].start()
+        if (error := opened.get()) is not None:
+            raise error
+        self._threads[1].start()
 
     def expected_s(self, objects: int) -> float:
         """Seconds until so many objects would be loaded, behind those that are."""
@@ -164,8 +170,11 @@ class StoreProcess:
         ours, theirs = socket.socketpair()
         connection = Connection(ours.detach())
         fds = (theirs.fileno(), self._opening.memory_fd)
-        command = [sys.executable, "-m", "engine.tiers.stores.child", str(theirs.fileno())]
-        self._child = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
+        command = [sys.executable, "-m", "engine.tiers.stores.child"]
+        arguments = [str(theirs.fileno()), str(os.getpid())]
+        self._child = subprocess.Popen(
+            [*command, *arguments], pass_fds=fds, stdin=subprocess.DEVNULL
+        )
         theirs.close()
         try:
             send(connection, self._opening)
@@ -186,7 +195,13 @@ class StoreProcess:
             self._connection = connection
         return connection
 
-    def _run(self, connection: Connection | None) -> None:
+    def _run(self, opened: queue.SimpleQueue[StoreError | None]) -> None:
+        try:
+            connection: Connection | None = self._start()
+        except StoreError as error:
+            opened.put(error)
+            return
+        opened.put(None)
         attempt = 0
         while True:
             if connection is not None:

@@ -8,6 +8,7 @@ each choice. `Reply.whole` joins them. `Reply.chunks` sends each on as it comes.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -194,6 +195,7 @@ class Reply:
         """Notes the start of a prompt's generation; returns the pieces that echo the prompt."""
         self._usage.prompt_tokens += started.job.prompt_tokens
         self._usage.cached_tokens += started.cached_prompt_tokens
+        self._usage.loaded_tokens.update(started.loaded_prompt_tokens)
         form = self._order.form
         self._head = {
             "id": f"{form.id_prefix}-{self._call.id}",
@@ -269,6 +271,8 @@ class _Usage:
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    loaded_tokens: Counter[str] = field(default_factory=Counter)
+    """Of the cached ones, by where from. Clients that do not know the field skip it."""
     output_tokens: int = 0
     reasoning_tokens: int = 0
 
@@ -277,9 +281,13 @@ class _Usage:
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.output_tokens,
             "total_tokens": self.prompt_tokens + self.output_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "prompt_tokens_details": self._details(),
             "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
+
+    def _details(self) -> JSON:
+        details: JSON = {"cached_tokens": self.cached_tokens}
+        return details | ({"loaded_tokens": dict(self.loaded_tokens)} if self.loaded_tokens else {})
 
 
 def named(pointers: Sequence[str]) -> str:

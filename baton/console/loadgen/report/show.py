@@ -22,6 +22,7 @@ from baton.console.loadgen.report.tables import (
     probe_table,
     range_table,
     rate_text,
+    turn_table,
 )
 from baton.console.loadgen.workload import LoadPlan
 from baton.output import stderr
@@ -86,6 +87,8 @@ def render(result: Result) -> RenderableType:
     else:
         for run in result.runs:
             parts.append(_table(latency_table(run.summary)))
+            if run.turns:
+                parts.append(_table(turn_table(run.turns)))
             parts.append(_grid(facts(run.summary, result.options.slo)))
         if len(result.runs) > 1:
             parts.append(_table(range_table(result)))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from baton import __version__
 from baton.console.loadgen.benchmark import LATENCIES, Result
 from baton.console.loadgen.report.goodput import Goodput
 from baton.console.loadgen.report.summary import Percentiles, Slo, Summary
+from baton.console.loadgen.report.turns import TurnFigures
+from baton.console.loadgen.workload import Conversations
 
 SLO_NAMES: Final = {
     "ttft_ms": "TTFT",
@@ -50,6 +53,24 @@ def _latency_row(label: str, found: Percentiles | None) -> tuple[str, ...]:
         return (label, *[_NONE] * 6, "0")
     values = (found.mean, found.p50, found.p90, found.p95, found.p99, found.max)
     return (label, *map(figure, values), f"{found.count:,}")
+
+
+def turn_table(turns: Sequence[TurnFigures]) -> Words:
+    """Conversations by turn. Shares are of the prompts' tokens, but for the last column."""
+    names = sorted({name for one in turns for name in one.sources})
+    traced = any(one.on_decode is not None for one in turns)
+    head = ("turn", "n", "prompt", "TTFT p50", "p90", "p99", "cached", *names)
+    rows = tuple(
+        (
+            *(str(one.turn), f"{one.requests:,}", f"{one.prompt_tokens:,.0f}"),
+            *(figure(value) for value in (one.ttft_ms.p50, one.ttft_ms.p90, one.ttft_ms.p99)),
+            f"{one.cached_share:.0%}",
+            *(f"{one.sources.get(name, 0):.0%}" for name in names),
+            *([_NONE if one.on_decode is None else f"{one.on_decode:.0%}"] if traced else []),
+        )
+        for one in turns
+    )
+    return Words("by turn, ms", (*head, *(["on decode"] if traced else [])), rows)
 
 
 def figure(value: float) -> str:
@@ -143,15 +164,11 @@ def range_table(result: Result) -> Words:
 
 def conditions(result: Result) -> tuple[tuple[str, str], ...]:
     """The conditions of a measurement: names and words."""
-    options, workload = result.options, result.options.workload
-    lengths = f"{workload.prompt_tokens:,} prompt and {workload.output_tokens:,} output tokens"
-    if workload.trace:
-        lengths = f"from a trace of {len(workload.trace):,} requests"
-        if result.dropped_rows:
-            lengths += f", {result.dropped_rows:,} of them too long for the model"
+    options = result.options
+    lengths = _lengths(result) + (", forced" if options.force_length else "")
     said = [
         ("endpoints", ", ".join(f"{t.protocol}: {t.address}" for t in options.targets)),
-        ("lengths", lengths + (", forced" if options.force_length else "")),
+        ("lengths", lengths),
         ("arrivals", _arrivals(result)),
         ("prompt tokens shared", f"{result.shared_prefix_share:.1%}"),
         ("service levels", limits(options.slo) or "none"),
@@ -164,9 +181,28 @@ def conditions(result: Result) -> tuple[tuple[str, str], ...]:
     return tuple(said)
 
 
+def _lengths(result: Result) -> str:
+    workload = result.options.workload
+    if isinstance(workload, Conversations):
+        return (
+            f"{workload.conversations:,} conversations of {workload.turns} turns: "
+            f"{workload.system_tokens:,} tokens first, messages of {workload.median_tokens:g} "
+            f"(median) and {workload.p90_tokens:g} (p90), {workload.output_tokens:,} output tokens"
+        )
+    if not workload.trace:
+        return f"{workload.prompt_tokens:,} prompt and {workload.output_tokens:,} output tokens"
+    lengths = f"from a trace of {len(workload.trace):,} requests"
+    if result.dropped_rows:
+        lengths += f", {result.dropped_rows:,} of them too long for the model"
+    return lengths
+
+
 def _arrivals(result: Result) -> str:
-    rate = result.options.rate
-    if result.options.workload.trace_arrivals:
+    rate, workload = result.options.rate, result.options.workload
+    if isinstance(workload, Conversations):
+        begin = f"{rate:g} conversations/s begin" if rate else "all begin at once"
+        return f"{begin}, {workload.think_s:g} s of thought on average between turns"
+    if workload.trace_arrivals:
         own = "the trace's own times"
         return f"{own}, stretched to {rate:g} requests/s" if rate else own
     if result.found is not None:

@@ -13,6 +13,7 @@ from engine.model.precision.formats.compressed_tensors import read_compressed_te
 from engine.model.precision.formats.fp8 import read_fp8
 from engine.model.precision.formats.gptq import read_gptq
 from engine.model.precision.formats.modelopt import read_modelopt
+from engine.model.precision.formats.mxfp4 import read_mxfp4
 from engine.model.precision.formats.names import EMBEDDING, HEAD
 from engine.model.precision.formats.settings import Settings
 
@@ -22,6 +23,7 @@ READERS: dict[str, Callable[[Settings], Format]] = {
     "modelopt": read_modelopt,
     "awq": read_awq,
     "gptq": read_gptq,
+    "mxfp4": read_mxfp4,
 }
 """By `quant_method`."""
 KEYS = ("quantization_config", "compression_config")

@@ -1,0 +1,182 @@
+"""Models with experts on a GPU: tokens a second, experts read a step, and TB/s over them.
+
+python -m bench.experts [--shapes NAME ...] [--precisions NAME ...] [--cases NAME ...]
+                        [--repeats 1] [--json FILE]     and the options of engines of bench.engine
+
+As `bench.engine`: dummy weights, random token ids, greedy, lengths forced, no prefix cache. Routing
+is drawn at random for each row, layer and step, since dummy weights may send all rows to the same
+experts, and then few are read. The router's product is computed, too.
+
+`experts` is how many of a layer's experts a step of that many rows takes, on average. `TB/s` is the
+weights of those in all layers by the median time of a step, in which attention, head and all else
+are, too. `vllm` is vLLM 0.25.1 on one H200 with dummy weights, whose routing was concentrated: it
+is no bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from bench.engine import Case, add_engine_options, build, free_memory, measure
+from engine.cuda import feed_forward
+from engine.cuda.experts.routing import route
+from engine.model.config import ExpertsConfig
+from engine.model.decoder import Model
+from engine.model.experts.config import Routing
+from engine.model.experts.routing import Chosen
+from engine.model.experts.weights import ExpertWeights
+from engine.model.families import read_config
+from engine.model.precision.choice import Precision
+from engine.model.precision.formats import read_format
+
+SHAPES: Final = Path(__file__).parent / "shapes"
+PRECISIONS: Final[dict[str, dict[str, str]]] = {"as-is": {}, "fp8": {"quantization": "fp8"}}
+"""As-is: bf16, but what the shape's config says is quantised."""
+CASES: Final[dict[tuple[str, str], dict[str, Case]]] = {
+    ("qwen3-30b-a3b", "as-is"): {
+        "prefill-1024": Case(128, 1024, 1, 69_300, 0, 72_000),
+        "decode-1": Case(1, 128, 256, 237, 390, 330),
+        "64x1024+256": Case(64, 1024, 256, 2_300, 3_000, 2_700),
+        "256x128+512": Case(256, 128, 512, 11_000, 12_900, 12_000),
+    },
+    ("qwen3-30b-a3b", "fp8"): {
+        "prefill-1024": Case(128, 1024, 1, 90_700, 0, 95_000),
+        "decode-1": Case(1, 128, 256, 230, 530, 400),
+        "64x1024+256": Case(64, 1024, 256, 5_000, 4_500, 4_200),
+        "256x128+512": Case(256, 128, 512, 22_500, 20_000, 18_000),
+    },
+    ("gpt-oss-20b", "as-is"): {"decode-1": Case(1, 128, 256, 0, 620, 450)},
+}
+"""By shape and precision. `floor` is what memory allows; 0: not known."""
+
+
+class Experts(NamedTuple):
+    """The experts of a model."""
+
+    in_layer: int
+    chosen: int
+    each_bytes: float
+    """Weights of one expert in each layer, all layers together."""
+
+
+def experts_of(shape: str, options: Mapping[str, str], device: str = "cuda") -> Experts:
+    """Experts of a shape as `device` keeps them. No memory is taken."""
+    folder = SHAPES / shape
+    config, stated = read_config(folder), json.loads((folder / "config.json").read_text())
+    form = read_format(stated, folder)
+    precision = Precision(torch.device(device), torch.bfloat16, form, **options)
+    model = Model(config, torch.bfloat16, torch.device("meta"), precision)
+    weights = [each for each in model.modules() if isinstance(each, ExpertWeights)]
+    size = sum(t.numel() * t.element_size() for each in weights for t in each.parameters())
+    routing = next(
+        layer.feed_forward.routing
+        for layer in config.layers
+        if isinstance(layer.feed_forward, ExpertsConfig)
+    )
+    return Experts(routing.experts, routing.chosen, size / routing.experts)
+
+
+def experts_read(experts: Experts, rows: int) -> float:
+    """How many of a layer's experts so many rows take, if each row draws its own at random."""
+    missed = (1 - experts.chosen / experts.in_layer) ** rows
+    return experts.in_layer * (1 - missed)
+
+
+@contextmanager
+def even_routing() -> Iterator[None]:
+    """Engines that are built inside draw their experts at random."""
+
+    def drawn(logits: Tensor, routing: Routing, bias: Tensor | None) -> Chosen:
+        return route(torch.rand_like(logits, dtype=torch.float32), routing, bias)
+
+    with mock.patch.object(feed_forward, "route", drawn):
+        yield
+
+
+def run_shape(arguments: argparse.Namespace, shape: str, precision: str) -> list[dict[str, Any]]:
+    """All cases of a shape in a precision; prints a table and returns what it says."""
+    cases = CASES[shape, precision]
+    experts = experts_of(shape, PRECISIONS[precision])
+    print(f"{shape}, {precision}")
+    with even_routing():
+        engine = build(arguments, model=SHAPES / shape, options=PRECISIONS[precision])
+        print(
+            f"{'':>14} {'rate':>10} {'target':>10} {'vllm':>10} {'floor':>10} {'p50 ms':>8}"
+            f" {'experts':>8} {'TB/s':>6}"
+        )
+        rows = []
+        for name, case in cases.items():
+            if arguments.cases and name not in arguments.cases:
+                continue
+            rows.append(row_of(engine, name, case, experts, arguments.repeats))
+            print(told(rows[-1]), flush=True)
+        engine.stop()
+    return [{"shape": shape, "precision": precision, **row} for row in rows]
+
+
+def row_of(engine: Any, name: str, case: Case, experts: Experts, repeats: int) -> dict[str, Any]:
+    """One case, measured. Steps of prompts alone read all experts, so they have no TB/s."""
+    outcome = measure(engine, name, repeats, cases={name: case})
+    read = experts_read(experts, case.prompts)
+    seconds = outcome.step_p50_ms / 1e3
+    speed = read * experts.each_bytes / seconds / 1e12 if case.output_tokens > 1 else 0.0
+    return {
+        "case": name,
+        "rate": outcome.rate,
+        "target": case.target,
+        "vllm": case.vllm,
+        "floor": case.floor,
+        "p50_ms": outcome.step_p50_ms,
+        "experts": read if case.output_tokens > 1 else float(experts.in_layer),
+        "tb_per_s": speed,
+    }
+
+
+def told(row: Mapping[str, Any]) -> str:
+    """A line of the table."""
+    return (
+        f"{row['case']:>14} {row['rate']:10,.1f} {row['target']:10,.1f} {row['vllm']:10,.1f}"
+        f" {row['floor']:10,.1f} {row['p50_ms']:8.2f} {row['experts']:8.1f} {row['tb_per_s']:6.2f}"
+    )
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_engine_options(parser)
+    shapes = sorted({shape for shape, _ in CASES})
+    parser.add_argument("--shapes", nargs="+", default=shapes, choices=shapes)
+    parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
+    parser.add_argument("--cases", nargs="*", default=[])
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this measures a GPU, and there is none")
+    return arguments
+
+
+def main() -> None:
+    """Runs what is asked for and prints the tables."""
+    arguments = parse()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    rows = []
+    for shape, precision in CASES:
+        if shape in arguments.shapes and precision in arguments.precisions:
+            rows += run_shape(arguments, shape, precision)
+            free_memory()
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""Kernels around the products of experts: the choice, the order of pairs, the sum.
+
+A *pair* is a token with one of its experts: token * C + place. Every result is at a place that
+follows from the input alone, so equal inputs give equal bits.
+
+Shapes: T tokens, C chosen experts of each, P = T C pairs, E experts, H hidden size, I the width.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.cuda.kernels import launch
+from engine.model.experts.config import Gate, Routing, Scores
+from engine.model.experts.routing import LEAST_SUM, Chosen
+from engine.model.experts.routing import route as route_by_torch
+
+_SOFTMAX: Final = tl.constexpr(0)
+_SIGMOID: Final = tl.constexpr(1)
+_OF_CHOSEN: Final = tl.constexpr(2)
+_KINDS: Final = {Scores.SOFTMAX: 0, Scores.SIGMOID: 1, Scores.SOFTMAX_OF_CHOSEN: 2}
+_NO_EXPERT: Final = tl.constexpr(1 << 30)
+_PAIRS_AT_ONCE: Final = 2048
+_COLUMNS: Final = 1024
+
+
+# -- the choice ---------------------------------------------------------------------------------
+
+
+@triton.jit
+def _route(
+    logits, bias, weights, experts, count, factor, least,
+    chosen: tl.constexpr, kind: tl.constexpr, normalised: tl.constexpr, has_bias: tl.constexpr,
+    block: tl.constexpr, places: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, block)
+    inside = at < count
+    value = tl.load(logits + row * count + at, mask=inside, other=float("-inf")).to(tl.float32)
+    if kind == _SIGMOID:
+        score = tl.where(inside, tl.sigmoid(value), 0.0)
+    elif kind == _SOFTMAX:
+        powers = tl.exp(value - tl.max(value))
+        score = powers / tl.sum(powers)
+    else:
+        score = value
+    left = score
+    if has_bias:
+        left += tl.load(bias + at, mask=inside, other=0.0)
+    # What is no number is chosen last, and once. Its weight tells of it.
+    left = tl.where(inside, tl.where(left == left, left, -3e38), float("-inf"))
+    place = tl.arange(0, places)
+    found = tl.zeros((places,), tl.int32)
+    weight = tl.full((places,), float("-inf"), tl.float32)
+    for number in tl.static_range(chosen):
+        best = tl.argmax(left, axis=0, tie_break_left=True)
+        own = tl.sum(tl.where(at == best, score, 0.0))
+        found = tl.where(place == number, best, found)
+        weight = tl.where(place == number, own, weight)
+        left = tl.where(at == best, float("-inf"), left)
+    used = place < chosen
+    if kind == _OF_CHOSEN:
+        powers = tl.exp(weight - tl.max(weight))
+        weight = powers / tl.sum(powers)
+    else:
+        if normalised:
+            weight = weight / tl.maximum(tl.sum(tl.where(used, weight, 0.0)), least)
+        weight = weight * factor
+    tl.store(weights + row * chosen + place, weight, mask=used)
+    tl.store(experts + row * chosen + place, found, mask=used)
+
+
+def route(logits: Tensor, routing: Routing, bias: Tensor | None) -> Chosen:
+    """See `engine.model.experts.routing.route`; experts are int32. Groups are PyTorch's."""
+    if routing.groups > 1:
+        found = route_by_torch(logits, routing, bias)
+        return Chosen(found.weights, found.experts.int())
+    shape = len(logits), routing.chosen
+    weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    experts = torch.empty(shape, dtype=torch.int32, device=logits.device)
+    launch(
+        _route,
+        (len(logits),),
+        logits,
+        logits if bias is None else bias,
+        weights,
+        experts,
+        routing.experts,
+        routing.factor,
+        LEAST_SUM,
+        routing.chosen,
+        _KINDS[routing.scores],
+        routing.normalised,
+        bias is not None,
+        triton.next_power_of_2(routing.experts),
+        triton.next_power_of_2(routing.chosen),
+        num_warps=1,
+    )
+    return Chosen(weights, experts)
+
+
+# -- the order ----------------------------------------------------------------------------------
+
+
+class Order(NamedTuple):
+    """The pairs, expert by expert. All int32."""
+
+    pairs: Tensor
+    """[P], those of an expert ascend."""
+    places: Tensor
+    """[P], where each pair stands in `pairs`."""
+    starts: Tensor
+    """[E + 1], where each expert begins."""
+    experts: Tensor
+    """[T, C], as they were chosen."""
+
+
+@triton.jit(do_not_specialize=["count"])
+def _sort(experts, pairs, places, starts, count, block: tl.constexpr):
+    expert = tl.program_id(0)
+    before = tl.zeros((block,), tl.int32)
+    for first in range(0, count, block):
+        at = first + tl.arange(0, block)
+        found = tl.load(experts + at, mask=at < count, other=_NO_EXPERT)
+        before += (found < expert).to(tl.int32)
+    place = tl.sum(before)
+    tl.store(starts + expert, place)
+    if expert == tl.num_programs(0) - 1:
+        tl.store(starts + expert + 1, count)
+    for first in range(0, count, block):
+        at = first + tl.arange(0, block)
+        found = tl.load(experts + at, mask=at < count, other=_NO_EXPERT)
+        own = (found == expert).to(tl.int32)
+        target = place + tl.cumsum(own, 0) - 1
+        tl.store(pairs + target, at, mask=own == 1)
+        tl.store(places + at, target, mask=own == 1)
+        place += tl.sum(own)
+
+
+def sort(experts: Tensor, count: int) -> Order:
+    """Sorts the pairs of [T, C] int32 experts, of `count` in all."""
+    pairs = torch.empty(experts.numel(), dtype=torch.int32, device=experts.device)
+    places = torch.empty_like(pairs)
+    starts = torch.empty(count + 1, dtype=torch.int32, device=experts.device)
+    block = min(_PAIRS_AT_ONCE, triton.next_power_of_2(len(pairs)))
+    launch(_sort, (count,), experts, pairs, places, starts, len(pairs), block)
+    return Order(pairs, places, starts, experts)
+
+
+# -- between and behind the products ------------------------------------------------------------
+
+
+@triton.jit
+def gated(opening, up, dtype: tl.constexpr, sharpness, shift, limit, limited: tl.constexpr):
+    """What an expert does with gate and up, in float32; both were rounded to `dtype`."""
+    opening, up = opening.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+    if limited:
+        opening = tl.where(opening > limit, limit, opening)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    opening = (opening * tl.sigmoid(opening * sharpness)).to(dtype).to(tl.float32)
+    return opening * (up + shift)
+
+
+@triton.jit
+def _activate(
+    gate_up, out, width, sharpness, shift, limit, limited: tl.constexpr, block: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * block + tl.arange(0, block)
+    inside = at < width
+    opening = tl.load(gate_up + row * 2 * width + at, mask=inside, other=0.0)
+    up = tl.load(gate_up + row * 2 * width + width + at, mask=inside, other=0.0)
+    value = gated(opening, up, out.dtype.element_ty, sharpness, shift, limit, limited)
+    tl.store(out + row * width + at, value, mask=inside)
+
+
+def activate(gate_up: Tensor, gate: Gate) -> Tensor:
+    """[R, 2 I], gate then up -> [R, I]."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(rows, width)
+    grid = (rows, triton.cdiv(width, _COLUMNS))
+    launch(_activate, grid, gate_up, out, width, *numbers(gate), _COLUMNS)
+    return out
+
+
+def numbers(gate: Gate) -> tuple[float, float, float, bool]:
+    """The last arguments of `gated`."""
+    return gate.sharpness, gate.shift, gate.limit or 0.0, gate.limit is not None
+
+
+@triton.jit
+def _add_up(parts, places, weights, out, size, chosen: tl.constexpr, block: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * block + tl.arange(0, block)
+    inside = at < size
+    total = tl.zeros((block,), tl.float32)
+    for number in range(chosen):
+        place = tl.load(places + token * chosen + number).to(tl.int64)
+        part = tl.load(parts + place * size + at, mask=inside, other=0.0).to(tl.float32)
+        total += part * tl.load(weights + token * chosen + number)
+    tl.store(out + token * size + at, total, mask=inside)
+
+
+def add_up(parts: Tensor, order: Order, weights: Tensor) -> Tensor:
+    """The sum of each token's experts by their weights, the best first: [P, H] -> [T, H].
+
+    Args:
+        parts: of each pair, expert by expert.
+        order: of the pairs.
+        weights: [T, C] float32.
+    """
+    tokens, chosen = weights.shape
+    out = parts.new_empty(tokens, parts.shape[1])
+    grid = (tokens, triton.cdiv(parts.shape[1], _COLUMNS))
+    launch(_add_up, grid, parts, order.places, weights, out, parts.shape[1], chosen, _COLUMNS)
+    return out

@@ -1,0 +1,45 @@
+"""What the owner of an engine tells it of fetches (`engine.tiers.peers`). Any thread may call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from engine.loop.step_loop import StepLoop
+from engine.schedule.scheduler import Scheduler
+from engine.tiers.peers import AskPeer
+from engine.types import PageIds
+
+TellHeld = Callable[[PageIds], None]
+"""Told where held pages are. Called on the step loop's thread; must return at once."""
+
+
+class FetchPort:
+    """Passes calls on to the step loop's thread."""
+
+    def __init__(self, loop: StepLoop) -> None:
+        self._loop = loop
+
+    def fetch_by(self, ask: AskPeer) -> None:
+        """Sets who makes fetches. Without that, no request waits for a peer."""
+        self._loop.post(lambda scheduler: scheduler.fetches.fetch_by(ask))
+
+    def fetched(self, fetch_id: bytes, landed_pages: int) -> None:
+        """Ends a fetch: its first pages are there, and the rest is computed."""
+        self._loop.post(lambda scheduler: scheduler.fetches.fetched(fetch_id, landed_pages))
+
+    def freed(self, fetch_id: bytes) -> None:
+        """After `fetched`: nothing can land any more in the pages that did not come."""
+        self._loop.post(lambda scheduler: scheduler.fetches.freed(fetch_id))
+
+    def hold(self, hold_id: bytes, keys: Sequence[bytes], tell: TellHeld) -> None:
+        """Holds the leading keys that are here, and tells where their pages are: ids of the pool,
+        or the number of its pages plus a host slot."""
+
+        def hold(scheduler: Scheduler) -> None:
+            tell(scheduler.fetches.hold(hold_id, keys))
+
+        self._loop.post(hold)
+
+    def let_go(self, hold_id: bytes) -> None:
+        """Ends a hold: nothing reads its pages any more."""
+        self._loop.post(lambda scheduler: scheduler.fetches.let_go(hold_id))

@@ -1,0 +1,176 @@
+"""A feed-forward of experts, as layers have it.
+
+One of several ranks holds a part of the width of every expert, and the router whole. So all ranks
+choose alike, and their parts of the sum are added once.
+
+Shapes: T tokens of a step, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from engine.model.config import ExpertsConfig, ModelConfig
+from engine.model.experts.products import mixed
+from engine.model.experts.routing import Chosen, route
+from engine.model.experts.stacked import Stacked, StackedFp8, StackedInt4, StackedMxfp4
+from engine.model.experts.weights import ExpertWeights, Listed
+from engine.model.linear import Build, Linear
+from engine.model.places import FLOATS, Place, of_linear, plain
+from engine.model.precision.base import Format, Get, Kind, Part, TensorSpec, parameter
+from engine.model.precision.choice import Precision
+from engine.model.shard import Shard
+
+_STACKED = {
+    None: Stacked,
+    Kind.FP8_CHANNELS: StackedFp8,
+    Kind.FP8_BLOCKS: StackedFp8,
+    Kind.INT4: StackedInt4,
+    Kind.MXFP4: StackedMxfp4,
+}
+
+
+def expert_weights(parts: Sequence[Sequence[Part]], bias: bool, build: Build) -> ExpertWeights:
+    """Memory for the weights of experts, in their precision.
+
+    Args:
+        parts: by expert.
+        bias: whether modules have biases.
+        build: see `Build`.
+    """
+    precision, inputs = build.precision, parts[0][0].region.columns.size
+    if not precision.on_gpu:
+        methods = [precision.method(own, inputs, build.device) for own in parts]
+        return Listed(parts, methods, bias, build.dtype, build.device)
+    scheme = precision.of_experts([part for own in parts for part in own])
+    kind = scheme.kind if scheme else None
+    return _STACKED[kind](parts, scheme, bias, build.dtype, build.device)
+
+
+class Experts(nn.Module):
+    """See `engine.model.feed_forward.FeedForward`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        index: int,
+        own: ExpertsConfig,
+        build: Build,
+        shared: nn.Module | None,
+    ) -> None:
+        """Experts of layer `index`. `shared`: the feed-forward of all tokens, which adds up over no
+        ranks."""
+        super().__init__()
+        self.own = own
+        parts = build.shard.expert_parts(config, index, own)
+        # No library quantises these, whether or not its description says so.
+        plain_build = build._replace(precision=Precision(build.device, build.dtype))
+        self.router = Linear(parts.router, own.router_bias, plain_build)
+        self.choice_bias = None
+        if own.routing.bias:
+            self.choice_bias = parameter((own.routing.experts,), torch.float32, build.device)
+        self.gate_up = expert_weights(parts.gate_up, own.bias, build)
+        self.down = expert_weights(parts.down, own.bias, build)
+        self.shared = shared
+        self.shared_gate = None
+        if own.shared_gate is not None:
+            self.shared_gate = Linear(parts.shared_gate, False, plain_build)
+        self._bias_name = config.layer_name(index, own.names.bias)
+        self._collective = build.collective
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, H] -> [T, H], with the ranks' sum."""
+        out = mixed(x, self.choose(x), self.gate_up, self.down, self.own.gate)
+        if self.shared is not None:
+            out = out + self.common(x, self.shared(x))
+        return self._collective.all_reduce(out)
+
+    def choose(self, x: Tensor) -> Chosen:
+        """The experts of [T, H]."""
+        return route(self.router(x), self.own.routing, self.choice_bias)
+
+    def common(self, x: Tensor, shared: Tensor) -> Tensor:
+        """The shared expert's output, by its gate."""
+        if self.shared_gate is None:
+            return shared
+        return torch.sigmoid(self.shared_gate(x)) * shared
+
+    def places(self, form: Format | None, shard: Shard) -> Iterator[Place]:
+        """See `FeedForward`."""
+        yield from of_linear(self.router, None, shard)
+        if self.choice_bias is not None:
+            yield plain(self._bias_name, self.choice_bias)
+        for weights in (self.gate_up, self.down):
+            yield from _weight_places(weights, form)
+            yield from _bias_places(weights, shard)
+        if self.shared_gate is not None:
+            yield from of_linear(self.shared_gate, None, shard)
+        if self.shared is not None:
+            yield from self.shared.places(form, shard)  # type: ignore[operator]
+
+
+def _weight_places(weights: ExpertWeights, form: Format | None) -> Iterator[Place]:
+    for expert, parts in enumerate(weights.parts):
+        first = 0
+        for part in parts:
+            where = expert, first, part
+            if form is not None and form.scheme(part.module) is not None:
+                specs = form.specs(part.module, part.region.shape)
+                yield Place(specs, partial(_fill_quantised, weights, *where, form))
+            else:
+                yield Place(_float_specs(part), partial(_fill_float, weights, *where))
+            first += part.rows
+
+
+def _float_specs(part: Part) -> dict[str, TensorSpec]:
+    if part.stack is None:
+        return {f"{part.module}.weight": TensorSpec(part.region.shape, FLOATS)}
+    return {part.stack.tensor: TensorSpec(part.stack.spec(part.region.shape), FLOATS)}
+
+
+def _fill_float(weights: ExpertWeights, expert: int, first: int, part: Part, get: Get) -> None:
+    region = part.region
+    if part.stack is None:
+        weight = get(f"{part.module}.weight", region.rows, region.columns)
+    else:
+        weight = part.stack.read(region, get)
+    weights.fill(expert, first, weight)
+
+
+def _fill_quantised(
+    weights: ExpertWeights, expert: int, first: int, part: Part, form: Format, get: Get
+) -> None:
+    weights.fill(expert, first, form.read(part.module, part.region, get))
+
+
+def _bias_places(weights: ExpertWeights, shard: Shard) -> Iterator[Place]:
+    """Of a sum over ranks, rank 0 adds the bias."""
+    if weights.bias is None:
+        return
+    for expert, parts in enumerate(weights.parts):
+        first = 0
+        for part in parts:
+            target = weights.bias[expert, first : first + part.rows]
+            adds = shard.rank == 0 or part.region.columns.size == part.region.shape[1]
+            yield Place(_bias_specs(part), partial(_fill_bias, target, part, adds))
+            first += part.rows
+
+
+def _bias_specs(part: Part) -> dict[str, TensorSpec]:
+    outputs = part.region.shape[0]
+    if part.stack is None:
+        return {f"{part.module}.bias": TensorSpec((outputs,), FLOATS)}
+    shape = part.stack.experts, part.stack.turns * outputs
+    return {f"{part.stack.tensor}_bias": TensorSpec(shape, FLOATS)}
+
+
+def _fill_bias(target: Tensor, part: Part, adds: bool, get: Get) -> None:
+    rows = part.region.rows
+    read = part.stack.read_bias(rows, get) if part.stack else get(f"{part.module}.bias", rows)
+    target.copy_(read)
+    if not adds:
+        target.zero_()

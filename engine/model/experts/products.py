@@ -1,0 +1,67 @@
+"""The sum over a token's experts. Nothing here waits for a device, and nothing adds in an order
+that may differ from run to run.
+
+Shapes: T tokens, C chosen experts of each, P = T C pairs, E experts, H hidden size, I the width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.model.experts.config import Gate
+from engine.model.experts.routing import Chosen
+from engine.model.experts.weights import ExpertWeights
+
+
+class Sorted(NamedTuple):
+    """The pairs of a token and an expert, expert by expert."""
+
+    order: Tensor
+    """[P] int64: token * C + place among the token's experts. Tokens of an expert ascend."""
+    counts: Tensor
+    """[E] int64, pairs of each expert."""
+
+
+def by_expert(experts: Tensor, count: int) -> Sorted:
+    """Sorts the pairs of [T, C] experts, of `count` in all."""
+    found, order = experts.flatten().sort(stable=True)
+    bounds = torch.arange(count + 1, device=found.device, dtype=found.dtype)
+    starts = torch.searchsorted(found, bounds)
+    return Sorted(order, starts.diff())
+
+
+def activated(gate_up: Tensor, gate: Gate) -> Tensor:
+    """[R, 2 I], gate then up -> [R, I]."""
+    opening, up = gate_up.chunk(2, dim=-1)
+    if gate.limit is not None:
+        opening, up = opening.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit)
+    opening = opening * torch.sigmoid(opening * gate.sharpness)
+    return opening * (up if gate.shift == 0 else up + gate.shift)
+
+
+def mixed(
+    x: Tensor, chosen: Chosen, gate_up: ExpertWeights, down: ExpertWeights, gate: Gate
+) -> Tensor:
+    """The sum of each token's experts by their weights, added in float32, the best expert first.
+
+    Args:
+        x: [T, H].
+        chosen: experts and weights of each token.
+        gate_up: to [.., 2 I].
+        down: to [.., H].
+        gate: what lies between them.
+
+    Returns:
+        [T, H]
+    """
+    places = chosen.experts.shape[1]
+    order, counts = by_expert(chosen.experts, len(gate_up.parts))
+    rows = x.index_select(0, order // places)
+    out = down.product(activated(gate_up.product(rows, counts), gate), counts)
+    back = torch.empty_like(out)
+    back[order] = out
+    summed = back.view(-1, places, out.shape[1]).float() * chosen.weights[:, :, None]
+    return summed.sum(1).to(x.dtype)

@@ -1,0 +1,235 @@
+"""Pages that come from other workers, and pages that other workers get from here.
+
+A fetch, at the worker that lacks pages:
+
+    a prompt's keys are missing, and its request names a holder -> pages are held, the owner is
+    asked -> COMING: the request waits as it does for a lower tier, others go on
+    COMING -> `fetched`: the pages that have landed are cached under their keys, and the request
+    computes the rest. No page is left: gone
+    `fetched` -> QUARANTINED: a write may still land in the rest -> `freed`: gone
+
+At the worker that holds them: `hold` keeps the leading keys that it has, in the pool or in host
+slots, where they are -> `let_go`, once nothing reads them any more.
+
+Fetches and holds may each have an eighth of the pool. What does not fit is computed, or not given.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.pages.blocks import BlockManager
+from engine.tiers.protocol import PageTiers, Wait
+from engine.types import PageIds, Request
+
+PEER: Final = "peer"
+"""Where the pages came from, as the name of a tier."""
+MOST_SHARE: Final = 8
+FETCH_ID_BYTES: Final = 16
+
+
+class FetchWanted(NamedTuple):
+    """A fetch that the owner is to make."""
+
+    id: bytes
+    """Random. It names the transfer, too."""
+    request_id: bytes
+    peer: str
+    """Agent name of the worker that is said to hold the pages."""
+    keys: Sequence[bytes]
+    pages: PageIds
+    """Where the page of each key goes."""
+
+
+AskPeer = Callable[[FetchWanted], None]
+"""Makes a fetch. Called on the step loop's thread; must return at once and answer by `fetched`."""
+
+
+@dataclass(eq=False, slots=True)
+class _Fetch:
+    keys: list[bytes]
+    first: int
+    """Index of the first key in the prompt."""
+    pages: PageIds
+    """Those that a write may still land in."""
+    waits: list[Wait] = field(default_factory=list)
+    coming: bool = True
+
+
+class _Hold(NamedTuple):
+    pages: PageIds
+    slots: PageIds
+
+
+class Fetches:
+    """See the module. It belongs to the step loop's thread.
+
+    Args:
+        blocks: the pool's pages.
+        tiers: the tiers below the pool.
+    """
+
+    def __init__(self, blocks: BlockManager, tiers: PageTiers) -> None:
+        self._blocks = blocks
+        self._tiers = tiers
+        self._ask: AskPeer | None = None
+        self._fetches: dict[bytes, _Fetch] = {}
+        self._coming: dict[bytes, _Fetch] = {}
+        """By key."""
+        self._pinned: dict[Wait, PageIds] = {}
+        """Pages that a request will find in the pool, while it waits for others."""
+        self._holds: dict[bytes, _Hold] = {}
+
+    @property
+    def on(self) -> bool:
+        """Whether there is somebody who makes fetches."""
+        return self._ask is not None
+
+    @property
+    def coming_pages(self) -> int:
+        """Pages that a peer may write."""
+        return sum(len(fetch.pages) for fetch in self._fetches.values() if fetch.coming)
+
+    @property
+    def quarantined_pages(self) -> int:
+        """Pages that nobody waits for, but a write may still land in them."""
+        return sum(len(fetch.pages) for fetch in self._fetches.values() if not fetch.coming)
+
+    def fetch_by(self, ask: AskPeer) -> None:
+        """Sets who makes fetches."""
+        self._ask = ask
+
+    def begin(self, wait: Wait, request: Request, keys: Sequence[bytes], room: int) -> None:
+        """Begins to fetch what the worker lacks of a prompt, if the request says where it is.
+
+        Args:
+            wait: what the request waits for already. The fetch is added.
+            request: the request.
+            keys: the keys of the prompt's pages.
+            room: pages that may be taken.
+        """
+        if self._ask is None or request.fetch is None:
+            return
+        keys = keys[: request.fetch.pages]
+        found, joined, first = self._walk(keys)
+        pages = np.array(found, np.int32)
+        most = self._blocks.total // MOST_SHARE - self.coming_pages - self.quarantined_pages
+        idle = self._blocks.count_idle(found)
+        count = min(len(keys) - first, most, room - idle)
+        if count <= 0 and not joined:
+            return
+        self._blocks.pin(pages)
+        self._pinned[wait] = pages
+        for fetch in joined:
+            self._join(wait, fetch)
+        if count > 0:
+            self._join(wait, self._fetch(request, keys[first : first + count], first))
+
+    def expected_pages(self, request: Request) -> int:
+        """Leading pages of a prompt that it has when its fetch has brought all that it names."""
+        return request.fetch.pages if request.fetch and self.on else 0
+
+    def fetched(self, fetch_id: bytes, landed: int) -> None:
+        """Nobody waits for the fetch any more: its first `landed` pages are there."""
+        fetch = self._fetches.get(fetch_id)
+        if fetch is None or not fetch.coming:
+            return
+        fetch.coming = False
+        for key in fetch.keys:
+            del self._coming[key]
+        good, fetch.pages = fetch.pages[:landed], fetch.pages[landed:]
+        depths = range(fetch.first, fetch.first + len(good))
+        self._blocks.adopt(good.tolist(), fetch.keys[: len(good)], depths)
+        self._blocks.release(good)
+        for wait in fetch.waits:
+            wait.loaded_pages[PEER] += len(good)
+            self._end(wait, fetch)
+        if not len(fetch.pages):
+            del self._fetches[fetch_id]
+
+    def freed(self, fetch_id: bytes) -> None:
+        """Nothing can land any more in the pages of a fetch that has ended."""
+        fetch = self._fetches.get(fetch_id)
+        if fetch is not None and not fetch.coming:
+            del self._fetches[fetch_id]
+            self._blocks.release(fetch.pages)
+
+    def hold(self, hold_id: bytes, keys: Sequence[bytes]) -> PageIds:
+        """Holds the leading keys that are here, for a peer. Returns where their pages are: an id of
+        the pool, or the number of the pool's pages plus a host slot."""
+        assert hold_id not in self._holds
+        places: list[int] = []
+        slots: list[int] = []
+        most = self._blocks.total // MOST_SHARE
+        most -= sum(len(hold.pages) + len(hold.slots) for hold in self._holds.values())
+        for key in keys[: max(0, most)]:
+            page = self._blocks.page_of(key)
+            if page is None:
+                slot = self._tiers.hold_slot(key)
+                if slot is None:
+                    break
+                slots.append(slot)
+                page = self._blocks.num_pages + slot
+            places.append(page)
+        sources = np.array(places, np.int32)
+        pages = sources[sources < self._blocks.num_pages]
+        self._blocks.pin(pages)
+        if places:
+            self._holds[hold_id] = _Hold(pages, np.array(slots, np.int32))
+        return sources
+
+    def let_go(self, hold_id: bytes) -> None:
+        """Nothing reads the pages of a hold any more."""
+        hold = self._holds.pop(hold_id, None)
+        if hold is not None:
+            self._blocks.release(hold.pages)
+            self._tiers.release_slots(hold.slots)
+
+    def add_holders(self, holders: NDArray[np.int32]) -> None:
+        """Adds the pages that are held here to `holders` ([num_pages])."""
+        groups = [fetch.pages for fetch in self._fetches.values()]
+        groups += [*self._pinned.values(), *(hold.pages for hold in self._holds.values())]
+        for pages in groups:
+            np.add.at(holders, pages, 1)
+
+    def _walk(self, keys: Sequence[bytes]) -> tuple[list[int], list[_Fetch], int]:
+        """Pages of the leading keys that are in the pool, fetches that bring others of them, and
+        the index of the first key that is neither here nor on its way."""
+        found: list[int] = []
+        joined: dict[int, _Fetch] = {}
+        for index, key in enumerate(keys):
+            if (page := self._blocks.page_of(key)) is not None:
+                found.append(page)
+            elif (fetch := self._coming.get(key)) is not None:
+                joined[id(fetch)] = fetch
+            elif not self._tiers.is_coming(key):
+                return found, list(joined.values()), index
+        return found, list(joined.values()), len(keys)
+
+    def _fetch(self, request: Request, keys: Sequence[bytes], first: int) -> _Fetch:
+        assert self._ask is not None
+        assert request.fetch is not None
+        fetch_id = secrets.token_bytes(FETCH_ID_BYTES)
+        fetch = _Fetch(list(keys), first, self._blocks.allocate(len(keys)))
+        self._fetches[fetch_id] = fetch
+        self._coming.update(dict.fromkeys(fetch.keys, fetch))
+        wanted = FetchWanted(fetch_id, request.id, request.fetch.peer, fetch.keys, fetch.pages)
+        self._ask(wanted)
+        return fetch
+
+    @staticmethod
+    def _join(wait: Wait, fetch: _Fetch) -> None:
+        wait.under_way.add(fetch)
+        fetch.waits.append(wait)
+
+    def _end(self, wait: Wait, fetch: _Fetch) -> None:
+        wait.under_way.discard(fetch)
+        if not any(isinstance(other, _Fetch) for other in wait.under_way):
+            self._blocks.release(self._pinned.pop(wait))
+        self._tiers.fetched(wait)

@@ -1,0 +1,325 @@
+"""What a worker does to get pages of a prompt from another worker.
+
+The states of a fetch:
+
+1. WANTED: the engine holds pages for it (`engine.tiers.peers`), and its request waits.
+2. ASKED: the transfer thread expects the pages. The router passes the fetch on to the holder, which
+   may write from then on.
+3. LANDED: the holder's last notification is here. It may end before the last page: the holder had
+   no more. Nothing can land any more.
+4. GIVEN UP: time is up, the holder refused, or the path to it broke. The pages that have landed
+   count, and the engine computes the rest. A write may still land in the others.
+5. FREED: nothing can land any more, as for a hand-off (`kv_transfer.receiving`).
+
+Time is up after twice the estimate. Expiry is no fence: the pages that did not land stay where they
+are until the holder has quiesced, or is proven dead.
+
+Invariants: the transfer thread expects a transfer before anyone is told of it. The engine hears
+`fetched` once for each fetch, and `freed` once after it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, Protocol
+
+from baton.worker.v1 import worker_pb2
+from engine.tiers.peers import AskPeer, FetchWanted
+from fetch_service.spans import write_span_of
+from kv_transfer.events import (
+    Delivered,
+    PeerFailed,
+    ReceiveAborted,
+    ReceiveExpired,
+    ReceiveFreed,
+    TransferEvent,
+)
+from kv_transfer.specs import ReceiveSpec
+from telemetry import failpoints
+from telemetry.metrics.worker import WorkerMetrics
+from worker_base.legs import WorkerLeg
+from worker_base.messages import pack_ids
+from worker_base.outbox import CallOnLoop
+from worker_base.overdue import Unended
+
+logger = logging.getLogger(__name__)
+
+LATE: Final = 2.0
+"""A fetch is late after so many times its estimate."""
+LEAST_S: Final = 0.5
+"""No fetch is late before, seconds: two event loops and a router stand between."""
+UNMEASURED_BYTES_PER_S: Final = 1e9
+"""Rate of a path that was not measured yet: that of a common network."""
+# How a fetch ended, for metrics and traces. A refusal of the holder or router names its own cause.
+FETCHED: Final = "fetched"
+SHORT: Final = "short"
+"""The holder had only the first of the pages."""
+TIMED_OUT: Final = "late"
+NO_PATH: Final = "no_path"
+NOBODY_WAITS: Final = "nobody_waits"
+INTERNAL: Final = "internal"
+
+
+class FetchEngine(Protocol):
+    """What `engine.loop.fetch_port.FetchPort` does for fetches."""
+
+    def fetch_by(self, ask: AskPeer) -> None:
+        """Sets who makes fetches."""
+        ...
+
+    def fetched(self, fetch_id: bytes, landed_pages: int) -> None:
+        """Ends a fetch: its first pages are there."""
+        ...
+
+    def freed(self, fetch_id: bytes) -> None:
+        """Nothing can land any more in the pages that did not come."""
+        ...
+
+
+class FetchingThread(Protocol):
+    """What `kv_transfer.thread.TransferThread` does for fetches."""
+
+    def expect(self, spec: ReceiveSpec) -> None:
+        """Expects pages."""
+        ...
+
+    def abort_receive(self, transfer_id: bytes) -> None:
+        """Ends a transfer. ReceiveAborted says what has landed."""
+        ...
+
+    def quiesced(self, transfer_id: bytes, prefill_agent: str, decode_epoch: int) -> None:
+        """Nothing of the transfer can land any more."""
+        ...
+
+
+class Paths(Protocol):
+    """What `worker.peers.PeerPaths` knows of the ways to other workers."""
+
+    def is_usable(self, agent_name: str) -> bool:
+        """Whether a transfer with that agent can be begun."""
+        ...
+
+    def path_to(self, agent_name: str) -> str:
+        """The transport really in use."""
+        ...
+
+    def bytes_per_s(self, agent_name: str) -> float:
+        """As measured when they met; 0 while unknown."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class OpenFetch:
+    """One fetch, from ASKED on."""
+
+    wanted: FetchWanted
+    traceparent: str
+    began_ns: int = field(default_factory=time.time_ns)
+    """Unix nanoseconds; the other times are by `time.monotonic`."""
+    began_s: float = field(default_factory=time.monotonic)
+    cause: str = TIMED_OUT
+    """Why it is given up, if it is."""
+    over_s: float = 0.0
+    """When the engine was told; 0 before."""
+
+
+class FetchService:
+    """The fetches of one worker. It runs on the event loop, except `want`."""
+
+    def __init__(
+        self,
+        engine: FetchEngine,
+        transfer: FetchingThread,
+        call_on_loop: CallOnLoop,
+        metrics: WorkerMetrics,
+        paths: Paths,
+        *,
+        epoch: int,
+        agent_name: str,
+        page_bytes: int,
+        page_size_tokens: int,
+        leg_of: Callable[[bytes], WorkerLeg | None],
+        why_not: str = "",
+        least_s: float = LEAST_S,
+    ) -> None:
+        """Begins without fetches.
+
+        Args:
+            engine: waits for the pages.
+            transfer: receives them.
+            call_on_loop: brings the engine's wishes here.
+            metrics: count the outcomes.
+            paths: to the other workers.
+            epoch: of this worker.
+            agent_name: of this worker.
+            page_bytes: of each page.
+            page_size_tokens: tokens in a page.
+            leg_of: the leg of an attempt under way.
+            why_not: why this worker cannot fetch; empty if it can.
+            least_s: no fetch is late before, seconds.
+        """
+        self._engine = engine
+        self._transfer = transfer
+        self._call_on_loop = call_on_loop
+        self._metrics = metrics
+        self._paths = paths
+        self._epoch = epoch
+        self._agent_name = agent_name
+        self._page_bytes = page_bytes
+        self._page_size_tokens = page_size_tokens
+        self._leg_of = leg_of
+        self._why_not = why_not
+        self._least_s = least_s
+        self._fetches: dict[bytes, OpenFetch] = {}
+        self.latency_s = 0.0
+        """What recent fetches took beyond the time for their bytes, a moving average."""
+        engine.fetch_by(self.want)
+
+    def want(self, wanted: FetchWanted) -> None:
+        """Takes a wish of the engine, on the step thread."""
+        self._call_on_loop(partial(self._begin, wanted))
+
+    def quarantines(self) -> list[Unended]:
+        """Every fetch that was given up, whose pages a write may still hit."""
+        now_s = time.monotonic()
+        return [
+            Unended(fetch.wanted.peer, now_s - fetch.over_s)
+            for fetch in self._fetches.values()
+            if fetch.over_s
+        ]
+
+    @property
+    def active(self) -> int:
+        """Fetches that have not ended, those in quarantine included."""
+        return len(self._fetches)
+
+    # Messages of the router.
+
+    def refused(self, refused: worker_pb2.FetchRefused) -> None:
+        """Takes the word of the holder, or of the router, that nothing was or will be written."""
+        fetch = self._fetches.get(refused.transfer_id)
+        if fetch is None or refused.fetcher_epoch != self._epoch:
+            return
+        if refused.holder_agent_name != fetch.wanted.peer:
+            return
+        fetch.cause = refused.cause or fetch.cause
+        self._transfer.quiesced(refused.transfer_id, fetch.wanted.peer, self._epoch)
+        self._transfer.abort_receive(refused.transfer_id)
+
+    # Events of the transfer thread.
+
+    def on_transfer(self, event: TransferEvent) -> None:
+        """Takes an event of the transfer thread, and ignores those of other owners."""
+        match event:
+            case PeerFailed():
+                self._path_broke(event.agent_name)
+            case Delivered() if fetch := self._fetches.get(event.transfer_id):
+                is_whole = event.num_pages == len(fetch.wanted.keys)
+                self._end(fetch, event.num_pages, FETCHED if is_whole else SHORT)
+                self._free(fetch)
+            case ReceiveAborted() | ReceiveExpired() if fetch := self._fetches.get(
+                event.transfer_id
+            ):
+                if not (isinstance(event, ReceiveAborted) and event.already_ready):
+                    self._end(fetch, event.landed_pages, fetch.cause)
+            case ReceiveFreed() if fetch := self._fetches.get(event.transfer_id):
+                self._free(fetch)
+
+    # Life.
+
+    def _begin(self, wanted: FetchWanted) -> None:
+        leg = self._leg_of(wanted.request_id)
+        cause = self._why_not_now(wanted, leg)
+        fetch = OpenFetch(wanted, leg.traceparent if leg else "")
+        if cause or leg is None:
+            self._end(fetch, 0, cause)
+            self._free(fetch)
+            return
+        try:
+            self._ask(fetch, leg)
+        except Exception:
+            logger.exception("a fetch could not be begun")
+            fetch.cause = INTERNAL
+            self._transfer.abort_receive(wanted.id)
+
+    def _why_not_now(self, wanted: FetchWanted, leg: WorkerLeg | None) -> str:
+        if self._why_not:
+            return self._why_not
+        if leg is None:
+            return NOBODY_WAITS
+        return "" if self._paths.is_usable(wanted.peer) else NO_PATH
+
+    def _ask(self, fetch: OpenFetch, leg: WorkerLeg) -> None:
+        """WANTED -> ASKED."""
+        wanted = fetch.wanted
+        self._fetches[wanted.id] = fetch
+        failpoints.hit("fetch.wanted")
+        num_pages = len(wanted.keys)
+        self._transfer.expect(
+            ReceiveSpec(
+                transfer_id=wanted.id,
+                peer=wanted.peer,
+                num_pages=num_pages,
+                held_pages=0,
+                num_tokens=num_pages * self._page_size_tokens,
+                timeout_s=self._limit_s(wanted.peer, num_pages),
+                may_be_short=True,
+            )
+        )
+        message = worker_pb2.Fetch(
+            transfer_id=wanted.id,
+            fetcher_epoch=self._epoch,
+            fetcher_agent_name=self._agent_name,
+            holder_agent_name=wanted.peer,
+            keys=b"".join(wanted.keys),
+            page_ids=pack_ids(wanted.pages),
+        )
+        leg.stream.send(worker_pb2.WorkResponse(fetch=message))
+        failpoints.hit("fetch.asked")
+
+    def _limit_s(self, peer: str, num_pages: int) -> float:
+        rate = self._paths.bytes_per_s(peer) or UNMEASURED_BYTES_PER_S
+        usual_s = max(self._least_s, LATE * num_pages * self._page_bytes / rate)
+        return failpoints.wait_s("fetch.timeout", usual_s)
+
+    def _path_broke(self, agent_name: str) -> None:
+        for fetch in self._fetches.values():
+            if fetch.wanted.peer == agent_name and not fetch.over_s:
+                fetch.cause = NO_PATH
+                self._transfer.abort_receive(fetch.wanted.id)
+
+    def _end(self, fetch: OpenFetch, landed: int, outcome: str) -> None:
+        """-> LANDED or GIVEN UP."""
+        if fetch.over_s:
+            return
+        failpoints.hit("fetch.landed")
+        fetch.over_s = time.monotonic()
+        self._engine.fetched(fetch.wanted.id, landed)
+        seconds, size = fetch.over_s - fetch.began_s, landed * self._page_bytes
+        self._metrics.fetch_ended(outcome, landed, size, seconds)
+        if outcome == FETCHED:
+            self._note_latency(fetch.wanted.peer, size, seconds)
+        write_span_of(
+            fetch.wanted,
+            fetch.traceparent,
+            fetch.began_ns,
+            landed,
+            size,
+            transport=self._paths.path_to(fetch.wanted.peer),
+            outcome=outcome,
+        )
+
+    def _note_latency(self, peer: str, size: int, seconds: float) -> None:
+        rate = self._paths.bytes_per_s(peer) or UNMEASURED_BYTES_PER_S
+        latency_s = max(0.0, seconds - size / rate)
+        old = self.latency_s
+        self.latency_s = latency_s if not old else 0.8 * old + 0.2 * latency_s
+
+    def _free(self, fetch: OpenFetch) -> None:
+        """-> FREED."""
+        self._fetches.pop(fetch.wanted.id, None)
+        self._engine.freed(fetch.wanted.id)

@@ -1,0 +1,194 @@
+"""What a worker does to give pages to another worker.
+
+The states of a hold:
+
+1. RECEIVED: a fetch came. The engine looks for its leading keys, in the pool and in host slots.
+2. HELD: it holds those that it has, where they are. The transfer thread pushes them, behind the
+   pages of hand-offs. Its last notification tells the other side how many they were.
+3. LET GO: every push has ended, and the pages go their ways.
+4. REFUSED: there is nothing to give. The router is told once no write can follow, which is when the
+   transfer thread has set its tombstone.
+
+A push that ended in an error keeps its pages held until the other side is proven dead, as in a
+hand-off.
+
+Invariants: an id is held once. Its pages are let go once, after `Sent` or `SendQuiesced`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, Protocol
+
+from baton.worker.v1 import worker_pb2
+from engine.types import PageIds
+from fetch_service.fetching import NO_PATH, Paths
+from kv_transfer.events import SendFailed, SendQuiesced, Sent, TransferEvent
+from kv_transfer.specs import TRANSFER_ID_BYTES, SendSpec
+from telemetry import failpoints
+from telemetry.metrics.worker import WorkerMetrics
+from worker_base.messages import MalformedMessage, unpack_ids
+from worker_base.outbox import CallOnLoop, Outbox
+from worker_base.overdue import Unended
+from worker_base.ports import SendingThread
+
+logger = logging.getLogger(__name__)
+
+KEY_BYTES: Final = 32
+# Why nothing is given.
+MISSING: Final = "missing"
+"""None of the keys is here any more, or others get too many pages already."""
+MALFORMED: Final = "malformed"
+
+
+class HoldEngine(Protocol):
+    """What `engine.loop.fetch_port.FetchPort` does for holds."""
+
+    def hold(self, hold_id: bytes, keys: Sequence[bytes], tell: Callable[[PageIds], None]) -> None:
+        """Holds the leading keys that are here, and tells where their pages are."""
+        ...
+
+    def let_go(self, hold_id: bytes) -> None:
+        """Ends a hold."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Hold:
+    fetch: worker_pb2.Fetch
+    stream: Outbox
+    pages: PageIds
+    """The other side's, of all keys."""
+    since_s: float = field(default_factory=time.monotonic)
+    refused: str = ""
+
+
+class HoldService:
+    """The holds of one worker. It runs on the event loop."""
+
+    def __init__(
+        self,
+        engine: HoldEngine,
+        transfer: SendingThread,
+        call_on_loop: CallOnLoop,
+        metrics: WorkerMetrics,
+        paths: Paths,
+        *,
+        page_size_tokens: int,
+        why_not: str = "",
+    ) -> None:
+        """Begins without holds. `why_not` says why this worker cannot give pages; empty if it
+        can."""
+        self._engine = engine
+        self._transfer = transfer
+        self._call_on_loop = call_on_loop
+        self._metrics = metrics
+        self._paths = paths
+        self._page_size_tokens = page_size_tokens
+        self._why_not = why_not
+        self._holds: dict[bytes, _Hold] = {}
+
+    @property
+    def active(self) -> int:
+        """Holds that have not ended."""
+        return len(self._holds)
+
+    def unended_sends(self) -> list[Unended]:
+        """Every hold: nothing is left to compute."""
+        now_s = time.monotonic()
+        return [
+            Unended(hold.fetch.fetcher_agent_name, now_s - hold.since_s)
+            for hold in self._holds.values()
+        ]
+
+    def asked(self, fetch: worker_pb2.Fetch, stream: Outbox) -> None:
+        """Takes a fetch that another worker wants."""
+        if fetch.transfer_id in self._holds or len(fetch.transfer_id) != TRANSFER_ID_BYTES:
+            return
+        failpoints.hit("fetch.received")
+        try:
+            pages = unpack_ids(fetch.page_ids)
+        except MalformedMessage:
+            pages = unpack_ids(b"")
+        hold = self._holds[fetch.transfer_id] = _Hold(fetch, stream, pages)
+        if why := self._why_not_now(hold):
+            self._refuse(hold, why)
+            return
+        packed = fetch.keys
+        keys = [packed[at : at + KEY_BYTES] for at in range(0, len(packed), KEY_BYTES)]
+        self._engine.hold(fetch.transfer_id, keys, partial(self._tell_held, hold))
+
+    def on_transfer(self, event: TransferEvent) -> None:
+        """Takes an event of the transfer thread, and ignores those of other owners."""
+        if not isinstance(event, Sent | SendQuiesced | SendFailed):
+            return
+        hold = self._holds.get(event.transfer_id)
+        if hold is None:
+            return
+        if isinstance(event, SendFailed):
+            self._metrics.transfer_failed(event.cause)
+            return
+        if isinstance(event, Sent):
+            failpoints.hit("fetch.sent")
+            self._metrics.gave(event.stats.pages, event.stats.bytes)
+        del self._holds[event.transfer_id]
+        self._engine.let_go(event.transfer_id)
+        if hold.refused:
+            self._tell_refused(hold)
+
+    def _why_not_now(self, hold: _Hold) -> str:
+        count, rest = divmod(len(hold.fetch.keys), KEY_BYTES)
+        if rest or not count or count != len(hold.pages):
+            return MALFORMED
+        if self._why_not:
+            return self._why_not
+        return "" if self._paths.is_usable(hold.fetch.fetcher_agent_name) else NO_PATH
+
+    def _tell_held(self, hold: _Hold, sources: PageIds) -> None:
+        """On the step thread."""
+        self._call_on_loop(partial(self._held, hold, sources))
+
+    def _held(self, hold: _Hold, sources: PageIds) -> None:
+        """RECEIVED -> HELD."""
+        count = len(sources)
+        if not count:
+            self._refuse(hold, MISSING)
+            return
+        failpoints.hit("fetch.held")
+        fetch = hold.fetch
+        num_tokens = count * self._page_size_tokens
+        self._transfer.begin_send(
+            SendSpec(
+                transfer_id=fetch.transfer_id,
+                peer=fetch.fetcher_agent_name,
+                decode_epoch=fetch.fetcher_epoch,
+                source_pages=sources,
+                target_pages=hold.pages[:count],
+                held_pages=0,
+                num_tokens=num_tokens,
+                page_size_tokens=self._page_size_tokens,
+                yields=True,
+            )
+        )
+        self._transfer.chunk_computed(fetch.transfer_id, num_tokens, b"")
+
+    def _refuse(self, hold: _Hold, why: str) -> None:
+        """-> REFUSED. `SendQuiesced` follows."""
+        hold.refused = why
+        self._transfer.abort_send(hold.fetch.transfer_id)
+
+    @staticmethod
+    def _tell_refused(hold: _Hold) -> None:
+        fetch = hold.fetch
+        refused = worker_pb2.FetchRefused(
+            transfer_id=fetch.transfer_id,
+            fetcher_epoch=fetch.fetcher_epoch,
+            fetcher_agent_name=fetch.fetcher_agent_name,
+            holder_agent_name=fetch.holder_agent_name,
+            cause=hold.refused,
+        )
+        hold.stream.send(worker_pb2.WorkResponse(fetch_refused=refused))

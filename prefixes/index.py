@@ -1,0 +1,212 @@
+"""The index of a router: which worker holds which page, as far as the workers have told.
+
+A key has one integer, with two bits for each holder: it has the page in its pool, or in its host
+tier. Keys are spread over 1,024 dicts, because a dict is copied when it grows: one of a million
+keys would hold the event loop for 33 ms. Nothing here takes longer than one shard does.
+
+Life of a holder:
+
+1. Joined: it gets a place, which is a pair of bits, and holds nothing.
+2. Told of: `apply` and `clear`, both of which may be repeated.
+3. Left: it is found no more. Its bits are swept later, a shard at a time. Its place is given to
+   another only after that.
+
+The index is bounded. When a shard is full, the eighth of its keys that came first is dropped. A key
+that is missing here is a page that is thought to be nowhere, so at worst it is computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Final, NamedTuple
+
+from prefixes.keys import ShortKeys
+
+POOL: Final = 1
+"""The page is in the KV pool."""
+HOST: Final = 2
+"""The page is in the host tier."""
+BOTH: Final = POOL | HOST
+GONE: Final = 4
+"""Added to a tier: the page is there no more."""
+SHARDS: Final = 1024
+"""Shard of a key: its lowest ten bits. A power of two."""
+MOST_KEYS: Final = 4_000_000
+DROPPED_SHARE: Final = 8
+"""A full shard loses this part of its keys at once: to search for the first again and again would
+pass over all that are gone."""
+
+_SHARD: Final = SHARDS - 1
+
+
+class Held(NamedTuple):
+    """The leading pages of a prompt that one worker has."""
+
+    pool_pages: int
+    """In its pool."""
+    host_pages: int
+    """In its pool or its host tier, each of them; at least `pool_pages`."""
+
+
+class PrefixIndex:
+    """See the module. Holders are known by name.
+
+    Args:
+        most_keys: the bound.
+    """
+
+    def __init__(self, most_keys: int = MOST_KEYS) -> None:
+        self._shards: list[dict[int, int]] = [{} for _ in range(SHARDS)]
+        self._get = [shard.get for shard in self._shards]
+        """Of each shard, to spare a look-up."""
+        self._most = max(DROPPED_SHARE, most_keys // SHARDS)
+        self._places: dict[str, int] = {}
+        """The lower bit of each holder."""
+        self._counts: dict[str, list[int]] = {}
+        """Keys in the pool and in the host tier, by holder."""
+        self._leaving: dict[int, int] = {}
+        """Places of holders that left, with the number of shards to be swept."""
+        self._swept = 0
+        self.dropped = 0
+        """Keys dropped since the start, because the index was full."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self._shards))
+
+    @property
+    def holders(self) -> Sequence[str]:
+        """Those that have joined."""
+        return tuple(self._places)
+
+    def counts(self, holder: str) -> tuple[int, int]:
+        """Keys that the holder has in its pool, and in its host tier."""
+        pool, host = self._counts[holder]
+        return pool, host
+
+    def tiers(self, holder: str, key: int) -> int:
+        """Where the holder has the page: POOL, HOST, BOTH or 0."""
+        return self._shards[key & _SHARD].get(key, 0) >> self._places[holder] & BOTH
+
+    # -- what holders tell ------------------------------------------------------------------------
+
+    def join(self, holder: str) -> None:
+        """Takes a new holder in. One of that name leaves first."""
+        self.leave(holder)
+        taken = {*self._places.values(), *self._leaving}
+        self._places[holder] = next(
+            bit for bit in range(0, 2 * len(taken) + 2, 2) if bit not in taken
+        )
+        self._counts[holder] = [0, 0]
+
+    def leave(self, holder: str) -> None:
+        """Forgets all that a holder has. `sweep` is due."""
+        if (place := self._places.pop(holder, None)) is not None:
+            self._leaving[place] = SHARDS
+            del self._counts[holder]
+
+    def apply(self, holder: str, keys: Iterable[int], kinds: bytes) -> None:
+        """Pages came to a tier or left it, in order. A kind is POOL or HOST, with GONE added if the
+        page left."""
+        shards, gets, most = self._shards, self._get, self._most
+        place = self._places[holder]
+        bit_of = [(kind & BOTH) << place for kind in range(8)]
+        changes = [0] * 8
+        for key, kind in zip(keys, kinds, strict=True):
+            number = key & _SHARD
+            old, bit = gets[number](key, 0), bit_of[kind]
+            if kind < GONE:
+                if old & bit:
+                    continue
+                shard = shards[number]
+                if not old and len(shard) >= most:
+                    self._drop(shard)
+                shard[key] = old | bit
+            elif not old & bit:
+                continue
+            elif old == bit:
+                del shards[number][key]
+            else:
+                shards[number][key] = old ^ bit
+            changes[kind] += 1
+        for tier in (POOL, HOST):
+            self._counts[holder][tier - 1] += changes[tier] - changes[tier | GONE]
+
+    def clear(self, holder: str, first: int, end: int) -> None:
+        """The holder has none of the pages of these shards."""
+        if any(self._counts[holder]):
+            bits = BOTH << self._places[holder]
+            for shard in self._shards[first:end]:
+                self._uncount(_without(shard, bits))
+
+    def sweep(self) -> bool:
+        """Sweeps one shard. Returns whether more is to be swept."""
+        if not self._leaving:
+            return False
+        _without(self._shards[self._swept], sum(BOTH << place for place in self._leaving))
+        self._swept = (self._swept + 1) % SHARDS
+        left = ((place, shards - 1) for place, shards in self._leaving.items())
+        self._leaving = {place: shards for place, shards in left if shards}
+        return bool(self._leaving)
+
+    def _drop(self, shard: dict[int, int]) -> None:
+        """Drops the keys that came first."""
+        first = list(islice(shard.items(), len(shard) // DROPPED_SHARE))
+        for key, _ in first:
+            del shard[key]
+        self.dropped += len(first)
+        self._uncount([bits for _, bits in first])
+
+    def _uncount(self, gone: Sequence[int]) -> None:
+        """Bits of keys that are gone."""
+        for holder, place in self._places.items():
+            counts = self._counts[holder]
+            counts[0] -= sum(bits >> place & POOL for bits in gone)
+            counts[1] -= sum(bits >> place + 1 & POOL for bits in gone)
+
+    # -- what the router asks ---------------------------------------------------------------------
+
+    def held(self, keys: ShortKeys) -> dict[str, Held]:
+        """The leading pages of a prompt, by holder. Those that hold none are left out. It ends at
+        the first page that nobody holds."""
+        gets, last = self._get, -1
+        pool = any_tier = sum(POOL << place for place in self._places.values())
+        if not any_tier:
+            return {}
+        runs: list[tuple[int, int, int]] = []
+        """Where fewer hold the pages: depth, and who still has all of them in either way."""
+        depth = 0
+        for depth, key in enumerate(keys.tolist()):
+            bits = gets[key & _SHARD](key, 0)
+            if bits == last:
+                continue
+            last = bits
+            was = pool, any_tier
+            pool &= bits
+            any_tier &= bits | bits >> 1
+            if (pool, any_tier) != was:
+                runs.append((depth, was[0] & ~pool, was[1] & ~any_tier))
+                if not any_tier:
+                    break
+        runs.append((len(keys), pool, any_tier))
+        return self._by_holder(runs)
+
+    def _by_holder(self, runs: Sequence[tuple[int, int, int]]) -> dict[str, Held]:
+        found = {}
+        for holder, place in self._places.items():
+            pool = next((depth for depth, lost, _ in runs if lost >> place & POOL), 0)
+            host = next((depth for depth, _, lost in runs if lost >> place & POOL), 0)
+            if host:
+                found[holder] = Held(pool, host)
+        return found
+
+
+def _without(shard: dict[int, int], bits: int) -> list[int]:
+    """Takes bits from all keys of a shard. Returns those that were set."""
+    found = [(key, held) for key, held in shard.items() if held & bits]
+    for key, held in found:
+        if rest := held & ~bits:
+            shard[key] = rest
+        else:
+            del shard[key]
+    return [held & bits for _, held in found]

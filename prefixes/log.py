@@ -1,0 +1,95 @@
+"""A worker's own record of its pages: the latest events, and all pages that can be found now.
+
+A router that missed events gets them again from the ring of the latest 65,536. One that missed more
+gets all pages, shard by shard. Events go on meanwhile: a part says which event it contains last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Final
+
+import numpy as np
+
+from prefixes.codec import MOST_BYTES, MOST_EVENTS, MOST_IN_PART, Events, Part
+from prefixes.index import GONE, SHARDS
+from prefixes.keys import SHORT_BYTES, short_keys
+
+RING: Final = 65_536
+"""Events that are kept."""
+_SHARD: Final = SHARDS - 1
+_MOST_FIT: Final = MOST_BYTES // (SHORT_BYTES + 1)
+
+
+class PageLog:
+    """See the module. Belongs to one thread.
+
+    Args:
+        size: of the ring.
+        most_events: in a message.
+        most_in_part: keys in a part of a snapshot, if its first shard has no more.
+    """
+
+    def __init__(
+        self,
+        size: int = RING,
+        most_events: int = MOST_EVENTS,
+        most_in_part: int = MOST_IN_PART,
+    ) -> None:
+        self.end = 1
+        """Number of the next event."""
+        self._size = size
+        self._most_events = most_events
+        self._most_in_part = most_in_part
+        self._keys = np.zeros(size, "<u8")
+        self._kinds = np.zeros(size, np.uint8)
+        self._shards: list[dict[int, int]] = [{} for _ in range(SHARDS)]
+        """Tiers by key."""
+
+    @property
+    def first(self) -> int:
+        """Number of the oldest event in the ring; `end` if there is none."""
+        return max(1, self.end - self._size)
+
+    def write(self, keys: Sequence[bytes], kinds: bytes) -> None:
+        """Pages came to a tier or left it, in order. A kind is POOL or HOST, with GONE added if the
+        page left."""
+        shorts = short_keys(keys)
+        self._apply(shorts.tolist(), kinds)
+        latest = min(len(kinds), self._size)
+        self.end += len(kinds)
+        places = np.arange(self.end - latest, self.end) % self._size
+        self._keys[places] = shorts[len(kinds) - latest :]
+        self._kinds[places] = np.frombuffer(kinds, np.uint8)[len(kinds) - latest :]
+
+    def _apply(self, shorts: list[int], kinds: bytes) -> None:
+        for key, kind in zip(shorts, kinds, strict=True):
+            shard = self._shards[key & _SHARD]
+            old = shard.get(key, 0)
+            tiers = old & ~kind if kind & GONE else old | kind
+            if tiers:
+                shard[key] = tiers
+            elif old:
+                del shard[key]
+
+    def events(self, first: int) -> Events:
+        """Those from number `first` on, which is in the ring, as many as a message has."""
+        places = np.arange(first, min(self.end, first + self._most_events)) % self._size
+        return Events(first, self._keys[places].tobytes(), self._kinds[places].tobytes())
+
+    def part(self, first_shard: int) -> Part:
+        """All pages in the shards from `first_shard` on, as many shards as fit into a message. Of
+        a shard that does not fit, the router's index would drop the rest anyway."""
+        end, count = first_shard + 1, len(self._shards[first_shard])
+        while end < SHARDS and count + len(self._shards[end]) <= self._most_in_part:
+            count += len(self._shards[end])
+            end += 1
+        shards = self._shards[first_shard:end]
+        keys = np.fromiter(chain.from_iterable(shards), "<u8")[:_MOST_FIT]
+        tiers = bytes(chain.from_iterable(shard.values() for shard in shards))[:_MOST_FIT]
+        return Part(self.end - 1, first_shard, end, keys.tobytes(), tiers)
+
+    def tiers(self) -> dict[int, int]:
+        """All pages that can be found: short key and tiers."""
+        return {key: tiers for shard in self._shards for key, tiers in shard.items()}

@@ -1,0 +1,268 @@
+"""The policy `cost`: a prompt goes where its first token is soonest, given who holds what of it.
+
+A worker may come by the leading pages of a prompt in several ways: it has them in its pool, loads
+them from host memory, or fetches them from a peer. For each way,
+
+    seconds = queue + load or fetch + uncached tokens / rate(context) + delay of its streams
+
+The delay is what the prompt costs others: decode rows x the measured delay of a step with a piece
+of a prompt (`router.placement.placing`). A worker's way is its fastest. Among workers the fastest
+wins, and on a tie the first, as for `least_work`.
+
+Among decode workers that are to receive a prompt, the one under the least pressure is taken, as by
+`least_work`. One that holds the prompt already may have `SLACK` more, and one that holds a part of
+it that part of `SLACK`. So conversations stay where their KV is, if the load is about equal.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+from prefixes.index import Held
+from router.placement.just_routed import JustRouted
+from router.placement.placing import (
+    LocalReason,
+    break_even_tokens,
+    delay_s,
+    finish_s,
+    rate_of_unmeasured,
+    rest_s,
+)
+from router.placement.policies import LeastWork, Policy, RoundRobin, pressure
+from router.placement.ways import Way
+from router.workers.between import can_fetch
+from router.workers.holdings import NO_HOLDINGS, Holdings
+
+if TYPE_CHECKING:
+    from router.jobs import Demand
+    from router.settings import LocalPrefill
+    from router.workers.link import WorkerLink
+
+_NOTHING: Final = Held(0, 0)
+SLACK: Final = 0.125
+"""A decode worker that holds the whole prompt is taken up to this much more pressure."""
+MOST_ASKED: Final = 8
+"""Of so many holders the best one is sought. Hundreds may hold a system prompt."""
+FETCHED_SHARE: Final = 8
+"""A fetch takes at most this part of the pool, an eighth. The worker bounds it, too."""
+
+
+class Cost:
+    """See the module. It belongs to the event loop's thread.
+
+    Args:
+        holdings: what workers have reported.
+        just_routed: what was sent to them lately.
+    """
+
+    name = "cost"
+
+    def __init__(
+        self, holdings: Holdings | None = None, just_routed: JustRouted | None = None
+    ) -> None:
+        self._holdings = holdings or NO_HOLDINGS
+        self._just_routed = just_routed or JustRouted()
+        self._demand: Demand | None = None
+        self._held: Mapping[str, Held] = {}
+        self._holders: Sequence[WorkerLink] | None = None
+        """The workers with the most pages of the prompt; None: not looked for yet."""
+
+    def look(self, demand: Demand) -> None:
+        """Looks up who holds what of a prompt, for the calls that follow."""
+        self._demand, self._holders = demand, None
+        self._held = self._holdings.held(demand) if len(demand.keys) else {}
+
+    def routed(self, demand: Demand, workers: Iterable[WorkerLink]) -> None:
+        """The prompt was sent to these workers. Their pages count as held from now on."""
+        for worker in workers:
+            self._just_routed.add(worker.worker_id, demand.keys)
+
+    def held_elsewhere(self, demand: Demand, others: Sequence[WorkerLink], granted: int) -> int:
+        """The most leading pages of a prompt that others have reported by now, or that its decode
+        worker said it held when it granted the rest."""
+        self.look(demand)
+        return max(granted, *(self._reported(one).host_pages for one in others), 0)
+
+    # -- choices ------------------------------------------------------------------------------
+
+    def prefill(
+        self, demand: Demand, candidates: Sequence[WorkerLink], everyone: Sequence[WorkerLink]
+    ) -> int:
+        """Index of the worker whose first token is soonest."""
+        seconds = [way.seconds for way in self._ways(demand, candidates, everyone)]
+        return seconds.index(min(seconds))
+
+    def decode(self, demand: Demand, candidates: Sequence[WorkerLink]) -> int:
+        """Index of the worker with the least pressure, where what it holds of the prompt counts for
+        it."""
+        most = max(1, len(demand.keys))
+        found = []
+        for worker in candidates:
+            used, running = pressure(worker.capacity())
+            share = self._own(demand, worker).host_pages / most
+            found.append((used - SLACK * share, running))
+        return found.index(min(found))
+
+    def whole(
+        self, demand: Demand, candidates: Sequence[WorkerLink], everyone: Sequence[WorkerLink]
+    ) -> int:
+        """Index of the decode worker that runs the whole job."""
+        return self.prefill(demand, candidates, everyone)
+
+    def local(
+        self,
+        demand: Demand,
+        candidates: Sequence[WorkerLink],
+        rivals: Sequence[WorkerLink],
+        everyone: Sequence[WorkerLink],
+        mode: LocalPrefill,
+    ) -> tuple[int, LocalReason] | None:
+        """A decode worker whose first token is sooner than that of any rival. Where `mode` is
+        `cached`, it must hold the larger part of the prompt."""
+        size = demand.model.page_size_tokens
+        held = [self._own(demand, worker).host_pages * size for worker in candidates]
+        holds_most = [2 * tokens >= demand.prompt_tokens for tokens in held]
+        allowed = [i for i, most in enumerate(holds_most) if most or mode == "auto"]
+        if not allowed or demand.prompt_logprobs:
+            return None
+        unmeasured = _unmeasured(rivals)
+        ways = [self._fastest(demand, candidates[i], everyone, unmeasured) for i in allowed]
+        seconds = [way.seconds for way in ways]
+        others = [self._fastest(demand, one, everyone, unmeasured) for one in rivals]
+        rival_s = min(way.seconds for way in others)
+        if min(seconds) >= rival_s:
+            return None
+        chosen = allowed[seconds.index(min(seconds))]
+        reason = LocalReason.CACHED if holds_most[chosen] else LocalReason.FASTER
+        return chosen, reason
+
+    def takeover_tokens(
+        self, demand: Demand, way: Way, prefill: WorkerLink, decode: WorkerLink
+    ) -> int:
+        """The most tokens that the decode worker may compute and still be first."""
+        unmeasured = _unmeasured([prefill])
+        capacity, tokens = decode.capacity(), demand.prompt_tokens
+        return break_even_tokens(capacity, way.seconds, tokens, unmeasured)
+
+    # -- ways ---------------------------------------------------------------------------------
+
+    def way(self, demand: Demand, worker: WorkerLink, everyone: Sequence[WorkerLink]) -> Way:
+        """The way of the worker that was chosen, with what it computes again and why."""
+        way = self._fastest(demand, worker, everyone, _unmeasured([worker]))
+        return way._replace(again=self._again(demand, worker, way, everyone))
+
+    def _ways(
+        self, demand: Demand, workers: Sequence[WorkerLink], everyone: Sequence[WorkerLink]
+    ) -> list[Way]:
+        unmeasured = _unmeasured(workers)
+        return [self._fastest(demand, worker, everyone, unmeasured) for worker in workers]
+
+    def _fastest(
+        self, demand: Demand, worker: WorkerLink, everyone: Sequence[WorkerLink], unmeasured: float
+    ) -> Way:
+        """The fastest way of a worker. Of equals it is the one that moves least."""
+        own = self._own(demand, worker)
+        ways = [self._way(demand, worker, unmeasured, own.pool_pages, 0.0)]
+        load_s, capacity = 0.0, worker.capacity()
+        if own.host_pages > own.pool_pages and capacity.load_bytes_per_s:
+            load_bytes = (own.host_pages - own.pool_pages) * worker.page_bytes
+            load_s = load_bytes / capacity.load_bytes_per_s
+            ways.append(self._way(demand, worker, unmeasured, own.host_pages, load_s))
+        for peer in self._asked(everyone):
+            pages = self._fetchable(worker, peer, own)
+            if pages > own.host_pages and (rate := _path_rate(worker, peer)):
+                fetch_s = load_s + capacity.fetch_latency_s
+                fetch_s += (pages - own.host_pages) * worker.page_bytes / rate
+                way = self._way(demand, worker, unmeasured, pages, fetch_s)
+                ways.append(way._replace(holder=peer, fetched_pages=pages))
+        best = min(ways, key=lambda way: way.seconds)
+        reported = self._reported(worker)
+        return best._replace(just_routed=own.pool_pages > reported.pool_pages)
+
+    def _way(
+        self, demand: Demand, worker: WorkerLink, unmeasured: float, pages: int, moved_s: float
+    ) -> Way:
+        """The way on which the worker has so many leading pages after `moved_s`."""
+        capacity, tokens = worker.capacity(), demand.prompt_tokens
+        cached = min(pages * demand.model.page_size_tokens, tokens - 1)
+        seconds = finish_s(capacity, 0, unmeasured) + moved_s
+        seconds += rest_s(capacity, cached, tokens, unmeasured)
+        seconds += delay_s(capacity, tokens - cached)
+        return Way(seconds, cached)
+
+    # -- who holds what -----------------------------------------------------------------------
+
+    def _reported(self, worker: WorkerLink) -> Held:
+        return self._held.get(worker.worker_id, _NOTHING)
+
+    def _asked(self, everyone: Sequence[WorkerLink]) -> Sequence[WorkerLink]:
+        """The workers from which pages may be fetched, those with the most pages first."""
+        if self._holders is None:
+            holders = (worker for worker in everyone if self._reported(worker).host_pages)
+            self._holders = heapq.nlargest(
+                MOST_ASKED, holders, key=lambda worker: self._reported(worker).host_pages
+            )
+        return self._holders
+
+    def _own(self, demand: Demand, worker: WorkerLink) -> Held:
+        """What a worker holds or is about to hold."""
+        if not len(demand.keys):
+            return _NOTHING
+        if demand is not self._demand:
+            self.look(demand)
+        held = self._reported(worker)
+        pages = max(held.pool_pages, self._just_routed.pages(worker.worker_id, demand.keys))
+        return Held(pages, max(pages, held.host_pages))
+
+    def _fetchable(self, worker: WorkerLink, peer: WorkerLink, own: Held) -> int:
+        """The leading pages that the worker would have after a fetch from a peer."""
+        pages = self._reported(peer).host_pages
+        if pages <= own.host_pages or not _is_reachable(worker, peer):
+            return 0
+        return min(pages, own.host_pages + worker.capacity().total_pages // FETCHED_SHARE)
+
+    def _again(
+        self, demand: Demand, worker: WorkerLink, way: Way, everyone: Sequence[WorkerLink]
+    ) -> Mapping[str, int]:
+        """Pages that the worker computes although others hold them or will, by reason."""
+        if not len(demand.keys):
+            return {}
+        others = [one for one in everyone if one is not worker]
+        have = way.cached_tokens // demand.model.page_size_tokens
+        held = max((self._reported(one).host_pages for one in others), default=0)
+        coming = max((self._own(demand, one).host_pages for one in others), default=0)
+        own = self._own(demand, worker)
+        reachable = max((self._fetchable(worker, one, own) for one in others), default=0)
+        within = max(have, min(held, max(reachable, own.host_pages)))
+        again = Counter({"sooner": within - have})
+        bound = way.holder is not None or reachable > own.host_pages
+        again["bound" if bound else "unreachable"] += max(0, held - within)
+        again["in_flight"] += max(0, coming - max(held, have))
+        return +again
+
+
+def policy_of(name: str, holdings: Holdings | None = None) -> Policy:
+    """The policy of that name."""
+    policies: dict[str, Callable[[], Policy]] = {
+        Cost.name: lambda: Cost(holdings),
+        LeastWork.name: LeastWork,
+        RoundRobin.name: RoundRobin,
+    }
+    return policies[name]()
+
+
+def _unmeasured(workers: Sequence[WorkerLink]) -> float:
+    return rate_of_unmeasured([worker.capacity() for worker in workers])
+
+
+def _is_reachable(worker: WorkerLink, peer: WorkerLink) -> bool:
+    """Whether a worker could fetch from a peer, and neither complains of the other."""
+    return can_fetch(worker, peer) and not (worker.avoids(peer) or peer.avoids(worker))
+
+
+def _path_rate(worker: WorkerLink, peer: WorkerLink) -> float:
+    """Bytes a second between two workers; 0: unknown, so that nothing is fetched."""
+    return worker.path_bytes_per_s(peer) or peer.path_bytes_per_s(worker)

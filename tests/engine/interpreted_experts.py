@@ -1,0 +1,140 @@
+"""Runs the kernels of experts in Triton's interpreter, against float64.
+
+A script of its own, because Triton looks at TRITON_INTERPRET when it is imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import cast
+from unittest import mock
+
+import experts_kit as kit
+import torch
+from interpreted_kernels import convert_as_a_gpu_does
+from triton.runtime import interpreter
+
+from engine.cuda import feed_forward
+from engine.cuda.experts import routing as kernels
+from engine.cuda.experts.mixing import mixed
+from engine.cuda.products import CudaProducts
+from engine.model.experts import routing
+from engine.model.experts.config import Gate, Routing, Scores
+from engine.model.experts.routing import Chosen
+from engine.model.experts.stacked import Stacked
+from engine.model.precision.choice import Precision
+
+OSS = Gate(sharpness=1.702, shift=1.0, limit=1.0)
+ROUTINGS = {
+    "softmax": Routing(12, 3),
+    "normalised": Routing(12, 3, normalised=True),
+    "sigmoid": Routing(12, 4, Scores.SIGMOID, normalised=True, factor=2.5, bias=True),
+    "groups": Routing(
+        12, 4, Scores.SIGMOID, factor=2.5, groups=4, open_groups=2, best_of_group=2, bias=True
+    ),
+    "of chosen": Routing(12, 4, Scores.SOFTMAX_OF_CHOSEN),
+    "one": Routing(5, 1),
+}
+
+
+def check_route(how: Routing) -> None:
+    """Ties, too."""
+    logits = (torch.randn(40, how.experts) * 2).round() / 2
+    logits[0] = 0
+    bias = torch.randn(how.experts).round() if how.bias else None
+    got, want = kernels.route(logits, how, bias), routing.route(logits.double(), how, bias)
+    assert torch.equal(got.experts.long(), want.experts), how
+    torch.testing.assert_close(got.weights, want.weights.float(), rtol=1e-5, atol=1e-6)
+
+
+def check_what_is_no_number() -> None:
+    logits = torch.randn(3, 5)
+    logits[1] = float("nan")
+    logits[2, 4] = float("inf")
+    got = kernels.route(logits, Routing(5, 2), None)
+    assert got.weights[0].isfinite().all()
+    assert got.weights[1:].isnan().any(1).all()
+    assert ((got.experts >= 0) & (got.experts < 5)).all()
+    assert (got.experts[:, 0] != got.experts[:, 1]).all()
+
+
+def check_sort(tokens: int, experts: int, chosen: int, kind: str) -> None:
+    choice = kit.random_choice(tokens, experts, chosen, kind).experts.int()
+    order = kernels.sort(choice, experts)
+    found, pairs = choice.flatten().sort(stable=True)
+    assert torch.equal(order.pairs.long(), pairs)
+    assert torch.equal(order.places.long(), pairs.argsort())
+    assert torch.equal(order.starts.diff(), torch.bincount(found, minlength=experts).int())
+
+
+def check_mixed(
+    precision: str,
+    tokens: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    kind: str = "any",
+    gate: Gate = Gate(),  # noqa: B008 (frozen)
+    bias: bool = False,
+    experts: int = 6,
+) -> None:
+    """The interpreter knows no products of bfloat16, so 16 bits are float16 here."""
+    hidden, width = (256, 128) if precision in kit.BLOCKED else (64, 192)
+    parts = kit.parts_of(experts, ("gate", "up"), width, hidden)
+    gate_up = kit.stacked(precision, parts, dtype, bias)
+    down = kit.stacked(precision, kit.parts_of(experts, ("down",), hidden, width), dtype, bias)
+    x = torch.randn(tokens, hidden).to(dtype)
+    choice = kit.random_choice(tokens, experts, 2, kind)
+    weights = cast("list[Stacked]", [gate_up.weights, down.weights])
+    got = mixed(x, Chosen(choice.weights, choice.experts.int()), *weights, gate)
+    want = kit.exact(x, choice, gate_up, down, gate, dtype)
+    error = (got.double() - want).norm() / want.norm()
+    # A value between the products may round to FP8 the other way.
+    limit = 2e-3 if gate_up.weights.input is not None else 1e-6
+    limit = max(limit, 2e-3) if dtype != torch.float32 else limit
+    assert error < limit, (precision, tokens, kind, float(error))
+
+
+def check_layer(shared: bool, tokens: int) -> None:
+    """The whole feed-forward, against PyTorch over the same weights."""
+    with mock.patch.object(Precision, "on_gpu", True):
+        layer = kit.layer(shared, Routing(6, 2, normalised=True))
+    for module in layer.modules():
+        if isinstance(module, kit.Linear):
+            module.method.finish(CudaProducts())
+    x = torch.randn(tokens, 64)
+    got = feed_forward.run(layer, x)
+    for module in layer.modules():
+        if isinstance(module, kit.Linear):
+            module.method.finish()
+    torch.testing.assert_close(got, layer(x))
+
+
+def main() -> None:
+    """One case of each kernel, or all cases."""
+    torch.manual_seed(0)
+    interpreter._convert_float = convert_as_a_gpu_does
+    check_route(ROUTINGS["normalised"])
+    check_sort(9, 6, 2, "few")
+    check_layer(shared=True, tokens=3)
+    for precision in ("fp8", "int4-zeros", "mxfp4"):
+        check_mixed(precision, 2, gate=OSS, bias=True, experts=3)
+    if "all" in sys.argv:
+        for how in ROUTINGS.values():
+            check_route(how)
+        check_what_is_no_number()
+        for tokens, experts, chosen, kind in (
+            (1, 8, 8, "any"), (300, 6, 2, "few"), (17, 5, 1, "one"), (1100, 7, 2, "any"),
+        ):  # fmt: skip
+            check_sort(tokens, experts, chosen, kind)
+        check_layer(shared=False, tokens=1)
+        check_layer(shared=True, tokens=1)
+        for precision in kit.PRECISIONS:
+            for tokens, kind in ((1, "any"), (2, "one"), (20, "few"), (70, "one"), (300, "any")):
+                check_mixed(precision, tokens, kind=kind)
+                print(precision, tokens, kind, flush=True)
+            check_mixed(precision, 5, dtype=torch.float16, gate=OSS, bias=True)
+    print("all equal")
+
+
+if __name__ == "__main__":
+    main()

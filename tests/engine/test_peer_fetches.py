@@ -1,0 +1,186 @@
+"""Fetches between two schedulers; the test plays workers, router and transport between them."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from scheduler_bench import Bench, prompt_of
+
+from engine.schedule.sequences import RequestState
+from engine.tiers.peers import FetchWanted
+from engine.types import Mode, PeerFetch
+
+
+class Between:
+    """The transport: moves pages when the test says so, and what is late lands late."""
+
+    def __init__(self, fetcher: Bench, holder: Bench) -> None:
+        self.fetcher, self.holder = fetcher, holder
+        self.wanted: list[FetchWanted] = []
+        fetcher.scheduler.fetches.fetch_by(self.wanted.append)
+
+    def move(self, wanted: FetchWanted, most: int = 1000) -> int:
+        """The holder's pages land; returns how many."""
+        fetches = self.holder.scheduler.fetches
+        sources = fetches.hold(wanted.id, wanted.keys)[:most]
+        self.holder.scheduler.check_invariants()
+        for source, target in zip(sources, wanted.pages, strict=False):
+            self.fetcher.device.kv[target] = self._read(int(source))
+        fetches.let_go(wanted.id)
+        return len(sources)
+
+    def end(self, wanted: FetchWanted, landed: int) -> None:
+        self.fetcher.scheduler.fetches.fetched(wanted.id, landed)
+        self.fetcher.scheduler.fetches.freed(wanted.id)
+
+    def land_late(self, wanted: FetchWanted, first: int) -> None:
+        """A late write: whoever had the pages by now would speak nonsense."""
+        self.fetcher.device.kv[wanted.pages[first:]] = -7
+        self.fetcher.scheduler.fetches.freed(wanted.id)
+
+    def _read(self, source: int) -> np.ndarray:
+        pool = self.holder.device.kv
+        if source < len(pool):
+            return pool[source]
+        return self.holder.lanes.slots[source - len(pool)]
+
+
+def held(holder: Bench, prompt: list[int]) -> None:
+    holder.submit(prompt, 1)
+    holder.run()
+
+
+def ask(fetcher: Bench, prompt: list[int], pages: int = 100, **options) -> bytes:
+    return fetcher.submit(prompt, options.pop("tokens", 4), fetch=PeerFetch("d", pages), **options)
+
+
+@pytest.fixture
+def between() -> Between:
+    return Between(Bench(num_pages=81), Bench(num_pages=81))
+
+
+def test_a_request_waits_for_its_pages_and_computes_the_rest(between: Between) -> None:
+    fetcher = between.fetcher
+    prompt = prompt_of(random.Random(1), 34)
+    held(between.holder, prompt)
+    request_id = ask(fetcher, prompt)
+    fetcher.turn()
+    assert fetcher.scheduler.requests[request_id].state is RequestState.LOADING
+    (wanted,) = between.wanted
+    assert len(wanted.keys) == 8
+    assert fetcher.scheduler.fetches.coming_pages == 8
+    between.end(wanted, between.move(wanted))
+    fetcher.run()
+    fetcher.check_output(request_id)
+    assert fetcher.scheduler.cached_tokens == 32
+    fetcher.check_baseline()
+    between.holder.check_baseline()
+
+
+def test_pages_come_from_host_slots_too() -> None:
+    """The holder has evicted a part of them to its host tier."""
+    between = Between(Bench(num_pages=200), Bench(num_pages=65, host_slots=200))
+    rng = random.Random(3)
+    prompts = [prompt_of(rng, 21) for _ in range(30)]
+    for prompt in prompts:
+        held(between.holder, prompt)
+    for prompt in prompts[:3]:
+        request_id = ask(between.fetcher, prompt)
+        between.fetcher.turn()
+        wanted = between.wanted[-1]
+        sources = between.holder.scheduler.fetches.hold(b"look", wanted.keys)
+        assert (sources >= 65).all()
+        assert len(sources) == 5
+        between.holder.scheduler.fetches.let_go(b"look")
+        between.end(wanted, between.move(wanted))
+        between.fetcher.run()
+        between.fetcher.check_output(request_id)
+    assert between.fetcher.scheduler.cached_tokens == 3 * 20
+    between.holder.check_baseline()
+
+
+def test_what_is_here_is_not_fetched_and_stays(between: Between) -> None:
+    """Pages that the request will find are held, while others fill the pool."""
+    fetcher = between.fetcher
+    rng = random.Random(1)
+    prompt = prompt_of(rng, 34)
+    held(between.holder, prompt)
+    held(fetcher, prompt[:18])
+    request_id = ask(fetcher, prompt)
+    fetcher.turn()
+    (wanted,) = between.wanted
+    assert len(wanted.keys) == 4
+    for _ in range(20):
+        fetcher.submit(prompt_of(rng, 30), 2)
+    for _ in range(300):
+        fetcher.turn()
+    before = fetcher.scheduler.cached_tokens
+    between.end(wanted, between.move(wanted))
+    fetcher.run()
+    fetcher.check_output(request_id)
+    assert fetcher.scheduler.cached_tokens - before == 32
+
+
+def test_a_hand_off_that_is_received_fetches_nothing(between: Between) -> None:
+    request_id = ask(between.fetcher, prompt_of(random.Random(1), 20), mode=Mode.RECEIVE)
+    between.fetcher.turn()
+    assert request_id in between.fetcher.reserved
+    assert not between.wanted
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_lands_and_whenever_answers_are_right(seed: int) -> None:
+    """Random prompts that share parts, several choices, cancels, preemption; late writes land in
+    nobody's pages."""
+    rng = random.Random(seed)
+    host_slots = rng.choice([0, 60])
+    fetcher = Bench(num_pages=rng.choice([60, 120]), host_slots=host_slots)
+    holder = Bench(num_pages=60, host_slots=60)
+    between = Between(fetcher, holder)
+    bases = [prompt_of(rng, 60) for _ in range(4)]
+    asked, cancelled = [], set()
+    open_: list[FetchWanted] = []
+    quarantine: list[tuple[FetchWanted, int]] = []
+    for _ in range(150):
+        base = rng.choice(bases)
+        prompt = [*base[: rng.randrange(1, 60)], *prompt_of(rng, rng.randrange(1, 6))]
+        if rng.random() < 0.4:
+            held(holder, prompt)
+        if rng.random() < 0.5:
+            choices = rng.choice([1, 1, 1, 2])
+            asked.append(ask(fetcher, prompt, rng.randrange(1, 20), choices=choices))
+        if asked and rng.random() < 0.1:
+            cancelled.add(asked[-1])
+            fetcher.scheduler.cancel(asked[-1])
+        for _ in range(rng.randrange(3)):
+            fetcher.turn()
+        open_ += between.wanted
+        between.wanted.clear()
+        rng.shuffle(open_)
+        while open_ and rng.random() < 0.5:
+            wanted = open_.pop()
+            landed = between.move(wanted, rng.choice([0, 2, 1000, 1000]))
+            fetcher.scheduler.fetches.fetched(wanted.id, landed)
+            quarantine.append((wanted, landed))
+        while quarantine and rng.random() < 0.4:
+            between.land_late(*quarantine.pop(0))
+    for wanted in open_:
+        fetcher.scheduler.fetches.fetched(wanted.id, 0)
+        quarantine.append((wanted, 0))
+    for _ in range(5000):
+        fetcher.turn()
+        for wanted in between.wanted:
+            fetcher.scheduler.fetches.fetched(wanted.id, 0)
+            fetcher.scheduler.fetches.freed(wanted.id)
+        between.wanted.clear()
+        if quarantine:
+            between.land_late(*quarantine.pop(0))
+        if not fetcher.scheduler.requests:
+            break
+    fetcher.run()
+    for request_id in set(asked) - cancelled:
+        fetcher.check_output(request_id)
+    fetcher.check_baseline()
+    holder.check_baseline()

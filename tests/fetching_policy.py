@@ -1,0 +1,47 @@
+"""A router's policy for tests: every prompt comes with the word that some worker holds it.
+
+It knows nothing of what workers hold, so most of what it says is wrong, as an index may be. It is
+put on top of the router's own choice of workers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+FETCHING: Final = "TEST_FETCHING"
+"""Environment of a router that `nursery` starts: names of holders with commas between, `any` for a
+random one each time."""
+
+
+def everybody_fetches(holders: str) -> None:
+    """From now on in this process every route says that one of the holders has the prompt."""
+    from router.placement import routing
+
+    routing.choose = fetching(routing.choose, holders.split(","))
+
+
+def fetching(choose: Callable[..., Any], holders: Sequence[str]) -> Callable[..., Any]:
+    """`routing.choose` with a fetch for each route."""
+    from router.placement.routing import Fetch
+    from router.workers.between import can_fetch
+
+    rng = random.Random(7)
+
+    def chosen(demand: Any, workers: Sequence[Any], *args: Any) -> Any:
+        route = choose(demand, workers, *args)
+        if route is None:
+            return None
+        others = [
+            worker
+            for worker in workers
+            if can_fetch(route.prefill, worker)
+            and (worker.worker_id in holders or "any" in holders)
+        ]
+        pages = demand.prompt_tokens // demand.model.page_size_tokens
+        if not others or not pages:
+            return route
+        return route._replace(fetch=Fetch(rng.choice(others), pages))
+
+    return chosen

@@ -1,0 +1,151 @@
+"""The router's side of the pages of workers, over messages of real streams' kinds."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from scripted_worker import job
+from waiting import until
+
+from baton.worker.v1 import worker_pb2
+from prefixes.index import HOST, POOL, Held
+from prefixes.keys import prompt_short_keys
+from router.jobs import Demand
+from router.requests import tokenization
+from router.requests.tokenization import Tokenizers
+from router.workers.holdings import WorkerPages
+from worker_base.outbox import Outbox
+from worker_base.page_reports import PageReports
+
+
+class Told:
+    """An engine's part: what it tells, once a router has asked."""
+
+    tell: Any = None
+
+    def __call__(self, tell: Any) -> None:
+        assert self.tell is None, "asked twice"
+        self.tell = tell
+
+
+class Link:
+    """A worker with its stream to a router: messages go through bytes."""
+
+    def __init__(self, name: str, *, fingerprint: str = "f", revision: str = "r") -> None:
+        self.worker_id = name
+        self.told = Told()
+        self.reports = PageReports(self.told)
+        self.outbox = Outbox(lambda: pytest.fail("overflow"))
+        model = worker_pb2.ModelInfo(fingerprint=fingerprint, revision=revision, prefix_cache=True)
+        self.identity = worker_pb2.WorkerIdentity(worker_id=name, model=model)
+        self.asked: list[worker_pb2.PagesWanted] = []
+
+    class _Estimate:
+        load = worker_pb2.Load()
+
+    estimate = _Estimate()
+
+    def send(self, message: worker_pb2.WorkRequest) -> None:
+        self.asked.append(message.pages_wanted)
+        self.reports.wanted(message.pages_wanted, self.outbox)
+
+    async def tell(self, pages: WorkerPages, *, losing: int = 0) -> None:
+        """A turn of the worker, and all its messages but the first few."""
+        self.reports.turn()
+        while len(self.outbox):
+            message = await self.outbox.get()
+            if (losing := losing - 1) < 0:
+                said = worker_pb2.WorkResponse.FromString(message.SerializeToString())
+                pages.received(self, said)
+
+
+def keys_of(count: int, salt: int = 0) -> list[bytes]:
+    return [bytes((salt, number)) * 16 for number in range(count)]
+
+
+def demand(**options: Any) -> Demand:
+    return Demand.of(job(**options))
+
+
+async def test_who_holds_a_prompt_is_known_by_revision_and_forgotten_with_the_stream() -> None:
+    pages = WorkerPages()
+    links = [Link("a"), Link("b"), Link("c", fingerprint="g", revision="other")]
+    for link in links:
+        pages.attached(link)
+        link.told.tell(POOL, keys_of(5))
+        await link.tell(pages)
+    links[1].told.tell(HOST, keys_of(9))
+    await links[1].tell(pages)
+    asked = demand(keys=np.frombuffer(b"".join(key[:8] for key in keys_of(12)), np.uint64))
+    assert pages.held(asked) == {"a": Held(5, 5), "b": Held(5, 9)}
+    assert pages.load().keys["b", "host"] == 9
+    for link in links:
+        pages.lost(link)
+    assert pages.held(asked) == {}
+    await until(lambda: not pages._families)
+
+
+async def test_a_lost_message_is_asked_for_again_and_the_index_is_kept() -> None:
+    pages, link = WorkerPages(), Link("a")
+    pages.attached(link)
+    link.told.tell(POOL, keys_of(5))
+    await link.tell(pages)
+    link.told.tell(POOL, keys_of(3, salt=1))
+    await link.tell(pages, losing=1)
+    link.estimate.load.page_sequence = link.reports.sequence
+    pages.loaded(link)
+    assert pages.load().behind == {"a": 3}
+    link.told.tell(POOL, keys_of(1, salt=2))
+    await link.tell(pages)
+    assert len(link.asked) == 2
+    assert link.asked[1].next_sequence > 0
+    assert pages.load().keys["a", "pool"] == 5
+    await link.tell(pages)
+    link.estimate.load.page_sequence = link.reports.sequence
+    pages.loaded(link)
+    load = pages.load()
+    assert (load.keys["a", "pool"], load.behind, load.dropped) == (9, {"a": 0}, {"unordered": 1})
+    assert load.asked == {"unordered": 1}
+
+
+async def test_a_worker_that_keeps_no_pages_is_not_asked() -> None:
+    pages, link = WorkerPages(), Link("a")
+    link.identity.model.prefix_cache = False
+    pages.attached(link)
+    await link.tell(pages)
+    assert link.asked == []
+    assert link.told.tell is None, "the engine was made to tell"
+
+
+@pytest.mark.parametrize("prompt_tokens", [300, 20_000])
+async def test_keys_of_a_job_are_those_of_its_worker_and_are_made_off_the_loop(
+    prompt_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+
+    made_on: list[str] = []
+
+    def watched(*shape: Any) -> Any:
+        made_on.append(threading.current_thread().name)
+        return prompt_short_keys(*shape)
+
+    monkeypatch.setattr(tokenization, "prompt_short_keys", watched)
+    one = job(prompt_tokens=prompt_tokens, cache_salt=b"acme")
+    one = replace(one, model=replace(one.model, prefix_cache=True, kv_precision="fp8"))
+    tokenizers = Tokenizers()
+    try:
+        keys = await tokenizers.page_keys(one)
+        assert len(keys) == (prompt_tokens - 1) // one.model.page_size_tokens
+        want = prompt_short_keys(one.prompt_ids.astype(np.int32), 16, "fp8", b"acme")
+        assert (keys == want).all()
+        long = prompt_tokens > 512
+        assert ("baton-tokenize" in made_on[0]) == long
+        for no_use in (replace(one, prompt_logprobs=True), job(prompt_tokens=prompt_tokens)):
+            assert len(await tokenizers.page_keys(no_use)) == 0
+    finally:
+        tokenizers.close()
+    await asyncio.sleep(0)

@@ -1,0 +1,103 @@
+"""What a worker tells its routers of its pages.
+
+The step loop only appends to a queue. The event loop writes the queue to a log every 50 ms, and
+tells each router what it does not know yet. Nothing of this happens before a router has asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from baton.worker.v1 import worker_pb2
+from prefixes.codec import Events, Part, Wanted
+from prefixes.log import PageLog
+from prefixes.teller import Teller
+
+if TYPE_CHECKING:
+    from engine.pages.prefix import TellPages
+    from worker_base.outbox import Outbox
+
+INTERVAL_S: Final = 0.05
+BUSY_S: Final = 0.005
+"""Time to the next turn while a router is not told everything."""
+MOST_AT_ONCE: Final = 8192
+"""Keys that a turn writes, about: it takes some milliseconds."""
+MOST_UNREAD: Final = 64
+"""A router that leaves so many messages unread is told more later."""
+
+
+class PageReports:
+    """See the module. Belongs to the event loop, but for the queue.
+
+    Args:
+        begin: makes the engine tell of its pages.
+    """
+
+    def __init__(self, begin: Callable[[TellPages], None]) -> None:
+        self._begin = begin
+        self._has_begun = False
+        self._queue: deque[tuple[int, Sequence[bytes]]] = deque()
+        self._log = PageLog()
+        self._tellers: dict[Outbox, Teller] = {}
+
+    @property
+    def sequence(self) -> int:
+        """Number of the last event; 0 before the first."""
+        return self._log.end - 1
+
+    def wanted(self, wanted: worker_pb2.PagesWanted, outbox: Outbox) -> None:
+        """A router says what it knows."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._begin(lambda kind, keys: self._queue.append((kind, keys)))
+        known = Wanted(wanted.next_sequence, wanted.next_shard)
+        self._tellers[outbox] = Teller(self._log, known)
+
+    def end_stream(self, outbox: Outbox) -> None:
+        """A router is gone."""
+        self._tellers.pop(outbox, None)
+
+    async def report_forever(self) -> None:
+        """Takes a turn every 50 ms; more often while there is more to tell."""
+        while True:
+            self.turn()
+            busy = bool(self._queue) or not all(one.is_done for one in self._tellers.values())
+            await asyncio.sleep(BUSY_S if busy else INTERVAL_S)
+
+    def turn(self) -> None:
+        """Writes what is queued, and tells what is new."""
+        if self._queue:
+            self._log.write(*self._take())
+        for outbox, teller in self._tellers.items():
+            if len(outbox) < MOST_UNREAD:
+                for message in teller.turn():
+                    outbox.send(_message(message))
+
+    def _take(self) -> tuple[list[bytes], bytes]:
+        """Keys from the queue, and a kind for each."""
+        taken, kinds = list[bytes](), bytearray()
+        while self._queue and len(taken) < MOST_AT_ONCE:
+            kind, keys = self._queue.popleft()
+            if len(keys) > MOST_AT_ONCE:
+                self._queue.appendleft((kind, keys[MOST_AT_ONCE:]))
+            taken += keys[:MOST_AT_ONCE]
+            kinds += bytes((kind,)) * (len(taken) - len(kinds))
+        return taken, bytes(kinds)
+
+
+def _message(told: Events | Part) -> worker_pb2.WorkResponse:
+    if isinstance(told, Events):
+        events = worker_pb2.PageEvents(first_sequence=told.first, keys=told.keys, kinds=told.kinds)
+        return worker_pb2.WorkResponse(page_events=events)
+    return worker_pb2.WorkResponse(
+        page_snapshot=worker_pb2.PageSnapshot(
+            sequence=told.sequence,
+            first_shard=told.first_shard,
+            end_shard=told.end_shard,
+            keys=told.keys,
+            tiers=told.tiers,
+        )
+    )
