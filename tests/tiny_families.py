@@ -39,6 +39,7 @@ DENSE: dict[str, dict[str, Any]] = {
         "family": "granite", "attention_multiplier": 0.1, "embedding_multiplier": 3.0,
         "residual_multiplier": 0.5, "logits_scaling": 4.0, "attention_bias": True,
     },
+    "smollm3": {"family": "smollm3", "no_rope_layer_interval": 2},
     "olmo2": {"family": "olmo2"},
     "olmo3": {
         "family": "olmo3", "sliding_window": 12, "layers": 4,

@@ -56,7 +56,8 @@ def _run_largest(model: Model, scratch: KvPool, attention: PagedAttention, bound
     positions = torch.arange(size, dtype=torch.int32, device=device)
     positions %= bounds.max_context_tokens
     lens = torch.full((1,), size, dtype=torch.int32, device=device)
-    table = torch.full((1, 1), SCRATCH_PAGE, dtype=torch.int32, device=device)
+    width = -(-size // scratch.page_size)
+    table = torch.full((1, width), SCRATCH_PAGE, dtype=torch.int32, device=device)
     starts = torch.nn.functional.pad(lens, (1, 0))
     attention.prepare(PagedStep(0, lens, table, starts, size, all_fresh=True))
     forward = FusedForward(model, scratch, attention, bounds.max_context_tokens)

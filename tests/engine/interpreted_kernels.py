@@ -18,7 +18,7 @@ from engine.attention.parts import Division, Tiles
 from engine.cuda.kv import fp8_gather
 from engine.cuda.kv.fp8_decode import decode_attention_fp8
 from engine.cuda.kv.fp8_store import rope_store_fp8
-from engine.cuda.kv.rope_store import HeadNorms, rope_store
+from engine.cuda.kv.rope_store import HeadNorms, RopeTable, rope_store
 from engine.pages.fp8_pool import Fp8Pool
 from engine.pages.kv_pool import PlainPool
 
@@ -54,8 +54,9 @@ def check_store(dtype: torch.dtype, norms: HeadNorms | None) -> None:
     qkv, rope = qkv.to(dtype), torch.randn(50, DIM).to(dtype)
     positions = torch.tensor([3, 4, 9, 40, 0, 1], dtype=torch.int32)
     stores = torch.tensor([19, 20, 105, 95, 32, 64], dtype=torch.int32)
-    q, k, v = rope_store(qkv.clone(), rope, positions, stores, plain, 1, norms)
-    got = rope_store_fp8(qkv.clone(), rope, positions, stores, fp8, 1, norms)
+    table = RopeTable(rope, DIM // 2)
+    q, k, v = rope_store(qkv.clone(), table, positions, stores, plain, 1, norms)
+    got = rope_store_fp8(qkv.clone(), table, positions, stores, fp8, 1, norms)
     k, v = want.write(1, stores.long() // 16, stores.long() % 16, k, v)
     for ours, theirs in zip(got, (q, k, v), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
@@ -76,20 +77,34 @@ def filled(contexts: Tensor, page_size: int, spread: float) -> tuple[Fp8Pool, Te
     return pool, table
 
 
-def check_decode(page_size: int, window: int | None, parts: tuple[int, int], spread: float) -> None:
+SINKS = torch.linspace(-3, 4, HEADS)
+
+
+def check_decode(
+    page_size: int,
+    window: int | None,
+    parts: tuple[int, int],
+    spread: float,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> None:
     contexts = torch.tensor([1, 64, 65, 200], dtype=torch.int32)
     pool, table = filled(contexts, page_size, spread)
     q = torch.randn(4, HEADS + 4, DIM)[:, :HEADS] * torch.tensor([1, 1e-9, 30, 0])[:, None, None]
     division = Division(*parts, Tiles(64, 4, 3))
-    got = decode_attention_fp8(
-        q, pool, 1, contexts, table, AttentionSpec(DIM**-0.5, window), division
-    )
+    spec = AttentionSpec(DIM**-0.5, window, cap, sinks)
+    got = decode_attention_fp8(q, pool, 1, contexts, table, spec, division)
     for row, length in enumerate(contexts.tolist()):
         first = 0 if window is None else max(0, length - window)
         places = pool.places(table[row].long())
         keys, values = (x[:, first:length].double() for x in pool.gather(1, places))
         grouped = q[row].double().view(KV_HEADS, -1, DIM)
-        weights = (grouped @ keys.transpose(1, 2) * DIM**-0.5).softmax(-1)
+        logits = grouped @ keys.transpose(1, 2) * DIM**-0.5
+        if cap is not None:
+            logits = (logits / cap).tanh() * cap
+        if sinks is not None:
+            logits = torch.cat((logits, sinks.view(KV_HEADS, -1, 1).double()), 2)
+        weights = logits.softmax(-1)[:, :, : keys.shape[1]]
         want = (weights @ values).view(HEADS, DIM)
         assert (got[row] - want).norm() < 2e-3 * want.norm(), (row, page_size, window, parts)
 
@@ -135,12 +150,15 @@ def main() -> None:
     norms = HeadNorms(torch.randn(DIM).bfloat16(), torch.randn(DIM).bfloat16(), 1e-6)
     check_store(torch.bfloat16, norms)
     check_decode(16, 100, (3, 64), 6)
+    check_decode(16, 100, (3, 64), 0, 0.7, SINKS)
     check_gather(16)
     if "all" in sys.argv:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             check_store(dtype, None)
         check_decode(16, None, (1, 1), 0)
         check_decode(32, None, (3, 64), 6)
+        check_decode(32, None, (1, 1), 0, 0.7)
+        check_decode(16, None, (3, 64), 6, None, SINKS)
         check_no_number_is_told()
         check_gather(32)
     print("all equal")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from engine_kit import Run, build, check_baseline, finish, hand_off, submit
 from llguidance import LLMatcher
+from tiny_families import DENSE
 from tiny_models import write_tiny_model
 from tokenizers import Tokenizer
 
@@ -38,6 +39,8 @@ SHAPES = {
         "sliding_window": 24, "swiglu_limit": 1.5,
     },
     "biases": {"attention_bias": True, "mlp_bias": True, "head_dim": 64},
+    **{name: {**DENSE[name], "head_dim": 64} for name in ("gemma2", "gemma3", "phi3", "granite")},
+    "odd": {"family": "olmo2", "head_dim": 96},
 }  # fmt: skip
 LENGTHS = (1, 15, 16, 17, 64, 200, 300)
 

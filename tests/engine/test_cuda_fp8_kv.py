@@ -36,14 +36,14 @@ def signless(data: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (9, 3, 64), (8, 1, 128)])
 def test_the_store_is_bit_for_bit_that_of_the_pool(heads, kv_heads, dim, norms):
     from engine.cuda.kv.fp8_store import rope_store_fp8
-    from engine.cuda.kv.rope_store import HeadNorms, rope_store
+    from engine.cuda.kv.rope_store import HeadNorms, RopeTable, rope_store
 
     layers = 32
     last = (1 << 31) // (kv_heads * layers * 2 * PAGE_SIZE * dim) + 3
     fp8 = pool_of(last + 1, kv_heads, dim, layers, Fp8Pool)
     qkv = draw(4, (heads + 2 * kv_heads) * dim) * torch.tensor([[1], [300], [0], [1e-3]]).cuda()
     qkv = qkv.bfloat16()
-    rope = draw(1000, dim)
+    rope = RopeTable(draw(1000, dim), dim // 2)
     positions = torch.tensor([0, 5, 17, 999], dtype=torch.int32, device=CUDA)
     places = [(1, 0), (last, 5), (last, 6), (last - 1, 15)]
     stores = torch.tensor([p * PAGE_SIZE + o for p, o in places], dtype=torch.int32, device=CUDA)

@@ -61,7 +61,7 @@ def test_silu_mul(rows):
 @pytest.mark.parametrize("norms", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (9, 3, 64), (8, 1, 128)])
 def test_rope_store_fills_pages_beyond_two_to_the_31_elements(heads, kv_heads, dim, norms):
-    from engine.cuda.kv.rope_store import HeadNorms, rope_store
+    from engine.cuda.kv.rope_store import HeadNorms, RopeTable, rope_store
 
     layers, positions = 32, torch.tensor([0, 5, 17, 999], dtype=torch.int32, device=CUDA)
     page_elements = kv_heads * layers * 2 * PAGE_SIZE * dim
@@ -79,7 +79,7 @@ def test_rope_store_fills_pages_beyond_two_to_the_31_elements(heads, kv_heads, d
     want_q, want_k = rotate(q.double(), *both), rotate(k.double(), *both)
     places = [(1, 0), (last, 5), (last, 6), (last - 1, 15)]
     stores = torch.tensor([p * PAGE_SIZE + o for p, o in places], dtype=torch.int32, device=CUDA)
-    rope = torch.cat((cos, sin), 1).contiguous()
+    rope = RopeTable(torch.cat((cos, sin), 1).contiguous(), dim // 2)
     got_q, got_k, got_v = rope_store(qkv, rope, positions, stores, pool, layers - 1, head_norms)
     assert relative_error(got_q, want_q) < 5e-3
     assert relative_error(got_k, want_k) < 5e-3

@@ -4,7 +4,6 @@ family and form, and how many rounded inputs flip. See `precision_reference`."""
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +18,21 @@ from test_model_logits import Runner, load
 from tiny_families import DENSE
 from tiny_models import write_tiny_model
 
-FAMILIES: Mapping[str, dict[str, Any]] = {
+FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"family": "mistral", "sliding_window": 24},
     "qwen2": {"family": "qwen2", "use_sliding_window": False},
     "qwen3": {"family": "qwen3", "head_dim": 64},
     **{name: {**options, "head_dim": 64} for name, options in DENSE.items()},
 }
+FAMILIES["granite"]["logits_scaling"] = 1.0
 SHAPE = {"hidden": 256, "heads": 4, "kv_heads": 2, "tokenizer": False}
 """All projections are multiples of 128."""
 SCALES = {"_proj.weight": 0.5, "lm_head.weight": 0.125}
 """What weights are multiplied by, which otherwise suit a hidden size of 64. Logits reach 2, whose
 last bit in float32 is 1e-7, and attention makes no more of small differences than it does there."""
 LOGITS = 1e-5
-"""How far a logit may be off."""
+"""How far a logit may be off, if they reach 2; Gemma's reach more."""
 CHUNKS = ((0, 16), (16, 35), (35, 90))
 TOKENS = 96
 ONLINE = 'quantization="fp8"'
@@ -109,7 +109,7 @@ def check(found: torch.Tensor, want: torch.Tensor, flips: Flips) -> None:
     error = float((found - want).abs().max())
     print(f"\nlogits up to {largest:.1f}, {error:.1e} off; {flips}")
     assert largest > 1
-    assert error < LOGITS
+    assert error < LOGITS * max(1.0, largest / 2)
     assert flips.missing == []
     assert flips.share <= MOST_FLIPS
     assert flips.worst < TIE

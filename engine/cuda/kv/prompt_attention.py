@@ -107,7 +107,8 @@ def _attend_prompt(
         total = total * kept + tl.sum(weights, axis=1)
         acc = tl.dot(weights.to(v.dtype), v, acc * kept[:, None])
         most = now
-    result = acc / total[:, None]
+    # Padding may see nothing. It is finite all the same.
+    result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     tl.store(out + (token[:, None] * heads + head) * dim + at[None, :], result, mask=there)
 
 
