@@ -268,7 +268,8 @@ def mooncake(options: argparse.Namespace) -> list[Asked]:
         keys = [block * pages + i + 1 for block in row.blocks for i in range(pages)]
         keys = keys[: (row.prompt_tokens - 1) // PAGE]
         asked = np.array(keys, np.uint64)
-        found.append(Asked(row.at_s * scale, asked, row.prompt_tokens, (), max(2, row.output_tokens)))
+        answer = max(2, row.output_tokens)
+        found.append(Asked(row.at_s * scale, asked, row.prompt_tokens, (), answer))
     return found
 
 
