@@ -86,7 +86,7 @@ class Machine:
         """Pages that routers know of."""
         self._pool: OrderedDict[int, None] = OrderedDict()
         self._most = int(options.pool_gib * (1 << 30) / PAGE_BYTES)
-        self._rate = 1e9 * options.gbps
+        self._rate: float = 1e9 * options.gbps
         self._events = events
         self._waiting: deque[tuple[float, int]] = deque()
         """End and tokens of what it is to compute."""
