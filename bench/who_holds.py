@@ -86,7 +86,7 @@ class Machine:
         """Pages that routers know of."""
         self._pool: OrderedDict[int, None] = OrderedDict()
         self._most = int(options.pool_gib * (1 << 30) / PAGE_BYTES)
-        self._rate = 1e9 * options.gbps
+        self._rate: float = 1e9 * options.gbps
         self._events = events
         self._waiting: deque[tuple[float, int]] = deque()
         """End and tokens of what it is to compute."""
@@ -268,9 +268,8 @@ def mooncake(options: argparse.Namespace) -> list[Asked]:
         keys = [block * pages + i + 1 for block in row.blocks for i in range(pages)]
         keys = keys[: (row.prompt_tokens - 1) // PAGE]
         asked = np.array(keys, np.uint64)
-        found.append(
-            Asked(row.at_s * scale, asked, row.prompt_tokens, (), max(2, row.output_tokens))
-        )
+        answer = max(2, row.output_tokens)
+        found.append(Asked(row.at_s * scale, asked, row.prompt_tokens, (), answer))
     return found
 
 
