@@ -15,10 +15,10 @@ from prefixes.keys import SHORT_BYTES, ShortKeys
 
 MOST_BYTES: Final = 65_536
 """Most bytes of both columns of a message."""
-MOST_EVENTS: Final = 1024
-"""Events in the messages that are sent: a router takes about a millisecond for them."""
+MOST_EVENTS: Final = 512
+"""Events in the messages that are sent: a router takes less than a millisecond for them."""
 MOST_IN_PART: Final = 2048
-"""Keys in the parts that are sent. They take as long, since they lie in few shards."""
+"""Keys in the parts that are sent. They take about one, since they lie in few shards."""
 _KINDS: Final = bytes((POOL, HOST, POOL | GONE, HOST | GONE))
 _TIERS: Final = bytes((POOL, HOST, BOTH))
 
