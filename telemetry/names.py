@@ -227,6 +227,7 @@ class Metric:
     TIER_BANDWIDTH: Final = "baton_kv_tier_bytes_per_second"
     TIER_FAILURES: Final = "baton_kv_tier_failures"
     TIER_SLOTS: Final = "baton_kv_tier_slots"
+    HOOK_FAILURES: Final = "baton_hook_failures"
 
     SECOND_TOKEN_GAP: Final = "baton_second_token_gap_seconds"
     TRANSFERS: Final = "baton_kv_transfers"

@@ -16,10 +16,17 @@ from typing import Any, Final, NoReturn
 import torch
 import zmq
 
-from engine.building import EngineError, backend_of, load, make_pool, pages_that_fit
-from engine.config import EngineConfig
+from engine.building import (
+    EngineError,
+    backend_of,
+    load,
+    make_pool,
+    open_all,
+    pages_that_fit,
+    torch_steps,
+)
 from engine.loop.running import TorchSteps
-from engine.model import LoadedModel, ModelError
+from engine.model import ModelError
 from engine.model.shard import Shard
 from engine.parent import end_with_parent
 from engine.ranks.collective import CollectiveError, GlooCollective
@@ -80,26 +87,20 @@ class Follower:
     def _live(self) -> None:
         failpoints.hit("rank.load", str(self._shard.rank))
         config, device = self._config, torch.device(self._config.device)
+        hooks = open_all(config)
         loaded = load(config, device, shard=self._shard, collective=self._collective)
-        num_pages = pages_that_fit(config, loaded, device)
+        num_pages = pages_that_fit(config, loaded, device, hooks)
         self._report(LOADED, revision=loaded.revision, num_pages=num_pages)
         told = self._inbox.recv_multipart()
         if told[0] != PAGES:
             return
-        steps = self._steps(config, loaded, int(json.loads(told[1])), device)
+        pool = make_pool(int(json.loads(told[1])), config, loaded, device)
+        steps = torch_steps(config, loaded, pool, backend_of(config, loaded, pool), hooks)
         self._collective.join(self._folder / STORE)
         self._report(READY)
         while (told := self._inbox.recv_multipart())[0] == STEP:
             failpoints.hit("rank.step", str(self._shard.rank))
             _run(steps, decode(told[1:]))
-
-    def _steps(
-        self, config: EngineConfig, loaded: LoadedModel, num_pages: int, device: torch.device
-    ) -> TorchSteps:
-        pool = make_pool(num_pages, config, loaded, device)
-        backend = backend_of(config, loaded, pool)
-        loaded.model.finish()
-        return TorchSteps(loaded.model, pool, backend, config.max_sequences, device)
 
     def _report(self, kind: str, **more: Any) -> None:
         report = {"kind": kind, "rank": self._shard.rank, **more}

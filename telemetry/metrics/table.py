@@ -193,6 +193,9 @@ DECLARED: Final[Mapping[str, Declared]] = {
         "counter", "Such copies that were late, failed or were dropped.", ("path",)
     ),
     Metric.TIER_SLOTS: Declared("gauge", "Host slots for pages, by state.", ("state",)),
+    Metric.HOOK_FAILURES: Declared(
+        "counter", "Failures of hooks, by hook and point.", ("hook", "point")
+    ),
     # Worker: KV transfer.
     Metric.SECOND_TOKEN_GAP: Declared(
         "histogram",

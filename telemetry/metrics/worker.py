@@ -67,6 +67,10 @@ class WorkerMetrics(ProcessMetrics):
         for metric, read in _TIER_SAMPLES:
             self.registry.register(Samples(metric, partial(_of_tiers, load, read)))
 
+    def watch_hooks(self, load: Callable[[], Any]) -> None:
+        """Shows failures of hooks; `load` is as for the constructor."""
+        self.registry.register(Samples(Metric.HOOK_FAILURES, lambda: load().hook_failures))
+
     def watch_overdue(self, take: Callable[[], object]) -> None:
         """Shows transfers that do not end; see `worker_base.overdue.Overdue`."""
         self._watch(take, _OVERDUE_ROWS)
