@@ -117,11 +117,11 @@ class Fetches:
         if self._ask is None or request.fetch is None:
             return
         keys = keys[: request.fetch.pages]
-        found, joined, first = self._walk(keys)
+        found, joined, first, end = self._walk(keys)
         pages = np.array(found, np.int32)
         most = self._blocks.total // MOST_SHARE - self.coming_pages - self.quarantined_pages
         idle = self._blocks.count_idle(found)
-        count = min(len(keys) - first, most, room - idle)
+        count = min(end - first, most, room - idle)
         if count <= 0 and not joined:
             return
         self._blocks.pin(pages)
@@ -199,9 +199,13 @@ class Fetches:
         for pages in groups:
             np.add.at(holders, pages, 1)
 
-    def _walk(self, keys: Sequence[bytes]) -> tuple[list[int], list[_Fetch], int]:
-        """Pages of the leading keys that are in the pool, fetches that bring others of them, and
-        the index of the first key that is neither here nor on its way."""
+    def _walk(self, keys: Sequence[bytes]) -> tuple[list[int], list[_Fetch], int, int]:
+        """Pages of the leading keys that are in the pool, fetches that bring others of them, the
+        index of the first key that is neither here nor on its way, and the end of what to fetch.
+
+        A fetch may have ended without its pages while another one brings what lies behind them. So
+        the end is where such keys begin.
+        """
         found: list[int] = []
         joined: dict[int, _Fetch] = {}
         for index, key in enumerate(keys):
@@ -210,8 +214,9 @@ class Fetches:
             elif (fetch := self._coming.get(key)) is not None:
                 joined[id(fetch)] = fetch
             elif not self._tiers.is_coming(key):
-                return found, list(joined.values()), index
-        return found, list(joined.values()), len(keys)
+                coming = (at for at in range(index, len(keys)) if keys[at] in self._coming)
+                return found, list(joined.values()), index, next(coming, len(keys))
+        return found, list(joined.values()), len(keys), len(keys)
 
     def _fetch(self, request: Request, keys: Sequence[bytes], first: int) -> _Fetch:
         assert self._ask is not None

@@ -123,6 +123,30 @@ def test_what_is_here_is_not_fetched_and_stays(between: Between) -> None:
     assert fetcher.scheduler.cached_tokens - before == 32
 
 
+def test_a_gap_before_what_is_on_its_way_is_fetched_by_itself(between: Between) -> None:
+    """The first of two fetches has brought nothing, the second is still under way."""
+    fetcher, holder = between.fetcher, between.holder
+    prompt = prompt_of(random.Random(1), 45)
+    held(holder, prompt)
+    asked = [ask(fetcher, prompt[:18]), ask(fetcher, prompt[:34])]
+    fetcher.turn()
+    first, second = between.wanted
+    assert (len(first.keys), len(second.keys)) == (4, 4)
+    fetcher.scheduler.cancel(asked.pop(0))
+    fetcher.scheduler.fetches.fetched(first.id, 0)
+    fetcher.scheduler.fetches.freed(first.id)
+    asked.append(ask(fetcher, prompt))
+    fetcher.turn()
+    third = between.wanted[2]
+    assert third.keys == first.keys
+    for wanted in (second, third):
+        between.end(wanted, between.move(wanted))
+    fetcher.run()
+    for request_id in asked:
+        fetcher.check_output(request_id)
+    fetcher.check_baseline()
+
+
 def test_a_hand_off_that_is_received_fetches_nothing(between: Between) -> None:
     request_id = ask(between.fetcher, prompt_of(random.Random(1), 20), mode=Mode.RECEIVE)
     between.fetcher.turn()
