@@ -202,7 +202,7 @@ class DecodeService(LegService[DecodeLeg]):
                 if event.last:
                     self._end(leg, was_ready=True)
             case RequestFailed():
-                leg.fail(event.reason)
+                leg.fail(event.reason, event.hook)
                 self._end_early(leg, event.reason.value)
             case _:
                 logger.error("unexpected event: %s", type(event).__qualname__)

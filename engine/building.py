@@ -3,8 +3,9 @@ attention over them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -13,6 +14,11 @@ from engine.attention import AttentionBackend, AttentionError, choose_backend
 from engine.attention.paged import PagedAttention
 from engine.checkpoints import Weights
 from engine.config import EngineConfig
+from engine.hooks.attention import HookedAttention
+from engine.hooks.opening import attach, attention_hooks, open_hooks
+from engine.hooks.protocol import Hook, HookError, HookSite
+from engine.hooks.steps import StepHooks
+from engine.loop.running import TorchSteps
 from engine.model import LoadedModel, load_model
 from engine.model.loading import Check
 from engine.model.precision.int4 import compile_all
@@ -86,11 +92,27 @@ def check_memory(config: EngineConfig, weights: Weights, device: torch.device) -
         raise EngineError(str(error)) from error
 
 
-def pages_that_fit(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> int:
-    """The pages that are asked for, or for which a rank has memory."""
+def open_all(config: EngineConfig) -> list[Hook]:
+    """Makes a rank's hooks.
+
+    Raises:
+        EngineError: one cannot be used as configured.
+    """
+    try:
+        return open_hooks(config.hooks)
+    except HookError as error:
+        raise EngineError(str(error)) from error
+
+
+def pages_that_fit(
+    config: EngineConfig, loaded: LoadedModel, device: torch.device, hooks: Sequence[Hook] = ()
+) -> int:
+    """The pages that are asked for, or for which a rank has memory. Hooks may need some beside each
+    page."""
     if config.num_pages:
         return config.num_pages
-    page_bytes = _pool_of(1, config, loaded, torch.device("meta")).page_bytes
+    page = _pool_of(1, config, loaded, torch.device("meta"))
+    page_bytes = page.page_bytes + sum(hook.page_bytes(page) for hook in hooks)
     return (config.kv_memory_bytes or _memory_left(config, loaded, device)) // page_bytes
 
 
@@ -150,6 +172,33 @@ def _memory_left(config: EngineConfig, loaded: LoadedModel, device: torch.device
     bounds = replace(config, max_context_tokens=min(config.max_context_tokens or longest, longest))
     share = config.gpu_memory_utilization
     return bytes_left(loaded.model, scratch, backend, bounds, share)
+
+
+def torch_steps(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    pool: KvPool,
+    backend: AttentionBackend,
+    hooks: Sequence[Hook],
+) -> TorchSteps:
+    """A rank's part of steps with PyTorch. Attention is wrapped only where there are hooks.
+
+    Raises:
+        EngineError: a hook cannot work here.
+    """
+    step_hooks = None
+    if hooks:
+        site = HookSite(pool, loaded.model.attention_specs, config.decodes)
+        try:
+            attach(hooks, site)
+        except HookError as error:
+            raise EngineError(str(error)) from error
+        step_hooks = StepHooks(hooks, site, config.hook_limit_s)
+        if attention_hooks(hooks):
+            make = partial(choose_backend, config.attention)
+            backend = HookedAttention(make, site, step_hooks)
+    loaded.model.finish()
+    return TorchSteps(loaded.model, pool, backend, config.max_sequences, pool.device, step_hooks)
 
 
 def backend_of(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> AttentionBackend:

@@ -54,5 +54,9 @@ class EngineConfig(Bounds):
     """Addresses of stores below the host memory. See `engine.tiers.stores.opening`."""
     kv_secret_file: str = ""
     """File with the secret that signs objects of stores to which others can write."""
+    hooks: tuple[str, ...] = ()
+    """Hooks with their options. See `engine.hooks.opening`."""
+    hook_limit_s: float = 1.0
+    """A hook that takes longer in one step is too slow and counts as failed, seconds."""
     poison_freed_pages: bool = False
     """For debugging: free pages carry a pattern, which is checked when they are used again."""

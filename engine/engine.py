@@ -21,14 +21,17 @@ from engine.building import (
     check_memory,
     load,
     make_pool,
+    open_all,
     pages_that_fit,
+    torch_steps,
 )
 from engine.checkpoints import Weights
 from engine.config import EngineConfig
+from engine.hooks.protocol import Hook
+from engine.hooks.requests import RequestHooks
 from engine.loop.executor import Executor, TorchExecutor
 from engine.loop.fetch_port import FetchPort
 from engine.loop.profiling import StepProfiler
-from engine.loop.running import TorchSteps
 from engine.loop.step_loop import OnLost, OnStep, StepLoop
 from engine.masks.matchers import Matchers
 from engine.model import LoadedModel
@@ -95,9 +98,9 @@ class Engine:
             EngineError: the configuration does not fit the model or the device.
         """
         config = _resolve(config)
-        ranks = _ranks(config, beside)
+        hooks, ranks = open_all(config), _ranks(config, beside)
         try:
-            return cls._build(config, ranks, progress)
+            return cls._build(config, ranks, hooks, progress)
         except RankError as error:
             ranks.close()
             raise EngineError(str(error)) from error
@@ -106,7 +109,13 @@ class Engine:
             raise
 
     @classmethod
-    def _build(cls, config: EngineConfig, ranks: Ranks, progress: Progress | None) -> Engine:
+    def _build(
+        cls,
+        config: EngineConfig,
+        ranks: Ranks,
+        hooks: Sequence[Hook],
+        progress: Progress | None,
+    ) -> Engine:
         device = torch.device(config.device)
 
         def check(weights: Weights) -> None:
@@ -120,9 +129,9 @@ class Engine:
                 progress(phase, done, total)
 
         loaded = load(config, device, check=check, progress=tell, collective=ranks.collective)
-        num_pages = ranks.agree(loaded.revision, pages_that_fit(config, loaded, device))
+        num_pages = ranks.agree(loaded.revision, pages_that_fit(config, loaded, device, hooks))
         pool = make_pool(num_pages, config, loaded, device)
-        info = _model_info(config, loaded, pool)
+        info = _model_info(config, loaded, pool, hooks)
         config = replace(
             config,
             max_context_tokens=info.max_context_tokens,
@@ -131,10 +140,11 @@ class Engine:
             gathers=pool.gathers,
         )
         sampler = Sampler(config.max_sequences, info.vocab_size, device, info.eos_token_ids)
-        executor = ranks.executor(_build_executor(config, loaded, pool, sampler, progress))
+        own = _build_executor(config, loaded, pool, sampler, hooks, progress)
+        executor = ranks.executor(own)
         ranks.join()
         profiler = StepProfiler(nvtx=device.type == "cuda")
-        scheduler = _scheduler(config, pool, sampler, info.fingerprint)
+        scheduler = _scheduler(config, pool, sampler, hooks, info.fingerprint)
         loop = StepLoop(scheduler, executor, profiler)
         return cls(info, pool, loop, ranks=ranks, step_timeout_s=config.step_timeout_s)
 
@@ -290,14 +300,14 @@ def _build_executor(
     loaded: LoadedModel,
     pool: KvPool,
     sampler: Sampler,
+    hooks: Sequence[Hook],
     progress: Progress | None,
 ) -> Executor:
     backend = backend_of(config, loaded, pool)
-    device = pool.device
-    if not (isinstance(backend, PagedAttention) and device.type == "cuda"):
-        loaded.model.finish()
-        steps = TorchSteps(loaded.model, pool, backend, config.max_sequences, device)
-        return TorchExecutor(steps, sampler)
+    is_fast = isinstance(backend, PagedAttention) and pool.device.type == "cuda"
+    if hooks or not is_fast:
+        return TorchExecutor(torch_steps(config, loaded, pool, backend, hooks), sampler)
+    assert isinstance(backend, PagedAttention)
     from engine.cuda.executor import CudaExecutor
 
     executor = CudaExecutor(loaded.model, pool, backend, sampler, config)
@@ -306,7 +316,9 @@ def _build_executor(
     return executor
 
 
-def _model_info(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> ModelInfo:
+def _model_info(
+    config: EngineConfig, loaded: LoadedModel, pool: KvPool, hooks: Sequence[Hook]
+) -> ModelInfo:
     model = loaded.config
     context = min(
         config.max_context_tokens or model.max_position_embeddings,
@@ -321,6 +333,8 @@ def _model_info(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> Mode
         "layout": pool.layout,
         "model": asdict(model),
     }
+    if both := [spec for spec, hook in zip(config.hooks, hooks, strict=True) if hook.needs_both]:
+        agreed["hooks"] = sorted(both)
     digest = hashlib.sha256(json.dumps(agreed, sort_keys=True, default=str).encode())
     return ModelInfo(
         name=config.name,
@@ -334,14 +348,22 @@ def _model_info(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> Mode
         num_kv_heads=model.num_kv_heads,
         kv_precision=pool.precision,
         prefix_cache=config.prefix_cache,
+        extensions=tuple(hook.name for hook in hooks),
     )
 
 
-def _scheduler(config: EngineConfig, pool: KvPool, sampler: Sampler, fingerprint: str) -> Scheduler:
+def _scheduler(
+    config: EngineConfig,
+    pool: KvPool,
+    sampler: Sampler,
+    hooks: Sequence[Hook],
+    fingerprint: str,
+) -> Scheduler:
     watch = PagePoison(pool.data) if config.poison_freed_pages else None
     blocks = BlockManager(pool.num_pages, EVICTION_POLICIES[config.eviction](), watch)
     tiers = _build_tiers(config, pool, blocks, fingerprint)
-    return Scheduler(config, blocks, sampler, POLICIES[config.scheduling](), tiers)
+    asked = RequestHooks(hooks, config.max_sequences, config.hook_limit_s) if hooks else None
+    return Scheduler(config, blocks, sampler, POLICIES[config.scheduling](), tiers, asked)
 
 
 def _build_tiers(

@@ -48,6 +48,10 @@ class FailureReason(enum.Enum):
     NUMERICAL = "numerical"
     STRUCTURE = "structure"
     """The grammar of its output needs more fuel than it has, or leaves no token to draw."""
+    HOOK = "hook"
+    """A hook that it needs has failed."""
+    EXTENSION = "extension"
+    """It carries bytes for a hook that is not here, or to which they mean nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +138,8 @@ class Request:
     tenant: str = ""
     cache_salt: bytes = b""
     prompt_logprobs: bool = False
+    extensions: Mapping[str, bytes] = field(default_factory=dict)
+    """Bytes for hooks, by their names."""
     takeover_tokens: int = 0
     """RECEIVE: most tokens that may be left for a take-over. If the prefix cache holds the larger
     part of the prompt, the rest is computed here, without a delivery."""
@@ -263,6 +269,8 @@ class RequestFailed:
 
     request_id: bytes
     reason: FailureReason
+    hook: str = ""
+    """The hook's name, for HOOK and EXTENSION."""
 
 
 EventOfOne = (
@@ -353,6 +361,8 @@ class EngineLoad:
     tokens_sampled: int = 0
     tiers: TierLoad | None = None
     """The tiers below the pool; None: there are none."""
+    hook_failures: Mapping[tuple[str, str], int] | None = None
+    """Failures of hooks, by hook and point; None: there are no hooks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,3 +385,5 @@ class ModelInfo:
     """Precision of the KV, which keys of pages name."""
     prefix_cache: bool = False
     """Whether pages are found again by their keys."""
+    extensions: tuple[str, ...] = ()
+    """Names of hooks, for which requests may carry bytes."""

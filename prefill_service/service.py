@@ -200,7 +200,7 @@ class PrefillService(LegService[PrefillLeg]):
             case Prefilled():
                 self._prefilled(leg, event)
             case RequestFailed():
-                leg.fail(event.reason)
+                leg.fail(event.reason, event.hook)
                 self._end_early(leg, event.reason.value)
             case _:
                 logger.error("unexpected event: %s", type(event).__qualname__)

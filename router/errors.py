@@ -304,14 +304,13 @@ def reader_too_slow(tokens_sent: int, tokens_waiting: int) -> RouterError:
 
 def kv_integrity() -> RouterError:
     """KV pages arrived damaged, and computing them again failed."""
-    message = "KV pages arrived damaged"
-    return RouterError(grpc.StatusCode.DATA_LOSS, "KV_INTEGRITY", message)
+    return RouterError(grpc.StatusCode.DATA_LOSS, "KV_INTEGRITY", "KV pages arrived damaged")
 
 
 def numerical_error() -> RouterError:
     """The model's logits held NaN or infinity."""
-    message = "the model computed NaN or infinity"
-    return RouterError(grpc.StatusCode.INTERNAL, "NUMERICAL_ERROR", message)
+    words = "the model computed NaN or infinity"
+    return RouterError(grpc.StatusCode.INTERNAL, "NUMERICAL_ERROR", words)
 
 
 def structure_too_complex(tokens_sent: int) -> RouterError:
@@ -323,6 +322,12 @@ def structure_too_complex(tokens_sent: int) -> RouterError:
         f"the structure is too complex to be followed after {tokens_sent} tokens",
         {"tokens_sent": str(tokens_sent)},
     )
+
+
+def hook_failed(hook: str) -> RouterError:
+    """A hook that the operator has installed raised, or was too slow. It would do so again."""
+    message = f"the hook {hook} failed"
+    return RouterError(grpc.StatusCode.INTERNAL, "HOOK_FAILED", message, {"hook": hook})
 
 
 def cancelled() -> RouterError:
@@ -349,8 +354,7 @@ def describe(error: BaseException, trace_id: str = "") -> RouterError:
     """The error as a client may see it. A foreign exception is logged without its text."""
     if isinstance(error, RouterError):
         return error
-    fields = {"exception": logs.describe(error), "trace_id": trace_id}
-    logger.error("internal error", extra=fields)
+    logger.error("internal error", extra={"exception": logs.describe(error), "trace_id": trace_id})
     return internal()
 
 

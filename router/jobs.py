@@ -46,6 +46,8 @@ class ServedModel:
     """See `prefixes.keys`."""
     prefix_cache: bool = False
     """Whether its workers find pages of prompts again."""
+    extensions: frozenset[str] = frozenset()
+    """Hooks for which requests may carry bytes."""
 
     @classmethod
     def of(cls, model: worker_pb2.ModelInfo) -> Self:
@@ -60,6 +62,7 @@ class ServedModel:
             page_size_tokens=model.page_size_tokens,
             kv_precision=model.kv_precision,
             prefix_cache=model.prefix_cache,
+            extensions=frozenset(model.extensions),
         )
 
 
@@ -109,6 +112,8 @@ class Job:
     cache_salt: bytes = b""
     keys: ShortKeys = field(default_factory=lambda: NO_KEYS)
     """Of the pages of the prompt that a worker may find; none where it may find none."""
+    extensions: Mapping[str, bytes] = field(default_factory=dict)
+    """Bytes for hooks of workers, by their names."""
     workers: list[str] = field(default_factory=list)
     """Ids of the workers that got a part of the job, in order. The dispatcher adds them."""
 
@@ -132,6 +137,8 @@ class Demand:
     """See `Job.holder`; "" shares with nobody."""
     keys: ShortKeys = field(default_factory=lambda: NO_KEYS, compare=False, repr=False)
     """See `Job.keys`."""
+    extensions: frozenset[str] = frozenset()
+    """Hooks that every worker of the route must have."""
 
     @classmethod
     def of(cls, job: Job) -> Self:
@@ -144,6 +151,7 @@ class Demand:
             prompt_logprobs=job.prompt_logprobs,
             holder=job.holder,
             keys=job.keys,
+            extensions=frozenset(job.extensions),
         )
 
     @property

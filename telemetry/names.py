@@ -230,6 +230,7 @@ class Metric:
     RANK_BUSY: Final = "baton_rank_busy_seconds"
     RANK_WAITED: Final = "baton_rank_waited_seconds"
     RANK_SKEW: Final = "baton_rank_skew_seconds"
+    HOOK_FAILURES: Final = "baton_hook_failures"
 
     SECOND_TOKEN_GAP: Final = "baton_second_token_gap_seconds"
     TRANSFERS: Final = "baton_kv_transfers"

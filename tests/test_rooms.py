@@ -26,6 +26,7 @@ FLOORS = (
         "engine.model.precision.formats",
         "engine.model.experts",
         "engine.attention",
+        "engine.hooks",
         "engine.masks",
         "engine.sampling",
         "engine.pages",

@@ -49,6 +49,8 @@ def engine_config(settings: WorkerSettings) -> EngineConfig:
         scheduling=settings.scheduling,
         prefix_cache=settings.prefix_cache,
         eviction=settings.debug.eviction,
+        hooks=settings.hook,
+        hook_limit_s=settings.debug.hook_limit_s,
         poison_freed_pages=settings.debug.poison_freed_pages,
     )
 

@@ -110,6 +110,8 @@ class Worker:
             self.metrics.watch_tiers(engine.load)
         if settings.tp > 1:
             self.metrics.watch_ranks(engine.ranks)
+        if engine.load().hook_failures is not None:
+            self.metrics.watch_hooks(engine.load)
         self.services = self._make_services()
         self.services.peers.held_against = self.services.peers_to_avoid
         self.metrics.watch_overdue(self.services.overdue)

@@ -75,6 +75,8 @@ class WorkerDebug(BaseModel):
     step_timeout_s: float = Field(default=60, gt=0)
     """Ends the worker if a step, or a turn of the thread that moves KV pages, takes longer than
     this, seconds. The log then has every thread's stack. A supervisor must start it again."""
+    hook_limit_s: float = Field(default=1, gt=0)
+    """Counts a hook as failed if its calls take longer than this in one step, seconds."""
     poison_freed_pages: bool = False
     """Fills free KV pages with a pattern, and counts writes to them. For debugging."""
     failpoints: Annotated[str, AfterValidator(check_failpoints)] = ""
@@ -164,6 +166,9 @@ class WorkerSettings(BaseModel):
     kv_secret_file: str = ""
     """Names a file with a secret of at least 16 bytes, the same on all workers. It signs the KV in
     stores to which others can write, which need it."""
+    hook: Words = ()
+    """Lists hooks, with commas between: `NAME` or `NAME?OPTION=VALUE&OPTION=VALUE`, from installed
+    packages. They are called around requests, steps and attention."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Limits the share of the GPU's memory that the worker takes in all, if `kv_memory_gib` is
     0."""

@@ -126,10 +126,13 @@ class WorkerLeg:
         )
         self.tell(finished=finished)
 
-    def fail(self, reason: worker_pb2.FailureReason.ValueType | FailureReason) -> None:
-        """Tells the router that the leg failed. The router hears nothing of the leg after that."""
+    def fail(
+        self, reason: worker_pb2.FailureReason.ValueType | FailureReason, hook: str = ""
+    ) -> None:
+        """Tells the router that the leg failed, and by which hook, if it was one. The router hears
+        nothing of the leg after that."""
         if not self.silent:
-            self.stream.send(failed_message(self.id, reason))
+            self.stream.send(failed_message(self.id, reason, hook))
         self.silent = True
 
     def conclude(self, error: str = "") -> None:

@@ -52,6 +52,8 @@ _FAILURE_REASONS: Final = {
     FailureReason.TOO_LARGE: worker_pb2.FAILURE_REASON_TOO_LARGE,
     FailureReason.NUMERICAL: worker_pb2.FAILURE_REASON_NUMERICAL,
     FailureReason.STRUCTURE: worker_pb2.FAILURE_REASON_STRUCTURE,
+    FailureReason.HOOK: worker_pb2.FAILURE_REASON_HOOK,
+    FailureReason.EXTENSION: worker_pb2.FAILURE_REASON_EXTENSION,
 }
 
 
@@ -116,6 +118,7 @@ def request_of(submit: worker_pb2.Submit) -> Request:
         cache_salt=submit.cache_salt,
         prompt_logprobs=submit.prompt_logprobs,
         takeover_tokens=submit.takeover_tokens,
+        extensions=dict(submit.extensions),
         fetch=_fetch_of(submit),
     )
 
@@ -266,11 +269,12 @@ def end_reason_message(reason: EndReason) -> worker_pb2.EndReason.ValueType:
 
 
 def failed_message(
-    attempt_id: bytes, reason: worker_pb2.FailureReason.ValueType | FailureReason
+    attempt_id: bytes, reason: worker_pb2.FailureReason.ValueType | FailureReason, hook: str = ""
 ) -> worker_pb2.WorkResponse:
-    """Makes the message that an attempt failed."""
+    """Makes the message that an attempt failed. `hook` names the hook, if one is the reason."""
     value = _FAILURE_REASONS[reason] if isinstance(reason, FailureReason) else reason
-    return worker_pb2.WorkResponse(failed=worker_pb2.Failed(attempt_id=attempt_id, reason=value))
+    failed = worker_pb2.Failed(attempt_id=attempt_id, reason=value, hook=hook)
+    return worker_pb2.WorkResponse(failed=failed)
 
 
 def model_message(model: ModelInfo) -> worker_pb2.ModelInfo:
@@ -286,6 +290,7 @@ def model_message(model: ModelInfo) -> worker_pb2.ModelInfo:
         page_size_tokens=model.page_size_tokens,
         kv_precision=model.kv_precision,
         prefix_cache=model.prefix_cache,
+        extensions=model.extensions,
     )
 
 

@@ -7,6 +7,7 @@ tells each router what it does not know yet. Nothing of this happens before a ro
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
@@ -20,9 +21,13 @@ if TYPE_CHECKING:
     from engine.pages.prefix import TellPages
     from worker_base.outbox import Outbox
 
+logger = logging.getLogger(__name__)
+
 INTERVAL_S: Final = 0.05
 BUSY_S: Final = 0.005
 """Time to the next turn while a router is not told everything."""
+FAILED_S: Final = 5.0
+"""Time to the next turn after one that failed."""
 MOST_AT_ONCE: Final = 8192
 """Keys that a turn writes, about: it takes some milliseconds."""
 MOST_UNREAD: Final = 64
@@ -63,7 +68,11 @@ class PageReports:
     async def report_forever(self) -> None:
         """Takes a turn every 50 ms; more often while there is more to tell."""
         while True:
-            self.turn()
+            try:
+                self.turn()
+            except Exception:  # Routers know less, and that is all.
+                logger.exception("pages cannot be told")
+                await asyncio.sleep(FAILED_S)
             busy = bool(self._queue) or not all(one.is_done for one in self._tellers.values())
             await asyncio.sleep(BUSY_S if busy else INTERVAL_S)
 

@@ -97,6 +97,8 @@ class Options(TypedDict, total=False):
     """Keeps only the prompt's last tokens."""
     cache_salt: str
     """Cached pages of prompts are shared only among requests with the same salt."""
+    extensions: Mapping[str, str | bytes]
+    """Bytes for hooks of the server's workers, by the hooks' names; a text travels as UTF-8."""
     template_variables: Mapping[str, Any]
     """Variables of the model's chat template, such as `enable_thinking`; only with messages."""
     continue_last: bool

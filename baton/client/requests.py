@@ -91,6 +91,8 @@ def generation_input(
     request.stop.token_ids.extend(options.get("stop_token_ids", ()))
     request.sampling.allowed_token_ids.extend(options.get("allowed_token_ids", ()))
     request.sampling.bad_words.extend(options.get("bad_words", ()))
+    for name, content in options.get("extensions", {}).items():
+        request.extensions[name] = content.encode() if isinstance(content, str) else content
     _set_structure(request, options)
     return request
 

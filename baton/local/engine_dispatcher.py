@@ -39,6 +39,7 @@ from router import errors, jobs
 from router.dispatch import merge
 from router.dispatch.clocks import Clocks
 from router.dispatch.job_run import JobRun
+from router.dispatch.refusals import extension_refused
 from worker_base.messages import (
     end_reason_message,
     model_message,
@@ -76,6 +77,7 @@ class _Running:
             choices=job.choices,
             priority=job.priority,
             prompt_logprobs=job.prompt_logprobs,
+            extensions=job.extensions,
         )
 
     def drew(self, tokens: jobs.JobTokens, at_ns: int) -> None:
@@ -101,15 +103,15 @@ class _Running:
                 self.run.end_choice(jobs.ChoiceEnded(event.choice, reason, event.output_tokens))
                 self.finish()
             case RequestFailed():
-                self.run.fail(self._error(event.reason))
+                self.run.fail(self._error(event))
 
     def finish(self) -> None:
         """Ends the job if every choice has ended."""
         if self.run.complete and not self.run.over:
             self.run.finish(self._clocks.timings())
 
-    def _error(self, reason: FailureReason) -> errors.RouterError:
-        match reason:
+    def _error(self, event: RequestFailed) -> errors.RouterError:
+        match event.reason:
             case FailureReason.NUMERICAL:
                 return errors.numerical_error()
             case FailureReason.TOO_LARGE:
@@ -119,6 +121,10 @@ class _Running:
                 )
             case FailureReason.STRUCTURE:
                 return errors.structure_too_complex(self.run.tokens_sent)
+            case FailureReason.HOOK:
+                return errors.hook_failed(event.hook)
+            case FailureReason.EXTENSION:
+                return extension_refused(event.hook)
             case FailureReason.INTERNAL:
                 return errors.internal()
 

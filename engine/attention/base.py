@@ -58,3 +58,10 @@ class AttentionBackend(Protocol):
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """One layer. `q` [T, Hq, D], `k` and `v` [T, Hkv, D]; returns [T, Hq, D]."""
         ...
+
+    def attend_ends(self, layer: int, q: Tensor, contexts: Tensor, page_table: Tensor) -> Tensor:
+        """One layer, from the last positions of S rows over all their stored tokens.
+
+        `q` [S, Hq, D], `contexts` [S] and `page_table` [S, P] int32; returns [S, Hq, D].
+        """
+        ...

@@ -85,6 +85,16 @@ class SdpaBackend:
             out[row.new] = self._prompt(layer, q[row.new], k[row.new], v[row.new], row, spec)
         return out
 
+    def attend_ends(self, layer: int, q: Tensor, contexts: Tensor, page_table: Tensor) -> Tensor:
+        """See `AttentionBackend`."""
+        spec = self._specs[layer]
+        at = torch.arange(page_table.shape[1] * self._pool.page_size, device=self._device)
+        hidden = at >= contexts[:, None]
+        if spec.window is not None:
+            hidden |= at < contexts[:, None] - spec.window
+        view = _DecodeView(self._pool.places(page_table.long()), hidden[:, None, None])
+        return self._decode(layer, q, view, spec)
+
     def _view(self, batch: AttentionBatch, window: int | None) -> _StepView:
         prompts, first = [], batch.num_decodes
         for row in range(batch.num_decodes, len(batch.query_lens)):

@@ -8,6 +8,7 @@ rules as on a GPU.
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -105,16 +106,22 @@ class TorchExecutor:
         steps.prepare(plan)
         if plan.num_tokens == 0:
             steps.end()
-            return _empty_result()
+            return self._with_failures(_empty_result())
         hidden = steps.forward(plan)
         scores = tuple(self._score(hidden, wanted) for wanted in plan.scores)
         if plan.sample is None:
             steps.end()
-            return _empty_result(scores)
+            return self._with_failures(_empty_result(scores))
         logits = steps.logits(hidden, plan)
         drawn = self._sampler.sample(logits, plan.sample, masks.result() if masks else None)
         steps.keep(plan, drawn.tokens)
-        return _to_host(drawn, scores)
+        return self._with_failures(_to_host(drawn, scores))
+
+    def _with_failures(self, result: StepResult) -> StepResult:
+        hooks = self.steps.hooks
+        if hooks is None or not hooks.failures:
+            return result
+        return replace(result, hook_failures=hooks.failures)
 
     def _score(self, hidden: Tensor, wanted: ScorePlan) -> ScoreResult:
         chunks = self.steps.scored(hidden, wanted)

@@ -59,6 +59,7 @@ def load_of(
         prompt_tokens_loaded=dict(scheduler.loaded_tokens),
         tokens_sampled=rates.tokens_sampled,
         tiers=scheduler.tiers.load(),
+        hook_failures=dict(scheduler.hooks.failures) if scheduler.hooks else None,
     )
 
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention import AttentionBackend, AttentionBatch
+from engine.hooks.steps import StepHooks
 from engine.model import Model
 from engine.pages.kv_pool import KvPool
 from engine.schedule.step import ScorePlan, StepPlan
@@ -34,11 +35,13 @@ class TorchSteps:
         attention: AttentionBackend,
         max_slots: int,
         device: torch.device,
+        hooks: StepHooks | None = None,
     ) -> None:
         self.model = model
         self._pool = pool
         self._attention = attention
         self._device = device
+        self.hooks = hooks
         self._token_table = torch.zeros(max_slots, dtype=torch.int64, device=device)
 
     def prepare(self, plan: StepPlan) -> None:
@@ -48,6 +51,8 @@ class TorchSteps:
             self._pool.copy_pages(self._upload(plan.copy_source), self._upload(plan.copy_target))
         if plan.write_slots.size:
             self._token_table[self._upload(plan.write_slots)] = self._upload(plan.write_tokens)
+        if self.hooks is not None:
+            self.hooks.begin(plan)
 
     def forward(self, plan: StepPlan) -> Tensor:
         """The forward pass, [T, H]."""
@@ -74,12 +79,16 @@ class TorchSteps:
 
     def keep(self, plan: StepPlan, tokens: Tensor) -> None:
         """Ends a step that samples: rank 0's tokens, [S], go into the table of every rank."""
+        if self.hooks is not None:
+            self.hooks.end(self.model.collective)
         self.model.collective.broadcast(tokens)
         self.model.collective.end_step()
         self._token_table[self._upload(plan.sample_slots)] = tokens
 
     def end(self) -> None:
         """Ends a step that samples nothing."""
+        if self.hooks is not None:
+            self.hooks.end(self.model.collective)
         self.model.collective.barrier()
         self.model.collective.end_step()
 

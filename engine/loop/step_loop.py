@@ -77,7 +77,9 @@ class StepLoop:
     ) -> None:
         self.profiler = profiler or StepProfiler()
         self.load = EngineLoad(
-            max_sequences=scheduler.config.max_sequences, tiers=scheduler.tiers.load()
+            max_sequences=scheduler.config.max_sequences,
+            tiers=scheduler.tiers.load(),
+            hook_failures={} if scheduler.hooks else None,
         )
         self.max_step_tokens = scheduler.config.max_step_tokens
         self.host_slots = scheduler.tiers.slots

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.pages import runs
+from engine.pages.arrivals import Arrivals
 from engine.pages.eviction import EvictionPolicy, LruEviction
 from engine.pages.lending import Lending, Loan
 from engine.pages.watch import PageWatch, Unwatched
@@ -81,6 +82,7 @@ class BlockManager:
             kind: [] for kind in CacheEventKind
         }
         self._event_sequence = 0
+        self.arrivals = Arrivals()
         self._watch: PageWatch = watch or Unwatched()
 
     @property

@@ -8,8 +8,9 @@ strided views, one a layer.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -117,6 +118,16 @@ class KvPool(ABC):
     @abstractmethod
     def gather(self, layer: int, places: Tensor) -> tuple[Tensor, Tensor]:
         """K and V of a layer in P pages, [..., Hkv, P * page_size, D] each, of `dtype`."""
+
+    def by_head(self) -> Self:
+        """The same bytes as pages of one KV head each: `num_pages * num_kv_heads` pages, those of a
+        page's heads side by side."""
+        view = copy.copy(self)
+        view.num_pages, view.num_kv_heads = self.num_pages * self.num_kv_heads, 1
+        view.page_bytes = self.head_bytes
+        view.data = self.data.view(view.num_pages, view.page_bytes)
+        view.elements = view.data.view(self.element)
+        return view
 
     def copy_pages(self, source: Tensor, target: Tensor) -> None:
         """Copies whole pages, all layers: `target[i]` becomes `source[i]`. Both are [N] int64. No

@@ -19,10 +19,17 @@ from typing import Any, Final, NoReturn
 import torch
 import zmq
 
-from engine.building import EngineError, backend_of, load, make_pool, pages_that_fit
-from engine.config import EngineConfig
+from engine.building import (
+    EngineError,
+    backend_of,
+    load,
+    make_pool,
+    open_all,
+    pages_that_fit,
+    torch_steps,
+)
 from engine.loop.running import TorchSteps
-from engine.model import LoadedModel, ModelError
+from engine.model import ModelError
 from engine.model.shard import Shard
 from engine.pages.kv_pool import KvPool
 from engine.parent import end_with_parent
@@ -91,14 +98,15 @@ class Follower:
     def _live(self) -> None:
         failpoints.hit("rank.load", str(self._shard.rank))
         config, device = self._config, torch.device(self._config.device)
+        hooks = open_all(config)
         loaded = load(config, device, shard=self._shard, collective=self._collective)
-        num_pages = pages_that_fit(config, loaded, device)
+        num_pages = pages_that_fit(config, loaded, device, hooks)
         self._report(LOADED, revision=loaded.revision, num_pages=num_pages)
         told = self._inbox.recv_multipart()
         if told[0] != PAGES:
             return
         pool = make_pool(int(json.loads(told[1])), config, loaded, device)
-        steps = self._steps(config, loaded, pool, device)
+        steps = torch_steps(config, loaded, pool, backend_of(config, loaded, pool), hooks)
         if self._beside:
             self._begin_beside(pool)
         self._group.join(self._folder / STORE)
@@ -106,13 +114,6 @@ class Follower:
         while (told := self._inbox.recv_multipart())[0] == STEP:
             failpoints.hit("rank.step", str(self._shard.rank))
             _run(steps, decode(told[1:]))
-
-    def _steps(
-        self, config: EngineConfig, loaded: LoadedModel, pool: KvPool, device: torch.device
-    ) -> TorchSteps:
-        backend = backend_of(config, loaded, pool)
-        loaded.model.finish()
-        return TorchSteps(loaded.model, pool, backend, config.max_sequences, device)
 
     def _begin_beside(self, pool: KvPool) -> None:
         socket = zmq.Context().socket(zmq.PAIR)  # That thread's alone.

@@ -31,28 +31,32 @@ COLUMNS: Final = (
     "copy_target",
     "write_slots",
     "write_tokens",
+    "arrived",
+    "hook_terms",
 )
-"""Columns that travel. The page table is the only one with two dimensions."""
-HEAD: Final = ("number", "num_decodes", "samples", "table_width")
+"""Columns that travel. The page table and the hooks' terms have two dimensions."""
+HEAD: Final = ("number", "num_decodes", "samples", "table_width", "hooks")
 """First integers of the first frame. (first token, top N) of each scored prompt follow."""
 
 
 def encode(plan: StepPlan) -> list[memoryview]:
     """The frames of a step."""
-    head = [plan.number, plan.num_decodes, plan.sample is not None, plan.page_table.shape[-1]]
+    head = [plan.number, plan.num_decodes, plan.sample is not None]
+    head += [plan.page_table.shape[-1], len(plan.hook_terms)]
     for wanted in plan.scores:
         head += [wanted.first_token, wanted.top_n]
     columns = [getattr(plan, name) for name in COLUMNS]
     arrays = [np.array(head), *columns, *(wanted.next_ids for wanted in plan.scores)]
-    return [np.ascontiguousarray(array, np.int32).data.cast("B") for array in arrays]
+    return [np.ascontiguousarray(array.reshape(-1), np.int32).data.cast("B") for array in arrays]
 
 
 def decode(frames: Sequence[bytes]) -> StepPlan:
     """The step of some frames, without what only rank 0 needs."""
     head, *arrays = (np.frombuffer(frame, np.int32) for frame in frames)
-    number, num_decodes, samples, width = (int(value) for value in head[: len(HEAD)])
+    number, num_decodes, samples, width, hooks = (int(value) for value in head[: len(HEAD)])
     columns: dict[str, Any] = dict(zip(COLUMNS, arrays, strict=False))
     columns["page_table"] = columns["page_table"].reshape(-1, width)
+    columns["hook_terms"] = columns["hook_terms"].reshape(hooks, len(columns["row_slots"]))
     asked = head[len(HEAD) :].reshape(-1, 2).tolist()
     scores = zip(asked, arrays[len(COLUMNS) :], strict=True)
     nothing = np.zeros(0, np.int32)

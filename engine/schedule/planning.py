@@ -32,6 +32,7 @@ from engine.schedule.step import ChunkPlan, Int32s, ScorePlan, StepPlan
 from engine.types import Mode, PrefillStarted
 
 Slots = NDArray[np.intp]
+NO_TERMS: Int32s = np.zeros((0, 0), np.int32)
 
 
 class _Samples(NamedTuple):
@@ -209,6 +210,8 @@ def _build(
         copy_target=np.fromiter(copies.keys(), np.int32, len(copies)),
         write_slots=np.fromiter(writes.keys(), np.int32, len(writes)),
         write_tokens=np.fromiter(writes.values(), np.int32, len(writes)),
+        arrived=scheduler.blocks.arrivals.take(),
+        hook_terms=scheduler.hooks.terms[:, row_slots] if scheduler.hooks else NO_TERMS,
         masked=np.flatnonzero(slots.is_masked[samples.slots]).astype(np.int32),
         scores=tuple(scores),
         chunks=tuple(chunks),

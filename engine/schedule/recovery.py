@@ -5,17 +5,22 @@
   prefills is given up instead, because a transfer may already read its pages.
 - Any other error, or repeated lack of memory: the requests in the step are given up, and their
   router tries them elsewhere.
+- A hook failed, and the step did not: the requests that it has to do with are given up, or go on
+  without it, as the hook declares.
 - The device is lost if its error says so (an accelerator's error stays in its context), or if many
   steps in a row failed. Nothing can succeed here any more, and the owner is told.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from typing import Final
 
 import numpy as np
 import torch
 
+from engine.hooks.calling import HookFailure
+from engine.hooks.protocol import OnFailure
 from engine.schedule.preemption import finish_preemption, preempt
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequences import Sequence
@@ -38,6 +43,7 @@ def is_lost(scheduler: Scheduler, error: Exception) -> bool:
 def recover(scheduler: Scheduler, plan: StepPlan, error: Exception) -> None:
     """Undoes the plan of the oldest step in flight, which failed."""
     scheduler.blocks.settle(plan.number)
+    scheduler.blocks.arrivals.note(plan.arrived)  # Hooks have not seen these yet.
     touched = _touched(scheduler, plan)
     # A step in flight behind a failed one has lost its requests by now and shows nothing new.
     scheduler.failed_steps += bool(touched)
@@ -47,6 +53,22 @@ def recover(scheduler: Scheduler, plan: StepPlan, error: Exception) -> None:
     else:
         for active in {owner.active for owner in touched}:
             scheduler.fail(active, FailureReason.INTERNAL)
+
+
+def lose_hooks(scheduler: Scheduler, plan: StepPlan, failures: Seq[HookFailure]) -> None:
+    """Deals with hooks that failed in the oldest step in flight."""
+    hooks = scheduler.hooks
+    assert hooks is not None, "hooks have failed"
+    touched = {owner.active: None for owner in _touched(scheduler, plan)}
+    for failure in failures:
+        hooks.count(failure)
+        hook = hooks.hook(failure)
+        for active in [one for one in touched if one.terms[failure.hook]]:
+            if hook.on_failure is OnFailure.LEAVE:
+                hooks.leave(active, failure.hook)
+            else:
+                scheduler.fail(active, FailureReason.HOOK, hook.name)
+                del touched[active]
 
 
 def _shrink(scheduler: Scheduler, plan: StepPlan, touched: list[Sequence]) -> None:

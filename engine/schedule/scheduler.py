@@ -28,6 +28,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from engine.bounds import Bounds
+from engine.hooks.requests import RequestHooks, ask_hooks
 from engine.masks.matchers import TokenMatcher
 from engine.pages.blocks import BlockManager
 from engine.pages.prefix import request_keys
@@ -66,12 +67,14 @@ class Scheduler:
         sampler: Sampler,
         policy: SchedulingPolicy | None = None,
         tiers: PageTiers | None = None,
+        hooks: RequestHooks | None = None,
     ) -> None:
         self.config = config
         self.blocks = blocks
         self.sampler = sampler
         self.policy = policy or Fcfs()
         self.tiers = tiers or NoTiers()
+        self.hooks = hooks
         self.fetches = Fetches(blocks, self.tiers)
         self.slots = SlotTable(
             config.max_sequences,
@@ -123,6 +126,8 @@ class Scheduler:
             self.emit(active.sink, RequestFailed(request.id, FailureReason.INTERNAL))
         elif not self.config.can_ever_hold(request, self.blocks.total):
             self.emit(active.sink, RequestFailed(request.id, FailureReason.TOO_LARGE))
+        elif (refusal := ask_hooks(self.hooks, active)) is not None:
+            self.emit(active.sink, refusal)
         else:
             self.requests[request.id] = active
             self.waiting.append(active)
@@ -134,6 +139,7 @@ class Scheduler:
             return
         active.state = RequestState.ACTIVE
         leader = active.sequences[0]
+        self.blocks.arrivals.note(self.slots.pages(leader.slot))
         self.slots.kv_len[leader.slot] = len(leader.tokens())
         if self.config.prefix_cache:
             generation = int(self.slots.generation[leader.slot])
@@ -174,7 +180,7 @@ class Scheduler:
             return
         if active.state in (RequestState.WAITING, RequestState.LOADING):
             self.waiting.remove(active)
-            del self.requests[request_id]
+            self._forget(active)
         elif active.state is RequestState.RESERVED or active.request.mode is Mode.PREFILL:
             self.hold(active)
         else:
@@ -185,7 +191,7 @@ class Scheduler:
         active = self.requests.get(request_id)
         if active is not None and active.state is RequestState.HELD:
             self.blocks.release(active.held_pages)
-            del self.requests[request_id]
+            self._forget(active)
 
     def hold(self, active: ActiveRequest) -> None:
         """Takes a request out of its slots and keeps its pages until `release`."""
@@ -206,16 +212,21 @@ class Scheduler:
                 self.blocks.release(self.slots.pages(sequence.slot))
                 self.leave_slot(sequence)
         active.sequences.clear()
-        del self.requests[active.request.id]
+        self._forget(active)
 
-    def fail(self, active: ActiveRequest, reason: FailureReason) -> None:
+    def _forget(self, active: ActiveRequest) -> None:
+        del self.requests[active.request.id]
+        if self.hooks is not None:
+            self.hooks.ended(active)
+
+    def fail(self, active: ActiveRequest, reason: FailureReason, hook: str = "") -> None:
         """Gives a request up and tells its sink. Pages that a transfer may read wait for
         `release`."""
         if active.request.mode is Mode.PREFILL and active.state is RequestState.ACTIVE:
             self.hold(active)
         else:
             self.drop(active)
-        self.emit(active.sink, RequestFailed(active.request.id, reason))
+        self.emit(active.sink, RequestFailed(active.request.id, reason, hook))
 
     # -- slots ----------------------------------------------------------------------------------
 
@@ -235,6 +246,8 @@ class Scheduler:
         self.slots.is_masked[slot] = sequence.matcher is not None
         sequence.slot = slot
         self.owners[slot] = sequence
+        if self.hooks is not None:
+            self.hooks.entered(slot, active)
         self._assign_sampler(sequence)
 
     def _assign_sampler(self, sequence: Sequence) -> None:
@@ -318,7 +331,7 @@ class Scheduler:
             ),
         )
         if last:
-            del self.requests[active.request.id]
+            self._forget(active)
 
     def let_go(self) -> None:
         """Frees the pages of ended sequences. Full pages are keyed for the next turn of a
@@ -326,7 +339,8 @@ class Scheduler:
         left, self._left = self._left, []
         for active, outputs, pages in left:
             if self.config.prefix_cache:
-                self.publish(active, np.concatenate([active.request.prompt_ids, outputs]), pages)
+                tokens = np.concatenate([active.request.prompt_ids, outputs])
+                self.publish(active, tokens[: active.exact_tokens], pages)
             self.blocks.release(pages)
 
     def publish(self, active: ActiveRequest, tokens: TokenIds, pages: PageIds) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from engine.bounds import UNBOUNDED
 from engine.masks.matchers import TokenMatcher
 from engine.tiers.protocol import Wait
 from engine.types import PageIds, Request, Sink, TokenIds, TokenRecord
@@ -55,6 +56,10 @@ class ActiveRequest:
     """Whether its sequences have been in the batch."""
     passed_over: int = 0
     """Number of smaller requests that were admitted before it."""
+    terms: tuple[int, ...] = ()
+    """What each hook has to do with it, if there are hooks (`engine.hooks.protocol.Term`)."""
+    exact_tokens: int = UNBOUNDED
+    """KV that is decoded here from this index on is never keyed, since a hook has changed it."""
     matchers: Future[list[TokenMatcher]] | None = None
     """For each choice the tokens that it may draw; None: all of them may draw any."""
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from engine.pages.prefix import request_keys
 from engine.schedule.masking import consume
 from engine.schedule.preemption import finish_preemption
+from engine.schedule.recovery import lose_hooks
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequences import RequestState, Sequence
 from engine.schedule.slots import SlotState
@@ -56,6 +57,8 @@ def settle_step(
     alive = _alive(scheduler, plan)
     scheduler.slots.count_in_flight(plan.sample_slots[alive], -1)
     _fail_rows(scheduler, plan, alive & ~result.finite)
+    if result.hook_failures:
+        lose_hooks(scheduler, plan, result.hook_failures)
     chunks = [chunk for chunk in plan.chunks if scheduler.runs(chunk.task)]
     for chunk in chunks:
         _tell_chunk(scheduler, chunk, result, now_ns)

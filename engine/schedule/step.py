@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.hooks.calling import HookFailure
 from engine.sampling import SamplePlan
 from engine.schedule.sequences import PrefillTask
 
@@ -62,6 +63,10 @@ class StepPlan:
     write_slots: Int32s
     write_tokens: Int32s
     """Token table entries that only the host knows (delivered first tokens)."""
+    arrived: Int32s = field(default_factory=lambda: np.zeros(0, np.int32))
+    """[A]. Pages whose KV came from another worker or a lower tier since the last step."""
+    hook_terms: Int32s = field(default_factory=lambda: np.zeros((0, 0), np.int32))
+    """[H, R]. What each of H hooks has to do with each row (`engine.hooks.protocol.Term`)."""
     masked: Int32s = field(default_factory=lambda: np.zeros(0, np.int32))
     """[M]. Rows among the samples that may draw only some tokens. Their masks come after the
     launch, by `Executor.sample`."""
@@ -134,3 +139,5 @@ class StepResult:
     """[S, N]"""
     scores: tuple[ScoreResult, ...] = ()
     """One per ScorePlan."""
+    hook_failures: tuple[HookFailure, ...] = ()
+    """Hooks that failed in the step."""

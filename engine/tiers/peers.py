@@ -145,6 +145,7 @@ class Fetches:
             del self._coming[key]
         good, fetch.pages = fetch.pages[:landed], fetch.pages[landed:]
         depths = range(fetch.first, fetch.first + len(good))
+        self._blocks.arrivals.note(good)
         self._blocks.adopt(good.tolist(), fetch.keys[: len(good)], depths)
         self._blocks.release(good)
         for wait in fetch.waits:

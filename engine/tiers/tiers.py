@@ -359,6 +359,7 @@ class HostTiers:
     def _settle_load(self, load: Load) -> None:
         good = not (load.late or load.failed)
         if good:
+            self._blocks.arrivals.note(load.pages)
             self._blocks.adopt(load.pages.tolist(), load.keys, load.depths)
             for tier, count in load.tiers.items():
                 self._loaded_tokens[tier] += count * self._page_tokens

@@ -133,7 +133,7 @@ class Attempt:
             case "finished":
                 self._finished(leg, message.finished)
             case "failed":
-                self._leg_failed(leg, Fault(worker, message.failed.reason))
+                self._leg_failed(leg, Fault(worker, message.failed.reason, message.failed.hook))
             case "aborted":
                 self._aborted(leg, already_ready=message.aborted.already_ready)
 

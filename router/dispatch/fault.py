@@ -15,6 +15,8 @@ _FINAL: Final = frozenset(
         worker_pb2.FAILURE_REASON_TOO_LARGE,
         worker_pb2.FAILURE_REASON_NUMERICAL,
         worker_pb2.FAILURE_REASON_STRUCTURE,
+        worker_pb2.FAILURE_REASON_HOOK,
+        worker_pb2.FAILURE_REASON_EXTENSION,
     }
 )
 _OF_HAND_OFF: Final = frozenset(
@@ -33,6 +35,8 @@ class Fault:
     worker: WorkerLink
     reason: worker_pb2.FailureReason.ValueType | None
     """None if the worker was lost."""
+    hook: str = ""
+    """The hook that is the cause, if one is."""
 
     @property
     def name(self) -> str:

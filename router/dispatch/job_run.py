@@ -356,4 +356,5 @@ class ChoiceGroup:
             prompt_logprobs=job.prompt_logprobs,
             holder=job.holder,
             keys=job.keys,
+            extensions=frozenset(job.extensions),
         )

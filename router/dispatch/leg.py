@@ -123,6 +123,7 @@ class Leg:
             prompt_logprobs=scores_wanted and self.mode != worker_pb2.WORK_MODE_DECODE,
             tenant=job.tenant,
             takeover_tokens=self._takeover_tokens,
+            extensions=job.extensions,
             fetch=_fetch_message(self._fetch),
         )
 

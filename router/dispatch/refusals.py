@@ -29,6 +29,10 @@ def error_of(group: ChoiceGroup, fault: Fault, max_workers_lost: int) -> errors.
             return errors.numerical_error()
         case worker_pb2.FAILURE_REASON_STRUCTURE:
             return errors.structure_too_complex(run.tokens_sent)
+        case worker_pb2.FAILURE_REASON_HOOK:
+            return errors.hook_failed(fault.hook)
+        case worker_pb2.FAILURE_REASON_EXTENSION:
+            return extension_refused(fault.hook)
         case worker_pb2.FAILURE_REASON_INTERNAL:
             return errors.internal()
         case worker_pb2.FAILURE_REASON_TOO_LARGE:
@@ -46,6 +50,12 @@ def error_of(group: ChoiceGroup, fault: Fault, max_workers_lost: int) -> errors.
             return errors.queue_full(0, retry_after_s=1.0)
         case _:
             return errors.kv_transfer_failed(group.attempts)
+
+
+def extension_refused(hook: str) -> errors.RouterError:
+    """The error for bytes that mean nothing to the hook that they are for."""
+    field = f"input.extensions.{hook}"
+    return errors.invalid_fields([errors.Violation(field, "means nothing to this hook")])
 
 
 def refusal(

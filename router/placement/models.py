@@ -18,6 +18,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from router import errors
@@ -142,10 +144,18 @@ class Models:
         return self._served[name]
 
     def _choose(self, name: str) -> ServedModel:
-        """The revision that can run, as the first of its workers describes it."""
+        """The revision that can run, as the first of its workers describes it. It takes an
+        extension if workers that all take it can run a job."""
         models = [ServedModel.of(worker.identity.model) for worker in self._named(name)]
         workers = Counter(model.revision for model in models)
-        return max(models, key=lambda model: (self._can_run(model), workers[model.revision]))
+        best = max(models, key=lambda model: (self._can_run(model), workers[model.revision]))
+        names = frozenset().union(*(model.extensions for model in models))
+        return replace(best, extensions=frozenset(filter(partial(self._takes, best), names)))
+
+    def _takes(self, model: ServedModel, extension: str) -> bool:
+        workers = [worker for worker in self._workers if routing.holds(worker, model)]
+        having = [one for one in workers if extension in one.identity.model.extensions]
+        return routing.can_run(having, self._local)
 
     def _can_run(self, model: ServedModel) -> bool:
         workers = [worker for worker in self._workers if routing.holds(worker, model)]

@@ -330,7 +330,9 @@ def _pool_tokens(demand: Demand, worker: WorkerLink) -> int:
 
 
 def _serves(worker: WorkerLink, demand: Demand) -> bool:
-    return holds(worker, demand.model) and not worker.draining
+    if worker.draining or not holds(worker, demand.model):
+        return False
+    return demand.extensions <= set(worker.identity.model.extensions)
 
 
 def _anyone(_worker: WorkerLink, _demand: Demand) -> bool:

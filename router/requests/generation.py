@@ -239,6 +239,7 @@ class Generations:
             holder=call.holder,
             quota=call.quota,
             cache_salt=salted(call.tenant, generation.cache_salt),
+            extensions=dict(generation.extensions),
             workers=call.record.workers,
         )
 

@@ -31,6 +31,8 @@ MAX_STOP_TEXTS: Final = 16
 MAX_STOP_TEXT_BYTES: Final = 256
 MAX_STOP_TOKENS: Final = 1024
 MAX_CLIENT_TAG_BYTES: Final = 128
+MAX_EXTENSIONS: Final = 16
+MAX_EXTENSION_BYTES: Final = 4096
 TEMPLATE_OWN: Final = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
 """Variables of a chat template that a client cannot set."""
 
@@ -94,6 +96,7 @@ def check_request(
     _check_stop(found, generation.stop, limits)
     _check_output(found, generation.output)
     found.found += check_answer(generation)
+    _check_extensions(found, generation)
     if generation.HasField("choices"):
         ok = 1 <= generation.choices <= limits.max_choices
         found.unless(ok, "input.choices", f"must be in [1, {limits.max_choices}]")
@@ -114,7 +117,12 @@ def check_tokenize(request: api.TokenizeRequest) -> Violations:
 def check_against_model(
     found: Violations, generation: api.GenerationInput, model: ServedModel
 ) -> None:
-    """Checks ids against the model's vocabulary."""
+    """Checks ids against the model's vocabulary, and extensions against its workers."""
+    unknown = sorted(set(generation.extensions) - model.extensions)
+    if unknown and len(generation.extensions) <= MAX_EXTENSIONS:
+        known = ", ".join(sorted(model.extensions)) or "none"
+        rule = f"this model's workers have no hook of this name; those that they have: {known}"
+        found.add("input.extensions", rule)
     ids = {
         "input.token_ids.ids": (generation.token_ids.ids, model.max_context_tokens),
         "input.stop.token_ids": (generation.stop.token_ids, MAX_STOP_TOKENS),
@@ -198,6 +206,15 @@ def _check_chat(found: Violations, chat: api.ChatPrompt, path: str) -> None:
     last = chat.messages[-1].role if chat.messages else api.ROLE_UNSPECIFIED
     ok = not chat.continue_last or last == api.ROLE_ASSISTANT
     found.unless(ok, f"{path}.continue_last", "needs a last turn of the assistant's")
+
+
+def _check_extensions(found: Violations, generation: api.GenerationInput) -> None:
+    extensions, path = generation.extensions, "input.extensions"
+    ok = len(extensions) <= MAX_EXTENSIONS
+    found.unless(ok, path, f"must have at most {MAX_EXTENSIONS} names")
+    size = sum(len(name.encode()) + len(value) for name, value in extensions.items())
+    ok = size <= MAX_EXTENSION_BYTES
+    found.unless(ok, path, f"must have at most {MAX_EXTENSION_BYTES} bytes with its names")
 
 
 def _check_sampling(found: Violations, sampling: api.SamplingOptions) -> None:

@@ -201,6 +201,9 @@ DECLARED: Final[Mapping[str, Declared]] = {
     Metric.RANK_SKEW: Declared(
         "counter", "Seconds for which the fastest rank waited for the slowest, all steps."
     ),
+    Metric.HOOK_FAILURES: Declared(
+        "counter", "Failures of hooks, by hook and point.", ("hook", "point")
+    ),
     # Worker: KV transfer.
     Metric.SECOND_TOKEN_GAP: Declared(
         "histogram",

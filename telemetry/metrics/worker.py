@@ -73,6 +73,10 @@ class WorkerMetrics(ProcessMetrics):
             self.registry.register(Samples(metric, partial(_of_ranks, ranks, read)))
         self._watch(lambda: ranks, (Row(Metric.RANK_SKEW, attrgetter("skew_s")),))
 
+    def watch_hooks(self, load: Callable[[], Any]) -> None:
+        """Shows failures of hooks; `load` is as for the constructor."""
+        self.registry.register(Samples(Metric.HOOK_FAILURES, lambda: load().hook_failures))
+
     def watch_overdue(self, take: Callable[[], object]) -> None:
         """Shows transfers that do not end; see `worker_base.overdue.Overdue`."""
         self._watch(take, _OVERDUE_ROWS)

@@ -61,6 +61,7 @@ def test_a_request_is_what_the_submit_says() -> None:
             ),
             stopping=worker_pb2.Stopping(max_tokens=4, min_tokens=2, token_ids=[3, 4]),
             cache_salt=b"salt",
+            extensions={"quest": b"512"},
             priority=-2,
             tenant="t",
             prompt_logprobs=True,
@@ -75,6 +76,7 @@ def test_a_request_is_what_the_submit_says() -> None:
     assert request.sampling.logit_bias == {3: -1.0}
     assert request.sampling.top_logprobs == 0
     assert request.stop.token_ids == {3, 4}
+    assert request.extensions == {"quest": b"512"}
     assert (request.cache_salt, request.priority, request.tenant) == (b"salt", -2, "t")
 
 

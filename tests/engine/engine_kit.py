@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -99,6 +99,7 @@ def submit(
     prompt_logprobs: bool = False,
     generated: Sequence[Sequence[int]] = (),
     first_choice: int = 0,
+    extensions: Mapping[str, bytes] | None = None,
     cache_salt: bytes = b"",
     **stop,
 ) -> Run:
@@ -112,6 +113,7 @@ def submit(
         first_choice=first_choice,
         generated=tuple(np.array(tokens, np.int32) for tokens in generated),
         prompt_logprobs=prompt_logprobs,
+        extensions=extensions or {},
         cache_salt=cache_salt,
     )
     run = Run(request)

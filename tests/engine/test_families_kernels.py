@@ -9,14 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_families import DENSE
+from tiny_families import EVERY
 
 pytest.importorskip("triton", reason="Triton is not installed: it comes with torch for GPUs")
 
 pytestmark = pytest.mark.timeout(600)
 QUICK = ("llama", "attention")
 """Llama's kernels are counted."""
-MATRIX = ("mixes", "biases", "gelu", "odd", "mistral", "qwen3", *DENSE)
+MATRIX = ("mixes", "biases", "gelu", "odd", "mistral", "qwen3", *EVERY)
 
 
 @pytest.mark.parametrize("cases", [QUICK, pytest.param(MATRIX, marks=pytest.mark.matrix)])

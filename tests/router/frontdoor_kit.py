@@ -116,6 +116,7 @@ def served_model(path: Path | str, name: str = "tiny", max_context_tokens: int =
         vocab_size=512,
         eos_token_ids=(2,),
         page_size_tokens=16,
+        extensions=frozenset({"quest"}),
     )
 
 

@@ -53,6 +53,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
         model: str = "tiny",
         revision: str = "r",
         fingerprint: str = "f",
+        extensions: Sequence[str] = (),
         transport: str = "null",
     ) -> None:
         epoch = next(_epochs)
@@ -68,6 +69,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
                 max_context_tokens=256,
                 vocab_size=100,
                 page_size_tokens=PAGE_SIZE_TOKENS,
+                extensions=extensions,
             ),
             endpoint=worker_pb2.KvEndpoint(agent_name=f"{worker_id}@{epoch}", transport=transport),
         )
@@ -201,8 +203,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServiceServicer):
             )
         )
 
-    def failed(self, attempt_id: bytes, reason: int) -> None:
-        self.say(failed=worker_pb2.Failed(attempt_id=attempt_id, reason=reason))
+    def failed(self, attempt_id: bytes, reason: int, hook: str = "") -> None:
+        self.say(failed=worker_pb2.Failed(attempt_id=attempt_id, reason=reason, hook=hook))
 
     def aborted(self, attempt_id: bytes, *, already_ready: bool) -> None:
         self.say(aborted=worker_pb2.Aborted(attempt_id=attempt_id, already_ready=already_ready))

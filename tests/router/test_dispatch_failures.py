@@ -240,6 +240,8 @@ async def test_retry_avoids_the_worker_that_failed(cluster: Cluster) -> None:
     [
         (FAILURES.FAILURE_REASON_NUMERICAL, "NUMERICAL_ERROR"),
         (FAILURES.FAILURE_REASON_TOO_LARGE, "CONTEXT_LENGTH_EXCEEDED"),
+        (FAILURES.FAILURE_REASON_HOOK, "HOOK_FAILED"),
+        (FAILURES.FAILURE_REASON_EXTENSION, "INVALID_FIELD"),
     ],
 )
 async def test_some_failures_are_final(cluster: Cluster, reason: int, expected: str) -> None:

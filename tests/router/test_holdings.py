@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
+from frontdoor_kit import ScriptedDispatcher, open_door, plays, served_model
 from scripted_worker import job
 from waiting import until
 
+from baton.inference.v1 import inference_pb2 as api
 from baton.worker.v1 import worker_pb2
 from prefixes.index import HOST, POOL, Held
 from prefixes.keys import prompt_short_keys
@@ -149,3 +153,30 @@ async def test_keys_of_a_job_are_those_of_its_worker_and_are_made_off_the_loop(
     finally:
         tokenizers.close()
     await asyncio.sleep(0)
+
+
+async def test_only_prompts_that_fit_the_context_are_hashed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hashed: list[int] = []
+
+    def watched(ids: Any, *shape: Any) -> Any:
+        hashed.append(len(ids))
+        return prompt_short_keys(ids, *shape)
+
+    monkeypatch.setattr(tokenization, "prompt_short_keys", watched)
+    model = replace(served_model(tmp_path), prefix_cache=True)
+    dispatcher = ScriptedDispatcher([model], plays([70]))
+    async with open_door(dispatcher) as door:
+        for count in (10_000, 40):
+            given = api.GenerationInput(token_ids=api.TokenIds(ids=[7] * count))
+            given.output.omit_text = True
+            asked = door.stub.Generate(api.GenerateRequest(input=given))
+            if count > model.max_context_tokens:
+                with pytest.raises(grpc.aio.AioRpcError, match="context"):
+                    await asked
+            else:
+                await asked
+    assert hashed == [40]
+    assert len(dispatcher.jobs[0].keys) == 39 // model.page_size_tokens
+    assert (Demand.of(dispatcher.jobs[0]).keys == dispatcher.jobs[0].keys).all()

@@ -359,6 +359,7 @@ async def test_further_fields(port: Port) -> None:
             "allowed_token_ids": [70, 71],
             "bad_words": ["fox"],
             "cache_salt": "pepper",
+            "extensions": {"quest": "512"},
             "return_token_ids": True,
             "truncate_prompt_tokens": 3,
         },
@@ -371,6 +372,7 @@ async def test_further_fields(port: Port) -> None:
     assert got.prompt_token_ids == port.job.prompt_ids.tolist()
     assert got.choices[0].token_ids == port.ids('{"name": "Ann", "age": 3}')
     assert port.job.priority > 0
+    assert port.job.extensions == {"quest": b"512"}
     assert got.service_tier == "priority"
     salted = port.job.cache_salt
     await create(port)

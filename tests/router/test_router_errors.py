@@ -61,6 +61,7 @@ ROWS: list[tuple[RouterError, grpc.StatusCode, str, type[Message] | None]] = [
     (errors.reader_too_slow(7, 9), Code.ABORTED, "READER_TOO_SLOW", None),
     (errors.kv_integrity(), Code.DATA_LOSS, "KV_INTEGRITY", None),
     (errors.numerical_error(), Code.INTERNAL, "NUMERICAL_ERROR", None),
+    (errors.hook_failed("quest"), Code.INTERNAL, "HOOK_FAILED", None),
     (errors.structure_too_complex(3), Code.INVALID_ARGUMENT, "STRUCTURE_TOO_COMPLEX", None),
     (errors.cancelled(), Code.CANCELLED, "CANCELLED", None),
     (errors.deadline_exceeded(7), Code.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", None),

@@ -294,6 +294,7 @@ def test_the_table_declares_every_name_and_nothing_else() -> None:
     used[1].watch_gpu(lambda: GpuLoad(0.5, 1, 2, 3.0))
     used[1].watch_overdue(lambda: Overdue(1, 7.0, 0, 0.0))
     used[1].watch_tiers(lambda: EngineLoad(tiers=TierLoad()))
+    used[1].watch_hooks(lambda: EngineLoad(hook_failures={("quest", "step_began"): 1}))
     used[1].watch_peers(lambda: [PeerPath("decode-0", "nixl/tcp", 0.5, 90.0, "slow_tcp_only")])
     shown = {family.name for metrics in used for family in metrics.registry.collect()}
     assert names <= shown

@@ -67,7 +67,7 @@ class Experts(nn.Module):
         super().__init__()
         self.own = own
         parts = build.shard.expert_parts(config, index, own)
-        # No library quantises these, whether or not its description says so.
+        # Checkpoints keep these as floats, whether or not their descriptions say so.
         plain_build = build._replace(precision=Precision(build.device, build.dtype))
         self.router = Linear(parts.router, own.router_bias, plain_build)
         self.choice_bias = None

@@ -33,6 +33,7 @@ from router.doors.openai.values import (
 from router.errors import Violation
 from router.requests.bounds import LEAST_ELEMENTS
 from router.requests.validation import (
+    MAX_EXTENSIONS,
     MAX_LOGIT_BIASES,
     MAX_STOP_TEXTS,
     MAX_STOP_TOKENS,
@@ -115,6 +116,8 @@ class GenerationRequest(FormFields, ModelRequest):
     bad_words: Annotated[list[str], Field(max_length=MAX_BAD_WORDS)] | None = None
     cache_salt: str | None = None
     """Requests share cached pages only with those of the same salt."""
+    extensions: Annotated[dict[str, str] | None, AtMost(MAX_EXTENSIONS, "names")] = None
+    """Texts for hooks of the workers, by the hooks' names. They travel as UTF-8."""
     return_token_ids: bool | None = None
     """Adds the ids of the prompt and of the output."""
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
@@ -179,6 +182,7 @@ class GenerationRequest(FormFields, ModelRequest):
             structure=self.structure(),
             cache_salt=self.cache_salt or "",
             truncate_prompt_tokens=_ALL if kept == -1 else kept,
+            extensions={name: text.encode() for name, text in (self.extensions or {}).items()},
             **prompt,
         )
 

@@ -1,0 +1,1 @@
+"""Where others reach into the engine, without a patch."""

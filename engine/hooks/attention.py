@@ -1,0 +1,136 @@
+"""Attention with hooks around it.
+
+It wraps the backend that the worker has chosen. Rows that a hook has narrowed are computed apart in
+the layers in which it chooses pages: their K and V are stored, and each KV head reads the pages
+that were chosen for it. A head's share of a page is one run of bytes, so the pool, seen as pages of
+one head each (`KvPool.by_head`), is read by the same backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.attention import AttentionBackend, AttentionBatch, Specs
+from engine.hooks.protocol import HookSite, Narrowed
+from engine.hooks.steps import StepHooks
+from engine.pages.kv_pool import KvPool
+
+MakeBackend = Callable[[KvPool, Specs], AttentionBackend]
+
+
+class _Split(NamedTuple):
+    """A batch whose narrowed rows are apart."""
+
+    tokens: Tensor
+    """[B], the narrowed rows' tokens among those of the step."""
+    contexts: Tensor
+    """[B * Hkv], tokens that each head of each row reads."""
+    columns: int
+    """Most pages that a head reads."""
+    rest: Tensor
+    """The other tokens."""
+    batch: AttentionBatch
+    """Of the other rows."""
+
+
+class HookedAttention:
+    """`AttentionBackend` that calls hooks."""
+
+    def __init__(self, make: MakeBackend, site: HookSite, hooks: StepHooks) -> None:
+        """`make` makes the wrapped backend over a pool."""
+        pool = site.pool
+        self._whole = make(pool, site.specs)
+        self._others = make(pool, site.specs)
+        """For the rows beside narrowed ones."""
+        self._heads = make(pool.by_head(), site.specs)
+        """For the narrowed ones."""
+        self.name = self._whole.name
+        self._pool = pool
+        self._site = site
+        self._hooks = hooks
+        self._split: _Split | None = None
+
+    def begin(self, batch: AttentionBatch) -> None:
+        """See `AttentionBackend`."""
+        self._batch = batch
+        self._whole.begin(batch)
+        narrowed = self._hooks.narrowed
+        self._split = None if narrowed is None else self._split_off(batch, narrowed)
+        if self._split is not None and len(self._split.rest):
+            self._others.begin(self._split.batch)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `AttentionBackend`."""
+        self._hooks.attention_began(layer, q, k, v)
+        out = self._narrowly(layer, q, k, v)
+        if out is None:
+            out = self._whole(layer, q, k, v)
+        self._hooks.attention_ended(layer, q, out)
+        return out
+
+    def attend_ends(self, layer: int, q: Tensor, contexts: Tensor, page_table: Tensor) -> Tensor:
+        """See `AttentionBackend`."""
+        return self._whole.attend_ends(layer, q, contexts, page_table)
+
+    def _narrowly(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        """Attention with narrowed rows; None: there are none in this layer."""
+        split = self._split
+        if split is None or not self._site.may_choose(layer):
+            return None
+        # Before the hook is asked: the page that a token completes may be among those it reads.
+        at, to = self._batch.token_pages[split.tokens], self._batch.token_offsets[split.tokens]
+        self._pool.write(layer, at, to, k[split.tokens], v[split.tokens])
+        own = q[split.tokens]
+        wanted = self._hooks.pages_wanted(layer, own)
+        if wanted is None:
+            return None
+        try:
+            narrow = self._attend(layer, own, wanted, split)
+        except (IndexError, RuntimeError, ValueError) as error:
+            self._hooks.wants_nonsense(error)
+            return None
+        out = torch.empty_like(q)
+        out[split.tokens] = narrow
+        if len(split.rest):
+            rest = split.rest
+            out[rest] = self._others(layer, q[rest], k[rest], v[rest])
+        return out
+
+    def _attend(self, layer: int, q: Tensor, wanted: Tensor, split: _Split) -> Tensor:
+        """Attention of `q` [B, Hq, D] over `wanted` [B, Hkv, C]."""
+        heads = self._pool.num_kv_heads
+        if wanted.shape != (len(q), heads, split.columns):
+            raise ValueError(f"pages of shape {tuple(wanted.shape)} were chosen")
+        shares = wanted * heads + torch.arange(heads, device=q.device)[:, None]
+        grouped = q.reshape(len(q) * heads, -1, q.shape[-1])
+        table = shares.reshape(len(grouped), -1).int()
+        out = self._heads.attend_ends(layer, grouped, split.contexts, table)
+        return out.reshape(q.shape)
+
+    def _split_off(self, batch: AttentionBatch, narrowed: Narrowed) -> _Split:
+        device, rows = batch.page_table.device, narrowed.rows
+        tails = (batch.context_lens[rows] - 1) % self._pool.page_size + 1
+        contexts = (narrowed.counts - 1) * self._pool.page_size + tails
+        others = np.setdiff1d(np.arange(len(batch.query_lens)), rows)
+        tokens = np.arange(int(batch.query_lens.sum()))
+        rest = torch.from_numpy(np.setdiff1d(tokens, rows)).to(device)
+        each = torch.from_numpy(contexts.astype(np.int32)).to(device)
+        return _Split(
+            tokens=torch.from_numpy(rows).to(device),
+            contexts=each.repeat_interleave(self._pool.num_kv_heads),
+            columns=int(narrowed.counts.max()),
+            rest=rest,
+            batch=AttentionBatch(
+                query_lens=batch.query_lens[others],
+                context_lens=batch.context_lens[others],
+                num_decodes=batch.num_decodes - len(rows),
+                page_table=batch.page_table[torch.from_numpy(others).to(device)],
+                token_pages=batch.token_pages[rest],
+                token_offsets=batch.token_offsets[rest],
+            ),
+        )

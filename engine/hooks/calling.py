@@ -1,0 +1,72 @@
+"""Calls hooks, so that one that raises or takes too long harms its own requests alone."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Final, NamedTuple, TypeVar
+
+from engine.hooks.protocol import Hook
+
+log = logging.getLogger("baton.engine")
+
+Result = TypeVar("Result")
+LOG_AGAIN_S: Final = 10.0
+"""A failure at a point is logged once in so many seconds."""
+
+
+class HookFailure(NamedTuple):
+    """A hook failed in a step."""
+
+    hook: int
+    """Its index, in the order in which hooks were named."""
+    name: str
+    point: str
+    """The method that raised, or in which it was found to be too slow."""
+
+
+class Caller:
+    """Calls one hook on one thread, and measures its time since `restart`."""
+
+    def __init__(self, index: int, hook: Hook, limit_s: float) -> None:
+        self.index = index
+        self.hook = hook
+        self.failure: HookFailure | None = None
+        """Since `restart`."""
+        self._limit_s = limit_s
+        self._spent_s = 0.0
+        self._logged_s: dict[str, float] = {}
+
+    def restart(self) -> None:
+        """A new step, or a new request."""
+        self.failure, self._spent_s = None, 0.0
+
+    def call(self, point: Callable[..., Result], *args: object) -> Result | None:
+        """Calls a method of the hook. None, too, if it has failed."""
+        if self.failure is not None:
+            return None
+        began_s = time.monotonic()
+        try:
+            result = point(*args)
+        except Exception as error:
+            self.fail(point.__name__, error)
+            return None
+        self._spent_s += time.monotonic() - began_s
+        if self._spent_s > self._limit_s:
+            self.fail(point.__name__)
+            return None
+        return result
+
+    def fail(self, point: str, error: Exception | None = None) -> None:
+        """Notes a failure at `point`: an error, or its time is up."""
+        self.failure = HookFailure(self.index, self.hook.name, point)
+        now_s = time.monotonic()
+        if now_s - self._logged_s.get(point, -LOG_AGAIN_S) < LOG_AGAIN_S:
+            return
+        self._logged_s[point] = now_s
+        if error is None:
+            words = "hook %s is too slow: more than %g s, found in %s"
+            log.error(words, self.hook.name, self._limit_s, point)
+        else:
+            log.error("hook %s raised in %s", self.hook.name, point, exc_info=error)

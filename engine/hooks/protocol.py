@@ -1,0 +1,205 @@
+"""What a hook is, and what it gets.
+
+A hook is an object of an installed package, named by `--hook`. It lives as long as its worker:
+
+1. Made from its options, before the model is loaded, on every rank.
+2. `attach`: the pool is there.
+3. Per request: `request_began`, which says by a *term* whether the hook has to do with it, and
+   `request_ended`. On rank 0, on the step loop's thread.
+4. Per step, on the device's thread of every rank: `step_began`; in each layer `attention_began`,
+   `pages_wanted` and `attention_ended` (hooks of `baton.attention` alone); `step_ended`.
+
+A hook reads what it is given and must not write to it. A hook that raises, or takes too long, has
+failed: for that step it is not called again, and its requests fail or go on without it.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.attention import Specs
+from engine.bounds import UNBOUNDED
+from engine.pages.kv_pool import KvPool
+from engine.types import PageIds, Request
+
+Int32s = NDArray[np.int32]
+
+
+class HookError(Exception):
+    """A hook cannot be used as configured. The message names it and says what to change."""
+
+
+class ExtensionError(Exception):
+    """The bytes that a request carries for a hook mean nothing to it. The request is refused."""
+
+
+class OnFailure(enum.Enum):
+    """What becomes of a hook's requests if it fails in a step of theirs."""
+
+    FAIL = "fail"
+    """They fail."""
+    LEAVE = "leave"
+    """They go on, and the hook leaves them alone from then on."""
+
+
+class Term(NamedTuple):
+    """What a hook has to do with a request."""
+
+    value: int
+    """A number of at least 1 with a meaning for the hook alone. It comes with each of the request's
+    rows in each step, on every rank."""
+    exact_tokens: int = UNBOUNDED
+    """KV that is decoded here from this index on may differ from the model's own. Its pages are
+    never cached."""
+
+
+class HookSite(NamedTuple):
+    """Where a hook is attached: one rank."""
+
+    pool: KvPool
+    """This rank's part of the pages."""
+    specs: Specs
+    """Attention of each layer."""
+    decodes: bool
+    """Whether this engine decodes. If not, it computes prompts alone."""
+
+    def may_choose(self, layer: int) -> bool:
+        """Whether a hook may choose the pages that rows read in a layer: it has no window, and no
+        sinks, which belong to single heads."""
+        spec = self.specs[layer]
+        return spec.window is None and spec.sinks is None
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The rows of one step, as one hook sees them: R rows, decode rows first. All on the host."""
+
+    number: int
+    """Of the step."""
+    terms: Int32s
+    """[R], the hook's own (`Term.value`); 0: it leaves the row alone."""
+    query_lens: Int32s
+    """[R] new tokens; 1 in decode rows."""
+    context_lens: Int32s
+    """[R] tokens in KV after this step."""
+    num_decodes: int
+    page_table: Int32s
+    """[R, P]; the scratch page beyond a row's context."""
+    page_size: int
+    arrived: PageIds
+    """Pages whose KV came from another worker or a lower tier since the last step."""
+
+    @property
+    def written(self) -> PageIds:
+        """Pages into which this step stores tokens."""
+        return self._pages(-(-self.context_lens // self.page_size))
+
+    @property
+    def completed(self) -> PageIds:
+        """Those of them that are full after it."""
+        return self._pages(self.context_lens // self.page_size)
+
+    def _pages(self, ends: Int32s) -> PageIds:
+        """Pages of each row from the one of its first new token to `ends`."""
+        firsts = (self.context_lens - self.query_lens) // self.page_size
+        columns = np.arange(self.page_table.shape[1])
+        inside = (columns >= firsts[:, None]) & (columns < ends[:, None])
+        return self.page_table[inside]
+
+
+class Narrowed(NamedTuple):
+    """Decode rows that read some of their pages only, in ascending order."""
+
+    rows: NDArray[np.intp]
+    """[B]"""
+    counts: Int32s
+    """[B] pages that each KV head of the row reads, at least 1."""
+
+
+class Hook:
+    """A hook of `baton.hooks`. Subclasses override what they need."""
+
+    name: str
+    """The name by which it is installed."""
+    capturable: bool = False
+    """Whether a graph of the device may contain its calls: they launch kernels of fixed shapes and
+    never wait for them. Otherwise steps with its requests run their kernels one by one."""
+    needs_both: bool = False
+    """Whether it must be on both ends of a hand-off, with equal options."""
+    on_failure: OnFailure = OnFailure.FAIL
+
+    def page_bytes(self, pool: KvPool) -> int:
+        """Memory that it takes beside each page of such a pool, bytes."""
+        return 0
+
+    def attach(self, site: HookSite) -> None:
+        """The pool is there. Raises HookError if the hook cannot work here."""
+        return
+
+    def request_began(self, request: Request, extension: bytes | None) -> Term | None:
+        """A request has come. None: the hook leaves it alone.
+
+        Args:
+            request: the request; its `mode` says which leg this is.
+            extension: bytes that the client has sent for this hook; None: it sent none.
+
+        Raises:
+            ExtensionError: the bytes mean nothing.
+        """
+        return None
+
+    def request_ended(self, request_id: bytes) -> None:
+        """The engine holds nothing of a request any more, for whatever reason. Called for requests
+        with a term."""
+        return
+
+    def step_began(self, step: StepRows) -> None:
+        """A step begins, also one without a row of this hook's."""
+        return
+
+    def step_ended(self, step: StepRows) -> None:
+        """The forward pass is done."""
+        return
+
+
+class AttentionHook(Hook):
+    """A hook of `baton.attention`, which is called in each layer, too.
+
+    Shapes: T tokens of the step, Hq query heads and Hkv KV heads of this rank, D head dimension.
+    """
+
+    chooses_pages: bool = False
+    """Whether it narrows rows. Only one hook of a worker may."""
+
+    def rows_narrowed(self, step: StepRows) -> Narrowed | None:
+        """Decode rows for which it will choose pages in this step. Called after `step_began`."""
+        return None
+
+    def attention_began(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """A layer's attention begins: `q` [T, Hq, D], `k` and `v` [T, Hkv, D], with positions."""
+        return
+
+    def pages_wanted(self, layer: int, q: Tensor) -> Tensor | None:
+        """The pages that narrowed rows read in this layer. None: all of theirs.
+
+        Not asked where `HookSite.may_choose` says no.
+
+        Args:
+            layer: the layer.
+            q: [B, Hq, D] of the narrowed rows.
+
+        Returns:
+            [B, Hkv, C] int64 pages in the order of their tokens. Of a row's columns the first
+            `counts` are read. The last of these must be the row's last page.
+        """
+        return None
+
+    def attention_ended(self, layer: int, q: Tensor, out: Tensor) -> None:
+        """A layer's attention is done: `q` and `out` [T, Hq, D]. K and V are in the pool."""
+        return

@@ -1,0 +1,118 @@
+"""Hooks that break on purpose, at the point that their option names."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+
+from engine.hooks.protocol import AttentionHook, ExtensionError, Hook, Narrowed, OnFailure, Term
+
+POINTS = (
+    "request_began",
+    "request_ended",
+    "step_began",
+    "step_ended",
+    "rows_narrowed",
+    "attention_began",
+    "pages_wanted",
+    "attention_ended",
+)
+
+
+class Breaking(AttentionHook):
+    """Has to do with the requests that name it. It raises at `at`, or sleeps there."""
+
+    chooses_pages = True
+
+    def __init__(self, options, on_failure: OnFailure) -> None:
+        self.at, self.how = options.get("at", ""), options.get("how", "raise")
+        self.on_failure = on_failure
+        self.heard: list[str] = []
+        self._mine = False
+
+    def _hit(self, point: str, mine: bool = True) -> None:
+        self.heard.append(point)
+        if point == self.at and mine:
+            if self.how == "sleep":
+                time.sleep(0.3)
+            else:
+                raise ZeroDivisionError(point)
+
+    def request_began(self, request, extension):
+        if extension is None:
+            return None
+        if extension == b"nonsense":
+            raise ExtensionError("no")
+        self._hit("request_began")
+        return Term(7, len(request.prompt_ids))
+
+    def request_ended(self, request_id):
+        self._hit("request_ended")
+
+    def step_began(self, step):
+        self._step, self._mine = step, bool(step.terms.any())
+        assert set(step.terms.tolist()) <= {0, 7}
+        self._hit("step_began", self._mine)
+
+    def step_ended(self, step):
+        self._hit("step_ended", self._mine)
+
+    def rows_narrowed(self, step):
+        self._hit("rows_narrowed", self._mine)
+        rows = np.flatnonzero(step.terms[: step.num_decodes])
+        self._rows = rows
+        return Narrowed(rows, np.ones(len(rows), np.int32))
+
+    def attention_began(self, layer, q, k, v):
+        self._hit("attention_began", self._mine)
+
+    def pages_wanted(self, layer, q):
+        self._hit("pages_wanted", self._mine)
+        if self.how == "shape":
+            return torch.zeros((1, 1, 9), dtype=torch.int64)
+        if self.how == "pages":
+            return torch.full((len(q), 2, 1), 1 << 20)
+        step, rows = self._step, self._rows
+        last = -(-step.context_lens[rows] // step.page_size) - 1
+        pages = torch.from_numpy(step.page_table[rows, last].astype(np.int64))
+        return pages[:, None, None].expand(-1, 2, 1)
+
+    def attention_ended(self, layer, q, out):
+        self._hit("attention_ended", self._mine)
+
+
+class OfSteps(Hook):
+    """Breaks in the steps of all requests, and leaves them."""
+
+    on_failure = OnFailure.LEAVE
+
+    def request_began(self, request, extension):
+        return Term(1)
+
+    def step_began(self, step):
+        if step.terms.any():
+            raise ZeroDivisionError
+
+
+def fails(options):
+    return Breaking(options, OnFailure.FAIL)
+
+
+def leaves(options):
+    return Breaking(options, OnFailure.LEAVE)
+
+
+def of_steps(options):
+    return OfSteps()
+
+
+def both(options):
+    hook = AttentionHook()
+    hook.needs_both = True
+    return hook
+
+
+def nonsense(options):
+    raise ZeroDivisionError

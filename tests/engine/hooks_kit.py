@@ -1,0 +1,49 @@
+"""Hooks for tests, and how they are installed: entry points in a folder of their own."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+QUEST = EXAMPLES / "hook-quest"
+
+
+@contextmanager
+def installed(folder: Path, points: str, *sources: Path) -> Iterator[None]:
+    """A distribution with these entry points, for this process and for those that it starts.
+
+    Args:
+        folder: where its metadata go.
+        points: the text of its `entry_points.txt`.
+        sources: folders with its modules.
+    """
+    info = folder / "hooks_of_tests-0.1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: hooks-of-tests\nVersion: 0.1\n")
+    (info / "entry_points.txt").write_text(textwrap.dedent(points))
+    paths = [str(folder), *map(str, sources)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [*paths, *sys.path])
+        inherited = os.environ.get("PYTHONPATH", "")
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [*paths, inherited])))
+        yield
+
+
+ALL = """\
+[baton.attention]
+quest = baton_quest:make
+breaks = breaking_hooks:fails
+breaks-and-leaves = breaking_hooks:leaves
+both = breaking_hooks:both
+
+[baton.hooks]
+steps = breaking_hooks:of_steps
+bad = breaking_hooks:nonsense
+"""

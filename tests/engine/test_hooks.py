@@ -1,0 +1,176 @@
+"""Hooks: what they are called for, and what becomes of requests when they break."""
+
+from __future__ import annotations
+
+import pytest
+from breaking_hooks import POINTS
+from engine_kit import build, check_baseline, finish, submit
+from hooks_kit import ALL, QUEST, installed
+from tiny_models import write_tiny_model
+
+from engine.config import EngineConfig
+from engine.engine import Engine, EngineError
+from engine.types import FailureReason
+
+PROMPT, NEIGHBOUR = list(range(40, 90)), list(range(200, 270))
+LOOP = ("request_began", "request_ended")
+QUICK = {
+    *(("breaks", at) for at in ("request_began", "step_began", "attention_began")),
+    *(("breaks-and-leaves", at) for at in ("request_ended", "pages_wanted", "step_ended")),
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("hooks") / "model")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hooks(tmp_path_factory):
+    with installed(tmp_path_factory.mktemp("installed"), ALL, QUEST):
+        yield
+
+
+@pytest.fixture(scope="module")
+def want(path):
+    """What the model says without hooks."""
+    engine = build(path)
+    runs = [submit(engine, prompt, 12) for prompt in (PROMPT, NEIGHBOUR)]
+    finish(*runs)
+    engine.stop()
+    return [run.tokens for run in runs]
+
+
+def end(run) -> None:
+    assert run.done.wait(60)
+
+
+@pytest.mark.parametrize(
+    ("name", "at"),
+    [
+        pytest.param(name, at, marks=() if (name, at) in QUICK else pytest.mark.matrix)
+        for name in ("breaks", "breaks-and-leaves")
+        for at in POINTS
+    ],
+)
+def test_a_hook_that_raises_harms_its_own_requests_alone(path, want, name, at):
+    engine = build(path, hooks=(f"{name}?at={at}",))
+    neighbour = submit(engine, NEIGHBOUR, 12)
+    mine = submit(engine, PROMPT, 12, extensions={name: b""})
+    end(mine)
+    finish(neighbour)
+    assert neighbour.tokens == want[1]
+    if name == "breaks" and at != "request_ended":
+        assert mine.failed.reason is FailureReason.HOOK
+        assert mine.failed.hook == name
+    else:
+        assert mine.failed is None
+        assert len(mine.tokens[0]) == 12
+        if at not in ("request_ended", "attention_ended", "step_ended"):
+            assert mine.tokens == want[0]  # It has gone on without the hook from the first step.
+    again = submit(engine, NEIGHBOUR, 12)
+    finish(again)
+    assert again.tokens == want[1]
+    assert engine.load().hook_failures[name, at] >= 1
+    check_baseline(engine)
+    engine.stop()
+
+
+@pytest.mark.parametrize("how", ["shape", "pages"])
+def test_pages_that_do_not_exist_are_never_read(path, want, how):
+    engine = build(path, hooks=(f"breaks-and-leaves?how={how}",))
+    mine = submit(engine, PROMPT, 12, extensions={"breaks-and-leaves": b""})
+    finish(mine)
+    assert mine.tokens == want[0]
+    assert engine.load().hook_failures["breaks-and-leaves", "pages_wanted"] >= 1
+    engine.stop()
+
+
+def test_a_hook_that_is_too_slow_is_named(path, want):
+    engine = build(path, hooks=("breaks?at=step_began&how=sleep",), hook_limit_s=0.25)
+    neighbour = submit(engine, NEIGHBOUR, 12)
+    mine = submit(engine, PROMPT, 12, extensions={"breaks": b""})
+    end(mine)
+    finish(neighbour)
+    assert (mine.failed.reason, mine.failed.hook) == (FailureReason.HOOK, "breaks")
+    assert neighbour.tokens == want[1]
+    engine.stop()
+
+
+def test_points_come_in_their_order_and_every_request_ends(path):
+    engine = build(path, hooks=("breaks",))
+    executor = engine._loop._executor
+    hook = executor.steps.hooks._callers[0].hook
+    finish(submit(engine, PROMPT, 3, extensions={"breaks": b""}))
+    check_baseline(engine)
+    layer = ["attention_began", "attention_ended"]
+    narrow = ["attention_began", "pages_wanted", "attention_ended"]
+    steps = ["step_began", *layer * 2, "step_ended"]
+    decode = ["step_began", "rows_narrowed", *narrow * 2, "step_ended"]
+    heard = [point for point in hook.heard if point not in LOOP]
+    assert heard[: len(steps) + len(decode)] == [*steps, *decode]
+    assert [point for point in hook.heard if point in LOOP] == list(LOOP)
+    engine.stop()
+
+
+def test_a_request_is_refused_for_bytes_that_mean_nothing(path):
+    engine = build(path, hooks=("breaks",))
+    for extensions, hook in (({"breaks": b"nonsense"}, "breaks"), ({"other": b""}, "other")):
+        run = submit(engine, PROMPT, 3, extensions=extensions)
+        end(run)
+        assert (run.failed.reason, run.failed.hook) == (FailureReason.EXTENSION, hook)
+    check_baseline(engine)
+    engine.stop()
+
+
+def test_two_hooks_and_one_that_breaks(path, want):
+    engine = build(path, hooks=("steps", "quest?sparse_tokens=1024"))
+    runs = [submit(engine, prompt, 12) for prompt in (PROMPT, NEIGHBOUR)]
+    finish(*runs)
+    assert [run.tokens for run in runs] == want
+    assert set(engine.load().hook_failures) == {("steps", "step_began")}
+    engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("hooks", "words"),
+    [
+        (("absent",), "absent is not installed; there are .*quest"),
+        (("bad",), "bad cannot be made: ZeroDivisionError"),
+        (("quest", "quest"), "quest is named twice"),
+        (("quest", "breaks"), "quest and breaks both choose pages"),
+        (("quest?sparse_tokens=255",), "at least 256"),
+        (("quest?colour=red",), "no option colour"),
+        (("quest?sparse_tokens",), "quest cannot be made"),
+        (("quest?sparse_tokens=256",), "at least 512 with pages of 128"),
+    ],
+)
+def test_a_hook_that_cannot_be_used_is_refused(path, hooks, words):
+    page = 128 if "128" in words else 16
+    config = EngineConfig(model=str(path), hooks=hooks, num_pages=40, page_size=page)
+    with pytest.raises(EngineError, match=words):
+        Engine.build(config)
+
+
+def test_a_hook_that_both_ends_need_is_part_of_the_fingerprint(path):
+    prints = []
+    for hooks in ((), ("quest",), ("both",)):
+        engine = build(path, hooks=hooks)
+        prints.append(engine.model.fingerprint)
+        assert engine.model.extensions == hooks
+        engine.stop()
+    assert prints[0] == prints[1] != prints[2]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ["breaks", "breaks-and-leaves"])
+def test_a_hook_that_raises_on_every_rank(path, want, name):
+    engine = build(path, hooks=(f"{name}?at=attention_began",), tp=2)
+    neighbour = submit(engine, NEIGHBOUR, 12)
+    mine = submit(engine, PROMPT, 12, extensions={name: b""})
+    end(mine)
+    finish(neighbour)
+    assert neighbour.tokens == want[1]
+    assert (mine.failed is not None) == (name == "breaks")
+    assert engine.lost == ""
+    engine.stop()
