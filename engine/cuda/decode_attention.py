@@ -58,6 +58,25 @@ def begun(
     return most, total
 
 
+@triton.jit
+def weighed(logits, most):
+    """The new largest logit, what is kept of the sums so far, and the weights."""
+    now = tl.maximum(most, tl.max(logits, axis=1))
+    return now, tl.exp2(most - now), tl.exp2(logits - now[:, None])
+
+
+@triton.jit
+def leave(out, partial, sums, place, to, real, rows, acc, most, total, whole: tl.constexpr):
+    """Stores the answer if there is one part, else the part. `to` and `real` are [rows, dim],
+    `place` and `rows` are [rows]."""
+    if whole:
+        tl.store(out + to, acc / total[:, None], mask=real)
+    else:
+        tl.store(partial + to, acc, mask=real)
+        tl.store(sums + place * 2, most, mask=rows)
+        tl.store(sums + place * 2 + 1, total, mask=rows)
+
+
 @triton.jit(do_not_specialize=["table_width", "window", "splits", "least"])
 def _attend_part(
     q,
@@ -122,19 +141,13 @@ def _attend_part(
             logits = capped(logits, cap)
         seen &= position >= context - window
         logits = tl.where(seen[None, :], logits, float("-inf"))
-        now = tl.maximum(most, tl.max(logits, axis=1))
-        kept = tl.exp2(most - now)
-        weights = tl.exp2(logits - now[:, None])
+        now, kept, weights = weighed(logits, most)
         total = total * kept + tl.sum(weights, axis=1)
         acc = tl.dot(weights.to(v.dtype), v, acc * kept[:, None])
         most = now
     place = ((row * kv_heads + kv_head) * splits + part) * group + heads
-    if whole:
-        tl.store(out + place[:, None] * dim + at[None, :], acc / total[:, None], mask=real)
-    else:
-        tl.store(partial + place[:, None] * dim + at[None, :], acc, mask=real)
-        tl.store(sums + place * 2, most, mask=heads < group)
-        tl.store(sums + place * 2 + 1, total, mask=heads < group)
+    to = place[:, None] * dim + at[None, :]
+    leave(out, partial, sums, place, to, real, heads < group, acc, most, total, whole)
 
 
 @triton.jit(do_not_specialize=["window", "splits", "least"])

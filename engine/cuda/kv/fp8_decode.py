@@ -20,7 +20,16 @@ from torch import Tensor
 
 from engine.attention.base import AttentionSpec
 from engine.attention.parts import Division
-from engine.cuda.decode_attention import MIN_GROUP, begun, capped, cut, features_of, merge
+from engine.cuda.decode_attention import (
+    MIN_GROUP,
+    begun,
+    capped,
+    cut,
+    features_of,
+    leave,
+    merge,
+    weighed,
+)
 from engine.cuda.kernels import launch
 from engine.cuda.kv.fp8_store import power_of_two
 from engine.pages.kv_pool import KvPool
@@ -72,6 +81,13 @@ def _keys_and_values(
     turned = (values + place + page_size * dim + slot)[None, :] + at[:, None] * page_size
     k = tl.load(keys, mask=begun[:, None], other=0.0)
     return k, tl.load(turned, mask=begun[None, :], other=0.0)
+
+
+@triton.jit
+def _unseen(logits, position, end, first):
+    """`logits` without those of tokens outside of [first, end)."""
+    seen = (position < end) & (position >= first)
+    return tl.where(seen[None, :], logits, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["table_width", "window", "splits", "least"])
@@ -135,24 +151,15 @@ def _attend_part_fp8(
         k, v = _keys_and_values(values, page_table, position, end, page_stride, dim, page_size)
         scales = unscale[:, None] * power_of_two(k_exponent)[None, :]
         logits = tl.dot(query, k.to(tl.float16).T) * scales
-        if caps:
-            logits = capped(logits, cap)
-        logits += _lift(v_exponent)[None, :]
-        seen = (position < end) & (position >= context - window)
-        logits = tl.where(seen[None, :], logits, float("-inf"))
-        now = tl.maximum(most, tl.max(logits, axis=1))
-        kept = tl.exp2(most - now)
-        weights = tl.exp2(logits - now[:, None])
+        logits = (capped(logits, cap) if caps else logits) + _lift(v_exponent)[None, :]
+        logits = _unseen(logits, position, end, context - window)
+        now, kept, weights = weighed(logits, most)
         total = total * kept + tl.sum(weights * power_of_two(-v_exponent)[None, :], axis=1)
         acc = tl.dot(weights.to(tl.float16), v.to(tl.float16).T, acc * kept[:, None])
         most, k_exponent, v_exponent = now, k_ahead, v_ahead
     place = ((row * tl.num_programs(1) + kv_head) * splits + part) * group
-    if whole:
-        tl.store(out + place * dim + at, acc / total[:, None], mask=real[:, None])
-    else:
-        tl.store(partial + place * dim + at, acc, mask=real[:, None])
-        tl.store(sums + (place + heads) * 2, most, mask=real)
-        tl.store(sums + (place + heads) * 2 + 1, total, mask=real)
+    to, place = place * dim + at, place + heads
+    leave(out, partial, sums, place, to, real[:, None], real, acc, most, total, whole)
 
 
 def decode_attention_fp8(

@@ -33,6 +33,27 @@ NARROW, WIDE = PromptTiles(128, 64, 8, 2), PromptTiles(64, 32, 4, 2)
 """For heads of up to 128 numbers, and of more. Not measured on a GPU yet."""
 
 
+@triton.jit
+def _begun(sinks, head, queries: tl.constexpr, has_sinks: tl.constexpr):
+    """The largest logit and the sum before any key: those of the head's sink, or nothing."""
+    total = tl.zeros((queries,), tl.float32)
+    most = tl.full((queries,), float("-inf"), tl.float32)
+    if has_sinks:
+        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        most = tl.zeros((queries,), tl.float32) + sink
+        total += 1.0
+    return most, total
+
+
+@triton.jit
+def _weighed(logits, most):
+    """The new largest logit, what is kept of the sums so far, and the weights. A row that has seen
+    nothing yet has no reference: any finite one will do."""
+    now = tl.maximum(most, tl.max(logits, axis=1))
+    reference = tl.where(now == float("-inf"), 0.0, now)
+    return now, tl.exp2(most - reference), tl.exp2(logits - reference[:, None])
+
+
 @triton.jit(do_not_specialize=["table_width", "window"])
 def _attend_prompt(
     q,
@@ -75,12 +96,7 @@ def _attend_prompt(
     query = tl.load(
         q + token[:, None] * q_row_stride + head * dim + at[None, :], mask=there, other=0.0
     )
-    most = tl.full((queries,), float("-inf"), tl.float32)
-    total = tl.zeros((queries,), tl.float32)
-    if has_sinks:
-        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
-        most = tl.zeros((queries,), tl.float32) + sink
-        total += 1.0
+    most, total = _begun(sinks, head, queries, has_sinks)
     acc = tl.zeros((queries, padded_dim), tl.float32)
     base = pool + layer_offset + (head // group).to(tl.int64) * head_stride
     start = tl.maximum(context - count + begin + 1 - window, 0) // keys * keys
@@ -99,11 +115,7 @@ def _attend_prompt(
         visible = (seen[None, :] <= position[:, None]) & real[None, :]
         visible &= seen[None, :] > position[:, None] - window
         logits = tl.where(visible, logits, float("-inf"))
-        now = tl.maximum(most, tl.max(logits, axis=1))
-        # A row that has seen nothing yet has no reference: any finite one will do.
-        reference = tl.where(now == float("-inf"), 0.0, now)
-        kept = tl.exp2(most - reference)
-        weights = tl.exp2(logits - reference[:, None])
+        now, kept, weights = _weighed(logits, most)
         total = total * kept + tl.sum(weights, axis=1)
         acc = tl.dot(weights.to(v.dtype), v, acc * kept[:, None])
         most = now
