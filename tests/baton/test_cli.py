@@ -114,13 +114,13 @@ def test_config_says_where_values_come_from() -> None:
 
 
 def test_a_variable_that_is_no_setting_is_told() -> None:
-    result = run("config", "worker", BATON_MAX_SEQUENCE="8", BATON_FOO="1", BATON_TOKEN="t")
+    result = run("config", "worker", BATON_MAX_SEQUENCE="8", BATON_XYZZY="1", BATON_TOKEN="t")
     told = plain(result.output)
     assert (
         "BATON_MAX_SEQUENCE is no setting, and ignored (did you mean `BATON_MAX_SEQUENCES`?)"
         in told
     )
-    assert "BATON_FOO is no setting, and ignored warning" in told, "nothing is like it"
+    assert "BATON_XYZZY is no setting, and ignored warning" in told, "nothing is like it"
     assert "BATON_TOKEN" not in told
     assert result.exit_code == 0
 
