@@ -4,7 +4,6 @@
 # make help     the rest
 
 PROMPT ?= What is the capital of France?
-TP ?= 1
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
@@ -32,7 +31,7 @@ help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 demo: install ## One question through the whole system (PROMPT="..." asks another)
-	@$(BIN)/baton demo --tp $(TP) "$$PROMPT"
+	@$(BIN)/baton demo$(if $(TP), --tp $(TP)) "$$PROMPT"
 
 up: install ## A router, a prefill and a decode worker, until Ctrl-C
 	@$(BIN)/baton up

@@ -315,6 +315,7 @@ class JobDispatcher:
     def _attempt_failed(self, attempt: Attempt, fault: Fault) -> None:
         group, run = attempt.group, attempt.run
         del self._attempts[attempt.id]
+        self._policy.failed(group.demand, [leg.worker for leg in attempt.legs])
         group.end_attempt(fault)
         if run.over:
             return

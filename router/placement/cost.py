@@ -80,6 +80,11 @@ class Cost:
         for worker in workers:
             self._just_routed.add(worker.worker_id, demand.keys)
 
+    def failed(self, demand: Demand, workers: Iterable[WorkerLink]) -> None:
+        """What they hold of the prompt is what they have reported."""
+        for worker in workers:
+            self._just_routed.forget(worker.worker_id, demand.keys)
+
     def held_elsewhere(self, demand: Demand, others: Sequence[WorkerLink], granted: int) -> int:
         """The most leading pages of a prompt that others have reported by now, or that its decode
         worker said it held when it granted the rest."""

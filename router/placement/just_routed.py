@@ -42,6 +42,13 @@ class JustRouted:
         self._until_s.setdefault(worker_id, {}).update(dict.fromkeys(listed, until_s))
         self._order.append((until_s, worker_id, listed))
 
+    def forget(self, worker_id: str, keys: ShortKeys) -> None:
+        """An attempt at a prompt failed, so its pages may never come to the worker. Siblings that
+        share some of them are forgotten as far, too."""
+        if known := self._until_s.get(worker_id):
+            for key in keys.tolist():
+                known.pop(key, None)
+
     def pages(self, worker_id: str, keys: ShortKeys) -> int:
         """The leading pages of a prompt that were just routed to a worker."""
         self._expire()
@@ -60,9 +67,9 @@ class JustRouted:
         now_s = self._clock()
         while self._order and self._order[0][0] <= now_s:
             until_s, worker_id, keys = self._order.popleft()
-            known = self._until_s[worker_id]
+            known = self._until_s.get(worker_id, {})
             for key in keys:
                 if known.get(key, until_s + 1) <= until_s:
                     del known[key]
             if not known:
-                del self._until_s[worker_id]
+                self._until_s.pop(worker_id, None)

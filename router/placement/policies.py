@@ -80,6 +80,10 @@ class Policy(Protocol):
         """The prompt was sent to these workers."""
         ...
 
+    def failed(self, demand: Demand, workers: Iterable[WorkerLink]) -> None:
+        """The attempt at these workers failed."""
+        ...
+
     def held_elsewhere(self, demand: Demand, others: Sequence[WorkerLink], granted: int) -> int:
         """The most leading pages of a prompt that others hold now. `granted` are those that the
         decode worker of the attempt held when it granted the rest."""
@@ -94,6 +98,9 @@ class _Unaware:
 
     def routed(self, demand: Demand, workers: Iterable[WorkerLink]) -> None:
         """Remembers nothing."""
+
+    def failed(self, demand: Demand, workers: Iterable[WorkerLink]) -> None:
+        """Forgets nothing."""
 
     def held_elsewhere(self, demand: Demand, others: Sequence[WorkerLink], granted: int) -> int:
         """Counts none."""

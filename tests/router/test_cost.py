@@ -269,6 +269,20 @@ def test_what_was_just_routed_counts_as_held_for_two_seconds() -> None:
     assert policy.prefill(sibling, [one, other], [one, other]) == 0
 
 
+def test_what_a_failed_attempt_was_to_bring_counts_no_more():
+    now = [0.0]
+    policy = Cost(Reported(), JustRouted(lambda: now[0]))
+    one, other, prompt = Worker("p0"), Worker("p1"), demand(8020)
+    policy.routed(prompt, [other])
+    assert policy.way(prompt, other, [one, other]).just_routed
+    policy.failed(prompt, [other])
+    assert not policy.way(prompt, other, [one, other]).just_routed
+    assert policy.prefill(prompt, [one, other], [one, other]) == 0
+    policy.routed(prompt, [one])
+    now[0] = 2 * JUST_ROUTED_S
+    assert not policy.way(prompt, one, [one, other]).just_routed
+
+
 def test_just_routed_prompts_share_their_beginnings_and_leave_nothing() -> None:
     now = [0.0]
     routed = JustRouted(lambda: now[0])
