@@ -146,9 +146,9 @@ def test_another_method_is_refused_and_those_that_work_are_named(method, tmp_pat
         read_format({"quantization_config": {"quant_method": method, "bits": 4}}, tmp_path)
     assert str(error.value) == (
         f"config.json: quantization_config.quant_method is {method!r}, which is not supported;"
-        " supported: compressed-tensors, fp8, modelopt, awq, gptq"
+        " supported: compressed-tensors, fp8, modelopt, awq, gptq, mxfp4"
     )
-    assert set(READERS) == {"compressed-tensors", "fp8", "modelopt", "awq", "gptq"}
+    assert set(READERS) == {"compressed-tensors", "fp8", "modelopt", "awq", "gptq", "mxfp4"}
 
 
 def test_a_method_that_is_not_said(tmp_path):
