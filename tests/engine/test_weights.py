@@ -92,7 +92,7 @@ def write_gguf(path, source: LoadedModel):
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_feed_forward_length(config.layers[0].feed_forward.width)
     writer.add_head_count(config.num_heads)
     writer.add_head_count_kv(config.num_kv_heads)
     writer.add_layer_norm_rms_eps(config.norm_eps)
