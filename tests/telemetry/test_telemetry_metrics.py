@@ -14,6 +14,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.ranks.figures import RankLoad
 from engine.types import EngineLoad, TierLoad
 from kv_transfer.events import TransferCounters
 from router.workers.holdings import PagesLoad
@@ -295,6 +296,7 @@ def test_the_table_declares_every_name_and_nothing_else() -> None:
     used[1].watch_overdue(lambda: Overdue(1, 7.0, 0, 0.0))
     used[1].watch_tiers(lambda: EngineLoad(tiers=TierLoad()))
     used[1].watch_hooks(lambda: EngineLoad(hook_failures={("quest", "step_began"): 1}))
+    used[1].watch_ranks(SimpleNamespace(loads=lambda: [RankLoad(0, 3, 0.5, 0.1)], skew_s=0.25))
     used[1].watch_peers(lambda: [PeerPath("decode-0", "nixl/tcp", 0.5, 90.0, "slow_tcp_only")])
     shown = {family.name for metrics in used for family in metrics.registry.collect()}
     assert names <= shown
