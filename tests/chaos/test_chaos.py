@@ -54,6 +54,7 @@ QUICK_FETCH_MOMENTS = (
     ("the last push is posted", "kill"),
 )
 FETCH_RUN = 1042
+"""Each moment has runs of its own, so that no worker has their pages yet."""
 ATTEMPTS = 3
 """Runs of other requests, until one comes to the moment: on a busy machine all prompts of a run may
 be computed by the other worker."""
@@ -121,9 +122,10 @@ def test_an_accident_at_a_moment_of_a_fetch_costs_nobody_an_answer(
     """The router has a policy that lets prompts be fetched from anybody, right or wrong."""
     target, failpoint, nth = FETCH_MOMENTS[moment]
     name, tilde, key = failpoint.partition("~")
+    first = FETCH_RUN + 100 * (2 * list(FETCH_MOMENTS).index(moment) + (ending == "stop"))
     for other in range(2 * ATTEMPTS):
         fault = f"{name}={ending}{tilde}{key}@{nth}"
-        plan = plan_fetch_moment(SEED, FETCH_RUN + other, target, fault)
+        plan = plan_fetch_moment(SEED, first + other, target, fault)
         outcome = made.run(plan)
         assert outcome.is_good, outcome.report()
         if outcome.blows:
