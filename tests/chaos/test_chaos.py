@@ -110,7 +110,7 @@ def test_an_accident_at_a_named_moment_costs_nobody_an_answer(
         pytest.param(
             moment,
             ending,
-            marks=() if (moment, ending) in QUICK_FETCH_MOMENTS else pytest.mark.slow,
+            marks=() if (moment, ending) in QUICK_FETCH_MOMENTS else pytest.mark.matrix,
         )
         for moment in FETCH_MOMENTS
         for ending in ("kill", "stop")
