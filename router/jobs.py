@@ -173,10 +173,10 @@ class JobStarted(NamedTuple):
     """The first token is known."""
 
     cached_prompt_tokens: int = 0
+    """As far as is known: the decode worker's first token may overtake the prefill worker's word.
+    `JobFinished` has the last one."""
     prompt_logprobs: tuple[TokenScore, ...] = ()
     """Scores of the prompt's tokens from the second on, if the job asks for them."""
-    loaded_prompt_tokens: Mapping[str, int] = {}
-    """Of the cached tokens, those that were loaded from below the pool, by where from."""
 
 
 class JobTokens(NamedTuple):
@@ -228,6 +228,9 @@ class JobFinished:
     """Every choice has ended; the last event."""
 
     timings: JobTimings = JobTimings()
+    cached_prompt_tokens: int = 0
+    loaded_prompt_tokens: Mapping[str, int] = field(default_factory=dict)
+    """Of the cached tokens, those that were loaded from below the pool, by where from."""
 
 
 JobEvent = JobStarted | JobTokens | ChoiceEnded | JobFinished

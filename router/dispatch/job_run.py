@@ -141,7 +141,7 @@ class JobRun:
         return self.job.prompt_logprobs and self._prompt_logprobs is None
 
     def first_known(self, cached_prompt_tokens: int, loaded: Mapping[str, int]) -> None:
-        """The prefill worker has the first token. `loaded` is as in `JobStarted`."""
+        """The prefill worker has the first token. `loaded` is as in `JobFinished`."""
         self._cached_prompt_tokens = cached_prompt_tokens
         self._loaded_prompt_tokens = loaded
 
@@ -171,7 +171,7 @@ class JobRun:
         """Sends the last event."""
         if not self.over and not self.started:
             self._start()
-        self._say(JobFinished(timings))
+        self._say(JobFinished(timings, self._cached_prompt_tokens, self._loaded_prompt_tokens))
         self._end()
 
     def fail(self, error: Exception) -> None:
@@ -200,8 +200,7 @@ class JobRun:
 
     def _start(self) -> None:
         self.started = True
-        scores, loaded = self._prompt_logprobs or (), self._loaded_prompt_tokens
-        self._say(JobStarted(self._cached_prompt_tokens, scores, loaded))
+        self._say(JobStarted(self._cached_prompt_tokens, self._prompt_logprobs or ()))
         for event in self._held:
             self._say(event)
         self._held.clear()

@@ -38,7 +38,6 @@ from router.jobs import (
     JobEvent,
     JobFinished,
     JobStarted,
-    JobTimings,
     JobTokens,
     ServedModel,
 )
@@ -312,8 +311,8 @@ class _Generation:
                 self._outbox.put(self._started)
             case ChoiceEnded():
                 self._end_by_worker(event)
-            case JobFinished(timings):
-                self._finish(timings)
+            case JobFinished():
+                self._finish(event)
                 self._finished = True
 
     def _take_tokens(self, event: JobTokens) -> None:
@@ -348,18 +347,20 @@ class _Generation:
         else:
             self._outbox.put(finished)
 
-    def _finish(self, timings: JobTimings) -> None:
+    def _finish(self, event: JobFinished) -> None:
         if self._last is None or self._started is None:
             raise RuntimeError("JobFinished before every choice ended")
         usage = api.Usage(
             prompt_tokens=self._job.prompt_tokens,
-            cached_prompt_tokens=self._started.cached_prompt_tokens,
+            cached_prompt_tokens=event.cached_prompt_tokens,
             output_tokens=sum(choice.num_tokens for choice in self.choices),
             reasoning_tokens=sum(choice.reasoning_tokens for choice in self.choices),
-            loaded_prompt_tokens=self._started.loaded_prompt_tokens,
+            loaded_prompt_tokens=event.loaded_prompt_tokens,
         )
         self._outbox.put(
-            Finished(self._last.choice, self._last.reason, self._last.stop_text, usage, timings)
+            Finished(
+                self._last.choice, self._last.reason, self._last.stop_text, usage, event.timings
+            )
         )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -52,8 +52,7 @@ class Started(NamedTuple):
     job: Job
     cached_prompt_tokens: int
     prompt_logprobs: Sequence[TokenScore]
-    loaded_prompt_tokens: Mapping[str, int]
-    """These three are the same as in `JobStarted`."""
+    """These two are the same as in `JobStarted`."""
     dropped_keywords: Sequence[str] = ()
     """JSON pointers of keywords of the schema that are not enforced."""
 

@@ -60,6 +60,7 @@ class RequestSpan:
         self._served_model = ""
         self._prompt_tokens = 0
         self._output_tokens = 0
+        self._cached_tokens = 0
         self._first_token_s: float | None = None
         self._paces: dict[int, _Pace] = {}
         """Pace of each choice."""
@@ -135,9 +136,7 @@ class RequestSpan:
             case TextDelta():
                 self._observe_tokens(output, left_s)
             case Started():
-                cached = output.cached_prompt_tokens
-                self._span.set_attribute(Attr.CACHED_INPUT_TOKENS, cached)
-                self._record.cached_prompt_tokens += cached
+                self._observe_cached(output.cached_prompt_tokens)
             case Finished():
                 self._observe_end(output)
 
@@ -162,7 +161,15 @@ class RequestSpan:
         self._record.output_tokens += count
         self._events.tokens(self._model, count, gap_s)
 
+    def _observe_cached(self, tokens: int) -> None:
+        """The count at the end replaces the one at the start."""
+        self._record.cached_prompt_tokens += tokens - self._cached_tokens
+        self._cached_tokens = tokens
+        self._span.set_attribute(Attr.CACHED_INPUT_TOKENS, tokens)
+
     def _observe_end(self, finished: Finished) -> None:
+        if finished.usage is not None:
+            self._observe_cached(finished.usage.cached_prompt_tokens)
         reason = FINISH_WORDS[finished.reason]
         self._finish_reasons[finished.choice] = reason
         self._record.finish_reasons.append(reason)

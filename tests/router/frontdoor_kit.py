@@ -181,7 +181,7 @@ def plays(
                     yield JobTokens(choice, index, (output[index],))
         for choice, output in enumerate(outputs):
             yield ChoiceEnded(choice, reason, len(output))
-        yield JobFinished(TIMINGS)
+        yield JobFinished(TIMINGS, cached_prompt_tokens=1)
 
     return script
 

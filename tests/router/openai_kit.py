@@ -104,7 +104,7 @@ def answers(
                     yield JobTokens(choice, index, (token,), logprobs)
         for choice, output in enumerate(outputs):
             yield ChoiceEnded(choice, reason, len(output))
-        yield JobFinished()
+        yield JobFinished(cached_prompt_tokens=1)
 
     return script
 

@@ -69,6 +69,24 @@ async def test_disaggregated(cluster: Cluster) -> None:
     assert prefill.count("cancel") == decode.count("cancel") == 0
 
 
+async def test_cached_tokens_that_are_told_late_are_in_the_end(cluster: Cluster) -> None:
+    """The decode worker's first tokens overtake the prefill worker's word."""
+    prefill, decode = await cluster.pair()
+    reader = cluster.read(job(max_tokens=2))
+    attempt = (await prefill.heard("submit")).attempt_id
+    decode.grant(attempt)
+    await prefill.heard("grant")
+    decode.delivered(attempt)
+    decode.tokens(attempt, 0, 10, 11)
+    assert (await reader.until(1))[0] == JobStarted(0)
+    prefill.first_token(attempt, 10, cached=16)
+    await cluster.caught_up(prefill)
+    decode.finished(attempt, 2)
+    finished = (await reader.end())[-1]
+    assert isinstance(finished, JobFinished)
+    assert finished.cached_prompt_tokens == 16
+
+
 async def test_a_job_that_is_over_leaves_nothing_to_the_garbage_collector(
     cluster: Cluster,
 ) -> None:

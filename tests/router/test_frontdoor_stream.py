@@ -189,7 +189,7 @@ async def scored(job: Job) -> AsyncGenerator[JobEvent, None]:
     yield JobTokens(0, 0, (70,), (score(-0.25),))
     yield JobTokens(0, 1, (71, 72), (score(-0.5), score(-0.75)))
     yield ChoiceEnded(0, worker_pb2.END_REASON_LENGTH, 3)
-    yield JobFinished()
+    yield JobFinished(cached_prompt_tokens=2)
 
 
 async def test_log_probabilities(dispatcher: ScriptedDispatcher) -> None:

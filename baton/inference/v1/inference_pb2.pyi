@@ -1046,7 +1046,7 @@ class GenerationStarted(_message.Message):
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     cached_prompt_tokens: _builtins.int
-    """Of those, found in a prefix cache."""
+    """Of those, found in a prefix cache, as far as is known. Usage has the last word."""
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
         """One per prompt token, where asked for; the first has no log probability."""

@@ -189,13 +189,14 @@ class Reply:
                         for piece in self._start(prompt, output):
                             yield piece
                     case Finished():
+                        if output.usage is not None:
+                            self._usage.cached_tokens += output.usage.cached_prompt_tokens
+                            self._usage.loaded_tokens.update(output.usage.loaded_prompt_tokens)
                         yield self._choices[first + output.choice].finish(output)
 
     def _start(self, prompt: int, started: Started) -> list[ReplyPart]:
         """Notes the start of a prompt's generation; returns the pieces that echo the prompt."""
         self._usage.prompt_tokens += started.job.prompt_tokens
-        self._usage.cached_tokens += started.cached_prompt_tokens
-        self._usage.loaded_tokens.update(started.loaded_prompt_tokens)
         form = self._order.form
         self._head = {
             "id": f"{form.id_prefix}-{self._call.id}",
