@@ -38,7 +38,7 @@ from router.events import NO_EVENTS, RouterEvents
 from router.jobs import Demand, Job, JobEvent, ServedModel
 from router.placement import routing
 from router.placement.cost import policy_of
-from router.placement.forecasts import compare
+from router.placement.forecasts import compare, compare_takeover
 from router.placement.models import Models
 from router.placement.placing import LocalReason
 from router.requests.quotas import Quotas
@@ -303,14 +303,21 @@ class JobDispatcher:
     def _compare(self, attempt: Attempt, worker: WorkerLink, cached_tokens: int) -> None:
         """Compares the first token of an attempt with its forecast, once. That of a worker which
         took the prompt over was not foretold."""
-        route, demand = attempt.route, attempt.group.demand
-        if attempt.is_compared or worker is not route.prefill:
+        if attempt.is_compared:
             return
         attempt.is_compared = True
-        those = (worker, route.decode)  # The decode worker has got the prompt's own pages by now.
+        route, demand = attempt.route, attempt.group.demand
+        those: list[WorkerLink | None] = [worker]
+        granted = 0
+        if is_foretold := worker is route.prefill:
+            # The decode worker has got the prompt's own pages by now.
+            those, granted = [worker, route.decode], attempt.granted_pages
         others = [one for one in routing.everyone(demand, self._workers) if one not in those]
-        held = self._policy.held_elsewhere(demand, others, attempt.granted_pages)
-        compare(self._events, demand, route, attempt.age_s, cached_tokens, held)
+        held = self._policy.held_elsewhere(demand, others, granted)
+        if is_foretold:
+            compare(self._events, demand, route, attempt.age_s, cached_tokens, held)
+        else:
+            compare_takeover(self._events, demand, cached_tokens, held)
 
     def _attempt_failed(self, attempt: Attempt, fault: Fault) -> None:
         group, run = attempt.group, attempt.run

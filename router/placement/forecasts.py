@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from router.jobs import Demand
     from router.placement.routing import Route
 
-EVENT, FETCH, IN_FLIGHT = "event", "fetch", "in_flight"
+EVENT, FETCH, IN_FLIGHT, SOONER = "event", "fetch", "in_flight", "sooner"
 
 
 def compare(
@@ -48,6 +48,23 @@ def compare(
     events.foretold(way.seconds, took_s, way.cached_tokens, cached_tokens)
     for reason, pages in computed_again(demand, route, cached_tokens, held_pages).items():
         events.computed_again(reason, pages)
+
+
+def compare_takeover(
+    events: RouterEvents, demand: Demand, cached_tokens: int, held_pages: int
+) -> None:
+    """Reports what a decode worker computed of a prompt that it took over. It does so only where
+    that is sooner than to wait for the prefill worker.
+
+    Args:
+        events: where.
+        demand: what was placed.
+        cached_tokens: tokens of the prompt that the decode worker held.
+        held_pages: leading pages of the prompt that another worker holds, as is known now.
+    """
+    cached = cached_tokens // demand.model.page_size_tokens
+    if (pages := min(held_pages, len(demand.keys)) - cached) > 0:
+        events.computed_again(SOONER, pages)
 
 
 def computed_again(

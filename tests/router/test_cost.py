@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,9 +12,10 @@ import pytest
 
 from baton.worker.v1 import worker_pb2
 from prefixes.index import Held
+from router.events import NoEvents
 from router.jobs import Demand, ServedModel
 from router.placement.cost import Cost
-from router.placement.forecasts import computed_again
+from router.placement.forecasts import compare_takeover, computed_again
 from router.placement.just_routed import JUST_ROUTED_S, JustRouted
 from router.placement.placing import LocalReason, delay_s, rest_s
 from router.placement.routing import Route
@@ -319,3 +321,19 @@ def test_pages_computed_again_have_their_reason() -> None:
     sooner = Way(1.0, again={"sooner": 10})
     assert computed_again(prompt, route(sooner), 0, 10) == {"sooner": 10}
     assert computed_again(prompt, route(sooner), 96, 10) == {"sooner": 4}
+
+
+def test_pages_computed_by_a_takeover_have_their_reason() -> None:
+    counted: Counter[str] = Counter()
+
+    class Events(NoEvents):
+        def computed_again(self, reason: str, pages: int) -> None:
+            counted[reason] += pages
+
+    prompt = demand(161)
+    compare_takeover(Events(), prompt, cached_tokens=96, held_pages=10)
+    assert counted == {"sooner": 4}
+    compare_takeover(Events(), prompt, cached_tokens=160, held_pages=10)
+    compare_takeover(Events(), prompt, cached_tokens=96, held_pages=0)
+    compare_takeover(Events(), prompt, cached_tokens=96, held_pages=99)
+    assert counted == {"sooner": 8}, "no more than were computed"
