@@ -121,8 +121,6 @@ class Up:
             **os.environ,
             "BATON_DEBUG_POLICY": policy,
             "BATON_DEBUG_LOAD_FORMAT": "dummy",
-            "BATON_DEBUG_MAX_STORED_TRACES": "2048",
-            "BATON_DEBUG_STALE_AFTER_S": "60",  # A busy machine may let a worker stand still.
             "BATON_MAX_SEQUENCES": str(options.max_sequences),
             "GRPC_VERBOSITY": "error",
         }
