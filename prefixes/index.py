@@ -17,6 +17,7 @@ that is missing here is a page that is thought to be nowhere, so at worst it is 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Final, NamedTuple
@@ -158,11 +159,15 @@ class PrefixIndex:
         self._uncount([bits for _, bits in first])
 
     def _uncount(self, gone: Sequence[int]) -> None:
-        """Bits of keys that are gone."""
-        for holder, place in self._places.items():
-            counts = self._counts[holder]
-            counts[0] -= sum(bits >> place & POOL for bits in gone)
-            counts[1] -= sum(bits >> place + 1 & POOL for bits in gone)
+        """Bits of keys that are gone. Each bit costs, and not each holder for each key."""
+        counts_at = {place: self._counts[holder] for holder, place in self._places.items()}
+        for bits, keys in Counter(gone).items():
+            left = bits
+            while left:
+                number = (left & -left).bit_length() - 1
+                left &= left - 1
+                if counts := counts_at.get(number & ~1):
+                    counts[number & 1] -= keys
 
     # -- what the router asks ---------------------------------------------------------------------
 
