@@ -52,6 +52,9 @@ LATE: Final = 2.0
 """A fetch is late after so many times its estimate."""
 LEAST_S: Final = 0.5
 """No fetch is late before, seconds: two event loops and a router stand between."""
+FRESH_S: Final = 30.0
+"""A latency older than this many seconds counts as unknown. Otherwise a worker with one slow fetch
+would be given no others, and could never show a better one."""
 UNMEASURED_BYTES_PER_S: Final = 1e9
 """Rate of a path that was not measured yet: that of a common network."""
 # How a fetch ended, for metrics and traces. A refusal of the holder or router names its own cause.
@@ -175,13 +178,20 @@ class FetchService:
         self._why_not = why_not
         self._least_s = least_s
         self._fetches: dict[bytes, OpenFetch] = {}
-        self.latency_s = 0.0
-        """What recent fetches took beyond the time for their bytes, a moving average."""
+        self._latency_s = 0.0
+        self._noted_s = 0.0
+        """When a fetch was last added to that."""
         engine.fetch_by(self.want)
 
     def want(self, wanted: FetchWanted) -> None:
         """Takes a wish of the engine, on the step thread."""
         self._call_on_loop(partial(self._begin, wanted))
+
+    @property
+    def latency_s(self) -> float:
+        """What recent fetches took beyond the time for their bytes, a moving average; 0 while that
+        is unknown. A late fetch counts with the time until it was given up."""
+        return self._latency_s if time.monotonic() - self._noted_s < FRESH_S else 0.0
 
     def quarantines(self) -> list[Unended]:
         """Every fetch that was given up, whose pages a write may still hit."""
@@ -301,7 +311,7 @@ class FetchService:
         self._engine.fetched(fetch.wanted.id, landed)
         seconds, size = fetch.over_s - fetch.began_s, landed * self._page_bytes
         self._metrics.fetch_ended(outcome, landed, size, seconds)
-        if outcome == FETCHED:
+        if outcome in (FETCHED, TIMED_OUT):
             self._note_latency(fetch.wanted.peer, size, seconds)
         write_span_of(
             fetch.wanted,
@@ -317,7 +327,8 @@ class FetchService:
         rate = self._paths.bytes_per_s(peer) or UNMEASURED_BYTES_PER_S
         latency_s = max(0.0, seconds - size / rate)
         old = self.latency_s
-        self.latency_s = latency_s if not old else 0.8 * old + 0.2 * latency_s
+        self._latency_s = latency_s if not old else 0.8 * old + 0.2 * latency_s
+        self._noted_s = time.monotonic()
 
     def _free(self, fetch: OpenFetch) -> None:
         """-> FREED."""

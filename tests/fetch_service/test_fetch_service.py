@@ -212,6 +212,33 @@ async def test_a_late_fetch_is_computed_and_its_pages_wait_for_the_writer() -> N
         await until(lambda: not made.fetcher.engine.load().quarantined_pages)
 
 
+async def test_a_slow_fetch_is_held_against_fetches_for_a_while_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A router sends fetches where they are sooner. After a slow one it would send no others, and
+    none could show that they are fast."""
+    async with fetching() as made:
+        prompt = prompt_of(4)
+        await made.hold(prompt)
+        made.holder.transport.delay_s = 0.2
+        await made.answered(made.ask(prompt))
+        assert made.fetcher.fetching.latency_s >= 0.2
+        monkeypatch.setattr("fetch_service.fetching.FRESH_S", 0.0, raising=False)
+        assert made.fetcher.fetching.latency_s == 0.0
+
+
+async def test_late_fetches_are_told_to_routers() -> None:
+    """Else a router would choose them again and again, and each would be waited for in vain."""
+    async with fetching(least_fetch_s=0.2) as made:
+        prompt = prompt_of(4)
+        await made.hold(prompt)
+        made.holder.transport.holds = True
+        assert await made.answered(made.ask(prompt)) == 0
+        assert made.outcomes() == {"late": 1}
+        assert made.fetcher.fetching.latency_s >= 0.2
+        made.holder.transport.holds = False
+
+
 async def test_what_came_before_the_time_was_up_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kv_transfer.sending.MAX_PUSH_BYTES", {"DRAM": 2 * 8 * PAGE_TOKENS})
     async with fetching(least_fetch_s=0.5) as made:
