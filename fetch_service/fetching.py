@@ -210,7 +210,7 @@ class FetchService:
     # Messages of the router.
 
     def refused(self, refused: worker_pb2.FetchRefused) -> None:
-        """Takes the word of the holder, or of the router, that nothing was or will be written."""
+        """Takes the word of the holder, or of the router, that nothing more will be written."""
         fetch = self._fetches.get(refused.transfer_id)
         if fetch is None or refused.fetcher_epoch != self._epoch:
             return

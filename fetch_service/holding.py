@@ -9,8 +9,9 @@ The states of a hold:
 4. REFUSED: there is nothing to give. The router is told once no write can follow, which is when the
    transfer thread has set its tombstone.
 
-A push that ended in an error keeps its pages held until the other side is proven dead, as in a
-hand-off.
+A push that could not be posted ends the hold. The router is told once the pushes before it have
+ended. A push that ended in an error keeps its pages held until the other side is proven dead, as in
+a hand-off.
 
 Invariants: an id is held once. Its pages are let go once, after `Sent` or `SendQuiesced`.
 """
@@ -130,6 +131,7 @@ class HoldService:
         if hold is None:
             return
         if isinstance(event, SendFailed):
+            hold.refused = NO_PATH
             self._metrics.transfer_failed(event.cause)
             return
         if isinstance(event, Sent):

@@ -14,6 +14,7 @@ from waiting import until
 from worker_kit import PAGE_TOKENS, WHOLE, Attempted, Ear, Pair, a_pair
 
 from baton.worker.v1 import worker_pb2
+from kv_transfer.types import TransportError
 
 
 class Fetching:
@@ -319,6 +320,26 @@ async def test_a_path_that_breaks_is_not_waited_for() -> None:
         assert await made.answered(attempt) == 0
         assert made.outcomes() == {"no_path": 1}
         made.holder.transport.holds = False
+
+
+async def test_what_a_holder_cannot_send_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path breaks behind the first push. The other side cannot see that."""
+    monkeypatch.setattr("kv_transfer.sending.MAX_PUSH_BYTES", {"DRAM": 2 * 8 * PAGE_TOKENS})
+    async with fetching() as made:
+        prompt = prompt_of(5)
+        await made.hold(prompt)
+        transport = made.holder.transport
+        push, calls = transport.push, []
+
+        def breaking(*arguments: Any) -> int:
+            calls.append(arguments)
+            if len(calls) == 2:
+                raise TransportError("disconnected", "cut")
+            return push(*arguments)
+
+        monkeypatch.setattr(transport, "push", breaking)
+        assert await made.answered(made.ask(prompt)) == 2 * PAGE_TOKENS
+        assert made.outcomes() == {"no_path": 1}
 
 
 async def test_malformed_fetches_are_refused() -> None:

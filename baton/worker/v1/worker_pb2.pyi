@@ -493,7 +493,9 @@ class WorkRequest(_message.Message):
 
     @_builtins.property
     def fetch_refused(self) -> Global___FetchRefused:
-        """A fetch of this worker brings nothing: no page of it was or will be written."""
+        """A fetch of this worker brings nothing more: no further page of it is or will
+        be written.
+        """
 
     def __init__(
         self,
@@ -714,8 +716,9 @@ Global___Fetch: _TypeAlias = Fetch  # noqa: Y015
 
 @_typing.final
 class FetchRefused(_message.Message):
-    """The answer to a fetch of which nothing comes. Nothing was written, and nothing
-    will be: it is from the holder, or from a router that did not pass the fetch on.
+    """The answer to a fetch of which nothing more comes. What was written has landed,
+    and nothing more will be written: it is from the holder, or from a router that
+    did not pass the fetch on.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1302,7 +1305,7 @@ class WorkResponse(_message.Message):
 
     @_builtins.property
     def fetch_refused(self) -> Global___FetchRefused:
-        """The answer to fetch, where nothing comes of it; to be passed on."""
+        """The answer to fetch, where nothing more comes of it; to be passed on."""
 
     def __init__(
         self,
