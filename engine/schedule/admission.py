@@ -45,7 +45,7 @@ def admit(scheduler: Scheduler) -> None:
     if scheduler.preempted or not scheduler.waiting or scheduler.slots.num_free == 0:
         return
     in_slots = [active for active in scheduler.requests.values() if active.state in IN_SLOTS]
-    prepared = [active for active in scheduler.waiting if _is_prepared(active)]
+    prepared = [active for active in scheduler.waiting if _is_prepared(scheduler, active)]
     ordered = scheduler.policy.order(prepared, in_slots)
     ordered = sorted(ordered, key=lambda active: not active.request.generated)
     if scheduler.tiers.on or scheduler.fetches.on:
@@ -64,10 +64,13 @@ def admit(scheduler: Scheduler) -> None:
             break
 
 
-def _is_prepared(active: ActiveRequest) -> bool:
-    """Whether a waiting request may be admitted. A request whose pages have come waits again."""
+def _is_prepared(scheduler: Scheduler, active: ActiveRequest) -> bool:
+    """Whether a waiting request may be admitted. A request whose pages have come waits again, and
+    counts as cached what has come, which may be less than it waited for."""
     if active.state is RequestState.LOADING and active.wait and active.wait.is_over:
         active.state = RequestState.WAITING
+        cached = scheduler.blocks.count_cached(active.keys)
+        active.cached_tokens = cached * scheduler.config.page_size
     return active.state is RequestState.WAITING and active.is_prepared
 
 

@@ -147,6 +147,27 @@ def test_a_gap_before_what_is_on_its_way_is_fetched_by_itself(between: Between) 
     fetcher.check_baseline()
 
 
+def test_what_did_not_come_is_queued_again(between: Between) -> None:
+    """The load report must not call a prompt cached whose fetch has failed, while it waits for
+    its turn behind others."""
+    fetcher = between.fetcher
+    rng = random.Random(1)
+    prompt = prompt_of(rng, 34)
+    request_id = ask(fetcher, prompt)
+    fetcher.turn()
+    active = fetcher.scheduler.requests[request_id]
+    assert active.cached_tokens == 32
+    fetcher.submit(prompt_of(rng, 100), 2)
+    fetcher.turn()
+    (wanted,) = between.wanted
+    between.end(wanted, 0)
+    fetcher.turn()
+    assert active.state is RequestState.WAITING
+    assert active.cached_tokens == 0
+    fetcher.run()
+    fetcher.check_output(request_id)
+
+
 def test_a_hand_off_that_is_received_fetches_nothing(between: Between) -> None:
     request_id = ask(between.fetcher, prompt_of(random.Random(1), 20), mode=Mode.RECEIVE)
     between.fetcher.turn()
