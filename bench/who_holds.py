@@ -1,19 +1,22 @@
 """What it brings that the router knows who holds what: the policies on a virtual clock.
 
-python -m bench.who_holds [--load mooncake talk] [--policies least_work cost] [--rate 3]
+python -m bench.who_holds [--load mooncake talk] [--policies least_work cost] [--rate 3] [--seed 7]
                           [--requests 2000] [--prefill 4] [--decode 4] [--pool-gib 96] [--gbps 50]
+                          [--hosts 1] [--far-gbps 5] [--slack 0.125 ...] [--asked 8 ...]
 
 Nothing is computed. The router's own routing and load estimates place prompts (`router.placement`).
 Prefill workers compute them one after the other at 25 us a token, as one H200 with an 8B model does
 (`bench.step_time`). Decode workers hold a prompt's pages while its answer is generated, and compute
 prompts themselves in pieces of 192 tokens, 49 us a token. Each pool is an LRU cache of pages of 64
 tokens, 8 MB each. What a worker holds is known 50 ms later. A fetch takes its bytes at the rate
-given and 5 ms.
+given and 5 ms. Workers are dealt out to hosts; between hosts the rate is another one. `--slack` and
+`--asked` replace constants of the policy `cost` (`router.placement.cost`).
 
 Loads: `mooncake`, the head of Mooncake's conversation trace, its arrivals stretched to the rate;
 `talk`, conversations of six turns with log-normal messages (`baton bench --conversations`). A line
 for each: TTFT of all and of those that share most of their prompt with an earlier one, hits, where
-prompts were computed, and the delay of streams by prompts beside them, a request.
+prompts were computed, the delay of streams by prompts beside them, a request, the most rows that a
+decode worker had at once, and the CPU time to choose a route, which is real.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,8 +39,8 @@ from baton.worker.v1 import worker_pb2
 from bench.two_queues import Queue
 from prefixes.index import Held
 from router.jobs import Demand, ServedModel
-from router.placement import routing
-from router.placement.cost import policy_of
+from router.placement import cost, routing
+from router.placement.just_routed import JustRouted
 from router.workers.load_estimate import Capacity, LoadEstimate
 
 if TYPE_CHECKING:
@@ -73,6 +77,7 @@ class Machine:
         self.is_decode = name.startswith("d")
         role = worker_pb2.WORKER_ROLE_DECODE if self.is_decode else worker_pb2.WORKER_ROLE_PREFILL
         self.worker_id = self.agent_name = name
+        self.host = int(name[1:]) % options.hosts
         self.identity = worker_pb2.WorkerIdentity(
             worker_id=name, role=role,
             model=worker_pb2.ModelInfo(name="m", revision="r", fingerprint="f"),
@@ -80,13 +85,14 @@ class Machine:
         )  # fmt: skip
         self.draining, self.page_bytes = False, PAGE_BYTES
         self.estimate = LoadEstimate()
-        self.rows = 0
+        self.rows = self.most_rows = 0
         self.delay_s = 0.0
         self.told: set[int] = set()
         """Pages that routers know of."""
         self._pool: OrderedDict[int, None] = OrderedDict()
         self._most = int(options.pool_gib * (1 << 30) / PAGE_BYTES)
         self._rate: float = 1e9 * options.gbps
+        self._far_rate: float = 1e9 * options.far_gbps
         self._events = events
         self._waiting: deque[tuple[float, int]] = deque()
         """End and tokens of what it is to compute."""
@@ -104,9 +110,9 @@ class Machine:
 
     gave_up = avoids
 
-    def path_bytes_per_s(self, _other: object) -> float:
+    def path_bytes_per_s(self, other: Machine) -> float:
         """See `WorkerLink`."""
-        return self._rate
+        return self._rate if other.host == self.host else self._far_rate
 
     def leading(self, keys: Iterable[int]) -> int:
         """Leading pages in its pool."""
@@ -129,7 +135,7 @@ class Machine:
         now_s, keys = self._events.now_s, request.keys.tolist()
         have, fetch_s = self.leading(keys), 0.0
         if holder is not None and (got := min(pages, holder.leading(keys))) > have:
-            fetch_s = FETCH_S + (got - have) * PAGE_BYTES / self._rate
+            fetch_s = FETCH_S + (got - have) * PAGE_BYTES / self.path_bytes_per_s(holder)
             self.put(keys[:got])
             have = got
         request.cached_tokens = min(have * PAGE, request.tokens - 1)
@@ -186,7 +192,11 @@ class Run:
         self.events = Queue()
         names = [f"p{i}" for i in range(options.prefill)] + [f"d{i}" for i in range(options.decode)]
         self.machines = [Machine(self.events, name, options) for name in names]
-        self.policy = policy_of(policy, Truth(self.machines))
+        self.policy = cost.policy_of(policy)
+        if policy == cost.Cost.name:
+            clock = JustRouted(lambda: self.events.now_s)
+            self.policy = cost.Cost(Truth(self.machines), clock)
+        self.choosing_s = 0.0
         self.done: list[Asked] = []
         self.ways: Counter[str] = Counter()
         self._waiting: deque[Asked] = deque()
@@ -216,7 +226,9 @@ class Run:
             request = self._waiting[0]
             demand = Demand(MODEL, request.tokens, request.output_tokens, 1, keys=request.keys)
             workers = cast("list[WorkerLink]", self.machines)
+            began_s = time.thread_time()
             route = routing.choose(demand, workers, self.policy, routing.Failed(), "cached")
+            self.choosing_s += time.thread_time() - began_s
             if route is None:
                 return
             self._waiting.popleft()
@@ -238,6 +250,7 @@ class Run:
         runs.estimate.reserve(attempt, tokens)
         request.first_s = runs.compute(request, attempt, holder, pages)
         second.rows += 1
+        second.most_rows = max(second.most_rows, second.rows)
         self.events.at(request.first_s, partial(self._first, request, runs, second, attempt))
 
     def _first(self, request: Asked, runs: Machine, decode: Machine, attempt: bytes) -> None:
@@ -277,7 +290,7 @@ def talk(options: argparse.Namespace) -> list[Asked]:
     """Conversations of six turns."""
     turns = 6
     plan = Conversations(options.requests // turns, turns, 10.0, 256, context_tokens=32_000).plan(
-        options.rate / turns, seed=7
+        options.rate / turns, seed=options.seed
     )
     found: list[Asked] = []
     tokens, last = 0, None
@@ -315,8 +328,15 @@ def main() -> None:
     parser.add_argument("--decode", type=int, default=4)
     parser.add_argument("--pool-gib", type=float, default=96.0)
     parser.add_argument("--gbps", type=float, default=50.0)
+    parser.add_argument("--hosts", type=int, default=1)
+    parser.add_argument("--far-gbps", type=float, default=5.0)
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--slack", type=float, nargs="+", default=[cost.SLACK])
+    parser.add_argument("--asked", type=int, nargs="+", default=[cost.MOST_ASKED])
     options = parser.parse_args()
-    for load, policy in itertools.product(options.load, options.policies):
+    every = itertools.product(options.load, options.policies, options.slack, options.asked)
+    for load, policy, slack, asked in every:
+        vars(cost).update(SLACK=slack, MOST_ASKED=asked)
         run = Run(loads[load](options), policy, options)
         ttft = {
             name: [1e3 * (one.first_s - one.at_s) for one in run.done if one.seen_before >= least]
@@ -330,8 +350,15 @@ def main() -> None:
         tokens = sum(one.tokens for one in run.done)
         hits = sum(one.cached_tokens for one in run.done) / tokens
         delay_ms = 1e3 * sum(one.delay_s for one in run.machines) / len(run.done)
-        figures = {"hits": round(hits, 3), "delay_ms": round(delay_ms, 1), **run.ways}
-        print(json.dumps({"load": load, "policy": policy, **found, **figures}), flush=True)
+        setting = {"load": load, "policy": policy, "slack": slack, "asked": asked}
+        figures = {
+            "hits": round(hits, 3),
+            "delay_ms": round(delay_ms, 1),
+            "most_rows": max(one.most_rows for one in run.machines),
+            "choose_us": round(1e6 * run.choosing_s / len(run.done)),
+            **run.ways,
+        }
+        print(json.dumps(setting | found | figures), flush=True)
 
 
 if __name__ == "__main__":
