@@ -2,15 +2,15 @@
 
 python -m bench.who_holds [--load mooncake talk] [--policies least_work cost] [--rate 3] [--seed 7]
                           [--requests 2000] [--prefill 4] [--decode 4] [--pool-gib 96] [--gbps 50]
-                          [--hosts 1] [--far-gbps 5] [--slack 0.125 ...] [--asked 8 ...]
+                          [--hosts 1] [--far-gbps 5] [--slack 0.125 ...]
 
 Nothing is computed. The router's own routing and load estimates place prompts (`router.placement`).
 Prefill workers compute them one after the other at 25 us a token, as one H200 with an 8B model does
 (`bench.step_time`). Decode workers hold a prompt's pages while its answer is generated, and compute
 prompts themselves in pieces of 192 tokens, 49 us a token. Each pool is an LRU cache of pages of 64
 tokens, 8 MB each. What a worker holds is known 50 ms later. A fetch takes its bytes at the rate
-given and 5 ms. Workers are dealt out to hosts; between hosts the rate is another one. `--slack` and
-`--asked` replace constants of the policy `cost` (`router.placement.cost`).
+given and 5 ms. Workers are dealt out to hosts; between hosts the rate is another one. `--slack`
+replaces a constant of the policy `cost` (`router.placement.cost`).
 
 Loads: `mooncake`, the head of Mooncake's conversation trace, its arrivals stretched to the rate;
 `talk`, conversations of six turns with log-normal messages (`baton bench --conversations`). A line
@@ -332,11 +332,9 @@ def main() -> None:
     parser.add_argument("--far-gbps", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--slack", type=float, nargs="+", default=[cost.SLACK])
-    parser.add_argument("--asked", type=int, nargs="+", default=[cost.MOST_ASKED])
     options = parser.parse_args()
-    every = itertools.product(options.load, options.policies, options.slack, options.asked)
-    for load, policy, slack, asked in every:
-        vars(cost).update(SLACK=slack, MOST_ASKED=asked)
+    for load, policy, slack in itertools.product(options.load, options.policies, options.slack):
+        vars(cost).update(SLACK=slack)
         run = Run(loads[load](options), policy, options)
         ttft = {
             name: [1e3 * (one.first_s - one.at_s) for one in run.done if one.seen_before >= least]
@@ -350,7 +348,7 @@ def main() -> None:
         tokens = sum(one.tokens for one in run.done)
         hits = sum(one.cached_tokens for one in run.done) / tokens
         delay_ms = 1e3 * sum(one.delay_s for one in run.machines) / len(run.done)
-        setting = {"load": load, "policy": policy, "slack": slack, "asked": asked}
+        setting = {"load": load, "policy": policy, "slack": slack}
         figures = {
             "hits": round(hits, 3),
             "delay_ms": round(delay_ms, 1),

@@ -16,7 +16,6 @@ it that part of `SLACK`. So conversations stay where their KV is, if the load is
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
@@ -33,7 +32,7 @@ from router.placement.placing import (
 )
 from router.placement.policies import LeastWork, Policy, RoundRobin, pressure
 from router.placement.ways import Way
-from router.workers.between import can_fetch
+from router.workers.between import can_fetch, fetches
 from router.workers.holdings import NO_HOLDINGS, Holdings
 
 if TYPE_CHECKING:
@@ -44,8 +43,6 @@ if TYPE_CHECKING:
 _NOTHING: Final = Held(0, 0)
 SLACK: Final = 0.125
 """A decode worker that holds the whole prompt is taken up to this much more pressure."""
-MOST_ASKED: Final = 8
-"""Of so many holders the best one is sought. Hundreds may hold a system prompt."""
 FETCHED_SHARE: Final = 8
 """A fetch takes at most this part of the pool, an eighth. The worker bounds it, too."""
 
@@ -68,7 +65,7 @@ class Cost:
         self._demand: Demand | None = None
         self._held: Mapping[str, Held] = {}
         self._holders: Sequence[WorkerLink] | None = None
-        """The workers with the most pages of the prompt; None: not looked for yet."""
+        """Those that hold pages of the prompt, with the most first; None: not looked for yet."""
 
     def look(self, demand: Demand) -> None:
         """Looks up who holds what of a prompt, for the calls that follow."""
@@ -176,13 +173,12 @@ class Cost:
             load_bytes = (own.host_pages - own.pool_pages) * worker.page_bytes
             load_s = load_bytes / capacity.load_bytes_per_s
             ways.append(self._way(demand, worker, unmeasured, own.host_pages, load_s))
-        for peer in self._asked(everyone):
+        if (peer := self._source(worker, own, everyone)) is not None:
             pages = self._fetchable(worker, peer, own)
-            if pages > own.host_pages and (rate := _path_rate(worker, peer)):
-                fetch_s = load_s + capacity.fetch_latency_s
-                fetch_s += (pages - own.host_pages) * worker.page_bytes / rate
-                way = self._way(demand, worker, unmeasured, pages, fetch_s)
-                ways.append(way._replace(holder=peer, fetched_pages=pages))
+            fetch_s = load_s + capacity.fetch_latency_s
+            fetch_s += (pages - own.host_pages) * worker.page_bytes / _path_rate(worker, peer)
+            way = self._way(demand, worker, unmeasured, pages, fetch_s)
+            ways.append(way._replace(holder=peer, fetched_pages=pages))
         best = min(ways, key=lambda way: way.seconds)
         reported = self._reported(worker)
         return best._replace(just_routed=own.pool_pages > reported.pool_pages)
@@ -203,14 +199,21 @@ class Cost:
     def _reported(self, worker: WorkerLink) -> Held:
         return self._held.get(worker.worker_id, _NOTHING)
 
-    def _asked(self, everyone: Sequence[WorkerLink]) -> Sequence[WorkerLink]:
-        """The workers from which pages may be fetched, those with the most pages first."""
+    def _source(
+        self, worker: WorkerLink, own: Held, everyone: Sequence[WorkerLink]
+    ) -> WorkerLink | None:
+        """Of the workers from which this one may fetch, the one with the most pages; None: nobody
+        has more than it."""
         if self._holders is None:
-            holders = (worker for worker in everyone if self._reported(worker).host_pages)
-            self._holders = heapq.nlargest(
-                MOST_ASKED, holders, key=lambda worker: self._reported(worker).host_pages
-            )
-        return self._holders
+            holders = [one for one in everyone if self._reported(one).host_pages and fetches(one)]
+            holders.sort(key=lambda one: self._reported(one).host_pages, reverse=True)
+            self._holders = holders
+        for peer in self._holders:
+            if self._reported(peer).host_pages <= own.host_pages:
+                return None
+            if _is_reachable(worker, peer):
+                return peer
+        return None
 
     def _own(self, demand: Demand, worker: WorkerLink) -> Held:
         """What a worker holds or is about to hold."""
@@ -223,11 +226,9 @@ class Cost:
         return Held(pages, max(pages, held.host_pages))
 
     def _fetchable(self, worker: WorkerLink, peer: WorkerLink, own: Held) -> int:
-        """The leading pages that the worker would have after a fetch from a peer."""
-        pages = self._reported(peer).host_pages
-        if pages <= own.host_pages or not _is_reachable(worker, peer):
-            return 0
-        return min(pages, own.host_pages + worker.capacity().total_pages // FETCHED_SHARE)
+        """The leading pages that the worker would have after a fetch from a peer that has more."""
+        most = own.host_pages + worker.capacity().total_pages // FETCHED_SHARE
+        return min(self._reported(peer).host_pages, most)
 
     def _again(
         self, demand: Demand, worker: WorkerLink, way: Way, everyone: Sequence[WorkerLink]
@@ -240,11 +241,13 @@ class Cost:
         held = max((self._reported(one).host_pages for one in others), default=0)
         coming = max((self._own(demand, one).host_pages for one in others), default=0)
         own = self._own(demand, worker)
-        reachable = max((self._fetchable(worker, one, own) for one in others), default=0)
-        within = max(have, min(held, max(reachable, own.host_pages)))
+        peer = self._source(worker, own, everyone)
+        reachable = own.host_pages if peer is None else self._reported(peer).host_pages
+        fetchable = own.host_pages if peer is None else self._fetchable(worker, peer, own)
+        within = max(have, min(held, fetchable))
         again = Counter({"sooner": within - have})
-        bound = way.holder is not None or reachable > own.host_pages
-        again["bound" if bound else "unreachable"] += max(0, held - within)
+        again["bound"] += max(0, min(held, reachable) - within)
+        again["unreachable"] += max(0, held - max(within, reachable))
         again["in_flight"] += max(0, coming - max(held, have))
         return +again
 
@@ -264,8 +267,11 @@ def _unmeasured(workers: Sequence[WorkerLink]) -> float:
 
 
 def _is_reachable(worker: WorkerLink, peer: WorkerLink) -> bool:
-    """Whether a worker could fetch from a peer, and neither complains of the other."""
-    return can_fetch(worker, peer) and not (worker.avoids(peer) or peer.avoids(worker))
+    """Whether a worker could fetch from a peer, the rate of their path is known, and neither
+    complains of the other."""
+    if not _path_rate(worker, peer) or worker.avoids(peer) or peer.avoids(worker):
+        return False
+    return can_fetch(worker, peer)
 
 
 def _path_rate(worker: WorkerLink, peer: WorkerLink) -> float:

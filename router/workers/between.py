@@ -24,17 +24,22 @@ FETCHING: Final = frozenset({"nixl", "loopback"})
 HOLDER_GONE: Final = "holder_gone"
 
 
+def fetches(worker: WorkerLink) -> bool:
+    """Whether the worker fetches pages, and gives its own, at all. Workers of several ranks do not
+    yet."""
+    endpoint = worker.identity.endpoint
+    return bool(worker.agent_name) and endpoint.transport in FETCHING and not endpoint.ranks
+
+
 def can_fetch(fetcher: WorkerLink, holder: WorkerLink) -> bool:
-    """Whether the one may get KV pages that the other holds, whatever their roles are. Workers of
-    several ranks do not fetch yet."""
+    """Whether the one may get KV pages that the other holds, whatever their roles are."""
     one, other = fetcher.identity, holder.identity
     return (
         fetcher is not holder
-        and bool(fetcher.agent_name and holder.agent_name)
+        and fetches(fetcher)
+        and fetches(holder)
         and one.model.fingerprint == other.model.fingerprint
         and one.endpoint.transport == other.endpoint.transport
-        and one.endpoint.transport in FETCHING
-        and not (one.endpoint.ranks or other.endpoint.ranks)
     )
 
 
