@@ -166,23 +166,24 @@ class Fetches:
         the pool, or the number of the pool's pages plus a host slot."""
         assert hold_id not in self._holds
         places: list[int] = []
-        slots: list[int] = []
+        first_slot = self._blocks.num_pages
         most = self._blocks.total // MOST_SHARE
         most -= sum(len(hold.pages) + len(hold.slots) for hold in self._holds.values())
         for key in keys[: max(0, most)]:
             page = self._blocks.page_of(key)
             if page is None:
-                slot = self._tiers.hold_slot(key)
+                slot = self._tiers.slot_of(key)
                 if slot is None:
                     break
-                slots.append(slot)
-                page = self._blocks.num_pages + slot
+                page = first_slot + slot
             places.append(page)
         sources = np.array(places, np.int32)
-        pages = sources[sources < self._blocks.num_pages]
+        pages = sources[sources < first_slot]
+        slots = sources[sources >= first_slot] - first_slot
         self._blocks.pin(pages)
+        self._tiers.hold_slots(slots)
         if places:
-            self._holds[hold_id] = _Hold(pages, np.array(slots, np.int32))
+            self._holds[hold_id] = _Hold(pages, slots)
         return sources
 
     def let_go(self, hold_id: bytes) -> None:

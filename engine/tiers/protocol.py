@@ -113,8 +113,12 @@ class PageTiers(Protocol):
         """A fetch that the request waited for has ended."""
         ...
 
-    def hold_slot(self, key: bytes) -> int | None:
-        """Holds the host slot of this key until `release_slots`; None: no slot has it."""
+    def slot_of(self, key: bytes) -> int | None:
+        """The host slot of this key; None: no slot has it."""
+        ...
+
+    def hold_slots(self, slots: PageIds) -> None:
+        """Holds these slots until `release_slots`."""
         ...
 
     def release_slots(self, slots: PageIds) -> None:
@@ -172,9 +176,12 @@ class NoTiers:
     def fetched(self, wait: Wait) -> None:
         """Nothing to let go."""
 
-    def hold_slot(self, key: bytes) -> int | None:
+    def slot_of(self, key: bytes) -> int | None:
         """There are none."""
         return None
+
+    def hold_slots(self, slots: PageIds) -> None:
+        """There are none."""
 
     def release_slots(self, slots: PageIds) -> None:
         """There are none."""

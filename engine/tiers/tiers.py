@@ -221,12 +221,13 @@ class HostTiers:
         """See `PageTiers`."""
         self._end_if_over(wait)
 
-    def hold_slot(self, key: bytes) -> int | None:
+    def slot_of(self, key: bytes) -> int | None:
         """See `PageTiers`."""
-        slot = self._host.page_of(key)
-        if slot is not None:
-            self._host.pin(np.array([slot], np.int32))
-        return slot
+        return self._host.page_of(key)
+
+    def hold_slots(self, slots: PageIds) -> None:
+        """See `PageTiers`."""
+        self._host.pin(slots)
 
     def release_slots(self, slots: PageIds) -> None:
         """See `PageTiers`."""
