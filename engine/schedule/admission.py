@@ -197,7 +197,7 @@ def _is_loaded(scheduler: Scheduler, active: ActiveRequest, kept_back: int) -> b
     if not active.wait.is_over:
         active.state = RequestState.LOADING
         pages = len(active.wait.pinned) + active.wait.coming_pages
-        pages = max(pages, min(len(active.keys), scheduler.fetches.expected_pages(active.request)))
+        pages = max(pages, min(len(active.keys), scheduler.fetches.expected_pages(active.wait)))
         active.cached_tokens = pages * scheduler.config.page_size
     return active.wait.is_over
 

@@ -131,9 +131,12 @@ class Fetches:
         if count > 0:
             self._join(wait, self._fetch(request, keys[first : first + count], first))
 
-    def expected_pages(self, request: Request) -> int:
-        """Leading pages of a prompt that it has when its fetch has brought all that it names."""
-        return request.fetch.pages if request.fetch and self.on else 0
+    @staticmethod
+    def expected_pages(wait: Wait) -> int:
+        """Leading pages of a prompt that are here when all fetches that it waits for have brought
+        what they ask for."""
+        fetches = (one for one in wait.under_way if isinstance(one, _Fetch))
+        return max((fetch.first + len(fetch.keys) for fetch in fetches), default=0)
 
     def fetched(self, fetch_id: bytes, landed: int) -> None:
         """Nobody waits for the fetch any more: its first `landed` pages are there."""

@@ -174,6 +174,18 @@ def test_a_gap_before_what_is_on_its_way_is_fetched_by_itself(between: Between) 
     fetcher.check_baseline()
 
 
+def test_what_a_fetch_may_not_bring_stays_in_the_queue() -> None:
+    """A fetch has an eighth of the pool, here 5 of 8 pages. The rest is not on its way."""
+    between = Between(Bench(num_pages=41), Bench(num_pages=81))
+    request_id = ask(between.fetcher, prompt_of(random.Random(1), 34))
+    between.fetcher.turn()
+    assert len(between.wanted[0].keys) == 5
+    assert between.fetcher.scheduler.requests[request_id].cached_tokens == 20
+    between.end(between.wanted[0], 0)
+    between.fetcher.run()
+    between.fetcher.check_output(request_id)
+
+
 def test_what_did_not_come_is_queued_again(between: Between) -> None:
     """The load report must not call a prompt cached whose fetch has failed, while it waits for
     its turn behind others."""
