@@ -1,7 +1,8 @@
 """A router's policy for tests: every prompt comes with the word that some worker holds it.
 
 It knows nothing of what workers hold, so most of what it says is wrong, as an index may be. It is
-put on top of the router's own choice of workers.
+put on top of the router's own choice of workers. Where holders are named, no worker begins two
+prompts one after the other: the one that began a prompt has its pages, and would fetch nothing.
 """
 
 from __future__ import annotations
@@ -28,9 +29,14 @@ def fetching(choose: Callable[..., Any], holders: Sequence[str]) -> Callable[...
     from router.workers.between import can_fetch
 
     rng = random.Random(7)
+    last: list[Any] = [None]
 
     def chosen(demand: Any, workers: Sequence[Any], *args: Any) -> Any:
-        route = choose(demand, workers, *args)
+        route = None
+        if "any" not in holders:
+            route = choose(demand, [one for one in workers if one is not last[0]], *args)
+        route = route or choose(demand, workers, *args)
+        last[0] = route.prefill if route is not None else last[0]
         if route is None:
             return None
         others = [
