@@ -38,7 +38,7 @@ from router.events import NO_EVENTS, RouterEvents
 from router.jobs import Demand, Job, JobEvent, ServedModel
 from router.placement import routing
 from router.placement.cost import policy_of
-from router.placement.forecasts import compare, compare_takeover
+from router.placement.forecasts import Found, compare
 from router.placement.models import Models
 from router.placement.placing import LocalReason
 from router.requests.quotas import Quotas
@@ -301,23 +301,13 @@ class JobDispatcher:
         attempt.start()
 
     def _compare(self, attempt: Attempt, worker: WorkerLink, cached_tokens: int) -> None:
-        """Compares the first token of an attempt with its forecast, once. That of a worker which
-        took the prompt over was not foretold."""
-        if attempt.is_compared:
-            return
-        attempt.is_compared = True
-        route, demand = attempt.route, attempt.group.demand
-        those: list[WorkerLink | None] = [worker]
-        granted = 0
-        if is_foretold := worker is route.prefill:
-            # The decode worker has got the prompt's own pages by now.
-            those, granted = [worker, route.decode], attempt.granted_pages
-        others = [one for one in routing.everyone(demand, self._workers) if one not in those]
-        held = self._policy.held_elsewhere(demand, others, granted)
-        if is_foretold:
-            compare(self._events, demand, route, attempt.age_s, cached_tokens, held)
-        else:
-            compare_takeover(self._events, demand, cached_tokens, held)
+        """Compares the first token of an attempt with its forecast, once."""
+        if not attempt.is_compared:
+            attempt.is_compared = True
+            route, demand = attempt.route, attempt.group.demand
+            found = Found(worker, attempt.age_s, cached_tokens, attempt.granted_pages)
+            everyone = routing.everyone(demand, self._workers)
+            compare(self._events, self._policy, demand, route, found, everyone)
 
     def _attempt_failed(self, attempt: Attempt, fault: Fault) -> None:
         group, run = attempt.group, attempt.run

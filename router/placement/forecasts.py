@@ -16,55 +16,70 @@ the worker found. Pages that were computed although another worker holds them ar
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from router.events import RouterEvents
     from router.jobs import Demand
+    from router.placement.policies import Policy
     from router.placement.routing import Route
+    from router.workers.link import WorkerLink
 
 EVENT, FETCH, IN_FLIGHT, SOONER = "event", "fetch", "in_flight", "sooner"
 
 
+class Found(NamedTuple):
+    """What is known at the first token of an attempt."""
+
+    worker: WorkerLink
+    """It has computed the prompt."""
+    took_s: float
+    """Seconds since dispatch."""
+    cached_tokens: int
+    """Tokens of the prompt that the worker found."""
+    granted_pages: int
+    """Leading pages that the decode worker held when it granted the rest."""
+
+
 def compare(
     events: RouterEvents,
+    policy: Policy,
     demand: Demand,
     route: Route,
-    took_s: float,
-    cached_tokens: int,
-    held_pages: int,
+    found: Found,
+    everyone: Sequence[WorkerLink],
 ) -> None:
-    """Reports how the forecast was met.
+    """Reports how the forecast was met. That of a worker which took the prompt over was not
+    foretold. It did so where that was sooner than to wait for the prefill worker.
 
     Args:
         events: where.
+        policy: knows who holds what by now.
         demand: what was placed.
         route: where it was placed, with the way that was foretold.
-        took_s: seconds from dispatch to the first token.
-        cached_tokens: tokens of the prompt that the worker found.
-        held_pages: leading pages of the prompt that another worker holds, as is known now.
+        found: what came.
+        everyone: workers of the model.
     """
-    way = route.way
-    events.foretold(way.seconds, took_s, way.cached_tokens, cached_tokens)
-    for reason, pages in computed_again(demand, route, cached_tokens, held_pages).items():
+    way, took_over = route.way, found.worker is not route.prefill
+    # A decode worker that is handed the prompt has got the prompt's own pages by now.
+    own = (found.worker, None if took_over else route.decode)
+    others = [one for one in everyone if one not in own]
+    held = policy.held_elsewhere(demand, others, 0 if took_over else found.granted_pages)
+    if took_over:
+        again = computed_by_takeover(demand, found.cached_tokens, held)
+    else:
+        events.foretold(way.seconds, found.took_s, way.cached_tokens, found.cached_tokens)
+        again = computed_again(demand, route, found.cached_tokens, held)
+    for reason, pages in again.items():
         events.computed_again(reason, pages)
 
 
-def compare_takeover(
-    events: RouterEvents, demand: Demand, cached_tokens: int, held_pages: int
-) -> None:
-    """Reports what a decode worker computed of a prompt that it took over. It does so only where
-    that is sooner than to wait for the prefill worker.
-
-    Args:
-        events: where.
-        demand: what was placed.
-        cached_tokens: tokens of the prompt that the decode worker held.
-        held_pages: leading pages of the prompt that another worker holds, as is known now.
-    """
+def computed_by_takeover(demand: Demand, cached_tokens: int, held_pages: int) -> Counter[str]:
+    """Pages that a decode worker computed of a prompt that it took over, although another worker
+    holds them, by reason."""
     cached = cached_tokens // demand.model.page_size_tokens
-    if (pages := min(held_pages, len(demand.keys)) - cached) > 0:
-        events.computed_again(SOONER, pages)
+    return +Counter({SOONER: min(held_pages, len(demand.keys)) - cached})
 
 
 def computed_again(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,10 +11,9 @@ import pytest
 
 from baton.worker.v1 import worker_pb2
 from prefixes.index import Held
-from router.events import NoEvents
 from router.jobs import Demand, ServedModel
 from router.placement.cost import Cost
-from router.placement.forecasts import compare_takeover, computed_again
+from router.placement.forecasts import computed_again, computed_by_takeover
 from router.placement.just_routed import JUST_ROUTED_S, JustRouted
 from router.placement.placing import LocalReason, delay_s, rest_s
 from router.placement.routing import Route
@@ -327,16 +325,8 @@ def test_pages_computed_again_have_their_reason() -> None:
 
 
 def test_pages_computed_by_a_takeover_have_their_reason() -> None:
-    counted: Counter[str] = Counter()
-
-    class Events(NoEvents):
-        def computed_again(self, reason: str, pages: int) -> None:
-            counted[reason] += pages
-
     prompt = demand(161)
-    compare_takeover(Events(), prompt, cached_tokens=96, held_pages=10)
-    assert counted == {"sooner": 4}
-    compare_takeover(Events(), prompt, cached_tokens=160, held_pages=10)
-    compare_takeover(Events(), prompt, cached_tokens=96, held_pages=0)
-    compare_takeover(Events(), prompt, cached_tokens=96, held_pages=99)
-    assert counted == {"sooner": 8}, "no more than were computed"
+    assert computed_by_takeover(prompt, cached_tokens=96, held_pages=10) == {"sooner": 4}
+    assert computed_by_takeover(prompt, cached_tokens=160, held_pages=10) == {}
+    assert computed_by_takeover(prompt, cached_tokens=96, held_pages=0) == {}
+    assert computed_by_takeover(prompt, cached_tokens=96, held_pages=99) == {"sooner": 4}
