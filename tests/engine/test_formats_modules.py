@@ -228,8 +228,9 @@ def test_scales_of_the_cache_are_unused_and_other_tensors_are_not(name, tmp_path
         assert not form.is_unused(f"{attention}.{used}")
 
 
-def test_only_gptq_may_have_a_bias_that_the_model_lacks(tmp_path):
-    name = "model.layers.0.self_attn.o_proj.bias"
+@pytest.mark.parametrize("module", ["self_attn.o_proj", "block_sparse_moe.experts.3.w2"])
+def test_only_gptq_may_have_a_bias_that_the_model_lacks(module, tmp_path):
+    name = f"model.layers.0.{module}.bias"
     assert opened(tmp_path, "gptq").is_unused(name)
     assert not opened(tmp_path, "gptq").is_unused("model.norm.bias")
     assert not opened(tmp_path, "awq").is_unused(name)
