@@ -142,6 +142,19 @@ def test_what_cannot_be_is_named_with_its_class(base, changes, words, tmp_path):
     assert str(refused.value).startswith(f"{base['architectures'][0]}: ")
 
 
+@pytest.mark.parametrize("names", [5, "LlamaForCausalLM", [5], [["LlamaForCausalLM"]], {"a": 1}])
+def test_architectures_are_a_list_of_names(names, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"architectures": names}))
+    with pytest.raises(ModelError, match="architectures"):
+        read_config(tmp_path)
+
+
+def test_shapes_of_layers_may_be_anything(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"head_dim": [[8], {"a": 10}, 16]}))
+    with pytest.raises(ModelError, match="head_dim is"):
+        read_config(tmp_path)
+
+
 def test_a_config_of_a_thousand_brackets_is_no_config(tmp_path):
     (tmp_path / "config.json").write_text('{"a": ' + "[" * 200_000 + "]" * 200_000 + "}")
     with pytest.raises(ModelError, match=r"config\.json is no config"):

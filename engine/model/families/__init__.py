@@ -25,7 +25,12 @@ from engine.model.families import (
     qwen3,
 )
 from engine.model.families.reading import Family
-from engine.model.families.sense import MOST_POSITIONS, check_features, check_stated
+from engine.model.families.sense import (
+    MOST_POSITIONS,
+    check_features,
+    check_names,
+    check_stated,
+)
 
 _FILES = (llama, mistral, qwen2, qwen3, gemma, phi3, granite, olmo, mixtral, gpt_oss)
 FAMILIES: dict[str, Family] = {
@@ -48,6 +53,7 @@ def read_config(folder: Path, max_context_tokens: int = 0) -> ModelConfig:
     from transformers import AutoConfig
 
     stated = read_json(folder / "config.json")
+    check_names(stated)
     _refuse_shapes(stated)
     model_type = _model_type(stated)
     check_stated(stated)
@@ -104,8 +110,9 @@ def _refuse_shapes(stated: Mapping[str, Any]) -> None:
     """Refuses models whose layers keep KV of different shapes. All layers of a page have one."""
     for key in ("num_key_value_heads", "head_dim", "num_kv_heads"):
         value = stated.get(key)
-        if isinstance(value, list) and len(set(value)) > 1:
-            _refuse_shape(stated, f"{key} is {sorted(set(value))}")
+        if isinstance(value, list) and len(found := set(map(str, value))) > 1:
+            shapes = sorted(found, key=lambda each: (len(each), each))
+            _refuse_shape(stated, f"{key} is [{', '.join(shapes)}]")
     usual = {"global_head_dim": "head_dim", "num_global_key_value_heads": "num_key_value_heads"}
     for key, other in usual.items():
         if stated.get(key) not in (None, stated.get(other)):

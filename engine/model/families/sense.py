@@ -33,6 +33,17 @@ LAYERS: Final = "num_hidden_layers"
 EXPERTS: Final = ("num_experts", "num_local_experts")
 
 
+def check_names(stated: Mapping[str, Any]) -> None:
+    """Checks the names of architectures in the content of config.json.
+
+    Raises:
+        ModelError: they are no list of names.
+    """
+    names = stated.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ModelError("architectures of config.json is no list of names")
+
+
 def check_stated(stated: Mapping[str, Any]) -> None:
     """Checks the content of config.json.
 
@@ -60,9 +71,7 @@ def _number(stated: Mapping[str, Any], key: str, least: int, most: int) -> int:
 
 
 def _named(stated: Mapping[str, Any]) -> str:
-    names = stated.get("architectures")
-    found = names if isinstance(names, list) and names else [stated.get("model_type")]
-    return ", ".join(map(str, found))
+    return ", ".join(stated.get("architectures") or [str(stated.get("model_type"))])
 
 
 def check_features(config: ModelConfig) -> None:
