@@ -166,7 +166,7 @@ def read_json(file: Path) -> dict[str, Any]:
         raise ModelError(f"{str(file.parent)!r} is no model: it has no {file.name}")
     try:
         content = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file} is no config that can be read") from error
     if not isinstance(content, dict):
         raise ModelError(f"{file} is no config that can be read")

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from engine.model.config import ModelConfig, ModelError, Rope, UnsupportedModelError
 from engine.model.families import build_config
+from engine.model.families.sense import check_stated
 from engine.model.region import Range
 from engine.model.sources import Header, WholeTensors
 
@@ -103,7 +104,11 @@ class GgufFile:
         if window and architecture != "llama":
             raise UnsupportedModelError(f"GGUF {architecture} with a sliding window")
         model_type = "mistral" if window else architecture
-        hf = AutoConfig.for_model(model_type, sliding_window=window or None, **settings)
+        check_stated({"model_type": f"GGUF {architecture}", **settings})
+        try:
+            hf = AutoConfig.for_model(model_type, sliding_window=window or None, **settings)
+        except Exception as error:  # See `read_config`.
+            raise ModelError(f"GGUF {architecture}: {self._path} has no valid header") from error
         ends = (self._get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot"))
         eos_token_ids = tuple(sorted({int(end) for end in ends if end is not None}))
         config = build_config(model_type, hf, eos_token_ids, max_context_tokens)
@@ -150,6 +155,8 @@ class GgufFile:
             settings[setting] = self._get(prefix + key)
             if not isinstance(settings[setting], int | float):
                 raise ModelError(f"{self._path}: {prefix}{key} is missing or not one number")
+            if settings[setting] <= 0:
+                raise ModelError(f"{self._path}: {prefix}{key} is {settings[setting]}")
         heads, hidden = settings["num_attention_heads"], settings["hidden_size"]
         head_dim = self._get(f"{prefix}attention.key_length", hidden // heads)
         for key in ("attention.value_length", "rope.dimension_count"):

@@ -2,27 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 import pytest
 from cluster import make_cluster
-from references import references
+from quantised_experts import write_mxfp4
+from references import References, references
 from streams import prompt_of
-from tiny_families import EVERY
-from tiny_models import write_tiny_model
+from tiny_families import EVERY, EXPERTS
+from tiny_models import write_tiny_model, write_tokenizer
 
-QUICK = "gemma3"
-"""Which `make test` runs: windows and ropes by layer, norms of all kinds but one."""
+FAMILIES: Mapping[str, dict[str, Any]] = {
+    "mistral": {"family": "mistral", "sliding_window": 24},
+    "qwen2": {
+        "family": "qwen2", "use_sliding_window": True, "sliding_window": 16,
+        "max_window_layers": 1, "layers": 3,
+    },
+    "qwen3": {"family": "qwen3", "head_dim": 32},
+    **EVERY,
+}  # fmt: skip
+"""All but Llama, which the other tests between processes have."""
+QUICK = ("gemma3", "qwen2_moe")
+"""Which `make test` runs: windows and ropes by layer, norms of all kinds but one; experts,
+a shared one, and a layer without any."""
 MAX_TOKENS = 16
 LENGTHS = (1, 16, 17, 100, 300)
 
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(each, marks=() if each == QUICK else pytest.mark.matrix) for each in EVERY],
+    [pytest.param(each, marks=() if each in QUICK else pytest.mark.matrix) for each in FAMILIES],
 )
 def test_disaggregated(family, tmp_path):
-    path = write_tiny_model(tmp_path / "model", **EVERY[family])
-    answers = references(path)
-    cluster = make_cluster(path, tmp_path / "logs", local_prefill="never")
+    path = write_tiny_model(tmp_path / "model", **FAMILIES[family])
+    check(path, references(path), tmp_path / "logs")
+
+
+@pytest.mark.matrix
+def test_gpt_oss_in_mxfp4_as_it_is_published(tmp_path):
+    source = write_tiny_model(tmp_path / "source", **EXPERTS["gpt_oss"])
+    published, same = tmp_path / "mxfp4", tmp_path / "floats"
+    write_mxfp4(source, published, same)
+    write_tokenizer(published)
+    check(published, references(same), tmp_path / "logs")
+
+
+def check(path: Path, answers: References, logs: Path) -> None:
+    cluster = make_cluster(path, logs, local_prefill="never")
     try:
         cluster.start_all()
         with cluster.client() as client:

@@ -56,6 +56,12 @@ def check_what_is_no_number() -> None:
     assert got.weights[1:].isnan().any(1).all()
     assert ((got.experts >= 0) & (got.experts < 5)).all()
     assert (got.experts[:, 0] != got.experts[:, 1]).all()
+    logits = torch.full((2, 5), float("-inf"))
+    logits[0, 3] = logits[1, 0] = 1.0
+    for how in (Routing(5, 3), Routing(5, 3, Scores.SOFTMAX_OF_CHOSEN)):
+        got, want = kernels.route(logits, how, None), routing.route(logits, how)
+        assert torch.equal(got.experts.long(), want.experts), how
+        assert torch.equal(got.weights, want.weights), how
 
 
 def check_sort(tokens: int, experts: int, chosen: int, kind: str) -> None:

@@ -130,6 +130,12 @@ def test_what_mxfp4_cannot_be_is_refused(mxfp4, tmp_path):
     )
     with pytest.raises(ModelError, match=r"down_proj_scales has shape \[4, 64, 1\]"):
         load(tmp_path)
+    blocks = "model.layers.1.mlp.experts.gate_up_proj_blocks"
+    for experts in (3, 5):
+        some = tensors[blocks][[0, 1, 2, 3, 3][:experts]]
+        save_file(tensors | {blocks: some}, tmp_path / "model.safetensors")
+        with pytest.raises(ModelError, match=rf"gate_up_proj_blocks has shape \[{experts}, "):
+            load(tmp_path)
     write_config(tmp_path, modules_to_not_convert=None)
     with pytest.raises(UnsupportedModelError, match="already, as mxfp4"):
         load(tmp_path, quantization="fp8")

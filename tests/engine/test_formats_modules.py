@@ -12,6 +12,7 @@ from torch import nn
 from engine.model import UnsupportedModelError
 from engine.model.precision.base import Format, Kind, Scheme
 from engine.model.precision.formats import read_format
+from engine.model.precision.formats.layout import Fp8Layout, LayoutFormat, Scales
 from engine.model.precision.formats.names import is_skipped, is_target
 
 PROJECTIONS = (
@@ -228,8 +229,24 @@ def test_scales_of_the_cache_are_unused_and_other_tensors_are_not(name, tmp_path
         assert not form.is_unused(f"{attention}.{used}")
 
 
-def test_only_gptq_may_have_a_bias_that_the_model_lacks(tmp_path):
-    name = "model.layers.0.self_attn.o_proj.bias"
+@pytest.mark.parametrize("module", ["self_attn.o_proj", "block_sparse_moe.experts.3.w2"])
+def test_only_gptq_may_have_a_bias_that_the_model_lacks(module, tmp_path):
+    name = f"model.layers.0.{module}.bias"
     assert opened(tmp_path, "gptq").is_unused(name)
     assert not opened(tmp_path, "gptq").is_unused("model.norm.bias")
     assert not opened(tmp_path, "awq").is_unused(name)
+
+
+def test_the_patterns_of_a_description_are_tried_once_for_a_module():
+    asked: list[str] = []
+
+    def layout(module: str) -> Fp8Layout | None:
+        asked.append(module)
+        return Fp8Layout(Scales.CHANNEL) if module == "a" else None
+
+    form = LayoutFormat("some", layout)
+    for _ in range(3):
+        assert form.scheme("a") == Scheme(Kind.FP8_CHANNELS)
+        assert form.specs("a", (16, 16))
+        assert form.scheme("b") is None
+    assert asked == ["a", "b"]

@@ -215,6 +215,13 @@ def test_headers_that_lack_something_and_files_that_are_none(tmp_path):
         load(write_gguf(folder, tmp_path / "a.gguf", block_count=None))
     with pytest.raises(ModelError, match="head_count"):
         load(write_gguf(folder, tmp_path / "b.gguf", attention__head_count=[4, 2]))
+    for key, value, words in (
+        ("block_count", 10**9, "num_hidden_layers is 1000000000"),
+        ("attention.head_count", 0, "head_count is 0"),
+        ("embedding_length", 63, "no valid header"),
+    ):
+        with pytest.raises(ModelError, match=words):
+            load(write_gguf(folder, tmp_path / "a.gguf", **{key: value}))
     with pytest.raises(ModelError, match="readable GGUF"):
         load(folder / "config.json")
 

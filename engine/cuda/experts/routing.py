@@ -53,8 +53,8 @@ def _route(
     left = score
     if has_bias:
         left += tl.load(bias + at, mask=inside, other=0.0)
-    # What is no number is chosen last, and once. Its weight tells of it.
-    left = tl.where(inside, tl.where(left == left, left, -3e38), float("-inf"))
+    # What is no number, or minus infinity, is chosen last, and once. Its weight tells of it.
+    left = tl.where(inside, tl.where(left >= -3e38, left, -3e38), float("-inf"))
     place = tl.arange(0, places)
     found = tl.zeros((places,), tl.int32)
     weight = tl.full((places,), float("-inf"), tl.float32)

@@ -120,6 +120,9 @@ def _weight_places(weights: ExpertWeights, form: Format | None) -> Iterator[Plac
             where = expert, first, part
             if form is not None and form.scheme(part.module) is not None:
                 specs = form.specs(part.module, part.region.shape)
+                if part.stack is not None:  # The format does not know how many there are.
+                    count = part.stack.experts
+                    specs = {name: spec.sized(count) for name, spec in specs.items()}
                 yield Place(specs, partial(_fill_quantised, weights, *where, form))
             else:
                 yield Place(_float_specs(part), partial(_fill_float, weights, *where))

@@ -25,6 +25,12 @@ from engine.model.families import (
     qwen3,
 )
 from engine.model.families.reading import Family
+from engine.model.families.sense import (
+    MOST_POSITIONS,
+    check_features,
+    check_names,
+    check_stated,
+)
 
 _FILES = (llama, mistral, qwen2, qwen3, gemma, phi3, granite, olmo, mixtral, gpt_oss)
 FAMILIES: dict[str, Family] = {
@@ -44,16 +50,18 @@ def read_config(folder: Path, max_context_tokens: int = 0) -> ModelConfig:
         UnsupportedModelError: the engine does not support the model.
         ModelError: there is no readable config.
     """
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     stated = read_json(folder / "config.json")
+    check_names(stated)
     _refuse_shapes(stated)
     model_type = _model_type(stated)
+    check_stated(stated)
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-        raise ModelError(f"{folder / 'config.json'} is not a valid config") from error
+    except Exception as error:  # Of any kind: transformers computes with what it has not checked.
+        name = FAMILIES[model_type].architecture
+        raise ModelError(f"{name}: {folder / 'config.json'} is not a valid config") from error
     ends = _eos_token_ids(config, folder)
     return build_config(model_type, config, ends, max_context_tokens)
 
@@ -65,13 +73,20 @@ def build_config(
 
     Raises:
         UnsupportedModelError: the engine does not support an option of it.
+        ModelError: it has no meaning.
     """
     family = FAMILIES[model_type]
-    longest = int(config.max_position_embeddings)
     try:
+        longest = min(int(config.max_position_embeddings), MOST_POSITIONS)
         features = family.read(config, min(max_context_tokens or longest, longest))
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{family.architecture}: {error}") from error
+        features = replace(features, max_position_embeddings=longest)
+        check_features(features)
+    except ModelError as error:
+        raise type(error)(f"{family.architecture}: {error}") from error
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        raise ModelError(
+            f"{family.architecture}: its config is not valid: {type(error).__name__}"
+        ) from error
     return replace(features, architecture=family.architecture, eos_token_ids=eos_token_ids)
 
 
@@ -95,8 +110,9 @@ def _refuse_shapes(stated: Mapping[str, Any]) -> None:
     """Refuses models whose layers keep KV of different shapes. All layers of a page have one."""
     for key in ("num_key_value_heads", "head_dim", "num_kv_heads"):
         value = stated.get(key)
-        if isinstance(value, list) and len(set(value)) > 1:
-            _refuse_shape(stated, f"{key} is {sorted(set(value))}")
+        if isinstance(value, list) and len(found := set(map(str, value))) > 1:
+            shapes = sorted(found, key=lambda each: (len(each), each))
+            _refuse_shape(stated, f"{key} is [{', '.join(shapes)}]")
     usual = {"global_head_dim": "head_dim", "num_global_key_value_heads": "num_key_value_heads"}
     for key, other in usual.items():
         if stated.get(key) not in (None, stated.get(other)):
@@ -121,5 +137,8 @@ def _eos_token_ids(config: Any, folder: Path) -> tuple[int, ...]:
     generation = read_json(file) if file.is_file() else {}
     ids: set[int] = set()
     for value in (config.eos_token_id, generation.get("eos_token_id")):
-        ids.update(value if isinstance(value, list) else [] if value is None else [value])
+        found = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(each) is int for each in found):
+            raise ModelError(f"eos_token_id of {folder} is neither a number nor a list of numbers")
+        ids.update(found)
     return tuple(sorted(ids))

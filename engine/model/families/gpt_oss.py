@@ -6,19 +6,17 @@ from __future__ import annotations
 from typing import Any
 
 from engine.model.config import ExpertsConfig, ModelConfig
-from engine.model.experts.config import ExpertNames, Gate, Routing, Scores
-from engine.model.families.reading import Family, decoder, layers_alike, windows
+from engine.model.experts.config import ExpertNames, Gate, Scores
+from engine.model.families.reading import Family, decoder, layers_alike, routing, windows
 
 NAMES = ExpertNames(router="mlp.router", stacked=True)
 
 
 def _read(config: Any, _longest: int) -> ModelConfig:
-    routing = Routing(
-        config.num_local_experts, config.num_experts_per_tok, Scores.SOFTMAX_OF_CHOSEN
-    )
+    how = routing(config.num_local_experts, config.num_experts_per_tok, Scores.SOFTMAX_OF_CHOSEN)
     experts = ExpertsConfig(
         config.intermediate_size,
-        routing,
+        how,
         Gate(config.swiglu_alpha, 1.0, config.swiglu_limit),
         router_bias=True,
         bias=True,

@@ -15,10 +15,12 @@ from engine.model.config import (
     GatedConfig,
     LayerConfig,
     ModelConfig,
+    ModelError,
     Rope,
     UnsupportedModelError,
 )
-from engine.model.experts.config import Routing
+from engine.model.experts.config import Routing, Scores
+from engine.model.families.sense import MOST_HEAD_DIM
 
 ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
 """Rope types whose frequencies do not depend on the length of the sequence."""
@@ -75,9 +77,16 @@ def layers_alike(config: Any, **features: Any) -> list[LayerConfig]:
 
 
 def head_dim(config: Any) -> int:
-    """Numbers of a head."""
+    """Numbers of a head.
+
+    Raises:
+        ModelError: no head has so many. Tables are made of this number.
+    """
     stated = getattr(config, "head_dim", None)
-    return int(stated or config.hidden_size // config.num_attention_heads)
+    found = int(stated or config.hidden_size // config.num_attention_heads)
+    if not 1 <= found <= MOST_HEAD_DIM:
+        raise ModelError(f"the width of a head is {found}; it can be 1 to {MOST_HEAD_DIM}")
+    return found
 
 
 def gated(config: Any, **features: Any) -> GatedConfig:
@@ -105,10 +114,24 @@ def silu_only(config: Any) -> None:
         )
 
 
+def routing(
+    experts: int, chosen: int, scores: Scores = Scores.SOFTMAX, *, normalised: bool = False
+) -> Routing:
+    """How experts are chosen.
+
+    Raises:
+        ModelError: there are fewer.
+    """
+    try:
+        return Routing(experts, chosen, scores, normalised)
+    except ValueError as error:
+        raise ModelError(str(error)) from error
+
+
 def qwen_routing(config: Any) -> Routing:
     """How Qwen chooses experts."""
     experts, chosen = config.num_experts, config.num_experts_per_tok
-    return Routing(experts, chosen, normalised=bool(config.norm_topk_prob))
+    return routing(experts, chosen, normalised=bool(config.norm_topk_prob))
 
 
 def qwen_experts(config: Any, experts: ExpertsConfig) -> tuple[FeedForwardConfig, ...]:
@@ -168,6 +191,7 @@ def rope(config: Any, kind: str | None = None, *, partial: bool = False, longest
 
     Raises:
         UnsupportedModelError: its frequencies follow the length of a sequence, or are unknown.
+        ModelError: heads cannot be rotated so.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -182,12 +206,17 @@ def rope(config: Any, kind: str | None = None, *, partial: bool = False, longest
     share = parameters.get("partial_rotary_factor", 1.0)
     if share != 1.0 and not partial:
         raise UnsupportedModelError(f"rope of a part of each head (partial {share})")
+    if not 0.0 < share <= 1.0:
+        raise ModelError(f"rope turns {share} of each head")
+    width = head_dim(config)
+    if width % 2:
+        raise ModelError(f"rope turns pairs of numbers, and a head has {width}")
     if name != "default":
         more: dict[str, Any] = {} if kind is None else {"layer_type": kind}
         if name == "longrope":
             more["seq_len"] = longest
         found, scale = ROPE_INIT_FUNCTIONS[name](config, torch.device("cpu"), **more)
         return Rope(tuple(found.tolist()), float(scale))
-    rotated = int(head_dim(config) * share)
+    rotated = int(width * share)
     exponents = torch.arange(0, rotated, 2, dtype=torch.float32) / rotated
     return Rope(tuple((1.0 / parameters["rope_theta"] ** exponents).tolist()))

@@ -76,6 +76,10 @@ class TensorSpec(NamedTuple):
     other: tuple[int, ...] | None = None
     """Another shape that is as good."""
 
+    def sized(self, size: int) -> TensorSpec:
+        """The same with this size where any is."""
+        return self._replace(shape=tuple(size if one == -1 else one for one in self.shape))
+
     def fits(self, shape: Sequence[int]) -> bool:
         """Whether a tensor may have this shape. Sizes of 1 do not count: libraries write one scale
         as [] or [1], and scales of channels as [N] or [N, 1]."""

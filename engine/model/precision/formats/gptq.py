@@ -34,8 +34,9 @@ from engine.model.precision.formats.settings import Settings
 from engine.model.region import Region
 
 SYMMETRIC_ZERO = 8
-EXTRA_BIAS = "_proj.bias"
-"""Old versions of AutoGPTQ wrote biases of zeros for modules that have none."""
+EXTRA_BIASES = ("_proj.bias", ".w1.bias", ".w2.bias", ".w3.bias")
+"""Old versions of AutoGPTQ wrote biases of zeros for modules that have none. The last three are
+those of the experts of Mixtral."""
 
 
 def read_gptq(settings: Settings) -> LayoutFormat:
@@ -61,7 +62,7 @@ def read_gptq(settings: Settings) -> LayoutFormat:
         found = (each for pattern, each in rules if matches(pattern, module))
         return next(found, usual)
 
-    return LayoutFormat("gptq", layout, (EXTRA_BIAS,))
+    return LayoutFormat("gptq", layout, EXTRA_BIASES)
 
 
 def _layout(settings: Settings, version: str) -> Layout:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -57,12 +58,14 @@ class LayoutFormat:
 
         Args:
             name: its name for people.
-            layout: the layout of a module; None: its weight is a float tensor.
+            layout: the layout of a module; None: its weight is a float tensor. It is asked once
+                for each: a model with experts has 20,000 modules, and a description hundreds of
+                patterns.
             unused: ends of the names of tensors of quantised modules that no product needs, beside
                 scales of the cache.
         """
         self.name = name
-        self._layout = layout
+        self._layout = cache(layout)
         self._unused = unused
 
     def scheme(self, module: str) -> Scheme | None:

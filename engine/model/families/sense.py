@@ -1,0 +1,141 @@
+"""What a config cannot mean is refused here, before weights are read.
+
+1. `check_stated` reads the file as it was written, before transformers does: numbers from which
+   lists are made are bounded, so that no config takes the machine's memory.
+2. `check_features` reads what a family made of it. A feature that would give no numbers, such as a
+   window of no tokens or a cap of 0, is named.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from engine.model.config import (
+    ExpertsConfig,
+    FeedForwardConfig,
+    LayerConfig,
+    ModelConfig,
+    ModelError,
+)
+
+MOST_LAYERS: Final = 1024
+MOST_EXPERTS: Final = 1 << 16
+"""Of all layers. The largest models that we know have some 25,000."""
+MOST_HEAD_DIM: Final = 1024
+MOST_SIZE: Final = 1 << 24
+"""Of a dimension of a weight."""
+MOST_POSITIONS: Final = 1 << 24
+"""Rope counts them in float32, which is exact up to here. No sequence is longer, whatever a config
+allows."""
+LAYERS: Final = "num_hidden_layers"
+EXPERTS: Final = ("num_experts", "num_local_experts")
+
+
+def check_names(stated: Mapping[str, Any]) -> None:
+    """Checks the names of architectures in the content of config.json.
+
+    Raises:
+        ModelError: they are no list of names.
+    """
+    names = stated.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ModelError("architectures of config.json is no list of names")
+
+
+def check_stated(stated: Mapping[str, Any]) -> None:
+    """Checks the content of config.json.
+
+    Raises:
+        ModelError: it states more layers or experts than any model has.
+    """
+    layers = _number(stated, LAYERS, 1, MOST_LAYERS)
+    for key in EXPERTS:
+        experts = _number(stated, key, 0, MOST_EXPERTS)
+        if layers * experts > MOST_EXPERTS:
+            raise ModelError(
+                f"{_named(stated)}: {key} is {experts} in {layers} layers, which is more than"
+                f" {MOST_EXPERTS} experts in all"
+            )
+
+
+def _number(stated: Mapping[str, Any], key: str, least: int, most: int) -> int:
+    """A whole number within these bounds; the least if it is not stated."""
+    value = stated.get(key)
+    if value is None:
+        return least
+    if type(value) is not int or not least <= value <= most:
+        raise ModelError(f"{_named(stated)}: {key} is {value!r}; it can be {least} to {most}")
+    return value
+
+
+def _named(stated: Mapping[str, Any]) -> str:
+    return ", ".join(stated.get("architectures") or [str(stated.get("model_type"))])
+
+
+def check_features(config: ModelConfig) -> None:
+    """Checks the features of a model.
+
+    Raises:
+        ModelError: it says which one cannot be.
+    """
+    for fault in _faults(config):
+        raise ModelError(f"its config cannot be: {fault}")
+
+
+def _faults(config: ModelConfig) -> Iterator[str]:
+    sizes = {
+        "the vocabulary": config.vocab_size,
+        "the hidden size": config.hidden_size,
+        "the number of heads": config.num_heads,
+        "the number of KV heads": config.num_kv_heads,
+    }
+    for name, size in sizes.items():
+        yield from _outside(name, size, MOST_SIZE)
+    yield from _outside("the number of positions", config.max_position_embeddings, MOST_POSITIONS)
+    if config.num_heads % config.num_kv_heads:
+        yield f"{config.num_heads} heads do not share {config.num_kv_heads} KV heads"
+    if not 0 <= config.norm_eps < math.inf:
+        yield f"the epsilon of norms is {config.norm_eps}"
+    for factor in (config.embedding_scale, config.residual_scale, config.logits_scale):
+        if not math.isfinite(factor):
+            yield f"a multiplier is {factor}"
+    yield from _cap_faults(config.logits_soft_cap)
+    for layer in dict.fromkeys(config.layers):
+        yield from _layer_faults(layer)
+
+
+def _layer_faults(layer: LayerConfig) -> Iterator[str]:
+    if not math.isfinite(layer.scale):
+        yield f"the scale of attention is {layer.scale}"
+    if layer.window is not None and layer.window < 1:
+        yield f"a window of {layer.window} tokens shows nothing"
+    yield from _cap_faults(layer.soft_cap)
+    numbers = (*layer.rope.frequencies, layer.rope.scale) if layer.rope else ()
+    if not all(map(math.isfinite, numbers)):
+        yield "a frequency of rope is no number"
+    yield from _feed_forward_faults(layer.feed_forward)
+
+
+def _feed_forward_faults(own: FeedForwardConfig) -> Iterator[str]:
+    yield from _outside("the width of a feed-forward", own.width, MOST_SIZE)
+    if not isinstance(own, ExpertsConfig):
+        return
+    if own.shared is not None:
+        yield from _outside("the width of the shared expert", own.shared.width, MOST_SIZE)
+    for number in (own.gate.sharpness, own.gate.shift, own.gate.limit or 0.0):
+        if not math.isfinite(number):
+            yield f"the gate of experts has {number}"
+    if own.gate.limit is not None and own.gate.limit <= 0:
+        yield f"the limit of experts is {own.gate.limit}"
+
+
+def _cap_faults(cap: float | None) -> Iterator[str]:
+    if cap is not None and not 0 < cap < math.inf:
+        yield f"a soft cap is {cap}"
+
+
+def _outside(name: str, size: int, most: int) -> Iterator[str]:
+    if not 1 <= size <= most:
+        yield f"{name} is {size}; it can be 1 to {most}"
