@@ -143,7 +143,10 @@ def _run(steps: TorchSteps, plan: StepPlan) -> None:
     if plan.sample is None:
         steps.end()
         return
-    steps.logits(hidden, plan)
+    if steps.reads_logits(plan):
+        steps.logits(hidden, plan)
+    else:
+        steps.best(hidden, plan)
     steps.keep(plan, torch.empty(plan.sample.num_rows, dtype=torch.int64))
 
 

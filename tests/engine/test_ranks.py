@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,9 @@ from waiting import wait_until
 from baton import LLM
 from engine.engine import Engine, EngineError
 from engine.loop.executor import NullExecutor
+from engine.model.best import TOLD, best_of_parts
+from engine.model.shard import Shard
+from engine.ranks.collective import GlooCollective
 from engine.ranks.keeper import RankError
 from engine.ranks.leader import HostRanks, RankedExecutor
 from engine.types import FailureReason, SamplingParams
@@ -157,6 +161,44 @@ def test_rank_0_samples_for_all(pair, sampling):
         finish(run, *others)
         found.append([run.tokens, *(other.tokens for other in others)])
     assert found[0] == found[1]
+
+
+def test_greedy_steps_tell_best_tokens_and_not_logits(pair, monkeypatch):
+    """One row of another kind makes a step of whole logits."""
+    widths: list[int] = []
+    collective = pair.several.ranks.collective
+    gather = collective.gather
+    monkeypatch.setattr(
+        collective, "gather", lambda x, width: (widths.append(width), gather(x, width))[1]
+    )
+    finish(submit(pair.several, prompt_of(21), 8, ignore_eos=True))
+    assert set(widths) == {TOLD * collective.size}
+    for sampling in (SAMPLED, PENALISED, FORMED, SCORED):
+        widths.clear()
+        finish(submit(pair.several, prompt_of(21), 8, sampling=sampling))
+        assert set(widths) == {pair.several.model.vocab_size}
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_the_best_of_parts_is_that_of_whole_rows(count, tmp_path):
+    """Real ranks, as threads; few different logits, so that most rows have several best."""
+    generator = torch.Generator().manual_seed(count)
+    logits = torch.randint(-3, 4, (200, 101), generator=generator).float()
+    logits[:100] += torch.randint(0, 2, (100, 101), generator=generator)
+    logits[7, 50], logits[8, 3], logits[9, 100] = torch.nan, torch.inf, -torch.inf
+    config = SimpleNamespace(vocab_size=logits.shape[1])
+
+    def run(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        group = GlooCollective(rank, count)
+        group.join(tmp_path / "store")
+        own = Shard(rank, count).vocab(config)
+        return best_of_parts(logits[:, own.slice], own.start, group)
+
+    with ThreadPoolExecutor(count) as threads:
+        (tokens, finite), *_ = threads.map(run, range(count))
+    assert torch.equal(finite, logits.isfinite().all(1))
+    assert (~finite).nonzero().flatten().tolist() == [7, 8, 9]
+    assert torch.equal(tokens, logits.argmax(1))
 
 
 def test_log_probabilities_of_prompt_and_output(pair):
