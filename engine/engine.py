@@ -190,6 +190,11 @@ class Engine:
         stop = replace(request.stop, min_tokens=0)
         self._loop.submit(replace(request, stop=stop), sink, matchers)
 
+    def rank_skew_s(self, start_ns: int, end_ns: int) -> float:
+        """How long the fastest rank waited for the slowest, in the steps that ended between two
+        times, Unix nanoseconds; 0 with one rank."""
+        return self.ranks.skew_between(start_ns, end_ns)
+
     def deliver(self, request_id: bytes, records: Sequence[TokenRecord]) -> None:
         """RECEIVE: the KV of the whole prompt is in the reserved pages.
 

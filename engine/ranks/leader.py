@@ -113,6 +113,10 @@ class Ranks(Protocol):
         """Sum over all steps of the time for which the fastest rank waited for the slowest."""
         ...
 
+    def skew_between(self, start_ns: int, end_ns: int) -> float:
+        """The same of the last steps alone; see `SkewHistory.between`."""
+        ...
+
     def close(self) -> None:
         """Ends them. A second call does nothing."""
         ...
@@ -153,6 +157,10 @@ class NoRanks:
     def loads(self) -> Sequence[RankLoad]:
         """See `Ranks`."""
         return ()
+
+    def skew_between(self, start_ns: int, end_ns: int) -> float:
+        """See `Ranks`."""
+        return 0.0
 
     def close(self) -> None:
         """See `Ranks`."""
@@ -201,7 +209,11 @@ class HostRanks:
     @property
     def skew_s(self) -> float:
         """See `Ranks`."""
-        return self.figures.skew_s
+        return self.figures.skew.total_s
+
+    def skew_between(self, start_ns: int, end_ns: int) -> float:
+        """See `Ranks`."""
+        return self.figures.skew.between(start_ns, end_ns)
 
     def start(self) -> None:
         """See `Ranks`.

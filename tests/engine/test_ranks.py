@@ -460,13 +460,17 @@ def test_time_is_told_by_rank(tmp_path, monkeypatch):
     monkeypatch.setenv("BATON_DEBUG_FAILPOINTS", "rank.step=sleep:0.03~1")
     with running(write_tiny_model(tmp_path, tokenizer=False), tp=2) as engine:
         assert isinstance(engine.ranks, HostRanks)
+        began_ns = time.time_ns()
         finish(submit(engine, prompt_of(20), 12, ignore_eos=True))
+        ended_ns = time.time_ns()
         rank_0, rank_1 = engine.ranks.loads()
         assert (rank_0.rank, rank_1.rank) == (0, 1)
         assert rank_0.steps == rank_1.steps >= 12
         assert min(rank_0.busy_s, rank_1.busy_s) > 0
         assert rank_0.waited_s > 0.03 * rank_0.steps
         assert engine.ranks.skew_s > 0.02 * rank_0.steps
+        assert engine.rank_skew_s(began_ns, ended_ns) == pytest.approx(engine.ranks.skew_s)
+        assert engine.rank_skew_s(ended_ns, time.time_ns()) == 0
         slowest = engine.ranks.figures.slowest
         assert sum(slowest) == rank_0.steps
         assert slowest[1] > slowest[0]
