@@ -21,6 +21,7 @@ import argparse
 import asyncio
 import json
 import os
+import queue
 import statistics
 import subprocess
 import sys
@@ -45,7 +46,14 @@ from engine.engine import Engine
 from engine.model import load_model
 from engine.model.shard import Shard
 from engine.ranks.collective import GlooCollective
-from engine.types import Request, SamplingParams, StopRules
+from engine.types import (
+    Event,
+    Request,
+    RequestFailed,
+    SamplingParams,
+    SequenceEnded,
+    StopRules,
+)
 from worker.settings import Role
 
 SHAPES = Path(__file__).with_name("shapes")
@@ -203,15 +211,14 @@ def steps(options: argparse.Namespace, say: Say) -> None:
 
 
 def _step_times(engine: Engine, rows: int) -> dict[str, float]:
-    import threading
-
     times: list[float] = []
-    over = threading.Semaphore(0)
+    ends: queue.SimpleQueue[SequenceEnded | RequestFailed] = queue.SimpleQueue()
     engine.start(lambda seconds, decoded: times.append(seconds) if decoded == rows else None)
 
-    def sink(event: object) -> None:
-        if type(event).__name__ in ("SequenceEnded", "RequestFailed"):
-            over.release()
+    def sink(events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, SequenceEnded | RequestFailed):
+                ends.put(event)
 
     for row in range(rows):
         prompt = np.arange(5, 37, dtype=np.int32)
@@ -220,7 +227,8 @@ def _step_times(engine: Engine, rows: int) -> dict[str, float]:
         request = Request(row.to_bytes(16, "big"), prompt, greedy, stop)
         engine.submit(request, sink)
     for _ in range(rows):
-        over.acquire()
+        if isinstance(ended := ends.get(), RequestFailed):
+            raise SystemExit(f"a request failed: {ended.reason}")
     figures = {"step_ms": 1e3 * statistics.median(times)}
     if loads := engine.ranks.loads():
         figures["skew_ms"] = 1e3 * engine.ranks.skew_s / loads[0].steps

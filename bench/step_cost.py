@@ -79,6 +79,10 @@ class Engine:
     def abort_receive(self, transfer_id: bytes) -> None:
         """Never called."""
 
+    def rank_skew_s(self, start_ns: int, end_ns: int) -> float:
+        """There is one rank."""
+        return 0.0
+
     def plan(self) -> StepPlan | None:
         """Admits and plans."""
         admit(self.scheduler)

@@ -316,7 +316,7 @@ class DecodeService(LegService[DecodeLeg]):
         """-> ENDED."""
         leg.conclude(error)
         self._forget(leg, was_ready)
-        spans.write_spans(leg, self._page_bytes)
+        spans.write_spans(leg, self._page_bytes, self._engine.rank_skew_s)
 
     def _quarantine(self, leg: DecodeLeg, error: str) -> None:
         """GRANTED -> QUARANTINED: out of its slots. The pages wait for `ReceiveFreed`."""
@@ -325,7 +325,7 @@ class DecodeService(LegService[DecodeLeg]):
         leg.state, leg.expires_s = DecodeState.QUARANTINED, math.inf
         leg.quarantined_s = self._legs.clock()
         self._engine.cancel(leg.id)
-        spans.write_spans(leg, self._page_bytes)
+        spans.write_spans(leg, self._page_bytes, self._engine.rank_skew_s)
 
     def _free(self, leg: DecodeLeg) -> None:
         """QUARANTINED -> FREE. A leg in another state goes on."""

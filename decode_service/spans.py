@@ -14,20 +14,20 @@ from decode_service.leg import DecodeLeg
 from telemetry.names import Attr, SpanName
 from telemetry.tracing import link_from, write_span
 from worker_base.messages import kv_tokens
-from worker_base.spans import milliseconds, write_prompt_spans
+from worker_base.spans import Skew, milliseconds, skew_of, write_prompt_spans
 
 
-def write_spans(leg: DecodeLeg, page_bytes: int) -> None:
+def write_spans(leg: DecodeLeg, page_bytes: int, skew: Skew) -> None:
     """Writes all spans of a leg whose outcome is known."""
     if leg.is_whole:
         computed = kv_tokens(leg.request) - leg.cached_tokens if leg.computed_ns else 0
-        write_prompt_spans(leg, computed)
+        write_prompt_spans(leg, computed, skew)
     else:
         _write_grant(leg)
         if leg.granted_ns:
             _write_receive(leg, page_bytes)
     if leg.ready_ns:
-        _write_generate(leg)
+        _write_generate(leg, skew)
 
 
 def _write_grant(leg: DecodeLeg) -> None:
@@ -73,7 +73,7 @@ def _write_receive(leg: DecodeLeg, page_bytes: int) -> None:
     )
 
 
-def _write_generate(leg: DecodeLeg) -> None:
+def _write_generate(leg: DecodeLeg, skew: Skew) -> None:
     """The last choice ended, or all of them were made to."""
     attributes: dict[str, AttributeValue] = {
         Attr.DECODE_TOKENS: leg.tokens,
@@ -88,6 +88,7 @@ def _write_generate(leg: DecodeLeg) -> None:
         attributes |= {Attr.DECODE_ITL_P50_MS: float(p50), Attr.DECODE_ITL_P99_MS: float(p99)}
     began_ns = max(leg.joined_ns, leg.ready_ns)
     ended_ns = leg.over_ns if leg.error else max(leg.last_token_ns, began_ns)
+    attributes |= skew_of(skew, began_ns, ended_ns)
     write_span(
         SpanName.DECODE_GENERATE,
         leg.traceparent,

@@ -26,6 +26,8 @@ from engine.model.shard import Shard
 from engine.pages.kv_pool import KvPool
 from engine.pages.pools import pool_type
 from engine.ranks.collective import Collective
+from engine.tiers.arena import HostArena
+from engine.tiers.touching import HostMemoryError
 
 Progress = Callable[[str, int, int], None]
 """Called with a phase, the amount done and the total."""
@@ -142,6 +144,18 @@ def make_pool(
             f"{num_pages} pages of {page_bytes} bytes are more than the GPU has left: lower"
             " num_pages, kv_memory_gib or gpu_memory_utilization"
         ) from error
+
+
+def make_arena(config: EngineConfig, pool: KvPool) -> HostArena:
+    """A rank's part of the host memory.
+
+    Raises:
+        EngineError: it is not there, or holds too few pages.
+    """
+    try:
+        return HostArena(config.rank_host_bytes, pool.data.shape[1], pool.device)
+    except (HostMemoryError, ValueError) as error:
+        raise EngineError(str(error)) from error
 
 
 def _pool_of(

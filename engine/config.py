@@ -60,3 +60,8 @@ class EngineConfig(Bounds):
     """A hook that takes longer in one step is too slow and counts as failed, seconds."""
     poison_freed_pages: bool = False
     """For debugging: free pages carry a pattern, which is checked when they are used again."""
+
+    @property
+    def rank_host_bytes(self) -> int:
+        """A rank's part of the host memory."""
+        return self.kv_host_bytes // self.tp

@@ -144,7 +144,7 @@ class Engine:
         executor = ranks.executor(own)
         ranks.join()
         profiler = StepProfiler(nvtx=device.type == "cuda")
-        scheduler = _scheduler(config, pool, sampler, hooks, info.fingerprint)
+        scheduler = _scheduler(config, pool, sampler, hooks, info.fingerprint, ranks)
         loop = StepLoop(scheduler, executor, profiler)
         return cls(info, pool, loop, ranks=ranks, step_timeout_s=config.step_timeout_s)
 
@@ -189,6 +189,11 @@ class Engine:
         # The matchers hold `min_tokens`, since a grammar may end earlier.
         stop = replace(request.stop, min_tokens=0)
         self._loop.submit(replace(request, stop=stop), sink, matchers)
+
+    def rank_skew_s(self, start_ns: int, end_ns: int) -> float:
+        """How long the fastest rank waited for the slowest, in the steps that ended between two
+        times, Unix nanoseconds; 0 with one rank."""
+        return self.ranks.skew_between(start_ns, end_ns)
 
     def deliver(self, request_id: bytes, records: Sequence[TokenRecord]) -> None:
         """RECEIVE: the KV of the whole prompt is in the reserved pages.
@@ -283,8 +288,8 @@ def _check_ranks(config: EngineConfig, device: str) -> None:
             f"tp {tp} on {device}: several ranks run on CPUs so far, and not yet on GPUs;"
             " set device to cpu, or tp to 1"
         )
-    if tp > 1 and config.kv_host_bytes:
-        raise EngineError("kv_host_gib keeps whole pages, and a rank has a part: set it to 0")
+    if tp > 1 and config.kv_stores:
+        raise EngineError("kv_store keeps whole pages, and a rank has a part: leave it out")
 
 
 def _usual_step_tokens(on_cpu: bool, decodes: bool) -> int:
@@ -358,16 +363,17 @@ def _scheduler(
     sampler: Sampler,
     hooks: Sequence[Hook],
     fingerprint: str,
+    ranks: Ranks,
 ) -> Scheduler:
     watch = PagePoison(pool.data) if config.poison_freed_pages else None
     blocks = BlockManager(pool.num_pages, EVICTION_POLICIES[config.eviction](), watch)
-    tiers = _build_tiers(config, pool, blocks, fingerprint)
+    tiers = _build_tiers(config, pool, blocks, fingerprint, ranks)
     asked = RequestHooks(hooks, config.max_sequences, config.hook_limit_s) if hooks else None
     return Scheduler(config, blocks, sampler, POLICIES[config.scheduling](), tiers, asked)
 
 
 def _build_tiers(
-    config: EngineConfig, pool: KvPool, blocks: BlockManager, fingerprint: str
+    config: EngineConfig, pool: KvPool, blocks: BlockManager, fingerprint: str, ranks: Ranks
 ) -> PageTiers:
     if config.kv_host_bytes and not config.prefix_cache:
         raise EngineError("kv_host_gib needs prefix_cache: pages are found by their keys")
@@ -378,7 +384,13 @@ def _build_tiers(
     )
     try:
         return build_tiers(
-            config.kv_host_bytes, pool.data, blocks, config.eviction, config.page_size, stores
+            config.rank_host_bytes,
+            pool.data,
+            blocks,
+            config.eviction,
+            config.page_size,
+            stores,
+            ranks.mover if config.tp > 1 else None,
         )
     except (HostMemoryError, StoreError, ValueError) as error:
         raise EngineError(str(error)) from error

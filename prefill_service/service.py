@@ -295,4 +295,4 @@ class PrefillService(LegService[PrefillLeg]):
 
     def _write_spans(self, leg: PrefillLeg) -> None:
         """Comes last: the KV leaves and the engine goes on meanwhile."""
-        spans.write_spans(leg, self._path_to(leg.peer))
+        spans.write_spans(leg, self._path_to(leg.peer), self._engine.rank_skew_s)

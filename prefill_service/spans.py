@@ -12,13 +12,13 @@ from kv_transfer.events import SendStats
 from prefill_service.leg import PrefillLeg
 from telemetry.names import Attr
 from telemetry.tracing import end_span
-from worker_base.spans import milliseconds, write_prompt_spans
+from worker_base.spans import Skew, milliseconds, write_prompt_spans
 
 
-def write_spans(leg: PrefillLeg, transport: str) -> None:
+def write_spans(leg: PrefillLeg, transport: str, skew: Skew) -> None:
     """Writes all spans of a leg whose outcome is known; `transport` is the one to its peer."""
     computed_tokens = leg.computed_tokens - leg.cached_tokens
-    write_prompt_spans(leg, computed_tokens, leg.chunks)
+    write_prompt_spans(leg, computed_tokens, skew, leg.chunks)
     span, destination = leg.outgoing.span, leg.outgoing.destination
     if span is None or destination is None:
         return

@@ -84,6 +84,7 @@ POINTS: Final[Mapping[str, str]] = {
     # A rank other than 0, on its only thread; key: the rank.
     "rank.load": "it is about to load its part of the model",
     "rank.step": "a step came, and nothing of it is done yet",
+    "rank.copy": "its part of a copy to or from host memory has not begun (a thread of its own)",
     "rank.push": "its piece of a push's pages is not posted yet",
     "rank.asked": "rank 0 asked what has landed, and has no answer yet",
     # Router, on the event loop.

@@ -137,6 +137,10 @@ class Attr:
     """The tiers that they came from, with commas between."""
     PREFILL_CHUNKS: Final = "baton.prefill.chunks"
 
+    # prefill.compute and decode.generate.
+    RANK_SKEW_MS: Final = "baton.ranks.skew_ms"
+    """How long the fastest rank waited for the slowest, summed over the steps within the span."""
+
     # kv.fetch, with pages, bytes, transport and GB/s as below.
     FETCH_HOLDER: Final = "baton.fetch.holder"
     FETCH_WANTED_PAGES: Final = "baton.fetch.wanted_pages"

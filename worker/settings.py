@@ -251,9 +251,9 @@ class WorkerSettings(BaseModel):
             raise ValueError("device cuda:N names one GPU for several ranks; use cpu, or tp 1")
         if self.gpu_slots_dir:
             raise ValueError("gpu_slots_dir claims one GPU; leave it out, or tp 1")
-        if self.kv_host_gib:
+        if self.kv_store:
             raise ValueError(
-                "kv_host_gib keeps whole pages, and a rank has a part; leave it out, or tp 1"
+                "kv_store keeps whole pages, and a rank has a part; leave it out, or tp 1"
             )
         return self
 

@@ -20,6 +20,11 @@ class LegEngine(Protocol):
         """Lets a request join the batch: the prompt's KV is in the pages reserved for it."""
         ...
 
+    def rank_skew_s(self, start_ns: int, end_ns: int) -> float:
+        """How long the fastest rank waited for the slowest, in the steps that ended between two
+        times, Unix nanoseconds; 0 with one rank."""
+        ...
+
     def cancel(self, request_id: bytes) -> None:
         """Ends a request. Pages that another worker may touch wait for `release`."""
         ...

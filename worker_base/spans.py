@@ -6,17 +6,25 @@ leg has the spans of the phases that it reached, and the last of them carries th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from opentelemetry.util.types import AttributeValue
+
 from telemetry.names import Attr, SpanName
 from telemetry.tracing import write_span
 from worker_base.legs import WorkerLeg
 
+Skew = Callable[[int, int], float]
+"""`worker_base.ports.LegEngine.rank_skew_s`."""
 
-def write_prompt_spans(leg: WorkerLeg, computed_tokens: int, chunks: int = 0) -> None:
+
+def write_prompt_spans(leg: WorkerLeg, computed_tokens: int, skew: Skew, chunks: int = 0) -> None:
     """Writes prefill.queue and, if the prompt was begun, prefill.compute.
 
     Args:
         leg: its outcome is known. Its error belongs here if the prompt was not computed.
         computed_tokens: prompt tokens computed here, without cached ones.
+        skew: the wait for the slowest rank.
         chunks: steps that computed a part of the prompt; 0 if nobody counted them.
     """
     error = "" if leg.computed_ns else leg.error
@@ -29,9 +37,11 @@ def write_prompt_spans(leg: WorkerLeg, computed_tokens: int, chunks: int = 0) ->
     )
     if not leg.started_ns:
         return
-    attributes: dict[str, int | str] = {
+    end_ns = leg.computed_ns or leg.over_ns
+    attributes: dict[str, AttributeValue] = {
         Attr.PREFILL_TOKENS: computed_tokens,
         Attr.PREFILL_CACHED_TOKENS: leg.cached_tokens,
+        **skew_of(skew, leg.started_ns, end_ns),
     }
     if leg.loaded_tokens:
         attributes[Attr.PREFILL_LOADED_TOKENS] = sum(leg.loaded_tokens.values())
@@ -42,10 +52,16 @@ def write_prompt_spans(leg: WorkerLeg, computed_tokens: int, chunks: int = 0) ->
         SpanName.PREFILL_COMPUTE,
         leg.traceparent,
         leg.started_ns,
-        leg.computed_ns or leg.over_ns,
+        end_ns,
         attributes,
         error=error,
     )
+
+
+def skew_of(skew: Skew, start_ns: int, end_ns: int) -> dict[str, AttributeValue]:
+    """The attribute of the wait for the slowest rank; nothing where nobody waited."""
+    waited_s = skew(start_ns, end_ns)
+    return {Attr.RANK_SKEW_MS: waited_s * 1e3} if waited_s else {}
 
 
 def milliseconds(start_ns: int, end_ns: int) -> float:

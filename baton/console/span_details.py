@@ -58,6 +58,7 @@ def duration(ns: float) -> str:
     return f"{ns / 1e9:.3g} s" if ns < 999.5e9 else f"{ns / 60e9:.0f} min"
 
 
+_SKEW: Final = "{} of waits for the slowest rank"
 _TELLING: Final[dict[str, tuple[tuple[str, Callable[[Any], str]], ...]]] = {
     SpanName.QUEUE: (
         (Attr.QUEUE_DEPTH, _unless_zero(lambda depth: f"{depth} ahead")),
@@ -71,6 +72,7 @@ _TELLING: Final[dict[str, tuple[tuple[str, Callable[[Any], str]], ...]]] = {
         (Attr.PREFILL_TOKENS, count("token")),
         (Attr.PREFILL_CACHED_TOKENS, _unless_zero(lambda tokens: f"{tokens:,} cached")),
         (Attr.PREFILL_CHUNKS, count("chunk")),
+        (Attr.RANK_SKEW_MS, _milliseconds(_SKEW)),
     ),
     SpanName.KV_FETCH: (
         (Attr.KV_PAGES, count("page")),
@@ -98,6 +100,7 @@ _TELLING: Final[dict[str, tuple[tuple[str, Callable[[Any], str]], ...]]] = {
         (Attr.DECODE_TOKENS, count("token")),
         (Attr.DECODE_STEPS, count("step")),
         (Attr.DECODE_ITL_P50_MS, _milliseconds("{} between tokens (p50)")),
+        (Attr.RANK_SKEW_MS, _milliseconds(_SKEW)),
         (Attr.DECODE_PREEMPTIONS, _unless_zero(lambda times: f"preempted {times} times")),
     ),
 }

@@ -320,7 +320,7 @@ class CudaExecutor:
         logits, slots, plan, scores = draw
         if plan is None:
             return lambda: _nothing_drawn(scores)
-        if masks is None and plan == SamplePlan(plan.num_rows):
+        if masks is None and plan.is_greedy:
             drawn = _to_pinned(greedy(logits, slots, self._token_table))
             return lambda: _read_greedy(drawn, scores)
         result = self._sampler.sample(logits.float(), plan, masks)

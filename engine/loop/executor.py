@@ -112,8 +112,11 @@ class TorchExecutor:
         if plan.sample is None:
             steps.end()
             return self._with_failures(_empty_result(scores))
-        logits = steps.logits(hidden, plan)
-        drawn = self._sampler.sample(logits, plan.sample, masks.result() if masks else None)
+        if steps.reads_logits(plan):
+            logits = steps.logits(hidden, plan)
+            drawn = self._sampler.sample(logits, plan.sample, masks.result() if masks else None)
+        else:
+            drawn = SampleResult(*steps.best(hidden, plan))
         steps.keep(plan, drawn.tokens)
         return self._with_failures(_to_host(drawn, scores))
 

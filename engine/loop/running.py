@@ -77,6 +77,14 @@ class TorchSteps:
         """Logits of the sampled rows, as `Model.logits`."""
         return self.model.logits(hidden[self._upload(plan.sample_tokens)])
 
+    def reads_logits(self, plan: StepPlan) -> bool:
+        """Whether rank 0 samples from whole logits. Otherwise several ranks tell their `best`."""
+        return plan.whole_logits or self.model.collective.size == 1
+
+    def best(self, hidden: Tensor, plan: StepPlan) -> tuple[Tensor, Tensor]:
+        """The best tokens of the sampled rows, as `Model.best`."""
+        return self.model.best(hidden[self._upload(plan.sample_tokens)])
+
     def keep(self, plan: StepPlan, tokens: Tensor) -> None:
         """Ends a step that samples: rank 0's tokens, [S], go into the table of every rank."""
         if self.hooks is not None:

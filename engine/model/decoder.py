@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.attention import AttentionBackend, AttentionSpec, Specs
+from engine.model.best import best_of_parts
 from engine.model.config import ModelConfig, Rope
 from engine.model.experts.weights import ExpertWeights
 from engine.model.feed_forward import feed_forward
@@ -249,8 +250,16 @@ class Model(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, H] -> [R, vocab] float32 on rank 0; elsewhere this rank's part."""
-        logits = self.shaped(product(hidden, self.head).float())
-        return self.collective.gather(logits, self.config.vocab_size)
+        return self.collective.gather(self._own_logits(hidden), self.config.vocab_size)
+
+    def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """[R, H] -> the best tokens and whether the logits are finite, as `best_of_parts`."""
+        first_id = self.shard.vocab(self.config).start
+        return best_of_parts(self._own_logits(hidden), first_id, self.collective)
+
+    def _own_logits(self, hidden: Tensor) -> Tensor:
+        """Those of this rank's part of the vocabulary."""
+        return self.shaped(product(hidden, self.head).float())
 
     def shaped(self, logits: Tensor) -> Tensor:
         """What the head makes, scaled and capped where the model does. May overwrite them."""

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.ranks.collective import Collective
+from engine.ranks.skew import SkewHistory
 
 FILE: Final = "figures"
 STEPS, BUSY_S, WAITED_S, BEGAN_S, STEP_S, IS_BUSY = range(6)
@@ -61,16 +62,15 @@ class RankFigures:
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), size)
         self.rows: NDArray[np.float64] = np.frombuffer(self._memory).reshape(count, _COLUMNS)
-        self.skew_s = 0.0
-        """Sum over all steps of the time for which the fastest rank waited for the slowest. Rank 0
-        keeps it."""
+        self.skew = SkewHistory()
+        """The wait for the slowest rank. Rank 0 keeps it."""
         self.slowest = [0] * count
         """Steps in which each rank was the slowest."""
 
     def step_ended(self) -> None:
         """Rank 0: a step has ended on all ranks."""
         ends_s = self.rows[:, BEGAN_S] + self.rows[:, STEP_S]
-        self.skew_s += float(ends_s.max() - ends_s.min())
+        self.skew.add(float(ends_s.max() - ends_s.min()))
         self.slowest[int(ends_s.argmax())] += 1
 
     def loads(self) -> list[RankLoad]:

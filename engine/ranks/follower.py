@@ -23,6 +23,7 @@ from engine.building import (
     EngineError,
     backend_of,
     load,
+    make_arena,
     make_pool,
     open_all,
     pages_that_fit,
@@ -34,6 +35,7 @@ from engine.model.shard import Shard
 from engine.pages.kv_pool import KvPool
 from engine.parent import end_with_parent
 from engine.ranks.collective import CollectiveError, GlooCollective
+from engine.ranks.copies import begin_copying
 from engine.ranks.figures import RankFigures, TimedCollective
 from engine.ranks.process import (
     FAILED,
@@ -46,11 +48,13 @@ from engine.ranks.process import (
     STORE,
     address,
     beside_of,
+    copies_of,
     read_config,
     steps_of,
 )
 from engine.ranks.steps import decode
 from engine.schedule.step import StepPlan
+from engine.tiers.movers import mover_for
 from telemetry import failpoints
 
 log = logging.getLogger("baton.engine")
@@ -109,6 +113,10 @@ class Follower:
         steps = torch_steps(config, loaded, pool, backend_of(config, loaded, pool), hooks)
         if self._beside:
             self._begin_beside(pool)
+        if config.kv_host_bytes:
+            arena = make_arena(config, pool)
+            mover = mover_for(pool.data, arena.slots)
+            begin_copying(self._shard.rank, mover, self._connect_copies)
         self._group.join(self._folder / STORE)
         self._report(READY)
         while (told := self._inbox.recv_multipart())[0] == STEP:
@@ -116,13 +124,21 @@ class Follower:
             _run(steps, decode(told[1:]))
 
     def _begin_beside(self, pool: KvPool) -> None:
-        socket = zmq.Context().socket(zmq.PAIR)  # That thread's alone.
-        socket.connect(address(self._folder, beside_of(self._shard.rank)))
-        socket.send(HELLO)
+        socket = self._connect(beside_of(self._shard.rank))
         module, name = self._beside.rsplit(":", 1)
         run: Beside = getattr(importlib.import_module(module), name)
         arguments = run, socket, self._shard.rank, pool
         threading.Thread(target=_beside, args=arguments, name="baton-beside", daemon=True).start()
+
+    def _connect_copies(self, direction: str) -> zmq.Socket[bytes]:
+        return self._connect(copies_of(self._shard.rank, direction))
+
+    def _connect(self, name: str) -> zmq.Socket[bytes]:
+        """A socket for one thread alone."""
+        socket = zmq.Context().socket(zmq.PAIR)
+        socket.connect(address(self._folder, name))
+        socket.send(HELLO)
+        return socket
 
     def _report(self, kind: str, **more: Any) -> None:
         report = {"kind": kind, "rank": self._shard.rank, **more}
@@ -143,7 +159,10 @@ def _run(steps: TorchSteps, plan: StepPlan) -> None:
     if plan.sample is None:
         steps.end()
         return
-    steps.logits(hidden, plan)
+    if steps.reads_logits(plan):
+        steps.logits(hidden, plan)
+    else:
+        steps.best(hidden, plan)
     steps.keep(plan, torch.empty(plan.sample.num_rows, dtype=torch.int64))
 
 

@@ -18,18 +18,18 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from itertools import chain
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Protocol
 
-import numpy as np
 import torch
 import zmq
-from numpy.typing import NDArray
 
 from engine.config import EngineConfig
-from engine.loop.executor import Executor, Launched
+from engine.loop.executor import Executor
 from engine.ranks.collective import Alone, Collective, GlooCollective
+from engine.ranks.copies import DIRECTIONS, LOAD, SAVE, SharedMover
+from engine.ranks.executor import RankedExecutor
 from engine.ranks.figures import RankFigures, RankLoad, TimedCollective
 from engine.ranks.keeper import Keeper, Pulse, RankError, is_stopped
 from engine.ranks.process import (
@@ -42,16 +42,12 @@ from engine.ranks.process import (
     STORE,
     address,
     beside_of,
+    copies_of,
     steps_of,
     write_config,
 )
 from engine.ranks.steps import encode
-from engine.sampling import Masks
-from engine.schedule.step import StepPlan, StepResult
-
-REASON_S: Final = 2.0
-"""A step that failed waits this long for the reason, seconds: the kernel tells of a dead rank a
-moment after its connections broke."""
+from engine.tiers.movers import PageMover
 
 
 class Ranks(Protocol):
@@ -100,6 +96,10 @@ class Ranks(Protocol):
         """Calls `on_lost` once, with the reason, when they are lost."""
         ...
 
+    def mover(self, own: PageMover) -> PageMover:
+        """Copies pages on all of them; `own` copies this rank's part."""
+        ...
+
     def watch(self, pulse: Callable[[], Pulse]) -> None:
         """Gives them up where steps do not end; see `Keeper.watch`."""
         ...
@@ -111,6 +111,10 @@ class Ranks(Protocol):
     @property
     def skew_s(self) -> float:
         """Sum over all steps of the time for which the fastest rank waited for the slowest."""
+        ...
+
+    def skew_between(self, start_ns: int, end_ns: int) -> float:
+        """The same of the last steps alone; see `SkewHistory.between`."""
         ...
 
     def close(self) -> None:
@@ -144,6 +148,10 @@ class NoRanks:
         """See `Ranks`."""
         return own
 
+    def mover(self, own: PageMover) -> PageMover:
+        """See `Ranks`."""
+        return own
+
     def call_when_lost(self, on_lost: Callable[[str], None]) -> None:
         """See `Ranks`."""
 
@@ -153,6 +161,10 @@ class NoRanks:
     def loads(self) -> Sequence[RankLoad]:
         """See `Ranks`."""
         return ()
+
+    def skew_between(self, start_ns: int, end_ns: int) -> float:
+        """See `Ranks`."""
+        return 0.0
 
     def close(self) -> None:
         """See `Ranks`."""
@@ -182,6 +194,8 @@ class HostRanks:
         self._closed = False
         self._context = zmq.Context()
         self._steps: list[zmq.Socket[bytes]] = []
+        self._copies: dict[str, list[zmq.Socket[bytes]]] = {name: [] for name in DIRECTIONS}
+        self._mover: SharedMover | None = None
         self._keeper: Keeper | None = None
 
     @property
@@ -201,7 +215,11 @@ class HostRanks:
     @property
     def skew_s(self) -> float:
         """See `Ranks`."""
-        return self.figures.skew_s
+        return self.figures.skew.total_s
+
+    def skew_between(self, start_ns: int, end_ns: int) -> float:
+        """See `Ranks`."""
+        return self.figures.skew.between(start_ns, end_ns)
 
     def start(self) -> None:
         """See `Ranks`.
@@ -224,12 +242,18 @@ class HostRanks:
             socket.connect(address(folder, steps_of(rank)))
             self._steps.append(socket)
             if self._beside:
-                beside = self._context.socket(zmq.PAIR)
-                beside.bind(address(folder, beside_of(rank)))
-                self.beside.append(beside)
+                self.beside.append(self._pair(beside_of(rank)))
+            if self._config.kv_host_bytes:
+                for direction, sockets in self._copies.items():
+                    sockets.append(self._pair(copies_of(rank, direction)))
         threads = max(1, self._threads // self._config.tp)
         torch.set_num_threads(threads)
         self._keeper = Keeper(folder, self._config.tp, threads)
+
+    def _pair(self, name: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.PAIR)
+        socket.bind(address(self._folder, name))
+        return socket
 
     def check(self) -> None:
         """See `Ranks`."""
@@ -264,7 +288,7 @@ class HostRanks:
         self._kept.wait_for(READY, also=lambda: not meeting.is_alive())
         if errors:
             raise RankError(f"rank 0 cannot join the group: {errors[0]}")
-        for socket in self.beside:
+        for socket in (*self.beside, *chain.from_iterable(self._copies.values())):
             hello = socket.recv()
             assert hello == HELLO, "a rank says so before it is READY"
         shutil.rmtree(folder, ignore_errors=True)
@@ -277,6 +301,14 @@ class HostRanks:
             lambda plan: self._send([STEP, *encode(plan)]),
             self.figures.step_ended,
         )
+
+    def mover(self, own: PageMover) -> PageMover:
+        """See `Ranks`."""
+        self._mover = SharedMover(own, self._copies[SAVE], self._copies[LOAD], self._why_gone)
+        return self._mover
+
+    def _why_gone(self) -> str:
+        return self.lost or ("the ranks are closed" if self._closed else "")
 
     def watch(self, pulse: Callable[[], Pulse]) -> None:
         """See `Ranks`."""
@@ -302,6 +334,8 @@ class HostRanks:
         if self._keeper is not None:
             self._keeper.close(lambda: self._send([STOP]))
             torch.set_num_threads(self._threads)
+        if self._mover is not None:
+            self._mover.close()
         self._context.destroy(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -313,65 +347,6 @@ class HostRanks:
     def _send(self, frames: list[bytes | memoryview]) -> None:
         for socket in self._steps:
             socket.send_multipart(frames)
-
-
-class RankedExecutor:
-    """Sends each step to the other ranks and runs rank 0's part of it.
-
-    An error in a step loses the ranks, because they have not all done the same any more.
-    """
-
-    def __init__(
-        self,
-        own: Executor,
-        keeper: Keeper,
-        send: Callable[[StepPlan], None],
-        ended: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`ended` is called when a step has ended on all ranks."""
-        self._ended = ended
-        self._own = own
-        self._keeper = keeper
-        self._send = send
-        self._runs = False
-        """Whether the step launched last runs: its draw may wait for masks."""
-
-    def launch(self, plan: StepPlan) -> Launched:
-        """See `Executor`."""
-        launched: Launched = Future()
-        self._runs = not self._keeper.lost
-        if not self._runs:
-            launched.set_exception(RankError(self._keeper.lost))
-            return launched
-        self._send(plan)
-        self._own.launch(plan).add_done_callback(lambda own: self._pass_on(own, launched))
-        return launched
-
-    def mask_bits(self, count: int) -> NDArray[np.int32]:
-        """See `Executor`."""
-        return self._own.mask_bits(count)
-
-    def sample(self, masks: Masks | None) -> None:
-        """See `Executor`."""
-        if self._runs:
-            self._own.sample(masks)
-
-    def shutdown(self) -> None:
-        """See `Executor`."""
-        self._own.shutdown()
-
-    def _pass_on(self, own: Launched, launched: Launched) -> None:
-        error = own.exception()
-        if error is None:
-            self._ended()
-            result: StepResult = own.result()
-            launched.set_result(result)
-            return
-        reason = self._keeper.reason(REASON_S)
-        if not reason:
-            reason = f"rank 0: a step failed: {type(error).__name__}: {error}"
-            self._keeper.lose(reason)
-        launched.set_exception(RankError(reason))
 
 
 def _named(ranks: Sequence[int]) -> str:

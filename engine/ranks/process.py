@@ -5,7 +5,8 @@
 2. A rank loads its part and reports `LOADED`, or `FAILED`, and ends.
 3. Rank 0 sends `PAGES`, the smallest pool of all. All join the group. What runs beside a rank's
    steps, such as its part of the hand-off, begins on a thread of its own. It has a socket to
-   rank 0, `BESIDE`. A rank reports `READY`.
+   rank 0, `BESIDE`. Copies to and from host memory have threads and sockets, too. A rank reports
+   `READY`.
 4. Rank 0 sends `STEP` after `STEP`, and at last `STOP`.
 
 A rank that has any error reports `FAILED` and ends. It also ends with the thread that started it.
@@ -48,6 +49,11 @@ def steps_of(rank: int) -> str:
 def beside_of(rank: int) -> str:
     """The socket of what runs beside a rank's steps."""
     return f"{BESIDE}-{rank}"
+
+
+def copies_of(rank: int, direction: str) -> str:
+    """The socket of a rank's copies in one direction; see `engine.ranks.copies`."""
+    return f"{direction}-{rank}"
 
 
 def environment(rank: int, size: int, threads: int) -> dict[str, str]:

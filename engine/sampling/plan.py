@@ -100,3 +100,8 @@ class SamplePlan:
     penalties: Penalties | None = None
     adjustments: Adjustments | None = None
     logprobs: LogprobRows | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether each token is the best of its row."""
+        return self == SamplePlan(self.num_rows)

@@ -35,14 +35,14 @@ class SampleResult(NamedTuple):
     """[R] int64."""
     finite: Tensor
     """[R] bool: the row had neither NaN nor infinity. If it is False, the token means nothing."""
-    logprob: Tensor | None
+    logprob: Tensor | None = None
     """[R] float32; 0 in rows that did not ask for it; None if no row did."""
-    top_ids: Tensor | None
+    top_ids: Tensor | None = None
     """[R, N] int64, best first. N is the most that any row asked for. Rows that asked for no log
     probabilities hold 0. None if N would be 0."""
-    top_logprobs: Tensor | None
+    top_logprobs: Tensor | None = None
     """[R, N] float32, in the order of `top_ids`."""
-    margin: Tensor | None
+    margin: Tensor | None = None
     """[R] float64; None unless recorded. It is `ops.Drawn.margin` in a drawn row, and the gap
     between the two best logits in a greedy one."""
 

@@ -192,6 +192,8 @@ def _build(
     samples = _samples(scheduler, rows, chunks)
     copies, writes = scheduler.take_transfers()
     _mark_written(scheduler, row_slots, starts, contexts)
+    sample = _sample_plan(scheduler, samples)
+    masked = np.flatnonzero(slots.is_masked[samples.slots]).astype(np.int32)
     return StepPlan(
         number=scheduler.next_step,
         token_ids=np.concatenate([np.zeros(rows.size, np.int32), *prompt_ids]),
@@ -205,14 +207,15 @@ def _build(
         sample_slots=samples.slots,
         sample_generations=slots.generation[samples.slots],
         sample_indices=samples.indices,
-        sample=_sample_plan(scheduler, samples),
+        sample=sample,
         copy_source=np.fromiter(copies.values(), np.int32, len(copies)),
         copy_target=np.fromiter(copies.keys(), np.int32, len(copies)),
         write_slots=np.fromiter(writes.keys(), np.int32, len(writes)),
         write_tokens=np.fromiter(writes.values(), np.int32, len(writes)),
         arrived=scheduler.blocks.arrivals.take(),
         hook_terms=scheduler.hooks.terms[:, row_slots] if scheduler.hooks else NO_TERMS,
-        masked=np.flatnonzero(slots.is_masked[samples.slots]).astype(np.int32),
+        masked=masked,
+        whole_logits=masked.size > 0 or (sample is not None and not sample.is_greedy),
         scores=tuple(scores),
         chunks=tuple(chunks),
     )

@@ -70,6 +70,8 @@ class StepPlan:
     masked: Int32s = field(default_factory=lambda: np.zeros(0, np.int32))
     """[M]. Rows among the samples that may draw only some tokens. Their masks come after the
     launch, by `Executor.sample`."""
+    whole_logits: bool = True
+    """Whether sampling reads whole rows of logits. Otherwise each token is the best of its row."""
     scores: tuple[ScorePlan, ...] = ()
     chunks: tuple[ChunkPlan, ...] = field(default=(), repr=False)
     """Set by the scheduler for its own settling. The executor does not read it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,7 +15,7 @@ from engine.pages.eviction import EVICTION_POLICIES
 from engine.tiers.arena import HostArena
 from engine.tiers.fetching import StoreTiers
 from engine.tiers.lanes import Lanes, measure
-from engine.tiers.movers import mover_for
+from engine.tiers.movers import PageMover, mover_for
 from engine.tiers.protocol import NoTiers, PageTiers
 from engine.tiers.stores.messages import Opening
 from engine.tiers.stores.objects import OBJECT_TOKENS
@@ -38,6 +38,7 @@ class StoreConfig:
 
 
 NO_STORES: Final = StoreConfig()
+Shared = Callable[[PageMover], PageMover]
 
 
 def build_tiers(
@@ -47,6 +48,7 @@ def build_tiers(
     eviction: str,
     page_tokens: int,
     stores: StoreConfig = NO_STORES,
+    shared: Shared | None = None,
 ) -> PageTiers:
     """The tiers below a pool that nothing uses yet.
 
@@ -57,6 +59,7 @@ def build_tiers(
         eviction: policy of the slots, of `EVICTION_POLICIES`.
         page_tokens: tokens in a page.
         stores: what is below the host tier.
+        shared: makes this rank's mover one of all ranks; None: there is one.
 
     Raises:
         HostMemoryError: less memory can be touched.
@@ -67,6 +70,8 @@ def build_tiers(
         return NoTiers()
     arena = HostArena(host_bytes, pages.shape[1], pages.device)
     mover = mover_for(pages, arena.slots)
+    if shared is not None:
+        mover = shared(mover)
     rates = measure(mover, len(pages), arena.num_slots, pages.shape[1])
     host = BlockManager(arena.num_slots, EVICTION_POLICIES[eviction]())
     log.info(
@@ -80,7 +85,8 @@ def build_tiers(
     lanes = Lanes(mover, pages.shape[1], rates)
     below = _open_stores(stores, arena, blocks, host, max(1, OBJECT_TOKENS // page_tokens))
     tiers = HostTiers(blocks, host, lanes, page_tokens, arena.close, below)
-    tiers.slots = arena.slots
+    if shared is None:
+        tiers.slots = arena.slots  # They hold whole pages.
     return tiers
 
 

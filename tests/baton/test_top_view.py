@@ -151,6 +151,27 @@ def test_workers_that_do_not_answer_or_are_gone_are_shown(pages: Pages) -> None:
     assert re.search(r"decode-1 .* gone", shown)
 
 
+def test_the_wait_for_the_slowest_rank_is_shown_by_step(pages: Pages) -> None:
+    up = Gauge(Metric.WORKER_UP, "", ("worker", "role"), registry=pages.registry)
+    up.labels("decode-0", "decode").set(1)
+    steps = Counter(Metric.STEPS, "", registry=pages.registry)
+    pages.discovery = f'[{{"targets": ["{pages.address}"], "labels": {{"worker": "decode-0"}}}}]'
+    steps.inc(10)
+    (alone,) = view(scrape(pages.address)).workers
+    assert alone.rank_skew_ms is None, "it has one rank"
+    skew = Counter(Metric.RANK_SKEW, "", registry=pages.registry)
+    skew.inc(3.0)
+    before = scrape(pages.address)
+    assert view(before, before).workers[0].rank_skew_ms is None, "no step since"
+    steps.inc(4)
+    skew.inc(0.006)
+    found = view(scrape(pages.address), before)
+    assert found.workers[0].rank_skew_ms == pytest.approx(1.5)
+    console = Console(width=WIDTH, record=True, file=io.StringIO())
+    console.print(draw(found, pages.address))
+    assert "wait for the slowest rank, a step  decode-0 1.50 ms" in console.export_text()
+
+
 def test_transfers_that_do_not_end_are_pointed_at(pages: Pages) -> None:
     up = Gauge(Metric.WORKER_UP, "", ("worker", "role"), registry=pages.registry)
     up.labels("decode-0", "decode").set(1)

@@ -85,9 +85,7 @@ async def test_one_that_lost_tokens_of_several_choices_in_a_step_is_ended_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ended: list[object] = []
-    monkeypatch.setattr(
-        "decode_service.spans.write_spans", lambda leg, page_bytes: ended.append(leg)
-    )
+    monkeypatch.setattr("decode_service.spans.write_spans", lambda leg, *_: ended.append(leg))
     async with a_pair() as pair:
         attempt = Attempted(SHORT, choices=2)
         pair.submit(attempt)

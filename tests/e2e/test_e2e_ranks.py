@@ -12,20 +12,24 @@ import numpy as np
 import psutil
 import pytest
 from cluster import Cluster, make_cluster
-from references import references
+from otlp_receiver import OtlpReceiver, attributes, otlp_receiver
+from references import NOISE, references
 from tiny_models import write_tiny_model
 from waiting import wait_until
 
-from telemetry.names import Metric
+from telemetry.names import Attr, Metric
 from worker.watchdog import EXIT_DEVICE_LOST
 
 OPTIONS = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
 GONE_S = 5.0
-QUICK = (2, 1)
-SHAPES = [
-    pytest.param(shape, marks=() if shape == QUICK else pytest.mark.matrix, id=f"{shape}")
-    for shape in ((1, 2), QUICK, (2, 4), (4, 2), (8, 1), (1, 8), (8, 4))
+PREFILL_TOKENS = f"{Metric.PREFILL_TOKENS}_total"
+SHAPES = ((1, 2), (2, 1), (2, 4), (4, 2), (8, 1), (1, 8), (8, 4))
+QUICK = (3, 1)
+DEMO_SHAPES = [
+    pytest.param(shape, marks=() if shape == QUICK else pytest.mark.slow, id=f"{shape}")
+    for shape in (QUICK, (1, 3), (3, 3))
 ]
+DEMO_TEXTS = ("The capital of France is", "Zwölf Boxkämpfer jagen", "🏃 baton 🥖" * 20)
 EIGHT_HEADS: Mapping[str, Any] = {"heads": 8, "kv_heads": 4, "hidden": 128}
 
 
@@ -47,20 +51,66 @@ def ranked(model: Path, logs: Path, shape: tuple[int, int], **options: Any) -> C
     return make_cluster(model, logs, own=own, **options)
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_pages_go_from_any_ranks_to_any_others(shape: tuple[int, int], tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model", **EIGHT_HEADS)
     cluster = ranked(model, tmp_path / "logs", shape)
     try:
         cluster.start_all()
         check(cluster, model)
-        assert cluster.metric(Metric.PREFILL_TOKENS + "_total", "prefill-0") >= 245
-        assert cluster.metric(Metric.PREFILL_TOKENS + "_total", "decode-0", source="computed") == 0
+        assert cluster.metric(PREFILL_TOKENS, "prefill-0") >= 245
+        assert cluster.metric(PREFILL_TOKENS, "decode-0", source="computed") == 0
         check(cluster, model)  # with pages that decode holds already
         cluster.check_baseline()
     finally:
         cluster.stop()
+
+
+@pytest.mark.model
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("shape", DEMO_SHAPES)
+def test_the_demo_model_between_three_ranks_and_others(
+    shape: tuple[int, int], demo_model: Path, tmp_path: Path
+) -> None:
+    """9 query heads and 3 KV heads: a rank of three has one KV head."""
+    with otlp_receiver() as (receiver, address):
+        options = {"local_prefill": "never", "otlp_endpoint": f"http://{address}"}
+        cluster = ranked(demo_model, tmp_path / "logs", shape, **options)
+        try:
+            cluster.start_all()
+            for name, count in zip(("prefill-0", "decode-0"), shape, strict=True):
+                assert len(ranks_of(cluster, name)) == count - 1
+            check_answers(cluster, demo_model)
+            assert cluster.metric(PREFILL_TOKENS, "decode-0", source="computed") == 0
+            cluster.check_baseline()
+            check_waits(receiver, shape)
+        finally:
+            cluster.stop()
+
+
+def check_answers(cluster: Cluster, demo_model: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(demo_model)
+    prompts = [tokenizer(text)["input_ids"] for text in DEMO_TEXTS]
+    with cluster.client() as client:
+        for prompt in [*prompts, prompts[-1]]:  # The last one's pages are there already.
+            answer = client.generate(token_ids=prompt, **OPTIONS | {"max_tokens": 10})
+            want = references(demo_model)(prompt, 10, past_end=True)
+            assert min(want.margins) > NOISE, "noise decides nothing"
+            assert list(answer.token_ids) == want.tokens
+
+
+def check_waits(receiver: OtlpReceiver, shape: tuple[int, int]) -> None:
+    """Spans tell how long ranks waited for the slowest, where there are several."""
+    counts = dict(zip(("prefill.compute", "decode.generate"), shape, strict=True))
+    wait_until(lambda: counts.keys() <= receiver.spans.keys())
+    for name, count in counts.items():
+        skew_ms = attributes(receiver.spans[name]).get(Attr.RANK_SKEW_MS, 0.0)
+        assert isinstance(skew_ms, float)
+        assert (skew_ms > 0) == (count > 1), name
 
 
 @pytest.mark.slow

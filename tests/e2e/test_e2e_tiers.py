@@ -21,11 +21,14 @@ def model(tmp_path_factory):
     return write_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="module")
-def cluster(model, tmp_path_factory):
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
+def cluster(model, tmp_path_factory, request):
+    """Workers of one rank, or of two."""
+    ranks = {"tp": request.param}
     cluster = make_cluster(
         model,
         tmp_path_factory.mktemp("logs"),
+        own={"prefill-0": ranks, "decode-0": ranks},
         num_pages=POOL_PAGES,
         kv_host_gib=0.01,
         local_prefill="never",

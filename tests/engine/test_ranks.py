@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -33,8 +34,12 @@ from waiting import wait_until
 from baton import LLM
 from engine.engine import Engine, EngineError
 from engine.loop.executor import NullExecutor
+from engine.model.best import TOLD, best_of_parts
+from engine.model.shard import Shard
+from engine.ranks.collective import GlooCollective
+from engine.ranks.executor import RankedExecutor
 from engine.ranks.keeper import RankError
-from engine.ranks.leader import HostRanks, RankedExecutor
+from engine.ranks.leader import HostRanks
 from engine.types import FailureReason, SamplingParams
 
 pytestmark = pytest.mark.timeout(300)
@@ -157,6 +162,44 @@ def test_rank_0_samples_for_all(pair, sampling):
         finish(run, *others)
         found.append([run.tokens, *(other.tokens for other in others)])
     assert found[0] == found[1]
+
+
+def test_greedy_steps_tell_best_tokens_and_not_logits(pair, monkeypatch):
+    """One row of another kind makes a step of whole logits."""
+    widths: list[int] = []
+    collective = pair.several.ranks.collective
+    gather = collective.gather
+    monkeypatch.setattr(
+        collective, "gather", lambda x, width: (widths.append(width), gather(x, width))[1]
+    )
+    finish(submit(pair.several, prompt_of(21), 8, ignore_eos=True))
+    assert set(widths) == {TOLD * collective.size}
+    for sampling in (SAMPLED, PENALISED, FORMED, SCORED):
+        widths.clear()
+        finish(submit(pair.several, prompt_of(21), 8, sampling=sampling))
+        assert set(widths) == {pair.several.model.vocab_size}
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_the_best_of_parts_is_that_of_whole_rows(count, tmp_path):
+    """Real ranks, as threads; few different logits, so that most rows have several best."""
+    generator = torch.Generator().manual_seed(count)
+    logits = torch.randint(-3, 4, (200, 101), generator=generator).float()
+    logits[:100] += torch.randint(0, 2, (100, 101), generator=generator)
+    logits[7, 50], logits[8, 3], logits[9, 100] = torch.nan, torch.inf, -torch.inf
+    config = SimpleNamespace(vocab_size=logits.shape[1])
+
+    def run(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        group = GlooCollective(rank, count)
+        group.join(tmp_path / "store")
+        own = Shard(rank, count).vocab(config)
+        return best_of_parts(logits[:, own.slice], own.start, group)
+
+    with ThreadPoolExecutor(count) as threads:
+        (tokens, finite), *_ = threads.map(run, range(count))
+    assert torch.equal(finite, logits.isfinite().all(1))
+    assert (~finite).nonzero().flatten().tolist() == [7, 8, 9]
+    assert torch.equal(tokens, logits.argmax(1))
 
 
 def test_log_probabilities_of_prompt_and_output(pair):
@@ -386,8 +429,8 @@ def test_what_ranks_cannot_do_is_refused(tmp_path, monkeypatch):
     path = write_tiny_model(tmp_path, tokenizer=False)
     with pytest.raises(EngineError, match="tp 0 must be at least 1"):
         build(path, tp=0)
-    with pytest.raises(EngineError, match="kv_host_gib keeps whole pages"):
-        build(path, tp=2, kv_host_bytes=1 << 20)
+    with pytest.raises(EngineError, match="kv_store keeps whole pages"):
+        build(path, tp=2, kv_host_bytes=1 << 20, kv_stores=("disk:/a?gib=1",))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(EngineError, match=r"tp 2 on cuda: several ranks run on CPUs so far"):
         build(path, tp=2, device="cuda")
@@ -418,13 +461,17 @@ def test_time_is_told_by_rank(tmp_path, monkeypatch):
     monkeypatch.setenv("BATON_DEBUG_FAILPOINTS", "rank.step=sleep:0.03~1")
     with running(write_tiny_model(tmp_path, tokenizer=False), tp=2) as engine:
         assert isinstance(engine.ranks, HostRanks)
+        began_ns = time.time_ns()
         finish(submit(engine, prompt_of(20), 12, ignore_eos=True))
+        ended_ns = time.time_ns()
         rank_0, rank_1 = engine.ranks.loads()
         assert (rank_0.rank, rank_1.rank) == (0, 1)
         assert rank_0.steps == rank_1.steps >= 12
         assert min(rank_0.busy_s, rank_1.busy_s) > 0
         assert rank_0.waited_s > 0.03 * rank_0.steps
         assert engine.ranks.skew_s > 0.02 * rank_0.steps
+        assert engine.rank_skew_s(began_ns, ended_ns) == pytest.approx(engine.ranks.skew_s)
+        assert engine.rank_skew_s(ended_ns, time.time_ns()) == 0
         slowest = engine.ranks.figures.slowest
         assert sum(slowest) == rank_0.steps
         assert slowest[1] > slowest[0]

@@ -146,7 +146,8 @@ def test_ranks_read_gguf_files_alike(demo_model):
     assert torch.equal(whole[:, -part.shape[1] :], part)
 
 
-def test_a_step_comes_over_as_it_was_sent():
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_step_comes_over_as_it_was_sent(whole):
     rng = np.random.default_rng(0)
     columns = {
         name: rng.integers(0, 99, size=length).astype(np.int32)
@@ -158,11 +159,13 @@ def test_a_step_comes_over_as_it_was_sent():
     nothing = np.zeros(0, np.int32)
     scores = tuple(ScorePlan(at, np.arange(5 + at, dtype=np.int32), at + 1) for at in (3, 9))
     more = {"sample_generations": nothing, "sample_indices": nothing, "scores": scores}
-    plan = StepPlan(number=7, num_decodes=2, sample=SamplePlan(3), **columns, **more)
+    more |= {"sample": SamplePlan(3), "whole_logits": whole}
+    plan = StepPlan(number=7, num_decodes=2, **columns, **more)
     found = decode([bytes(frame) for frame in encode(plan)])
     for name in COLUMNS:
         assert np.array_equal(getattr(found, name), columns[name]), name
     assert (found.number, found.num_decodes, found.sample) == (7, 2, SamplePlan(3))
+    assert found.whole_logits is whole
     assert [(s.first_token, s.top_n, s.next_ids.tolist()) for s in found.scores] == [
         (s.first_token, s.top_n, s.next_ids.tolist()) for s in scores
     ]

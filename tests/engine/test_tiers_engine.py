@@ -49,19 +49,21 @@ def talk(engine: Engine, prompts: list[list[int]], rounds: int) -> list[list[lis
 
 
 @pytest.mark.parametrize(
-    ("count", "rounds", "precision"),
+    ("count", "rounds", "precision", "ranks"),
     [
-        (24, 2, "auto"),
-        pytest.param(200, 3, "auto", marks=pytest.mark.matrix),
-        pytest.param(200, 2, "fp8", marks=pytest.mark.matrix),
+        (24, 2, "auto", 1),
+        pytest.param(24, 2, "auto", 2, marks=pytest.mark.slow),
+        pytest.param(200, 3, "auto", 1, marks=pytest.mark.matrix),
+        pytest.param(200, 2, "fp8", 1, marks=pytest.mark.matrix),
+        pytest.param(200, 2, "fp8", 2, marks=pytest.mark.matrix),
     ],
 )
-def test_a_small_pool_over_a_host_tier_speaks_as_a_large_one(path, count, rounds, precision):
+def test_a_small_pool_over_a_host_tier_speaks_as_a_large_one(path, count, rounds, precision, ranks):
     prompts = conversations(count)
     large = build(path, num_pages=200 * 8, kv_cache_dtype=precision)
     want = talk(large, prompts, rounds)
     large.stop()
-    small = build(path, **SMALL, kv_cache_dtype=precision)
+    small = build(path, **SMALL, kv_cache_dtype=precision, tp=ranks)
     try:
         assert talk(small, prompts, rounds) == want
         counts = small.load().tiers
@@ -89,11 +91,12 @@ def test_choices_and_seeded_draws_over_a_host_tier(path):
     assert said[0] == said[1]
 
 
-def test_preempted_sequences_are_swapped_and_speak_as_if_they_never_were(path):
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_preempted_sequences_are_swapped_and_speak_as_if_they_never_were(path, ranks):
     rng = np.random.default_rng(8)
     prompts = [rng.integers(1, 384, 12).tolist() for _ in range(6)]
     outputs = []
-    for options in ({"num_pages": 200}, {**SMALL, "max_sequences": 6}):
+    for options in ({"num_pages": 200}, {**SMALL, "max_sequences": 6, "tp": ranks}):
         engine = build(path, **options)
         runs = [submit(engine, prompt, 120) for prompt in prompts]
         finish(*runs)
@@ -128,6 +131,23 @@ def test_copies_that_fail_or_are_late_cost_time_alone(path, lane, action):
         check_baseline(small)
     finally:
         failpoints.arm("")
+        small.stop()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("action", ["raise", "sleep:0.3"])
+def test_a_part_that_fails_or_is_late_is_a_miss_for_all_ranks(path, action, monkeypatch):
+    prompts = conversations(24)
+    large = build(path, num_pages=800)
+    want = talk(large, prompts, 2)
+    large.stop()
+    monkeypatch.setenv("BATON_DEBUG_FAILPOINTS", f"rank.copy={action}~1@7")
+    small = build(path, **SMALL, tp=2)  # Four copies measure its rates.
+    try:
+        assert talk(small, prompts, 2) == want
+        assert sum(small.load().tiers.late.values()) > 0
+        check_baseline(small)
+    finally:
         small.stop()
 
 

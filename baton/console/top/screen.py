@@ -38,6 +38,7 @@ def draw(view: View, admin: str) -> RenderableType:
         Text(),
         _workers(view),
         *_prompts(view),
+        *_ranks(view),
         *_notes(view),
     )
 
@@ -155,6 +156,18 @@ def _prompts(view: View) -> list[Text]:
     if "peer" in found and rates:
         text.append(f"  fetched {_bytes_a_second(sum(rates))}")
     return [text]
+
+
+def _ranks(view: View) -> list[Text]:
+    """How long the fastest rank of a step waited for the slowest, of workers of several ranks."""
+    waits = [
+        f"{worker.name} {milliseconds(worker.rank_skew_ms)} ms"
+        for worker in view.workers
+        if worker.rank_skew_ms is not None
+    ]
+    if not waits:
+        return []
+    return [Text("\nwait for the slowest rank, a step  ", "dim").append(", ".join(waits))]
 
 
 def _notes(view: View) -> list[Text]:

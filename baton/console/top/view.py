@@ -75,6 +75,9 @@ class WorkerView:
     overdue: dict[str, int] = field(default_factory=dict)
     """Number of transfers that do not end, by kind: "quarantines" and "sends"."""
     gpu_share: float | None = None
+    rank_skew_ms: float | None = None
+    """How long a step's fastest rank waited for the slowest, on average since the earlier scrape;
+    None with one rank, and without a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +196,17 @@ def _worker(known: Known, now: Scrape, before: Scrape, since: Scrape) -> WorkerV
             "sends": int(found.total(Metric.SENDS_STUCK)),
         },
         gpu_share=found.total(gpu) if found.has(gpu) else None,
+        rank_skew_ms=_rank_skew_ms(found, old),
     )
+
+
+def _rank_skew_ms(now: Scraped, earlier: Scraped) -> float | None:
+    skew, steps = (
+        now.total(f"{name}_total") - earlier.total(f"{name}_total")
+        for name in (Metric.RANK_SKEW, Metric.STEPS)
+    )
+    has_ranks = now.has(f"{Metric.RANK_SKEW}_total")
+    return 1e3 * skew / steps if has_ranks and steps > 0 else None
 
 
 def _same_process(now: Scraped, earlier: Scraped) -> Scraped:
