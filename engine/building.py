@@ -15,7 +15,7 @@ from engine.attention.paged import PagedAttention
 from engine.checkpoints import Weights
 from engine.config import EngineConfig
 from engine.hooks.attention import HookedAttention
-from engine.hooks.opening import attach, attention_hooks, open_hooks
+from engine.hooks.opening import attach, attention_hooks, bytes_beside, open_hooks
 from engine.hooks.protocol import Hook, HookError, HookSite
 from engine.hooks.steps import StepHooks
 from engine.loop.running import TorchSteps
@@ -108,11 +108,18 @@ def pages_that_fit(
     config: EngineConfig, loaded: LoadedModel, device: torch.device, hooks: Sequence[Hook] = ()
 ) -> int:
     """The pages that are asked for, or for which a rank has memory. Hooks may need some beside each
-    page."""
+    page.
+
+    Raises:
+        EngineError: a hook cannot say how much it needs.
+    """
     if config.num_pages:
         return config.num_pages
     page = _pool_of(1, config, loaded, torch.device("meta"))
-    page_bytes = page.page_bytes + sum(hook.page_bytes(page) for hook in hooks)
+    try:
+        page_bytes = page.page_bytes + bytes_beside(hooks, page)
+    except HookError as error:
+        raise EngineError(str(error)) from error
     return (config.kv_memory_bytes or _memory_left(config, loaded, device)) // page_bytes
 
 

@@ -28,6 +28,12 @@ class _Split(NamedTuple):
 
     tokens: Tensor
     """[B], the narrowed rows' tokens among those of the step."""
+    table: Tensor
+    """[B, 1, P], their pages."""
+    last: Tensor
+    """[B, 1, 1], the place of each row's last page in it."""
+    counts: Tensor
+    """[B, 1, 1], pages that a head reads."""
     contexts: Tensor
     """[B * Hkv], tokens that each head of each row reads."""
     columns: int
@@ -86,27 +92,31 @@ class HookedAttention:
         at, to = self._batch.token_pages[split.tokens], self._batch.token_offsets[split.tokens]
         self._pool.write(layer, at, to, k[split.tokens], v[split.tokens])
         own = q[split.tokens]
-        wanted = self._hooks.pages_wanted(layer, own)
+        shape = len(own), self._pool.num_kv_heads, split.columns
+        wanted = self._hooks.pages_wanted(layer, own, shape)
         if wanted is None:
             return None
-        try:
-            narrow = self._attend(layer, own, wanted, split)
-        except (IndexError, RuntimeError, ValueError) as error:
-            self._hooks.wants_nonsense(error)
-            return None
         out = torch.empty_like(q)
-        out[split.tokens] = narrow
+        out[split.tokens] = self._attend(layer, own, self._pages(wanted, split), split)
         if len(split.rest):
             rest = split.rest
             out[rest] = self._others(layer, q[rest], k[rest], v[rest])
         return out
 
-    def _attend(self, layer: int, q: Tensor, wanted: Tensor, split: _Split) -> Tensor:
-        """Attention of `q` [B, Hq, D] over `wanted` [B, Hkv, C]."""
+    def _pages(self, wanted: Tensor, split: _Split) -> Tensor:
+        """The pages at the places that a hook wants, [B, Hkv, C]. They are the row's own, whatever
+        the hook says, so that no row reads what belongs to others."""
+        column = torch.arange(split.columns, device=wanted.device)
+        beyond = (wanted < 0) | (wanted > split.last)
+        self._hooks.note_beyond(beyond & (column < split.counts))
+        own = torch.minimum(wanted.clamp_min(0), split.last)
+        own = torch.where(column == split.counts - 1, split.last, own)
+        return split.table.expand(-1, wanted.shape[1], -1).gather(2, own)
+
+    def _attend(self, layer: int, q: Tensor, pages: Tensor, split: _Split) -> Tensor:
+        """Attention of `q` [B, Hq, D] over `pages` [B, Hkv, C]."""
         heads = self._pool.num_kv_heads
-        if wanted.shape != (len(q), heads, split.columns):
-            raise ValueError(f"pages of shape {tuple(wanted.shape)} were chosen")
-        shares = wanted * heads + torch.arange(heads, device=q.device)[:, None]
+        shares = pages * heads + torch.arange(heads, device=q.device)[:, None]
         grouped = q.reshape(len(q) * heads, -1, q.shape[-1])
         table = shares.reshape(len(grouped), -1).int()
         out = self._heads.attend_ends(layer, grouped, split.contexts, table)
@@ -120,8 +130,15 @@ class HookedAttention:
         tokens = np.arange(int(batch.query_lens.sum()))
         rest = torch.from_numpy(np.setdiff1d(tokens, rows)).to(device)
         each = torch.from_numpy(contexts.astype(np.int32)).to(device)
+        last = (batch.context_lens[rows] - 1) // self._pool.page_size
+        places, tokens_of_rows = torch.from_numpy(last.astype(np.int64)), torch.from_numpy(rows)
+        tokens_of_rows = tokens_of_rows.to(device)
+        counts = torch.from_numpy(narrowed.counts.astype(np.int64)).to(device)
         return _Split(
-            tokens=torch.from_numpy(rows).to(device),
+            tokens=tokens_of_rows,
+            table=batch.page_table[tokens_of_rows][:, None],
+            last=places.to(device)[:, None, None],
+            counts=counts[:, None, None],
             contexts=each.repeat_interleave(self._pool.num_kv_heads),
             columns=int(narrowed.counts.max()),
             rest=rest,

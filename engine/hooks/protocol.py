@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention import Specs
-from engine.bounds import UNBOUNDED
 from engine.pages.kv_pool import KvPool
 from engine.types import PageIds, Request
 
@@ -54,9 +53,9 @@ class Term(NamedTuple):
     value: int
     """A number of at least 1 with a meaning for the hook alone. It comes with each of the request's
     rows in each step, on every rank."""
-    exact_tokens: int = UNBOUNDED
+    exact_tokens: int | None = None
     """KV that is decoded here from this index on may differ from the model's own. Its pages are
-    never cached."""
+    never cached. None: it is all the model's own; of a hook that chooses pages, the prompt's is."""
 
 
 class HookSite(NamedTuple):
@@ -114,12 +113,12 @@ class StepRows:
 
 
 class Narrowed(NamedTuple):
-    """Decode rows that read some of their pages only, in ascending order."""
+    """Decode rows with a term that read some of their pages only, in ascending order."""
 
     rows: NDArray[np.intp]
     """[B]"""
     counts: Int32s
-    """[B] pages that each KV head of the row reads, at least 1."""
+    """[B] pages that each KV head of the row reads, at least 1 and at most those that it has."""
 
 
 class Hook:
@@ -155,8 +154,8 @@ class Hook:
         return None
 
     def request_ended(self, request_id: bytes) -> None:
-        """The engine holds nothing of a request any more, for whatever reason. Called for requests
-        with a term."""
+        """The engine holds nothing of a request any more, for whatever reason, and no step to come
+        has a row of it. Called for requests for which `request_began` returned a term."""
         return
 
     def step_began(self, step: StepRows) -> None:
@@ -195,8 +194,10 @@ class AttentionHook(Hook):
             q: [B, Hq, D] of the narrowed rows.
 
         Returns:
-            [B, Hkv, C] int64 pages in the order of their tokens. Of a row's columns the first
-            `counts` are read. The last of these must be the row's last page.
+            [B, Hkv, C] int64, where C is the most of `counts`: places in the row's page table. Of
+            a row's columns the first `counts` are read. The last of these is always the row's last
+            page. A place that the row does not have is read as its nearest, and the hook has failed
+            at the end of the step.
         """
         return None
 

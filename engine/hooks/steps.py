@@ -8,11 +8,13 @@ that rank 0 can do what these declare.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from engine.hooks.calling import Caller, HookFailure
+from engine.hooks.checking import check_narrowed, check_wanted
 from engine.hooks.protocol import AttentionHook, Hook, HookSite, Narrowed, StepRows
 from engine.ranks.collective import Collective
 from engine.schedule.step import StepPlan
@@ -34,6 +36,7 @@ class StepHooks:
         self._choosing = next((each for each in self._attending if each[1].chooses_pages), None)
         self.narrowed: Narrowed | None = None
         """The rows that read some of their pages only in this step. Set by `begin`."""
+        self._beyond: list[Tensor] = []
         self.failures: tuple[HookFailure, ...] = ()
         """Of the last step. Set by `end`."""
 
@@ -43,16 +46,19 @@ class StepHooks:
         for caller, step in zip(self._callers, self._steps, strict=True):
             caller.restart()
             caller.call(caller.hook.step_began, step)
-        self.narrowed = None
+        self.narrowed, self._beyond = None, []
         if self._choosing and plan.num_decodes:
             caller, hook = self._choosing
-            narrowed = caller.call(hook.rows_narrowed, self._steps[caller.index])
-            self.narrowed = narrowed if narrowed is not None and len(narrowed.rows) else None
+            step = self._steps[caller.index]
+            check = partial(check_narrowed, step=step)
+            self.narrowed = caller.call(hook.rows_narrowed, step, check=check)
 
     def end(self, collective: Collective) -> None:
         """The forward pass is done."""
         for caller, step in zip(self._callers, self._steps, strict=True):
             caller.call(caller.hook.step_ended, step)
+        if self._choosing and self._beyond and bool(torch.stack(self._beyond).any()):
+            self._choosing[0].fail("pages_wanted", IndexError("a row does not have the page"))
         failed = [caller.failure is not None for caller in self._callers]
         anywhere = collective.all_reduce(torch.tensor(failed, dtype=torch.float32)).bool().tolist()
         self.failures = tuple(
@@ -66,16 +72,18 @@ class StepHooks:
         for caller, hook in self._attending:
             caller.call(hook.attention_began, layer, q, k, v)
 
-    def pages_wanted(self, layer: int, q: Tensor) -> Tensor | None:
-        """What the hook that narrows rows wants of them; None: all pages."""
+    def pages_wanted(self, layer: int, q: Tensor, shape: tuple[int, ...]) -> Tensor | None:
+        """What the hook that narrows rows wants of them, as a tensor of this shape; None: all
+        pages."""
         assert self._choosing, "some hook has narrowed rows"
         caller, hook = self._choosing
-        return caller.call(hook.pages_wanted, layer, q)
+        check = partial(check_wanted, shape=shape, device=q.device)
+        return caller.call(hook.pages_wanted, layer, q, check=check)
 
-    def wants_nonsense(self, error: Exception) -> None:
-        """The pages that a hook wants do not exist."""
-        assert self._choosing, "some hook has narrowed rows"
-        self._choosing[0].fail("pages_wanted", error)
+    def note_beyond(self, beyond: Tensor) -> None:
+        """Where places that a hook wants are none of the row's. It is read at the end of the step,
+        since no layer waits for the device."""
+        self._beyond.append(beyond.any())
 
     def attention_ended(self, layer: int, q: Tensor, out: Tensor) -> None:
         """A layer's attention is done. Shapes as in `AttentionHook`."""

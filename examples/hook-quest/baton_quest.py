@@ -146,9 +146,7 @@ class Quest(AttentionHook):
             # Rows that read fewer pages have places behind them, which nobody reads.
             beyond = torch.arange(self._most, device=q.device) >= self._counts[:, :, None]
             best = best.masked_fill(beyond, self._table.shape[1])
-        best = best.sort(dim=-1).values.clamp_max_(self._table.shape[1] - 1)
-        table = self._table[:, None].expand(-1, scores.shape[1], -1)
-        return table.gather(2, best)
+        return best.sort(dim=-1).values
 
     def _scores(self, q: Tensor, summaries: Tensor) -> Tensor:
         """[B, Hkv, P] of `q` [B, Hq, D] and `summaries` [B, P, Hkv, 2 * D]."""

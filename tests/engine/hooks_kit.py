@@ -42,8 +42,13 @@ quest = baton_quest:make
 breaks = breaking_hooks:fails
 breaks-and-leaves = breaking_hooks:leaves
 both = breaking_hooks:both
+wrong = wrong_hooks:wrong
 
 [baton.hooks]
 steps = breaking_hooks:of_steps
 bad = breaking_hooks:nonsense
+counting = wrong_hooks:counting
+refusing = wrong_hooks:refusing
+boundless = wrong_hooks:boundless
+nothing = wrong_hooks:no_hook
 """

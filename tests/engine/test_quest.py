@@ -110,7 +110,7 @@ def test_the_pages_with_the_best_bounds_are_read(kind):
         used, count = -(-int(contexts[row]) // PAGE), int(narrowed.counts[at])
         for head in range(HEADS):
             best = expected(pool, table[row, :used], q[at], head, count)
-            assert found[at, head, :count].tolist() == best
+            assert table[row, found[at, head, :count]].tolist() == best
 
 
 def expected(pool, pages, q, head, count) -> list[int]:
