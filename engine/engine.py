@@ -19,6 +19,7 @@ from engine.building import (
     Progress,
     backend_of,
     check_memory,
+    hook_steps,
     load,
     make_pool,
     open_all,
@@ -27,7 +28,7 @@ from engine.building import (
 )
 from engine.checkpoints import Weights
 from engine.config import EngineConfig
-from engine.hooks.protocol import Hook
+from engine.hooks.protocol import Hook, HookError
 from engine.hooks.requests import RequestHooks
 from engine.loop.executor import Executor, TorchExecutor
 from engine.loop.fetch_port import FetchPort
@@ -305,14 +306,18 @@ def _build_executor(
 ) -> Executor:
     backend = backend_of(config, loaded, pool)
     is_fast = isinstance(backend, PagedAttention) and pool.device.type == "cuda"
-    if hooks or not is_fast:
+    if not is_fast:
         return TorchExecutor(torch_steps(config, loaded, pool, backend, hooks), sampler)
     assert isinstance(backend, PagedAttention)
     from engine.cuda.executor import CudaExecutor
 
-    executor = CudaExecutor(loaded.model, pool, backend, sampler, config)
-    if config.cuda_graphs:
-        executor.capture(progress)
+    own = hook_steps(config, loaded, pool, hooks)
+    executor = CudaExecutor(loaded.model, pool, backend, sampler, config, *own)
+    try:
+        if config.cuda_graphs:
+            executor.capture(progress)
+    except HookError as error:
+        raise EngineError(str(error)) from error
     return executor
 
 

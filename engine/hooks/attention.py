@@ -9,10 +9,12 @@ one head each (`KvPool.by_head`), is read by the same backend.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention import AttentionBackend, AttentionBatch, Specs
@@ -20,6 +22,7 @@ from engine.hooks.protocol import HookSite, Narrowed
 from engine.hooks.steps import StepHooks
 from engine.pages.kv_pool import KvPool
 
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 MakeBackend = Callable[[KvPool, Specs], AttentionBackend]
 
 
@@ -42,6 +45,24 @@ class _Split(NamedTuple):
     """The other tokens."""
     batch: AttentionBatch
     """Of the other rows."""
+    heads: AttentionBatch
+    """A row for each head of each narrowed row. The pages are others in each layer."""
+
+
+class CalledAttention:
+    """Attention over K and V that are in the pool already, with calls of hooks that choose nothing.
+    A graph may capture it."""
+
+    def __init__(self, attend: Attend, hooks: StepHooks) -> None:
+        self._attend = attend
+        self._hooks = hooks
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """One layer. Shapes as in `AttentionBackend`."""
+        self._hooks.attention_began(layer, q, k, v)
+        out = self._attend(layer, q, k, v)
+        self._hooks.attention_ended(layer, q, out)
+        return out
 
 
 class HookedAttention:
@@ -67,8 +88,11 @@ class HookedAttention:
         self._whole.begin(batch)
         narrowed = self._hooks.narrowed
         self._split = None if narrowed is None else self._split_off(batch, narrowed)
-        if self._split is not None and len(self._split.rest):
+        if self._split is None:
+            return
+        if len(self._split.rest):
             self._others.begin(self._split.batch)
+        self._heads.begin(self._split.heads)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `AttentionBackend`."""
@@ -123,31 +147,40 @@ class HookedAttention:
         return out.reshape(q.shape)
 
     def _split_off(self, batch: AttentionBatch, narrowed: Narrowed) -> _Split:
-        device, rows = batch.page_table.device, narrowed.rows
-        tails = (batch.context_lens[rows] - 1) % self._pool.page_size + 1
-        contexts = (narrowed.counts - 1) * self._pool.page_size + tails
+        rows, counts, heads = narrowed.rows, narrowed.counts, self._pool.num_kv_heads
+        last, tails = np.divmod(batch.context_lens[rows] - 1, self._pool.page_size)
+        contexts = ((counts - 1) * self._pool.page_size + tails + 1).repeat(heads).astype(np.int32)
         others = np.setdiff1d(np.arange(len(batch.query_lens)), rows)
-        tokens = np.arange(int(batch.query_lens.sum()))
-        rest = torch.from_numpy(np.setdiff1d(tokens, rows)).to(device)
-        each = torch.from_numpy(contexts.astype(np.int32)).to(device)
-        last = (batch.context_lens[rows] - 1) // self._pool.page_size
-        places, tokens_of_rows = torch.from_numpy(last.astype(np.int64)), torch.from_numpy(rows)
-        tokens_of_rows = tokens_of_rows.to(device)
-        counts = torch.from_numpy(narrowed.counts.astype(np.int64)).to(device)
+        on_device = partial(_on_device, device=batch.page_table.device)
+        tokens = on_device(rows)
+        rest = on_device(np.setdiff1d(np.arange(int(batch.query_lens.sum())), rows))
+        nowhere = torch.zeros_like(tokens).repeat(heads)
         return _Split(
-            tokens=tokens_of_rows,
-            table=batch.page_table[tokens_of_rows][:, None],
-            last=places.to(device)[:, None, None],
-            counts=counts[:, None, None],
-            contexts=each.repeat_interleave(self._pool.num_kv_heads),
-            columns=int(narrowed.counts.max()),
+            tokens=tokens,
+            table=batch.page_table[tokens][:, None],
+            last=on_device(last)[:, None, None],
+            counts=on_device(counts)[:, None, None],
+            contexts=on_device(contexts).int(),
+            columns=int(counts.max()),
             rest=rest,
             batch=AttentionBatch(
                 query_lens=batch.query_lens[others],
                 context_lens=batch.context_lens[others],
                 num_decodes=batch.num_decodes - len(rows),
-                page_table=batch.page_table[torch.from_numpy(others).to(device)],
+                page_table=batch.page_table[on_device(others)],
                 token_pages=batch.token_pages[rest],
                 token_offsets=batch.token_offsets[rest],
             ),
+            heads=AttentionBatch(
+                query_lens=np.ones(len(contexts), np.int32),
+                context_lens=contexts,
+                num_decodes=len(contexts),
+                page_table=nowhere[:, None].expand(-1, int(counts.max())),
+                token_pages=nowhere,
+                token_offsets=nowhere,
+            ),
         )
+
+
+def _on_device(numbers: NDArray[Any], device: torch.device) -> Tensor:
+    return torch.from_numpy(numbers.astype(np.int64)).to(device, non_blocking=True)

@@ -88,6 +88,10 @@ class StepRows:
     context_lens: Int32s
     """[R] tokens in KV after this step."""
     num_decodes: int
+    prompts_at: int
+    """Where the tokens of the rows that are no decode rows begin, among those of a layer. A step
+    that fits a graph is padded: tokens from `num_decodes` up to here are of no row, nor are those
+    behind the last row's."""
     page_table: Int32s
     """[R, P]; the scratch page beyond a row's context."""
     page_size: int
@@ -127,8 +131,13 @@ class Hook:
     name: str
     """The name by which it is installed."""
     capturable: bool = False
-    """Whether a graph of the device may contain its calls: they launch kernels of fixed shapes and
-    never wait for them. Otherwise steps with its requests run their kernels one by one."""
+    """Whether a graph of the device may contain the calls in layers: they launch kernels of fixed
+    shapes at fixed addresses and never wait for them. They are made before the first step, when
+    graphs are captured. In a step of a graph the kernels run without them, and `step_began` puts
+    what they need at those addresses.
+
+    If not, or if the hook chooses pages: a step with its requests runs its kernels one by one, and
+    the layers of other steps do not call it."""
     needs_both: bool = False
     """Whether it must be on both ends of a hand-off, with equal options."""
     on_failure: OnFailure = OnFailure.FAIL

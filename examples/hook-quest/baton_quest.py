@@ -156,7 +156,7 @@ class Quest(AttentionHook):
         return bounds.amax(2).float() + self._bonus
 
     def _device(self, numbers: np.ndarray) -> Tensor:
-        return torch.from_numpy(numbers.astype(np.int64)).to(self._pool.device)
+        return torch.from_numpy(numbers.astype(np.int64)).to(self._pool.device, non_blocking=True)
 
 
 def _tokens_of(extension: bytes) -> int:

@@ -91,6 +91,20 @@ class OfSteps(Hook):
             raise ZeroDivisionError
 
 
+class Quiet(AttentionHook):
+    """Has to do with all requests, and does nothing."""
+
+    def __init__(self, *, capturable: bool) -> None:
+        self.capturable = capturable
+
+    def request_began(self, request, extension):
+        return Term(1)
+
+
+def quiet(options):
+    return Quiet(capturable=options["graphs"] == "yes")
+
+
 def fails(options):
     return Breaking(options, OnFailure.FAIL)
 

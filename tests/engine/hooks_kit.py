@@ -41,6 +41,7 @@ ALL = """\
 quest = baton_quest:make
 breaks = breaking_hooks:fails
 breaks-and-leaves = breaking_hooks:leaves
+quiet = breaking_hooks:quiet
 both = breaking_hooks:both
 wrong = wrong_hooks:wrong
 

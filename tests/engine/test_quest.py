@@ -92,6 +92,7 @@ def test_the_pages_with_the_best_bounds_are_read(kind):
         query_lens=np.ones(3, np.int32),
         context_lens=contexts,
         num_decodes=3,
+        prompts_at=3,
         page_table=table,
         page_size=PAGE,
         arrived=np.unique(table)[1:],
