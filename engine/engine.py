@@ -141,7 +141,7 @@ class Engine:
             gathers=pool.gathers,
         )
         sampler = Sampler(config.max_sequences, info.vocab_size, device, info.eos_token_ids)
-        own = _build_executor(config, loaded, pool, sampler, hooks, progress)
+        own = build_executor(config, loaded, pool, sampler, hooks, progress)
         executor = ranks.executor(own)
         ranks.join()
         profiler = StepProfiler(nvtx=device.type == "cuda")
@@ -296,7 +296,7 @@ def _usual_step_tokens(on_cpu: bool, decodes: bool) -> int:
     return 2048 if decodes else 4096
 
 
-def _build_executor(
+def build_executor(
     config: EngineConfig,
     loaded: LoadedModel,
     pool: KvPool,
@@ -304,6 +304,11 @@ def _build_executor(
     hooks: Sequence[Hook],
     progress: Progress | None,
 ) -> Executor:
+    """Rank 0's part of steps: the fast path where it runs, with its graphs captured.
+
+    Raises:
+        EngineError: a hook, or attention as configured, cannot work here.
+    """
     backend = backend_of(config, loaded, pool)
     is_fast = isinstance(backend, PagedAttention) and pool.device.type == "cuda"
     if not is_fast:
