@@ -215,7 +215,7 @@ def hook_steps(
     except HookError as error:
         raise EngineError(str(error)) from error
     step_hooks = StepHooks(hooks, site, config.hook_limit_s)
-    if not step_hooks.attend:
+    if not step_hooks.attends:
         return step_hooks, None
     make = partial(choose_backend, config.attention)
     return step_hooks, HookedAttention(make, site, step_hooks)

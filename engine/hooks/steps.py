@@ -53,7 +53,7 @@ class StepHooks:
         """Of the last step. Set by `end`."""
 
     @property
-    def attend(self) -> bool:
+    def attends(self) -> bool:
         """Whether any may be called in layers."""
         return bool(self._attending)
 

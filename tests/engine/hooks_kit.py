@@ -44,6 +44,7 @@ breaks-and-leaves = breaking_hooks:leaves
 quiet = breaking_hooks:quiet
 both = breaking_hooks:both
 wrong = wrong_hooks:wrong
+late = wrong_hooks:late
 
 [baton.hooks]
 steps = breaking_hooks:of_steps

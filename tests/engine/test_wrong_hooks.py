@@ -10,6 +10,8 @@ from hooks_kit import ALL, QUEST, installed
 from tiny_models import write_tiny_model
 from wrong_hooks import TERMS
 
+from engine.types import FailureReason
+
 PROMPT, NEIGHBOUR = list(range(40, 90)), list(range(200, 270))
 PAGE = 16
 ROWS = (
@@ -82,6 +84,32 @@ def test_what_a_hook_that_chooses_pages_has_touched_is_never_keyed(path):
     assert not engine.load().hook_failures
     stored = sum(event.kind.value == "stored" for event in cached)
     assert stored == len(PROMPT) // PAGE
+    engine.stop()
+
+
+@pytest.mark.parametrize("then", ["fail", "leave"])
+def test_a_hook_that_breaks_late_ends_or_leaves_all_choices(path, want, then):
+    """The next step is in flight by then. The pool is too small for all, so some are preempted."""
+    engine = build(path, hooks=(f"late?then={then}",), num_pages=22)
+    with held(engine):
+        neighbour = submit(engine, NEIGHBOUR, 12, ignore_eos=True)
+        mine = [
+            submit(engine, PROMPT, 60, choices=2, ignore_eos=True, extensions={"late": b""})
+            for _ in range(2)
+        ]
+    finish(neighbour)
+    assert neighbour.tokens == want[1]
+    for run in mine:
+        assert run.done.wait(60)
+        if then == "leave":
+            assert run.failed is None
+            assert [each[:12] for each in run.tokens] == want[0] * 2
+            assert engine.load().preemptions
+    assert [run.failed.reason for run in mine if run.failed][:1] == [FailureReason.HOOK] * (
+        then == "fail"
+    )
+    assert engine.load().hook_failures["late", "pages_wanted"] >= 1
+    check_baseline(engine)
     engine.stop()
 
 

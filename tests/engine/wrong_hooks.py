@@ -72,6 +72,29 @@ class Wrong(AttentionHook):
         return torch.zeros(len(q), heads, 2, dtype=torch.int64)
 
 
+class Late(AttentionHook):
+    """Has to do with the requests that name it, and breaks in the sixth of its steps."""
+
+    chooses_pages = True
+
+    def __init__(self, on_failure: OnFailure) -> None:
+        self.on_failure, self._steps = on_failure, 0
+
+    def request_began(self, request, extension):
+        return None if extension is None else Term(1)
+
+    def rows_narrowed(self, step):
+        self._rows = np.flatnonzero(step.terms[: step.num_decodes])
+        self._steps += bool(self._rows.size)
+        pages = -(-step.context_lens[self._rows] // step.page_size)
+        return Narrowed(self._rows, pages)
+
+    def pages_wanted(self, layer, q):
+        if layer == 1 and self._steps == 6:
+            raise ZeroDivisionError
+        return
+
+
 class Counting(Hook):
     """Gives each request a term of its own, and raises if a step has one whose request ended."""
 
@@ -102,6 +125,10 @@ class Refusing(Hook):
 
 def wrong(options):
     return Wrong(options["how"])
+
+
+def late(options):
+    return Late(OnFailure(options["then"]))
 
 
 def counting(options):
