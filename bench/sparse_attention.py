@@ -2,6 +2,7 @@
 
 python -m bench.sparse_attention [perplexity|needle] [--budgets N ...] [--segment N]
     [--stride N] [--tokens N] [--lengths N ...]
+python -m bench.sparse_attention steps --help       what a step takes: `bench.sparse_steps`
 
 The steps are a worker's own (`TorchSteps` with the hook `quest` of `examples/hook-quest`), driven
 one by one. All budgets are rows of the same steps. The text is `bench/texts/long.txt`: Baton's own
@@ -20,11 +21,10 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +33,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bench import sparse_steps
+from bench.sparse_steps import quest
 from engine.building import backend_of, load, make_pool, torch_steps
 from engine.config import EngineConfig
 from engine.ranks.collective import Alone
@@ -41,7 +43,6 @@ from engine.schedule.step import StepPlan
 
 TEXT = Path(__file__).with_name("texts") / "long.txt"
 TEXT_SHA256 = "04f8e76d0fa62c91b86e912ba2229ac41c59d93a9c37cd00ac1f7fe5f8a11b36"
-HOOK = Path(__file__).parents[1] / "examples" / "hook-quest"
 TOKENS, PROMPT, CHUNK, PAGE = 8000, 1024, 512, 16
 SEGMENT, STRIDE = 256, 2048
 BUDGETS = (512, 1024)
@@ -69,7 +70,7 @@ class Rig:
         loaded = load(config, device, collective=Alone())
         pool = make_pool(pages, config, loaded, device)
         backend = backend_of(config, loaded, pool)
-        self._steps = torch_steps(config, loaded, pool, backend, [_quest()])
+        self._steps = torch_steps(config, loaded, pool, backend, [quest({})])
         self._model = loaded.model
         self._number = 0
 
@@ -150,11 +151,6 @@ class Rig:
             for at in range(0, len(hidden), 256)
         ]
         return torch.cat(parts) if parts else torch.zeros(0)
-
-
-def _quest() -> Any:
-    sys.path.insert(0, str(HOOK))
-    return importlib.import_module("baton_quest").make({})
 
 
 def _pages(first: int, count: int) -> Ints:
@@ -329,8 +325,11 @@ def _find(rig: Rig, needle: Needle, count: int, budgets: Sequence[int]) -> list[
     return list(zip(found, log_p, strict=True))
 
 
-def main(arguments: Mapping[str, Any] | None = None) -> None:
+def main() -> None:
     """Prints the tables."""
+    if sys.argv[1:2] == ["steps"]:
+        sparse_steps.main(sys.argv[2:])
+        return
     from transformers import AutoTokenizer
 
     from baton import demo_model

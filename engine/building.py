@@ -15,7 +15,7 @@ from engine.attention.paged import PagedAttention
 from engine.checkpoints import Weights
 from engine.config import EngineConfig
 from engine.hooks.attention import HookedAttention
-from engine.hooks.opening import attach, attention_hooks, open_hooks
+from engine.hooks.opening import attach, bytes_beside, open_hooks
 from engine.hooks.protocol import Hook, HookError, HookSite
 from engine.hooks.steps import StepHooks
 from engine.loop.running import TorchSteps
@@ -110,11 +110,18 @@ def pages_that_fit(
     config: EngineConfig, loaded: LoadedModel, device: torch.device, hooks: Sequence[Hook] = ()
 ) -> int:
     """The pages that are asked for, or for which a rank has memory. Hooks may need some beside each
-    page."""
+    page.
+
+    Raises:
+        EngineError: a hook cannot say how much it needs.
+    """
     if config.num_pages:
         return config.num_pages
     page = _pool_of(1, config, loaded, torch.device("meta"))
-    page_bytes = page.page_bytes + sum(hook.page_bytes(page) for hook in hooks)
+    try:
+        page_bytes = page.page_bytes + bytes_beside(hooks, page)
+    except HookError as error:
+        raise EngineError(str(error)) from error
     return (config.kv_memory_bytes or _memory_left(config, loaded, device)) // page_bytes
 
 
@@ -195,24 +202,37 @@ def torch_steps(
     backend: AttentionBackend,
     hooks: Sequence[Hook],
 ) -> TorchSteps:
-    """A rank's part of steps with PyTorch. Attention is wrapped only where there are hooks.
+    """A rank's part of steps with PyTorch.
 
     Raises:
         EngineError: a hook cannot work here.
     """
-    step_hooks = None
-    if hooks:
-        site = HookSite(pool, loaded.model.attention_specs, config.decodes)
-        try:
-            attach(hooks, site)
-        except HookError as error:
-            raise EngineError(str(error)) from error
-        step_hooks = StepHooks(hooks, site, config.hook_limit_s)
-        if attention_hooks(hooks):
-            make = partial(choose_backend, config.attention)
-            backend = HookedAttention(make, site, step_hooks)
+    step_hooks, hooked = hook_steps(config, loaded, pool, hooks)
     loaded.model.finish()
-    return TorchSteps(loaded.model, pool, backend, config.max_sequences, pool.device, step_hooks)
+    attention = hooked or backend
+    return TorchSteps(loaded.model, pool, attention, config.max_sequences, pool.device, step_hooks)
+
+
+def hook_steps(
+    config: EngineConfig, loaded: LoadedModel, pool: KvPool, hooks: Sequence[Hook]
+) -> tuple[StepHooks | None, HookedAttention | None]:
+    """A rank's hooks in its steps; and attention with hooks around it, if any is called in layers.
+
+    Raises:
+        EngineError: a hook cannot work here.
+    """
+    if not hooks:
+        return None, None
+    site = HookSite(pool, loaded.model.attention_specs, config.decodes)
+    try:
+        attach(hooks, site)
+    except HookError as error:
+        raise EngineError(str(error)) from error
+    step_hooks = StepHooks(hooks, site, config.hook_limit_s)
+    if not step_hooks.attends:
+        return step_hooks, None
+    make = partial(choose_backend, config.attention)
+    return step_hooks, HookedAttention(make, site, step_hooks)
 
 
 def backend_of(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> AttentionBackend:

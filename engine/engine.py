@@ -19,6 +19,7 @@ from engine.building import (
     Progress,
     backend_of,
     check_memory,
+    hook_steps,
     load,
     make_pool,
     open_all,
@@ -27,7 +28,7 @@ from engine.building import (
 )
 from engine.checkpoints import Weights
 from engine.config import EngineConfig
-from engine.hooks.protocol import Hook
+from engine.hooks.protocol import Hook, HookError
 from engine.hooks.requests import RequestHooks
 from engine.loop.executor import Executor, TorchExecutor
 from engine.loop.fetch_port import FetchPort
@@ -140,7 +141,7 @@ class Engine:
             gathers=pool.gathers,
         )
         sampler = Sampler(config.max_sequences, info.vocab_size, device, info.eos_token_ids)
-        own = _build_executor(config, loaded, pool, sampler, hooks, progress)
+        own = build_executor(config, loaded, pool, sampler, hooks, progress)
         executor = ranks.executor(own)
         ranks.join()
         profiler = StepProfiler(nvtx=device.type == "cuda")
@@ -300,7 +301,7 @@ def _usual_step_tokens(on_cpu: bool, decodes: bool) -> int:
     return 2048 if decodes else 4096
 
 
-def _build_executor(
+def build_executor(
     config: EngineConfig,
     loaded: LoadedModel,
     pool: KvPool,
@@ -308,16 +309,25 @@ def _build_executor(
     hooks: Sequence[Hook],
     progress: Progress | None,
 ) -> Executor:
+    """Rank 0's part of steps: the fast path where it runs, with its graphs captured.
+
+    Raises:
+        EngineError: a hook, or attention as configured, cannot work here.
+    """
     backend = backend_of(config, loaded, pool)
     is_fast = isinstance(backend, PagedAttention) and pool.device.type == "cuda"
-    if hooks or not is_fast:
+    if not is_fast:
         return TorchExecutor(torch_steps(config, loaded, pool, backend, hooks), sampler)
     assert isinstance(backend, PagedAttention)
     from engine.cuda.executor import CudaExecutor
 
-    executor = CudaExecutor(loaded.model, pool, backend, sampler, config)
-    if config.cuda_graphs:
-        executor.capture(progress)
+    own = hook_steps(config, loaded, pool, hooks)
+    executor = CudaExecutor(loaded.model, pool, backend, sampler, config, *own)
+    try:
+        if config.cuda_graphs:
+            executor.capture(progress)
+    except HookError as error:
+        raise EngineError(str(error)) from error
     return executor
 
 

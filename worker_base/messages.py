@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from baton.extensions import MAX_EXTENSION_BYTES, MAX_EXTENSIONS, extension_bytes
 from baton.worker.v1 import worker_pb2
 from engine.types import (
     EndReason,
@@ -87,8 +88,8 @@ def request_of(submit: worker_pb2.Submit) -> Request:
 
     Raises:
         MalformedMessage: the prompt or the id is empty, there is no choice, the mode is unknown,
-            ids are malformed, or the output so far does not fit the choices or leaves nothing to
-            generate.
+            ids are malformed, the output so far does not fit the choices or leaves nothing to
+            generate, or extensions exceed their bounds.
     """
     mode = _MODES.get(submit.mode)
     prompt_ids = unpack_ids(submit.prompt_ids)
@@ -99,6 +100,9 @@ def request_of(submit: worker_pb2.Submit) -> Request:
         raise MalformedMessage("generated")
     if any(len(tokens) >= submit.stopping.max_tokens for tokens in generated):
         raise MalformedMessage("generated")
+    extensions = dict(submit.extensions)
+    if len(extensions) > MAX_EXTENSIONS or extension_bytes(extensions) > MAX_EXTENSION_BYTES:
+        raise MalformedMessage("extensions")
     return Request(
         id=submit.attempt_id,
         prompt_ids=prompt_ids,
@@ -118,7 +122,7 @@ def request_of(submit: worker_pb2.Submit) -> Request:
         cache_salt=submit.cache_salt,
         prompt_logprobs=submit.prompt_logprobs,
         takeover_tokens=submit.takeover_tokens,
-        extensions=dict(submit.extensions),
+        extensions=extensions,
         fetch=_fetch_of(submit),
     )
 

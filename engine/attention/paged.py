@@ -102,12 +102,15 @@ class PagedAttention(ABC):
         queries = torch.from_numpy(batch.query_lens[first:]).to(torch.int32)
         starts = None
         if len(queries):
-            starts = torch.nn.functional.pad(queries.cumsum(0), (1, 0)).int().to(device)
+            starts = torch.nn.functional.pad(queries.cumsum(0), (1, 0)).int()
+            starts = starts.to(device, non_blocking=True)
         fresh = bool((batch.query_lens[first:] == batch.context_lens[first:]).all())
         self.prepare(
             PagedStep(
                 num_decodes=first,
-                context_lens=torch.from_numpy(batch.context_lens).int().to(device),
+                context_lens=torch.from_numpy(batch.context_lens)
+                .int()
+                .to(device, non_blocking=True),
                 page_table=batch.page_table.int(),
                 query_starts=starts,
                 max_query=int(batch.query_lens[first:].max(initial=0)),

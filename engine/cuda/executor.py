@@ -5,6 +5,7 @@ A step's life:
 1. `launch` packs the plan's integers into pinned memory and queues one copy to the device.
 2. A step that fits a shape (`engine.cuda.shapes`) is padded to it and replays its graph. Any other
    step runs its kernels one by one. Its prompts keep the device busy, so the launches cost no time.
+   A step with rows of a hook whose calls no graph can contain fits none.
 3. Tokens are drawn, put into the token table (which the next step reads, on the device) and
    copied to pinned memory. An event marks the end.
 4. A thread waits for the event, reads the pinned memory and completes the step's future.
@@ -16,10 +17,9 @@ stream, in the order launched.
 # mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
 
-import queue
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,11 +33,15 @@ from engine.bounds import Bounds
 from engine.cuda.forward import FusedForward, RowEnds
 from engine.cuda.inputs import Inputs, attention_of, ends_of
 from engine.cuda.kernels import greedy
-from engine.cuda.packing import PackedStep, pack, rows_of, stores_of
+from engine.cuda.packing import PackedStep, batch_of, pack, rows_of, stores_of
 from engine.cuda.shapes import PROMPT_ROWS, Shape, Shapes
 from engine.cuda.staging import Int32s, StepStaging
+from engine.hooks.attention import CalledAttention, HookedAttention
+from engine.hooks.calling import HookFailure
+from engine.hooks.steps import StepHooks
 from engine.loop.executor import Launched
 from engine.loop.running import SCORE_ROWS
+from engine.loop.waiting import Read, StepWaiter
 from engine.masks.rules import words_of
 from engine.model import Model
 from engine.pages.kv_pool import KvPool
@@ -46,8 +50,7 @@ from engine.schedule.step import ScorePlan, ScoreResult, StepPlan, StepResult
 from telemetry import failpoints
 
 Progress = Callable[[str, int, int], None]
-Read = Callable[[], StepResult]
-"""Makes the result from pinned memory, once the data is there."""
+Failures = Callable[[], tuple[HookFailure, ...]]
 SPARE_INTEGERS = 1 << 16
 """Room in the staging buffer for copies, samples of many choices and gaps between sections."""
 
@@ -56,14 +59,6 @@ class _Graph(NamedTuple):
     graph: torch.cuda.CUDAGraph
     logits: Tensor
     """[R, vocab]. The next replay of any shape may overwrite it."""
-
-
-class _InFlight(NamedTuple):
-    """A step that the device runs or will run."""
-
-    done: torch.cuda.Event
-    read: Read
-    future: Launched
 
 
 class _Draw(NamedTuple):
@@ -75,38 +70,8 @@ class _Draw(NamedTuple):
     """[S]"""
     plan: SamplePlan | None
     scores: list[_HostScores]
-
-
-class StepWaiter:
-    """Completes the futures of steps, in order, on a thread of its own.
-
-    The thread sleeps in the driver until a step's event has come, with the interpreter released.
-    """
-
-    def __init__(self) -> None:
-        self._steps: queue.SimpleQueue[_InFlight | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="baton-step-waiter", daemon=True)
-        self._thread.start()
-
-    def add(self, done: torch.cuda.Event, read: Read, future: Launched) -> Launched:
-        """Takes a launched step and its future, which it returns."""
-        self._steps.put(_InFlight(done, read, future))
-        return future
-
-    def stop(self) -> None:
-        """Ends the thread after the steps that it has."""
-        self._steps.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (step := self._steps.get()) is not None:
-            try:
-                step.done.synchronize()
-                result = step.read()
-            except BaseException as error:
-                step.future.set_exception(error)
-            else:
-                step.future.set_result(result)
+    failures: Failures | None = None
+    """Tells which hooks have failed, once the data is there."""
 
 
 class CudaExecutor:
@@ -119,12 +84,17 @@ class CudaExecutor:
         attention: PagedAttention,
         sampler: Sampler,
         bounds: Bounds,
+        hooks: StepHooks | None = None,
+        hooked: HookedAttention | None = None,
     ) -> None:
+        """`hooked` is attention with hooks around it, if any is called in layers."""
         device = pool.device
         max_pages = -(-bounds.max_context_tokens // pool.page_size)
         self._pool = pool
         self._attention = attention
         self._sampler = sampler
+        self._hooks, self._hooked = hooks, hooked
+        self._called = CalledAttention(attention.attend, hooks) if hooks and hooks.fits else None
         rows = max(bounds.max_sequences, PROMPT_ROWS + 1)
         attention.reserve(bounds.scratch_tokens + PROMPT_ROWS + 1, rows)  # Padding rows have one.
         self._forward = FusedForward(model, pool, attention, bounds.max_context_tokens)
@@ -158,6 +128,8 @@ class CudaExecutor:
     @torch.inference_mode()
     def _capture(self, shape: Shape, memory: Any) -> _Graph:
         graph = torch.cuda.CUDAGraph()
+        if self._hooks is not None:
+            self._hooks.capture()
         with torch.cuda.stream(self.stream):
             packed = self._pack(None, shape)
             logits = self._kernels(packed)
@@ -169,6 +141,8 @@ class CudaExecutor:
                 logits = self._kernels(packed)
             finally:
                 graph.capture_end()
+        if self._hooks is not None:
+            self._hooks.check_captured()
         return _Graph(graph, logits)
 
     def launch(self, plan: StepPlan) -> Launched:
@@ -209,14 +183,21 @@ class CudaExecutor:
     def _launch(self, plan: StepPlan) -> Launched:
         if plan.copy_source.size or plan.write_slots.size:
             self._transfer(plan)
+        hooks, shape = self._hooks, self._shapes.of(plan) if plan.num_tokens else None
+        if hooks is not None:
+            shape = None if hooks.is_eager(plan) else shape
+            hooks.begin(plan, shape.decodes if shape else None)
         if plan.num_tokens == 0:
-            return self._finish(_nothing_drawn)
-        shape = self._shapes.of(plan)
+            return self._finish(_telling(_nothing_drawn, self._end_hooks()))
         draw = self._exact(plan) if shape is None else self._padded(plan, shape)
+        draw = draw._replace(failures=self._end_hooks())
         if plan.masked.size:
             self._waiting = draw, Future()
             return self._waiting[1]
         return self._finish(self._draw(draw))
+
+    def _end_hooks(self) -> Failures | None:
+        return None if self._hooks is None else self._hooks.end_queued()
 
     def _transfer(self, plan: StepPlan) -> None:
         """Queues page copies and token table writes before the step. They are rare, so no graph has
@@ -264,7 +245,11 @@ class CudaExecutor:
         inputs = self._inputs.spread(packed, self._token_table, self._pool.page_size)
         self._attention.prepare(attention_of(packed, inputs))
         hidden = self._forward.hidden(
-            inputs.token_ids, inputs.positions, inputs.stores, ends_of(packed, inputs)
+            inputs.token_ids,
+            inputs.positions,
+            inputs.stores,
+            ends_of(packed, inputs),
+            self._called,
         )
         return self._forward.logits(hidden)
 
@@ -283,20 +268,24 @@ class CudaExecutor:
         sampled_contexts = add(plan.positions[plan.sample_tokens] + 1)
         self._staging.upload()
         token_ids[:count] = self._token_table.index_select(0, decoding)
-        fresh = bool((queries == plan.context_lens[count:]).all())
-        differ = lengths_differ(plan.context_lens[:count], self._pool.num_kv_heads)
-        self._attention.prepare(
-            PagedStep(count, contexts, page_table, starts, int(queries.max()), fresh, differ)
-        )
+        hooked = self._hooked if self._hooks and self._hooks.is_called else None
+        if hooked is None:
+            fresh = bool((queries == plan.context_lens[count:]).all())
+            differ = lengths_differ(plan.context_lens[:count], self._pool.num_kv_heads)
+            self._attention.prepare(
+                PagedStep(count, contexts, page_table, starts, int(queries.max()), fresh, differ)
+            )
+        else:
+            hooked.begin(batch_of(plan, page_table, stores, self._pool.page_size))
         scores = []
         if plan.scores:
-            hidden = self._forward.hidden(token_ids, positions, stores)
+            hidden = self._forward.hidden(token_ids, positions, stores, hooked=hooked)
             scores = [self._score(hidden, wanted) for wanted in plan.scores]
             hidden = hidden.index_select(0, sampled)
         else:
             pages = page_table.index_select(0, sampled_rows)
             ends = RowEnds(sampled, sampled_contexts, pages)
-            hidden = self._forward.hidden(token_ids, positions, stores, ends)
+            hidden = self._forward.hidden(token_ids, positions, stores, ends, hooked)
         logits = hidden if plan.sample is None else self._forward.logits(hidden)
         return _Draw(logits, slots, plan.sample, scores)
 
@@ -317,7 +306,10 @@ class CudaExecutor:
     def _draw(self, draw: _Draw, masks: Masks | None = None) -> Read:
         """Draws a step's tokens, puts them into the token table and queues their copy to the
         host."""
-        logits, slots, plan, scores = draw
+        return _telling(self._drawn(draw, masks), draw.failures)
+
+    def _drawn(self, draw: _Draw, masks: Masks | None) -> Read:
+        logits, slots, plan, scores, _ = draw
         if plan is None:
             return lambda: _nothing_drawn(scores)
         if masks is None and plan.is_greedy:
@@ -346,6 +338,12 @@ def _to_pinned(tensor: Tensor) -> Tensor:
     """Queues a copy. The allocator does not reuse the memory before the copy is made."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)
+
+
+def _telling(read: Read, failures: Failures | None) -> Read:
+    if failures is None:
+        return read
+    return lambda: replace(read(), hook_failures=failures())
 
 
 def _nothing_drawn(scores: list[_HostScores] | None = None) -> StepResult:

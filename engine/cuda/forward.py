@@ -18,6 +18,7 @@ from engine.cuda.kv.fp8_store import rope_store_fp8
 from engine.cuda.kv.rope_store import HeadNorms, RopeTable, rope_store
 from engine.cuda.products import CudaProducts
 from engine.cuda.products.rounding import add_rms_norm_rounded, rms_norm_rounded
+from engine.hooks.attention import Attend
 from engine.model import Model
 from engine.model.config import Rope
 from engine.model.decoder import Layer
@@ -78,20 +79,27 @@ class FusedForward:
         }
 
     def hidden(
-        self, token_ids: Tensor, positions: Tensor, stores: Tensor, ends: RowEnds | None = None
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        stores: Tensor,
+        ends: RowEnds | None = None,
+        hooked: Attend | None = None,
     ) -> Tensor:
         """[T] int32 ids at [T] positions, stored at [T] places of the pool -> [T, H].
 
         With `ends` the result is [S, H] of those tokens only. In the last layer only K and V of the
         other tokens are read later, so the rest of their work is left out.
-        The attention backend must have been prepared for this step.
+        With `hooked`, hooks are around attention, and every layer computes all tokens. Else the
+        attention backend must have been prepared for this step.
         """
+        attend = self._attention.attend if hooked is None else hooked
         residual = self._model.embed(token_ids)
         x = entered(residual, self._entry)
         for layer, (to_feed_forward, to_next) in zip(self._layers, self._joins, strict=True):
             q, k, v = self._project(layer, x, positions, stores)
-            if ends is None or layer is not self._layers[-1]:
-                attended = self._attention.attend(layer.index, q, k, v)
+            if ends is None or hooked is not None or layer is not self._layers[-1]:
+                attended = attend(layer.index, q, k, v)
             elif len(ends.tokens) == 0:
                 return residual[:0]
             else:
@@ -104,7 +112,7 @@ class FusedForward:
             out = feed_forward.run(layer.feed_forward, x)
             x = joined(residual, out, to_next)
         assert isinstance(x, Tensor)
-        return x
+        return x if ends is None or hooked is None else x.index_select(0, ends.tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, H] -> [S, vocab], in the model's dtype."""

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from engine.attention import AttentionBatch
 from engine.cuda.shapes import Shape
 from engine.cuda.staging import Int32s, StepStaging
 from engine.pages.blocks import SCRATCH_PAGE
@@ -118,6 +119,19 @@ def stores_of(plan: StepPlan, page_size: int) -> Int32s:
     index, offset = np.divmod(plan.positions, page_size)
     stores: Int32s = plan.page_table[rows_of(plan), index] * np.int32(page_size) + offset
     return stores
+
+
+def batch_of(plan: StepPlan, page_table: Tensor, stores: Tensor, page_size: int) -> AttentionBatch:
+    """A step for attention with hooks. Its tensors are on the device already."""
+    at = stores.long()
+    return AttentionBatch(
+        query_lens=plan.query_lens,
+        context_lens=plan.context_lens,
+        num_decodes=plan.num_decodes,
+        page_table=page_table.long(),
+        token_pages=at // page_size,
+        token_offsets=at % page_size,
+    )
 
 
 def rows_of(plan: StepPlan) -> Int32s:

@@ -12,8 +12,13 @@ from engine.hooks.protocol import Hook
 log = logging.getLogger("baton.engine")
 
 Result = TypeVar("Result")
+Check = Callable[[object], Result | None]
 LOG_AGAIN_S: Final = 10.0
 """A failure at a point is logged once in so many seconds."""
+
+
+def _nothing(_result: object) -> None:
+    """What most methods return."""
 
 
 class HookFailure(NamedTuple):
@@ -42,14 +47,24 @@ class Caller:
         """A new step, or a new request."""
         self.failure, self._spent_s = None, 0.0
 
-    def call(self, point: Callable[..., Result], *args: object) -> Result | None:
-        """Calls a method of the hook. None, too, if it has failed."""
+    def call(
+        self, point: Callable[..., object], *args: object, check: Check[Result] = _nothing
+    ) -> Result | None:
+        """Calls a method of the hook. None, too, if it has failed.
+
+        Args:
+            point: the method.
+            args: its arguments.
+            check: what it returns goes through this, which raises if it is not as it must be.
+        """
         if self.failure is not None:
             return None
         began_s = time.monotonic()
         try:
-            result = point(*args)
-        except Exception as error:
+            result = check(point(*args))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # A SystemExit would end the thread that runs all steps.
             self.fail(point.__name__, error)
             return None
         self._spent_s += time.monotonic() - began_s
@@ -58,7 +73,7 @@ class Caller:
             return None
         return result
 
-    def fail(self, point: str, error: Exception | None = None) -> None:
+    def fail(self, point: str, error: BaseException | None = None) -> None:
         """Notes a failure at `point`: an error, or its time is up."""
         self.failure = HookFailure(self.index, self.hook.name, point)
         now_s = time.monotonic()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Final
 from urllib.parse import parse_qsl
 
 from engine.hooks.protocol import AttentionHook, Hook, HookError, HookSite
+from engine.pages.kv_pool import KvPool
 
 HOOKS: Final = "baton.hooks"
 ATTENTION: Final = "baton.attention"
@@ -54,6 +56,22 @@ def attach(hooks: Sequence[Hook], site: HookSite) -> None:
             raise HookError(f"hook {hook.name} cannot be attached: {error}") from error
 
 
+def bytes_beside(hooks: Sequence[Hook], pool: KvPool) -> int:
+    """Memory that hooks take beside each page of such a pool.
+
+    Raises:
+        HookError: one cannot say.
+    """
+    total = 0
+    for hook in hooks:
+        try:
+            total += max(0, operator.index(hook.page_bytes(pool)))
+        except Exception as error:
+            words = f"hook {hook.name} cannot say what it takes beside a page: "
+            raise HookError(f"{words}{type(error).__name__}: {error}") from error
+    return total
+
+
 def _open(spec: str) -> Hook:
     name, _, query = spec.partition("?")
     point = _find(name)
@@ -65,8 +83,9 @@ def _open(spec: str) -> Hook:
         raise
     except Exception as error:
         raise HookError(f"hook {name} cannot be made: {type(error).__name__}: {error}") from error
-    if point.group == ATTENTION and not isinstance(hook, AttentionHook):
-        raise HookError(f"hook {name} is installed as {ATTENTION} and is no AttentionHook")
+    kind = AttentionHook if point.group == ATTENTION else Hook
+    if not isinstance(hook, kind):
+        raise HookError(f"hook {name} is installed as {point.group} and is no {kind.__name__}")
     hook.name = name
     return hook
 

@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention import Specs
-from engine.bounds import UNBOUNDED
 from engine.pages.kv_pool import KvPool
 from engine.types import PageIds, Request
 
@@ -54,9 +53,9 @@ class Term(NamedTuple):
     value: int
     """A number of at least 1 with a meaning for the hook alone. It comes with each of the request's
     rows in each step, on every rank."""
-    exact_tokens: int = UNBOUNDED
+    exact_tokens: int | None = None
     """KV that is decoded here from this index on may differ from the model's own. Its pages are
-    never cached."""
+    never cached. None: it is all the model's own; of a hook that chooses pages, the prompt's is."""
 
 
 class HookSite(NamedTuple):
@@ -89,6 +88,10 @@ class StepRows:
     context_lens: Int32s
     """[R] tokens in KV after this step."""
     num_decodes: int
+    prompts_at: int
+    """Where the tokens of the rows that are no decode rows begin, among those of a layer. A step
+    that fits a graph is padded: tokens from `num_decodes` up to here are of no row, nor are those
+    behind the last row's."""
     page_table: Int32s
     """[R, P]; the scratch page beyond a row's context."""
     page_size: int
@@ -114,12 +117,12 @@ class StepRows:
 
 
 class Narrowed(NamedTuple):
-    """Decode rows that read some of their pages only, in ascending order."""
+    """Decode rows with a term that read some of their pages only, in ascending order."""
 
     rows: NDArray[np.intp]
     """[B]"""
     counts: Int32s
-    """[B] pages that each KV head of the row reads, at least 1."""
+    """[B] pages that each KV head of the row reads, at least 1 and at most those that it has."""
 
 
 class Hook:
@@ -128,8 +131,13 @@ class Hook:
     name: str
     """The name by which it is installed."""
     capturable: bool = False
-    """Whether a graph of the device may contain its calls: they launch kernels of fixed shapes and
-    never wait for them. Otherwise steps with its requests run their kernels one by one."""
+    """Whether a graph of the device may contain the calls in layers: they launch kernels of fixed
+    shapes at fixed addresses and never wait for them. They are made before the first step, when
+    graphs are captured. In a step of a graph the kernels run without them, and `step_began` puts
+    what they need at those addresses.
+
+    If not, or if the hook chooses pages: a step with its requests runs its kernels one by one, and
+    the layers of other steps do not call it."""
     needs_both: bool = False
     """Whether it must be on both ends of a hand-off, with equal options."""
     on_failure: OnFailure = OnFailure.FAIL
@@ -155,8 +163,8 @@ class Hook:
         return None
 
     def request_ended(self, request_id: bytes) -> None:
-        """The engine holds nothing of a request any more, for whatever reason. Called for requests
-        with a term."""
+        """The engine holds nothing of a request any more, for whatever reason, and no step to come
+        has a row of it. Called for requests for which `request_began` returned a term."""
         return
 
     def step_began(self, step: StepRows) -> None:
@@ -195,8 +203,10 @@ class AttentionHook(Hook):
             q: [B, Hq, D] of the narrowed rows.
 
         Returns:
-            [B, Hkv, C] int64 pages in the order of their tokens. Of a row's columns the first
-            `counts` are read. The last of these must be the row's last page.
+            [B, Hkv, C] int64, where C is the most of `counts`: places in the row's page table. Of
+            a row's columns the first `counts` are read. The last of these is always the row's last
+            page. A place that the row does not have is read as its nearest, and the hook has failed
+            at the end of the step.
         """
         return None
 

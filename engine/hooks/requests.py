@@ -6,14 +6,16 @@ those of its rows at once. `engine.schedule.recovery` deals with a hook that has
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from engine.bounds import UNBOUNDED
 from engine.hooks.calling import Caller, HookFailure
-from engine.hooks.protocol import ExtensionError, Hook, Int32s, OnFailure, Term
+from engine.hooks.checking import check_term
+from engine.hooks.protocol import AttentionHook, ExtensionError, Hook, Int32s, OnFailure, Term
 from engine.types import FailureReason, Request, RequestFailed
 
 if TYPE_CHECKING:
@@ -30,35 +32,44 @@ class RequestHooks:
         """By hook and slot; 0: the hook leaves the sequence alone."""
         self.failures: Counter[tuple[str, str]] = Counter()
         """By hook and point, since the start."""
+        self._ended: deque[tuple[int, ActiveRequest]] = deque()
+        """Requests that ended, each with the last step that may have a row of it."""
+        self._settled_step = -1
 
     def began(self, active: ActiveRequest) -> RequestFailed | None:
         """Asks the hooks about a request. Returns why it cannot run; None: it can."""
         request = active.request
         if unknown := set(request.extensions) - self._names:
             return RequestFailed(request.id, FailureReason.EXTENSION, min(unknown))
-        terms = []
+        terms, refusal = [], None
         for caller in self._callers:
             try:
-                term = self._ask(caller, request)
+                term = self._ask(caller, active)
             except ExtensionError:
-                return RequestFailed(request.id, FailureReason.EXTENSION, caller.hook.name)
+                refusal = RequestFailed(request.id, FailureReason.EXTENSION, caller.hook.name)
+                break
             if caller.failure is not None:
                 self.count(caller.failure)
                 if caller.hook.on_failure is OnFailure.FAIL:
-                    return RequestFailed(request.id, FailureReason.HOOK, caller.hook.name)
+                    refusal = RequestFailed(request.id, FailureReason.HOOK, caller.hook.name)
+                    break
             terms.append(term.value if term else 0)
             if term:
-                active.exact_tokens = min(active.exact_tokens, term.exact_tokens)
+                exact = _exact_tokens(caller.hook, term, request)
+                active.exact_tokens = min(active.exact_tokens, exact)
         active.terms = tuple(terms)
-        return None
+        if refusal is not None:
+            self._tell_end(active)
+        return refusal
 
-    def _ask(self, caller: Caller, request: Request) -> Term | None:
-        """A hook's term for a request.
+    def _ask(self, caller: Caller, active: ActiveRequest) -> Term | None:
+        """A hook's term for a request. A term that comes too late has an end, too.
 
         Raises:
             ExtensionError: the request's bytes mean nothing to it.
         """
         refused: list[ExtensionError] = []
+        request = active.request
 
         def request_began() -> Term | None:
             try:
@@ -67,8 +78,14 @@ class RequestHooks:
                 refused.append(error)
                 return None
 
+        def check(term: object) -> Term | None:
+            checked = check_term(term)
+            if checked is not None:
+                active.hooked += (caller.index,)
+            return checked
+
         caller.restart()
-        term = caller.call(request_began)
+        term = caller.call(request_began, check=check)
         if refused:
             raise refused[0]
         return term
@@ -77,14 +94,26 @@ class RequestHooks:
         """A sequence of the request has got a slot."""
         self.terms[:, slot] = active.terms
 
-    def ended(self, active: ActiveRequest) -> None:
-        """The engine holds nothing of the request any more."""
-        for caller, term in zip(self._callers, active.terms, strict=False):
-            if term:
-                caller.restart()
-                caller.call(caller.hook.request_ended, active.request.id)
-                if caller.failure:
-                    self.count(caller.failure)
+    def ended(self, active: ActiveRequest, step: int) -> None:
+        """The engine holds nothing of the request any more. Steps up to `step` may have a row of
+        it, so its hooks hear of the end when that has settled."""
+        if active.hooked:
+            self._ended.append((step, active))
+            self.settled(self._settled_step)
+
+    def settled(self, step: int) -> None:
+        """Step `step` and all before it are done."""
+        self._settled_step = step
+        while self._ended and self._ended[0][0] <= step:
+            self._tell_end(self._ended.popleft()[1])
+
+    def _tell_end(self, active: ActiveRequest) -> None:
+        for index in active.hooked:
+            caller = self._callers[index]
+            caller.restart()
+            caller.call(caller.hook.request_ended, active.request.id)
+            if caller.failure:
+                self.count(caller.failure)
 
     def leave(self, active: ActiveRequest, index: int) -> None:
         """A hook leaves a request alone from now on. What it has done counts as inexact still."""
@@ -102,6 +131,13 @@ class RequestHooks:
     def count(self, failure: HookFailure) -> None:
         """Counts a failure."""
         self.failures[failure.name, failure.point] += 1
+
+
+def _exact_tokens(hook: Hook, term: Term, request: Request) -> int:
+    if term.exact_tokens is not None:
+        return term.exact_tokens
+    chooses = isinstance(hook, AttentionHook) and hook.chooses_pages
+    return len(request.prompt_ids) if chooses else UNBOUNDED
 
 
 def ask_hooks(hooks: RequestHooks | None, active: ActiveRequest) -> RequestFailed | None:

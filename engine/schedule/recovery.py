@@ -40,9 +40,17 @@ def is_lost(scheduler: Scheduler, error: Exception) -> bool:
     return isinstance(error, torch.AcceleratorError) or scheduler.failed_steps >= MAX_FAILED_STEPS
 
 
+def step_is_over(scheduler: Scheduler, plan: StepPlan) -> None:
+    """This step and all before it, whether they failed or not, write no pages any more, and no hook
+    has rows of theirs."""
+    scheduler.blocks.settle(plan.number)
+    if scheduler.hooks is not None:
+        scheduler.hooks.settled(plan.number)
+
+
 def recover(scheduler: Scheduler, plan: StepPlan, error: Exception) -> None:
     """Undoes the plan of the oldest step in flight, which failed."""
-    scheduler.blocks.settle(plan.number)
+    step_is_over(scheduler, plan)
     scheduler.blocks.arrivals.note(plan.arrived)  # Hooks have not seen these yet.
     touched = _touched(scheduler, plan)
     # A step in flight behind a failed one has lost its requests by now and shows nothing new.

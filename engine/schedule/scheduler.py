@@ -217,7 +217,7 @@ class Scheduler:
     def _forget(self, active: ActiveRequest) -> None:
         del self.requests[active.request.id]
         if self.hooks is not None:
-            self.hooks.ended(active)
+            self.hooks.ended(active, self.next_step - 1)
 
     def fail(self, active: ActiveRequest, reason: FailureReason, hook: str = "") -> None:
         """Gives a request up and tells its sink. Pages that a transfer may read wait for

@@ -58,6 +58,8 @@ class ActiveRequest:
     """Number of smaller requests that were admitted before it."""
     terms: tuple[int, ...] = ()
     """What each hook has to do with it, if there are hooks (`engine.hooks.protocol.Term`)."""
+    hooked: tuple[int, ...] = ()
+    """The hooks that hear of its end, by their indices."""
     exact_tokens: int = UNBOUNDED
     """KV that is decoded here from this index on is never keyed, since a hook has changed it."""
     matchers: Future[list[TokenMatcher]] | None = None

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from engine.pages.prefix import request_keys
 from engine.schedule.masking import consume
 from engine.schedule.preemption import finish_preemption
-from engine.schedule.recovery import lose_hooks
+from engine.schedule.recovery import lose_hooks, step_is_over
 from engine.schedule.scheduler import Scheduler
 from engine.schedule.sequences import RequestState, Sequence
 from engine.schedule.slots import SlotState
@@ -53,7 +53,7 @@ def settle_step(
     """
     now_ns = time.time_ns()
     scheduler.step_succeeded()
-    scheduler.blocks.settle(plan.number)
+    step_is_over(scheduler, plan)
     alive = _alive(scheduler, plan)
     scheduler.slots.count_in_flight(plan.sample_slots[alive], -1)
     _fail_rows(scheduler, plan, alive & ~result.finite)

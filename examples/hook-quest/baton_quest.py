@@ -146,9 +146,7 @@ class Quest(AttentionHook):
             # Rows that read fewer pages have places behind them, which nobody reads.
             beyond = torch.arange(self._most, device=q.device) >= self._counts[:, :, None]
             best = best.masked_fill(beyond, self._table.shape[1])
-        best = best.sort(dim=-1).values.clamp_max_(self._table.shape[1] - 1)
-        table = self._table[:, None].expand(-1, scores.shape[1], -1)
-        return table.gather(2, best)
+        return best.sort(dim=-1).values
 
     def _scores(self, q: Tensor, summaries: Tensor) -> Tensor:
         """[B, Hkv, P] of `q` [B, Hq, D] and `summaries` [B, P, Hkv, 2 * D]."""
@@ -158,7 +156,7 @@ class Quest(AttentionHook):
         return bounds.amax(2).float() + self._bonus
 
     def _device(self, numbers: np.ndarray) -> Tensor:
-        return torch.from_numpy(numbers.astype(np.int64)).to(self._pool.device)
+        return torch.from_numpy(numbers.astype(np.int64)).to(self._pool.device, non_blocking=True)
 
 
 def _tokens_of(extension: bytes) -> int:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from baton.extensions import MAX_EXTENSION_BYTES, MAX_EXTENSIONS, extension_bytes
 from baton.inference.v1 import inference_pb2 as api
 from router import errors
 from router.errors import PROMPT, Violation
@@ -31,8 +32,6 @@ MAX_STOP_TEXTS: Final = 16
 MAX_STOP_TEXT_BYTES: Final = 256
 MAX_STOP_TOKENS: Final = 1024
 MAX_CLIENT_TAG_BYTES: Final = 128
-MAX_EXTENSIONS: Final = 16
-MAX_EXTENSION_BYTES: Final = 4096
 TEMPLATE_OWN: Final = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
 """Variables of a chat template that a client cannot set."""
 
@@ -212,8 +211,7 @@ def _check_extensions(found: Violations, generation: api.GenerationInput) -> Non
     extensions, path = generation.extensions, "input.extensions"
     ok = len(extensions) <= MAX_EXTENSIONS
     found.unless(ok, path, f"must have at most {MAX_EXTENSIONS} names")
-    size = sum(len(name.encode()) + len(value) for name, value in extensions.items())
-    ok = size <= MAX_EXTENSION_BYTES
+    ok = extension_bytes(extensions) <= MAX_EXTENSION_BYTES
     found.unless(ok, path, f"must have at most {MAX_EXTENSION_BYTES} bytes with its names")
 
 

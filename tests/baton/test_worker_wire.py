@@ -99,6 +99,13 @@ def test_what_no_router_sends_is_refused(change: dict[str, object]) -> None:
         request_of(submit(**change))
 
 
+def test_extensions_beyond_their_bounds_are_refused() -> None:
+    request_of(submit(extensions={"quest": b"x" * 4091}))
+    for extensions in ({"quest": b"x" * 4092}, {f"name{index}": b"" for index in range(17)}):
+        with pytest.raises(MalformedMessage):
+            request_of(submit(extensions=extensions))
+
+
 def record(top: int) -> TokenRecord:
     logprobs = tuple(float(np.float32(-0.1 * i)) for i in range(top))
     return TokenRecord(7, -0.5, tuple(range(top)), logprobs)

@@ -41,9 +41,16 @@ ALL = """\
 quest = baton_quest:make
 breaks = breaking_hooks:fails
 breaks-and-leaves = breaking_hooks:leaves
+quiet = breaking_hooks:quiet
 both = breaking_hooks:both
+wrong = wrong_hooks:wrong
+late = wrong_hooks:late
 
 [baton.hooks]
 steps = breaking_hooks:of_steps
 bad = breaking_hooks:nonsense
+counting = wrong_hooks:counting
+refusing = wrong_hooks:refusing
+boundless = wrong_hooks:boundless
+nothing = wrong_hooks:no_hook
 """

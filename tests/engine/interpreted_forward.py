@@ -11,6 +11,7 @@ import importlib
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -28,9 +29,12 @@ from engine.attention.triton import TritonBackend
 from engine.cuda.decode_attention import decode_attention
 from engine.cuda.forward import FusedForward, RowEnds
 from engine.cuda.kv.prompt_attention import prompt_attention
+from engine.hooks.attention import Attend, CalledAttention, HookedAttention
+from engine.hooks.protocol import AttentionHook, HookSite, Narrowed
+from engine.hooks.steps import StepHooks
 from engine.model import LoadedModel
 from engine.model.precision.choice import Precision
-from engine.pages.kv_pool import PlainPool
+from engine.pages.kv_pool import KvPool, PlainPool
 
 CPU = torch.device("cpu")
 PAGE, PAGES = 16, 24
@@ -81,14 +85,26 @@ class Fused:
         )  # fmt: skip
         self.pool.elements.fill_(3e4)
         specs = loaded.model.attention_specs
-        self.attention = TritonBackend(self.pool, specs, prompt_attention, decode_attention)
+        self.site = HookSite(self.pool, specs, decodes=True)
+        self.attention = self.over(self.pool, specs)
         self.forward = FusedForward(loaded.model, self.pool, self.attention, 128)
         self.table = torch.from_numpy(np.random.default_rng(0).permutation(PAGES - 1) + 1)
         self.table = self.table[: 2 * (PAGES // 2 - 1)].view(2, -1)
 
-    def step(self, rows: list[tuple[int, int, list[int]]], *, ends: bool = False) -> Tensor:
+    @staticmethod
+    def over(pool: KvPool, specs: Specs) -> TritonBackend:
+        return TritonBackend(pool, specs, prompt_attention, decode_attention)
+
+    def step(
+        self,
+        rows: list[tuple[int, int, list[int]]],
+        *,
+        ends: bool = False,
+        hooks: StepHooks | None = None,
+        in_graph: bool = False,
+    ) -> Tensor:
         """Rows are (sequence, position of the first token, tokens). Logits of all tokens, or of the
-        last ones of the rows."""
+        last ones of the rows. `hooks` are around attention, as in a graph or as in other steps."""
         lens = [len(tokens) for _, _, tokens in rows]
         positions = torch.cat([torch.arange(at, at + len(ids)) for _, at, ids in rows])
         table = self.table[[sequence for sequence, _, _ in rows]]
@@ -97,14 +113,21 @@ class Fused:
         contexts = np.array([at + len(ids) for _, at, ids in rows], np.int32)
         decodes = sum(length == 1 for length in lens)
         queries = np.array(lens, np.int32)
-        self.attention.begin(AttentionBatch(queries, contexts, decodes, table, pages, offsets))
+        batch = AttentionBatch(queries, contexts, decodes, table, pages, offsets)
+        self.attention.begin(batch)
+        hooked: Attend | None = None
+        if hooks is not None and in_graph:
+            hooked = CalledAttention(self.attention.attend, hooks)
+        elif hooks is not None:
+            hooked = around = HookedAttention(self.over, self.site, hooks)
+            around.begin(batch)
         ids = torch.tensor([token for _, _, tokens in rows for token in tokens]).int()
         last = None
         if ends:
             at = torch.tensor(lens).cumsum(0).int() - 1
             last = RowEnds(at, torch.from_numpy(contexts), table.int())
         stores = (pages * PAGE + offsets).int()
-        return self.forward.logits(self.forward.hidden(ids, positions.int(), stores, last))
+        return self.forward.logits(self.forward.hidden(ids, positions.int(), stores, last, hooked))
 
 
 def check(folder: Path, case: str) -> None:
@@ -126,6 +149,52 @@ def check(folder: Path, case: str) -> None:
     same(fused.step(rows), want[0][20:21], want[1][50:51])
     rows = [(0, 21, first[21:22]), (1, 51, second[51:60])]
     same(fused.step(rows, ends=True), want[0][21:22], want[1][59:60])
+    if case in PLAIN:
+        check_hooks(fused, first, second, want)
+
+
+class Reversing(AttentionHook):
+    """Reads all pages of the first row, in another order, unless it fits graphs."""
+
+    def __init__(self, kv_heads: int, *, capturable: bool) -> None:
+        self._kv_heads = kv_heads
+        self.name, self.capturable, self.chooses_pages = "one", capturable, not capturable
+        self.heard: list[tuple[int, int]] = []
+        self.narrowed: list[int] = []
+
+    def rows_narrowed(self, step):
+        return Narrowed(np.array([0]), np.array([-(-step.context_lens[0] // PAGE)]))
+
+    def pages_wanted(self, layer, q):
+        self.narrowed.append(layer)
+        pages = -(-22 // PAGE)
+        places = torch.tensor([*reversed(range(pages - 1)), pages - 1])
+        return places.expand(len(q), self._kv_heads, -1)
+
+    def attention_ended(self, layer, q, out):
+        self.heard.append((layer, len(out)))
+
+
+def check_hooks(fused: Fused, first: list[int], second: list[int], want: list[Tensor]) -> None:
+    """Attention with hooks around it: every layer has all tokens, and heads read what is chosen."""
+    rows = [(0, 21, first[21:22]), (1, 51, second[51:60])]
+    nothing = np.zeros(0, np.int32)
+    plan = SimpleNamespace(
+        number=0, hook_terms=np.array([[1, 1]]), query_lens=np.array([1, 9]), num_decodes=1,
+        context_lens=np.array([22, 60]), page_table=fused.table.numpy(), arrived=nothing,
+    )  # fmt: skip
+    layers = fused.pool.num_layers
+    for in_graph in (True, False):
+        hook = Reversing(fused.pool.num_kv_heads, capturable=in_graph)
+        hooks = StepHooks([hook], fused.site, 60.0)
+        hooks.begin(plan)
+        got = fused.step(rows, ends=True, hooks=hooks, in_graph=in_graph)
+        same(got, want[0][21:22], want[1][59:60])
+        assert hooks.end_queued()() == ()
+        assert hook.heard == [(layer, 10) for layer in range(layers)]
+        assert hook.narrowed == [
+            layer for layer in range(layers) if not in_graph and fused.site.may_choose(layer)
+        ]
 
 
 def same(got: Tensor, *want: Tensor) -> None:

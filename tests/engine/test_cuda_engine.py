@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from engine_kit import Run, build, check_baseline, finish, hand_off, submit
+from hooks_kit import ALL, QUEST, installed
 from llguidance import LLMatcher
 from tiny_families import DENSE
 from tiny_models import write_tiny_model
@@ -102,6 +103,21 @@ def test_log_probabilities_are_as_near_as_transformers(shape, tmp_path):
     assert scored.scored is not None
     check_log_probabilities(path, scored, [*scored.scored.records, *scored.records[0]])
     check_log_probabilities(path, plain, plain.records[0])
+
+
+@pytest.mark.parametrize(
+    "spec", ["quiet?graphs=yes", "quiet?graphs=no", "quest?sparse_tokens=1024"]
+)
+def test_hooks_that_change_nothing_keep_log_probabilities(spec, tmp_path):
+    path = write_tiny_model(tmp_path / "model", tokenizer=False, **SHAPES["gqa4-128"])
+    with installed(tmp_path / "installed", ALL, QUEST):
+        engine = build_on_gpu(path, hooks=(spec,), prefix_cache=False)
+        sampling = SamplingParams(temperature=0.0, top_logprobs=0)
+        run = submit(engine, prompt_of(70), 30, sampling=sampling, min_tokens=30)
+        finish(run)
+        assert not engine.load().hook_failures
+        engine.stop()
+    check_log_probabilities(path, run, run.records[0])
 
 
 def check_log_probabilities(path, run: Run, records: list[TokenRecord]) -> None:

@@ -76,9 +76,8 @@ def test_a_hook_that_raises_harms_its_own_requests_alone(path, want, name, at):
     engine.stop()
 
 
-@pytest.mark.parametrize("how", ["shape", "pages"])
-def test_pages_that_do_not_exist_are_never_read(path, want, how):
-    engine = build(path, hooks=(f"breaks-and-leaves?how={how}",))
+def test_pages_of_another_shape_are_never_read(path, want):
+    engine = build(path, hooks=("breaks-and-leaves?how=shape",))
     mine = submit(engine, PROMPT, 12, extensions={"breaks-and-leaves": b""})
     finish(mine)
     assert mine.tokens == want[0]
@@ -137,6 +136,8 @@ def test_two_hooks_and_one_that_breaks(path, want):
     [
         (("absent",), "absent is not installed; there are .*quest"),
         (("bad",), "bad cannot be made: ZeroDivisionError"),
+        (("nothing",), "nothing is installed as baton.hooks and is no Hook"),
+        (("boundless",), "boundless cannot say what it takes beside a page: ZeroDivisionError"),
         (("quest", "quest"), "quest is named twice"),
         (("quest", "breaks"), "quest and breaks both choose pages"),
         (("quest?sparse_tokens=255",), "at least 256"),
@@ -147,7 +148,8 @@ def test_two_hooks_and_one_that_breaks(path, want):
 )
 def test_a_hook_that_cannot_be_used_is_refused(path, hooks, words):
     page = 128 if "128" in words else 16
-    config = EngineConfig(model=str(path), hooks=hooks, num_pages=40, page_size=page)
+    pages = 0 if "beside" in words else 40
+    config = EngineConfig(model=str(path), hooks=hooks, num_pages=pages, page_size=page)
     with pytest.raises(EngineError, match=words):
         Engine.build(config)
 

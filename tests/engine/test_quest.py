@@ -92,6 +92,7 @@ def test_the_pages_with_the_best_bounds_are_read(kind):
         query_lens=np.ones(3, np.int32),
         context_lens=contexts,
         num_decodes=3,
+        prompts_at=3,
         page_table=table,
         page_size=PAGE,
         arrived=np.unique(table)[1:],
@@ -110,7 +111,7 @@ def test_the_pages_with_the_best_bounds_are_read(kind):
         used, count = -(-int(contexts[row]) // PAGE), int(narrowed.counts[at])
         for head in range(HEADS):
             best = expected(pool, table[row, :used], q[at], head, count)
-            assert found[at, head, :count].tolist() == best
+            assert table[row, found[at, head, :count]].tolist() == best
 
 
 def expected(pool, pages, q, head, count) -> list[int]:

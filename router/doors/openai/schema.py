@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, Field, PlainValidator, ValidationError
 
+from baton.extensions import MAX_EXTENSIONS
 from baton.inference.v1 import inference_pb2 as api
 from router import errors
 from router.doors.openai.forms import FormFields
@@ -33,7 +34,6 @@ from router.doors.openai.values import (
 from router.errors import Violation
 from router.requests.bounds import LEAST_ELEMENTS
 from router.requests.validation import (
-    MAX_EXTENSIONS,
     MAX_LOGIT_BIASES,
     MAX_STOP_TEXTS,
     MAX_STOP_TOKENS,
