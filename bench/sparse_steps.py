@@ -35,9 +35,8 @@ import numpy as np
 import torch
 
 from bench.engine import SHAPE
-from engine.building import load, make_pool
+from engine.building import build_executor, load, make_pool
 from engine.config import EngineConfig
-from engine.engine import build_executor
 from engine.hooks.protocol import AttentionHook, Hook
 from engine.loop.executor import Executor, Launched
 from engine.ranks.collective import Alone

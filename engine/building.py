@@ -1,5 +1,5 @@
 """The parts of an engine that every rank builds: its part of the model, its part of the pages, and
-attention over them."""
+attention over them. And what runs the steps of rank 0."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from engine.hooks.attention import HookedAttention
 from engine.hooks.opening import attach, bytes_beside, open_hooks
 from engine.hooks.protocol import Hook, HookError, HookSite
 from engine.hooks.steps import StepHooks
+from engine.loop.executor import Executor, TorchExecutor
 from engine.loop.running import TorchSteps
 from engine.model import LoadedModel, load_model
 from engine.model.loading import Check
@@ -26,6 +27,7 @@ from engine.model.shard import Shard
 from engine.pages.kv_pool import KvPool
 from engine.pages.pools import pool_type
 from engine.ranks.collective import Collective
+from engine.sampling import Sampler
 from engine.tiers.arena import HostArena
 from engine.tiers.touching import HostMemoryError
 
@@ -245,3 +247,33 @@ def backend_of(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> Atten
         return choose_backend(config.attention, pool, loaded.model.attention_specs)
     except AttentionError as error:
         raise EngineError(str(error)) from error
+
+
+def build_executor(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    pool: KvPool,
+    sampler: Sampler,
+    hooks: Sequence[Hook],
+    progress: Progress | None,
+) -> Executor:
+    """Rank 0's part of steps: the fast path where it runs, with its graphs captured.
+
+    Raises:
+        EngineError: a hook, or attention as configured, cannot work here.
+    """
+    backend = backend_of(config, loaded, pool)
+    is_fast = isinstance(backend, PagedAttention) and pool.device.type == "cuda"
+    if not is_fast:
+        return TorchExecutor(torch_steps(config, loaded, pool, backend, hooks), sampler)
+    assert isinstance(backend, PagedAttention)
+    from engine.cuda.executor import CudaExecutor
+
+    own = hook_steps(config, loaded, pool, hooks)
+    executor = CudaExecutor(loaded.model, pool, backend, sampler, config, *own)
+    try:
+        if config.cuda_graphs:
+            executor.capture(progress)
+    except HookError as error:
+        raise EngineError(str(error)) from error
+    return executor

@@ -13,24 +13,20 @@ from pathlib import Path
 import torch
 
 from engine import memory
-from engine.attention.paged import PagedAttention
 from engine.building import EngineError as EngineError
 from engine.building import (
     Progress,
-    backend_of,
+    build_executor,
     check_memory,
-    hook_steps,
     load,
     make_pool,
     open_all,
     pages_that_fit,
-    torch_steps,
 )
 from engine.checkpoints import Weights
 from engine.config import EngineConfig
-from engine.hooks.protocol import Hook, HookError
+from engine.hooks.protocol import Hook
 from engine.hooks.requests import RequestHooks
-from engine.loop.executor import Executor, TorchExecutor
 from engine.loop.fetch_port import FetchPort
 from engine.loop.profiling import StepProfiler
 from engine.loop.step_loop import OnLost, OnStep, StepLoop
@@ -299,36 +295,6 @@ def _usual_step_tokens(on_cpu: bool, decodes: bool) -> int:
     if on_cpu:
         return 512
     return 2048 if decodes else 4096
-
-
-def build_executor(
-    config: EngineConfig,
-    loaded: LoadedModel,
-    pool: KvPool,
-    sampler: Sampler,
-    hooks: Sequence[Hook],
-    progress: Progress | None,
-) -> Executor:
-    """Rank 0's part of steps: the fast path where it runs, with its graphs captured.
-
-    Raises:
-        EngineError: a hook, or attention as configured, cannot work here.
-    """
-    backend = backend_of(config, loaded, pool)
-    is_fast = isinstance(backend, PagedAttention) and pool.device.type == "cuda"
-    if not is_fast:
-        return TorchExecutor(torch_steps(config, loaded, pool, backend, hooks), sampler)
-    assert isinstance(backend, PagedAttention)
-    from engine.cuda.executor import CudaExecutor
-
-    own = hook_steps(config, loaded, pool, hooks)
-    executor = CudaExecutor(loaded.model, pool, backend, sampler, config, *own)
-    try:
-        if config.cuda_graphs:
-            executor.capture(progress)
-    except HookError as error:
-        raise EngineError(str(error)) from error
-    return executor
 
 
 def _model_info(
