@@ -2,7 +2,7 @@
 
 python -m bench.who_holds [--load mooncake talk] [--policies least_work cost] [--rate 3] [--seed 7]
                           [--requests 2000] [--prefill 4] [--decode 4] [--pool-gib 96] [--gbps 50]
-                          [--hosts 1] [--far-gbps 5] [--slack 0.125 ...]
+                          [--hosts 1] [--far-gbps 5] [--slack 0.0625 ...]
 
 Nothing is computed. The router's own routing and load estimates place prompts (`router.placement`).
 Prefill workers compute them one after the other at 25 us a token, as one H200 with an 8B model does

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from router.workers.link import WorkerLink
 
 _NOTHING: Final = Held(0, 0)
-SLACK: Final = 0.125
+SLACK: Final = 0.0625
 """A decode worker that holds the whole prompt is taken up to this much more pressure."""
 FETCHED_SHARE: Final = 8
 """A fetch takes at most this part of the pool, an eighth. The worker bounds it, too."""

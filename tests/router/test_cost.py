@@ -249,10 +249,10 @@ def test_log_probabilities_of_a_prompt_use_no_pages() -> None:
 
 
 def test_conversations_stay_where_their_pages_are_within_bounds() -> None:
-    holder, other = Worker("d0", used=0.10), Worker("d1")
+    holder, other = Worker("d0", used=0.05), Worker("d1")
     assert policy(d0=500).decode(demand(8020), [other, holder]) == 1
     assert policy(d0=100).decode(demand(8020), [other, holder]) == 0
-    holder.used = 0.2
+    holder.used = 0.1
     assert policy(d0=500).decode(demand(8020), [other, holder]) == 0
     assert policy().decode(demand(8020), [holder, other]) == 1
 
