@@ -92,7 +92,7 @@ def test_a_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_model_without_room_is_refused_before_it_takes_any(tmp_path: Path) -> None:
     folder = Path(write_tiny_model(tmp_path / "model"))
     config = json.loads((folder / "config.json").read_text())
-    config["intermediate_size"] = 1 << 34
+    config["intermediate_size"], config["num_hidden_layers"] = 1 << 24, 200
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(EngineError, match=r"the model needs .* are free on this machine"):
         Engine.build(EngineConfig(model=str(folder), device="cpu", load_format="dummy"))
