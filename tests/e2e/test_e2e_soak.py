@@ -34,8 +34,10 @@ CANCELLED_WITHIN_S = 0.1
 REST_S = 1.0
 MAX_GROWTH_BYTES = 512
 """A request: the ids of its attempt and its transfer are remembered, some 90 bytes each."""
-SLACK_BYTES = 4 << 20
-"""The allocator takes memory from the system and gives it back in steps, of up to 2.6 MB here."""
+SLACK_BYTES = 10 << 20
+"""The allocator takes memory from the system and gives it back in steps of up to 5 MB. In two runs
+of 8,000 requests a decode worker at rest went up and down between 488.0 and 496.5 MB, and rose from
+483.7 to 493.1: so short a run cannot tell a small leak from that, and one of 600 s can."""
 SLACK_FDS = 4
 """Connections of this test come and go."""
 SLACK_TASKS = 4
