@@ -1,11 +1,13 @@
 """Models with experts on a GPU: tokens a second, experts read a step, and TB/s over them.
 
 python -m bench.experts [--shapes NAME ...] [--precisions NAME ...] [--cases NAME ...]
-                        [--repeats 1] [--json FILE]     and the options of engines of bench.engine
+                        [--repeats 1] [--json FILE] [--tiles FILE]
+                        and the options of engines of bench.engine
 
 As `bench.engine`: dummy weights, random token ids, greedy, lengths forced, no prefix cache. Routing
 is drawn at random for each row, layer and step, since dummy weights may send all rows to the same
-experts, and then few are read. The router's product is computed, too.
+experts, and then few are read. The router's product is computed, too. `--tiles` is a file of
+`bench.expert_tiles`: products are cut by the fastest tiles in it, to see what they bring.
 
 `experts` is how many of a layer's experts a step of that many rows takes, on average. `TB/s` is the
 weights of those in all layers by the median time of a step, in which attention, head and all else
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,11 +31,13 @@ from torch import Tensor
 
 from bench.engine import Case, add_engine_options, build, free_memory, measure
 from engine.cuda import feed_forward
+from engine.cuda.experts import products
 from engine.cuda.experts.routing import route
 from engine.model.config import ExpertsConfig
 from engine.model.decoder import Model
 from engine.model.experts.config import Routing
 from engine.model.experts.routing import Chosen
+from engine.model.experts.stacked import Stacked
 from engine.model.experts.weights import ExpertWeights
 from engine.model.families import read_config
 from engine.model.precision.choice import Precision
@@ -102,12 +107,31 @@ def even_routing() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def tiles_from(path: Path | None, shape: str, precision: str) -> Iterator[None]:
+    """Products are cut as was fastest for the next larger number of tokens that was measured."""
+    found: dict[tuple[int, int], tuple[float, products.Tiles]] = {}
+    for row in json.loads(path.read_text()) if path else ():
+        if (row["shape"], row["precision"]) == (shape, precision):
+            key, each = (row["outputs"], row["tokens"]), products.Tiles(*row["tiles"])
+            found[key] = min(found.get(key, (math.inf, each)), (row["us"], each))
+    usual = products.tiles_of
+
+    def chosen(weights: Stacked, tokens: int, pairs: int) -> products.Tiles:
+        known = [count for outputs, count in found if outputs == weights.shape[1]]
+        fits = [count for count in known if count >= tokens]
+        return found[weights.shape[1], min(fits)][1] if fits else usual(weights, tokens, pairs)
+
+    with mock.patch.object(products, "tiles_of", chosen if found else usual):
+        yield
+
+
 def run_shape(arguments: argparse.Namespace, shape: str, precision: str) -> list[dict[str, Any]]:
     """All cases of a shape in a precision; prints a table and returns what it says."""
     cases = CASES[shape, precision]
     experts = experts_of(shape, PRECISIONS[precision])
     print(f"{shape}, {precision}")
-    with even_routing():
+    with even_routing(), tiles_from(arguments.tiles, shape, precision):
         engine = build(arguments, model=SHAPES / shape, options=PRECISIONS[precision])
         print(
             f"{'':>14} {'rate':>10} {'target':>10} {'vllm':>10} {'floor':>10} {'p50 ms':>8}"
@@ -159,6 +183,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="*", default=[])
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--tiles", type=Path)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this measures a GPU, and there is none")

@@ -30,6 +30,7 @@ from engine.types import (
     SamplingParams,
     SequenceEnded,
     StopRules,
+    TierLoad,
 )
 
 GIB = 1 << 30
@@ -190,11 +191,17 @@ class Bench:
 
     def loaded_tokens(self) -> int:
         """Tokens that came from the host tier so far."""
-        found = [0]
+        return self._tiers().loaded_tokens["host"]
+
+    def load_rate(self) -> float:
+        """Moving average of loads, bytes a second."""
+        return self._tiers().bytes_per_s["load"]
+
+    def _tiers(self) -> TierLoad:
+        found = [TierLoad()]
 
         def look(scheduler: Scheduler) -> None:
-            tiers = scheduler.tiers.load()
-            found[0] = tiers.loaded_tokens["host"] if tiers else 0
+            found[0] = scheduler.tiers.load() or found[0]
 
         self.on_loop(look)
         return found[0]
@@ -232,19 +239,22 @@ def _tokens(bench: Bench, wanted: int) -> int:
 
 
 def _from_host(bench: Bench, wanted: int, runs: int) -> None:
-    """A prompt whose pages were evicted."""
+    """A prompt whose pages were evicted, beside the same whose pages are in the pool."""
     tokens = _tokens(bench, wanted)
-    computed, loaded, before = [], [], bench.loaded_tokens()
+    computed, cached, loaded = list[float](), list[float](), list[float]()
+    before = bench.loaded_tokens()
     for _ in range(runs):
         prompt = bench.clients.prompt(tokens)
         computed.append(bench.clients.run(prompt))
+        cached.append(bench.clients.run(prompt))
         bench.save_all()
         bench.evict_all()
         loaded.append(bench.clients.run(prompt))
     came = (bench.loaded_tokens() - before) / runs
     bench.say(
-        f"{tokens} tokens, first token: computed {_ms(computed)} ms, from the host tier"
-        f" {_ms(loaded)} ms; {came:.0f} tokens of each were loaded"
+        f"{tokens} tokens, first token: computed {_ms(computed)} ms, from the pool"
+        f" {_ms(cached)} ms, from the host tier {_ms(loaded)} ms; {came:.0f} tokens of each were"
+        f" loaded, the last at {bench.load_rate() / 1e9:.1f} GB/s"
     )
 
 

@@ -1,14 +1,16 @@
 """The sum over a token's experts on a GPU: what `engine.model.experts.products.mixed` is elsewhere.
 
 Up to `FEW_ROWS` rows memory limits, and our kernels read the chosen experts. With more rows
-arithmetic limits: plain weights in bfloat16 are PyTorch's `grouped_mm`, where there is one, and
-others our kernels'. Nothing waits for the device, so graphs can be captured.
+arithmetic limits: on Hopper, weights in bfloat16 and FP8 with scales by channel are PyTorch's
+`grouped_mm` and `scaled_grouped_mm`, where there are such. Others are our kernels'. Nothing waits
+for the device, so graphs can be captured.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -17,11 +19,16 @@ from engine.cuda.experts.routing import Order, activate, add_up, sort
 from engine.cuda.products.rounding import rounded
 from engine.model.experts.config import Gate
 from engine.model.experts.routing import Chosen
-from engine.model.experts.stacked import Stacked, groups_in_one_kernel
+from engine.model.experts.stacked import GROUPED_CAPABILITY, Stacked, groups_in_one_kernel
+from engine.model.precision.base import Kind
 from engine.model.precision.rounding import Rounded, Rounding
 
 FEW_ROWS: Final = 256
-"""The most rows for which kernels of ours multiply plain weights."""
+"""The most rows for which kernels of ours multiply weights that PyTorch can multiply, too."""
+_SIXTEEN_BYTES: Final = 16
+"""PyTorch's rows of FP8 are multiples of so many values."""
+_functional: Any = F
+"""PyTorch before 2.10 lacks some of what is used here."""
 
 
 def mixed(x: Tensor, chosen: Chosen, gate_up: Stacked, down: Stacked, gate: Gate) -> Tensor:
@@ -38,18 +45,46 @@ def mixed(x: Tensor, chosen: Chosen, gate_up: Stacked, down: Stacked, gate: Gate
         [T, H]
     """
     order = sort(chosen.experts, gate_up.shape[0])
-    plain = gate_up.kind is None and down.kind is None
-    if len(x) > FEW_ROWS and plain and groups_in_one_kernel(x):
-        rows = x.index_select(0, order.pairs // chosen.experts.shape[1])
+    if len(x) > FEW_ROWS and all(_is_grouped(x, weights) for weights in (gate_up, down)):
+        rows = _taken(_read(x, gate_up.input), order.pairs // chosen.experts.shape[1])
         middle = activate(_grouped(rows, gate_up, order), gate)
-        return add_up(_grouped(middle, down, order), order, chosen.weights)
+        return add_up(_grouped(_read(middle, down.input), down, order), order, chosen.weights)
     middle = product(_read(x, gate_up.input), gate_up, order, gate=gate, by_token=True)
     out = product(_read(middle, down.input), down, order)
     return add_up(out, order, chosen.weights)
 
 
-def _grouped(rows: Tensor, weights: Stacked, order: Order) -> Tensor:
-    out = F.grouped_mm(rows, weights.values.transpose(1, 2), offs=order.starts[1:])
+def _is_grouped(x: Tensor, weights: Stacked) -> bool:
+    """Whether PyTorch multiplies groups of rows with such weights in one kernel."""
+    if not groups_in_one_kernel(x):
+        return False
+    if weights.kind is Kind.FP8_CHANNELS:
+        whole = all(size % _SIXTEEN_BYTES == 0 for size in weights.shape[1:])
+        is_hopper = torch.cuda.get_device_capability(x.device) == GROUPED_CAPABILITY
+        return whole and is_hopper and hasattr(F, "scaled_grouped_mm")
+    return weights.kind is None
+
+
+def _taken(rows: Tensor | Rounded, tokens: Tensor) -> Tensor | Rounded:
+    """The rows of tokens. An e4m3 value is a byte, which can be selected."""
+    if isinstance(rows, Tensor):
+        return rows.index_select(0, tokens)
+    values = rows.values.view(torch.uint8).index_select(0, tokens).view(rows.values.dtype)
+    return Rounded(values, rows.scales.index_select(0, tokens))
+
+
+def _grouped(rows: Tensor | Rounded, weights: Stacked, order: Order) -> Tensor:
+    """Products of the pairs' rows, expert by expert."""
+    values, ends = weights.values.transpose(1, 2), order.starts[1:]
+    if isinstance(rows, Tensor):
+        out = F.grouped_mm(rows, values, offs=ends)
+    else:
+        assert weights.scales is not None
+        recipe = _functional.ScalingType.RowWise
+        out = _functional.scaled_grouped_mm(
+            rows.values, values, rows.scales.flatten(), recipe, weights.scales, recipe,
+            offs=ends, output_dtype=weights.dtype, use_fast_accum=True,
+        )  # fmt: skip
     if weights.bias is None:
         return out
     experts = order.experts.flatten().index_select(0, order.pairs)

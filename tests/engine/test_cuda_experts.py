@@ -1,0 +1,40 @@
+"""Products with experts on a GPU, against float64.
+
+`test_experts.py` runs our kernels in Triton's interpreter. PyTorch's are on a GPU alone.
+"""
+
+from __future__ import annotations
+
+import experts_kit as kit
+import pytest
+import torch
+
+from engine.model.experts.config import Gate
+from engine.model.experts.routing import Chosen
+
+pytestmark = pytest.mark.gpu
+
+EXPERTS, CHOSEN = 12, 3
+ERROR = 8e-3
+"""Relative, of bfloat16; a value between the products may round to FP8 the other way."""
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 250, 300, 1000])
+@pytest.mark.parametrize("precision", kit.PRECISIONS)
+def test_sums_of_any_number_of_rows(precision, tokens):
+    from engine.cuda.experts.mixing import mixed
+
+    torch.manual_seed(tokens)
+    parts = kit.parts_of(EXPERTS, ("gate", "up"), 256, 512)
+    gate_up = kit.stacked(precision, parts, torch.bfloat16, bias=True)
+    down = kit.stacked(precision, kit.parts_of(EXPERTS, ("down",), 512, 256), torch.bfloat16, False)
+    x = torch.randn(tokens, 512).bfloat16()
+    choice = kit.random_choice(tokens, EXPERTS, CHOSEN, "few")
+    want = kit.exact(x, choice, gate_up, down, Gate(), torch.bfloat16)
+    for known in (gate_up, down):
+        known.weights.to("cuda")
+    here = Chosen(choice.weights.cuda(), choice.experts.int().cuda())
+    runs = [mixed(x.cuda(), here, gate_up.weights, down.weights, Gate()) for _ in range(2)]
+    assert torch.equal(*runs), "the same sum in every run"
+    error = (runs[0].cpu().double() - want).norm() / want.norm()
+    assert error < ERROR, float(error)
