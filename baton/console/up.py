@@ -133,6 +133,11 @@ class UpPlan:
     last as long as the plan exists."""
 
     @property
+    def uses_gpus(self) -> bool:
+        """Whether workers run on GPUs."""
+        return "" not in self.workers_on
+
+    @property
     def admin_address(self) -> str:
         """Admin address of the first router."""
         return self.router_admin_addresses[0][1]
@@ -166,23 +171,26 @@ def plan(options: UpOptions) -> UpPlan:
             )
             for name, admin_port in zip(names, admin_ports, strict=True)
         ]
+        shares = _shared_out(gpus, [options.ranks_of(role) for _, role in roles])
         workers = [
             _Worker(
                 name=name,
                 role=role,
                 address=ports.pick(0, 0),
                 admin=ports.pick(_like(options.admin_port), ADMIN_PORT + 1),
-                gpu=gpus[index % len(gpus)] if gpus else "",
+                gpus=own,
             )
-            for index, (name, role) in enumerate(roles)
+            for (name, role), own in zip(roles, shares, strict=True)
         ]
     threads = max(1, (os.cpu_count() or 1) // len(workers))
-    on = Counter(worker.gpu for worker in workers)
+    on = Counter(gpu for worker in workers for gpu in worker.gpus or ("",))
     return UpPlan(
         specs=(
             *(_router_spec(options, at, router, routers) for router in routers),
             *(
-                _worker_spec(options, routers, worker, threads, on[worker.gpu])
+                _worker_spec(
+                    options, routers, worker, threads, max(on[gpu] for gpu in worker.gpus or ("",))
+                )
                 for worker in workers
             ),
         ),
@@ -221,8 +229,28 @@ class _Worker(NamedTuple):
     role: Role
     address: str
     admin: str
-    gpu: str
-    """The GPU's name in `CUDA_VISIBLE_DEVICES`; "" for none."""
+    gpus: tuple[str, ...]
+    """Names of its ranks' GPUs in `CUDA_VISIBLE_DEVICES`; none: it runs on the CPU."""
+
+
+def _shared_out(gpus: Sequence[str], ranks: Sequence[int]) -> list[tuple[str, ...]]:
+    """The GPUs of each worker, in turn, one for each of its ranks.
+
+    Raises:
+        UpError: a worker has more ranks than there are GPUs.
+    """
+    if not gpus:
+        return [() for _ in ranks]
+    if (most := max(ranks)) > len(gpus):
+        raise UpError(
+            f"a worker of {most} ranks needs {most} GPUs, and {len(gpus)} can be seen here"
+            f" (--tp {len(gpus)}, or --device cpu)"
+        )
+    shares, at = [], 0
+    for count in ranks:
+        shares.append(tuple(gpus[(at + rank) % len(gpus)] for rank in range(count)))
+        at += count
+    return shares
 
 
 def _router_spec(
@@ -257,14 +285,14 @@ def _router_spec(
 def _worker_spec(
     options: UpOptions, routers: Sequence[_Router], worker: _Worker, threads: int, sharing: int
 ) -> ProcessSpec:
-    """Plans one of `sharing` workers on its GPU."""
-    is_shared = worker.gpu and sharing > 1
+    """Plans one of `sharing` workers on its GPUs."""
+    is_shared = worker.gpus and sharing > 1
     flags: _Flags = {
         "--name": worker.name,
         "--role": worker.role.value,
         "--model": options.model,
         "--served-name": options.served_name or None,
-        "--device": "cuda" if worker.gpu else "cpu",
+        "--device": "cuda" if worker.gpus else "cpu",
         "--tp": ranks if (ranks := options.ranks_of(worker.role)) > 1 else None,
         "--threads": threads,
         "--listen": worker.address,
@@ -277,7 +305,7 @@ def _worker_spec(
         ),
         "--otlp-endpoint": _spans_to(options, routers),
     }
-    device = {"CUDA_VISIBLE_DEVICES": worker.gpu} if worker.gpu else {}
+    device = {"CUDA_VISIBLE_DEVICES": ",".join(worker.gpus)} if worker.gpus else {}
     return ProcessSpec(
         name=worker.name,
         argv=_baton("worker", flags),
