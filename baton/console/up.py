@@ -27,7 +27,7 @@ from baton.addresses import is_loopback
 from baton.client.channels import TLS_SCHEME
 from baton.console.ports import HOST, PortPicker
 from baton.console.supervisor import ProcessSpec, Supervisor, Write
-from baton.process.gpu_slots import visible_gpus
+from baton.process.gpu_slots import NoSlotError, shared_out, visible_gpus
 from baton.tls import NO_FILES, TlsFiles, holders_files
 from worker.settings import Role
 
@@ -133,11 +133,6 @@ class UpPlan:
     last as long as the plan exists."""
 
     @property
-    def uses_gpus(self) -> bool:
-        """Whether workers run on GPUs."""
-        return "" not in self.workers_on
-
-    @property
     def admin_address(self) -> str:
         """Admin address of the first router."""
         return self.router_admin_addresses[0][1]
@@ -154,6 +149,10 @@ def plan(options: UpOptions) -> UpPlan:
     gpus = [] if options.device == "cpu" else visible_gpus()
     if options.device == "cuda" and not gpus:
         raise UpError("there is no GPU here (--device cpu runs without one)")
+    try:
+        shares = shared_out(gpus, [options.ranks_of(role) for _, role in roles])
+    except NoSlotError as error:
+        raise UpError(str(error)) from None
     with PortPicker() as ports:
         at = _ClientAddresses(
             grpc=ports.pick(options.grpc_port, GRPC_PORT, options.host),
@@ -171,7 +170,6 @@ def plan(options: UpOptions) -> UpPlan:
             )
             for name, admin_port in zip(names, admin_ports, strict=True)
         ]
-        shares = _shared_out(gpus, [options.ranks_of(role) for _, role in roles])
         workers = [
             _Worker(
                 name=name,
@@ -187,12 +185,7 @@ def plan(options: UpOptions) -> UpPlan:
     return UpPlan(
         specs=(
             *(_router_spec(options, at, router, routers) for router in routers),
-            *(
-                _worker_spec(
-                    options, routers, worker, threads, max(on[gpu] for gpu in worker.gpus or ("",))
-                )
-                for worker in workers
-            ),
+            *(_worker_spec(options, routers, worker, threads, on) for worker in workers),
         ),
         router_address=at.grpc,
         http_address=at.http,
@@ -233,26 +226,6 @@ class _Worker(NamedTuple):
     """Names of its ranks' GPUs in `CUDA_VISIBLE_DEVICES`; none: it runs on the CPU."""
 
 
-def _shared_out(gpus: Sequence[str], ranks: Sequence[int]) -> list[tuple[str, ...]]:
-    """The GPUs of each worker, in turn, one for each of its ranks.
-
-    Raises:
-        UpError: a worker has more ranks than there are GPUs.
-    """
-    if not gpus:
-        return [() for _ in ranks]
-    if (most := max(ranks)) > len(gpus):
-        raise UpError(
-            f"a worker of {most} ranks needs {most} GPUs, and {len(gpus)} can be seen here"
-            f" (--tp {len(gpus)}, or --device cpu)"
-        )
-    shares, at = [], 0
-    for count in ranks:
-        shares.append(tuple(gpus[(at + rank) % len(gpus)] for rank in range(count)))
-        at += count
-    return shares
-
-
 def _router_spec(
     options: UpOptions, at: _ClientAddresses, router: _Router, routers: Sequence[_Router]
 ) -> ProcessSpec:
@@ -283,10 +256,14 @@ def _router_spec(
 
 
 def _worker_spec(
-    options: UpOptions, routers: Sequence[_Router], worker: _Worker, threads: int, sharing: int
+    options: UpOptions,
+    routers: Sequence[_Router],
+    worker: _Worker,
+    threads: int,
+    workers_on: Mapping[str, int],
 ) -> ProcessSpec:
-    """Plans one of `sharing` workers on its GPUs."""
-    is_shared = worker.gpus and sharing > 1
+    sharing = max((workers_on[gpu] for gpu in worker.gpus), default=1)
+    share = round(options.gpu_memory_utilization / sharing, 4) if sharing > 1 else None
     flags: _Flags = {
         "--name": worker.name,
         "--role": worker.role.value,
@@ -300,9 +277,7 @@ def _worker_spec(
         "--admin": worker.admin,
         "--drain-s": options.drain_s,
         "--kv-memory-gib": options.kv_memory_gib,
-        "--gpu-memory-utilization": (
-            round(options.gpu_memory_utilization / sharing, 4) if is_shared else None
-        ),
+        "--gpu-memory-utilization": share,
         "--otlp-endpoint": _spans_to(options, routers),
     }
     device = {"CUDA_VISIBLE_DEVICES": ",".join(worker.gpus)} if worker.gpus else {}

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.cuda.best import best_of_ranks, told_of_part
 from engine.cuda.kernels import greedy
+from engine.cuda.ranks.best import best_of_ranks, told_of_part
 from engine.cuda.staging import Int32s
 from engine.hooks.calling import HookFailure
 from engine.loop.running import SCORE_ROWS

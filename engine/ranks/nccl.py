@@ -76,15 +76,18 @@ class CudaCollective(GroupCollective):
             by_nccl = _dist.PrefixStore("nccl", file)
             self._group = _dist.ProcessGroupNCCL(by_nccl, self.rank, self.size, options)
             self._word = torch.zeros(1, device=self._device)
-            self._agree(True)  # The first use connects.
+            self._most(0)  # The first use connects.
         by_memory = _dist.PrefixStore("memory", file)
-        self._memory = map_memory(by_memory, self.rank, self.size, self._device, self._agree)
+        own = (str(store), self.rank, self.size, self._device)
+        self._memory = map_memory(by_memory, *own, self._most)
 
-    def _agree(self, own: bool) -> bool:
-        """Whether all ranks say yes. Waits for the device."""
-        says = torch.full((1,), float(own), device=self._device)
-        wait(self._group.allreduce([says], at_once(_dist.AllreduceOptions())))
-        return bool(says.item() == self.size)
+    def _most(self, own: int) -> int:
+        """The largest of all ranks' numbers. Waits for the device."""
+        told = torch.full((1,), own, dtype=torch.int32, device=self._device)
+        options = at_once(_dist.AllreduceOptions())
+        options.reduceOp = _dist.ReduceOp.MAX
+        wait(self._group.allreduce([told], options))
+        return int(told.item())
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `Collective`."""
@@ -108,7 +111,8 @@ class CudaCollective(GroupCollective):
         if (shared := self.shared) is not None and shared.fits(x):
             return shared.gather(x)
         out = x.new_empty(self.size, *x.shape)
-        wait(self._group._allgather_base(out, x, at_once(_dist.AllgatherOptions())))
+        options = at_once(_dist.distributed_c10d.AllgatherOptions())
+        wait(self._group._allgather_base(out, x, options))
         return out
 
     def barrier(self) -> None:

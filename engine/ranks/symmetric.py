@@ -29,11 +29,12 @@ HALF_BYTES: Final = 32 << 20
 """Of each of the two halves of a buffer. Larger sums go by NCCL."""
 MEET_S: Final = 60.0
 """Ranks wait so long for each other's addresses, seconds."""
-_NAME: Final = "baton-ranks"
 _LET_GO: Final = 1 << 62
 """A signal beyond all that are waited for."""
 _dist: Any = dist
 """torch's stubs lack most of what is used here."""
+_meetings = 0
+"""Those that this process has had."""
 
 
 class SymmetricMemory:
@@ -67,32 +68,40 @@ def reachable(ranks: int) -> str:
 
 
 def map_memory(
-    store: Any, rank: int, ranks: int, device: torch.device, agree: Callable[[bool], bool]
+    store: Any,
+    name: str,
+    rank: int,
+    ranks: int,
+    device: torch.device,
+    most: Callable[[int], int],
 ) -> SymmetricMemory | None:
     """Maps the memory of all ranks. All call it at once.
 
     Args:
         store: of the ranks' own, for addresses.
+        name: of these ranks. No others in this process had it.
         rank: this one.
         ranks: number of ranks.
         device: this rank's GPU.
-        agree: whether all ranks say yes.
+        most: the largest of all ranks' numbers.
 
     Returns:
         None if there is none; the log says why.
     """
-    if why := reachable(ranks):
+    why = reachable(ranks)
+    own: Tensor | None = None
+    memory: SymmetricMemory | None = None
+    if not why:
+        meetings = most(_meetings)
+        own, why = _attempted(lambda: _prepared(meetings, ranks, device))
+        if most(own is None):
+            why = why or "another rank has no memory for them"
+        else:
+            memory, why = _attempted(lambda: _met(store, name, rank, ranks, own))
+            if most(memory is None):
+                memory, why = None, why or "another rank cannot map the memory"
+    if memory is None:
         log.warning("sums over ranks go by NCCL: %s", why)
-        return None
-    own, why = _attempted(lambda: _allocate(ranks, device))
-    if not agree(own is not None):
-        log.warning("sums over ranks go by NCCL: %s", why or "another rank has no memory for them")
-        return None
-    memory: SymmetricMemory | None
-    memory, why = _attempted(lambda: _meet(store, rank, ranks, own))
-    if not agree(memory is not None):
-        log.warning("sums over ranks go by NCCL: %s", why or "another rank cannot map the memory")
-        return None
     return memory
 
 
@@ -101,41 +110,61 @@ def _attempted(do: Callable[[], Any]) -> tuple[Any, str]:
     try:
         return do(), ""
     except Exception as error:  # Which errors torch raises here, no page of it says.
-        return None, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return None, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-def _allocate(ranks: int, device: torch.device) -> Tensor:
-    from torch._C._distributed_c10d import _SymmetricMemory
+def _prepared(meetings: int, ranks: int, device: torch.device) -> Tensor:
+    """This rank's memory: signals, which are all 0, and the two halves of its buffer.
 
+    Torch names what ranks tell each other by the number of meetings that a process has had. Rank
+    0's process may have had some with other ranks before. A rank that has had fewer makes up for
+    them by itself.
+    """
     from engine.cuda.ranks.shared import pad_bytes
 
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-    size = pad_bytes(programs_of(ranks), ranks) + 2 * HALF_BYTES
-    make: Any = _SymmetricMemory.empty_strided_p2p
-    own: Tensor = make((size,), (1,), torch.uint8, device)
+    while _meetings < meetings:
+        name = f"baton-rank-alone-{_meetings}"
+        _rendezvous(_allocated(16, device), _dist.HashStore(), name, 0, 1)
+    own = _allocated(pad_bytes(programs_of(ranks), ranks) + 2 * HALF_BYTES, device)
     own.zero_()
     torch.cuda.synchronize(device)
     return own
 
 
-def _meet(store: Any, rank: int, ranks: int, own: Tensor) -> SymmetricMemory:
-    from torch._C._distributed_c10d import _SymmetricMemory
-
+def _met(store: Any, name: str, rank: int, ranks: int, own: Tensor) -> SymmetricMemory:
     from engine.cuda.ranks.shared import shared_at
 
-    symmetric: Any = _SymmetricMemory
     store.set_timeout(timedelta(seconds=MEET_S))
-    # Releases of torch differ in where they look a group up: by its name among process groups, or
-    # in a list of its own. It is no group of torch's that a user's process has.
-    group = _dist.ProcessGroup(store, rank, ranks)
-    group._set_group_name(_NAME)
-    c10d: Any = _dist.distributed_c10d
-    c10d._register_process_group(_NAME, group)
-    symmetric.set_group_info(_NAME, rank, ranks, store)
-    handle = symmetric.rendezvous(own, _NAME)
+    handle, group = _rendezvous(own, store, name, rank, ranks)
     bases = [int(base) for base in handle.buffer_ptrs]
     shared = shared_at(rank, bases, programs_of(ranks), HALF_BYTES, own.device)
     return SymmetricMemory(shared, own, handle, group)
+
+
+def _allocated(size: int, device: torch.device) -> Tensor:
+    make: Any = _symmetric().empty_strided_p2p
+    own: Tensor = make((size,), (1,), torch.uint8, device)
+    return own
+
+
+def _rendezvous(own: Tensor, store: Any, name: str, rank: int, ranks: int) -> tuple[Any, Any]:
+    """Releases of torch differ in where they look a group up: by its name among process groups, or
+    in a list of its own. This one is none that a user's process has."""
+    global _meetings
+    _meetings += 1
+    c10d: Any = _dist.distributed_c10d
+    group = c10d.ProcessGroup(store, rank, ranks)
+    group._set_group_name(name)
+    c10d._register_process_group(name, group)
+    _symmetric().set_group_info(name, rank, ranks, store)
+    return _symmetric().rendezvous(own, name), group
+
+
+def _symmetric() -> Any:
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    return _SymmetricMemory
 
 
 def programs_of(ranks: int) -> int:

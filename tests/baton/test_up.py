@@ -197,7 +197,7 @@ def test_ranks_by_role(monkeypatch) -> None:
     plan = up.plan(replace(options, device="cpu"))
     ranks = {spec.name: flags_of(spec).get("--tp") for spec in plan.specs}
     assert ranks == {"router": None, "prefill-0": None, "decode-0": "2", "both-0": "2"}
-    assert not plan.uses_gpus
+    assert plan.workers_on == {"": 3}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     plan = up.plan(options)
     gpus = {spec.name: spec.environment.get("CUDA_VISIBLE_DEVICES") for spec in plan.specs}

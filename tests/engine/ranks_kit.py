@@ -99,8 +99,8 @@ def check_gather(ranks: Ranks, rows: int, columns: int) -> None:
 
 def check_best(count: int, vocab: int, dtype: torch.dtype, device: torch.device) -> None:
     """The best token of rows whose parts are divided, with ties, and with what is no number."""
-    from engine.cuda.best import best_of_ranks, told_of_part
     from engine.cuda.kernels import greedy
+    from engine.cuda.ranks.best import best_of_ranks, told_of_part
 
     drawn = torch.Generator(device).manual_seed(vocab)
     logits = torch.randn(6, vocab, generator=drawn, device=device).to(dtype)

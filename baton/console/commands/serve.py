@@ -216,7 +216,7 @@ def _planned(options: up.UpOptions) -> up.UpPlan:
         )
     )
     has_parts = max(map(options.ranks_of, Role)) > 1
-    if not (has_parts and plan.uses_gpus):  # There each rank counts its part for itself.
+    if not has_parts or "" in plan.workers_on:  # There each rank counts its part for itself.
         check_room(of_workers, plan.workers_on)
     return plan
 

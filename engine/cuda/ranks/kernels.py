@@ -92,7 +92,8 @@ def _meet(pads, program, rank, number, ranks: tl.constexpr):
 @triton.jit
 def _buffer(buffers, rank, start, dtype: tl.constexpr):
     """A rank's half, as numbers of a type; `start` of them come before it."""
-    return tl.load(buffers + rank).to(tl.pointer_type(dtype)) + start
+    place = tl.load(buffers + rank).to(tl.pointer_type(dtype))
+    return tl.multiple_of(place, 16) + start
 
 
 @triton.jit
@@ -125,7 +126,7 @@ def _keep(
         tl.store(x + place, total, mask=inside)
 
 
-@triton.jit(do_not_specialize=["rank", "rows", "half"])
+@triton.jit(do_not_specialize=["rank", "rows"])
 def one_shot(
     buffers,
     pads,
@@ -166,7 +167,7 @@ def one_shot(
         tl.store(calls + program, call + 1)
 
 
-@triton.jit(do_not_specialize=["rank", "rows", "half"])
+@triton.jit(do_not_specialize=["rank", "rows"])
 def two_shots(
     buffers,
     pads,
@@ -221,7 +222,7 @@ def two_shots(
         tl.store(calls + program, call + 1)
 
 
-@triton.jit(do_not_specialize=["rank", "count", "half"])
+@triton.jit(do_not_specialize=["rank", "count"])
 def gather(
     buffers,
     pads,
