@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from bench.products import BYTES_S, CACHE_BYTES, SHAPES, graph_us
-from engine.cuda import feed_forward, forward, kernels
+from engine.cuda import feed_forward, joining, kernels
 from engine.cuda.products import CudaProducts, fp8, one_row, rounding
 from engine.cuda.products.few_rows import Tiles, few_rows
 from engine.cuda.products.one_row import Cut
@@ -242,7 +242,7 @@ def state_of(rows: int, layer: Layer) -> State:
     norm.weight.fill_(1)
     residual = torch.randn(rows, HIDDEN, device="cuda", dtype=torch.bfloat16)
     return State(
-        forward.entered(residual, forward.Join(None, norm, layer["qkv"].method.input, 1.0)),
+        joining.entered(residual, joining.Join(None, norm, layer["qkv"].method.input, 1.0)),
         residual,
         norm,
     )
@@ -255,9 +255,9 @@ def run_layer(layer: Layer, state: State) -> Any:
     qkv = layer["qkv"](x)
     attended = qkv.view(-1)[: residual.numel()].view_as(residual)
     out = layer["o"](feed_forward.as_read(attended, how["o"]))
-    x = forward.joined(residual, out, forward.Join(None, norm, how["gate-up"], 1.0))
+    x = joining.joined(residual, out, joining.Join(None, norm, how["gate-up"], 1.0))
     out = layer["down"](feed_forward.gated(x, layer["gate-up"], how["down"]))
-    return forward.joined(residual, out, forward.Join(None, norm, how["qkv"], 1.0))
+    return joining.joined(residual, out, joining.Join(None, norm, how["qkv"], 1.0))
 
 
 Patched = Callable[[], Any]

@@ -1,18 +1,21 @@
 """What several ranks cost and gain: everything that two or four GPUs are wanted for, in one call.
 
-python -m bench.ranks [--ranks 1,2,4] [--model FOLDER] [--only PART]... [--out FILE.json]
+python -m bench.ranks [--ranks 1,2,4] [--model FOLDER] [--device cuda] [--only PART]...
+    [--rows 1,16] [--context 32] [--out FILE.json]
 
 Parts:
 
     read        a rank of eight reads a sparse checkpoint of Llama-3.3-70B's shape: its host memory
-    collective  all-reduce, by bytes, in processes of their own
-    steps       decode steps of --model, by ranks and rows; and the wait for the slowest rank
+    collective  all-reduce, by bytes, in processes of their own; on GPUs with the norm behind it,
+                by rows of Qwen3-32B (`bench.rank_sums`)
+    steps       decode steps of --model, by ranks and rows, behind prompts of --context tokens; and
+                the wait for the slowest rank
     hand-off    workers of unequal ranks: GB/s of the path, time to the first and the second token
     kill        a rank of a decode worker is killed under a stream: the longest gap
 
-It runs on CPUs today, with `bench/shapes/tiny`: ranks do not run on GPUs yet. With them, pass
-`--model bench/shapes/llama-8b`, `qwen3-32b` or `llama-70b`, and `--device cuda`. Weights are drawn,
-always the same. Each line is printed as it is measured.
+It runs on CPUs by default, with `bench/shapes/tiny`. On GPUs pass `--device cuda` and `--model
+bench/shapes/llama-8b`, `qwen3-32b` or `llama-70b`. Weights are drawn, always the same. Each line is
+printed as it is measured, and a table of all comes last.
 """
 
 from __future__ import annotations
@@ -61,6 +64,7 @@ READ_RANKS = 8
 COLLECTIVE_BYTES = [4 << 10, 64 << 10, 512 << 10, 2 << 20, 16 << 20]
 ROUNDS = 50
 ROWS = (1, 16)
+CONTEXT = 32
 STEP_TOKENS = 40
 PROMPT_TOKENS = 400
 Say = Callable[[dict[str, Any]], None]
@@ -74,6 +78,8 @@ def main() -> None:
     )
     parser.add_argument("--model", type=Path, default=SHAPES / "tiny")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rows", default=ROWS, type=lambda text: tuple(map(int, text.split(","))))
+    parser.add_argument("--context", default=CONTEXT, type=int)
     parser.add_argument("--only", action="append", choices=PARTS, default=[])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--child", nargs="*", help=argparse.SUPPRESS)
@@ -89,8 +95,25 @@ def main() -> None:
 
     for part in options.only or PARTS:
         PARTS[part](options, partial(_say_of, part, say))
+    _print_table(lines)
     if options.out:
         options.out.write_text(json.dumps(lines, indent=1) + "\n", encoding="utf-8")
+
+
+def _print_table(lines: Sequence[dict[str, Any]]) -> None:
+    """A table for each part: a row for each line."""
+    for part in dict.fromkeys(line["part"] for line in lines):
+        own = [line for line in lines if line["part"] == part]
+        names = list(dict.fromkeys(name for line in own for name in line if name != "part"))
+        cells = [names, *([_cell(line.get(name, "")) for name in names] for line in own)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        print(f"\n{part}")
+        for row in cells:
+            print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+
+
+def _cell(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _say_of(part: str, say: Say, line: dict[str, Any]) -> None:
@@ -167,8 +190,12 @@ def collective(options: argparse.Namespace, say: Say) -> None:
             continue
         with tempfile.TemporaryDirectory(prefix="baton-bench-") as folder:
             store = Path(folder) / "store"
-            children = [_child("collective", store, rank, ranks) for rank in range(ranks)]
+            kind = "sums" if options.device == "cuda" else "collective"
+            children = [_child(kind, store, rank, ranks) for rank in range(ranks)]
             answers = [child.communicate()[0] for child in children]
+        for child in children:
+            if child.returncode:
+                raise SystemExit(f"a rank ended with code {child.returncode}")
         for line in answers[0].splitlines():
             say({"ranks": ranks, **json.loads(line)})
 
@@ -188,29 +215,42 @@ def _collective_here(store: str, rank: str, ranks: str) -> None:
         print(json.dumps({"bytes": size, "us": 1e6 * statistics.median(times)}), flush=True)
 
 
+def _sums_here(store: str, rank: str, ranks: str) -> None:
+    from bench.rank_sums import measure
+
+    measure(Path(store), int(rank), int(ranks))
+
+
 # -- steps --------------------------------------------------------------------------------------
 
 
 def steps(options: argparse.Namespace, say: Say) -> None:
     """Decode steps of so many rows."""
     for ranks in options.ranks:
-        for rows in ROWS:
+        for rows in options.rows:
             config = EngineConfig(
                 model=str(options.model),
                 load_format="dummy",
                 device=options.device,
                 tp=ranks,
-                num_pages=rows * 8 + 8,
-                max_sequences=max(ROWS),
+                num_pages=rows * (_tokens(rows, options.context) // 16 + 4) + 8,
+                max_sequences=max(options.rows),
+                prefix_cache=False,
             )
             engine = Engine.build(config)
             try:
-                say({"ranks": ranks, "rows": rows, **_step_times(engine, rows)})
+                figures = _step_times(engine, rows, options.context)
+                say({"model": options.model.name, "ranks": ranks, "rows": rows, **figures})
             finally:
                 engine.stop()
 
 
-def _step_times(engine: Engine, rows: int) -> dict[str, float]:
+def _tokens(rows: int, context: int) -> int:
+    """The longest sequence: so long that all decode together, after the last prompt."""
+    return context + STEP_TOKENS + rows * context // 512
+
+
+def _step_times(engine: Engine, rows: int, context: int) -> dict[str, float]:
     times: list[float] = []
     ends: queue.SimpleQueue[SequenceEnded | RequestFailed] = queue.SimpleQueue()
     engine.start(lambda seconds, decoded: times.append(seconds) if decoded == rows else None)
@@ -221,18 +261,19 @@ def _step_times(engine: Engine, rows: int) -> dict[str, float]:
                 ends.put(event)
 
     for row in range(rows):
-        prompt = np.arange(5, 37, dtype=np.int32)
-        stop = StopRules(max_tokens=STEP_TOKENS, ignore_eos=True)
+        prompt = np.random.default_rng(row).integers(5, 4000, context).astype(np.int32)
+        stop = StopRules(max_tokens=_tokens(rows, context) - context, ignore_eos=True)
         greedy = SamplingParams(temperature=0.0)
         request = Request(row.to_bytes(16, "big"), prompt, greedy, stop)
         engine.submit(request, sink)
     for _ in range(rows):
         if isinstance(ended := ends.get(), RequestFailed):
             raise SystemExit(f"a request failed: {ended.reason}")
-    figures = {"step_ms": 1e3 * statistics.median(times)}
+    figures = {"step_ms": 1e3 * statistics.median(times), "steps": len(times)}
     if loads := engine.ranks.loads():
         figures["skew_ms"] = 1e3 * engine.ranks.skew_s / loads[0].steps
-        figures["waited_share"] = loads[0].waited_s / (loads[0].waited_s + loads[0].busy_s)
+        seconds = loads[0].waited_s + loads[0].busy_s
+        figures["waited_share"] = loads[0].waited_s / seconds if seconds else float("nan")
     return figures
 
 
@@ -344,7 +385,11 @@ PARTS = {
     "hand-off": hand_off,
     "kill": kill,
 }
-CHILDREN: dict[str, Callable[..., None]] = {"read": _read_here, "collective": _collective_here}
+CHILDREN: dict[str, Callable[..., None]] = {
+    "read": _read_here,
+    "collective": _collective_here,
+    "sums": _sums_here,
+}
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")

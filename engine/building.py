@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -30,6 +31,9 @@ from engine.ranks.collective import Collective
 from engine.sampling import Sampler
 from engine.tiers.arena import HostArena
 from engine.tiers.touching import HostMemoryError
+
+if TYPE_CHECKING:
+    from engine.cuda.executor import CudaExecutor
 
 Progress = Callable[[str, int, int], None]
 """Called with a phase, the amount done and the total."""
@@ -197,6 +201,23 @@ def _memory_left(config: EngineConfig, loaded: LoadedModel, device: torch.device
     return bytes_left(loaded.model, scratch, backend, bounds, share)
 
 
+def resolved(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> EngineConfig:
+    """The configuration with what follows from the model and the pages: equal on all ranks."""
+    longest = loaded.config.max_position_embeddings
+    context = min(
+        config.max_context_tokens or longest,
+        longest,
+        (pool.num_pages - 1) * config.page_size,
+    )
+    return replace(
+        config,
+        max_context_tokens=context,
+        eos_token_ids=frozenset(loaded.config.eos_token_ids),
+        kv_precision=pool.precision,
+        gathers=pool.gathers,
+    )
+
+
 def torch_steps(
     config: EngineConfig,
     loaded: LoadedModel,
@@ -263,10 +284,27 @@ def build_executor(
         EngineError: a hook, or attention as configured, cannot work here.
     """
     backend = backend_of(config, loaded, pool)
-    is_fast = isinstance(backend, PagedAttention) and pool.device.type == "cuda"
-    if not is_fast:
-        return TorchExecutor(torch_steps(config, loaded, pool, backend, hooks), sampler)
-    assert isinstance(backend, PagedAttention)
+    fast = cuda_executor(config, loaded, pool, backend, sampler, hooks, progress)
+    return fast or TorchExecutor(torch_steps(config, loaded, pool, backend, hooks), sampler)
+
+
+def cuda_executor(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    pool: KvPool,
+    backend: AttentionBackend,
+    sampler: Sampler | None,
+    hooks: Sequence[Hook],
+    progress: Progress | None = None,
+) -> CudaExecutor | None:
+    """A rank's fast path, with its graphs captured; None where there is none. Other ranks than the
+    first have no sampler. All have joined.
+
+    Raises:
+        EngineError: a hook cannot work here.
+    """
+    if not isinstance(backend, PagedAttention) or pool.device.type != "cuda":
+        return None
     from engine.cuda.executor import CudaExecutor
 
     own = hook_steps(config, loaded, pool, hooks)

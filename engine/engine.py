@@ -22,6 +22,7 @@ from engine.building import (
     make_pool,
     open_all,
     pages_that_fit,
+    resolved,
 )
 from engine.checkpoints import Weights
 from engine.config import EngineConfig
@@ -128,18 +129,13 @@ class Engine:
         loaded = load(config, device, check=check, progress=tell, collective=ranks.collective)
         num_pages = ranks.agree(loaded.revision, pages_that_fit(config, loaded, device, hooks))
         pool = make_pool(num_pages, config, loaded, device)
+        config = resolved(config, loaded, pool)
         info = _model_info(config, loaded, pool, hooks)
-        config = replace(
-            config,
-            max_context_tokens=info.max_context_tokens,
-            eos_token_ids=frozenset(info.eos_token_ids),
-            kv_precision=pool.precision,
-            gathers=pool.gathers,
-        )
         sampler = Sampler(config.max_sequences, info.vocab_size, device, info.eos_token_ids)
-        own = build_executor(config, loaded, pool, sampler, hooks, progress)
-        executor = ranks.executor(own)
         ranks.join()
+        own = build_executor(config, loaded, pool, sampler, hooks, tell)
+        executor = ranks.executor(own)
+        ranks.wait_until_ready()
         profiler = StepProfiler(nvtx=device.type == "cuda")
         scheduler = _scheduler(config, pool, sampler, hooks, info.fingerprint, ranks)
         loop = StepLoop(scheduler, executor, profiler)
@@ -281,12 +277,23 @@ def _check_ranks(config: EngineConfig, device: str) -> None:
     if tp < 1:
         raise EngineError(f"tp {tp} must be at least 1")
     if tp > 1 and device != "cpu":
-        raise EngineError(
-            f"tp {tp} on {device}: several ranks run on CPUs so far, and not yet on GPUs;"
-            " set device to cpu, or tp to 1"
-        )
+        _check_gpus(config, device)
     if tp > 1 and config.kv_stores:
         raise EngineError("kv_store keeps whole pages, and a rank has a part: leave it out")
+
+
+def _check_gpus(config: EngineConfig, device: str) -> None:
+    """Each of several ranks has a GPU."""
+    tp, count = config.tp, torch.cuda.device_count()
+    if device != "cuda":
+        raise EngineError(f"{device} names one GPU for {tp} ranks: set device to cuda, or tp to 1")
+    if tp > count:
+        raise EngineError(
+            f"tp {tp} needs {tp} GPUs, and {count} can be seen here: set tp to at most {count}, or"
+            " device to cpu"
+        )
+    if config.hooks:
+        raise EngineError("hooks with several ranks run on CPUs only so far: leave them out")
 
 
 def _usual_step_tokens(on_cpu: bool, decodes: bool) -> int:
@@ -301,11 +308,6 @@ def _model_info(
     config: EngineConfig, loaded: LoadedModel, pool: KvPool, hooks: Sequence[Hook]
 ) -> ModelInfo:
     model = loaded.config
-    context = min(
-        config.max_context_tokens or model.max_position_embeddings,
-        model.max_position_embeddings,
-        (pool.num_pages - 1) * config.page_size,
-    )
     agreed = {
         "revision": loaded.revision,
         "dtype": config.dtype,
@@ -322,7 +324,7 @@ def _model_info(
         path=loaded.path,
         revision=loaded.revision,
         fingerprint=digest.hexdigest()[:32],
-        max_context_tokens=context,
+        max_context_tokens=config.max_context_tokens,
         vocab_size=model.vocab_size,
         eos_token_ids=tuple(model.eos_token_ids),
         page_size_tokens=config.page_size,

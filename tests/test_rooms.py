@@ -39,6 +39,7 @@ FLOORS = (
         "engine.cuda.kv",
         "engine.cuda.products",
         "engine.cuda.experts",
+        "engine.cuda.ranks",
     ),
     ("worker_base",),
     ("prefill_service", "decode_service", "fetch_service"),

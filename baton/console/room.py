@@ -1,28 +1,13 @@
-"""Whether the workers of `baton up` can run as asked, before any of them starts: whether they fit
-into memory together, and what workers of several ranks cannot do yet."""
+"""Whether the workers of `baton up` fit into memory together, before any of them starts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
 
-from baton.console.up import UpError, UpOptions
-from baton.process.gpu_slots import visible_gpus
 from engine import memory
 from engine.checkpoints import weights_of
-from worker.settings import Role, WorkerSettings
-
-
-def check_ranks(options: UpOptions) -> None:
-    """Refuses what workers of several ranks cannot do yet.
-
-    Raises:
-        UpError: it says what they can.
-    """
-    if max(map(options.ranks_of, Role)) == 1:
-        return
-    if options.device == "cuda" or (options.device == "auto" and visible_gpus()):
-        raise UpError("several ranks run on CPUs so far, and not yet on GPUs: --device cpu")
+from worker.settings import WorkerSettings
 
 
 def check_room(settings: WorkerSettings, workers_on: Mapping[str, int]) -> None:

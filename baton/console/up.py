@@ -27,7 +27,7 @@ from baton.addresses import is_loopback
 from baton.client.channels import TLS_SCHEME
 from baton.console.ports import HOST, PortPicker
 from baton.console.supervisor import ProcessSpec, Supervisor, Write
-from baton.process.gpu_slots import visible_gpus
+from baton.process.gpu_slots import NoSlotError, shared_out, visible_gpus
 from baton.tls import NO_FILES, TlsFiles, holders_files
 from worker.settings import Role
 
@@ -149,6 +149,10 @@ def plan(options: UpOptions) -> UpPlan:
     gpus = [] if options.device == "cpu" else visible_gpus()
     if options.device == "cuda" and not gpus:
         raise UpError("there is no GPU here (--device cpu runs without one)")
+    try:
+        shares = shared_out(gpus, [options.ranks_of(role) for _, role in roles])
+    except NoSlotError as error:
+        raise UpError(str(error)) from None
     with PortPicker() as ports:
         at = _ClientAddresses(
             grpc=ports.pick(options.grpc_port, GRPC_PORT, options.host),
@@ -172,19 +176,16 @@ def plan(options: UpOptions) -> UpPlan:
                 role=role,
                 address=ports.pick(0, 0),
                 admin=ports.pick(_like(options.admin_port), ADMIN_PORT + 1),
-                gpu=gpus[index % len(gpus)] if gpus else "",
+                gpus=own,
             )
-            for index, (name, role) in enumerate(roles)
+            for (name, role), own in zip(roles, shares, strict=True)
         ]
     threads = max(1, (os.cpu_count() or 1) // len(workers))
-    on = Counter(worker.gpu for worker in workers)
+    on = Counter(gpu for worker in workers for gpu in worker.gpus or ("",))
     return UpPlan(
         specs=(
             *(_router_spec(options, at, router, routers) for router in routers),
-            *(
-                _worker_spec(options, routers, worker, threads, on[worker.gpu])
-                for worker in workers
-            ),
+            *(_worker_spec(options, routers, worker, threads, on) for worker in workers),
         ),
         router_address=at.grpc,
         http_address=at.http,
@@ -221,8 +222,8 @@ class _Worker(NamedTuple):
     role: Role
     address: str
     admin: str
-    gpu: str
-    """The GPU's name in `CUDA_VISIBLE_DEVICES`; "" for none."""
+    gpus: tuple[str, ...]
+    """Names of its ranks' GPUs in `CUDA_VISIBLE_DEVICES`; none: it runs on the CPU."""
 
 
 def _router_spec(
@@ -255,16 +256,20 @@ def _router_spec(
 
 
 def _worker_spec(
-    options: UpOptions, routers: Sequence[_Router], worker: _Worker, threads: int, sharing: int
+    options: UpOptions,
+    routers: Sequence[_Router],
+    worker: _Worker,
+    threads: int,
+    workers_on: Mapping[str, int],
 ) -> ProcessSpec:
-    """Plans one of `sharing` workers on its GPU."""
-    is_shared = worker.gpu and sharing > 1
+    sharing = max((workers_on[gpu] for gpu in worker.gpus), default=1)
+    share = round(options.gpu_memory_utilization / sharing, 4) if sharing > 1 else None
     flags: _Flags = {
         "--name": worker.name,
         "--role": worker.role.value,
         "--model": options.model,
         "--served-name": options.served_name or None,
-        "--device": "cuda" if worker.gpu else "cpu",
+        "--device": "cuda" if worker.gpus else "cpu",
         "--tp": ranks if (ranks := options.ranks_of(worker.role)) > 1 else None,
         "--threads": threads,
         "--listen": worker.address,
@@ -272,12 +277,10 @@ def _worker_spec(
         "--admin": worker.admin,
         "--drain-s": options.drain_s,
         "--kv-memory-gib": options.kv_memory_gib,
-        "--gpu-memory-utilization": (
-            round(options.gpu_memory_utilization / sharing, 4) if is_shared else None
-        ),
+        "--gpu-memory-utilization": share,
         "--otlp-endpoint": _spans_to(options, routers),
     }
-    device = {"CUDA_VISIBLE_DEVICES": worker.gpu} if worker.gpu else {}
+    device = {"CUDA_VISIBLE_DEVICES": ",".join(worker.gpus)} if worker.gpus else {}
     return ProcessSpec(
         name=worker.name,
         argv=_baton("worker", flags),

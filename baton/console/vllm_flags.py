@@ -14,7 +14,7 @@ _ONE_GPU: Final = (
     "not yet: a model must fit one GPU, and further GPUs take further workers "
     "(`--prefill`, `--decode` or `--both` of `baton up`)"
 )
-_RANKS: Final = "`--tp` of `baton worker`, so far on CPUs, and not yet on GPUs"
+_RANKS: Final = "`--tp` of `baton worker`"
 _BY_TEMPLATE: Final = "nothing: the chat template shows how a model calls tools and thinks"
 
 FLAGS: Final[Mapping[str, str]] = {

@@ -44,6 +44,27 @@ def visible_gpus() -> list[str]:
     return [str(i) for i, _ in enumerate(n for n in nodes if re.fullmatch(r"nvidia\d+", n.name))]
 
 
+def shared_out(gpus: Sequence[str], ranks: Sequence[int]) -> list[tuple[str, ...]]:
+    """The GPUs of each worker, in turn, a different one for each of its ranks. Without GPUs no
+    worker has any.
+
+    Raises:
+        NoSlotError: a worker has more ranks than there are GPUs.
+    """
+    count = len(gpus)
+    if 0 < count < (most := max(ranks)):
+        raise NoSlotError(
+            f"a worker of {most} ranks needs {most} GPUs, and {count} can be seen here"
+            f" (--tp {count}, or --device cpu)"
+        )
+    shares, at = [], 0
+    for own in ranks:
+        places = range(at, at + own) if gpus else ()
+        shares.append(tuple(gpus[place % count] for place in places))
+        at += own
+    return shares
+
+
 @contextlib.contextmanager
 def claimed(folder: Path, gpus: Sequence[str], holder: str) -> Iterator[str]:
     """Holds the first free GPU of `gpus` as long as the context is open, and yields its name.

@@ -12,6 +12,10 @@ A step's life:
 
 Invariant: everything that touches the pool, the token table or the packed inputs is queued on one
 stream, in the order launched.
+
+Each of several ranks runs every step. Sums are in its kernels and graphs, and its end is in
+`engine.cuda.drawing`. All ranks capture the same graphs in the same order: what is captured runs
+once before, and there each waits for the others.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -19,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,27 +33,24 @@ from torch import Tensor
 from engine.attention.paged import PagedAttention, PagedStep
 from engine.attention.parts import lengths_differ
 from engine.bounds import Bounds
+from engine.cuda.drawing import Draw, Failures, drawing_of, nothing_drawn, telling
 from engine.cuda.forward import FusedForward, RowEnds
 from engine.cuda.inputs import Inputs, attention_of, ends_of
-from engine.cuda.kernels import greedy
 from engine.cuda.packing import PackedStep, batch_of, pack, rows_of, stores_of
 from engine.cuda.shapes import PROMPT_ROWS, Shape, Shapes
-from engine.cuda.staging import Int32s, StepStaging
+from engine.cuda.staging import StepStaging
 from engine.hooks.attention import CalledAttention, HookedAttention
-from engine.hooks.calling import HookFailure
 from engine.hooks.steps import StepHooks
 from engine.loop.executor import Launched
-from engine.loop.running import SCORE_ROWS
 from engine.loop.waiting import Read, StepWaiter
 from engine.masks.rules import words_of
 from engine.model import Model
 from engine.pages.kv_pool import KvPool
-from engine.sampling import Masks, SamplePlan, Sampler, SampleResult, Scores, score
-from engine.schedule.step import ScorePlan, ScoreResult, StepPlan, StepResult
+from engine.sampling import Masks, Sampler
+from engine.schedule.step import StepPlan, StepResult
 from telemetry import failpoints
 
 Progress = Callable[[str, int, int], None]
-Failures = Callable[[], tuple[HookFailure, ...]]
 SPARE_INTEGERS = 1 << 16
 """Room in the staging buffer for copies, samples of many choices and gaps between sections."""
 
@@ -61,19 +61,6 @@ class _Graph(NamedTuple):
     """[R, vocab]. The next replay of any shape may overwrite it."""
 
 
-class _Draw(NamedTuple):
-    """The draw of a step whose logits are computed, or will be."""
-
-    logits: Tensor
-    """[S, vocab]"""
-    slots: Tensor
-    """[S]"""
-    plan: SamplePlan | None
-    scores: list[_HostScores]
-    failures: Failures | None = None
-    """Tells which hooks have failed, once the data is there."""
-
-
 class CudaExecutor:
     """`Executor` over fused kernels, FlashAttention-3 and graphs."""
 
@@ -82,17 +69,18 @@ class CudaExecutor:
         model: Model,
         pool: KvPool,
         attention: PagedAttention,
-        sampler: Sampler,
+        sampler: Sampler | None,
         bounds: Bounds,
         hooks: StepHooks | None = None,
         hooked: HookedAttention | None = None,
     ) -> None:
-        """`hooked` is attention with hooks around it, if any is called in layers."""
+        """`hooked` is attention with hooks around it, if any is called in layers. Other ranks than
+        the first have no sampler."""
         device = pool.device
         max_pages = -(-bounds.max_context_tokens // pool.page_size)
         self._pool = pool
         self._attention = attention
-        self._sampler = sampler
+        self._ranks = model.collective
         self._hooks, self._hooked = hooks, hooked
         self._called = CalledAttention(attention.attend, hooks) if hooks and hooks.fits else None
         rows = max(bounds.max_sequences, PROMPT_ROWS + 1)
@@ -102,6 +90,7 @@ class CudaExecutor:
         self._nobody = bounds.max_sequences
         """Slot of padding rows: the last entry of the token table."""
         self._token_table = torch.zeros(self._nobody + 1, dtype=torch.int32, device=device)
+        self._drawing = drawing_of(model, sampler, self._token_table)
         self._shapes = Shapes(bounds, pool.num_kv_heads)
         shapes = self._shapes.all
         self._staging = StepStaging(_most_integers(bounds, shapes[0], max_pages), device)
@@ -109,7 +98,7 @@ class CudaExecutor:
         self._inputs = Inputs(shapes[0], most_rows, max_pages, device)
         self._graphs: dict[Shape, _Graph] = {}
         self._waiter = StepWaiter()
-        self._waiting: tuple[_Draw, Launched] | None = None
+        self._waiting: tuple[Draw, Launched] | None = None
         """The draw of the step launched last, if it waits for masks."""
 
     def capture(self, progress: Progress | None = None) -> None:
@@ -134,7 +123,8 @@ class CudaExecutor:
             packed = self._pack(None, shape)
             logits = self._kernels(packed)
             if shape.decodes:
-                greedy(logits[: shape.decodes], packed.slots, self._token_table)
+                self._drawing.best(logits[: shape.decodes], packed.slots)
+            self._ranks.barrier()
             self.stream.synchronize()
             graph.capture_begin(memory, capture_error_mode="thread_local")
             try:
@@ -159,7 +149,7 @@ class CudaExecutor:
 
     def mask_bits(self, count: int) -> NDArray[np.int32]:
         """Pinned memory. The allocator does not reuse it before it is copied."""
-        words = words_of(self._sampler.vocab_size)
+        words = words_of(self._drawing.vocab_size)
         bits: NDArray[np.int32] = torch.empty(
             (count, words), dtype=torch.int32, pin_memory=True
         ).numpy()
@@ -172,15 +162,17 @@ class CudaExecutor:
         (draw, future), self._waiting = self._waiting, None
         try:
             with torch.inference_mode(), torch.cuda.stream(self.stream):
-                self._finish(self._draw(draw, masks), future)
+                self._finish(self._drawing.draw(draw, masks), future)
         except Exception as error:
             future.set_exception(error)
 
     def shutdown(self) -> None:
-        """Waits for the steps launched."""
+        """Waits for the steps launched. The graphs end before the ranks' communicator may."""
         self._waiter.stop()
+        self._graphs.clear()
 
     def _launch(self, plan: StepPlan) -> Launched:
+        self._ranks.begin_step()
         if plan.copy_source.size or plan.write_slots.size:
             self._transfer(plan)
         hooks, shape = self._hooks, self._shapes.of(plan) if plan.num_tokens else None
@@ -188,13 +180,14 @@ class CudaExecutor:
             shape = None if hooks.is_eager(plan) else shape
             hooks.begin(plan, shape.decodes if shape else None)
         if plan.num_tokens == 0:
-            return self._finish(_telling(_nothing_drawn, self._end_hooks()))
+            self._ranks.barrier()
+            return self._finish(telling(nothing_drawn, self._end_hooks()))
         draw = self._exact(plan) if shape is None else self._padded(plan, shape)
         draw = draw._replace(failures=self._end_hooks())
         if plan.masked.size:
             self._waiting = draw, Future()
             return self._waiting[1]
-        return self._finish(self._draw(draw))
+        return self._finish(self._drawing.draw(draw))
 
     def _end_hooks(self) -> Failures | None:
         return None if self._hooks is None else self._hooks.end_queued()
@@ -218,7 +211,7 @@ class CudaExecutor:
 
     # -- steps of a shape -----------------------------------------------------------------------
 
-    def _padded(self, plan: StepPlan, shape: Shape) -> _Draw:
+    def _padded(self, plan: StepPlan, shape: Shape) -> Draw:
         packed = self._pack(plan, shape)
         ready = self._graphs.get(shape)
         if ready is None:
@@ -231,7 +224,7 @@ class CudaExecutor:
             logits = logits[:count]
         else:
             logits = logits.index_select(0, packed.sampled)
-        return _Draw(logits, packed.sample_slots, plan.sample, [])
+        return Draw(logits, packed.sample_slots, plan.sample, plan.whole_logits, [])
 
     def _pack(self, plan: StepPlan | None, shape: Shape) -> PackedStep:
         """Packs the step and queues its copy to the device. None: padding only."""
@@ -255,7 +248,7 @@ class CudaExecutor:
 
     # -- steps with longer prompts --------------------------------------------------------------
 
-    def _exact(self, plan: StepPlan) -> _Draw:
+    def _exact(self, plan: StepPlan) -> Draw:
         count, add = plan.num_decodes, self._staging.add
         queries = plan.query_lens[count:]
         self._staging.begin()
@@ -280,92 +273,15 @@ class CudaExecutor:
         scores = []
         if plan.scores:
             hidden = self._forward.hidden(token_ids, positions, stores, hooked=hooked)
-            scores = [self._score(hidden, wanted) for wanted in plan.scores]
+            logits_of = self._forward.logits
+            scores = [self._drawing.score(hidden, wanted, logits_of) for wanted in plan.scores]
             hidden = hidden.index_select(0, sampled)
         else:
             pages = page_table.index_select(0, sampled_rows)
             ends = RowEnds(sampled, sampled_contexts, pages)
             hidden = self._forward.hidden(token_ids, positions, stores, ends, hooked)
         logits = hidden if plan.sample is None else self._forward.logits(hidden)
-        return _Draw(logits, slots, plan.sample, scores)
-
-    def _score(self, hidden: Tensor, wanted: ScorePlan) -> _HostScores:
-        """Scores a prompt in chunks of rows, since a long prompt's logits would not fit at once."""
-        next_ids = torch.from_numpy(wanted.next_ids).to(hidden.device, torch.int64)
-        parts = []
-        for start in range(0, len(next_ids), SCORE_ROWS):
-            ids = next_ids[start : start + SCORE_ROWS]
-            first = wanted.first_token + start
-            logits = self._forward.logits(hidden[first : first + len(ids)]).float()
-            parts.append(score(logits, ids, wanted.top_n))
-        columns = (torch.cat(column) for column in zip(*parts, strict=True))
-        return _HostScores(wanted.next_ids, Scores(*map(_to_pinned, columns)))
-
-    # -- drawing --------------------------------------------------------------------------------
-
-    def _draw(self, draw: _Draw, masks: Masks | None = None) -> Read:
-        """Draws a step's tokens, puts them into the token table and queues their copy to the
-        host."""
-        return _telling(self._drawn(draw, masks), draw.failures)
-
-    def _drawn(self, draw: _Draw, masks: Masks | None) -> Read:
-        logits, slots, plan, scores, _ = draw
-        if plan is None:
-            return lambda: _nothing_drawn(scores)
-        if masks is None and plan.is_greedy:
-            drawn = _to_pinned(greedy(logits, slots, self._token_table))
-            return lambda: _read_greedy(drawn, scores)
-        result = self._sampler.sample(logits.float(), plan, masks)
-        self._token_table[slots.long()] = result.tokens.int()
-        host = result._replace(
-            **{name: _to_pinned(t) for name, t in result._asdict().items() if t is not None}
-        )
-        return lambda: _read_sampled(host, scores)
-
-
-class _HostScores(NamedTuple):
-    """Log probabilities that are being copied into pinned memory."""
-
-    token_ids: Int32s
-    scores: Scores
-
-    def read(self) -> ScoreResult:
-        logprob, top_ids, top_logprobs = (column.numpy() for column in self.scores)
-        return ScoreResult(self.token_ids, logprob, top_ids.astype(np.int32), top_logprobs)
-
-
-def _to_pinned(tensor: Tensor) -> Tensor:
-    """Queues a copy. The allocator does not reuse the memory before the copy is made."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
-
-
-def _telling(read: Read, failures: Failures | None) -> Read:
-    if failures is None:
-        return read
-    return lambda: replace(read(), hook_failures=failures())
-
-
-def _nothing_drawn(scores: list[_HostScores] | None = None) -> StepResult:
-    read = tuple(entry.read() for entry in scores or ())
-    return StepResult(np.zeros(0, np.int32), np.zeros(0, np.bool_), None, None, None, read)
-
-
-def _read_greedy(drawn: Tensor, scores: list[_HostScores]) -> StepResult:
-    tokens, finite = drawn.numpy()
-    read = tuple(entry.read() for entry in scores)
-    return StepResult(tokens, finite.astype(np.bool_), None, None, None, read)
-
-
-def _read_sampled(drawn: SampleResult, scores: list[_HostScores]) -> StepResult:
-    return StepResult(
-        tokens=drawn.tokens.numpy().astype(np.int32),
-        finite=drawn.finite.numpy(),
-        logprobs=None if drawn.logprob is None else drawn.logprob.numpy(),
-        top_ids=None if drawn.top_ids is None else drawn.top_ids.numpy().astype(np.int32),
-        top_logprobs=None if drawn.top_logprobs is None else drawn.top_logprobs.numpy(),
-        scores=tuple(entry.read() for entry in scores),
-    )
+        return Draw(logits, slots, plan.sample, plan.whole_logits, scores)
 
 
 def _most_integers(bounds: Bounds, largest: Shape, max_pages: int) -> int:

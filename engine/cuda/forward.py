@@ -14,17 +14,16 @@ from torch import Tensor
 from engine.attention.paged import PagedAttention
 from engine.cuda import feed_forward, kernels
 from engine.cuda.feed_forward import as_read
+from engine.cuda.joining import Join, entered, joiner
 from engine.cuda.kv.fp8_store import rope_store_fp8
 from engine.cuda.kv.rope_store import HeadNorms, RopeTable, rope_store
 from engine.cuda.products import CudaProducts
-from engine.cuda.products.rounding import add_rms_norm_rounded, rms_norm_rounded
 from engine.hooks.attention import Attend
 from engine.model import Model
 from engine.model.config import Rope
 from engine.model.decoder import Layer
 from engine.model.head_norms import HeadNorm, WholeNorm
-from engine.model.linear import RmsNorm
-from engine.model.precision.rounding import Rounded, Rounding
+from engine.model.precision.rounding import Rounded
 from engine.pages.kv_pool import KvPool
 
 _STORES = {"fp8": rope_store_fp8}
@@ -42,20 +41,6 @@ class RowEnds(NamedTuple):
     """[S, P] int32."""
 
 
-class Join(NamedTuple):
-    """What happens between two parts of the model: the first one's output is added to the residual,
-    and the second one reads the sum."""
-
-    after: RmsNorm | None
-    """Of the output."""
-    before: RmsNorm | None
-    """Of the sum."""
-    reader: Rounding | None
-    """How the next product rounds its input."""
-    factor: float
-    """On the output."""
-
-
 class FusedForward:
     """Runs a loaded model over a pool. It makes the model's weights ready for products."""
 
@@ -71,6 +56,7 @@ class FusedForward:
         self._rope_store = _STORES.get(pool.precision, rope_store)
         self._head_norms = [_head_norms(layer) for layer in self._layers]
         self._joins = [_joins_of(layer, model) for layer in self._layers]
+        self._joined = joiner(model.collective)
         first = self._layers[0]
         self._entry = Join(None, first.before_attention, first.qkv.method.input, 1.0)
         self._ropes = {
@@ -108,9 +94,9 @@ class FusedForward:
                     layer.index, q, ends.contexts, ends.page_table
                 )
             out = layer.output(as_read(attended.flatten(1), layer.output.method.input))
-            x = joined(residual, out, to_feed_forward)
+            x = self._joined(residual, out, to_feed_forward)
             out = feed_forward.run(layer.feed_forward, x)
-            x = joined(residual, out, to_next)
+            x = self._joined(residual, out, to_next)
         assert isinstance(x, Tensor)
         return x if ends is None or hooked is None else x.index_select(0, ends.tokens)
 
@@ -142,33 +128,6 @@ def _joins_of(layer: Layer, model: Model) -> tuple[Join, Join]:
         Join(layer.after_attention, layer.before_feed_forward, own, factor),
         Join(layer.after_feed_forward, norm, reader, factor),
     )
-
-
-def entered(x: Tensor, how: Join) -> Tensor | Rounded:
-    """What the first layer reads."""
-    norm, reader = how.before, how.reader
-    if norm is None:
-        return as_read(x, reader)
-    if reader is None:
-        return kernels.rms_norm(x, norm.weight, norm.eps)
-    return rms_norm_rounded(x, norm.weight, norm.eps, reader)
-
-
-def joined(residual: Tensor, x: Tensor, how: Join) -> Tensor | Rounded:
-    """Adds `x` to `residual` in place; returns what the next product reads."""
-    norm, reader = how.before, how.reader
-    if norm is None or how.after is not None or how.factor != 1.0:
-        return _joined_otherwise(residual, x, how)
-    if reader is None:
-        return kernels.add_rms_norm(residual, x, norm.weight, norm.eps)
-    return add_rms_norm_rounded(residual, x, norm.weight, norm.eps, reader)
-
-
-def _joined_otherwise(residual: Tensor, x: Tensor, how: Join) -> Tensor | Rounded:
-    """With norms elsewhere, or a factor. Rounding is a pass of its own here."""
-    after, before = (None if norm is None else norm.weight for norm in (how.after, how.before))
-    eps = next((norm.eps for norm in (how.after, how.before) if norm is not None), 0.0)
-    return as_read(kernels.join(residual, x, after, before, eps, how.factor), how.reader)
 
 
 def _norm_whole(qkv: Tensor, layer: Layer, norm: WholeNorm) -> None:

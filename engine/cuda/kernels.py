@@ -246,29 +246,35 @@ def greedy(logits: Tensor, slots: Tensor, token_table: Tensor) -> Tensor:
     Returns:
         [2, S] int32: the tokens; 1 if the row held neither NaN nor infinity, else 0.
     """
+    found = best_of_blocks(logits)
+    rows, num_blocks = found.best.shape
+    drawn = torch.empty(2, rows, dtype=torch.int32, device=logits.device)
+    blocks = triton.next_power_of_2(num_blocks)
+    launch(_best_of_row, (rows,), *found, slots, token_table, drawn, rows, num_blocks, blocks)
+    return drawn
+
+
+class BlocksBest(NamedTuple):
+    """The best of each block of each row of logits; all are [S, blocks]."""
+
+    best: Tensor
+    """float32"""
+    ids: Tensor
+    """int32"""
+    finite: Tensor
+    """int32: 1 if the block held neither NaN nor infinity, else 0."""
+
+
+def best_of_blocks(logits: Tensor) -> BlocksBest:
+    """Of [S, V], contiguous."""
     rows, vocab = logits.shape
     num_blocks = triton.cdiv(vocab, _LOGITS_BLOCK)
     best = torch.empty(rows, num_blocks, dtype=torch.float32, device=logits.device)
     ids = torch.empty(rows, num_blocks, dtype=torch.int32, device=logits.device)
-    finite = torch.empty_like(ids)
-    drawn = torch.empty(2, rows, dtype=torch.int32, device=logits.device)
+    found = BlocksBest(best, ids, torch.empty_like(ids))
     grid = (rows, num_blocks)
-    launch(_best_of_block, grid, logits, best, ids, finite, vocab, num_blocks, _LOGITS_BLOCK)
-    blocks = triton.next_power_of_2(num_blocks)
-    launch(
-        _best_of_row,
-        (rows,),
-        best,
-        ids,
-        finite,
-        slots,
-        token_table,
-        drawn,
-        rows,
-        num_blocks,
-        blocks,
-    )
-    return drawn
+    launch(_best_of_block, grid, logits, *found, vocab, num_blocks, _LOGITS_BLOCK)
+    return found
 
 
 # -- inputs of a padded step ---------------------------------------------------------------------

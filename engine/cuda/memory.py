@@ -16,6 +16,8 @@ CONTEXT_BYTES = 1 << 30
 """More than what CUDA itself takes for a process."""
 GRAPH_BYTES = 1 << 30
 """Bytes kept back for graphs, staging and tables. The memory of the largest graph comes on top."""
+RANKS_BYTES = 1 << 30
+"""Bytes kept back for what ranks share and for NCCL, which come later, where there are several."""
 SAMPLING_COPIES = 6
 """Most float32 copies of a step's logits that the sampler holds at once."""
 
@@ -46,6 +48,8 @@ def bytes_left(
     free, total = torch.cuda.mem_get_info(device)
     sampling = SAMPLING_COPIES * 4 * bounds.max_sequences * model.config.vocab_size
     graphs = GRAPH_BYTES + step * min(1.0, LONGEST_GRAPH / bounds.max_step_tokens)
+    if model.collective.size > 1:
+        graphs += RANKS_BYTES
     used = min(total - free, torch.cuda.memory_reserved(device) + CONTEXT_BYTES)
     return int(min(total * utilization - used, free) - step - sampling - graphs)
 

@@ -5,6 +5,7 @@ A faster all-reduce is another `Collective`: the model and the executors know on
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -97,17 +98,23 @@ class Alone:
         """See `Collective`."""
 
 
-class GlooCollective:
-    """Ranks on CPUs, by torch.distributed's gloo over loopback. It waits without spinning.
+class GroupCollective:
+    """Ranks that have joined a group of torch's.
 
     The group is an object of its own and not torch's default one, which a user's process may have
-    for itself. Its sums have one order for each element, so all ranks get the same bits.
+    for itself.
     """
+
+    waits_on_host = True
+    """Whether the caller waits for the other ranks, and not its device."""
 
     def __init__(self, rank: int, size: int) -> None:
         """Not joined yet: see `join`."""
         self.rank = rank
         self.size = size
+        self.on_step: Callable[[], None] = _nothing
+        """Is called when a step begins on this rank."""
+        self._group: Any
 
     def join(self, store: Path) -> None:
         """Meets the other ranks. Blocks until all have come.
@@ -115,6 +122,58 @@ class GlooCollective:
         Args:
             store: a file that does not exist yet, the same for all ranks.
         """
+        raise NotImplementedError
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See `Collective`."""
+        wait(self._group.allreduce([x], at_once(_dist.AllreduceOptions())))
+        return x
+
+    def gather(self, x: Tensor, width: int) -> Tensor:
+        """See `Collective`."""
+        each = -(-width // self.size)
+        x = F.pad(x, (0, each - x.shape[1])).contiguous()
+        options = at_once(_dist.GatherOptions())
+        options.rootRank = 0
+        if self.rank:
+            wait(self._group.gather([], [x], options))
+            return x
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        wait(self._group.gather([parts], [x], options))
+        return torch.cat(parts, dim=1)[:, :width].contiguous()
+
+    def broadcast(self, x: Tensor) -> None:
+        """See `Collective`."""
+        options = at_once(_dist.BroadcastOptions())
+        options.rootRank = 0
+        wait(self._group.broadcast([x], options))
+
+    def barrier(self) -> None:
+        """See `Collective`."""
+        wait(self._group.barrier())
+
+    def begin_step(self) -> None:
+        """See `Collective`."""
+        self.on_step()
+
+    def end_step(self) -> None:
+        """See `Collective`."""
+
+    def let_go(self) -> None:
+        """Ends every wait of this rank for another one, for good: the ranks are lost."""
+
+    def close(self) -> None:
+        """No rank will do anything together any more."""
+
+
+class GlooCollective(GroupCollective):
+    """Ranks on CPUs, by torch.distributed's gloo over loopback. It waits without spinning.
+
+    Its sums have one order for each element, so all ranks get the same bits.
+    """
+
+    def join(self, store: Path) -> None:
+        """See `GroupCollective`."""
         options = _dist.ProcessGroupGloo._Options()
         device = _dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)
         options._devices = [device]
@@ -122,41 +181,39 @@ class GlooCollective:
         file = _dist.FileStore(str(store), self.size)
         self._group = _dist.ProcessGroupGloo(file, self.rank, self.size, options)
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """See `Collective`."""
-        _wait(self._group.allreduce([x]))
-        return x
 
-    def gather(self, x: Tensor, width: int) -> Tensor:
-        """See `Collective`."""
-        each = -(-width // self.size)
-        x = F.pad(x, (0, each - x.shape[1])).contiguous()
-        options = _dist.GatherOptions()
-        options.rootRank = 0
-        if self.rank:
-            _wait(self._group.gather([], [x], options))
-            return x
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        _wait(self._group.gather([parts], [x], options))
-        return torch.cat(parts, dim=1)[:, :width].contiguous()
-
-    def broadcast(self, x: Tensor) -> None:
-        """See `Collective`."""
-        _wait(self._group.broadcast(x, 0))
-
-    def barrier(self) -> None:
-        """See `Collective`."""
-        _wait(self._group.barrier())
-
-    def begin_step(self) -> None:
-        """See `Collective`."""
-
-    def end_step(self) -> None:
-        """See `Collective`."""
+def _nothing() -> None:
+    """Default for `on_step`."""
 
 
-def _wait(work: Any) -> None:
+def at_once(options: Any) -> Any:
+    """Of work that the caller's own thread, or stream, waits for at once."""
+    options.asyncOp = False
+    return options
+
+
+def device_of(device: str, rank: int) -> torch.device:
+    """A rank's device, where the worker has this one: a GPU each, in the order of ranks."""
+    return torch.device(device) if device == "cpu" else torch.device(device, rank)
+
+
+def group_on(device: torch.device, rank: int, size: int) -> GroupCollective:
+    """What a rank on this device does with the others. Not joined yet."""
+    if device.type == "cpu":
+        return GlooCollective(rank, size)
+    from engine.ranks.nccl import CudaCollective
+
+    return CudaCollective(rank, size, device)
+
+
+def wait(work: Any) -> None:
+    """Waits for a group's work: the host does, or the current stream.
+
+    Raises:
+        CollectiveError: another rank is gone.
+    """
     try:
-        work.wait()
+        if work is not None:
+            work.wait()
     except RuntimeError as error:
         raise CollectiveError("the connection to another rank broke") from error

@@ -66,6 +66,9 @@ class RankedExecutor:
 
     def _pass_on(self, own: Launched, launched: Launched) -> None:
         error = own.exception()
+        if self._keeper.lost:  # A device that was let go has computed something all the same.
+            launched.set_exception(RankError(self._keeper.lost))
+            return
         if error is None:
             self._ended()
             result: StepResult = own.result()

@@ -22,6 +22,7 @@ from __future__ import annotations
 import mmap
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
@@ -29,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.ranks.collective import Collective
+from engine.ranks.collective import Collective, GroupCollective
 from engine.ranks.skew import SkewHistory
 
 FILE: Final = "figures"
@@ -70,8 +71,14 @@ class RankFigures:
     def step_ended(self) -> None:
         """Rank 0: a step has ended on all ranks."""
         ends_s = self.rows[:, BEGAN_S] + self.rows[:, STEP_S]
+        if not ends_s.any():
+            return  # Their devices wait, and the hosts know no times.
         self.skew.add(float(ends_s.max() - ends_s.min()))
         self.slowest[int(ends_s.argmax())] += 1
+
+    def begin_step(self, rank: int) -> None:
+        """A rank has begun a step of which its host knows no times."""
+        self.rows[rank, STEPS] += 1
 
     def loads(self) -> list[RankLoad]:
         """The figures of each rank."""
@@ -86,6 +93,15 @@ class RankFigures:
         steps = self.rows[:, STEPS]
         behind = [rank for rank, count in enumerate(steps) if count < steps.max()]
         return behind or [rank for rank, row in enumerate(self.rows) if row[IS_BUSY]]
+
+
+def watched(group: GroupCollective, figures: RankFigures) -> Collective:
+    """The group, with a rank's row of figures. Where devices wait for each other, hosts only count
+    steps."""
+    if group.waits_on_host:
+        return TimedCollective(group, figures)
+    group.on_step = partial(figures.begin_step, group.rank)
+    return group
 
 
 class TimedCollective:

@@ -12,8 +12,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Final, NoReturn
 
 import torch
@@ -22,21 +24,25 @@ import zmq
 from engine.building import (
     EngineError,
     backend_of,
+    cuda_executor,
     load,
     make_arena,
     make_pool,
     open_all,
     pages_that_fit,
+    resolved,
     torch_steps,
 )
+from engine.hooks.protocol import Hook
+from engine.loop.executor import Executor, Launched
 from engine.loop.running import TorchSteps
-from engine.model import ModelError
+from engine.model import LoadedModel, ModelError
 from engine.model.shard import Shard
 from engine.pages.kv_pool import KvPool
 from engine.parent import end_with_parent
-from engine.ranks.collective import CollectiveError, GlooCollective
+from engine.ranks.collective import CollectiveError, device_of, group_on
 from engine.ranks.copies import begin_copying
-from engine.ranks.figures import RankFigures, TimedCollective
+from engine.ranks.figures import RankFigures, watched
 from engine.ranks.process import (
     FAILED,
     HELLO,
@@ -62,6 +68,8 @@ log = logging.getLogger("baton.engine")
 Beside = Callable[[zmq.Socket[bytes], int, KvPool], None]
 """Runs beside a rank's steps until rank 0 ends it. It takes the socket to rank 0, the rank, and the
 pages of that rank."""
+LOOK_MS: Final = 500
+"""A rank without a step looks this often whether those on its device have failed."""
 CAUSE_S: Final = 1.0
 """Rank 0 gets this long to hear of a rank that is gone from the kernel, seconds."""
 
@@ -73,8 +81,11 @@ class Follower:
         self._folder = folder
         self._config, self._beside = read_config(folder)
         self._shard = Shard(rank, size)
-        self._group = GlooCollective(rank, size)
-        self._collective = TimedCollective(self._group, RankFigures(folder, size))
+        self._device = device_of(self._config.device, rank)
+        self._group = group_on(self._device, rank, size)
+        self._collective = watched(self._group, RankFigures(folder, size))
+        self._errors: SimpleQueue[BaseException] = SimpleQueue()
+        """Of steps that were queued."""
         self._context = zmq.Context()
         self._reports = self._context.socket(zmq.PUSH)
         self._reports.connect(address(folder, REPORTS))
@@ -101,7 +112,9 @@ class Follower:
 
     def _live(self) -> None:
         failpoints.hit("rank.load", str(self._shard.rank))
-        config, device = self._config, torch.device(self._config.device)
+        config, device = self._config, self._device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # Of this thread, which runs the steps.
         hooks = open_all(config)
         loaded = load(config, device, shard=self._shard, collective=self._collective)
         num_pages = pages_that_fit(config, loaded, device, hooks)
@@ -110,7 +123,6 @@ class Follower:
         if told[0] != PAGES:
             return
         pool = make_pool(int(json.loads(told[1])), config, loaded, device)
-        steps = torch_steps(config, loaded, pool, backend_of(config, loaded, pool), hooks)
         if self._beside:
             self._begin_beside(pool)
         if config.kv_host_bytes:
@@ -118,10 +130,33 @@ class Follower:
             mover = mover_for(pool.data, arena.slots)
             begin_copying(self._shard.rank, mover, self._connect_copies)
         self._group.join(self._folder / STORE)
+        run = self._steps(loaded, pool, hooks)
         self._report(READY)
-        while (told := self._inbox.recv_multipart())[0] == STEP:
+        while (told := self._next())[0] == STEP:
             failpoints.hit("rank.step", str(self._shard.rank))
-            _run(steps, decode(told[1:]))
+            run(decode(told[1:]))
+
+    def _steps(
+        self, loaded: LoadedModel, pool: KvPool, hooks: Sequence[Hook]
+    ) -> Callable[[StepPlan], None]:
+        """Runs this rank's part of a step, or queues it."""
+        config = resolved(self._config, loaded, pool)
+        backend = backend_of(config, loaded, pool)
+        fast = cuda_executor(config, loaded, pool, backend, None, hooks)
+        if fast is not None:
+            return partial(_queue, fast, self._errors)
+        return partial(_run, torch_steps(config, loaded, pool, backend, hooks), self._device)
+
+    def _next(self) -> list[bytes]:
+        """What rank 0 says next. Steps that were queued may fail meanwhile."""
+        while not self._inbox.poll(LOOK_MS if self._device.type == "cuda" else None):
+            self._check()
+        self._check()
+        return self._inbox.recv_multipart()
+
+    def _check(self) -> None:
+        if not self._errors.empty():
+            raise self._errors.get()
 
     def _begin_beside(self, pool: KvPool) -> None:
         socket = self._connect(beside_of(self._shard.rank))
@@ -146,7 +181,7 @@ class Follower:
 
 
 @torch.inference_mode()
-def _run(steps: TorchSteps, plan: StepPlan) -> None:
+def _run(steps: TorchSteps, device: torch.device, plan: StepPlan) -> None:
     """One step, with the collectives of `TorchExecutor` in their order."""
     steps.prepare(plan)
     if plan.num_tokens == 0:
@@ -163,7 +198,17 @@ def _run(steps: TorchSteps, plan: StepPlan) -> None:
         steps.logits(hidden, plan)
     else:
         steps.best(hidden, plan)
-    steps.keep(plan, torch.empty(plan.sample.num_rows, dtype=torch.int64))
+    steps.keep(plan, torch.empty(plan.sample.num_rows, dtype=torch.int64, device=device))
+
+
+def _queue(executor: Executor, errors: SimpleQueue[BaseException], plan: StepPlan) -> None:
+    """Queues a step. Its errors may come later."""
+
+    def ended(launched: Launched) -> None:
+        if (error := launched.exception()) is not None:
+            errors.put(error)
+
+    executor.launch(plan).add_done_callback(ended)
 
 
 def _beside(run: Beside, socket: zmq.Socket[bytes], rank: int, pool: KvPool) -> None:

@@ -4,7 +4,8 @@ States of the ranks:
 
 1. STARTED: they load. `check` raises once one has failed.
 2. LOADED: each has reported its weights and its pages: `agree`.
-3. READY: all have joined the group: `join`. Steps are sent.
+3. READY: all have joined the group: `join`. On GPUs they capture graphs together. Then steps are
+   sent: `wait_until_ready`.
 4. LOST: one has ended or failed. The others are killed, since they wait for it. Every step fails,
    and `call_when_lost` calls back.
 5. ENDED: `close`.
@@ -20,17 +21,17 @@ import threading
 from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 import zmq
 
 from engine.config import EngineConfig
 from engine.loop.executor import Executor
-from engine.ranks.collective import Alone, Collective, GlooCollective
+from engine.ranks.collective import Alone, Collective, device_of, group_on
 from engine.ranks.copies import DIRECTIONS, LOAD, SAVE, SharedMover
 from engine.ranks.executor import RankedExecutor
-from engine.ranks.figures import RankFigures, RankLoad, TimedCollective
+from engine.ranks.figures import RankFigures, RankLoad, watched
 from engine.ranks.keeper import Keeper, Pulse, RankError, is_stopped
 from engine.ranks.process import (
     HELLO,
@@ -48,6 +49,9 @@ from engine.ranks.process import (
 )
 from engine.ranks.steps import encode
 from engine.tiers.movers import PageMover
+
+MEET_LOOK_S: Final = 0.05
+"""While it meets the other ranks, rank 0 looks this often whether they live."""
 
 
 class Ranks(Protocol):
@@ -81,6 +85,14 @@ class Ranks(Protocol):
         ...
 
     def join(self) -> None:
+        """Meets them: from now on they can do things together.
+
+        Raises:
+            RankError: one failed.
+        """
+        ...
+
+    def wait_until_ready(self) -> None:
         """Waits until all are ready for steps.
 
         Raises:
@@ -144,6 +156,9 @@ class NoRanks:
     def join(self) -> None:
         """See `Ranks`."""
 
+    def wait_until_ready(self) -> None:
+        """See `Ranks`."""
+
     def executor(self, own: Executor) -> Executor:
         """See `Ranks`."""
         return own
@@ -184,11 +199,11 @@ class HostRanks:
         """
         self.beside: list[zmq.Socket[bytes]] = []
         self._beside = beside
-        self._group = GlooCollective(0, config.tp)
+        self._group = group_on(device_of(config.device, 0), 0, config.tp)
         self._folder = Path(tempfile.mkdtemp(prefix="baton-ranks-"))
         self.figures = RankFigures(self._folder, config.tp, create=True)
         """What each rank does with its time."""
-        self.collective: Collective = TimedCollective(self._group, self.figures)
+        self.collective: Collective = watched(self._group, self.figures)
         self._config = config
         self._threads = torch.get_num_threads()
         self._closed = False
@@ -249,6 +264,7 @@ class HostRanks:
         threads = max(1, self._threads // self._config.tp)
         torch.set_num_threads(threads)
         self._keeper = Keeper(folder, self._config.tp, threads)
+        self._keeper.call_when_lost(lambda _: self._group.let_go())
 
     def _pair(self, name: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.PAIR)
@@ -273,7 +289,7 @@ class HostRanks:
         return least
 
     def join(self) -> None:
-        """See `Ranks`. The folder is not needed any more then."""
+        """See `Ranks`."""
         folder, errors = self._folder, list[Exception]()
 
         def meet() -> None:
@@ -282,16 +298,22 @@ class HostRanks:
             except Exception as error:
                 errors.append(error)
 
-        # On a thread of its own: gloo would wait for a rank that is gone.
+        # On a thread of its own: the group would wait for a rank that is gone.
         meeting = threading.Thread(target=meet, name="baton-ranks-join", daemon=True)
         meeting.start()
-        self._kept.wait_for(READY, also=lambda: not meeting.is_alive())
+        while meeting.is_alive():
+            self._kept.check()
+            meeting.join(MEET_LOOK_S)
         if errors:
             raise RankError(f"rank 0 cannot join the group: {errors[0]}")
+
+    def wait_until_ready(self) -> None:
+        """See `Ranks`. The folder is not needed any more then."""
+        self._kept.wait_for(READY)
         for socket in (*self.beside, *chain.from_iterable(self._copies.values())):
             hello = socket.recv()
             assert hello == HELLO, "a rank says so before it is READY"
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def executor(self, own: Executor) -> Executor:
         """See `Ranks`."""
@@ -320,11 +342,18 @@ class HostRanks:
         stopped = [rank for rank, pid in ranks.items() if is_stopped(pid)]
         if stopped:
             return f"{_named(stopped)} stopped"
-        return f"{_named(self.figures.stuck())} not going on"
+        if stuck := self.figures.stuck():
+            return f"{_named(stuck)} not going on"
+        return "all ranks have begun it"
 
     def call_when_lost(self, on_lost: Callable[[str], None]) -> None:
         """See `Ranks`."""
-        self._kept.call_when_lost(on_lost)
+
+        def lost(reason: str) -> None:
+            self._group.let_go()
+            on_lost(reason)
+
+        self._kept.call_when_lost(lost)
 
     def close(self) -> None:
         """See `Ranks`."""
@@ -334,6 +363,7 @@ class HostRanks:
         if self._keeper is not None:
             self._keeper.close(lambda: self._send([STOP]))
             torch.set_num_threads(self._threads)
+        self._group.close()
         if self._mover is not None:
             self._mover.close()
         self._context.destroy(linger=0)

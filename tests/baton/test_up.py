@@ -16,7 +16,6 @@ from waiting import until
 
 from baton.addresses import CannotListenError
 from baton.console import up
-from baton.console.room import check_ranks
 from baton.console.supervisor import ProcessSpec
 from worker.settings import Role
 
@@ -191,16 +190,25 @@ def test_only_the_doors_for_clients_are_opened_and_only_routers_get_the_key() ->
         assert flags_of(worker)["--listen"].startswith("127.0.0.1:")
 
 
-def test_ranks_by_role_and_on_no_gpu(monkeypatch) -> None:
+def test_ranks_by_role(monkeypatch) -> None:
+    """Each rank of a worker has a GPU, in turn."""
     both = up.UpOptions("model", both=1, tp=2, grpc_port=0, http_port=0)
     options = replace(both, tp_of={Role.PREFILL: 1, Role.DECODE: None})
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    with pytest.raises(up.UpError, match="not yet on GPUs: --device cpu"):
-        check_ranks(options)
-    on_cpu = replace(options, device="cpu")
-    check_ranks(on_cpu)
-    ranks = {spec.name: flags_of(spec).get("--tp") for spec in up.plan(on_cpu).specs}
+    plan = up.plan(replace(options, device="cpu"))
+    ranks = {spec.name: flags_of(spec).get("--tp") for spec in plan.specs}
     assert ranks == {"router": None, "prefill-0": None, "decode-0": "2", "both-0": "2"}
+    assert plan.workers_on == {"": 3}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    plan = up.plan(options)
+    gpus = {spec.name: spec.environment.get("CUDA_VISIBLE_DEVICES") for spec in plan.specs}
+    assert gpus == {"router": None, "prefill-0": "4", "decode-0": "5,6", "both-0": "7,4"}
+    share = {spec.name: flags_of(spec).get("--gpu-memory-utilization") for spec in plan.specs}
+    assert plan.workers_on == {"4": 2, "5": 1, "6": 1, "7": 1}
+    assert share["decode-0"] is None
+    assert float(share["prefill-0"]) == float(share["both-0"]) < 0.5
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
+    with pytest.raises(up.UpError, match="a worker of 2 ranks needs 2 GPUs, and 1 can be seen"):
+        up.plan(options)
 
 
 def test_a_host_of_another_machine_is_told_so() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from bench import sparse_checkpoint
-from bench.ranks import ROWS, SHAPES, read_rank, steps
+from bench.ranks import CONTEXT, ROWS, SHAPES, read_rank, steps
 
 MOST_HOST_GIB = 2.0
 
@@ -28,7 +28,8 @@ def test_a_rank_of_eight_reads_a_70b_checkpoint_in_little_memory(tmp_path: Path)
 @pytest.mark.timeout(300)
 def test_steps_are_measured_to_their_end() -> None:
     lines: list[dict[str, Any]] = []
-    steps(Namespace(ranks=[1, 2], model=SHAPES / "tiny", device="cpu"), lines.append)
+    model = {"model": SHAPES / "tiny", "device": "cpu", "rows": ROWS, "context": CONTEXT}
+    steps(Namespace(ranks=[1, 2], **model), lines.append)
     assert [(line["ranks"], line["rows"]) for line in lines] == [
         (ranks, rows) for ranks in (1, 2) for rows in ROWS
     ]

@@ -161,7 +161,7 @@ class Block:
     def __call__(self, residual: Tensor, x: Tensor) -> Tensor:
         """Adds x to the residual, and returns what is added next."""
         from engine.cuda.feed_forward import gated
-        from engine.cuda.forward import Join, joined
+        from engine.cuda.joining import Join, joined
 
         normed = joined(residual, x, Join(None, self.norm, self.up.method.input, 1.0))
         return self.down(gated(normed, self.up, self.down.method.input))

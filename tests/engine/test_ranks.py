@@ -432,8 +432,11 @@ def test_what_ranks_cannot_do_is_refused(tmp_path, monkeypatch):
     with pytest.raises(EngineError, match="kv_store keeps whole pages"):
         build(path, tp=2, kv_host_bytes=1 << 20, kv_stores=("disk:/a?gib=1",))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(EngineError, match=r"tp 2 on cuda: several ranks run on CPUs so far"):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(EngineError, match="tp 2 needs 2 GPUs, and 1 can be seen here: set tp to"):
         build(path, tp=2, device="cuda")
+    with pytest.raises(EngineError, match="cuda:1 names one GPU for 2 ranks: set device to cuda"):
+        build(path, tp=2, device="cuda:1")
 
 
 @pytest.mark.parametrize("how", ["stop", pytest.param("hang", marks=pytest.mark.matrix)])

@@ -15,7 +15,6 @@ from baton.client.options import Options
 from baton.console import up
 from baton.console.commands.ask import stream_answer, turns
 from baton.console.commands.trace import show_trace
-from baton.console.room import check_ranks
 from baton.output import model_progress, stderr, stdout
 
 LOG_TAIL_LINES = 30
@@ -57,7 +56,6 @@ def demo(
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w", encoding="utf-8") as file:
         try:
-            check_ranks(options)
             asyncio.run(_demo(up.plan(options), prompt, max_tokens, file))
         except up.UpError as error:
             file.flush()

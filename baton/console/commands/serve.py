@@ -17,7 +17,7 @@ from baton.addresses import ROUTER_ADDRESS, check_free, host_of, local, port_of
 from baton.console import up
 from baton.console.commands.trace import ROUTER_ADMIN_ADDRESS
 from baton.console.ports import HOST
-from baton.console.room import check_ranks, check_room
+from baton.console.room import check_room
 from baton.console.settings_options import takes_settings, warn_of_unknown_variables
 from baton.console.supervisor import Supervisor, end_with_parent
 from baton.output import merged_log, model_progress, silence, stderr, stdout
@@ -204,7 +204,6 @@ def _check_certs(routers_own: RouterSettings, certs: str) -> None:
 
 def _planned(options: up.UpOptions) -> up.UpPlan:
     """Finds the model, and plans processes that fit into memory together."""
-    check_ranks(options)
     given = {"model": options.model, "kv_memory_gib": options.kv_memory_gib}
     with model_progress() as progress:
         of_workers = with_model_found(resolve(WorkerSettings, "worker", given).settings, progress)
@@ -216,7 +215,9 @@ def _planned(options: up.UpOptions) -> up.UpPlan:
             gpu_memory_utilization=of_workers.gpu_memory_utilization,
         )
     )
-    check_room(of_workers, plan.workers_on)
+    has_parts = max(map(options.ranks_of, Role)) > 1
+    if not has_parts or "" in plan.workers_on:  # There each rank counts its part for itself.
+        check_room(of_workers, plan.workers_on)
     return plan
 
 

@@ -1,0 +1,269 @@
+"""The end of a step on a GPU: tokens are drawn, put into the token table, and read by the host.
+
+One of several ranks has a part of each row of logits.
+
+- Greedy rows: each rank tells all others the best token of its part. So all know the same tokens,
+  and nobody has to tell them.
+- Other rows: rank 0 gathers whole rows, draws, and tells the tokens.
+- A step that draws nothing ends in a barrier.
+
+So when a step has ended on one rank, all ranks have stored its KV: each of these waits for what
+every rank does behind its stores. (Rank 0 has the last part of every row before it draws. Another
+rank has rank 0's tokens, or the others' best ones.)
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.cuda.kernels import greedy
+from engine.cuda.ranks.best import best_of_ranks, told_of_part
+from engine.cuda.staging import Int32s
+from engine.hooks.calling import HookFailure
+from engine.loop.running import SCORE_ROWS
+from engine.loop.waiting import Read
+from engine.model import Model
+from engine.ranks.nccl import CudaCollective
+from engine.sampling import Masks, SamplePlan, Sampler, SampleResult, Scores, score
+from engine.schedule.step import ScorePlan, ScoreResult, StepResult
+
+Failures = Callable[[], tuple[HookFailure, ...]]
+Logits = Callable[[Tensor], Tensor]
+"""[S, H] -> [S, vocab], or a rank's part of it."""
+
+
+class Draw(NamedTuple):
+    """The draw of a step whose logits are computed, or will be."""
+
+    logits: Tensor
+    """[S, vocab], or a rank's part of it."""
+    slots: Tensor
+    """[S]"""
+    plan: SamplePlan | None
+    reads_whole: bool
+    """Whether several ranks gather whole rows (`StepPlan.whole_logits`)."""
+    scores: list[HostScores]
+    failures: Failures | None = None
+    """Tells which hooks have failed, once the data is there."""
+
+
+class Drawing(Protocol):
+    """Draws a rank's steps, on the executor's stream."""
+
+    vocab_size: int
+
+    def best(self, logits: Tensor, slots: Tensor) -> Tensor:
+        """Puts the best token of each row into the token table; result as `greedy`."""
+        ...
+
+    def draw(self, draw: Draw, masks: Masks | None = None) -> Read:
+        """Draws a step's tokens, puts them into the token table and queues their copy to the
+        host."""
+        ...
+
+    def score(self, hidden: Tensor, wanted: ScorePlan, logits_of: Logits) -> HostScores:
+        """Scores a prompt in chunks of rows, since a long prompt's logits would not fit at once."""
+        ...
+
+
+def drawing_of(model: Model, sampler: Sampler | None, token_table: Tensor) -> Drawing:
+    """That of a rank. Only the first has a sampler."""
+    ranks = model.collective
+    if sampler is not None and ranks.size == 1:
+        return DrawingAlone(sampler, token_table)
+    assert isinstance(ranks, CudaCollective)
+    part = _Part(ranks, model.shard.vocab(model.config).start, model.config.vocab_size)
+    if sampler is not None:
+        return DrawingForAll(sampler, token_table, part)
+    return DrawingAlong(token_table, part)
+
+
+class DrawingAlone:
+    """Of the only rank."""
+
+    def __init__(self, sampler: Sampler, token_table: Tensor) -> None:
+        self._sampler = sampler
+        self._token_table = token_table
+        self.vocab_size = sampler.vocab_size
+
+    def best(self, logits: Tensor, slots: Tensor) -> Tensor:
+        """See `Drawing`."""
+        return greedy(logits, slots, self._token_table)
+
+    def draw(self, draw: Draw, masks: Masks | None = None) -> Read:
+        """See `Drawing`."""
+        return telling(self._drawn(draw, masks), draw.failures)
+
+    def _drawn(self, draw: Draw, masks: Masks | None) -> Read:
+        plan, scores = draw.plan, draw.scores
+        if plan is None:
+            self._end_without()
+            return lambda: nothing_drawn(scores)
+        if self._is_best(draw, masks):
+            drawn = _to_pinned(self.best(draw.logits, draw.slots))
+            return lambda: _read_greedy(drawn, scores)
+        result = self._sampler.sample(self._whole(draw.logits).float(), plan, masks)
+        self._token_table[draw.slots.long()] = self._told(result.tokens.int())
+        host = result._replace(
+            **{name: _to_pinned(t) for name, t in result._asdict().items() if t is not None}
+        )
+        return lambda: _read_sampled(host, scores)
+
+    def score(self, hidden: Tensor, wanted: ScorePlan, logits_of: Logits) -> HostScores:
+        """See `Drawing`."""
+        next_ids = torch.from_numpy(wanted.next_ids).to(hidden.device, torch.int64)
+        parts = []
+        for start in range(0, len(next_ids), SCORE_ROWS):
+            ids = next_ids[start : start + SCORE_ROWS]
+            first = wanted.first_token + start
+            logits = self._whole(logits_of(hidden[first : first + len(ids)])).float()
+            parts.append(score(logits, ids, wanted.top_n))
+        columns = (torch.cat(column) for column in zip(*parts, strict=True))
+        return HostScores(wanted.next_ids, Scores(*map(_to_pinned, columns)))
+
+    def _is_best(self, draw: Draw, masks: Masks | None) -> bool:
+        assert draw.plan is not None
+        return masks is None and draw.plan.is_greedy
+
+    def _end_without(self) -> None:
+        """Ends a step that draws nothing."""
+
+    def _whole(self, logits: Tensor) -> Tensor:
+        return logits
+
+    def _told(self, tokens: Tensor) -> Tensor:
+        return tokens
+
+
+class _Part(NamedTuple):
+    """A rank's part of the vocabulary, and the ranks."""
+
+    ranks: CudaCollective
+    first_id: int
+    vocab_size: int
+
+    def best(self, logits: Tensor, slots: Tensor, token_table: Tensor) -> Tensor:
+        told = self.ranks.gather_on_all(told_of_part(logits, self.first_id))
+        return best_of_ranks(told, slots, token_table)
+
+    def whole(self, logits: Tensor) -> Tensor:
+        return self.ranks.gather(logits, self.vocab_size)
+
+
+class DrawingForAll(DrawingAlone):
+    """Of the first of several ranks."""
+
+    def __init__(self, sampler: Sampler, token_table: Tensor, part: _Part) -> None:
+        super().__init__(sampler, token_table)
+        self._part = part
+
+    def best(self, logits: Tensor, slots: Tensor) -> Tensor:
+        """See `Drawing`."""
+        return self._part.best(logits, slots, self._token_table)
+
+    def _is_best(self, draw: Draw, masks: Masks | None) -> bool:
+        """As all ranks know it, whatever became of the masks."""
+        return not draw.reads_whole
+
+    def _end_without(self) -> None:
+        self._part.ranks.barrier()
+
+    def _whole(self, logits: Tensor) -> Tensor:
+        return self._part.whole(logits)
+
+    def _told(self, tokens: Tensor) -> Tensor:
+        self._part.ranks.broadcast(tokens)
+        return tokens
+
+
+class DrawingAlong:
+    """Of the other ranks: the same collectives in the same order. The host reads nothing."""
+
+    def __init__(self, token_table: Tensor, part: _Part) -> None:
+        self._token_table = token_table
+        self._part = part
+        self.vocab_size = part.vocab_size
+
+    def best(self, logits: Tensor, slots: Tensor) -> Tensor:
+        """See `Drawing`."""
+        return self._part.best(logits, slots, self._token_table)
+
+    def draw(self, draw: Draw, masks: Masks | None = None) -> Read:
+        """See `Drawing`."""
+        if draw.plan is None:
+            self._part.ranks.barrier()
+        elif not draw.reads_whole:
+            self.best(draw.logits, draw.slots)
+        else:
+            self._part.whole(draw.logits)
+            tokens = torch.empty_like(draw.slots)
+            self._part.ranks.broadcast(tokens)
+            self._token_table[draw.slots.long()] = tokens
+        return nothing_drawn
+
+    def score(self, hidden: Tensor, wanted: ScorePlan, logits_of: Logits) -> HostScores:
+        """See `Drawing`. Rank 0 has the logits."""
+        for start in range(0, len(wanted.next_ids), SCORE_ROWS):
+            rows = min(SCORE_ROWS, len(wanted.next_ids) - start)
+            first = wanted.first_token + start
+            self._part.whole(logits_of(hidden[first : first + rows]))
+        nothing = torch.empty(0)
+        return HostScores(wanted.next_ids, Scores(nothing, nothing, nothing))
+
+
+# -- what the host reads ------------------------------------------------------------------------
+
+
+class HostScores(NamedTuple):
+    """Log probabilities that are being copied into pinned memory."""
+
+    token_ids: Int32s
+    scores: Scores
+
+    def read(self) -> ScoreResult:
+        """Once they are there."""
+        logprob, top_ids, top_logprobs = (column.numpy() for column in self.scores)
+        return ScoreResult(self.token_ids, logprob, top_ids.astype(np.int32), top_logprobs)
+
+
+def _to_pinned(tensor: Tensor) -> Tensor:
+    """Queues a copy. The allocator does not reuse the memory before the copy is made."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def telling(read: Read, failures: Failures | None) -> Read:
+    """Reads which hooks have failed, too."""
+    if failures is None:
+        return read
+    return lambda: replace(read(), hook_failures=failures())
+
+
+def nothing_drawn(scores: list[HostScores] | None = None) -> StepResult:
+    """The result of a step that drew nothing."""
+    read = tuple(entry.read() for entry in scores or ())
+    return StepResult(np.zeros(0, np.int32), np.zeros(0, np.bool_), None, None, None, read)
+
+
+def _read_greedy(drawn: Tensor, scores: list[HostScores]) -> StepResult:
+    tokens, finite = drawn.numpy()
+    read = tuple(entry.read() for entry in scores)
+    return StepResult(tokens, finite.astype(np.bool_), None, None, None, read)
+
+
+def _read_sampled(drawn: SampleResult, scores: list[HostScores]) -> StepResult:
+    return StepResult(
+        tokens=drawn.tokens.numpy().astype(np.int32),
+        finite=drawn.finite.numpy(),
+        logprobs=None if drawn.logprob is None else drawn.logprob.numpy(),
+        top_ids=None if drawn.top_ids is None else drawn.top_ids.numpy().astype(np.int32),
+        top_logprobs=None if drawn.top_logprobs is None else drawn.top_logprobs.numpy(),
+        scores=tuple(entry.read() for entry in scores),
+    )

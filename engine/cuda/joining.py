@@ -1,0 +1,84 @@
+"""What lies between two parts of the model: a sum with the residual, and norms.
+
+One of several ranks has a part of the sum. All ranks add theirs up first, in the same kernel where
+there is one for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from engine.cuda import kernels
+from engine.cuda.feed_forward import as_read
+from engine.cuda.products.rounding import add_rms_norm_rounded, rms_norm_rounded
+from engine.model.linear import RmsNorm
+from engine.model.precision.rounding import Rounded, Rounding
+from engine.ranks.collective import Collective
+from engine.ranks.nccl import CudaCollective
+
+
+class Join(NamedTuple):
+    """What happens between two parts of the model: the first one's output is added to the residual,
+    and the second one reads the sum."""
+
+    after: RmsNorm | None
+    """Of the output."""
+    before: RmsNorm | None
+    """Of the sum."""
+    reader: Rounding | None
+    """How the next product rounds its input."""
+    factor: float
+    """On the output."""
+
+
+Joined = Callable[[Tensor, Tensor, Join], Tensor | Rounded]
+"""See `joined`."""
+
+
+def entered(x: Tensor, how: Join) -> Tensor | Rounded:
+    """What the first layer reads."""
+    norm, reader = how.before, how.reader
+    if norm is None:
+        return as_read(x, reader)
+    if reader is None:
+        return kernels.rms_norm(x, norm.weight, norm.eps)
+    return rms_norm_rounded(x, norm.weight, norm.eps, reader)
+
+
+def joined(residual: Tensor, x: Tensor, how: Join) -> Tensor | Rounded:
+    """Adds `x` to `residual` in place; returns what the next product reads."""
+    norm, reader = how.before, how.reader
+    if norm is None or how.after is not None or how.factor != 1.0:
+        return _joined_otherwise(residual, x, how)
+    if reader is None:
+        return kernels.add_rms_norm(residual, x, norm.weight, norm.eps)
+    return add_rms_norm_rounded(residual, x, norm.weight, norm.eps, reader)
+
+
+def _joined_otherwise(residual: Tensor, x: Tensor, how: Join) -> Tensor | Rounded:
+    """With norms elsewhere, or a factor. Rounding is a pass of its own here."""
+    after, before = (None if norm is None else norm.weight for norm in (how.after, how.before))
+    eps = next((norm.eps for norm in (how.after, how.before) if norm is not None), 0.0)
+    return as_read(kernels.join(residual, x, after, before, eps, how.factor), how.reader)
+
+
+def joiner(collective: Collective) -> Joined:
+    """`joined` for one of these ranks."""
+    if collective.size == 1:
+        return joined
+    assert isinstance(collective, CudaCollective)
+    return partial(_joined_by_all, collective)
+
+
+def _joined_by_all(
+    ranks: CudaCollective, residual: Tensor, x: Tensor, how: Join
+) -> Tensor | Rounded:
+    """`x` is this rank's part."""
+    norm = how.before
+    if norm is None or how.after is not None or how.factor != 1.0 or how.reader is not None:
+        return joined(residual, ranks.all_reduce(x), how)
+    return ranks.add_rms_norm(residual, x, norm.weight, norm.eps)

@@ -1,0 +1,1 @@
+"""Sums over the ranks of a worker, in memory that their GPUs share."""

@@ -1,0 +1,154 @@
+"""Ranks on GPUs: rank R has GPU R of those that the worker sees.
+
+Sums go through memory that all GPUs share (`engine.ranks.symmetric`), where it can be mapped and
+is large enough, and else by NCCL. All is queued on the caller's stream, so a graph may contain it.
+There is one communicator, and one stream that uses it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from engine.ranks.collective import (
+    LONGEST_S,
+    CollectiveError,
+    GroupCollective,
+    at_once,
+    wait,
+)
+from engine.ranks.symmetric import SymmetricMemory, map_memory
+
+if TYPE_CHECKING:
+    from engine.cuda.ranks.shared import Shared
+
+_dist: Any = dist
+_ENVIRONMENT: Final = {
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}
+"""While the group is made: no multicast, nothing that listens outside this host, and none of
+torch's watchdogs, which end the process. Baton's own one names the rank."""
+
+
+class CudaCollective(GroupCollective):
+    """See the module. Before `join` every rank is by itself: memory is measured so."""
+
+    waits_on_host = False
+
+    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+        """Not joined yet."""
+        super().__init__(rank, size)
+        self._group = None
+        self._device = device
+        self._memory: SymmetricMemory | None = None
+        self._word: Tensor
+
+    @property
+    def shared(self) -> Shared | None:
+        """The memory of all ranks; None: there is none."""
+        return None if self._memory is None else self._memory.shared
+
+    @property
+    def path(self) -> str:
+        """What sums go through."""
+        return "nccl" if self._memory is None else "symmetric memory"
+
+    def join(self, store: Path) -> None:
+        """See `GroupCollective`. The caller's thread may be any."""
+        if not _dist.is_nccl_available():
+            raise CollectiveError("the PyTorch that is installed has no NCCL: set tp to 1")
+        torch.cuda.set_device(self._device)
+        file = _dist.FileStore(str(store), self.size)
+        with _environment(_ENVIRONMENT):
+            options = _dist.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=LONGEST_S)
+            by_nccl = _dist.PrefixStore("nccl", file)
+            self._group = _dist.ProcessGroupNCCL(by_nccl, self.rank, self.size, options)
+            self._word = torch.zeros(1, device=self._device)
+            self._most(0)  # The first use connects.
+        by_memory = _dist.PrefixStore("memory", file)
+        own = (str(store), self.rank, self.size, self._device)
+        self._memory = map_memory(by_memory, *own, self._most)
+
+    def _most(self, own: int) -> int:
+        """The largest of all ranks' numbers. Waits for the device."""
+        told = torch.full((1,), own, dtype=torch.int32, device=self._device)
+        options = at_once(_dist.AllreduceOptions())
+        options.reduceOp = _dist.ReduceOp.MAX
+        wait(self._group.allreduce([told], options))
+        return int(told.item())
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See `Collective`."""
+        if self._group is None:
+            return x
+        if (shared := self.shared) is not None and shared.fits(x):
+            return shared.all_reduce(x)
+        return super().all_reduce(x)
+
+    def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Adds the sum of all ranks' `x` to `residual` in place; returns the norm of that, which
+        overwrites `x`. Both are [T, H]."""
+        from engine.cuda.kernels import add_rms_norm
+
+        if (shared := self.shared) is not None and shared.fits(x):
+            return shared.add_rms_norm(residual, x, weight, eps)
+        return add_rms_norm(residual, self.all_reduce(x), weight, eps)
+
+    def gather_on_all(self, x: Tensor) -> Tensor:
+        """[N, R, C], the [R, C] of all ranks, on all of them. Its numbers take 4 bytes each."""
+        if (shared := self.shared) is not None and shared.fits(x):
+            return shared.gather(x)
+        out = x.new_empty(self.size, *x.shape)
+        options = at_once(_dist.distributed_c10d.AllgatherOptions())
+        wait(self._group._allgather_base(out, x, options))
+        return out
+
+    def barrier(self) -> None:
+        """See `Collective`. The host does not wait."""
+        if (shared := self.shared) is not None:
+            shared.barrier()
+        else:
+            super().all_reduce(self._word)
+
+    def end_step(self) -> None:
+        """See `Collective`. Steps without kernels of ours end on the host, as on a CPU."""
+        torch.cuda.current_stream(self._device).synchronize()
+
+    def let_go(self) -> None:
+        """See `GroupCollective`. What the device still computes has no meaning."""
+        if self._memory is not None:
+            self._memory.let_go()
+        self.close()
+
+    def close(self) -> None:
+        """See `GroupCollective`. Graphs that contain its sums must be gone."""
+        if self._group is not None:
+            with contextlib.suppress(Exception):
+                self._group.abort()
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Sets variables, and puts them back."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,177 @@
+"""GPU memory that all ranks of a worker read and write: torch's symmetric memory, no multicast.
+
+Multicast is never asked for: programs that use it can put the GPUs of a host out of service, and
+between two GPUs it gains nothing.
+
+Whether the memory can be mapped is agreed on after each step that may fail on one rank alone. So
+all ranks have it, or none.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from engine.cuda.ranks.shared import Shared
+
+log = logging.getLogger("baton.engine")
+
+HALF_BYTES: Final = 32 << 20
+"""Of each of the two halves of a buffer. Larger sums go by NCCL."""
+MEET_S: Final = 60.0
+"""Ranks wait so long for each other's addresses, seconds."""
+_LET_GO: Final = 1 << 62
+"""A signal beyond all that are waited for."""
+_dist: Any = dist
+"""torch's stubs lack most of what is used here."""
+_meetings = 0
+"""Those that this process has had."""
+
+
+class SymmetricMemory:
+    """A rank's memory, and its view of that of all others."""
+
+    def __init__(self, shared: Shared, own: Tensor, *kept: Any) -> None:
+        """`kept`: what keeps the memory mapped."""
+        self.shared = shared
+        self._kept = own, kept
+        pad_bytes = int(shared.buffers[0] - shared.pads[0])
+        self._pad = own[:pad_bytes].view(torch.int64)
+        self._let_go = torch.full((len(self._pad),), _LET_GO, dtype=torch.int64, pin_memory=True)
+        self._stream = torch.cuda.Stream(own.device)
+
+    def let_go(self) -> None:
+        """Ends every wait of this rank's device for another one, for good. What it computes has no
+        meaning any more."""
+        with torch.cuda.stream(self._stream):
+            self._pad.copy_(self._let_go, non_blocking=True)
+
+
+def reachable(ranks: int) -> str:
+    """Why the GPUs of so many ranks cannot map each other's memory; empty: they can."""
+    apart = [
+        f"{one}-{other}"
+        for one in range(ranks)
+        for other in range(ranks)
+        if one != other and not torch.cuda.can_device_access_peer(one, other)
+    ]
+    return f"no direct access between GPUs {', '.join(apart)}" if apart else ""
+
+
+def map_memory(
+    store: Any,
+    name: str,
+    rank: int,
+    ranks: int,
+    device: torch.device,
+    most: Callable[[int], int],
+) -> SymmetricMemory | None:
+    """Maps the memory of all ranks. All call it at once.
+
+    Args:
+        store: of the ranks' own, for addresses.
+        name: of these ranks. No others in this process had it.
+        rank: this one.
+        ranks: number of ranks.
+        device: this rank's GPU.
+        most: the largest of all ranks' numbers.
+
+    Returns:
+        None if there is none; the log says why.
+    """
+    why = reachable(ranks)
+    own: Tensor | None = None
+    memory: SymmetricMemory | None = None
+    if not why:
+        meetings = most(_meetings)
+        own, why = _attempted(lambda: _prepared(meetings, ranks, device))
+        if most(own is None):
+            why = why or "another rank has no memory for them"
+        else:
+            memory, why = _attempted(lambda: _met(store, name, rank, ranks, own))
+            if most(memory is None):
+                memory, why = None, why or "another rank cannot map the memory"
+    if memory is None:
+        log.warning("sums over ranks go by NCCL: %s", why)
+    return memory
+
+
+def _attempted(do: Callable[[], Any]) -> tuple[Any, str]:
+    """What it returns, or None and why it failed."""
+    try:
+        return do(), ""
+    except Exception as error:  # Which errors torch raises here, no page of it says.
+        return None, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def _prepared(meetings: int, ranks: int, device: torch.device) -> Tensor:
+    """This rank's memory: signals, which are all 0, and the two halves of its buffer.
+
+    Torch names what ranks tell each other by the number of meetings that a process has had. Rank
+    0's process may have had some with other ranks before. A rank that has had fewer makes up for
+    them by itself.
+    """
+    from engine.cuda.ranks.shared import pad_bytes
+
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    while _meetings < meetings:
+        name = f"baton-rank-alone-{_meetings}"
+        _rendezvous(_allocated(16, device), _dist.HashStore(), name, 0, 1)
+    own = _allocated(pad_bytes(programs_of(ranks), ranks) + 2 * HALF_BYTES, device)
+    own.zero_()
+    torch.cuda.synchronize(device)
+    return own
+
+
+def _met(store: Any, name: str, rank: int, ranks: int, own: Tensor) -> SymmetricMemory:
+    from engine.cuda.ranks.shared import shared_at
+
+    store.set_timeout(timedelta(seconds=MEET_S))
+    handle, group = _rendezvous(own, store, name, rank, ranks)
+    bases = [int(base) for base in handle.buffer_ptrs]
+    shared = shared_at(rank, bases, programs_of(ranks), HALF_BYTES, own.device)
+    return SymmetricMemory(shared, own, handle, group)
+
+
+def _allocated(size: int, device: torch.device) -> Tensor:
+    make: Any = _symmetric().empty_strided_p2p
+    own: Tensor = make((size,), (1,), torch.uint8, device)
+    return own
+
+
+def _rendezvous(own: Tensor, store: Any, name: str, rank: int, ranks: int) -> tuple[Any, Any]:
+    """Releases of torch differ in where they look a group up: by its name among process groups, or
+    in a list of its own. This one is none that a user's process has."""
+    global _meetings
+    _meetings += 1
+    c10d: Any = _dist.distributed_c10d
+    group = c10d.ProcessGroup(store, rank, ranks)
+    group._set_group_name(name)
+    c10d._register_process_group(name, group)
+    _symmetric().set_group_info(name, rank, ranks, store)
+    return _symmetric().rendezvous(own, name), group
+
+
+def _symmetric() -> Any:
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    return _SymmetricMemory
+
+
+def programs_of(ranks: int) -> int:
+    """Programs of each call: the same on all ranks, and no more than any GPU runs at once."""
+    from engine.cuda.ranks.shared import MOST_PROGRAMS
+
+    processors = (
+        torch.cuda.get_device_properties(rank).multi_processor_count for rank in range(ranks)
+    )
+    return min(MOST_PROGRAMS, *processors)

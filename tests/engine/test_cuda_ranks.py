@@ -1,0 +1,243 @@
+"""Ranks on GPUs: kernels over the memory of several ranks on one device, and engines of two."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engine_kit import build, check_baseline, finish, submit
+from ranks_kit import Ranks, check_best, check_gather, check_sums, parts_of
+from references import NOISE, references
+from test_engine_demo_model import first_difference
+from tiny_models import write_tiny_model
+
+from engine.types import SamplingParams
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+CUDA = torch.device("cuda")
+ROWS = (1, 2, 3, 7, 8, 33, 64, 256, 1000, 8192)
+PLAIN = SamplingParams(temperature=0.0)
+SCORED = SamplingParams(temperature=0.0, top_logprobs=2)
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=11)
+PENALISED = SamplingParams(temperature=0.0, frequency_penalty=1.5, repetition_penalty=1.3)
+CLOSE = 0.15
+"""Logits of bf16 differ by less between one rank and two: sums are rounded once more."""
+two_gpus = pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two GPUs")
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+@pytest.mark.parametrize("size", [5120, 4096, 576])
+def test_sums_of_ranks_on_one_device(count, size):
+    """Every size from a row to the largest step of prompts, with one shot and with two."""
+    ranks = Ranks(count, CUDA, programs=128, half_bytes=8192 * 5120 * 2)
+    for rows in ROWS:
+        for shots in (1, 2):
+            check_sums(ranks, rows, size, torch.bfloat16, shots, seed=rows)
+    check_sums(ranks, 9, size, torch.float32, 1)
+    check_sums(ranks, 9, size, torch.float16, 2)
+    check_gather(ranks, 256, 3)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_best_token_of_parts(count):
+    for vocab in (701, 9001, 151936):
+        check_best(count, vocab, torch.bfloat16, CUDA)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_programs_meet(count):
+    """All phases in one launch, on a stream for each rank: here programs wait for each other."""
+    ranks = Ranks(count, CUDA, programs=16)
+    streams = [torch.cuda.Stream() for _ in ranks.all]
+    for rows in (1, 50, 3, 90):
+        for shots in (1, 2):
+            parts = parts_of(count, rows, 512, torch.bfloat16, CUDA, rows)
+            want = [part.clone() for part in parts]
+            with_phases = Ranks(count, CUDA, programs=16)
+            with_phases.all_reduce(want, shots)
+            torch.cuda.synchronize()
+            for own, x, stream in zip(ranks.all, parts, streams, strict=True):
+                with torch.cuda.stream(stream):
+                    own.all_reduce(x, two_shots=shots == 2)
+            wait(streams, ranks)
+            for x, sums in zip(parts, want, strict=True):
+                assert torch.equal(x, sums)
+
+
+def wait(streams: list[torch.cuda.Stream], ranks: Ranks) -> None:
+    until_s = time.monotonic() + 30
+    while not all(stream.query() for stream in streams):
+        if time.monotonic() > until_s:
+            let_go(ranks)
+            torch.cuda.synchronize()
+            raise AssertionError("programs have not met")
+        time.sleep(0.001)
+
+
+def let_go(ranks: Ranks) -> None:
+    host = torch.full((16 * len(ranks.all),), 1 << 62, dtype=torch.int64).pin_memory()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for own in ranks.memory:
+            own[: host.nbytes].view(torch.int64).copy_(host, non_blocking=True)
+
+
+def test_a_rank_that_waits_can_be_let_go():
+    """A rank whose peer never comes, as when it was killed."""
+    ranks = Ranks(2, CUDA, programs=16)
+    x = parts_of(1, 8, 512, torch.bfloat16, CUDA, 0)[0]
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        ranks.all[0].all_reduce(x, two_shots=True)
+    time.sleep(0.2)
+    assert not stream.query()
+    let_go(ranks)
+    until_s = time.monotonic() + 10
+    while not stream.query():
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+
+
+# -- two GPUs -----------------------------------------------------------------------------------
+
+
+@two_gpus
+def test_ranks_in_processes_of_their_own(tmp_path):
+    """Real memory of two GPUs: sums against float64, and in graphs that are replayed."""
+    script = Path(__file__).with_name("ranks_process.py")
+    tests = script.parent.parent
+    places = os.pathsep.join([*map(str, (tests.parent, tests, script.parent)), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": places}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, tmp_path / "store", str(rank), "2"],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        for rank in ranks:
+            said, errors = rank.communicate(timeout=300)
+            assert rank.returncode == 0, errors[-3000:]
+            assert said.splitlines()[-1] == "symmetric memory", errors[-3000:]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+SHAPES = {
+    "llama": {"hidden": 512, "heads": 8, "kv_heads": 2, "head_dim": 128},
+    "qk-norm": {"family": "qwen3", "heads": 8, "kv_heads": 2, "head_dim": 128},
+    "tied": {"heads": 4, "kv_heads": 4, "head_dim": 64, "tie_word_embeddings": True},
+    "one-kv-head": {"hidden": 512, "heads": 8, "kv_heads": 1, "head_dim": 64},
+    "experts": {
+        "family": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 4, "head_dim": 128,
+        "moe_intermediate_size": 64, "norm_topk_prob": True,
+    },
+}  # fmt: skip
+LENGTHS = (1, 15, 17, 64, 200, 300)
+TOKENS = 24
+
+
+def prompt_of(length: int) -> list[int]:
+    return np.random.default_rng(length).integers(1, 384, length).tolist()
+
+
+def build_on_gpus(path, tp: int, **options):
+    defaults = {"max_step_tokens": 256, "max_sequences": 40, "num_pages": 600}
+    return build(path, device="cuda", tp=tp, **{**defaults, **options})
+
+
+def run_all(engine, sampling: SamplingParams = PLAIN) -> list[list[int]]:
+    runs = [
+        submit(engine, prompt_of(n), TOKENS, min_tokens=TOKENS, sampling=sampling) for n in LENGTHS
+    ]
+    finish(*runs, timeout_s=120)
+    return [run.tokens[0] for run in runs]
+
+
+def margins_of(engine) -> list[list[float]]:
+    """Best minus second best log probability of each token."""
+    runs = [
+        submit(engine, prompt_of(n), TOKENS, min_tokens=TOKENS, sampling=SCORED) for n in LENGTHS
+    ]
+    finish(*runs, timeout_s=120)
+    return [
+        [record.top_logprobs[0] - record.top_logprobs[1] for record in run.records[0]]
+        for run in runs
+    ]
+
+
+@two_gpus
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_two_ranks_have_the_tokens_of_one(shape, graphs, tmp_path):
+    """Up to the first token that rounding decides: greedy by parts, greedy by whole rows."""
+    path = write_tiny_model(tmp_path, tokenizer=False, **SHAPES[shape])
+    one = build_on_gpus(path, 1)
+    want, margins = run_all(one), margins_of(one)
+    one.stop()
+    two = build_on_gpus(path, 2, cuda_graphs=graphs)
+    found = [run_all(two), run_all(two, SCORED)]
+    for answers in found:
+        same = 0
+        for got, tokens, close in zip(answers, want, margins, strict=True):
+            at = first_difference(got, tokens)
+            assert at == TOKENS or close[at] < CLOSE, (at, close[at])
+            same += at
+        assert same > TOKENS * len(LENGTHS) // 4
+    assert run_all(two, SAMPLED) == run_all(two, SAMPLED)
+    assert all(len(tokens) == TOKENS for tokens in run_all(two, PENALISED))
+    check_baseline(two)
+    two.stop()
+    assert two.lost == ""
+
+
+@two_gpus
+def test_two_ranks_in_float32_have_the_tokens_of_transformers(tmp_path):
+    path = write_tiny_model(tmp_path, tokenizer=False)
+    answers = references(path)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    engine = build_on_gpus(path, 2, dtype="float32")
+    for length, tokens in zip(LENGTHS, run_all(engine), strict=True):
+        want = answers(prompt_of(length), TOKENS, past_end=True)
+        at = first_difference(tokens, want.tokens)
+        assert at == TOKENS or want.margins[at] < 10 * NOISE, (length, at)
+    engine.stop()
+
+
+@two_gpus
+@pytest.mark.parametrize("kv", ["auto", "fp8"])
+def test_fp8_with_two_ranks(kv, tmp_path):
+    """Weights that are rounded while they are read, and their sums."""
+    path = write_tiny_model(tmp_path, tokenizer=False, **SHAPES["llama"])
+    engine = build_on_gpus(path, 2, quantization="fp8", kv_cache_dtype=kv)
+    first, again = run_all(engine), run_all(engine, SCORED)
+    agree = sum(first_difference(a, b) for a, b in zip(first, again, strict=True))
+    assert agree > TOKENS * len(LENGTHS) // 4
+    check_baseline(engine)
+    engine.stop()
+
+
+@two_gpus
+def test_a_killed_rank_lets_rank_0_go(tmp_path):
+    """Within a few seconds, though rank 0's device waits for it."""
+    import signal
+
+    path = write_tiny_model(tmp_path, tokenizer=False, **SHAPES["llama"])
+    engine = build_on_gpus(path, 2)
+    run = submit(engine, prompt_of(20), 2000, min_tokens=2000)
+    time.sleep(0.5)
+    (pid,) = engine.ranks.pids.values()
+    os.kill(pid, signal.SIGKILL)
+    assert run.done.wait(5)
+    assert run.failed is not None
+    assert engine.lost == "rank 1 was killed by SIGKILL"
+    engine.stop()
+    torch.cuda.synchronize()
