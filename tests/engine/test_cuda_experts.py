@@ -15,8 +15,9 @@ from engine.model.experts.routing import Chosen
 pytestmark = pytest.mark.gpu
 
 EXPERTS, CHOSEN = 12, 3
-ERROR = 8e-3
-"""Relative, of bfloat16; a value between the products may round to FP8 the other way."""
+ERROR, ERROR_OF_FP8 = 8e-3, 3e-2
+"""Relative, of bfloat16. With FP8 inputs, values between the products round the other way now and
+then."""
 
 
 @pytest.mark.parametrize("tokens", [1, 20, 250, 300, 1000])
@@ -37,4 +38,4 @@ def test_sums_of_any_number_of_rows(precision, tokens):
     runs = [mixed(x.cuda(), here, gate_up.weights, down.weights, Gate()) for _ in range(2)]
     assert torch.equal(*runs), "the same sum in every run"
     error = (runs[0].cpu().double() - want).norm() / want.norm()
-    assert error < ERROR, float(error)
+    assert error < (ERROR_OF_FP8 if precision.startswith("fp8") else ERROR), float(error)

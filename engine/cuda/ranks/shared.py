@@ -13,8 +13,8 @@ from engine.cuda.kernels import launch
 from engine.cuda.ranks import kernels
 
 TWO_SHOTS_BYTES: Final = 64 << 10
-"""From this size of a sum on there are two shots. Measured between two H200s, with other kernels:
-13.2 us for 2 MiB, and 18.7 us with one shot."""
+"""From this size of a sum on there are two shots, with more than two ranks. Two ranks read no more
+with one shot, which is faster at every size (`bench.ranks`)."""
 MOST_PROGRAMS: Final = 128
 """One for each processor of a large GPU."""
 SIGNAL_BYTES: Final = 8
@@ -72,7 +72,8 @@ class Shared(NamedTuple):
         self._gather(self.calls, self.calls, 0, (0, 1))
 
     def _shots(self, x: Tensor, two: bool | None) -> int:
-        return 2 if (x.nbytes >= TWO_SHOTS_BYTES if two is None else two) else 1
+        by_size = self.ranks > 2 and x.nbytes >= TWO_SHOTS_BYTES
+        return 2 if (by_size if two is None else two) else 1
 
     def _sum(
         self,
