@@ -4,10 +4,11 @@ python -m bench.experts [--shapes NAME ...] [--precisions NAME ...] [--cases NAM
                         [--repeats 1] [--json FILE] [--tiles FILE]
                         and the options of engines of bench.engine
 
-As `bench.engine`: dummy weights, random token ids, greedy, lengths forced, no prefix cache. Routing
-is drawn at random for each row, layer and step, since dummy weights may send all rows to the same
-experts, and then few are read. The router's product is computed, too. `--tiles` is a file of
-`bench.expert_tiles`: products are cut by the fastest tiles in it, to see what they bring.
+As `bench.engine`: dummy weights, random token ids, greedy, lengths forced, no prefix cache. Rows
+and layers get experts that were drawn at random before the engine was built: dummy weights may send
+all rows to the same experts, and then few are read.
+The router's product is computed, too. `--tiles` is a file of `bench.expert_tiles`: products are cut
+by the fastest tiles in it, to see what they bring.
 
 `experts` is how many of a layer's experts a step of that many rows takes, on average. `TB/s` is the
 weights of those in all layers by the median time of a step, in which attention, head and all else
@@ -18,6 +19,7 @@ is no bound.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -46,6 +48,8 @@ from engine.model.precision.formats import read_format
 SHAPES: Final = Path(__file__).parent / "shapes"
 PRECISIONS: Final[dict[str, dict[str, str]]] = {"as-is": {}, "fp8": {"quantization": "fp8"}}
 """As-is: bf16, but what the shape's config says is quantised."""
+BEGINNINGS: Final = 997
+"""Of layers in the numbers by which experts are drawn. A prime, so layers do not repeat soon."""
 CASES: Final[dict[tuple[str, str], dict[str, Case]]] = {
     ("qwen3-30b-a3b", "as-is"): {
         "prefill-1024": Case(128, 1024, 1, 69_300, 0, 72_000),
@@ -97,11 +101,15 @@ def experts_read(experts: Experts, rows: int) -> float:
 
 
 @contextmanager
-def even_routing() -> Iterator[None]:
-    """Engines that are built inside draw their experts at random."""
+def even_routing(experts: int, step_tokens: int, device: str = "cuda") -> Iterator[None]:
+    """Engines that are built inside get their experts from random numbers. Each layer begins
+    elsewhere in them."""
+    numbers = torch.rand(step_tokens + BEGINNINGS, experts, device=device)
+    calls = itertools.count()
 
     def drawn(logits: Tensor, routing: Routing, bias: Tensor | None) -> Chosen:
-        return route(torch.rand_like(logits, dtype=torch.float32), routing, bias)
+        first = next(calls) % BEGINNINGS
+        return route(numbers[first : first + len(logits)], routing, bias)
 
     with mock.patch.object(feed_forward, "route", drawn):
         yield
@@ -131,7 +139,10 @@ def run_shape(arguments: argparse.Namespace, shape: str, precision: str) -> list
     cases = CASES[shape, precision]
     experts = experts_of(shape, PRECISIONS[precision])
     print(f"{shape}, {precision}")
-    with even_routing(), tiles_from(arguments.tiles, shape, precision):
+    with (
+        even_routing(experts.in_layer, arguments.step_tokens),
+        tiles_from(arguments.tiles, shape, precision),
+    ):
         engine = build(arguments, model=SHAPES / shape, options=PRECISIONS[precision])
         print(
             f"{'':>14} {'rate':>10} {'target':>10} {'vllm':>10} {'floor':>10} {'p50 ms':>8}"

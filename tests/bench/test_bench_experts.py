@@ -44,7 +44,7 @@ def test_routing_is_even_whatever_the_logits_are(monkeypatch):
 
     monkeypatch.setattr(bench, "route", routing.route)
     of_engine = bench.feed_forward.route
-    with bench.even_routing():
+    with bench.even_routing(16, 4000, "cpu"):
         chosen = bench.feed_forward.route(torch.zeros(4000, 16), Routing(16, 2), None)
     counts = torch.bincount(chosen.experts.flatten(), minlength=16)
     assert counts.min() > 400
