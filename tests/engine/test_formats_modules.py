@@ -304,8 +304,11 @@ def test_scales_of_the_cache_are_unused_and_other_tensors_are_not(name, tmp_path
 @pytest.mark.parametrize("module", ["self_attn.o_proj", "block_sparse_moe.experts.3.w2"])
 def test_only_gptq_may_have_a_bias_that_the_model_lacks(module, tmp_path):
     name = f"model.layers.0.{module}.bias"
-    assert opened(tmp_path, "gptq").is_unused(name)
-    assert not opened(tmp_path, "gptq").is_unused("model.norm.bias")
+    gptq = opened(tmp_path, "gptq")
+    assert gptq.is_unused(name)
+    assert gptq.is_zero(name)
+    assert not gptq.is_zero(f"model.layers.0.{module}.k_scale")
+    assert not gptq.is_unused("model.norm.bias")
     assert not opened(tmp_path, "awq").is_unused(name)
 
 
