@@ -34,6 +34,7 @@ from router.placement.policies import LeastWork, Policy, RoundRobin, pressure
 from router.placement.ways import Way
 from router.workers.between import can_fetch, fetches
 from router.workers.holdings import NO_HOLDINGS, Holdings
+from router.workers.registry import PREFILLS
 
 if TYPE_CHECKING:
     from router.jobs import Demand
@@ -159,7 +160,8 @@ class Cost:
 
     def way(self, demand: Demand, worker: WorkerLink, everyone: Sequence[WorkerLink]) -> Way:
         """The way of the worker that was chosen, with what it computes again and why."""
-        way = self._fastest(demand, worker, everyone, _unmeasured([worker]))
+        prefills = [one for one in everyone if one.identity.role in PREFILLS]
+        way = self._fastest(demand, worker, everyone, _unmeasured([worker, *prefills]))
         return way._replace(again=self._again(demand, worker, way, everyone))
 
     def _ways(

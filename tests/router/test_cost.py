@@ -228,6 +228,15 @@ def test_a_token_takes_longer_behind_others() -> None:
     assert rest_s(capacity, 8000, 9000, 1.0) == pytest.approx(1000 * (25e-6 + 8500e-9))
 
 
+def test_a_worker_that_was_not_measured_yet_counts_as_the_fastest_prefill_worker() -> None:
+    """Else a decode worker with half of a prompt would be first with any rest."""
+    new, old, decode = Worker("p0", token_s=0.0), Worker("p1"), Worker("d0", token_s=50e-6)
+    prompt, chooser = demand(8020), policy(d0=251)
+    way = chooser.way(prompt, new, [new, old, decode])
+    assert way.seconds == pytest.approx(8020 * 25e-6)
+    assert chooser.takeover_tokens(prompt, way, new, decode) == pytest.approx(4010, abs=1)
+
+
 def test_streams_that_wait_for_a_piece_count_each() -> None:
     """40 rows, 3 ms a step, 2.5 steps at least one."""
     capacity = Worker("d0", rows=40, delay_ms=3).capacity()
