@@ -25,10 +25,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo up install install-dev test test-slow test-clients chaos lint format protos docs wheels clean
+.PHONY: help demo up install install-dev install-debian test test-slow test-clients chaos lint format protos docs wheels clean
 
 help: ## Show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 demo: install ## One question through the whole system (PROMPT="..." asks another)
 	@$(BIN)/baton demo$(if $(TP), --tp $(TP)) "$$PROMPT"
@@ -40,7 +40,12 @@ install: $(or $(wildcard $(DEV_STAMP)),$(RUN_STAMP)) ## What serving needs, into
 
 install-dev: $(DEV_STAMP) ## And what the tests need
 
+install-debian: ## And what some tests need of Debian, by apt-get, as root
+	@missing="$$($(PYTHON) tests/debian.py)"; test -z "$$missing" || { apt-get update \
+		&& DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends $$missing; }
+
 test: lint ## Lint, then everything that runs without a GPU
+	@$(BIN)/python tests/debian.py --tell
 	$(BIN)/python tests/side_by_side.py $(PYTEST_ARGS)
 
 test-slow: install-dev ## What takes minutes

@@ -119,7 +119,8 @@ class Worker:
         """See `WorkerLink`."""
         return False
 
-    gave_up = avoids
+    complained_of = gave_up_on = frozenset[str]()
+    """See `WorkerLink`."""
 
     def send(self, message: worker_pb2.WorkRequest) -> None:
         """Takes what the dispatcher says."""

@@ -140,7 +140,8 @@ class Machine:
         """See `WorkerLink`."""
         return False
 
-    gave_up = avoids
+    complained_of = gave_up_on = frozenset[str]()
+    """See `WorkerLink`."""
 
     @property
     def queued_tokens(self) -> int:

@@ -9,8 +9,8 @@ Prefill workers compute them one after the other at 25 us a token, as one H200 w
 (`bench.step_time`). Decode workers hold a prompt's pages while its answer is generated, and compute
 prompts themselves in pieces of 192 tokens, 49 us a token. Each pool is an LRU cache of pages of 64
 tokens, 8 MB each. What a worker holds is known 50 ms later. A fetch takes its bytes at the rate
-given and 5 ms. Workers are dealt out to hosts; between hosts the rate is another one. `--slack`
-replaces a constant of the policy `cost` (`router.placement.cost`).
+given and 5 ms. Workers are dealt out to hosts; between hosts the rate is another one. 0 means that
+no path was measured. `--slack` replaces a constant of the policy `cost` (`router.placement.cost`).
 
 Loads: `mooncake`, the head of Mooncake's conversation trace, its arrivals stretched to the rate;
 `talk`, conversations of six turns with log-normal messages (`baton bench --conversations`). A line
@@ -87,6 +87,8 @@ class Machine:
         self.estimate = LoadEstimate()
         self.rows = self.most_rows = 0
         self.delay_s = 0.0
+        self.measured: frozenset[str] = frozenset()
+        """See `WorkerLink`."""
         self.told: set[int] = set()
         """Pages that routers know of."""
         self._pool: OrderedDict[int, None] = OrderedDict()
@@ -108,7 +110,8 @@ class Machine:
         """See `WorkerLink`."""
         return False
 
-    gave_up = avoids
+    complained_of = gave_up_on = frozenset[str]()
+    """See `WorkerLink`."""
 
     def path_bytes_per_s(self, other: Machine) -> float:
         """See `WorkerLink`."""
@@ -192,6 +195,9 @@ class Run:
         self.events = Queue()
         names = [f"p{i}" for i in range(options.prefill)] + [f"d{i}" for i in range(options.decode)]
         self.machines = [Machine(self.events, name, options) for name in names]
+        for one in self.machines:
+            paths = (other.agent_name for other in self.machines if one.path_bytes_per_s(other))
+            one.measured = frozenset(paths)
         self.policy = cost.policy_of(policy)
         if policy == cost.Cost.name:
             clock = JustRouted(lambda: self.events.now_s)

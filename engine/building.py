@@ -128,7 +128,16 @@ def pages_that_fit(
         page_bytes = page.page_bytes + bytes_beside(hooks, page)
     except HookError as error:
         raise EngineError(str(error)) from error
-    return (config.kv_memory_bytes or _memory_left(config, loaded, device)) // page_bytes
+    left = config.kv_memory_bytes or _memory_left(config, loaded, device, page_bytes)
+    return left // page_bytes
+
+
+def context_of(config: EngineConfig, loaded: LoadedModel, num_pages: int) -> int:
+    """The longest context, given so many pages: what is asked for, what the model allows, or what
+    all pages but the scratch page hold."""
+    longest = loaded.config.max_position_embeddings
+    asked = config.max_context_tokens or longest
+    return min(asked, longest, (num_pages - 1) * config.page_size)
 
 
 def make_pool(
@@ -185,8 +194,11 @@ def _pool_of(
     )
 
 
-def _memory_left(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> int:
-    """Default bytes for the pool. They are measured if the fast path runs."""
+def _memory_left(
+    config: EngineConfig, loaded: LoadedModel, device: torch.device, page_bytes: int
+) -> int:
+    """Default bytes for the pool. They are measured if the fast path runs, with the longest context
+    that the pool could hold: a model may allow far longer ones."""
     if device.type == "cpu":
         return memory.CPU_POOL_BYTES
     scratch = _pool_of(1, config, loaded, device)
@@ -195,23 +207,18 @@ def _memory_left(config: EngineConfig, loaded: LoadedModel, device: torch.device
         return memory.CPU_POOL_BYTES
     from engine.cuda.memory import bytes_left
 
-    longest = loaded.config.max_position_embeddings
-    bounds = replace(config, max_context_tokens=min(config.max_context_tokens or longest, longest))
     share = config.gpu_memory_utilization
+    most_pages = int(torch.cuda.mem_get_info(device)[1] * share) // page_bytes
+    context = context_of(config, loaded, most_pages)
+    bounds = replace(config, max_context_tokens=max(context, config.page_size))
     return bytes_left(loaded.model, scratch, backend, bounds, share)
 
 
 def resolved(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> EngineConfig:
     """The configuration with what follows from the model and the pages: equal on all ranks."""
-    longest = loaded.config.max_position_embeddings
-    context = min(
-        config.max_context_tokens or longest,
-        longest,
-        (pool.num_pages - 1) * config.page_size,
-    )
     return replace(
         config,
-        max_context_tokens=context,
+        max_context_tokens=context_of(config, loaded, pool.num_pages),
         eos_token_ids=frozenset(loaded.config.eos_token_ids),
         kv_precision=pool.precision,
         gathers=pool.gathers,

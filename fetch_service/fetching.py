@@ -29,6 +29,15 @@ from typing import Final, Protocol
 
 from baton.worker.v1 import worker_pb2
 from engine.tiers.peers import AskPeer, FetchWanted
+from fetch_service.outcomes import (
+    FETCHED,
+    INTERNAL,
+    NO_PATH,
+    NOBODY_WAITS,
+    SHORT,
+    TIMED_OUT,
+    outcome_of,
+)
 from fetch_service.spans import write_span_of
 from kv_transfer.events import (
     Delivered,
@@ -57,14 +66,6 @@ FRESH_S: Final = 30.0
 would be given no others, and could never show a better one."""
 UNMEASURED_BYTES_PER_S: Final = 1e9
 """Rate of a path that was not measured yet: that of a common network."""
-# How a fetch ended, for metrics and traces. A refusal of the holder or router names its own cause.
-FETCHED: Final = "fetched"
-SHORT: Final = "short"
-"""The holder had only the first of the pages."""
-TIMED_OUT: Final = "late"
-NO_PATH: Final = "no_path"
-NOBODY_WAITS: Final = "nobody_waits"
-INTERNAL: Final = "internal"
 
 
 class FetchEngine(Protocol):
@@ -216,7 +217,7 @@ class FetchService:
             return
         if refused.holder_agent_name != fetch.wanted.peer:
             return
-        fetch.cause = refused.cause or fetch.cause
+        fetch.cause = outcome_of(refused.cause)
         self._transfer.quiesced(refused.transfer_id, fetch.wanted.peer, self._epoch)
         self._transfer.abort_receive(refused.transfer_id)
 

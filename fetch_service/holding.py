@@ -27,7 +27,8 @@ from typing import Final, Protocol
 
 from baton.worker.v1 import worker_pb2
 from engine.types import PageIds
-from fetch_service.fetching import NO_PATH, Paths
+from fetch_service.fetching import Paths
+from fetch_service.outcomes import MALFORMED, MISSING, NO_PATH
 from kv_transfer.events import SendFailed, SendQuiesced, Sent, TransferEvent
 from kv_transfer.specs import TRANSFER_ID_BYTES, SendSpec
 from telemetry import failpoints
@@ -40,10 +41,6 @@ from worker_base.ports import SendingThread
 logger = logging.getLogger(__name__)
 
 KEY_BYTES: Final = 32
-# Why nothing is given.
-MISSING: Final = "missing"
-"""None of the keys is here any more, or others get too many pages already."""
-MALFORMED: Final = "malformed"
 
 
 class HoldEngine(Protocol):

@@ -8,11 +8,12 @@ from typing import Final
 from opentelemetry.util.types import AttributeValue
 
 from engine.tiers.peers import FetchWanted
+from fetch_service.outcomes import FETCHED, SHORT
 from telemetry.names import Attr, SpanName
 from telemetry.tracing import write_span
 from worker_base.spans import milliseconds
 
-GOOD: Final = ("fetched", "short")
+GOOD: Final = (FETCHED, SHORT)
 
 
 def write_span_of(

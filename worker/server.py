@@ -33,6 +33,7 @@ from decode_service.service import DecodeService
 from engine.engine import Engine
 from fetch_service.fetching import FetchService
 from fetch_service.holding import HoldService
+from fetch_service.outcomes import RANKS, TRANSPORT
 from kv_transfer.events import TransferEvent
 from kv_transfer.ranks.build import Others, group_transport
 from kv_transfer.thread import TransferThread
@@ -309,8 +310,8 @@ class Worker:
     def _why_no_fetch(self) -> str:
         """Why this worker neither gets pages from others nor gives them; empty if it does."""
         if self.settings.tp > 1:
-            return "ranks"
-        return "" if self.settings.transport in FROM_SLOTS else "transport"
+            return RANKS
+        return "" if self.settings.transport in FROM_SLOTS else TRANSPORT
 
     @property
     def _page_bytes(self) -> int:

@@ -148,14 +148,13 @@ def _head_norms(layer: Layer) -> HeadNorms | None:
 
 
 def _rope_table(model: Model, rope: Rope | None, max_context_tokens: int) -> RopeTable:
-    """Cos and sin of a rope, with the model's rounding."""
+    """Cos and sin of a rope, with the model's rounding. A row is small beside a token's part of the
+    pool: it is as large as K of one head in one layer, in the model's dtype."""
     device, dtype = model.embedding.device, model.embedding.dtype
     half = model.config.head_dim // 2
     turned = 0 if rope is None else len(rope.frequencies)
     angles = torch.zeros(max_context_tokens, 2, half, dtype=dtype, device=device)
     angles[:, 0] = 1.0
     if rope is not None:
-        positions = torch.arange(max_context_tokens, device=device)
-        for row, found in enumerate(model.ropes.rotation(rope, positions, dtype)):
-            angles[:, row, :turned] = found[:, 0, :turned]
+        model.ropes.fill(rope, angles[:, :, :turned])
     return RopeTable(angles.flatten(1), turned)

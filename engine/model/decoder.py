@@ -39,6 +39,8 @@ Rotation = tuple[Tensor, Tensor]
 """Cos and sin of the T tokens of a step, [T, 1, R] each."""
 Rotations = Mapping[Rope | None, Rotation]
 """By the ropes of the layers."""
+BLOCK = 1 << 14
+"""Positions of a table that are computed at once. Their angles are float32, in a few copies."""
 
 
 class Ropes(nn.Module):
@@ -60,6 +62,14 @@ class Ropes(nn.Module):
         angles = positions.float()[:, None] * self.frequencies[rope]
         angles = torch.cat((angles, angles), dim=-1)[:, None]
         return (angles.cos() * rope.scale).to(dtype), (angles.sin() * rope.scale).to(dtype)
+
+    def fill(self, rope: Rope, table: Tensor) -> None:
+        """Writes cos and sin of the pairs at the first positions into [positions, 2, R / 2]."""
+        for start in range(0, len(table), BLOCK):
+            block = table[start : start + BLOCK]
+            positions = torch.arange(start, start + len(block), device=table.device)
+            for row, found in enumerate(self.rotation(rope, positions, table.dtype)):
+                block[:, row] = found[:, 0, : len(rope.frequencies)]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

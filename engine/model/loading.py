@@ -180,7 +180,8 @@ def _shapes(places: list[Place]) -> dict[str, tuple[int, ...]]:
 def _check(places: list[Place], source: Source, form: Format | None, *, tied: bool) -> None:
     """Compares the tensors that the model needs with what the checkpoint says of its own."""
     wanted = {name: spec for place in places for name, spec in place.specs.items()}
-    unused = {name for name in source.headers if form is not None and form.is_unused(name)}
+    others = source.headers.keys() - wanted.keys()
+    unused = {name for name in others if form is not None and form.is_unused(name)}
     if unused:
         log.info(
             "%d tensors are ignored, such as %s (FP8 KV takes no scales of a checkpoint)",
@@ -190,7 +191,7 @@ def _check(places: list[Place], source: Source, form: Format | None, *, tied: bo
     missing = sorted(wanted.keys() - source.headers.keys())
     extra = sorted(
         name
-        for name in source.headers.keys() - wanted.keys()
+        for name in others
         if not name.endswith("rotary_emb.inv_freq")
         and not (tied and name == "lm_head.weight")
         and name not in unused
@@ -210,6 +211,17 @@ def _check(places: list[Place], source: Source, form: Format | None, *, tied: bo
             raise UnsupportedModelError(
                 f"{name} is {header.dtype}; this model has"
                 f" {' or '.join(map(str, spec.dtypes))} there"
+            )
+    _check_zeros(sorted(name for name in unused if form is not None and form.is_zero(name)), source)
+
+
+def _check_zeros(names: list[str], source: Source) -> None:
+    """Reads tensors that the model has no place for."""
+    for name in names:
+        if source.read(name).float().count_nonzero():
+            raise UnsupportedModelError(
+                f"{name} is not zero, and this model adds no bias there; supported are"
+                " checkpoints whose biases are those of the config, or zero"
             )
 
 

@@ -17,7 +17,7 @@ it that part of `SLACK`. So conversations stay where their KV is, if the load is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Final
 
 from prefixes.index import Held
@@ -34,6 +34,7 @@ from router.placement.policies import LeastWork, Policy, RoundRobin, pressure
 from router.placement.ways import Way
 from router.workers.between import can_fetch, fetches
 from router.workers.holdings import NO_HOLDINGS, Holdings
+from router.workers.registry import PREFILLS
 
 if TYPE_CHECKING:
     from router.jobs import Demand
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
     from router.workers.link import WorkerLink
 
 _NOTHING: Final = Held(0, 0)
+TRIED: Final = 4
+"""After so many holders that cannot be reached it is asked whether any can. Mostly the first can.
+To try every pair of workers and holders takes milliseconds."""
 SLACK: Final = 0.0625
 """A decode worker that holds the whole prompt is taken up to this much more pressure."""
 FETCHED_SHARE: Final = 8
@@ -66,10 +70,13 @@ class Cost:
         self._held: Mapping[str, Held] = {}
         self._holders: Sequence[WorkerLink] | None = None
         """Those that hold pages of the prompt, with the most first; None: not looked for yet."""
+        self._measured: tuple[Set[str], Set[str]] | None = None
+        """Agent names of the holders, and of all to which one of them has measured its path; None:
+        not needed yet."""
 
     def look(self, demand: Demand) -> None:
         """Looks up who holds what of a prompt, for the calls that follow."""
-        self._demand, self._holders = demand, None
+        self._demand, self._holders, self._measured = demand, None, None
         self._held = self._holdings.held(demand) if len(demand.keys) else {}
 
     def routed(self, demand: Demand, workers: Iterable[WorkerLink]) -> None:
@@ -153,7 +160,8 @@ class Cost:
 
     def way(self, demand: Demand, worker: WorkerLink, everyone: Sequence[WorkerLink]) -> Way:
         """The way of the worker that was chosen, with what it computes again and why."""
-        way = self._fastest(demand, worker, everyone, _unmeasured([worker]))
+        prefills = [one for one in everyone if one.identity.role in PREFILLS]
+        way = self._fastest(demand, worker, everyone, _unmeasured([worker, *prefills]))
         return way._replace(again=self._again(demand, worker, way, everyone))
 
     def _ways(
@@ -208,12 +216,23 @@ class Cost:
             holders = [one for one in everyone if self._reported(one).host_pages and fetches(one)]
             holders.sort(key=lambda one: self._reported(one).host_pages, reverse=True)
             self._holders = holders
-        for peer in self._holders:
+        for tried, peer in enumerate(self._holders):
             if self._reported(peer).host_pages <= own.host_pages:
                 return None
             if _is_reachable(worker, peer):
                 return peer
+            if tried == TRIED and not self._has_path(worker):
+                return None
         return None
+
+    def _has_path(self, worker: WorkerLink) -> bool:
+        """Whether the path between the worker and any holder was measured."""
+        if self._measured is None:
+            holders = self._holders or ()
+            by_holders: set[str] = set().union(*(one.measured for one in holders))
+            self._measured = {one.agent_name for one in holders}, by_holders
+        holding, measured = self._measured
+        return worker.agent_name in measured or not holding.isdisjoint(worker.measured)
 
     def _own(self, demand: Demand, worker: WorkerLink) -> Held:
         """What a worker holds or is about to hold."""

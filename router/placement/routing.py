@@ -7,15 +7,17 @@ role both, or it is a decode worker for one of the reasons in `router.placement.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from baton.worker.v1 import worker_pb2
+from router.placement.pairs import Pairs, agreeing, largest, pairs_of, passing
 from router.placement.placing import LocalReason
 from router.placement.ways import Way
 from router.workers.load_estimate import Reservation
-from router.workers.registry import PREFILLS, can_hand_off
+from router.workers.registry import can_hand_off
 
 if TYPE_CHECKING:
     from router.jobs import Demand, ServedModel
@@ -26,9 +28,7 @@ if TYPE_CHECKING:
 KEPT_FREE: Final = 16
 """One slot in so many is given to those alone who hold none at the worker."""
 
-Test = Callable[["WorkerLink", "Demand"], bool]
-Pairs = Mapping["WorkerLink", Sequence["WorkerLink | None"]]
-"""The possible second workers for each first worker; None if the job needs no decode."""
+Test = Callable[["Demand", "WorkerLink"], bool]
 
 
 class Fetch(NamedTuple):
@@ -96,11 +96,13 @@ def largest_pool_tokens(
     demand: Demand, workers: Sequence[WorkerLink], local: LocalPrefill
 ) -> int | None:
     """Prompt and output tokens that the largest route could ever hold; None without a route."""
-    limits = [
-        _route_tokens(demand, first, partner)
-        for first in _starters(demand, workers, _anyone)
-        for partner in _partners(first, demand, workers, _anyone)
-    ]
+    limits = []
+    for first, partner in largest(_possible(demand, workers), partial(_pool_tokens, demand)):
+        tokens = _pool_tokens(demand, first)
+        if partner is None:
+            limits.append(tokens + 1)  # The last token needs no KV.
+        else:
+            limits.append(tokens if demand.prompt_tokens > tokens else partner)
     if local != "never":
         limits += [_pool_tokens(demand, worker) for worker in _decoders(demand, workers, _anyone)]
     return max(limits, default=None)
@@ -157,7 +159,8 @@ def _place(
     local: LocalPrefill,
 ) -> Route | None:
     """The workers of the route."""
-    fit = _fit(demand, workers, failed)
+    possible = _possible(demand, workers)
+    fit = _fit(demand, possible, failed)
     avoid = failed.workers
     if local != "never":
         if not fit:
@@ -167,7 +170,7 @@ def _place(
                 return None
         elif route := _sooner_alone(demand, workers, policy, avoid, list(fit), local):
             return route
-    return _usual_route(demand, workers, policy, avoid, fit)
+    return _usual_route(demand, workers, policy, avoid, fit or possible)
 
 
 def everyone(demand: Demand, workers: Sequence[WorkerLink]) -> list[WorkerLink]:
@@ -213,16 +216,13 @@ def _usual_route(
     workers: Sequence[WorkerLink],
     policy: Policy,
     avoid: Collection[WorkerLink],
-    fit: Pairs,
+    possible: Pairs,
 ) -> Route | None:
-    """A prefill worker with its decode worker, or a worker that does both. It comes from `fit` if
-    one of those has capacity."""
-    pairs = _pairs(demand, workers, _has_credit, _has_room)
-    if fit:
-        pairs = _only(pairs, lambda first, partner: partner in fit.get(first, ()))
+    """A prefill worker with its decode worker, or a worker that does both, of the possible ones."""
+    pairs = passing(possible, partial(_has_credit, demand), partial(_has_room, demand))
     if not pairs:
         return None
-    pairs = _only(pairs, _is_sound) or pairs
+    pairs = agreeing(pairs, lambda worker: worker.complained_of) or pairs
     candidates = _preferred(pairs, avoid)
     first = candidates[policy.prefill(demand, candidates, everyone(demand, workers))]
     decoders = [partner for partner in pairs[first] if partner is not None]
@@ -232,38 +232,23 @@ def _usual_route(
     return Route(first, candidates[policy.decode(demand, candidates)])
 
 
-def _fit(demand: Demand, workers: Sequence[WorkerLink], failed: Failed) -> Pairs:
-    """Sound pairs that have not failed the job and could run it if they had capacity."""
-    tokens = demand.whole_tokens
-
-    def test(first: WorkerLink, partner: WorkerLink | None) -> bool:
-        if first in failed.workers or tokens > _route_tokens(demand, first, partner):
-            return False
-        return partner is None or not (
-            (first, partner) in failed.pairs or first.gave_up(partner) or partner.gave_up(first)
-        )
-
-    return _only(_pairs(demand, workers, _anyone, _anyone), test)
+def _possible(demand: Demand, workers: Sequence[WorkerLink]) -> Pairs:
+    """All pairs that serve the demand's model."""
+    serving = [worker for worker in workers if _serves(demand, worker)]
+    return pairs_of(serving, decodes=demand.max_tokens != 1)
 
 
-def _pairs(
-    demand: Demand, workers: Sequence[WorkerLink], first_test: Test, partner_test: Test
-) -> Pairs:
-    """The workers that could begin the demand, and the possible second workers of each."""
-    return {
-        first: partners
-        for first in _starters(demand, workers, first_test)
-        if (partners := _partners(first, demand, workers, partner_test))
-    }
-
-
-def _only(pairs: Pairs, test: Callable[[WorkerLink, WorkerLink | None], bool]) -> Pairs:
-    """The pairs that pass the test."""
-    return {
-        first: partners
-        for first, everyone in pairs.items()
-        if (partners := [partner for partner in everyone if test(first, partner)])
-    }
+def _fit(demand: Demand, possible: Pairs, failed: Failed) -> Pairs:
+    """Sound pairs that have not failed the job and could run it if they had capacity. A prefill
+    worker holds only the prompt."""
+    fit = passing(
+        possible,
+        lambda first: (
+            first not in failed.workers and demand.prompt_tokens <= _pool_tokens(demand, first)
+        ),
+        partial(_could_hold, demand),
+    )
+    return agreeing(fit, lambda worker: worker.gave_up_on, failed.pairs)
 
 
 def _decoders(demand: Demand, workers: Sequence[WorkerLink], test: Test) -> list[WorkerLink]:
@@ -272,49 +257,9 @@ def _decoders(demand: Demand, workers: Sequence[WorkerLink], test: Test) -> list
         worker
         for worker in workers
         if worker.identity.role == worker_pb2.WORKER_ROLE_DECODE
-        and _serves(worker, demand)
-        and test(worker, demand)
+        and _serves(demand, worker)
+        and test(demand, worker)
     ]
-
-
-def _starters(demand: Demand, workers: Sequence[WorkerLink], test: Test) -> list[WorkerLink]:
-    return [
-        worker
-        for worker in workers
-        if worker.identity.role in PREFILLS and _serves(worker, demand) and test(worker, demand)
-    ]
-
-
-def _partners(
-    first: WorkerLink, demand: Demand, workers: Sequence[WorkerLink], test: Test
-) -> list[WorkerLink | None]:
-    """The workers that can decode the prompt of `first`; [None] if the job needs no decode.
-
-    A worker that does both keeps its own prompts, since a hand-off would only cost time.
-    """
-    if first.identity.role == worker_pb2.WORKER_ROLE_BOTH:
-        return [first] if test(first, demand) else []
-    if demand.max_tokens == 1:
-        return [None]
-    return [
-        worker
-        for worker in workers
-        if can_hand_off(first, worker) and _serves(worker, demand) and test(worker, demand)
-    ]
-
-
-def _is_sound(first: WorkerLink, partner: WorkerLink | None) -> bool:
-    """Whether neither complains of the other."""
-    return partner is None or not (first.avoids(partner) or partner.avoids(first))
-
-
-def _route_tokens(demand: Demand, first: WorkerLink, partner: WorkerLink | None) -> int:
-    """Tokens of a choice that the route can hold. A prefill worker holds only the prompt. Without a
-    decode worker the last token needs no KV."""
-    first_tokens = _pool_tokens(demand, first)
-    if partner is None:
-        return first_tokens + 1
-    return first_tokens if demand.prompt_tokens > first_tokens else _pool_tokens(demand, partner)
 
 
 def _pool_tokens(demand: Demand, worker: WorkerLink) -> int:
@@ -329,24 +274,24 @@ def _pool_tokens(demand: Demand, worker: WorkerLink) -> int:
     )
 
 
-def _serves(worker: WorkerLink, demand: Demand) -> bool:
+def _serves(demand: Demand, worker: WorkerLink) -> bool:
     if worker.draining or not holds(worker, demand.model):
         return False
     return demand.extensions <= set(worker.identity.model.extensions)
 
 
-def _anyone(_worker: WorkerLink, _demand: Demand) -> bool:
+def _anyone(_demand: Demand, _worker: WorkerLink) -> bool:
     return True
 
 
-def _has_credit(worker: WorkerLink, demand: Demand) -> bool:
+def _has_credit(demand: Demand, worker: WorkerLink) -> bool:
     """Whether the worker has any credit. Some is enough, since it can begin a prompt of any
     length."""
     fits = demand.prompt_tokens <= _pool_tokens(demand, worker)
     return fits and worker.capacity().prefill_credit_tokens > 0
 
 
-def _has_room(worker: WorkerLink, demand: Demand) -> bool:
+def _has_room(demand: Demand, worker: WorkerLink) -> bool:
     """Slots and pages, in a pool that can hold the whole of it.
 
     The last slots are for those who hold none here, so that nobody waits for a slot until
@@ -362,13 +307,13 @@ def _has_room(worker: WorkerLink, demand: Demand) -> bool:
     return need.pages <= capacity.free_pages and whole_tokens <= _pool_tokens(demand, worker)
 
 
-def _could_hold(worker: WorkerLink, demand: Demand) -> bool:
+def _could_hold(demand: Demand, worker: WorkerLink) -> bool:
     """Whether the empty pool could hold the demand."""
     return demand.whole_tokens <= _pool_tokens(demand, worker)
 
 
-def _has_both(worker: WorkerLink, demand: Demand) -> bool:
-    return _has_credit(worker, demand) and _has_room(worker, demand)
+def _has_both(demand: Demand, worker: WorkerLink) -> bool:
+    return _has_credit(demand, worker) and _has_room(demand, worker)
 
 
 def _preferred(

@@ -30,7 +30,7 @@ from router.workers.load_estimate import Capacity, LoadEstimate
 from telemetry import failpoints
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Set
 
     Call = grpc.aio.StreamStreamCall[worker_pb2.WorkRequest, worker_pb2.WorkResponse]
 
@@ -179,10 +179,15 @@ class WorkerLink:
         self.progress = known_progress
         """The step loop's counter, as last reported."""
         self._answered = False
-        self._complaints: dict[str, str] = {}
-        """Complaints about peers, by agent name: a short word each."""
+        self.complained_of: Set[str] = frozenset()
+        """Agent names of the peers of which, or of whose path, the worker complains."""
+        self.gave_up_on: Set[str] = frozenset()
+        """Those of them of which it complains for more than a slow path, so that a transfer would
+        fail."""
         self._paths: dict[str, float] = {}
         """Measured gigabytes per second to or from peers, by agent name."""
+        self.measured: Set[str] = frozenset()
+        """Agent names of the peers to which the path was measured."""
         self._alive_until_s = self._clock() + attach_timeout_s
         self._look_due_s = math.inf
         self._woke_s = -math.inf
@@ -208,11 +213,7 @@ class WorkerLink:
 
     def avoids(self, other: WorkerLink) -> bool:
         """Whether the worker complains of the other, or of the path to it."""
-        return other.agent_name in self._complaints
-
-    def gave_up(self, other: WorkerLink) -> bool:
-        """Whether it complains of more than a slow path, so that a transfer would fail."""
-        return not self._complaints.get(other.agent_name, SLOW).startswith(SLOW)
+        return other.agent_name in self.complained_of
 
     def path_bytes_per_s(self, other: WorkerLink) -> float:
         """Rate of the path between the two, as it was measured; 0 while unknown."""
@@ -333,8 +334,7 @@ class WorkerLink:
         step before it begins."""
         now_s = self._clock()
         self.estimate.report(load)
-        self._complaints = {peer.agent_name: peer.cause for peer in load.peers if peer.cause}
-        self._paths = {peer.agent_name: peer.gigabytes_per_s for peer in load.peers}
+        self._read_peers(load.peers)
         if load.progress != self.progress:
             self.progress = load.progress
             self._alive_until_s = now_s + self._stale_after_s + load.long_step_ms / 1e3
@@ -343,6 +343,19 @@ class WorkerLink:
                 self._owner.attached(self)
         if self.state is LinkState.ATTACHED:
             self._owner.loaded(self)
+
+    def _read_peers(self, peers: Iterable[worker_pb2.PeerHealth]) -> None:
+        paths, complaints = {}, {}
+        for peer in peers:
+            name = peer.agent_name
+            if rate := peer.gigabytes_per_s:
+                paths[name] = rate
+            if cause := peer.cause:
+                complaints[name] = cause
+        self._paths, self.measured = paths, paths.keys()
+        self.complained_of = complaints.keys()
+        given_up = (name for name, cause in complaints.items() if not cause.startswith(SLOW))
+        self.gave_up_on = frozenset(given_up)
 
 
 def _start_of(worker: worker_pb2.WorkerIdentity) -> tuple[str, int, str]:

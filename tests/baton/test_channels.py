@@ -11,6 +11,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from debian import program
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 
@@ -55,7 +56,7 @@ class OneModel(pb_grpc.InferenceServiceServicer):
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of localhost, signed by itself; its key lies beside it."""
     folder = tmp_path_factory.mktemp("tls")
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    command = [program("openssl"), "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
     command += ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
     command += ["-keyout", str(folder / "key.pem"), "-out", str(folder / "cert.pem")]
     subprocess.run(command, check=True, capture_output=True, timeout=60)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -20,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
+from debian import program
 from waiting import wait_until
 
 from baton.client.clients import Client
@@ -45,17 +44,9 @@ VARIABLES = {
 }
 
 
-def tool(name: str) -> str:
-    """The program's path; the test is skipped where it is missing."""
-    found = shutil.which(name) or shutil.which(name, path=str(Path(sys.executable).parent))
-    if found is None:
-        pytest.skip(f"{name} is not installed")
-    return found
-
-
 def run_tool(*command: str, **environment: str) -> str:
     done = subprocess.run(
-        [tool(command[0]), *command[1:]],
+        [program(command[0]), *command[1:]],
         cwd=COMPOSE,
         env={**clean_environment(), **environment},
         capture_output=True,

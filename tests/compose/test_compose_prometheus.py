@@ -20,7 +20,8 @@ from typing import Any
 
 import pytest
 import yaml
-from compose_kit import COMPOSE, Host, ask, tool
+from compose_kit import COMPOSE, Host, ask
+from debian import program
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import wait_until
 
@@ -95,7 +96,9 @@ def prometheus(host: Host, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         address = f"127.0.0.1:{free.getsockname()[1]}"
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
-            [tool("prometheus"), *given, f"--web.listen-address={address}"], stdout=log, stderr=log
+            [program("prometheus"), *given, f"--web.listen-address={address}"],
+            stdout=log,
+            stderr=log,
         )
     try:
         wait_ready(address, folder / "log")

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import debian
 import pytest
 from docs_kit import DOCS, ROOT, Block, blocks, commands, section
 from tiny_models import write_tiny_model
@@ -119,6 +120,8 @@ def test_commands(page: str, served: Served) -> None:
     for line in typed(TEXTS[page]):
         if line.startswith(("make ", "baton up", "source ")) or line in elsewhere:
             continue  # the fixture runs `baton up` and `source`; `make` has a test of its own
+        if line.startswith("curl"):
+            debian.program("curl")
         said = run(line, served)
         (shown,) = [words for start, words in SHOWN.items() if line.startswith(start)]
         assert shown in said, f"{line}\n{said}"

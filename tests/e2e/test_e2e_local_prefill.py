@@ -203,7 +203,7 @@ def test_the_prefill_worker_dies_for_good(pair, reference):
             results.append(client.generate(token_ids=long, timeout_s=60, **GREEDY))
 
         before = computed(pair, "prefill-0")
-        pair.slow_down("prefill-0", step_s=0.05)
+        pair.slow_down("prefill-0", step_s=0.5)  # It would take 40 s: it dies in the middle.
         asking = threading.Thread(target=ask)
         asking.start()
         scrape_until(

@@ -92,7 +92,7 @@ def cluster(tmp_path_factory, clock):
 
 
 @pytest.mark.parametrize("jump_s", [HOUR_S, -HOUR_S])
-@pytest.mark.skipif(not COMPILER, reason="no C compiler for the clock that jumps")
+@pytest.mark.skipif(not COMPILER, reason="no C compiler for a clock: apt-get install gcc libc6-dev")
 def test_a_clock_that_is_set_mid_request_changes_nothing(cluster, clock, jump_s):
     """Deadlines are counted on steady clocks; a span that the jump falls into ends no earlier than
     it began."""

@@ -1,4 +1,7 @@
-"""Hooks for tests, and how they are installed: entry points in a folder of their own."""
+"""Hooks for tests, and how they are installed: entry points in a folder of their own.
+
+The fixtures are for modules whose tests run one tiny model with and without hooks.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from engine_kit import build, finish, submit
+from tiny_models import write_tiny_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 QUEST = EXAMPLES / "hook-quest"
+PROMPT, NEIGHBOUR = list(range(40, 90)), list(range(200, 270))
 
 
 @contextmanager
@@ -54,3 +60,26 @@ refusing = wrong_hooks:refusing
 boundless = wrong_hooks:boundless
 nothing = wrong_hooks:no_hook
 """
+
+
+@pytest.fixture(name="installed_hooks", scope="module", autouse=True)
+def fixture_of_installed_hooks(tmp_path_factory):
+    """All hooks of tests, and Quest, are installed."""
+    with installed(tmp_path_factory.mktemp("installed"), ALL, QUEST):
+        yield
+
+
+@pytest.fixture(name="path", scope="module")
+def fixture_of_path(tmp_path_factory):
+    """A tiny model."""
+    return write_tiny_model(tmp_path_factory.mktemp("hooks") / "model")
+
+
+@pytest.fixture(name="want", scope="module")
+def fixture_of_want(path):
+    """What the model says to either prompt without hooks."""
+    engine = build(path)
+    runs = [submit(engine, prompt, 12, ignore_eos=True) for prompt in (PROMPT, NEIGHBOUR)]
+    finish(*runs)
+    engine.stop()
+    return [run.tokens for run in runs]

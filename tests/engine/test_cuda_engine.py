@@ -231,6 +231,24 @@ def test_hand_off_between_engines(engine, model_path):
     other.stop()
 
 
+def test_a_model_that_allows_endless_contexts_leaves_room_for_the_pool(tmp_path):
+    """Its tables have rows for what the pool can hold, and are made in little more memory."""
+    tokens = []
+    for longest in (1 << 24, 1 << 20):
+        path = write_tiny_model(
+            tmp_path / str(longest), tokenizer=False, max_positions=longest, **SHAPES["gqa4-128"]
+        )
+        gc.collect()
+        torch.cuda.empty_cache()
+        engine = build_on_gpu(path, num_pages=0, gpu_memory_utilization=0.2)
+        tokens.append(16 * (engine.pool.num_pages - 1))
+        assert engine.model.max_context_tokens == min(longest, tokens[-1])
+        run_all(engine)
+        check_baseline(engine)
+        engine.stop()
+    assert tokens[0] > tokens[1] / 2
+
+
 def test_the_pool_takes_what_the_device_has_left(model_path):
     gc.collect()
     torch.cuda.empty_cache()

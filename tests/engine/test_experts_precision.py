@@ -84,6 +84,28 @@ def test_logits_equal_transformers_that_rounds_alike(family, form, floats, tmp_p
     assert sorted(errors)[PROMPTS // 3] < LOGITS / 10
 
 
+def test_a_bias_that_the_model_lacks_must_be_zero(floats, tmp_path):
+    """Old versions of AutoGPTQ wrote biases of zeros. One that is not would be left out."""
+    checkpoint = write_quantised(floats["mixtral"], tmp_path, "gptq")
+    for dtype in (torch.float16, torch.float32):
+        biases = {
+            f"{module}.bias": torch.zeros(len(weight), dtype=dtype)
+            for module, weight in checkpoint.weights.items()
+            if module.endswith((".o_proj", ".w1", ".w2"))
+        }
+        assert len(biases) > 4
+        save_file(checkpoint.tensors | biases, tmp_path / "model.safetensors")
+        load(tmp_path)
+        for name in (min(biases), max(biases)):
+            for wrong in (1e-6, float("nan")):
+                one = biases[name].clone()
+                one[-1] = wrong
+                tensors = checkpoint.tensors | biases | {name: one}
+                save_file(tensors, tmp_path / "model.safetensors")
+                with pytest.raises(UnsupportedModelError, match=f"^{name} is not zero"):
+                    load(tmp_path)
+
+
 # -- MXFP4 --------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from torch import nn
 
 from engine.model import UnsupportedModelError
 from engine.model.precision.base import Format, Kind, Scheme
-from engine.model.precision.formats import read_format
+from engine.model.precision.formats import expressions, read_format
+from engine.model.precision.formats.expressions import MOST_CHARACTERS, Expressions
 from engine.model.precision.formats.layout import Fp8Layout, LayoutFormat, Scales
 from engine.model.precision.formats.names import is_skipped, is_target
 
@@ -61,8 +63,9 @@ TARGETS = [
 def test_targets_match_as_in_compressed_tensors(target):
     from compressed_tensors.utils import match_name
 
+    own = Expressions()
     for module in (*MODULES, "lm_head", "model.embed_tokens"):
-        assert is_target(module, target) == match_name(module, target)
+        assert is_target(module, target, own) == match_name(module, target)
 
 
 def test_the_group_of_a_module_is_that_of_compressed_tensors(tmp_path):
@@ -154,7 +157,8 @@ def test_fp8_skips_as_transformers_does(key, tmp_path):
     from transformers.quantizers.quantizers_utils import should_convert_module
 
     kept = [module for module in MODULES if not should_convert_module(module, [key])]
-    assert [module for module in MODULES if is_skipped(module, [key])] == kept
+    own = Expressions()
+    assert [module for module in MODULES if is_skipped(module, [key], own)] == kept
     for name, place in (("fp8-blocks", "modules_to_not_convert"), ("fp8-static", "ignored_layers")):
         assert float_modules(opened(tmp_path, name, **{place: [key]})) == kept
 
@@ -216,6 +220,74 @@ def test_gptq_rules_that_are_not_supported(tmp_path):
         form.scheme(MODULES[0])
 
 
+# -- expressions --------------------------------------------------------------------------------
+
+ENDLESS = r"(?:.|\w)*(?:.|\w)*[!?]"
+"""Backtracks through more ways than there are to try."""
+
+
+@pytest.mark.parametrize(
+    ("form", "key", "value"),
+    [
+        ("compressed-tensors-channel-dynamic", "ignore", ["lm_head", f"re:{ENDLESS}"]),
+        ("fp8-static", "ignored_layers", [ENDLESS]),
+        ("gptq", "dynamic", {f"-:{ENDLESS}": {}}),
+    ],
+)
+def test_an_expression_that_never_ends_is_refused(form, key, value, tmp_path, monkeypatch):
+    monkeypatch.setattr(expressions, "ALLOWED_S", 0.2)
+    config = {**copy.deepcopy(quantised({}, form).config or {}), key: value}
+    form = read_format({"quantization_config": config}, tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"by '\(\?:.*', which takes too long to match"):
+        form.scheme(MODULES[0])
+
+
+def test_matches_of_a_description_share_their_time(monkeypatch):
+    slow, free = r"(?:.|.)*[!?]", Expressions()
+
+    def took_s(size: int) -> float:
+        began_s = time.process_time()
+        assert not free.match(slow, "x" * size)
+        return time.process_time() - began_s
+
+    name = "x" * next(size for size in range(1, 64) if took_s(size) > 0.02)
+    monkeypatch.setattr(expressions, "ALLOWED_S", 0.2)
+    own = Expressions()
+
+    def repeat() -> None:
+        for _ in range(40):
+            own.match(slow, name)
+
+    with pytest.raises(UnsupportedModelError, match="takes too long"):
+        repeat()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "why"),
+    [
+        ("a" * (MOST_CHARACTERS + 1), r"'a{100}\.\.\.', which has more than 1000 characters"),
+        ("[", r"'\[', which is no regular expression"),
+        ("(" * 500 + ")" * 500, r"which is no regular expression"),
+        ("(?<=a*)b{9,1}", r"which is no regular expression"),
+    ],
+)
+def test_what_is_no_expression_is_refused_by_name(pattern, why):
+    with pytest.raises(UnsupportedModelError, match=f"names modules by .*{why}"):
+        Expressions().match(pattern, MODULES[0])
+
+
+def test_expressions_of_published_checkpoints():
+    own = Expressions()
+    for pattern, wanted in (
+        (r".*\.(?!down)\w+_proj$", 18),
+        (r"^model\.layers\.(?:1|10)\..*", 14),
+        (r".*(?<=mlp\.)gate_proj", 3),
+        (r"(?i).*SELF_ATTN.*", 12),
+        ("a" * MOST_CHARACTERS, 0),
+    ):
+        assert sum(own.match(pattern, module) for module in MODULES) == wanted
+
+
 # -- tensors that no product needs --------------------------------------------------------------
 
 
@@ -232,8 +304,11 @@ def test_scales_of_the_cache_are_unused_and_other_tensors_are_not(name, tmp_path
 @pytest.mark.parametrize("module", ["self_attn.o_proj", "block_sparse_moe.experts.3.w2"])
 def test_only_gptq_may_have_a_bias_that_the_model_lacks(module, tmp_path):
     name = f"model.layers.0.{module}.bias"
-    assert opened(tmp_path, "gptq").is_unused(name)
-    assert not opened(tmp_path, "gptq").is_unused("model.norm.bias")
+    gptq = opened(tmp_path, "gptq")
+    assert gptq.is_unused(name)
+    assert gptq.is_zero(name)
+    assert not gptq.is_zero(f"model.layers.0.{module}.k_scale")
+    assert not gptq.is_unused("model.norm.bias")
     assert not opened(tmp_path, "awq").is_unused(name)
 
 

@@ -5,40 +5,23 @@ from __future__ import annotations
 import pytest
 from breaking_hooks import POINTS
 from engine_kit import build, check_baseline, finish, submit
-from hooks_kit import ALL, QUEST, installed
-from tiny_models import write_tiny_model
+from hooks_kit import (  # The fixtures are used by their names.
+    NEIGHBOUR,
+    PROMPT,
+    fixture_of_installed_hooks,  # noqa: F401
+    fixture_of_path,  # noqa: F401
+    fixture_of_want,  # noqa: F401
+)
 
 from engine.config import EngineConfig
 from engine.engine import Engine, EngineError
 from engine.types import FailureReason
 
-PROMPT, NEIGHBOUR = list(range(40, 90)), list(range(200, 270))
 LOOP = ("request_began", "request_ended")
 QUICK = {
     *(("breaks", at) for at in ("request_began", "step_began", "attention_began")),
     *(("breaks-and-leaves", at) for at in ("request_ended", "pages_wanted", "step_ended")),
 }
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("hooks") / "model")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def hooks(tmp_path_factory):
-    with installed(tmp_path_factory.mktemp("installed"), ALL, QUEST):
-        yield
-
-
-@pytest.fixture(scope="module")
-def want(path):
-    """What the model says without hooks."""
-    engine = build(path)
-    runs = [submit(engine, prompt, 12) for prompt in (PROMPT, NEIGHBOUR)]
-    finish(*runs)
-    engine.stop()
-    return [run.tokens for run in runs]
 
 
 def end(run) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from engine_kit import build, check_baseline, finish, hand_off, submit
-from hooks_kit import ALL, QUEST, installed
+from hooks_kit import fixture_of_installed_hooks  # noqa: F401
 from tiny_models import write_tiny_model
 
 from engine.attention import AttentionSpec
@@ -22,12 +22,6 @@ SHORT = rng.integers(1, 380, 90).tolist()
 SPARSE = "quest?sparse_tokens=256"
 COVERS = "quest?sparse_tokens=1024"
 PAGE, HEADS, GROUP, SIZE, LAYERS = 16, 2, 3, 8, 4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def hooks(tmp_path_factory):
-    with installed(tmp_path_factory.mktemp("installed"), ALL, QUEST):
-        yield
 
 
 @pytest.fixture(scope="module")

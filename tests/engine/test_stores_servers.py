@@ -10,6 +10,7 @@ import sys
 import urllib.request
 from pathlib import Path
 
+import debian
 import pytest
 from engine_kit import build
 from test_stores import A, B, Ends
@@ -20,7 +21,6 @@ from engine.config import EngineConfig
 from engine.engine import Engine, EngineError
 from engine.tiers.stores.messages import LOAD, LOOKUP, STORE
 
-BIN = Path(sys.executable).parent
 EXAMPLE = Path(__file__).parents[2] / "examples" / "kv-store-s3"
 
 
@@ -31,20 +31,6 @@ def free_ports(count: int) -> list[int]:
     for one in sockets:
         one.close()
     return [port for port in ports if port < 55000][:count]
-
-
-def tool(name: str) -> str:
-    found = shutil.which(name, path=f"{BIN}:{os.environ['PATH']}")
-    if found is None:
-        missing(f"{name} is not installed")
-    return str(found)
-
-
-def missing(what: str) -> None:
-    """Continuous integration has all that these tests need."""
-    if os.environ.get("CI"):
-        pytest.fail(what)
-    pytest.skip(what)
 
 
 def listens(port: int) -> bool:
@@ -58,12 +44,13 @@ def listens(port: int) -> bool:
 @pytest.fixture(scope="module")
 def mooncake(tmp_path_factory):
     """The address of a store whose memory is the worker's own child's."""
+    debian.libraries()
     try:
         import mooncake.store  # noqa: F401
     except ImportError as error:
-        missing(f"mooncake: {error}")
+        debian.give_up(f"mooncake: {error}")
     rpc, metrics = free_ports(2)
-    argv = [tool("mooncake_master"), f"-rpc_port={rpc}", f"-metrics_port={metrics}"]
+    argv = [debian.program("mooncake_master"), f"-rpc_port={rpc}", f"-metrics_port={metrics}"]
     log = (tmp_path_factory.mktemp("mooncake") / "log").open("wb")
     master = subprocess.Popen([*argv, "-rpc_address=127.0.0.1"], stdout=log, stderr=log)
     try:
@@ -83,7 +70,7 @@ def bucket(tmp_path_factory):
     source = shutil.copytree(EXAMPLE, folder / "source")
     subprocess.run([*pip, "--target", str(folder / "site"), str(source)], check=True)
     master, volume, filer, s3 = free_ports(4)
-    argv = [tool("weed"), "server", "-s3", "-ip=127.0.0.1", f"-dir={folder}"]
+    argv = [debian.program("weed"), "server", "-s3", "-ip=127.0.0.1", f"-dir={folder}"]
     ports = [f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}"]
     log = (folder / "log").open("wb")
     small = ["-volume.max=20", "-master.volumeSizeLimitMB=64"]

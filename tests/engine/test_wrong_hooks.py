@@ -6,13 +6,17 @@ import time
 
 import pytest
 from engine_kit import build, check_baseline, finish, held, submit
-from hooks_kit import ALL, QUEST, installed
-from tiny_models import write_tiny_model
+from hooks_kit import (  # The fixtures are used by their names.
+    NEIGHBOUR,
+    PROMPT,
+    fixture_of_installed_hooks,  # noqa: F401
+    fixture_of_path,  # noqa: F401
+    fixture_of_want,  # noqa: F401
+)
 from wrong_hooks import TERMS
 
 from engine.types import FailureReason
 
-PROMPT, NEIGHBOUR = list(range(40, 90)), list(range(200, 270))
 PAGE = 16
 ROWS = (
     "a pair",
@@ -31,27 +35,6 @@ AT = {
     **dict.fromkeys(WANTED, "pages_wanted"),
     "leaves the process": "step_began",
 }
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("wrong") / "model")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def hooks(tmp_path_factory):
-    with installed(tmp_path_factory.mktemp("installed"), ALL, QUEST):
-        yield
-
-
-@pytest.fixture(scope="module")
-def want(path):
-    """What the model says without hooks."""
-    engine = build(path)
-    runs = [submit(engine, prompt, 12, ignore_eos=True) for prompt in (PROMPT, NEIGHBOUR)]
-    finish(*runs)
-    engine.stop()
-    return [run.tokens for run in runs]
 
 
 def hook_of(engine, index: int = 0):

@@ -14,7 +14,9 @@ from waiting import until
 from worker_kit import PAGE_TOKENS, WHOLE, Attempted, Ear, Pair, a_pair
 
 from baton.worker.v1 import worker_pb2
+from fetch_service.outcomes import REFUSALS
 from kv_transfer.types import TransportError
+from router.workers.between import HOLDER_GONE
 
 
 class Fetching:
@@ -361,6 +363,30 @@ async def test_malformed_fetches_are_refused() -> None:
             made.holder.holding.asked(bad, made.pair.from_d.outbox)
         await until(lambda: len(said(made.pair.from_d, "fetch_refused")) == 3)
         assert {m.cause for m in said(made.pair.from_d, "fetch_refused")} == {"malformed"}
+
+
+@pytest.mark.parametrize("cause", ["", "late", "fetched", "a newer word", "x" * 1000, "no_path"])
+async def test_a_cause_becomes_a_label_only_if_it_is_known(cause: str) -> None:
+    async with fetching() as made:
+        made.passes_on = False
+        prompt = prompt_of(4)
+        attempt = made.ask(prompt)
+        await until(lambda: made.said)
+        (_, fetch), *_ = made.said
+        refused = worker_pb2.FetchRefused(
+            transfer_id=fetch.transfer_id,
+            fetcher_epoch=made.fetcher.epoch,
+            holder_agent_name=made.holder.name,
+            cause=cause,
+        )
+        made.fetcher.fetching.refused(refused)
+        assert await made.answered(attempt) == 0
+        assert made.outcomes() == {"no_path" if cause == "no_path" else "other": 1}
+        assert made.fetcher.fetching.latency_s == 0.0
+
+
+def test_routers_refuse_for_a_known_cause() -> None:
+    assert HOLDER_GONE in REFUSALS
 
 
 async def test_a_refusal_of_somebody_else_changes_nothing() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,8 @@ class Worker:
     load_gb: float = 0.0
     used: float = 0.0
     context_s: float = 0.0
+    token_s: float = 25e-6
+    """0: not measured yet."""
 
     page_bytes = PAGE_BYTES
 
@@ -49,21 +51,24 @@ class Worker:
     @property
     def identity(self) -> worker_pb2.WorkerIdentity:
         model = worker_pb2.ModelInfo(fingerprint="f")
+        decodes = self.agent_name.startswith("d")
         return worker_pb2.WorkerIdentity(
-            model=model, endpoint=worker_pb2.KvEndpoint(transport="nixl")
+            role=worker_pb2.WORKER_ROLE_DECODE if decodes else worker_pb2.WORKER_ROLE_PREFILL,
+            model=model,
+            endpoint=worker_pb2.KvEndpoint(transport="nixl"),
         )
 
     def capacity(self) -> Capacity:
         return Capacity(
             queued_prefill_tokens=self.queued,
             prefill_credit_tokens=4096,
-            prefill_tokens_per_s=40_000,
+            prefill_tokens_per_s=1 / self.token_s if self.token_s else 0.0,
             prefill_rate_age_s=0.0,
             running_sequences=self.rows,
             max_sequences=256,
             free_pages=round(8000 * (1 - self.used)),
             total_pages=8000,
-            prefill_token_s=25e-6,
+            prefill_token_s=self.token_s,
             prefill_context_s=self.context_s,
             piece_delay_s=self.delay_ms / 1e3,
             piece_tokens=192,
@@ -72,6 +77,10 @@ class Worker:
 
     def avoids(self, other: Worker) -> bool:
         return self.complains_of == other.agent_name
+
+    @property
+    def measured(self) -> Set[str]:
+        return self.path.keys()
 
     def path_bytes_per_s(self, other: Worker) -> float:
         return 1e9 * self.path.get(other.agent_name, 0.0)
@@ -136,6 +145,45 @@ def test_only_what_is_missing_is_fetched() -> None:
     assert way.seconds == pytest.approx(200 * PAGE_BYTES / 50e9 + 20 * 25e-6)
 
 
+def test_of_many_holders_too_the_one_with_most_pages_that_can_be_reached() -> None:
+    """Whoever measured the path, and however few are reachable."""
+    rng = np.random.default_rng(8)
+    for _ in range(200):
+        pages = rng.permutation(np.arange(100, 130)).tolist()
+        holders = [Worker(f"p{i}") for i in range(30)]
+        idle = Worker("p30", path=fast(*(f"p{i}" for i in rng.permutation(30)[: rng.integers(4)])))
+        for one in rng.permutation(30)[: rng.integers(4)]:
+            holders[one].path = fast("p30", "p1")
+        if rng.random() < 0.5:
+            idle.complains_of = f"p{rng.integers(30)}"
+        held = {one.agent_name: count for one, count in zip(holders, pages, strict=True)}
+        own = int(rng.integers(90, 125))
+        found = policy(**held, p30=own).way(demand(2100), idle, [*holders, idle]).holder
+        reachable = [
+            (held[one.agent_name], one.agent_name)
+            for one in holders
+            if (one.agent_name in idle.path or "p30" in one.path)
+            and one.agent_name != idle.complains_of
+            and held[one.agent_name] > own
+        ]
+        assert (found.agent_name if found else None) == max(reachable, default=(0, None))[1]
+
+
+def test_pairs_without_a_measured_path_are_not_tried_one_by_one() -> None:
+    tried = 0
+
+    class Counted(Worker):
+        def path_bytes_per_s(self, other: Worker) -> float:
+            nonlocal tried
+            tried += 1
+            return super().path_bytes_per_s(other)
+
+    workers = [Counted(f"p{i}", path=fast(f"q{i}")) for i in range(200)]
+    held = {f"p{i}": 100 for i in range(100)}
+    policy(**held).prefill(demand(2100), workers, workers)
+    assert tried <= 200 * 2 * 4
+
+
 def test_of_several_holders_the_one_with_most_pages_that_can_be_reached() -> None:
     more, less, least = Worker("d0"), Worker("d1"), Worker("d2")
     idle = Worker("p0", path=fast("d1", "d2"))
@@ -178,6 +226,15 @@ def test_a_token_takes_longer_behind_others() -> None:
     """1 ns a token before it: 1,000 tokens behind 8,000 take 8.5 ms longer than none before."""
     capacity = Worker("p0", context_s=1e-9).capacity()
     assert rest_s(capacity, 8000, 9000, 1.0) == pytest.approx(1000 * (25e-6 + 8500e-9))
+
+
+def test_a_worker_that_was_not_measured_yet_counts_as_the_fastest_prefill_worker() -> None:
+    """Else a decode worker with half of a prompt would be first with any rest."""
+    new, old, decode = Worker("p0", token_s=0.0), Worker("p1"), Worker("d0", token_s=50e-6)
+    prompt, chooser = demand(8020), policy(d0=251)
+    way = chooser.way(prompt, new, [new, old, decode])
+    assert way.seconds == pytest.approx(8020 * 25e-6)
+    assert chooser.takeover_tokens(prompt, way, new, decode) == pytest.approx(4010, abs=1)
 
 
 def test_streams_that_wait_for_a_piece_count_each() -> None:

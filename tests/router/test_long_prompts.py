@@ -30,7 +30,9 @@ LATE_S = 0.02
 LOADED_S = 4.0
 ROUNDS = 3
 """A machine that others use is late by itself at times: the best of these counts."""
-NORMAL_S = 1.0
+PASSING = 20
+"""So many normal prompts, one after the other, are answered before one of the largest is tokenized,
+however fast the machine is: a normal one takes 20 ms where a largest one takes 6 s."""
 TEXT_300_KB = "The quick brown fox jumps over the lazy dog. " * 6_666
 
 
@@ -224,9 +226,8 @@ async def test_a_normal_prompt_passes_the_largest_ones(folder: Path) -> None:
         assert await generate(router, normal) < 20
         others = [asyncio.create_task(generate(router, largest)) for _ in range(4)]
         await asyncio.sleep(0.5)
-        took = [await generate(router, normal) for _ in range(ROUNDS)]
-        assert not all(one.done() for one in others)
+        took = [await generate(router, normal) for _ in range(PASSING)]
+        print(json.dumps({"normal": took}))
+        assert not any(one.done() for one in others)
         for one in others:
             one.cancel()
-    print(json.dumps({"normal": took}))
-    assert min(took) < NORMAL_S

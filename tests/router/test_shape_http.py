@@ -23,7 +23,8 @@ from router.requests.bounds import LEAST_ELEMENTS, MAX_TEMPLATE_VALUES, MAX_TURN
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SOON_S = 1.0
-"""For a refusal: what was parsed and walked took seconds."""
+"""CPU time for a refusal, of the client here and of the router, which are one process: what was
+parsed and walked took seconds."""
 HALF_MIB = 1 << 19
 TO_POST = "POST {} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json"
 HEAD = f"{TO_POST.format(COMPLETIONS)}\r\n"
@@ -34,7 +35,7 @@ class Answer(NamedTuple):
 
     status: int
     body: Any
-    seconds: float
+    cpu_s: float
 
     @property
     def code(self) -> str:
@@ -52,7 +53,7 @@ async def port(tmp_path: Path) -> AsyncIterator[Port]:
 
 
 async def post(port: Port, body: bytes, path: str = COMPLETIONS, *headers: str) -> Answer:
-    began_s = time.monotonic()
+    began_s = time.process_time()
     reader, writer = await asyncio.open_connection(*port.address)
     lines = [TO_POST.format(path), f"content-length: {len(body)}", *headers, "", ""]
     writer.write("\r\n".join(lines).encode() + body)
@@ -60,7 +61,7 @@ async def post(port: Port, body: bytes, path: str = COMPLETIONS, *headers: str) 
     size = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
     answer = json.loads(await reader.readexactly(size))
     writer.close()
-    return Answer(int(head.split(b" ")[1]), answer, time.monotonic() - began_s)
+    return Answer(int(head.split(b" ")[1]), answer, time.process_time() - began_s)
 
 
 TURN = b'{"role":"user","content":""}'
@@ -78,7 +79,7 @@ async def test_a_wide_body_is_refused_before_it_is_parsed(port: Port, name: str)
     answer = await post(port, b"{" + inside + b"1]}", path)
     assert (answer.status, answer.code) == (400, "malformed_request")
     assert "more than" in answer.message
-    assert answer.seconds < SOON_S
+    assert answer.cpu_s < SOON_S
 
 
 def test_commas_are_counted_too() -> None:
@@ -136,7 +137,7 @@ async def test_too_long_a_list_is_refused_for_its_length_alone(port: Port, name:
     assert answer.message.startswith(f"{name}: ")
     assert "at most" in answer.message
     assert ";" not in answer.message
-    assert answer.seconds < SOON_S
+    assert answer.cpu_s < SOON_S
 
 
 async def test_errors_are_few_and_their_names_are_short(port: Port) -> None:

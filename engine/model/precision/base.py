@@ -138,6 +138,10 @@ class Format(Protocol):
         of the KV cache."""
         ...
 
+    def is_zero(self, name: str) -> bool:
+        """Whether such a tensor must hold zeros, since the product that has it adds nothing."""
+        ...
+
 
 class Kernels(Protocol):
     """Products by kernels for one device, which methods use instead of PyTorch's where there are

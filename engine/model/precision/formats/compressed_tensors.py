@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine.model.config import ModelError
 from engine.model.precision.base import BLOCK, Get, Kind, Quantised, Scheme, TensorSpec
+from engine.model.precision.formats.expressions import Expressions
 from engine.model.precision.formats.layout import Fp8Layout, Layout, LayoutFormat, Scales
 from engine.model.precision.formats.names import EMBEDDING, is_target
 from engine.model.precision.formats.packing import (
@@ -48,13 +49,17 @@ def read_compressed_tensors(settings: Settings) -> LayoutFormat:
     targets = _targets(settings)
     ordered = sorted(targets, key=lambda target: ("re:" in target, target))
     ignored = settings.names("ignore")
+    expressions = Expressions()
+
+    def is_one(module: str, target: str) -> bool:
+        return is_target(module, target, expressions)
 
     def layout(module: str) -> Layout | None:
         is_linear = module != EMBEDDING
-        if any(is_target(module, each) or (is_linear and each == A_CLASS) for each in ignored):
+        if any(is_one(module, each) or (is_linear and each == A_CLASS) for each in ignored):
             return None
         for target in ordered:
-            if is_target(module, target):
+            if is_one(module, target):
                 return targets[target]
         return targets.get(A_CLASS) if is_linear else None
 

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from engine.model.precision.base import BLOCK
+from engine.model.precision.formats.expressions import Expressions
 from engine.model.precision.formats.layout import Fp8Layout, Layout, LayoutFormat, Scales
 from engine.model.precision.formats.names import EMBEDDING, HEAD, is_skipped
 from engine.model.precision.formats.settings import Settings
@@ -27,9 +28,10 @@ def read_fp8(settings: Settings) -> LayoutFormat:
         raise settings.refusal("weight_block_size", f"supported: [{BLOCK}, {BLOCK}] and none")
     quantised = _blocks(settings) if blocks else _tensors(settings)
     skipped = (HEAD, EMBEDDING, *settings.names("modules_to_not_convert", "ignored_layers"))
+    expressions = Expressions()
 
     def layout(module: str) -> Layout | None:
-        return None if is_skipped(module, skipped) else quantised
+        return None if is_skipped(module, skipped, expressions) else quantised
 
     return LayoutFormat("fp8 in blocks" if blocks else "fp8", layout)
 

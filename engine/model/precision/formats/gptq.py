@@ -19,8 +19,9 @@ from torch import Tensor
 
 from engine.model.config import UnsupportedModelError
 from engine.model.precision.base import Get, Kind, Quantised, Scheme, TensorSpec
+from engine.model.precision.formats.expressions import Expressions
 from engine.model.precision.formats.layout import Layout, LayoutFormat
-from engine.model.precision.formats.names import EMBEDDING, HEAD, has_part, matches
+from engine.model.precision.formats.names import EMBEDDING, HEAD, has_part
 from engine.model.precision.formats.packing import (
     A_WORD,
     FLOATS,
@@ -53,13 +54,14 @@ def read_gptq(settings: Settings) -> LayoutFormat:
     usual = _layout(settings, version)
     rules = _rules(settings, version)
     chosen = _chosen(settings)
+    expressions = Expressions()
 
     def layout(module: str) -> Layout | None:
         if module in (HEAD, EMBEDDING):
             return None
         if chosen and not any(has_part(module, each) for each in chosen):
             return None
-        found = (each for pattern, each in rules if matches(pattern, module))
+        found = (each for pattern, each in rules if expressions.match(pattern, module))
         return next(found, usual)
 
     return LayoutFormat("gptq", layout, EXTRA_BIASES)

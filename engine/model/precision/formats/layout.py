@@ -52,7 +52,7 @@ class LayoutFormat:
         self,
         name: str,
         layout: Callable[[str], Layout | None],
-        unused: tuple[str, ...] = (),
+        zeros: tuple[str, ...] = (),
     ) -> None:
         """A format.
 
@@ -61,12 +61,12 @@ class LayoutFormat:
             layout: the layout of a module; None: its weight is a float tensor. It is asked once
                 for each: a model with experts has 20,000 modules, and a description hundreds of
                 patterns.
-            unused: ends of the names of tensors of quantised modules that no product needs, beside
-                scales of the cache.
+            zeros: ends of the names of tensors of quantised modules that no product needs, beside
+                scales of the cache. They must be zero.
         """
         self.name = name
         self._layout = cache(layout)
-        self._unused = unused
+        self._zeros = zeros
 
     def scheme(self, module: str) -> Scheme | None:
         """See `Format`."""
@@ -83,10 +83,12 @@ class LayoutFormat:
 
     def is_unused(self, name: str) -> bool:
         """See `Format`."""
-        module, _, end = name.rpartition(".")
-        return end in CACHE_SCALES or (
-            name.endswith(self._unused) and self._layout(module) is not None
-        )
+        return name.rpartition(".")[2] in CACHE_SCALES or self.is_zero(name)
+
+    def is_zero(self, name: str) -> bool:
+        """See `Format`."""
+        module = name.rpartition(".")[0]
+        return name.endswith(self._zeros) and self._layout(module) is not None
 
     def _quantised(self, module: str) -> Layout:
         layout = self._layout(module)

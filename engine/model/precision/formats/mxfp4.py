@@ -16,6 +16,7 @@ import torch
 
 from engine.model.config import ModelError, UnsupportedModelError
 from engine.model.precision.base import Get, Kind, Quantised, Scheme, TensorSpec
+from engine.model.precision.formats.expressions import Expressions
 from engine.model.precision.formats.layout import Layout, LayoutFormat
 from engine.model.precision.formats.names import is_skipped
 from engine.model.precision.formats.settings import Settings
@@ -35,10 +36,12 @@ def read_mxfp4(settings: Settings) -> LayoutFormat:
         UnsupportedModelError: something in it is not supported.
     """
     skipped = settings.names("modules_to_not_convert")
+    expressions = Expressions()
 
     def layout(module: str) -> Layout | None:
         is_expert = _MODULE.fullmatch(module) is not None
-        return Mxfp4Layout() if is_expert and not is_skipped(module, skipped) else None
+        is_float = not is_expert or is_skipped(module, skipped, expressions)
+        return None if is_float else Mxfp4Layout()
 
     return LayoutFormat("mxfp4", layout)
 

@@ -3,41 +3,26 @@
 from __future__ import annotations
 
 import fnmatch
-import re
 from collections.abc import Iterable
 
-from engine.model.config import UnsupportedModelError
+from engine.model.precision.formats.expressions import Expressions
 
 HEAD = "lm_head"
 EMBEDDING = "model.embed_tokens"
+_BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"
 
 
-def matches(pattern: str, text: str) -> bool:
-    """Whether a text begins with a match of a regular expression.
-
-    Raises:
-        UnsupportedModelError: it is none.
-    """
-    try:
-        return re.match(pattern, text) is not None
-    except re.error as error:
-        raise UnsupportedModelError(
-            f"the checkpoint names modules by {pattern!r}, which is no regular expression: {error}"
-        ) from error
-
-
-def is_target(name: str, target: str) -> bool:
+def is_target(name: str, target: str, expressions: Expressions) -> bool:
     """The rule of compressed-tensors: the whole name, or a regular expression after `re:`."""
     if target.startswith("re:"):
-        return matches(target.removeprefix("re:"), name)
+        return expressions.match(target.removeprefix("re:"), name)
     return name == target
 
 
-def is_skipped(name: str, keys: Iterable[str]) -> bool:
+def is_skipped(name: str, keys: Iterable[str], expressions: Expressions) -> bool:
     """The rule of transformers, for `modules_to_not_convert`: a name or a regular expression up to
     the end of a part of the name, or the name's end."""
-    boundary = r"(?:(?<=\.)|(?=\.|$))"
-    return any(name.endswith(key) or matches(f"(?:{key}){boundary}", name) for key in keys)
+    return any(name.endswith(key) or expressions.match(key, name, _BOUNDARY) for key in keys)
 
 
 def is_excluded(name: str, patterns: Iterable[str]) -> bool:

@@ -1,0 +1,108 @@
+"""`baton up` of a benchmark: a router and workers in processes of their own, and their counters."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+READY_S = 120.0
+"""The processes are ready within so many seconds."""
+Figures = dict[tuple[str, str, str], float]
+"""Counters by process, name and labels."""
+
+
+class Up:
+    """`baton up` as a child process; a context manager."""
+
+    def __init__(
+        self, policy: str, options: argparse.Namespace, counts: tuple[int, int, int] = (2, 2, 0)
+    ) -> None:
+        self._options = options
+        self._counts = counts
+        """Of workers with the roles prefill, decode and both."""
+        self._port, self._admin = _free_port(), _free_port()
+        self._log = Path(tempfile.mkdtemp(prefix="baton-up-")) / "up.log"
+        self._environment = {
+            **os.environ,
+            "BATON_DEBUG_POLICY": policy,
+            "BATON_DEBUG_LOAD_FORMAT": "dummy",
+            "BATON_MAX_SEQUENCES": str(options.max_sequences),
+            "GRPC_VERBOSITY": "error",
+        }
+        if options.device == "cpu":
+            self._environment["OMP_NUM_THREADS"] = "1"
+
+    def __enter__(self) -> Up:
+        argv = [sys.executable, "-m", "baton", "up", "--model", self._options.model]
+        argv += ["--device", self._options.device]
+        for role, count in zip(("prefill", "decode", "both"), self._counts, strict=True):
+            argv += [f"--{role}", str(count)]
+        argv += ["--kv-memory-gib", str(self._options.kv_gib), "--drain-s", "2"]
+        argv += ["--port", str(self._port), "--http-port", "0", "--admin-port", str(self._admin)]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                argv, env=self._environment, stdout=log, stderr=subprocess.STDOUT
+            )
+        give_up_s = time.monotonic() + READY_S
+        while "Baton is ready" not in self._log.read_text():
+            if self._process.poll() is not None or time.monotonic() > give_up_s:
+                self.__exit__()
+                raise RuntimeError(f"not ready:\n{self._log.read_text()[-3000:]}")
+            time.sleep(0.2)
+        self.admins = self._admins()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(30)
+        self._process.kill()
+        self._process.wait()
+
+    @property
+    def admin(self) -> str:
+        """The router's admin address."""
+        return f"127.0.0.1:{self._admin}"
+
+    @property
+    def address(self) -> str:
+        """Where clients are served."""
+        return f"127.0.0.1:{self._port}"
+
+    def _admins(self) -> dict[str, str]:
+        found = {"router": f"127.0.0.1:{self._admin}"}
+        for line in self._log.read_text().splitlines():
+            if "worker serves" in line and "admin=" in line:
+                address = line.split("admin=")[1].split()[0]
+                found[line.split()[0]] = address
+        return found
+
+    def figures(self) -> Figures:
+        """The counters of all processes."""
+        found = {}
+        for name, address in self.admins.items():
+            text = urllib.request.urlopen(f"http://{address}/metrics", timeout=10).read().decode()
+            for family in text_string_to_metric_families(text):
+                for sample in family.samples:
+                    if "le" not in sample.labels:
+                        labels = ",".join(sample.labels.values())
+                        found[name, sample.name, labels] = sample.value
+        return found
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
