@@ -73,8 +73,10 @@ def link(gib: float, page_kib: int, runs: int) -> None:
         run()
         seconds = statistics.median(run() for _ in range(runs))
         rates[name] = count * page_bytes / seconds / 1e9
-        plain_rate = rates.get("plain to host" if name.startswith("save") else "plain to device")
-        share = f", {rates[name] / plain_rate:.0%} of plain" if name[:4] in ("save", "load") else ""
+        share = ""
+        if name[:4] in ("save", "load"):
+            plain_way = "plain to host" if name.startswith("save") else "plain to device"
+            share = f", {rates[name] / rates[plain_way]:.0%} of plain"
         print(f"{name}: {rates[name]:.1f} GB/s{share}", flush=True)
 
 
