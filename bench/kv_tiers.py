@@ -176,7 +176,7 @@ def disk(folder: str, gib: float, page_kib: int, most_s: float) -> None:
     arena = HostArena(129 * page_bytes, page_bytes, torch.device("cpu"))
     arena.slots.random_(0, 256)
     opening = Opening(
-        f"disk:{folder}?gib={gib}", arena.fd, 129, arena.slot_bytes, "f" * 32, (0, 8), 16
+        f"disk:{folder}?gib={gib}", [arena.fd], 129, arena.slot_bytes, "f" * 32, [(0, 8)], 16
     )
     process = StoreProcess(opening, done)
     print(f"{folder}: {_way(folder)}", flush=True)

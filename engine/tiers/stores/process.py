@@ -88,7 +88,9 @@ class StoreProcess:
         self.wake: Callable[[], None] = lambda: None
         self._opening = opening
         self._done = done
-        self.object_bytes = HEADER_BYTES + opening.pages * opening.slot_bytes
+        part_bytes = HEADER_BYTES + opening.pages * opening.slot_bytes
+        self.object_bytes = len(opening.memory_fds) * part_bytes
+        """Of all ranks' parts together."""
         self.bytes_per_s = 1.0
         """Of loads: measured at the start, then a moving average."""
         self.loading_objects = 0
@@ -169,7 +171,7 @@ class StoreProcess:
         """
         ours, theirs = socket.socketpair()
         connection = Connection(ours.detach())
-        fds = (theirs.fileno(), self._opening.memory_fd)
+        fds = (theirs.fileno(), *self._opening.memory_fds)
         command = [sys.executable, "-m", "engine.tiers.stores.child"]
         arguments = [str(theirs.fileno()), str(os.getpid())]
         self._child = subprocess.Popen(
