@@ -281,6 +281,15 @@ def test_damaged_objects_are_misses_counted_and_removed(start, tmp_path):
     assert ends.answer(LOOKUP, *keys).good == [False] * 4 + [True]
 
 
+def test_a_child_that_is_closed_closes_its_store(start, tmp_path):
+    """SQLite leaves its log behind where nobody has closed it."""
+    ends = start(f"disk:{tmp_path}?gib=0.01")
+    assert ends.answer(STORE, A).good == [True]
+    assert (tmp_path / "index-wal").exists()
+    ends.process.stop()
+    assert not (tmp_path / "index-wal").exists()
+
+
 @pytest.mark.parametrize("verb", [LOOKUP, LOAD, STORE])
 def test_a_killed_child_fails_its_jobs_and_is_started_again(start, tmp_path, verb):
     ends = start(f"disk:{tmp_path}?gib=0.01", failpoints=f"store.{verb}=kill@2")
