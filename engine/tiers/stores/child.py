@@ -40,7 +40,7 @@ from engine.tiers.stores.messages import (
 )
 from engine.tiers.stores.objects import HEADER_BYTES, ObjectForm, read_secret
 from engine.tiers.stores.opening import open_store
-from engine.tiers.stores.protocol import Buffers, PageStore, StoreError
+from engine.tiers.stores.protocol import Buffers, PageStore, RegisteringStore, StoreError
 from telemetry import failpoints
 
 log = logging.getLogger("baton.store")
@@ -48,6 +48,10 @@ log = logging.getLogger("baton.store")
 _ORDER: Final = {LOOKUP: 0, LOAD: 1, STORE: 2}
 _END: Final = 9
 _END_S: Final = 2.0
+_WRITTEN_S: Final = 15.0
+"""A cluster may have lost a member, such as this worker before it started again, and not know it
+yet. Mooncake's master needs 10 s."""
+_AGAIN_S: Final = 0.5
 
 
 class Child:
@@ -70,6 +74,8 @@ class Child:
         """By rank."""
         self._headers: list[memoryview] = []
         self._store: PageStore = open_store(opening.address, self._form)
+        for memory in self._memories:
+            self._register(memory)
         self._questions: queue.PriorityQueue[tuple[int, int, Question | None]] = (
             queue.PriorityQueue()
         )
@@ -96,11 +102,21 @@ class Child:
         """
         names = list(dict.fromkeys(self._names([secrets.token_bytes(32)])))
         memory = memoryview(mmap.mmap(-1, len(names) * self._form.object_bytes))
-        buffers = self._divided(memory, len(names))
+        self._register(memory)
+        try:
+            return self._probe(address, names, self._divided(memory, len(names)))
+        finally:
+            if isinstance(self._store, RegisteringStore):
+                self._store.unregister(memory)
+
+    def _probe(self, address: str, names: list[str], buffers: list[Buffers]) -> float:
         for name, parts in zip(names, buffers, strict=True):
             self._form.seal(name, parts)
-        if not all(self._store.store(names, buffers)):
-            raise StoreError(f"{address}: an object cannot be written")
+        ends_s = time.monotonic() + _WRITTEN_S
+        while not all(self._store.store(names, buffers)):
+            if time.monotonic() > ends_s:
+                raise StoreError(f"{address}: an object cannot be written")
+            time.sleep(_AGAIN_S)
         headers = [bytes(parts[0]) for parts in buffers]
         for parts in buffers:
             parts[0][:] = bytes(HEADER_BYTES)
@@ -121,6 +137,10 @@ class Child:
             parts = [memory[page : page + form.slot_bytes] for page in pages]
             found.append([memory[start : start + HEADER_BYTES], *parts])
         return found
+
+    def _register(self, memory: memoryview) -> None:
+        if isinstance(self._store, RegisteringStore):
+            self._store.register(memory)
 
     def _names(self, keys: Sequence[bytes]) -> list[str]:
         """The parts of the first object by rank, then of the next."""
@@ -185,6 +205,7 @@ class Child:
             for memory in self._memories:
                 if len(self._headers) == len(found):
                     self._headers.append(memoryview(mmap.mmap(-1, HEADER_BYTES)))
+                    self._register(self._headers[-1])
                 pages = [memory[slot * size : (slot + 1) * size] for slot in slots]
                 found.append([self._headers[len(found)], *pages])
         return found
