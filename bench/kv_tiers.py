@@ -73,8 +73,10 @@ def link(gib: float, page_kib: int, runs: int) -> None:
         run()
         seconds = statistics.median(run() for _ in range(runs))
         rates[name] = count * page_bytes / seconds / 1e9
-        plain_rate = rates.get("plain to host" if name.startswith("save") else "plain to device")
-        share = f", {rates[name] / plain_rate:.0%} of plain" if name[:4] in ("save", "load") else ""
+        share = ""
+        if name[:4] in ("save", "load"):
+            plain_way = "plain to host" if name.startswith("save") else "plain to device"
+            share = f", {rates[name] / rates[plain_way]:.0%} of plain"
         print(f"{name}: {rates[name]:.1f} GB/s{share}", flush=True)
 
 
@@ -174,7 +176,7 @@ def disk(folder: str, gib: float, page_kib: int, most_s: float) -> None:
     arena = HostArena(129 * page_bytes, page_bytes, torch.device("cpu"))
     arena.slots.random_(0, 256)
     opening = Opening(
-        f"disk:{folder}?gib={gib}", arena.fd, 129, arena.slot_bytes, "f" * 32, (0, 8), 16
+        f"disk:{folder}?gib={gib}", [arena.fd], 129, arena.slot_bytes, "f" * 32, [(0, 8)], 16
     )
     process = StoreProcess(opening, done)
     print(f"{folder}: {_way(folder)}", flush=True)

@@ -88,7 +88,8 @@ class Clients:
             elif isinstance(event, RequestFailed):
                 client = self._open.pop(event.request_id)
                 client.failed = str(event.reason)
-                client.begun.set(), client.ended.set()
+                client.begun.set()
+                client.ended.set()
 
     def prompt(self, tokens: int) -> np.ndarray:
         """Random tokens."""

@@ -33,6 +33,7 @@ from engine.loop.profiling import StepProfiler
 from engine.loop.step_loop import OnLost, OnStep, StepLoop
 from engine.masks.matchers import Matchers
 from engine.model import LoadedModel
+from engine.model.shard import Shard
 from engine.pages.blocks import BlockManager, CacheEvent
 from engine.pages.eviction import EVICTION_POLICIES
 from engine.pages.kv_pool import KvPool
@@ -137,7 +138,11 @@ class Engine:
         executor = ranks.executor(own)
         ranks.wait_until_ready()
         profiler = StepProfiler(nvtx=device.type == "cuda")
-        scheduler = _scheduler(config, pool, sampler, hooks, info.fingerprint, ranks)
+        heads = [Shard(rank, config.tp).kv_heads(loaded.config) for rank in range(config.tp)]
+        stores = StoreConfig(
+            config.kv_stores, config.kv_secret_file, info.fingerprint, heads, ranks.memories
+        )
+        scheduler = _scheduler(config, pool, sampler, hooks, stores, ranks)
         loop = StepLoop(scheduler, executor, profiler)
         return cls(info, pool, loop, ranks=ranks, step_timeout_s=config.step_timeout_s)
 
@@ -278,8 +283,6 @@ def _check_ranks(config: EngineConfig, device: str) -> None:
         raise EngineError(f"tp {tp} must be at least 1")
     if tp > 1 and device != "cpu":
         _check_gpus(config, device)
-    if tp > 1 and config.kv_stores:
-        raise EngineError("kv_store keeps whole pages, and a rank has a part: leave it out")
 
 
 def _check_gpus(config: EngineConfig, device: str) -> None:
@@ -340,26 +343,23 @@ def _scheduler(
     pool: KvPool,
     sampler: Sampler,
     hooks: Sequence[Hook],
-    fingerprint: str,
+    stores: StoreConfig,
     ranks: Ranks,
 ) -> Scheduler:
     watch = PagePoison(pool.data) if config.poison_freed_pages else None
     blocks = BlockManager(pool.num_pages, EVICTION_POLICIES[config.eviction](), watch)
-    tiers = _build_tiers(config, pool, blocks, fingerprint, ranks)
+    tiers = _build_tiers(config, pool, blocks, stores, ranks)
     asked = RequestHooks(hooks, config.max_sequences, config.hook_limit_s) if hooks else None
     return Scheduler(config, blocks, sampler, POLICIES[config.scheduling](), tiers, asked)
 
 
 def _build_tiers(
-    config: EngineConfig, pool: KvPool, blocks: BlockManager, fingerprint: str, ranks: Ranks
+    config: EngineConfig, pool: KvPool, blocks: BlockManager, stores: StoreConfig, ranks: Ranks
 ) -> PageTiers:
     if config.kv_host_bytes and not config.prefix_cache:
         raise EngineError("kv_host_gib needs prefix_cache: pages are found by their keys")
     if config.kv_stores and not config.kv_host_bytes:
         raise EngineError("kv_store needs kv_host_gib: pages come and go through host memory")
-    stores = StoreConfig(
-        config.kv_stores, config.kv_secret_file, fingerprint, (0, pool.num_kv_heads)
-    )
     try:
         return build_tiers(
             config.rank_host_bytes,

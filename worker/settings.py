@@ -251,10 +251,6 @@ class WorkerSettings(BaseModel):
             raise ValueError("device cuda:N names one GPU for several ranks; use cpu, or tp 1")
         if self.gpu_slots_dir:
             raise ValueError("gpu_slots_dir claims one GPU; leave it out, or tp 1")
-        if self.kv_store:
-            raise ValueError(
-                "kv_store keeps whole pages, and a rank has a part; leave it out, or tp 1"
-            )
         return self
 
     @model_validator(mode="after")

@@ -43,6 +43,7 @@ from engine.parent import end_with_parent
 from engine.ranks.collective import CollectiveError, device_of, group_on
 from engine.ranks.copies import begin_copying
 from engine.ranks.figures import RankFigures, watched
+from engine.ranks.memory import send_memory
 from engine.ranks.process import (
     FAILED,
     HELLO,
@@ -129,6 +130,8 @@ class Follower:
             arena = make_arena(config, pool)
             mover = mover_for(pool.data, arena.slots)
             begin_copying(self._shard.rank, mover, self._connect_copies)
+            if config.kv_stores:
+                send_memory(self._folder, self._shard.rank, arena.fd)
         self._group.join(self._folder / STORE)
         run = self._steps(loaded, pool, hooks)
         self._report(READY)

@@ -33,6 +33,7 @@ from engine.ranks.copies import DIRECTIONS, LOAD, SAVE, SharedMover
 from engine.ranks.executor import RankedExecutor
 from engine.ranks.figures import RankFigures, RankLoad, watched
 from engine.ranks.keeper import Keeper, Pulse, RankError, is_stopped
+from engine.ranks.memory import MemoryInbox
 from engine.ranks.process import (
     HELLO,
     LOADED,
@@ -62,6 +63,9 @@ class Ranks(Protocol):
     beside: list[zmq.Socket[bytes]]
     """Sockets to what runs beside the steps of ranks 1, 2, ..., for one thread to use. They end
     with the ranks."""
+    memories: list[int]
+    """The memory files of the host slots of ranks 1, 2, ..., if there are stores. They end with
+    the ranks."""
 
     @property
     def lost(self) -> str:
@@ -140,6 +144,7 @@ class NoRanks:
     def __init__(self) -> None:
         self.collective: Collective = Alone()
         self.beside: list[zmq.Socket[bytes]] = []
+        self.memories: list[int] = []
         self.lost = ""
         self.skew_s = 0.0
 
@@ -198,6 +203,7 @@ class HostRanks:
                 `engine.ranks.follower.Beside`. Empty: nothing.
         """
         self.beside: list[zmq.Socket[bytes]] = []
+        self.memories: list[int] = []
         self._beside = beside
         self._group = group_on(device_of(config.device, 0), 0, config.tp)
         self._folder = Path(tempfile.mkdtemp(prefix="baton-ranks-"))
@@ -211,6 +217,7 @@ class HostRanks:
         self._steps: list[zmq.Socket[bytes]] = []
         self._copies: dict[str, list[zmq.Socket[bytes]]] = {name: [] for name in DIRECTIONS}
         self._mover: SharedMover | None = None
+        self._inbox: MemoryInbox | None = None
         self._keeper: Keeper | None = None
 
     @property
@@ -261,6 +268,8 @@ class HostRanks:
             if self._config.kv_host_bytes:
                 for direction, sockets in self._copies.items():
                     sockets.append(self._pair(copies_of(rank, direction)))
+        if self._config.kv_stores and self._config.kv_host_bytes:
+            self._inbox = MemoryInbox(folder, self._config.tp)
         threads = max(1, self._threads // self._config.tp)
         torch.set_num_threads(threads)
         self._keeper = Keeper(folder, self._config.tp, threads)
@@ -313,6 +322,8 @@ class HostRanks:
         for socket in (*self.beside, *chain.from_iterable(self._copies.values())):
             hello = socket.recv()
             assert hello == HELLO, "a rank says so before it is READY"
+        if self._inbox is not None:
+            self.memories = self._inbox.receive()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def executor(self, own: Executor) -> Executor:
@@ -366,6 +377,8 @@ class HostRanks:
         self._group.close()
         if self._mover is not None:
             self._mover.close()
+        if self._inbox is not None:
+            self._inbox.close()
         self._context.destroy(linger=0)
         shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -34,7 +34,10 @@ class StoreConfig:
     addresses: Sequence[str] = ()
     secret_file: str = ""
     fingerprint: str = ""
-    heads: tuple[int, int] = (0, 0)
+    heads: Sequence[tuple[int, int]] = ((0, 0),)
+    """For each rank the KV heads whose pages it has, [first, end)."""
+    memories: Sequence[int] = ()
+    """The memory files of the host slots of ranks 1, 2, ..."""
 
 
 NO_STORES: Final = StoreConfig()
@@ -101,11 +104,11 @@ def _open_stores(
         for address in config.addresses:
             opening = Opening(
                 address,
-                arena.fd,
+                [arena.fd, *config.memories],
                 arena.num_slots,
                 arena.slot_bytes,
                 config.fingerprint,
-                config.heads,
+                list(config.heads),
                 pages,
                 config.secret_file,
                 failpoints.specification(),

@@ -107,7 +107,6 @@ def test_settings_are_frozen() -> None:
         ({"transport": "nccl", "tp": 2}, "nccl cannot serve several ranks"),
         ({"device": "cuda:1", "tp": 2}, "names one GPU for several ranks"),
         ({"gpu_slots_dir": "slots", "tp": 2}, "claims one GPU"),
-        ({"kv_host_gib": 1, "kv_store": "disk:/a?gib=1", "tp": 2}, "kv_store keeps whole pages"),
     ],
 )
 def test_wrong_values_are_named(flags: dict[str, object], complaint: str) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import http.client
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -30,7 +31,12 @@ from chaos.plan import Topology
 TEND_S: Final = 0.05
 ADMIN_TIMEOUT_S: Final = 5.0
 READY_S: Final = 60.0
+HOST_GIB: Final = 0.0005
+"""Fewer slots than a tight pool has pages."""
 STORE_MODULE: Final = "engine.tiers.stores.child"
+FAILPOINTS: Final = "BATON_DEBUG_FAILPOINTS"
+FIRED_BELOW: Final = re.compile(r"WARNING (telemetry\.failpoints: )?failpoint fires")
+"""As ranks and stores log it; workers log JSON."""
 Sample = tuple[str, tuple[tuple[str, str], ...]]
 
 
@@ -65,6 +71,10 @@ class Arena:
     blows: list[Blow] = field(default_factory=list)
     cuts: int = 0
     """Paths between workers that were cut."""
+    restarts: int = 0
+    """Starts of workers anew to arm or disarm what they start."""
+    fired_before: dict[str, int] = field(default_factory=dict)
+    """For workers below which failpoints are armed: how many had fired before."""
     frozen_by_us: set[str] = field(default_factory=set)
     seen_ranks: dict[psutil.Process, int] = field(default_factory=dict)
     """Processes of ranks, with the process of their worker."""
@@ -76,7 +86,8 @@ class Arena:
             name: {"tp": topology.ranks_of(name)} for name in topology.workers
         }
         tiers: dict[str, dict[str, object]] = {
-            name: {"kv_host_gib": 0.003, "kv_store": f"disk:{logs}/{name}-kv?gib=0.05"}
+            name: own[name]
+            | {"kv_host_gib": HOST_GIB, "kv_store": f"disk:{logs}/{name}-kv?gib=0.05"}
             for name in topology.workers
         }
         local = "cached" if topology.fetching in ("", "any") else "never"
@@ -124,6 +135,24 @@ class Arena:
         """SIGKILL."""
         self._note(name, "killed")
         self.cluster.kill(name)
+
+    def start_armed(self, name: str, specification: str) -> None:
+        """Starts a worker anew, with failpoints in the processes that it starts itself: only their
+        environment reaches those. The next start has none of them. It is no blow."""
+        self.restarts += 1
+        self.cluster.kill(name)
+        usual = self.cluster.own
+        mine = usual[name] | {FAILPOINTS: f"live,{specification}" if specification else "live"}
+        self.cluster.own = {**usual, name: mine}
+        try:
+            self.cluster.start(name)
+        finally:
+            self.cluster.own = usual
+
+    def fired_below(self, name: str) -> int:
+        """How often failpoints have fired in processes that a worker started, in all its lives."""
+        log = (self.cluster.logs / f"{name}.log").read_text(errors="replace")
+        return len(FIRED_BELOW.findall(log))
 
     def freeze(self, name: str) -> None:
         """SIGSTOP."""

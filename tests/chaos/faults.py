@@ -8,7 +8,7 @@ import json
 import signal
 import subprocess
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from chaos.arena import Arena, Care
@@ -21,12 +21,15 @@ VICTIM_AWAKE_S = 0.3
 @asynccontextmanager
 async def inflicted(arena: Arena, faults: Sequence[Fault]) -> AsyncIterator[None]:
     """Failpoints are armed before the block; all other faults strike while it runs. Afterwards
-    every one has struck, and processes are started again and woken."""
+    every one has struck, and processes are started again and woken. What was armed below a worker
+    is there no more."""
     arena.care = {
         fault.target: Care(fault.restart_after_s or 0.2, fault.lasts_s or 0.5) for fault in faults
     }
+    below = await _arm_below(arena, faults)
     for target in {fault.target for fault in faults}:
-        armed = [f.failpoint for f in faults if f.target == target and f.failpoint]
+        armed = [f.failpoint for f in faults if f.target == target and f.failpoint not in below]
+        armed = [specification for specification in armed if specification]
         if armed:
             await arena.arm(target, ",".join(armed))
     arena.cuts += sum(fault.kind == "cut_path" for fault in faults)
@@ -40,11 +43,38 @@ async def inflicted(arena: Arena, faults: Sequence[Fault]) -> AsyncIterator[None
         for task in (*striking, tending):
             task.cancel()
         await asyncio.gather(*striking, tending, return_exceptions=True)
+    await _disarm_below(arena, below)  # Nobody tends them now.
+
+
+async def _arm_below(arena: Arena, faults: Sequence[Fault]) -> dict[str, tuple[str, int]]:
+    """Starts the workers anew below which failpoints are to be armed. Returns worker and process
+    by specification."""
+    below = {fault.failpoint: fault.target for fault in faults if fault.kind == "below"}
+    for target in set(below.values()):
+        wanted = [specification for specification, name in below.items() if name == target]
+        arena.fired_before[target] = arena.fired_below(target)
+        await asyncio.to_thread(arena.start_armed, target, ",".join(wanted))
+    if below:
+        await arena.ready()
+    return {specification: (name, arena.pid(name)) for specification, name in below.items()}
+
+
+async def _disarm_below(arena: Arena, below: Mapping[str, tuple[str, int]]) -> None:
+    """A worker that has been started since has none any more."""
+    for name, pid in set(below.values()):
+        if arena.pid(name) == pid:
+            await asyncio.to_thread(arena.start_armed, name, "")
+    if below:
+        await arena.ready()
 
 
 async def fired(arena: Arena, faults: Sequence[Fault]) -> Counter[str]:
     """How often failpoints have fired in the processes that outlived them; disarms them."""
     found: Counter[str] = Counter()
+    for fault in faults:
+        if fault.kind == "below":
+            times = arena.fired_below(fault.target) - arena.fired_before[fault.target]
+            found[fault.failpoint.partition("=")[0]] += times
     for target in {fault.target for fault in faults if fault.failpoint}:
         with contextlib.suppress(OSError):
             for point, (_, times) in json.loads(await arena.failpoints(target)).items():

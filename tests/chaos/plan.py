@@ -45,6 +45,7 @@ FaultKind = Literal[
     "freeze_rank",
     "kill_store",
     "freeze_store",
+    "below",
 ]
 OF_RANKS: Final[dict[FaultKind, FaultKind]] = {"kill": "kill_rank", "freeze": "freeze_rank"}
 """What befalls a worker of several ranks befalls one of them, mostly: not rank 0."""
@@ -69,6 +70,7 @@ WEIGHTS: Final[dict[FaultKind, int]] = {
     "kill_writer": 8,
     "kill_store": 6,
     "freeze_store": 3,
+    "below": 8,
 }
 OF_HAND_OFFS: Final = ("short_grants", "cut_path", "kill_writer")
 """Between a prefill and a decode worker."""
@@ -111,6 +113,14 @@ ROUTER_POINTS: Final = (
 )
 TIER_POINTS: Final = ("tiers.save", "tiers.load")
 """Of every worker, if there are tiers."""
+STORE_POINTS: Final = ("store.lookup", "store.load", "store.loaded", "store.store")
+"""Of the processes of a worker's stores."""
+RANK_POINTS: Final = {"prefill": ("rank.step", "rank.push"), "decode": ("rank.step", "rank.asked")}
+"""Of a worker's other ranks, by its role; and `rank.copy`, if there are tiers."""
+BELOW_PROMPTS: Final = 16
+BELOW_TOKENS: Final = 580
+BELOW_ENDINGS: Final = ("kill", "kill", "raise", "sleep:0.5", "sleep:4.5")
+"""Nobody would wake what stops itself below a worker."""
 FETCH_POINTS: Final = (
     "fetch.wanted",
     "fetch.asked",
@@ -204,6 +214,11 @@ class Fault:
     restart_after_s: float = 0.0
     """A process that died starts again this much later."""
 
+    @property
+    def is_of_store(self) -> bool:
+        """No request needs what it strikes."""
+        return self.kind in OF_STORES or self.failpoint.partition("=")[0] in STORE_POINTS
+
     def __str__(self) -> str:
         what = self.failpoint or self.kind
         lasts = f" for {self.lasts_s:.1f} s" if self.lasts_s else ""
@@ -227,7 +242,7 @@ class RunPlan:
         struck = {
             fault.target
             for fault in self.faults
-            if fault.target != "client" and fault.kind not in OF_STORES
+            if fault.target != "client" and not fault.is_of_store
         }
         return not struck or (
             len(struck) == 1 and all(self.topology.peers(name) > 1 for name in struck)
@@ -252,7 +267,10 @@ def topology_of(seed: int, number: int) -> Topology:
     topology = replace(topology, tcp=block % 3 == over_tcp, fetching="any" * (block % 4 < 3))
     if block % 4 == 3:
         fewer = {"prefill": min(2, topology.prefill), "decode": min(2, topology.decode)}
-        return replace(topology, ranks=RANKS[(first + block // 4) % len(RANKS)], **fewer)
+        topology = replace(topology, ranks=RANKS[(first + block // 4) % len(RANKS)], **fewer)
+        if block // 4 % 2 != tight:
+            return topology
+        return replace(topology, num_pages=TIGHT_PAGES, tiers=True)
     if block % 2 != tight:
         return topology
     return replace(topology, num_pages=TIGHT_PAGES, tiers=block // 2 % 2 == 0)
@@ -308,6 +326,21 @@ def plan_of_rank(seed: int, number: int, fault: Fault) -> RunPlan:
     return replace(plan, topology=topology, faults=(fault,))
 
 
+def plan_below(seed: int, number: int, fault: Fault) -> RunPlan:
+    """The same over host memory and a disk. Long prompts come all once, and then all again: pool
+    and host memory together do not hold them."""
+    plan = plan_of_rank(seed, number, fault)
+    rng = random.Random(f"{seed}/{number}/below")
+    asks = []
+    for turn in range(BELOW_PROMPTS):
+        prompt = tuple(rng.randrange(FIRST_ID, VOCAB) for _ in range(BELOW_TOKENS))
+        for again in (False, True):
+            start_s = 0.1 * turn + 3.0 * again
+            asks.append(Ask(len(asks), prompt, max_tokens=8, timeout_s=90.0, start_s=start_s))
+    topology = replace(plan.topology, num_pages=TIGHT_PAGES, tiers=True)
+    return replace(plan, topology=topology, asks=tuple(asks))
+
+
 def _at_a_rank(rng: random.Random, fault: Fault, topology: Topology) -> Fault:
     """The same at another rank of its worker, mostly."""
     kind = OF_RANKS.get(fault.kind)
@@ -361,6 +394,8 @@ def _faults(rng: random.Random, kind: FaultKind, topology: Topology) -> list[Fau
     """What is drawn under one name; a death where there is no hand-off or store that it needs."""
     if kind == "poison":
         return _poisoned(topology)
+    if kind == "below":
+        return [_below(rng, topology)]
     if kind in OF_STORES and not topology.tiers:
         return [_fault(rng, "kill", topology)]
     if kind not in OF_HAND_OFFS:
@@ -371,7 +406,12 @@ def _faults(rng: random.Random, kind: FaultKind, topology: Topology) -> list[Fau
     match kind:
         case "short_grants":
             which = rng.choice(("", "@1", "@2", "@3"))
-            return [Fault(kind, 0, decode, f"decode.grant_timeout=raise{which}")]
+            waits = [(decode, "decode.grant_timeout"), (prefill, "prefill.grant_wait")]
+            waits += [(decode, "fetch.timeout"), (prefill, "fetch.timeout")] * bool(
+                topology.fetching
+            )
+            target, point = rng.choice(waits)
+            return [Fault(kind, 0, target, f"{point}=raise{which}")]
         case "cut_path":
             ends = [prefill, decode]
             rng.shuffle(ends)
@@ -421,6 +461,32 @@ def _fault(rng: random.Random, kind: FaultKind, topology: Topology) -> Fault:
             return Fault(kind, 0, sender, f"{point}=raise@{rng.randint(1, 4)}")
         case _:
             raise ValueError(kind)
+
+
+def below_points(topology: Topology, target: str) -> list[str]:
+    """Failpoints of the processes that a worker has started: ranks and stores."""
+    points = list(STORE_POINTS) * topology.tiers
+    if topology.ranks_of(target) > 1:
+        points += RANK_POINTS.get(target.partition("-")[0], ("rank.step",))
+        points += ["rank.copy"] * topology.tiers
+    return points
+
+
+def _below(rng: random.Random, topology: Topology) -> Fault:
+    """A failpoint of such a process; a death of a worker where none has any."""
+    points = {name: below_points(topology, name) for name in topology.workers}
+    targets = [name for name in topology.workers if points[name]]
+    if not targets:
+        return _fault(rng, "kill", topology)
+    target = rng.choice(targets)
+    spec = below(rng.choice(points[target]), rng.choice(BELOW_ENDINGS), rng.randint(1, 8))
+    return Fault("below", 0, target, spec, restart_after_s=rng.choice((0.2, 1.0)))
+
+
+def below(point: str, ending: str, nth: int) -> str:
+    """The specification. Four copies measure the rates at a worker's start."""
+    key = "~1" * point.startswith("rank.")
+    return f"{point}={ending}{key}@{nth + 4 * (point == 'rank.copy')}"
 
 
 def _at_failpoint(

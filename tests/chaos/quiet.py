@@ -39,6 +39,7 @@ ALWAYS_ZERO: Final = {
 }
 PAGES: Final = "baton_kv_pages"
 USED_STATES: Final = ("granted", "quarantined", "used")
+SLOTS: Final = "baton_kv_tier_slots"
 WATCHED: Final = {
     "baton_event_loop_tasks": TASKS_SLACK,
     "baton_work_streams": 0,
@@ -90,7 +91,13 @@ def _pages(found: Mapping[Sample, float]) -> list[str]:
         capacity = found["baton_kv_pages_capacity", ()]
         missing = capacity - by_state["free"] - by_state["cached"]
         left += [f"{missing:.0f} pages nowhere"] if missing else []
-    return left
+    held = found.get((SLOTS, (("state", "held"),)), 0)
+    return left + ([f"{held:.0f} host slots held"] if held else [])
+
+
+def _blows(arena: Arena) -> int:
+    """How often peers have lost a path to a worker."""
+    return len(arena.blows) + arena.cuts + arena.restarts
 
 
 def _above_baseline(
@@ -101,9 +108,9 @@ def _above_baseline(
     key = name, arena.pid(name)
     now = {metric: found[metric, ()] for metric in WATCHED if (metric, ()) in found}
     if key not in baselines.of:
-        baselines.of[key], baselines.blows[key] = now, len(arena.blows) + arena.cuts
+        baselines.of[key], baselines.blows[key] = now, _blows(arena)
         return []
-    blows = len(arena.blows) + arena.cuts - baselines.blows[key]
+    blows = _blows(arena) - baselines.blows[key]
     slack = dict(WATCHED)
     slack["process_open_fds"] += FILES_A_BLOW * blows * max(arena.topology.ranks)
     return [

@@ -6,19 +6,25 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from chaos import plan
 from chaos.harness import Harness, harness, run_many
 from chaos.plan import (
     RANKS,
+    STORE_POINTS,
     Fault,
     FaultKind,
+    below,
+    plan_below,
     plan_fetch_moment,
     plan_moment,
     plan_of_rank,
     plan_run,
 )
+from telemetry.failpoints import POINTS
 
 SEED = 3
 RUNS = range(20)
@@ -53,6 +59,8 @@ QUICK_FETCH_MOMENTS = (
     ("it has ended, and the engine does not know", "kill"),
     ("the last push is posted", "kill"),
 )
+ELSEWHERE = (("rank.push", "decode-0"), ("rank.asked", "prefill-0"))
+"""Places to which ranks of the other role come."""
 FETCH_RUN = 1042
 """Each moment has runs of its own, so that no worker has their pages yet."""
 ATTEMPTS = 3
@@ -125,8 +133,7 @@ def test_an_accident_at_a_moment_of_a_fetch_costs_nobody_an_answer(
     first = FETCH_RUN + 100 * (2 * list(FETCH_MOMENTS).index(moment) + (ending == "stop"))
     for other in range(2 * ATTEMPTS):
         fault = f"{name}={ending}{tilde}{key}@{nth}"
-        plan = plan_fetch_moment(SEED, first + other, target, fault)
-        outcome = made.run(plan)
+        outcome = made.run(plan_fetch_moment(SEED, first + other, target, fault))
         assert outcome.is_good, outcome.report()
         if outcome.blows:
             break
@@ -148,8 +155,41 @@ def test_a_rank_dies_or_stands_still(made: Harness, target: str, lasts_s: float)
     assert all(history.ended_ok for history in outcome.histories)
 
 
+@pytest.mark.matrix
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ending", ["kill", "raise", "sleep:0.5"])
+@pytest.mark.parametrize(
+    ("point", "target"),
+    [
+        (point, target)
+        for point in (*STORE_POINTS, "rank.copy", "rank.step", "rank.push", "rank.asked")
+        for target in ("prefill-0", "decode-0")
+        if (point, target) not in ELSEWHERE
+    ],
+)
+def test_an_accident_below_a_worker_of_two_ranks_costs_nobody_an_answer(
+    made: Harness, point: str, target: str, ending: str
+) -> None:
+    """In another rank, or in the process of a store. Pages go to host memory and to a disk."""
+    fault = Fault("below", 0, target, below(point, ending, 2), restart_after_s=0.2)
+    for other in range(ATTEMPTS):
+        before = made.figures.fired[point]
+        outcome = made.run(plan_below(SEED, 1120 + other, fault))
+        assert outcome.is_good, outcome.report()
+        assert all(history.ended_ok for history in outcome.histories)
+        if made.figures.fired[point] > before:
+            return
+    pytest.fail("no run came to that place")
+
+
+def test_every_failpoint_is_struck() -> None:
+    """A rank that dies while it loads is no fault of a running cluster: `test_ranks` has it."""
+    source = Path(plan.__file__).read_text()
+    assert {point for point in POINTS if f"{point}" not in source} == {"rank.load"}
+
+
 def test_workers_of_several_ranks_have_their_share_of_the_runs() -> None:
     plans = [plan_run(SEED, number) for number in range(800)]
     kinds = Counter(fault.kind for plan in plans for fault in plan.faults)
-    assert min(kinds["kill_rank"], kinds["freeze_rank"]) >= 5
+    assert min(kinds["kill_rank"], kinds["freeze_rank"], kinds["below"]) >= 5
     assert {plan.topology.ranks for plan in plans} == {(1, 1), *RANKS}

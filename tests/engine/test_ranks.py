@@ -429,8 +429,6 @@ def test_what_ranks_cannot_do_is_refused(tmp_path, monkeypatch):
     path = write_tiny_model(tmp_path, tokenizer=False)
     with pytest.raises(EngineError, match="tp 0 must be at least 1"):
         build(path, tp=0)
-    with pytest.raises(EngineError, match="kv_store keeps whole pages"):
-        build(path, tp=2, kv_host_bytes=1 << 20, kv_stores=("disk:/a?gib=1",))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(EngineError, match="tp 2 needs 2 GPUs, and 1 can be seen here: set tp to"):

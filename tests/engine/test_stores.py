@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -185,18 +186,29 @@ def test_the_store_of_the_page_is_a_store():
 
 
 class Ends:
-    """A store's process over an arena of 32 slots, and the ends of its jobs."""
+    """A store's process over an arena of 32 slots for each rank, and the ends of its jobs."""
 
-    def __init__(self, address: str, secret_file: str = "", failpoints: str = "", stuck_s=10.0):
-        self.arena = HostArena(32 * SLOT, SLOT, torch.device("cpu"))
+    def __init__(
+        self,
+        address: str,
+        secret_file: str = "",
+        failpoints: str = "",
+        stuck_s: float = 10.0,
+        heads: Sequence[tuple[int, int]] = ((0, 8),),
+        pages: int = PAGES,
+    ) -> None:
+        self.pages = pages
+        self.arenas = [HostArena(32 * SLOT, SLOT, torch.device("cpu")) for _ in heads]
+        self.arena = self.arenas[0]
         self.done = queue.SimpleQueue()
+        fds = [arena.fd for arena in self.arenas]
         opening = Opening(
-            address, self.arena.fd, 32, SLOT, "f" * 32, (0, 8), PAGES, secret_file, failpoints
+            address, fds, 32, SLOT, "f" * 32, list(heads), pages, secret_file, failpoints
         )
         self.process = StoreProcess(opening, self.done, stuck_s)
 
     def ask(self, verb: str, keys: list[bytes], first_slot: int = 1) -> Job:
-        slots = np.arange(first_slot, first_slot + PAGES * len(keys), dtype=np.int32)
+        slots = np.arange(first_slot, first_slot + self.pages * len(keys), dtype=np.int32)
         job = Job(verb, keys, [] if verb == LOOKUP else np.split(slots, len(keys)))
         assert self.process.ask(job)
         return job
@@ -223,7 +235,8 @@ def start():
     yield begin
     for ends in started:
         ends.process.stop()
-        ends.arena.close()
+        for arena in ends.arenas:
+            arena.close()
 
 
 A, B = b"a" * 32, b"b" * 32
@@ -268,6 +281,15 @@ def test_damaged_objects_are_misses_counted_and_removed(start, tmp_path):
     assert ends.answer(LOOKUP, *keys).good == [False] * 4 + [True]
 
 
+def test_a_child_that_is_closed_closes_its_store(start, tmp_path):
+    """SQLite leaves its log behind where nobody has closed it."""
+    ends = start(f"disk:{tmp_path}?gib=0.01")
+    assert ends.answer(STORE, A).good == [True]
+    assert (tmp_path / "index-wal").exists()
+    ends.process.stop()
+    assert not (tmp_path / "index-wal").exists()
+
+
 @pytest.mark.parametrize("verb", [LOOKUP, LOAD, STORE])
 def test_a_killed_child_fails_its_jobs_and_is_started_again(start, tmp_path, verb):
     ends = start(f"disk:{tmp_path}?gib=0.01", failpoints=f"store.{verb}=kill@2")
@@ -307,7 +329,7 @@ from engine.tiers.arena import HostArena
 from engine.tiers.stores.messages import Opening
 from engine.tiers.stores.process import StoreProcess
 arena = HostArena(32 * {slot}, {slot}, torch.device("cpu"))
-opening = Opening(sys.argv[1], arena.fd, 32, {slot}, "f" * 32, (0, 8), {pages}, "", "")
+opening = Opening(sys.argv[1], [arena.fd], 32, {slot}, "f" * 32, [(0, 8)], {pages}, "", "")
 print(StoreProcess(opening, queue.SimpleQueue()).pid, flush=True)
 time.sleep(60)
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -121,6 +122,37 @@ def test_objects_come_back_from_a_server(address, secret):
         ends.process.stop()
 
 
+def test_mooncake_object_of_another_size_is_damaged(mooncake, secret):
+    """Its name does not tell the number of pages."""
+    key = b"d" * 32
+    ends = Ends(mooncake, secret, pages=2)
+    other = Ends(mooncake, secret)
+    try:
+        assert ends.answer(STORE, key).good == [True]
+        answer = other.answer(LOAD, key)
+        assert (answer.good, answer.damaged) == ([False], 1)
+        assert ends.answer(LOOKUP, key).good == [False]
+        answer = other.answer(LOAD, key)
+        assert (answer.good, answer.damaged) == ([False], 0)
+    finally:
+        ends.process.stop()
+        other.process.stop()
+
+
+def test_parts_of_ranks_come_back_from_a_server(address, secret):
+    ends = Ends(address, secret, heads=[(0, 1), (1, 2)])
+    try:
+        for arena in ends.arenas:
+            arena.slots.random_(0, 256)
+        before = [arena.slots.clone() for arena in ends.arenas]
+        assert ends.answer(STORE, A, B).good == [True, True]
+        assert ends.answer(LOAD, B, b"c" * 32, first_slot=20).good == [True, False]
+        for arena, slots in zip(ends.arenas, before, strict=True):
+            assert (arena.slots[20:24] == slots[5:9]).all()
+    finally:
+        ends.process.stop()
+
+
 @pytest.mark.slow
 def test_an_engine_over_a_server(address, path, want, secret):  # noqa: F811
     engine = build(path, **SMALL, kv_stores=(address,), kv_secret_file=secret)
@@ -136,3 +168,12 @@ def test_a_server_that_is_not_there_is_named(path, secret, bucket, mooncake, sch
     config = EngineConfig(model=str(path), **SMALL, kv_stores=(scheme,), kv_secret_file=secret)
     with pytest.raises(EngineError, match=r"127\.0\.0\.1:1"):
         Engine.build(config)
+
+
+@pytest.mark.slow
+def test_mooncake_can_be_used_after_a_member_has_died(mooncake, secret):
+    """Its master gives out the dead one's memory for some seconds."""
+    for _ in range(3):
+        ends = Ends(mooncake, secret)
+        ends.process._ending.set()  # It is not started again.
+        os.kill(ends.process.pid, signal.SIGKILL)

@@ -63,21 +63,68 @@ def speaks(engine: Engine, want) -> None:
         raise
 
 
-@pytest.mark.parametrize("kind", ["disk", pytest.param("dir", marks=pytest.mark.matrix)])
-def test_a_store_below_a_small_host_tier(path, want, tmp_path, secret, kind):
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [
+        ("disk", 1),
+        pytest.param("dir", 1, marks=pytest.mark.matrix),
+        pytest.param("disk", 2, marks=pytest.mark.slow),
+        pytest.param("dir", 2, marks=pytest.mark.matrix),
+        pytest.param("dir", 4, marks=pytest.mark.matrix),
+    ],
+)
+def test_a_store_below_a_small_host_tier(path, want, tmp_path, secret, kind, ranks):
+    options = {**SMALL, "tp": ranks, "kv_secret_file": secret}
+    if ranks > 2:  # Of two KV heads, each lies on two of four ranks.
+        options["kv_host_bytes"] = SMALL["kv_host_bytes"] * 2
     address = f"{kind}:{tmp_path}/kv?gib=0.1"
-    engine = build(path, **SMALL, kv_stores=(address,), kv_secret_file=secret)
+    engine = build(path, **options, kv_stores=(address,))
     speaks(engine, want)
     loaded = engine.load().tiers.loaded_tokens
     engine.stop()
     assert loaded[kind] >= 256
-    again = build(path, **SMALL, kv_stores=(address,), kv_secret_file=secret)
+    again = build(path, **options, kv_stores=(address,))
     prompts = conversations(COUNT)
     runs = [submit(again, prompt, 5) for prompt in prompts]
     finish(*runs)
     assert [run.tokens[0] for run in runs] == [answers[0] for answers in want]
     assert again.load().tiers.loaded_tokens[kind] >= 256, "an object outlives the worker"
     again.stop()
+
+
+def test_two_ranks_over_a_disk(path, want, tmp_path):
+    """Some conversations take one turn and then, after all of them, the next."""
+    stores = (f"disk:{tmp_path}/kv?gib=0.1",)
+    engine = build(path, **{**SMALL, "kv_host_bytes": 640 << 10}, tp=2, kv_stores=stores)
+    try:
+        assert talk(engine, conversations(COUNT)[:14], ROUNDS) == want[:14]
+        assert engine.load().tiers.loaded_tokens["disk"] >= 256
+        wait_until(lambda: engine.load().tiers.held_slots == 0)
+        check_baseline(engine)
+    finally:
+        engine.stop()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("kind", "precision", "ranks"),
+    [("disk", "auto", 1), ("disk", "auto", 2), ("dir", "fp8", 1), ("disk", "fp8", 2)],
+)
+def test_200_conversations(path, tmp_path, secret, kind, precision, ranks):
+    prompts = conversations(200)
+    sizes = {"page_size": 64, "max_step_tokens": 256, "kv_cache_dtype": precision}
+    large = build(path, num_pages=200 * 8, **sizes)
+    expected = talk(large, prompts, 2)
+    large.stop()
+    options = {**SMALL, **sizes, "tp": ranks, "kv_secret_file": secret}
+    small = build(path, **options, kv_stores=(f"{kind}:{tmp_path}/kv?gib=0.5",))
+    try:
+        assert talk(small, prompts, 2) == expected
+        wait_until(lambda: small.load().tiers.held_slots == 0)
+        assert small.load().tiers.loaded_tokens[kind] >= 100 * 256
+        check_baseline(small)
+    finally:
+        small.stop()
 
 
 @pytest.mark.matrix
@@ -96,20 +143,25 @@ FAULTS = [(point, action) for point in POINTS for action in ("raise", "sleep:0.4
 
 
 @pytest.mark.parametrize(
-    ("point", "action"),
+    ("point", "action", "ranks"),
     [
-        ("store.loaded", "kill"),
+        ("store.loaded", "kill", 1),
         *(
-            pytest.param(*one, marks=pytest.mark.matrix)
+            pytest.param(*one, 1, marks=pytest.mark.matrix)
             for one in FAULTS
             if one != ("store.loaded", "kill")
         ),
+        *(
+            pytest.param(point, action, 2, marks=pytest.mark.matrix)
+            for point in POINTS
+            for action in ("kill", "hang")
+        ),
     ],
 )
-def test_a_store_that_fails_costs_time_alone(path, want, tmp_path, point, action):
+def test_a_store_that_fails_costs_time_alone(path, want, tmp_path, point, action, ranks):
     failpoints.arm(f"{point}={action}@3")
     try:
-        engine = build(path, **SMALL, kv_stores=(f"disk:{tmp_path}/kv?gib=0.1",))
+        engine = build(path, **SMALL, tp=ranks, kv_stores=(f"disk:{tmp_path}/kv?gib=0.1",))
     finally:
         failpoints.arm("")
     speaks(engine, want)

@@ -17,11 +17,13 @@ class Opening:
     """The first message to the child."""
 
     address: str
-    memory_fd: int
+    memory_fds: list[int]
+    """The memory files of all ranks' host slots."""
     num_slots: int
     slot_bytes: int
     fingerprint: str
-    heads: tuple[int, int]
+    heads: list[tuple[int, int]]
+    """For each rank the KV heads whose pages it has, [first, end)."""
     pages: int
     secret_file: str = ""
     failpoints: str = ""
@@ -36,7 +38,7 @@ class Question:
     keys: list[str]
     """Keys of objects, hexadecimal."""
     slots: list[list[int]] = field(default_factory=list)
-    """For each, the host slots of its pages."""
+    """For each, the host slots of its pages, the same at all ranks."""
 
 
 @dataclass(slots=True)

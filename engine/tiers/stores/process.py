@@ -46,7 +46,8 @@ STUCK_S: Final = 10.0
 BACK_OFF_S: Final = (0.2, 1.0, 5.0, 30.0)
 MOST_OPEN: Final = 64
 """Questions without an answer; beyond that the step loop's are dropped."""
-_END_S: Final = 2.0
+_END_S: Final = 2.5
+"""A child that is closed ends within 2 s (`engine.tiers.stores.child`), unless it stands still."""
 
 
 @dataclass(eq=False, slots=True)
@@ -88,7 +89,9 @@ class StoreProcess:
         self.wake: Callable[[], None] = lambda: None
         self._opening = opening
         self._done = done
-        self.object_bytes = HEADER_BYTES + opening.pages * opening.slot_bytes
+        part_bytes = HEADER_BYTES + opening.pages * opening.slot_bytes
+        self.object_bytes = len(opening.memory_fds) * part_bytes
+        """Of all ranks' parts together."""
         self.bytes_per_s = 1.0
         """Of loads: measured at the start, then a moving average."""
         self.loading_objects = 0
@@ -151,11 +154,15 @@ class StoreProcess:
         return self._child.pid
 
     def stop(self) -> None:
-        """Ends the child. Jobs that are open fail."""
+        """Ends the child, which has a moment to close its store. Jobs that are open fail."""
         self._ending.set()
         self._to_send.put(None)
+        with self._lock:
+            if self._connection is not None:
+                _hang_up(self._connection)
+        self._threads[0].join(_END_S)
         with suppress(ProcessLookupError):
-            self._child.terminate()
+            self._child.kill()
         for thread in self._threads:
             thread.join(_END_S)
 
@@ -169,7 +176,7 @@ class StoreProcess:
         """
         ours, theirs = socket.socketpair()
         connection = Connection(ours.detach())
-        fds = (theirs.fileno(), self._opening.memory_fd)
+        fds = (theirs.fileno(), *self._opening.memory_fds)
         command = [sys.executable, "-m", "engine.tiers.stores.child"]
         arguments = [str(theirs.fileno()), str(os.getpid())]
         self._child = subprocess.Popen(
@@ -274,3 +281,9 @@ class StoreProcess:
         while (item := self._to_send.get()) is not None:
             with suppress(OSError, ValueError):  # The child is gone: `_bury` tells its jobs.
                 send(*item)
+
+
+def _hang_up(connection: Connection) -> None:
+    """Nothing more will be sent. The other end reads that, and this one may still read."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as ours, suppress(OSError):
+        ours.shutdown(socket.SHUT_WR)

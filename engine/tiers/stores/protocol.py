@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 Buffers = Sequence[memoryview]
 """The parts of one object, in order. All objects of a worker have the same parts. Each part begins
@@ -43,4 +43,17 @@ class PageStore(Protocol):
 
     def close(self) -> None:
         """Ends the use of the store."""
+        ...
+
+
+@runtime_checkable
+class RegisteringStore(Protocol):
+    """A store that wants to know the memory of all buffers beforehand, as a network card does."""
+
+    def register(self, memory: memoryview) -> None:
+        """Parts of this memory may be in buffers from now on."""
+        ...
+
+    def unregister(self, memory: memoryview) -> None:
+        """No part of it is any more."""
         ...
