@@ -114,7 +114,7 @@ class WorkerSettings(BaseModel):
     """Sets the device: `auto`, `cpu`, `cuda` or `cuda:N`. `auto`: the first GPU if there is one."""
     tp: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Divides the model among so many ranks (tensor parallelism), processes of this host that run
-    each step together. More than 1 so far only on CPUs. It must divide the model's heads and
+    each step together. On GPUs each has one. It must divide the model's heads and
     feed-forward width. It may differ between prefill and decode workers."""
     gpu_slots_dir: str = ""
     """Names a folder that all workers of this host share: each claims one GPU by a lock file in it.

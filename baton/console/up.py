@@ -256,13 +256,10 @@ def _router_spec(
 
 
 def _worker_spec(
-    options: UpOptions,
-    routers: Sequence[_Router],
-    worker: _Worker,
-    threads: int,
-    workers_on: Mapping[str, int],
+    options: UpOptions, routers: Sequence[_Router], worker: _Worker, threads: int, on: Counter[str]
 ) -> ProcessSpec:
-    sharing = max((workers_on[gpu] for gpu in worker.gpus), default=1)
+    """Plans a worker. `on`: the workers of each GPU."""
+    sharing = max((on[gpu] for gpu in worker.gpus), default=1)
     share = round(options.gpu_memory_utilization / sharing, 4) if sharing > 1 else None
     flags: _Flags = {
         "--name": worker.name,

@@ -14,8 +14,8 @@ Invariant: everything that touches the pool, the token table or the packed input
 stream, in the order launched.
 
 Each of several ranks runs every step. Sums are in its kernels and graphs, and its end is in
-`engine.cuda.drawing`. All ranks capture the same graphs in the same order: what is captured runs
-once before, and there each waits for the others.
+`engine.cuda.ranks.drawing`. All ranks capture the same graphs in the same order: what is captured
+runs once before, and there each waits for the others.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -33,10 +33,10 @@ from torch import Tensor
 from engine.attention.paged import PagedAttention, PagedStep
 from engine.attention.parts import lengths_differ
 from engine.bounds import Bounds
-from engine.cuda.drawing import Draw, Failures, drawing_of, nothing_drawn, telling
 from engine.cuda.forward import FusedForward, RowEnds
 from engine.cuda.inputs import Inputs, attention_of, ends_of
 from engine.cuda.packing import PackedStep, batch_of, pack, rows_of, stores_of
+from engine.cuda.ranks.drawing import Draw, Failures, drawing_of, nothing_drawn, telling
 from engine.cuda.shapes import PROMPT_ROWS, Shape, Shapes
 from engine.cuda.staging import StepStaging
 from engine.hooks.attention import CalledAttention, HookedAttention

@@ -15,10 +15,10 @@ from torch import Tensor
 from engine.cuda import kernels
 from engine.cuda.feed_forward import as_read
 from engine.cuda.products.rounding import add_rms_norm_rounded, rms_norm_rounded
+from engine.cuda.ranks.collective import CudaCollective
 from engine.model.linear import RmsNorm
 from engine.model.precision.rounding import Rounded, Rounding
 from engine.ranks.collective import Collective
-from engine.ranks.nccl import CudaCollective
 
 
 class Join(NamedTuple):

@@ -192,20 +192,6 @@ def at_once(options: Any) -> Any:
     return options
 
 
-def device_of(device: str, rank: int) -> torch.device:
-    """A rank's device, where the worker has this one: a GPU each, in the order of ranks."""
-    return torch.device(device) if device == "cpu" else torch.device(device, rank)
-
-
-def group_on(device: torch.device, rank: int, size: int) -> GroupCollective:
-    """What a rank on this device does with the others. Not joined yet."""
-    if device.type == "cpu":
-        return GlooCollective(rank, size)
-    from engine.ranks.nccl import CudaCollective
-
-    return CudaCollective(rank, size, device)
-
-
 def wait(work: Any) -> None:
     """Waits for a group's work: the host does, or the current stream.
 

@@ -13,7 +13,7 @@ from ranks_kit import EPS, parts_of
 from torch import Tensor
 
 from engine.cuda.kernels import add_rms_norm
-from engine.ranks.nccl import CudaCollective
+from engine.cuda.ranks.collective import CudaCollective
 
 SIZE = 5120
 ROWS = (1, 2, 3, 7, 8, 64, 65, 256, 1000, 3000, 8192)

@@ -6,18 +6,19 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from engine_kit import build, check_baseline, finish, submit
+from engine_kit import Run, build, check_baseline, finish, submit
 from ranks_kit import Ranks, check_best, check_gather, check_sums, parts_of
 from references import NOISE, references
 from test_engine_demo_model import first_difference
 from tiny_models import write_tiny_model
 
-from engine.types import SamplingParams
+from engine.types import SamplingParams, TokenRecord
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 CUDA = torch.device("cuda")
@@ -32,15 +33,16 @@ two_gpus = pytest.mark.skipif("torch.cuda.device_count() < 2", reason="needs two
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
-@pytest.mark.parametrize("size", [5120, 4096, 576])
+@pytest.mark.parametrize("size", [5120, 576])
 def test_sums_of_ranks_on_one_device(count, size):
     """Every size from a row to the largest step of prompts, with one shot and with two."""
     ranks = Ranks(count, CUDA, programs=128, half_bytes=8192 * 5120 * 2)
     for rows in ROWS:
         for shots in (1, 2):
             check_sums(ranks, rows, size, torch.bfloat16, shots, seed=rows)
-    check_sums(ranks, 9, size, torch.float32, 1)
-    check_sums(ranks, 9, size, torch.float16, 2)
+    if size == 576:
+        check_sums(ranks, 9, size, torch.float32, 1)
+        check_sums(ranks, 9, size, torch.float16, 2)
     check_gather(ranks, 256, 3)
 
 
@@ -154,24 +156,21 @@ def build_on_gpus(path, tp: int, **options):
     return build(path, device="cuda", tp=tp, **{**defaults, **options})
 
 
+def runs_of(engine, sampling: SamplingParams, lengths: Sequence[int] = LENGTHS) -> list[Run]:
+    runs = [
+        submit(engine, prompt_of(n), TOKENS, min_tokens=TOKENS, sampling=sampling) for n in lengths
+    ]
+    finish(*runs, timeout_s=120)
+    return runs
+
+
 def run_all(engine, sampling: SamplingParams = PLAIN) -> list[list[int]]:
-    runs = [
-        submit(engine, prompt_of(n), TOKENS, min_tokens=TOKENS, sampling=sampling) for n in LENGTHS
-    ]
-    finish(*runs, timeout_s=120)
-    return [run.tokens[0] for run in runs]
+    return [run.tokens[0] for run in runs_of(engine, sampling)]
 
 
-def margins_of(engine) -> list[list[float]]:
-    """Best minus second best log probability of each token."""
-    runs = [
-        submit(engine, prompt_of(n), TOKENS, min_tokens=TOKENS, sampling=SCORED) for n in LENGTHS
-    ]
-    finish(*runs, timeout_s=120)
-    return [
-        [record.top_logprobs[0] - record.top_logprobs[1] for record in run.records[0]]
-        for run in runs
-    ]
+def margin_of(record: TokenRecord) -> float:
+    """Best minus second best log probability."""
+    return record.top_logprobs[0] - record.top_logprobs[1]
 
 
 @two_gpus
@@ -181,18 +180,19 @@ def test_two_ranks_have_the_tokens_of_one(shape, graphs, tmp_path):
     """Up to the first token that rounding decides: greedy by parts, greedy by whole rows."""
     path = write_tiny_model(tmp_path, tokenizer=False, **SHAPES[shape])
     one = build_on_gpus(path, 1)
-    want, margins = run_all(one), margins_of(one)
+    want = runs_of(one, SCORED)
     one.stop()
     two = build_on_gpus(path, 2, cuda_graphs=graphs)
     found = [run_all(two), run_all(two, SCORED)]
     for answers in found:
         same = 0
-        for got, tokens, close in zip(answers, want, margins, strict=True):
-            at = first_difference(got, tokens)
-            assert at == TOKENS or close[at] < CLOSE, (at, close[at])
+        for got, run in zip(answers, want, strict=True):
+            at = first_difference(got, run.tokens[0])
+            assert at == TOKENS or margin_of(run.records[0][at]) < CLOSE, (len(got), at)
             same += at
         assert same > TOKENS * len(LENGTHS) // 4
-    assert run_all(two, SAMPLED) == run_all(two, SAMPLED)
+    sampled = [runs_of(two, SAMPLED, (64,))[0].tokens for _ in "ab"]
+    assert sampled[0] == sampled[1]
     assert all(len(tokens) == TOKENS for tokens in run_all(two, PENALISED))
     check_baseline(two)
     two.stop()

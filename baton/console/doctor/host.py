@@ -113,7 +113,10 @@ def _peer_access(count: int) -> Iterator[Finding]:
         if one != other and not torch.cuda.can_device_access_peer(one, other)
     ]
     if apart:
-        advice = "KV between these goes through host memory: put pairs on GPUs of one NVLink island"
+        advice = (
+            "KV between these goes through host memory, and sums of ranks by NCCL: put pairs, and "
+            "the ranks of a worker, on GPUs of one NVLink island"
+        )
         yield warning("gpu peers", f"no direct access: {', '.join(apart)}", advice)
     elif count > 1:
         yield ok("gpu peers", "every GPU reaches every other one directly")

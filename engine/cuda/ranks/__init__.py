@@ -1,1 +1,1 @@
-"""Sums over the ranks of a worker, in memory that their GPUs share."""
+"""What ranks on GPUs do together: sums in memory that the GPUs share, and the end of a step."""

@@ -19,7 +19,7 @@ number of calls. Each program counts for itself. So every call has the same numb
 which all fit the GPU at once: a program that waits must not keep another from starting.
 
 A signal never falls. So a rank lets itself go from any wait by writing a large number into its own
-pad (`engine.ranks.symmetric`).
+pad (`engine.cuda.ranks.symmetric`).
 
 A launch runs some phases of a call: all of them, or one. Where the ranks' buffers lie on one
 device, as in tests, each phase is a launch for each rank, and no program waits.

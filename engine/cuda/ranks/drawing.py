@@ -25,12 +25,12 @@ from torch import Tensor
 
 from engine.cuda.kernels import greedy
 from engine.cuda.ranks.best import best_of_ranks, told_of_part
+from engine.cuda.ranks.collective import CudaCollective
 from engine.cuda.staging import Int32s
 from engine.hooks.calling import HookFailure
 from engine.loop.running import SCORE_ROWS
 from engine.loop.waiting import Read
 from engine.model import Model
-from engine.ranks.nccl import CudaCollective
 from engine.sampling import Masks, SamplePlan, Sampler, SampleResult, Scores, score
 from engine.schedule.step import ScorePlan, ScoreResult, StepResult
 

@@ -1,8 +1,8 @@
 """Ranks on GPUs: rank R has GPU R of those that the worker sees.
 
-Sums go through memory that all GPUs share (`engine.ranks.symmetric`), where it can be mapped and
-is large enough, and else by NCCL. All is queued on the caller's stream, so a graph may contain it.
-There is one communicator, and one stream that uses it.
+Sums go through memory that all GPUs share (`engine.cuda.ranks.symmetric`), where it can be mapped
+and is large enough, and else by NCCL. All is queued on the caller's stream, so a graph may contain
+it. There is one communicator, and one stream that uses it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engine.cuda.ranks.symmetric import SymmetricMemory, map_memory
 from engine.ranks.collective import (
     LONGEST_S,
     CollectiveError,
@@ -25,7 +26,6 @@ from engine.ranks.collective import (
     at_once,
     wait,
 )
-from engine.ranks.symmetric import SymmetricMemory, map_memory
 
 if TYPE_CHECKING:
     from engine.cuda.ranks.shared import Shared
