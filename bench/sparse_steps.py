@@ -1,21 +1,27 @@
 """What a step takes with sparse attention, and with hooks that do nothing.
 
 python -m bench.sparse_attention steps [--rows 16] [--context 32768] [--budget 2048] [--steps 32]
-    [--rounds 5] [--model FOLDER] [--device auto|cuda|cpu] [--json FILE]
+    [--rounds 5] [--dense N] [--only NAME ...] [--model FOLDER] [--device auto|cuda|cpu]
+    [--json FILE]
 
-A table of four executors over one model and one pool, in one process:
+A table of five executors over one model and one pool, in one process:
 
-    no hook     every row reads its whole context
-    quest       every row reads `--budget` tokens in the layers that Quest narrows
-    capturable  a hook of `baton.attention` that does nothing and fits graphs
-    eager       the same hook, which does not fit: its steps run their kernels one by one
+    no hook      every row reads its whole context
+    quest        every row but `--dense` reads `--budget` tokens in the layers that Quest narrows
+    quest eager  the same without graphs: its steps run their kernels one by one
+    capturable   a hook of `baton.attention` that does nothing and fits graphs
+    eager        the same hook, which does not fit: its steps run their kernels one by one
+
+`ready` is the time to make an executor, with its graphs and the first step, and `MiB` what it takes
+on the device.
 
 They take turns: `--rounds` times each runs `--steps` steps of `--rows` decode rows. Each step is
 launched while the one before it runs, as the step loop does. A step's time is from the end of the
 one before to its own, on the host. Dummy weights, random KV, greedy. The rows' contexts differ by a
 token each up to a page, so that as many pages are completed in a step as in a batch that goes on.
 
-The defaults take 64 GiB of pages, 4 of summaries and 15 of weights, so they need an H200.
+The defaults take 64 GiB of pages, 4 of summaries for each Quest and 15 of weights, so they need an
+H200. With `--rows 8 --context 16384` an H100 is enough.
 """
 
 from __future__ import annotations
@@ -28,11 +34,13 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from bench.engine import SHAPE
 from engine.building import build_executor, load, make_pool
@@ -68,6 +76,10 @@ class Idle(AttentionHook):
         self.name = "capturable" if capturable else "eager"
         self.capturable = capturable
 
+    def attention_began(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Nothing."""
+        return
+
 
 class Case(NamedTuple):
     """An executor with one hook or none."""
@@ -76,6 +88,8 @@ class Case(NamedTuple):
     executor: Executor
     plan: StepPlan
     times_ms: list[float]
+    ready_s: float
+    device_mib: float
 
     def run(self, steps: int) -> None:
         """One turn.
@@ -104,7 +118,16 @@ class Case(NamedTuple):
 class Rig:
     """A model and a pool, and the cases over them."""
 
-    def __init__(self, model: str, device: str, rows: int, context: int, budget: int) -> None:
+    def __init__(
+        self,
+        model: str,
+        device: str,
+        rows: int,
+        context: int,
+        budget: int,
+        dense: int = 0,
+        only: Sequence[str] | None = None,
+    ) -> None:
         pages = -(-context // PAGE)
         self._rows, self._context, self._pages = rows, context, pages
         self._config = config = EngineConfig(
@@ -123,24 +146,42 @@ class Rig:
         self._loaded = load(config, where, collective=Alone())
         self._pool = make_pool(config.num_pages, config, self._loaded, where)
         self._pool.data.random_(0, HIGHEST_BYTE)
+        chooses = {"sparse_tokens": str(budget)}
+        term = np.where(np.arange(rows) < rows - dense, budget // PAGE, 0)
+        hooks: dict[str, tuple[Hook | None, np.ndarray]] = {
+            "no hook": (None, term),
+            "quest": (quest(chooses), term),
+            "quest eager": (quest(chooses), term),
+            "capturable": (Idle(capturable=True), np.ones(rows)),
+            "eager": (Idle(capturable=False), np.ones(rows)),
+        }
         self.cases = [
-            self._case("no hook", None, 0),
-            self._case("quest", quest({"sparse_tokens": str(budget)}), budget // PAGE),
-            self._case("capturable", Idle(capturable=True), 1),
-            self._case("eager", Idle(capturable=False), 1),
+            self._case(name, *hook)
+            for name, hook in hooks.items()
+            if name in ("no hook", *(only or hooks))
         ]
 
-    def _case(self, name: str, hook: Hook | None, term: int) -> Case:
+    def _case(self, name: str, hook: Hook | None, term: np.ndarray) -> Case:
+        began_s, before = time.perf_counter(), self._free()
         device, vocab = self._pool.device, self._loaded.config.vocab_size
         sampler = Sampler(self._rows, vocab, device, [0])
         greedy = SamplingParams(temperature=0.0)
         for slot in range(self._rows):
             sampler.assign(slot, greedy, StopRules(99), 0, NOTHING, NOTHING)
         hooks = [] if hook is None else [hook]
-        executor = build_executor(self._config, self._loaded, self._pool, sampler, hooks, None)
-        plan = self._plan(sampler, np.full((len(hooks), self._rows), term, np.int32))
+        config = replace(self._config, cuda_graphs=name != "quest eager")
+        executor = build_executor(config, self._loaded, self._pool, sampler, hooks, None)
+        plan = self._plan(sampler, np.tile(term.astype(np.int32), (len(hooks), 1)))
         executor.launch(self._arriving(plan)).result(STEP_S)
-        return Case(name, executor, plan, [])
+        ready_s = time.perf_counter() - began_s
+        return Case(name, executor, plan, [], ready_s, (before - self._free()) / 2**20)
+
+    def _free(self) -> int:
+        """Memory of the device that is free, or that the allocator holds for others."""
+        if self._pool.device.type == "cpu":
+            return 0
+        held = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return torch.cuda.mem_get_info()[0] + held
 
     def _plan(self, sampler: Sampler, terms: np.ndarray) -> StepPlan:
         slots = np.arange(self._rows, dtype=np.int32)
@@ -187,6 +228,8 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--context", type=int, default=32768, help="tokens of a row")
     parser.add_argument("--budget", type=int, default=2048, help="tokens that Quest reads")
+    parser.add_argument("--dense", type=int, default=0, help="rows that Quest leaves alone")
+    parser.add_argument("--only", nargs="+", help="these cases, beside no hook")
     parser.add_argument("--steps", type=int, default=32, help="of a turn")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each case")
     parser.add_argument("--model", default=str(SHAPE), help="folder with a config.json")
@@ -196,7 +239,8 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     device = given.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    rig = Rig(given.model, device, given.rows, given.context, given.budget)
+    shape = given.rows, given.context, given.budget, given.dense
+    rig = Rig(given.model, device, *shape, given.only)
     try:
         for _ in range(given.rounds):
             for case in rig.cases:
@@ -220,17 +264,19 @@ def _row_of(case: Case, plain: Case) -> dict[str, Any]:
         "p50_ms": p50,
         "p90_ms": float(np.quantile(case.times_ms, 0.9)),
         "of_no_hook": p50 / statistics.median(plain.times_ms),
+        "ready_s": case.ready_s,
+        "device_mib": case.device_mib,
     }
 
 
 def _print(found: Sequence[Mapping[str, Any]], given: argparse.Namespace, device: str) -> None:
     print(f"# {device}: {given.rows} rows of {given.context} tokens, budget {given.budget}")
-    print("| hook | steps | p50, ms | p90, ms | p50 / no hook |")
-    print("|---|---|---|---|---|")
+    print("| hook | steps | p50, ms | p90, ms | p50 / no hook | ready, s | MiB |")
+    print("|---|---|---|---|---|---|---|")
     for row in found:
         print(
             f"| {row['hook']} | {row['steps']} | {row['p50_ms']:.3f} | {row['p90_ms']:.3f}"
-            f" | {row['of_no_hook']:.3f} |"
+            f" | {row['of_no_hook']:.3f} | {row['ready_s']:.1f} | {row['device_mib']:.0f} |"
         )
 
 

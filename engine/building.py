@@ -34,6 +34,7 @@ from engine.tiers.touching import HostMemoryError
 
 if TYPE_CHECKING:
     from engine.cuda.executor import CudaExecutor
+    from engine.cuda.hooked import Hooked
 
 Progress = Callable[[str, int, int], None]
 """Called with a phase, the amount done and the total."""
@@ -237,32 +238,33 @@ def torch_steps(
     Raises:
         EngineError: a hook cannot work here.
     """
-    step_hooks, hooked = hook_steps(config, loaded, pool, hooks)
+    own = hook_steps(config, loaded, pool, hooks)
     loaded.model.finish()
-    attention = hooked or backend
-    return TorchSteps(loaded.model, pool, attention, config.max_sequences, pool.device, step_hooks)
+    rest = config.max_sequences, pool.device
+    if own is None:
+        return TorchSteps(loaded.model, pool, backend, *rest)
+    step_hooks, site = own
+    if step_hooks.attends:
+        backend = HookedAttention(partial(choose_backend, config.attention), site, step_hooks)
+    return TorchSteps(loaded.model, pool, backend, *rest, step_hooks)
 
 
 def hook_steps(
     config: EngineConfig, loaded: LoadedModel, pool: KvPool, hooks: Sequence[Hook]
-) -> tuple[StepHooks | None, HookedAttention | None]:
-    """A rank's hooks in its steps; and attention with hooks around it, if any is called in layers.
+) -> tuple[StepHooks, HookSite] | None:
+    """A rank's hooks in its steps, and where they are attached; None: there are none.
 
     Raises:
         EngineError: a hook cannot work here.
     """
     if not hooks:
-        return None, None
+        return None
     site = HookSite(pool, loaded.model.attention_specs, config.decodes)
     try:
         attach(hooks, site)
     except HookError as error:
         raise EngineError(str(error)) from error
-    step_hooks = StepHooks(hooks, site, config.hook_limit_s)
-    if not step_hooks.attends:
-        return step_hooks, None
-    make = partial(choose_backend, config.attention)
-    return step_hooks, HookedAttention(make, site, step_hooks)
+    return StepHooks(hooks, site, config.hook_limit_s), site
 
 
 def backend_of(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> AttentionBackend:
@@ -275,6 +277,32 @@ def backend_of(config: EngineConfig, loaded: LoadedModel, pool: KvPool) -> Atten
         return choose_backend(config.attention, pool, loaded.model.attention_specs)
     except AttentionError as error:
         raise EngineError(str(error)) from error
+
+
+def _hooked(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    pool: KvPool,
+    attention: PagedAttention,
+    hooks: Sequence[Hook],
+) -> Hooked:
+    """A rank's hooks on the fast path.
+
+    Raises:
+        EngineError: a hook cannot work here.
+    """
+    from engine.cuda.choosing import ChosenAttention
+    from engine.cuda.hooked import Hooked
+
+    own = hook_steps(config, loaded, pool, hooks)
+    if own is None:
+        return Hooked()
+    step_hooks, site = own
+    if not step_hooks.chooses:
+        return Hooked(step_hooks)
+    heads = choose_backend(config.attention, pool.by_head(), site.specs)
+    assert isinstance(heads, PagedAttention), "a pool by heads is read as the pool is"
+    return Hooked(step_hooks, ChosenAttention(attention, heads, site, step_hooks))
 
 
 def build_executor(
@@ -314,8 +342,8 @@ def cuda_executor(
         return None
     from engine.cuda.executor import CudaExecutor
 
-    own = hook_steps(config, loaded, pool, hooks)
-    executor = CudaExecutor(loaded.model, pool, backend, sampler, config, *own)
+    hooked = _hooked(config, loaded, pool, backend, hooks)
+    executor = CudaExecutor(loaded.model, pool, backend, sampler, config, hooked)
     try:
         if config.cuda_graphs:
             executor.capture(progress)

@@ -15,6 +15,7 @@ A library sees the pool as strided views, one pair a layer, made once (`views_of
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
@@ -26,6 +27,8 @@ from engine.attention.beside import Beside
 from engine.attention.parts import lengths_differ
 from engine.pages.kv_pool import KvPool
 
+Decode = Callable[[int, Tensor], Tensor | None]
+"""Attention of decode rows [B, Hq, D] in a layer; None: it has none of its own there."""
 ALL = (-1, -1)
 """The library's window without a limit: positions before a token's own, and after it."""
 
@@ -129,21 +132,25 @@ class PagedAttention(ABC):
         """Sets the step for the next calls of `attend`."""
         self._step = step
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, decode: Decode | None = None
+    ) -> Tensor:
         """One layer. The pool already has its K and V of this step. Shapes as in
-        `AttentionBackend`."""
+        `AttentionBackend`. `decode` is for the decode rows instead of their own attention."""
         step, count = self._step, self._step.num_decodes
         if step.query_starts is None:
-            return self._decode(layer, q)
+            return self._decode(layer, q, decode)
         if count == 0:
             return self._prompts(layer, q, k, v)
         with self._beside.work():
-            decodes = self._decode(layer, q[:count])
+            decodes = self._decode(layer, q[:count], decode)
         prompts = self._prompts(layer, q[count:], k[count:], v[count:])
         self._beside.wait()
         return torch.cat((decodes, prompts))
 
-    def _decode(self, layer: int, q: Tensor) -> Tensor:
+    def _decode(self, layer: int, q: Tensor, decode: Decode | None) -> Tensor:
+        if decode is not None and (out := decode(layer, q)) is not None:
+            return out
         step, count = self._step, self._step.num_decodes
         return self.attend_ends(layer, q, step.context_lens[:count], step.page_table[:count])
 

@@ -5,7 +5,8 @@ A step's life:
 1. `launch` packs the plan's integers into pinned memory and queues one copy to the device.
 2. A step that fits a shape (`engine.cuda.shapes`) is padded to it and replays its graph. Any other
    step runs its kernels one by one. Its prompts keep the device busy, so the launches cost no time.
-   A step with rows of a hook whose calls no graph can contain fits none.
+   A step with rows of a hook whose calls no graph can contain fits none. Steps with rows that read
+   only the pages that a hook chooses have graphs of their own.
 3. Tokens are drawn, put into the token table (which the next step reads, on the device) and
    copied to pinned memory. An event marks the end.
 4. A thread waits for the event, reads the pinned memory and completes the step's future.
@@ -34,13 +35,13 @@ from engine.attention.paged import PagedAttention, PagedStep
 from engine.attention.parts import lengths_differ
 from engine.bounds import Bounds
 from engine.cuda.forward import FusedForward, RowEnds
-from engine.cuda.inputs import Inputs, attention_of, ends_of
-from engine.cuda.packing import PackedStep, batch_of, pack, rows_of, stores_of
-from engine.cuda.ranks.drawing import Draw, Failures, drawing_of, nothing_drawn, telling
+from engine.cuda.hooked import Hooked
+from engine.cuda.inputs import Inputs, attention_of, ends_of, narrowed_of
+from engine.cuda.packing import PackedStep, counts_of, pack, reads_of, rows_of, stores_of
+from engine.cuda.ranks.drawing import Draw, drawing_of, nothing_drawn, telling
 from engine.cuda.shapes import PROMPT_ROWS, Shape, Shapes
 from engine.cuda.staging import StepStaging
-from engine.hooks.attention import CalledAttention, HookedAttention
-from engine.hooks.steps import StepHooks
+from engine.hooks.protocol import DecodeRows, Narrowed
 from engine.loop.executor import Launched
 from engine.loop.waiting import Read, StepWaiter
 from engine.masks.rules import words_of
@@ -51,6 +52,7 @@ from engine.schedule.step import StepPlan, StepResult
 from telemetry import failpoints
 
 Progress = Callable[[str, int, int], None]
+NO_HOOKS = Hooked()
 SPARE_INTEGERS = 1 << 16
 """Room in the staging buffer for copies, samples of many choices and gaps between sections."""
 
@@ -71,18 +73,15 @@ class CudaExecutor:
         attention: PagedAttention,
         sampler: Sampler | None,
         bounds: Bounds,
-        hooks: StepHooks | None = None,
-        hooked: HookedAttention | None = None,
+        hooked: Hooked = NO_HOOKS,
     ) -> None:
-        """`hooked` is attention with hooks around it, if any is called in layers. Other ranks than
-        the first have no sampler."""
+        """Other ranks than the first have no sampler."""
         device = pool.device
         max_pages = -(-bounds.max_context_tokens // pool.page_size)
         self._pool = pool
         self._attention = attention
         self._ranks = model.collective
-        self._hooks, self._hooked = hooks, hooked
-        self._called = CalledAttention(attention.attend, hooks) if hooks and hooks.fits else None
+        self._hooked = hooked
         rows = max(bounds.max_sequences, PROMPT_ROWS + 1)
         attention.reserve(bounds.scratch_tokens + PROMPT_ROWS + 1, rows)  # Padding rows have one.
         self._forward = FusedForward(model, pool, attention, bounds.max_context_tokens)
@@ -91,7 +90,9 @@ class CudaExecutor:
         """Slot of padding rows: the last entry of the token table."""
         self._token_table = torch.zeros(self._nobody + 1, dtype=torch.int32, device=device)
         self._drawing = drawing_of(model, sampler, self._token_table)
-        self._shapes = Shapes(bounds, pool.num_kv_heads)
+        self._most_chosen = min(hooked.graph_pages, max_pages)
+        """Pages that a KV head of a narrowed row reads in a graph."""
+        self._shapes = Shapes(bounds, pool.num_kv_heads, narrows=self._most_chosen > 0)
         shapes = self._shapes.all
         self._staging = StepStaging(_most_integers(bounds, shapes[0], max_pages), device)
         most_rows = max(shape.rows for shape in shapes)
@@ -117,8 +118,7 @@ class CudaExecutor:
     @torch.inference_mode()
     def _capture(self, shape: Shape, memory: Any) -> _Graph:
         graph = torch.cuda.CUDAGraph()
-        if self._hooks is not None:
-            self._hooks.capture()
+        self._hooked.capture()
         with torch.cuda.stream(self.stream):
             packed = self._pack(None, shape)
             logits = self._kernels(packed)
@@ -131,8 +131,7 @@ class CudaExecutor:
                 logits = self._kernels(packed)
             finally:
                 graph.capture_end()
-        if self._hooks is not None:
-            self._hooks.check_captured()
+        self._hooked.check_captured()
         return _Graph(graph, logits)
 
     def launch(self, plan: StepPlan) -> Launched:
@@ -175,22 +174,16 @@ class CudaExecutor:
         self._ranks.begin_step()
         if plan.copy_source.size or plan.write_slots.size:
             self._transfer(plan)
-        hooks, shape = self._hooks, self._shapes.of(plan) if plan.num_tokens else None
-        if hooks is not None:
-            shape = None if hooks.is_eager(plan) else shape
-            hooks.begin(plan, shape.decodes if shape else None)
+        shape, narrowed = self._hooked.begin(plan, self._shapes, self._pool.page_size)
         if plan.num_tokens == 0:
             self._ranks.barrier()
-            return self._finish(telling(nothing_drawn, self._end_hooks()))
-        draw = self._exact(plan) if shape is None else self._padded(plan, shape)
-        draw = draw._replace(failures=self._end_hooks())
+            return self._finish(telling(nothing_drawn, self._hooked.end(None)))
+        draw = self._exact(plan, narrowed) if shape is None else self._padded(plan, shape, narrowed)
+        draw = draw._replace(failures=self._hooked.end(narrowed))
         if plan.masked.size:
             self._waiting = draw, Future()
             return self._waiting[1]
         return self._finish(self._drawing.draw(draw))
-
-    def _end_hooks(self) -> Failures | None:
-        return None if self._hooks is None else self._hooks.end_queued()
 
     def _transfer(self, plan: StepPlan) -> None:
         """Queues page copies and token table writes before the step. They are rare, so no graph has
@@ -211,8 +204,8 @@ class CudaExecutor:
 
     # -- steps of a shape -----------------------------------------------------------------------
 
-    def _padded(self, plan: StepPlan, shape: Shape) -> Draw:
-        packed = self._pack(plan, shape)
+    def _padded(self, plan: StepPlan, shape: Shape, narrowed: Narrowed | None) -> Draw:
+        packed = self._pack(plan, shape, narrowed)
         ready = self._graphs.get(shape)
         if ready is None:
             logits = self._kernels(packed)
@@ -226,10 +219,13 @@ class CudaExecutor:
             logits = logits.index_select(0, packed.sampled)
         return Draw(logits, packed.sample_slots, plan.sample, plan.whole_logits, [])
 
-    def _pack(self, plan: StepPlan | None, shape: Shape) -> PackedStep:
-        """Packs the step and queues its copy to the device. None: padding only."""
+    def _pack(
+        self, plan: StepPlan | None, shape: Shape, narrowed: Narrowed | None = None
+    ) -> PackedStep:
+        """Packs the step and queues its copy to the device. No plan: padding only."""
         self._staging.begin()
-        packed = pack(plan, shape, self._staging, self._nobody, self._pool.page_size)
+        page_size = self._pool.page_size
+        packed = pack(plan, shape, self._staging, self._nobody, page_size, narrowed)
         self._staging.upload()
         return packed
 
@@ -237,18 +233,19 @@ class CudaExecutor:
         """Logits, [R, vocab]. A graph captures this."""
         inputs = self._inputs.spread(packed, self._token_table, self._pool.page_size)
         self._attention.prepare(attention_of(packed, inputs))
+        narrowed = narrowed_of(packed, inputs, self._most_chosen, self._pool.page_size)
         hidden = self._forward.hidden(
             inputs.token_ids,
             inputs.positions,
             inputs.stores,
             ends_of(packed, inputs),
-            self._called,
+            self._hooked.attend(self._attention, narrowed, differ=packed.shape.differ),
         )
         return self._forward.logits(hidden)
 
     # -- steps with longer prompts --------------------------------------------------------------
 
-    def _exact(self, plan: StepPlan) -> Draw:
+    def _exact(self, plan: StepPlan, narrowed: Narrowed | None) -> Draw:
         count, add = plan.num_decodes, self._staging.add
         queries = plan.query_lens[count:]
         self._staging.begin()
@@ -259,17 +256,22 @@ class CudaExecutor:
         sampled, slots = add(plan.sample_tokens), add(plan.sample_slots)
         sampled_rows = add(rows_of(plan)[plan.sample_tokens])
         sampled_contexts = add(plan.positions[plan.sample_tokens] + 1)
+        size, rows = self._pool.page_size, None
+        if narrowed is not None:
+            counts, most = add(counts_of(narrowed, count)), int(narrowed.counts.max())
+            rows = DecodeRows(page_table[:count], contexts[:count], counts, most, size)
         self._staging.upload()
         token_ids[:count] = self._token_table.index_select(0, decoding)
-        hooked = self._hooked if self._hooks and self._hooks.is_called else None
-        if hooked is None:
-            fresh = bool((queries == plan.context_lens[count:]).all())
-            differ = lengths_differ(plan.context_lens[:count], self._pool.num_kv_heads)
-            self._attention.prepare(
-                PagedStep(count, contexts, page_table, starts, int(queries.max()), fresh, differ)
-            )
-        else:
-            hooked.begin(batch_of(plan, page_table, stores, self._pool.page_size))
+        fresh = bool((queries == plan.context_lens[count:]).all())
+        reads = reads_of(plan, narrowed, size)
+        lengths = plan.context_lens[:count] if reads is None else reads
+        differ = lengths_differ(lengths, self._pool.num_kv_heads)
+        longest = int(queries.max(initial=0))
+        prompts = starts if len(queries) else None
+        self._attention.prepare(
+            PagedStep(count, contexts, page_table, prompts, longest, fresh, differ)
+        )
+        hooked = self._hooked.attend(self._attention, rows, differ=differ)
         scores = []
         if plan.scores:
             hidden = self._forward.hidden(token_ids, positions, stores, hooked=hooked)

@@ -11,6 +11,7 @@ from engine.cuda.forward import RowEnds
 from engine.cuda.kernels import StepInputs, unpack_step
 from engine.cuda.packing import PackedStep
 from engine.cuda.shapes import Shape
+from engine.hooks.protocol import DecodeRows
 
 
 class Inputs:
@@ -59,3 +60,16 @@ def ends_of(packed: PackedStep, inputs: StepInputs) -> RowEnds | None:
     if packed.prompts is None:
         return None
     return RowEnds(packed.prompts.ends, packed.contexts, inputs.page_table)
+
+
+def narrowed_of(
+    packed: PackedStep, inputs: StepInputs, most: int, page_size: int
+) -> DecodeRows | None:
+    """The decode rows for the hook that chooses at most so many pages for a KV head; None if no row
+    is narrowed."""
+    if packed.counts is None:
+        return None
+    count = packed.shape.decodes
+    return DecodeRows(
+        inputs.page_table[:count], packed.contexts[:count], packed.counts, most, page_size
+    )

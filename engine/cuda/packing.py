@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from engine.attention import AttentionBatch
 from engine.cuda.shapes import Shape
 from engine.cuda.staging import Int32s, StepStaging
+from engine.hooks.protocol import Narrowed
 from engine.pages.blocks import SCRATCH_PAGE
 from engine.schedule.step import StepPlan
 
@@ -46,6 +46,8 @@ class PackedStep(NamedTuple):
     """[R]"""
     prompts: PackedPrompts | None
     """None if there is no prompt row."""
+    counts: Tensor | None
+    """[B] pages that a KV head of each row reads, 0 for all; None if no row is narrowed."""
     page_table: Tensor
     """Pages of the real rows."""
     sampled: Tensor
@@ -55,7 +57,12 @@ class PackedStep(NamedTuple):
 
 
 def pack(
-    plan: StepPlan | None, shape: Shape, staging: StepStaging, nobody: int, page_size: int
+    plan: StepPlan | None,
+    shape: Shape,
+    staging: StepStaging,
+    nobody: int,
+    page_size: int,
+    narrowed: Narrowed | None = None,
 ) -> PackedStep:
     """Adds a step's sections to the staging buffer. `plan` None: a step of padding only.
 
@@ -65,6 +72,7 @@ def pack(
         staging: the staging buffer, after `begin`.
         nobody: the slot of padding rows.
         page_size: tokens in a page.
+        narrowed: the rows that a hook has narrowed, if `shape` is for such.
     """
     real = 0 if plan is None else plan.num_decodes
     prompt_rows = 0 if plan is None else len(plan.row_slots) - real
@@ -81,7 +89,8 @@ def pack(
     prompts = None
     if shape.prompt_rows:
         prompts = PackedPrompts(*map(add, _prompt_sections(plan, shape, page_size)))
-    return PackedStep(shape, *fixed, prompts, add(table), *map(add, sampled))
+    counts = add(counts_of(narrowed, shape.decodes)) if shape.narrowed else None
+    return PackedStep(shape, *fixed, prompts, counts, add(table), *map(add, sampled))
 
 
 def _prompt_sections(
@@ -121,17 +130,21 @@ def stores_of(plan: StepPlan, page_size: int) -> Int32s:
     return stores
 
 
-def batch_of(plan: StepPlan, page_table: Tensor, stores: Tensor, page_size: int) -> AttentionBatch:
-    """A step for attention with hooks. Its tensors are on the device already."""
-    at = stores.long()
-    return AttentionBatch(
-        query_lens=plan.query_lens,
-        context_lens=plan.context_lens,
-        num_decodes=plan.num_decodes,
-        page_table=page_table.long(),
-        token_pages=at // page_size,
-        token_offsets=at % page_size,
-    )
+def counts_of(narrowed: Narrowed | None, rows: int) -> Int32s:
+    """[B] pages that a KV head of each of so many decode rows reads; 0: all of its row's."""
+    counts = np.zeros(rows, np.int32)
+    if narrowed is not None:
+        counts[narrowed.rows] = narrowed.counts
+    return counts
+
+
+def reads_of(plan: StepPlan, narrowed: Narrowed | None, page_size: int) -> Int32s | None:
+    """[B] tokens that each decode row reads where a hook chooses. None: no row is narrowed."""
+    if narrowed is None:
+        return None
+    reads = plan.context_lens[: plan.num_decodes].copy()
+    reads[narrowed.rows] = narrowed.counts * page_size
+    return reads
 
 
 def rows_of(plan: StepPlan) -> Int32s:

@@ -4,7 +4,8 @@ Launching a step's kernels one by one takes the host 8 ms and more, because ever
 interpreter to other threads. A graph is one launch. The shapes are:
 
 - decode rows alone, in buckets. Most buckets have two shapes, one for rows that differ in length
-  and one for rows alike (`engine.attention.parts`);
+  and one for rows alike (`engine.attention.parts`). If a hook may choose pages in graphs, there are
+  as many again for steps in which it does;
 - decode rows with a short piece of a prompt, which is all that a decode worker computes beside
   them;
 - prompts alone, up to the longest graph or the largest step without decode rows.
@@ -20,6 +21,7 @@ from typing import NamedTuple
 
 from engine.attention.parts import has_two, lengths_differ
 from engine.bounds import Bounds
+from engine.cuda.staging import Int32s
 from engine.schedule.step import StepPlan
 
 SMALL = (1, 2, 4)
@@ -46,7 +48,9 @@ class Shape(NamedTuple):
     """Rows of prompt tokens. One more row holds the padding."""
     prompt_tokens: int = 0
     differ: bool = True
-    """Whether decode rows differ in length (`engine.attention.parts`)."""
+    """Whether decode rows differ in what they read (`engine.attention.parts`)."""
+    narrowed: bool = False
+    """Whether some decode rows read only the pages that a hook chooses."""
 
     @property
     def rows(self) -> int:
@@ -62,8 +66,10 @@ class Shape(NamedTuple):
 class Shapes:
     """The shapes of an executor, and the choice of one for a step."""
 
-    def __init__(self, bounds: Bounds, kv_heads: int) -> None:
+    def __init__(self, bounds: Bounds, kv_heads: int, *, narrows: bool = False) -> None:
+        """`narrows`: whether a graph may have narrowed rows."""
         self._kv_heads = kv_heads
+        self._narrows = narrows
         most, decodes = bounds.max_sequences, bounds.decodes
         self._decodes = bucket_sizes(most) if decodes else ()
         self._beside = bucket_sizes(most, (SPACING,), MIXED_SPACING) if decodes else ()
@@ -76,17 +82,28 @@ class Shapes:
         mixed = [_with_prompts(rows, piece) for rows in self._beside for piece in PIECES]
         alone = [_with_prompts(0, tokens) for tokens in self._alone]
         alike = [shape._replace(differ=False) for shape in plain if self._has_two(shape)]
-        shapes = [*plain, *alike, *mixed, *alone]
+        narrowed = [shape._replace(narrowed=True) for shape in (*plain, *alike) if self._narrows]
+        shapes = [*plain, *alike, *narrowed, *mixed, *alone]
         return sorted(shapes, key=lambda shape: shape.tokens, reverse=True)
 
-    def of(self, plan: StepPlan) -> Shape | None:
+    def of(self, plan: StepPlan, reads: Int32s | None = None) -> Shape | None:
         """The smallest shape that holds the step. None if there is none: its kernels run one by
-        one."""
+        one.
+
+        Args:
+            plan: the step.
+            reads: tokens that each decode row reads, if some rows are narrowed.
+        """
         shape = self._smallest(plan)
-        if shape is None or not self._has_two(shape):
+        if shape is not None and reads is not None:
+            shape = None if shape.prompt_rows or not self._narrows else shape
+        if shape is None:
+            return None
+        shape = shape._replace(narrowed=reads is not None)
+        if not self._has_two(shape):
             return shape
-        contexts = plan.context_lens[: plan.num_decodes]
-        return shape._replace(differ=lengths_differ(contexts, self._kv_heads))
+        lengths = plan.context_lens[: plan.num_decodes] if reads is None else reads
+        return shape._replace(differ=lengths_differ(lengths, self._kv_heads))
 
     def _has_two(self, shape: Shape) -> bool:
         """Whether there are two shapes of this size. Beside a prompt, decode rows are a small part

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention import AttentionBackend, AttentionBatch, Specs
-from engine.hooks.protocol import HookSite, Narrowed
+from engine.hooks.protocol import DecodeRows, HookSite, Narrowed
 from engine.hooks.steps import StepHooks
 from engine.pages.kv_pool import KvPool
 
@@ -33,8 +33,10 @@ class _Split(NamedTuple):
     """[B], the narrowed rows' tokens among those of the step."""
     table: Tensor
     """[B, 1, P], their pages."""
+    ends: Tensor
+    """[B], tokens in KV after the step."""
     last: Tensor
-    """[B, 1, 1], the place of each row's last page in it."""
+    """[B, 1, 1], the place of each row's last page in the table."""
     counts: Tensor
     """[B, 1, 1], pages that a head reads."""
     contexts: Tensor
@@ -66,7 +68,7 @@ class CalledAttention:
 
 
 class HookedAttention:
-    """`AttentionBackend` that calls hooks."""
+    """`AttentionBackend` that calls hooks. The fast path has another (`engine.cuda.choosing`)."""
 
     def __init__(self, make: MakeBackend, site: HookSite, hooks: StepHooks) -> None:
         """`make` makes the wrapped backend over a pool."""
@@ -93,6 +95,15 @@ class HookedAttention:
         if len(self._split.rest):
             self._others.begin(self._split.batch)
         self._heads.begin(self._split.heads)
+        self._hooks.choosing_began(
+            DecodeRows(
+                table=self._split.table[:, 0],
+                contexts=self._split.ends,
+                counts=self._split.counts[:, 0, 0],
+                most=self._split.columns,
+                page_size=self._pool.page_size,
+            )
+        )
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `AttentionBackend`."""
@@ -132,7 +143,7 @@ class HookedAttention:
         the hook says, so that no row reads what belongs to others."""
         column = torch.arange(split.columns, device=wanted.device)
         beyond = (wanted < 0) | (wanted > split.last)
-        self._hooks.note_beyond(beyond & (column < split.counts))
+        self._hooks.note_beyond((beyond & (column < split.counts)).any())
         own = torch.minimum(wanted.clamp_min(0), split.last)
         own = torch.where(column == split.counts - 1, split.last, own)
         return split.table.expand(-1, wanted.shape[1], -1).gather(2, own)
@@ -158,6 +169,7 @@ class HookedAttention:
         return _Split(
             tokens=tokens,
             table=batch.page_table[tokens][:, None],
+            ends=on_device(batch.context_lens[rows]),
             last=on_device(last)[:, None, None],
             counts=on_device(counts)[:, None, None],
             contexts=on_device(contexts).int(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from typing import Final, NamedTuple, TypeVar
@@ -31,6 +32,10 @@ class HookFailure(NamedTuple):
     """The method that raised, or in which it was found to be too slow."""
 
 
+Failures = Callable[[], tuple[HookFailure, ...]]
+"""Tells the failures of a step, once the device is done with it."""
+
+
 class Caller:
     """Calls one hook on one thread, and measures its time since `restart`."""
 
@@ -43,9 +48,9 @@ class Caller:
         self._spent_s = 0.0
         self._logged_s: dict[str, float] = {}
 
-    def restart(self) -> None:
-        """A new step, or a new request."""
-        self.failure, self._spent_s = None, 0.0
+    def restart(self, *, is_limited: bool = True) -> None:
+        """A new step, or a new request. Or a capture, where kernels are compiled."""
+        self.failure, self._spent_s = None, 0.0 if is_limited else -math.inf
 
     def call(
         self, point: Callable[..., object], *args: object, check: Check[Result] = _nothing

@@ -6,8 +6,9 @@ A hook is an object of an installed package, named by `--hook`. It lives as long
 2. `attach`: the pool is there.
 3. Per request: `request_began`, which says by a *term* whether the hook has to do with it, and
    `request_ended`. On rank 0, on the step loop's thread.
-4. Per step, on the device's thread of every rank: `step_began`; in each layer `attention_began`,
-   `pages_wanted` and `attention_ended` (hooks of `baton.attention` alone); `step_ended`.
+4. Per step, on the device's thread of every rank: `rows_narrowed`; `step_began`; `choosing_began`;
+   in each layer `attention_began`, `pages_wanted` and `attention_ended`; `step_ended`. All but
+   `step_began` and `step_ended` are for hooks of `baton.attention` alone.
 
 A hook reads what it is given and must not write to it. A hook that raises, or takes too long, has
 failed: for that step it is not called again, and its requests fail or go on without it.
@@ -111,9 +112,12 @@ class StepRows:
     def _pages(self, ends: Int32s) -> PageIds:
         """Pages of each row from the one of its first new token to `ends`."""
         firsts = (self.context_lens - self.query_lens) // self.page_size
-        columns = np.arange(self.page_table.shape[1])
-        inside = (columns >= firsts[:, None]) & (columns < ends[:, None])
-        return self.page_table[inside]
+        counts = np.maximum(ends - firsts, 0)
+        rows = np.repeat(np.arange(len(counts)), counts)
+        before = counts.cumsum() - counts
+        columns = np.arange(len(rows)) - before[rows] + firsts[rows]
+        pages: PageIds = self.page_table[rows, columns]
+        return pages
 
 
 class Narrowed(NamedTuple):
@@ -123,6 +127,23 @@ class Narrowed(NamedTuple):
     """[B]"""
     counts: Int32s
     """[B] pages that each KV head of the row reads, at least 1 and at most those that it has."""
+
+
+class DecodeRows(NamedTuple):
+    """B decode rows on the device, of which some are narrowed. In a graph the tensors have the same
+    addresses in every step, and other contents."""
+
+    table: Tensor
+    """[B, P] int32 or int64, with any stride between rows: their pages. What lies beyond a row's
+    context means nothing."""
+    contexts: Tensor
+    """[B] int32 or int64: tokens in KV after the step."""
+    counts: Tensor
+    """[B] int32 or int64: pages that each KV head of the row reads; 0: the row is not narrowed."""
+    most: int
+    """At least the greatest count. In a graph it is `AttentionHook.graph_pages`, or P if that is
+    less."""
+    page_size: int
 
 
 class Hook:
@@ -136,8 +157,8 @@ class Hook:
     graphs are captured. In a step of a graph the kernels run without them, and `step_began` puts
     what they need at those addresses.
 
-    If not, or if the hook chooses pages: a step with its requests runs its kernels one by one, and
-    the layers of other steps do not call it."""
+    If not: a step with its requests runs its kernels one by one, and the layers of other steps do
+    not call it. A hook that chooses pages says in `graph_pages` up to which size."""
     needs_both: bool = False
     """Whether it must be on both ends of a hand-off, with equal options."""
     on_failure: OnFailure = OnFailure.FAIL
@@ -184,10 +205,19 @@ class AttentionHook(Hook):
 
     chooses_pages: bool = False
     """Whether it narrows rows. Only one hook of a worker may."""
+    graph_pages: int = 0
+    """Of a capturable hook that chooses pages: the most that a KV head of a row reads in a graph. A
+    step with a row that reads more runs its kernels one by one. `attach` may set it."""
 
     def rows_narrowed(self, step: StepRows) -> Narrowed | None:
-        """Decode rows for which it will choose pages in this step. Called after `step_began`."""
+        """Decode rows for which it will choose pages in this step. Called before `step_began`, with
+        a step that is not padded. It computes on the host alone."""
         return None
+
+    def choosing_began(self, rows: DecodeRows) -> None:
+        """The forward pass of a step with narrowed rows begins: `step_began` has returned. Called
+        while a graph is captured, and not when it is replayed."""
+        return
 
     def attention_began(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         """A layer's attention begins: `q` [T, Hq, D], `k` and `v` [T, Hkv, D], with positions."""
@@ -196,17 +226,18 @@ class AttentionHook(Hook):
     def pages_wanted(self, layer: int, q: Tensor) -> Tensor | None:
         """The pages that narrowed rows read in this layer. None: all of theirs.
 
-        Not asked where `HookSite.may_choose` says no.
+        Not asked where `HookSite.may_choose` says no. In a graph the answer is None, or not, in
+        every step.
 
         Args:
             layer: the layer.
-            q: [B, Hq, D] of the narrowed rows.
+            q: [B, Hq, D] of the rows of `choosing_began`, with any stride between rows.
 
         Returns:
-            [B, Hkv, C] int64, where C is the most of `counts`: places in the row's page table. Of
-            a row's columns the first `counts` are read. The last of these is always the row's last
+            [B, Hkv, C] int64, where C is `DecodeRows.most`: places in the row's page table. Of a
+            row's columns as many as its count are read. The last of these is always the row's last
             page. A place that the row does not have is read as its nearest, and the hook has failed
-            at the end of the step.
+            at the end of the step. Rows that are not narrowed read all pages, whatever is said.
         """
         return None
 

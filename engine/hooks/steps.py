@@ -1,8 +1,11 @@
 """Hooks in the steps of one rank, on the device's thread.
 
-`begin` -> the layers (`engine.hooks.attention`) -> `end`. In the layers a hook is called if a graph
-can contain its calls, or if the step has rows of it. A step that replays a graph calls none there:
-the graph contains what they queued when it was captured.
+`narrow` -> `begin` -> the layers (`engine.hooks.attention`) -> `end`. In the layers a hook is
+called if graphs can contain its calls, or if the step has rows of it. A step that replays a graph
+calls none there: the graph contains what they queued when it was captured.
+
+Graphs that contain the calls in which a hook chooses pages are apart from the others. So a step
+without narrowed rows costs what it costs without the hook.
 
 A hook that has failed is not called again before the next step. At the end all ranks agree on which
 hooks have failed on any of them, so that rank 0 can do what these declare.
@@ -18,15 +21,26 @@ from torch import Tensor
 
 from engine.hooks.calling import Caller, HookFailure
 from engine.hooks.checking import check_narrowed, check_wanted
-from engine.hooks.protocol import AttentionHook, Hook, HookError, HookSite, Narrowed, StepRows
+from engine.hooks.protocol import (
+    AttentionHook,
+    DecodeRows,
+    Hook,
+    HookError,
+    HookSite,
+    Narrowed,
+    StepRows,
+)
 from engine.ranks.collective import Collective
 from engine.schedule.step import StepPlan
 
 
-def fits_graphs(hook: AttentionHook) -> bool:
-    """Whether a graph can contain a hook's calls. The rows that read some of their pages only are
-    others in each step, and so are the shapes of what is computed for them."""
-    return hook.capturable and not hook.chooses_pages
+def _hears_layers(hook: AttentionHook) -> bool:
+    """Whether a hook has calls around attention."""
+    kind = type(hook)
+    return (
+        kind.attention_began is not AttentionHook.attention_began
+        or kind.attention_ended is not AttentionHook.attention_ended
+    )
 
 
 class StepHooks:
@@ -37,17 +51,19 @@ class StepHooks:
         self._page_size = site.pool.page_size
         self._steps: list[StepRows] = []
         """As each hook sees the step."""
-        self._attending = [
+        attending = [
             (caller, caller.hook)
             for caller in self._callers
             if isinstance(caller.hook, AttentionHook)
         ]
-        self._choosing = next((each for each in self._attending if each[1].chooses_pages), None)
-        self._captured = [each for each in self._attending if fits_graphs(each[1])]
+        self._attends = bool(attending)
+        self._choosing = next((each for each in attending if each[1].chooses_pages), None)
+        self._hearing = [each for each in attending if _hears_layers(each[1])]
+        self._captured = [each for each in self._hearing if each[1].capturable]
         self._called: list[tuple[Caller, AttentionHook]] = []
-        """Those that are called in the layers of this step."""
+        """Those that are called around attention in this step."""
         self.narrowed: Narrowed | None = None
-        """The rows that read some of their pages only in this step. Set by `begin`."""
+        """The rows that read some of their pages only in this step. Set by `narrow`."""
         self._beyond: list[Tensor] = []
         self.failures: tuple[HookFailure, ...] = ()
         """Of the last step. Set by `end`."""
@@ -55,29 +71,38 @@ class StepHooks:
     @property
     def attends(self) -> bool:
         """Whether any may be called in layers."""
-        return bool(self._attending)
+        return self._attends
 
     @property
-    def fits(self) -> bool:
-        """Whether graphs contain calls of any."""
-        return bool(self._captured)
+    def chooses(self) -> bool:
+        """Whether one may narrow rows."""
+        return self._choosing is not None
+
+    @property
+    def graph_pages(self) -> int:
+        """The most that a KV head of a narrowed row reads in a graph; 0: no graph has such rows."""
+        if self._choosing is None or not self._choosing[1].capturable:
+            return 0
+        return self._choosing[1].graph_pages
 
     @property
     def is_called(self) -> bool:
-        """Whether any is called in the layers of this step."""
+        """Whether any is called around attention in this step."""
         return bool(self._called)
 
     def is_eager(self, plan: StepPlan) -> bool:
-        """Whether the step has rows of a hook whose calls no graph can contain."""
+        """Whether no graph can contain what the hooks do in a step, after `narrow`."""
+        if self.narrowed is not None and self.narrowed.counts.max() > self.graph_pages:
+            return True
         return any(
-            not fits_graphs(hook) and plan.hook_terms[caller.index].any()
-            for caller, hook in self._attending
+            not hook.capturable and plan.hook_terms[caller.index].any()
+            for caller, hook in self._hearing
         )
 
     def capture(self) -> None:
         """A graph is captured from here on. It contains the calls of those that fit."""
-        for caller, _ in self._captured:
-            caller.restart()
+        for caller in self._callers:
+            caller.restart(is_limited=False)
         self._called = self._captured
 
     def check_captured(self) -> None:
@@ -86,30 +111,37 @@ class StepHooks:
         Raises:
             HookError: a call failed.
         """
-        for caller, hook in self._captured:
+        for caller in self._callers:
             if caller.failure is not None:
                 raise HookError(
-                    f"hook {hook.name} cannot be captured: {caller.failure.point} failed"
+                    f"hook {caller.hook.name} cannot be captured: {caller.failure.point} failed"
                 )
 
+    def narrow(self, plan: StepPlan) -> Narrowed | None:
+        """A step comes. Asks which of its rows read some of their pages only."""
+        for caller in self._callers:
+            caller.restart()
+        self.narrowed, self._beyond = None, []
+        if self._choosing and plan.num_decodes:
+            caller, hook = self._choosing
+            step = self._rows_of(plan, caller.index, plan.num_decodes)
+            check = partial(check_narrowed, step=step)
+            self.narrowed = caller.call(hook.rows_narrowed, step, check=check)
+        return self.narrowed
+
     def begin(self, plan: StepPlan, prompts_at: int | None = None) -> None:
-        """A step begins. Its prompts' tokens begin at `prompts_at` if it is padded."""
+        """The step begins. Its prompts' tokens begin at `prompts_at` if it is padded."""
         at = plan.num_decodes if prompts_at is None else prompts_at
         self._steps = [self._rows_of(plan, caller.index, at) for caller in self._callers]
         self._called = [
             (caller, hook)
-            for caller, hook in self._attending
-            if fits_graphs(hook) or plan.hook_terms[caller.index].any()
+            for caller, hook in self._hearing
+            if hook.capturable or plan.hook_terms[caller.index].any()
         ]
         for caller, step in zip(self._callers, self._steps, strict=True):
-            caller.restart()
             caller.call(caller.hook.step_began, step)
-        self.narrowed, self._beyond = None, []
-        if self._choosing and plan.num_decodes:
-            caller, hook = self._choosing
-            step = self._steps[caller.index]
-            check = partial(check_narrowed, step=step)
-            self.narrowed = caller.call(hook.rows_narrowed, step, check=check)
+        if self._choosing and self._choosing[0].failure:
+            self.narrowed = None
 
     def end(self, collective: Collective) -> None:
         """The forward pass is done."""
@@ -141,6 +173,12 @@ class StepHooks:
         for caller, step in zip(self._callers, self._steps, strict=True):
             caller.call(caller.hook.step_ended, step)
 
+    def choosing_began(self, rows: DecodeRows) -> None:
+        """The forward pass of a step with narrowed rows begins."""
+        assert self._choosing, "some hook has narrowed rows"
+        caller, hook = self._choosing
+        caller.call(hook.choosing_began, rows)
+
     def attention_began(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         """A layer's attention begins. Shapes as in `AttentionHook`."""
         for caller, hook in self._called:
@@ -155,9 +193,9 @@ class StepHooks:
         return caller.call(hook.pages_wanted, layer, q, check=check)
 
     def note_beyond(self, beyond: Tensor) -> None:
-        """Where places that a hook wants are none of the row's. It is read at the end of the step,
-        since no layer waits for the device."""
-        self._beyond.append(beyond.any())
+        """Whether places that a hook wants are none of the row's: not 0. It is read at the end of
+        the step, since no layer waits for the device."""
+        self._beyond.append(beyond)
 
     def attention_ended(self, layer: int, q: Tensor, out: Tensor) -> None:
         """A layer's attention is done. Shapes as in `AttentionHook`."""

@@ -52,6 +52,7 @@ class TorchSteps:
         if plan.write_slots.size:
             self._token_table[self._upload(plan.write_slots)] = self._upload(plan.write_tokens)
         if self.hooks is not None:
+            self.hooks.narrow(plan)
             self.hooks.begin(plan)
 
     def forward(self, plan: StepPlan) -> Tensor:

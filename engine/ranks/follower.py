@@ -41,10 +41,9 @@ from engine.model.shard import Shard
 from engine.pages.kv_pool import KvPool
 from engine.parent import end_with_parent
 from engine.ranks.collective import CollectiveError
-from engine.ranks.copies import begin_copying
+from engine.ranks.copies import begin_copying, send_memory
 from engine.ranks.figures import RankFigures, watched
 from engine.ranks.groups import device_of, group_on
-from engine.ranks.memory import send_memory
 from engine.ranks.process import (
     FAILED,
     HELLO,

@@ -29,12 +29,11 @@ import zmq
 from engine.config import EngineConfig
 from engine.loop.executor import Executor
 from engine.ranks.collective import Alone, Collective
-from engine.ranks.copies import DIRECTIONS, LOAD, SAVE, SharedMover
+from engine.ranks.copies import DIRECTIONS, LOAD, SAVE, MemoryInbox, SharedMover
 from engine.ranks.executor import RankedExecutor
 from engine.ranks.figures import RankFigures, RankLoad, watched
 from engine.ranks.groups import device_of, group_on
 from engine.ranks.keeper import Keeper, Pulse, RankError, is_stopped
-from engine.ranks.memory import MemoryInbox
 from engine.ranks.process import (
     HELLO,
     LOADED,

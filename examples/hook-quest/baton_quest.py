@@ -13,11 +13,16 @@ all pages, since they attend to many tokens alike.
 
 Options: `sparse_tokens`, how many tokens a row reads (1,024). A row with no more reads all. A
 request may carry its own number as the extension `quest`, in ASCII; 0: it reads all.
+
+On a GPU all this is in kernels (`baton_quest_kernels`), and graphs contain the choice. What follows
+is the same by PyTorch, for CPUs, and the reference.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +30,7 @@ from torch import Tensor
 
 from engine.hooks.protocol import (
     AttentionHook,
+    DecodeRows,
     ExtensionError,
     HookError,
     HookSite,
@@ -42,6 +48,7 @@ LEAST_PAGES = 4
 DENSE_LAYERS = 2
 AT_ONCE = 256
 """Pages that are summarised at once, to bound the copy of their keys."""
+GREATEST = torch.finfo(torch.float32).max
 
 
 class Quest(AttentionHook):
@@ -49,12 +56,16 @@ class Quest(AttentionHook):
 
     name = "quest"
     chooses_pages = True
+    capturable = True
     on_failure = OnFailure.LEAVE
 
     def __init__(self, sparse_tokens: int) -> None:
         self._sparse_tokens = sparse_tokens
-        self._layers: dict[int, Tensor] = {}
-        """For each sparse layer [num_pages, Hkv, 2 * D]: greatest elements, then least ones."""
+        self._places: dict[int, int] = {}
+        """Of sparse layers, in the summaries."""
+        self._kernels: Any = None
+        self._choice: Any = None
+        """None: there is no GPU."""
 
     def page_bytes(self, pool: KvPool) -> int:
         layers = max(0, pool.num_layers - DENSE_LAYERS)
@@ -70,11 +81,26 @@ class Quest(AttentionHook):
             )
         if not site.decodes:
             return  # Prompts read all pages.
-        shape = pool.num_pages, pool.num_kv_heads, 2 * pool.head_dim
-        for layer in range(DENSE_LAYERS, pool.num_layers):
-            if site.may_choose(layer):
-                self._layers[layer] = torch.zeros(shape, dtype=pool.dtype, device=pool.device)
-        self._is_summarised = torch.zeros(pool.num_pages, dtype=torch.bool, device=pool.device)
+        layers = [at for at in range(DENSE_LAYERS, pool.num_layers) if site.may_choose(at)]
+        if not layers:
+            return
+        self.graph_pages = self._sparse_tokens // pool.page_size
+        self._places = {layer: place for place, layer in enumerate(layers)}
+        shape = len(layers), pool.num_pages, pool.num_kv_heads, 2 * pool.head_dim
+        self._summaries = torch.zeros(shape, dtype=pool.dtype, device=pool.device)
+        """Of each sparse layer, page and head: greatest elements, then least ones."""
+        self._is_summarised = torch.zeros(pool.num_pages, dtype=torch.uint8, device=pool.device)
+        self._layer_ids = torch.tensor(layers, dtype=torch.int32, device=pool.device)
+        if pool.device.type == "cuda":
+            self._use(importlib.import_module("baton_quest_kernels"))
+            torch.cuda.synchronize(pool.device)  # Steps run on another stream.
+
+    def _use(self, kernels: Any) -> None:
+        """Uses kernels, and compiles what single steps need."""
+        self._kernels, self._choice = kernels, kernels.Choice()
+        nowhere = torch.zeros(1, dtype=torch.int64, device=self._pool.device)
+        self._summarise_all(nowhere)
+        self._is_summarised.zero_()
 
     def request_began(self, request: Request, extension: bytes | None) -> Term | None:
         tokens = self._sparse_tokens if extension is None else _tokens_of(extension)
@@ -89,24 +115,36 @@ class Quest(AttentionHook):
     # -- summaries ------------------------------------------------------------------------------
 
     def step_began(self, step: StepRows) -> None:
-        if self._layers:
-            self._is_summarised[self._device(step.written)] = False
-            self._summarise(step.arrived)
+        if not self._places:
+            return
+        if len(written := step.written):
+            self._is_summarised.index_fill_(0, self._device(written), 0)
+        self._summarise(step.arrived)
 
     def step_ended(self, step: StepRows) -> None:
-        if self._layers:
+        if self._places:
             self._summarise(step.completed)
 
     def _summarise(self, pages: PageIds) -> None:
+        if not len(pages):
+            return
+        if self._choice is not None:
+            self._summarise_all(self._device(pages))
+            return
         for start in range(0, len(pages), AT_ONCE):
             some = self._device(pages[start : start + AT_ONCE])
             places = self._pool.places(some)
-            for layer, summaries in self._layers.items():
+            for layer, place in self._places.items():
                 keys, _ = self._pool.gather(layer, places)
                 apart = keys.unflatten(1, (len(some), -1))  # [Hkv, pages, page_size, D]
                 both = torch.cat((apart.amax(2), apart.amin(2)), dim=-1)
-                summaries[some] = both.transpose(0, 1)
-            self._is_summarised[some] = True
+                self._summaries[place, some] = both.transpose(0, 1)
+            self._is_summarised[some] = 1
+
+    def _summarise_all(self, pages: Tensor) -> None:
+        self._kernels.summarise(
+            self._pool, pages, self._layer_ids, self._summaries, self._is_summarised
+        )
 
     # -- choosing -------------------------------------------------------------------------------
 
@@ -114,49 +152,45 @@ class Quest(AttentionHook):
         count, size = step.num_decodes, step.page_size
         pages, budgets = -(-step.context_lens[:count] // size), step.terms[:count]
         rows = np.flatnonzero((budgets > 0) & (pages > budgets))
-        if not self._layers or not rows.size:
-            return None
-        counts = budgets[rows]
-        self._counts, self._used = self._device(counts)[:, None], self._device(pages[rows])
-        self._table = self._device(step.page_table[rows])
-        self._most = int(counts.max())
-        self._alike = bool((counts == self._most).all())
-        columns = torch.arange(self._table.shape[1], device=self._pool.device)
-        self._bonus = self._bonus_of(columns)[:, None]
-        return Narrowed(rows, counts)
+        return Narrowed(rows, budgets[rows]) if self._places and rows.size else None
 
-    def _bonus_of(self, columns: Tensor) -> Tensor:
-        """[B, P], added to scores: the first page, the last and one without a summary are read in
-        any case, and those behind the last never."""
-        greatest = torch.finfo(torch.float32).max
-        bonus = torch.zeros(self._table.shape, dtype=torch.float32, device=self._pool.device)
-        bonus.masked_fill_(~self._is_summarised[self._table], greatest / 4)
-        bonus[:, 0] = greatest / 2
-        last = self._used[:, None] - 1
-        bonus.masked_fill_(columns == last, greatest)
-        return bonus.masked_fill_(columns > last, -torch.inf)
+    def choosing_began(self, rows: DecodeRows) -> None:
+        self._rows = rows
+        if self._choice is not None:
+            return
+        self._table, counts = rows.table.long(), rows.counts.long()
+        self._last = ((rows.contexts.long() - 1) // rows.page_size)[:, None, None]
+        columns = torch.arange(self._table.shape[1], device=counts.device)
+        self._beyond = columns >= self._last
+        self._always = (columns == 0) | ~self._is_summarised[self._table].bool()
+        behind = torch.arange(rows.most - 1, device=counts.device)
+        self._unread = behind >= counts[:, None, None] - 1
 
     def pages_wanted(self, layer: int, q: Tensor) -> Tensor | None:
-        summaries = self._layers.get(layer)
-        if summaries is None:
+        if (place := self._places.get(layer)) is None:
             return None
-        scores = self._scores(q, summaries[self._table])
-        best = scores.topk(self._most, dim=-1).indices
-        if not self._alike:
-            # Rows that read fewer pages have places behind them, which nobody reads.
-            beyond = torch.arange(self._most, device=q.device) >= self._counts[:, :, None]
-            best = best.masked_fill(beyond, self._table.shape[1])
-        return best.sort(dim=-1).values
+        if self._choice is not None:
+            return self._choice(q, self._summaries[place], self._is_summarised, self._rows)
+        scores = self._scores(q, self._summaries[place][self._table])
+        best = scores.topk(self._rows.most - 1, dim=-1).indices
+        best = torch.where(self._unread, self._last, best)
+        last = self._last.expand(-1, best.shape[1], -1)
+        return torch.cat((best, last), dim=-1).sort(dim=-1).values
 
     def _scores(self, q: Tensor, summaries: Tensor) -> Tensor:
-        """[B, Hkv, P] of `q` [B, Hq, D] and `summaries` [B, P, Hkv, 2 * D]."""
+        """[B, Hkv, P] of `q` [B, Hq, D] and `summaries` [B, P, Hkv, 2 * D]. The last page is none
+        of those to choose: it is read in any case."""
         both = torch.cat((q.clamp_min(0), q.clamp_max(0)), dim=-1)
         grouped = both.unflatten(1, (summaries.shape[2], -1))  # [B, Hkv, heads of a group, 2 * D]
-        bounds = torch.einsum("bhgd,bphd->bhgp", grouped, summaries)
-        return bounds.amax(2).float() + self._bonus
+        bounds = torch.einsum("bhgd,bphd->bhgp", grouped, summaries).amax(2).float()
+        bounds.masked_fill_(self._always[:, None], GREATEST)
+        return bounds.masked_fill_(self._beyond, -torch.inf)
 
     def _device(self, numbers: np.ndarray) -> Tensor:
-        return torch.from_numpy(numbers.astype(np.int64)).to(self._pool.device, non_blocking=True)
+        host = torch.from_numpy(numbers.astype(np.int64))
+        if self._pool.device.type != "cuda":
+            return host.to(self._pool.device)
+        return host.pin_memory().to(self._pool.device, non_blocking=True)
 
 
 def _tokens_of(extension: bytes) -> int:

@@ -39,16 +39,22 @@ def test_rows_that_read_all_lose_what_a_prompt_loses(model):
         assert not torch.allclose(lost[:, column], dense[segment.start : segment.end], atol=1e-2)
 
 
-def test_the_steps_of_four_hooks_take_turns(model, tmp_path, capsys):
+def test_the_steps_of_five_cases_take_turns(model, tmp_path, capsys):
     shape = ["--rows", "3", "--context", "320", "--budget", "256", "--steps", "2", "--rounds", "2"]
     told = tmp_path / "steps.json"
     found = sparse_steps.main(
         [*shape, "--model", str(model), "--device", "cpu", "--json", str(told)]
     )
-    assert [row["hook"] for row in found] == ["no hook", "quest", "capturable", "eager"]
+    assert [row["hook"] for row in found] == [
+        "no hook",
+        "quest",
+        "quest eager",
+        "capturable",
+        "eager",
+    ]
     assert {row["steps"] for row in found} == {4}
     assert json.loads(told.read_text())["cases"] == found
-    assert capsys.readouterr().out.count("\n| ") == 5
+    assert capsys.readouterr().out.count("\n| ") == 6
 
 
 def test_quest_narrows_the_rows_that_are_timed(model):

@@ -15,6 +15,7 @@ POINTS = (
     "step_began",
     "step_ended",
     "rows_narrowed",
+    "choosing_began",
     "attention_began",
     "pages_wanted",
     "attention_ended",
@@ -60,10 +61,13 @@ class Breaking(AttentionHook):
         self._hit("step_ended", self._mine)
 
     def rows_narrowed(self, step):
-        self._hit("rows_narrowed", self._mine)
+        self._hit("rows_narrowed", bool(step.terms.any()))
         rows = np.flatnonzero(step.terms[: step.num_decodes])
         self._rows = rows
         return Narrowed(rows, np.ones(len(rows), np.int32))
+
+    def choosing_began(self, rows):
+        self._hit("choosing_began", self._mine)
 
     def attention_began(self, layer, q, k, v):
         self._hit("attention_began", self._mine)
@@ -99,6 +103,9 @@ class Quiet(AttentionHook):
 
     def request_began(self, request, extension):
         return Term(1)
+
+    def attention_began(self, layer, q, k, v):
+        return
 
 
 def quiet(options):

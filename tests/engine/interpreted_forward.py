@@ -26,11 +26,13 @@ from torch import Tensor
 
 from engine.attention import AttentionBatch, Specs
 from engine.attention.triton import TritonBackend
+from engine.cuda.choosing import ChosenAttention
 from engine.cuda.decode_attention import decode_attention
 from engine.cuda.forward import FusedForward, RowEnds
+from engine.cuda.hooked import Hooked
 from engine.cuda.kv.prompt_attention import prompt_attention
-from engine.hooks.attention import Attend, CalledAttention, HookedAttention
-from engine.hooks.protocol import AttentionHook, HookSite, Narrowed
+from engine.hooks.attention import Attend
+from engine.hooks.protocol import AttentionHook, DecodeRows, HookSite, Narrowed
 from engine.hooks.steps import StepHooks
 from engine.model import LoadedModel
 from engine.model.precision.choice import Precision
@@ -101,10 +103,11 @@ class Fused:
         *,
         ends: bool = False,
         hooks: StepHooks | None = None,
-        in_graph: bool = False,
+        counts: list[int] | None = None,
     ) -> Tensor:
         """Rows are (sequence, position of the first token, tokens). Logits of all tokens, or of the
-        last ones of the rows. `hooks` are around attention, as in a graph or as in other steps."""
+        last ones of the rows. `hooks` are around attention, as on a GPU. Heads of decode rows read
+        `counts` pages."""
         lens = [len(tokens) for _, _, tokens in rows]
         positions = torch.cat([torch.arange(at, at + len(ids)) for _, at, ids in rows])
         table = self.table[[sequence for sequence, _, _ in rows]]
@@ -116,11 +119,14 @@ class Fused:
         batch = AttentionBatch(queries, contexts, decodes, table, pages, offsets)
         self.attention.begin(batch)
         hooked: Attend | None = None
-        if hooks is not None and in_graph:
-            hooked = CalledAttention(self.attention.attend, hooks)
-        elif hooks is not None:
-            hooked = around = HookedAttention(self.over, self.site, hooks)
-            around.begin(batch)
+        if hooks is not None:
+            heads = self.over(self.pool.by_head(), self.site.specs)
+            chosen = ChosenAttention(self.attention, heads, self.site, hooks)
+            narrowed = None
+            if counts is not None:
+                of_rows = torch.from_numpy(contexts[:decodes]), torch.tensor(counts)
+                narrowed = DecodeRows(table[:decodes], *of_rows, max(counts) + 1, PAGE)
+            hooked = Hooked(hooks, chosen).attend(self.attention, narrowed, differ=True)
         ids = torch.tensor([token for _, _, tokens in rows for token in tokens]).int()
         last = None
         if ends:
@@ -154,46 +160,61 @@ def check(folder: Path, case: str) -> None:
 
 
 class Reversing(AttentionHook):
-    """Reads all pages of the first row, in another order, unless it fits graphs."""
+    """Reads all pages of its rows, in another order, if it chooses."""
 
-    def __init__(self, kv_heads: int, *, capturable: bool) -> None:
+    def __init__(self, kv_heads: int, *, chooses: bool) -> None:
         self._kv_heads = kv_heads
-        self.name, self.capturable, self.chooses_pages = "one", capturable, not capturable
+        self.name, self.chooses_pages = "one", chooses
         self.heard: list[tuple[int, int]] = []
         self.narrowed: list[int] = []
 
     def rows_narrowed(self, step):
-        return Narrowed(np.array([0]), np.array([-(-step.context_lens[0] // PAGE)]))
+        rows = np.flatnonzero(step.terms[: step.num_decodes])
+        return Narrowed(rows, -(-step.context_lens[rows] // PAGE))
+
+    def choosing_began(self, rows):
+        self._rows = rows
 
     def pages_wanted(self, layer, q):
         self.narrowed.append(layer)
-        pages = -(-22 // PAGE)
-        places = torch.tensor([*reversed(range(pages - 1)), pages - 1])
-        return places.expand(len(q), self._kv_heads, -1)
+        assert len(q) == len(self._rows.counts)
+        lasts = self._rows.counts[:, None] - 1
+        places = lasts - 1 - torch.arange(self._rows.most)
+        places[places < 0] = 1 << 40  # They are the last page, or read by nobody.
+        places.scatter_(1, lasts.clamp_min(0), lasts.clamp_min(0))
+        return places[:, None].repeat(1, self._kv_heads, 1)
 
     def attention_ended(self, layer, q, out):
         self.heard.append((layer, len(out)))
 
 
 def check_hooks(fused: Fused, first: list[int], second: list[int], want: list[Tensor]) -> None:
-    """Attention with hooks around it: every layer has all tokens, and heads read what is chosen."""
-    rows = [(0, 21, first[21:22]), (1, 51, second[51:60])]
+    """Attention with hooks around it: every layer has all tokens, and heads read what is chosen.
+    One decode row of two is narrowed, or one beside a piece of a prompt, or none."""
+    alone = [(0, 21, first[21:22]), (1, 51, second[51:52])]
+    beside = [(0, 21, first[21:22]), (1, 51, second[51:60])]
     nothing = np.zeros(0, np.int32)
-    plan = SimpleNamespace(
-        number=0, hook_terms=np.array([[1, 1]]), query_lens=np.array([1, 9]), num_decodes=1,
-        context_lens=np.array([22, 60]), page_table=fused.table.numpy(), arrived=nothing,
-    )  # fmt: skip
     layers = fused.pool.num_layers
-    for in_graph in (True, False):
-        hook = Reversing(fused.pool.num_kv_heads, capturable=in_graph)
+    for rows, counts in ((alone, [0, 4]), (beside, [2]), (beside, None)):
+        queries = np.array([len(tokens) for _, _, tokens in rows])
+        starts, decodes = np.array([21, 51]), len(counts or [0])
+        plan = SimpleNamespace(
+            number=0, hook_terms=np.array([[*(counts or [1]), 1][:2]]), query_lens=queries,
+            num_decodes=decodes, context_lens=starts + queries, page_table=fused.table.numpy(),
+            arrived=nothing,
+        )  # fmt: skip
+        hook = Reversing(fused.pool.num_kv_heads, chooses=counts is not None)
         hooks = StepHooks([hook], fused.site, 60.0)
+        narrowed = hooks.narrow(plan)
+        assert (narrowed is None) == (counts is None)
         hooks.begin(plan)
-        got = fused.step(rows, ends=True, hooks=hooks, in_graph=in_graph)
-        same(got, want[0][21:22], want[1][59:60])
+        got = fused.step(rows, ends=True, hooks=hooks, counts=counts)
+        last = (starts + queries)[1]
+        same(got, want[0][21:22], want[1][last - 1 : last])
         assert hooks.end_queued()() == ()
-        assert hook.heard == [(layer, 10) for layer in range(layers)]
+        assert hook.heard == [(layer, queries.sum()) for layer in range(layers)]
         assert hook.narrowed == [
-            layer for layer in range(layers) if not in_graph and fused.site.may_choose(layer)
+            layer for layer in range(layers) if counts and fused.site.may_choose(layer)
         ]
 
 

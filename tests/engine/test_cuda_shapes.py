@@ -71,7 +71,9 @@ def step(decodes: int, *prompts: tuple[int, int], last: bool = True, scored: boo
 KV_HEADS = 8
 
 
-def shapes_of(max_sequences: int, max_step_tokens: int = 2048, decodes: bool = True) -> Shapes:
+def shapes_of(
+    max_sequences: int, max_step_tokens: int = 2048, decodes: bool = True, narrows: bool = False
+) -> Shapes:
     return Shapes(
         Bounds(
             max_sequences=max_sequences,
@@ -80,6 +82,7 @@ def shapes_of(max_sequences: int, max_step_tokens: int = 2048, decodes: bool = T
             decodes=decodes,
         ),
         KV_HEADS,
+        narrows=narrows,
     )
 
 
@@ -100,6 +103,24 @@ def test_many_rows_have_two_graphs_and_lengths_choose() -> None:
         assert of_alike.differ is bool(prompts)
         assert of_different == of_alike._replace(differ=True)
         assert of_alike in shapes.all
+
+
+def test_steps_with_narrowed_rows_have_graphs_of_their_own() -> None:
+    plain, shapes = shapes_of(64), shapes_of(64, narrows=True)
+    narrowed = [shape for shape in shapes.all if shape.narrowed]
+    assert [shape for shape in shapes.all if not shape.narrowed] == plain.all
+    assert {shape._replace(narrowed=False) for shape in narrowed} == {
+        shape for shape in plain.all if not shape.prompt_rows
+    }
+    plan, reads = step(40), np.full(40, 2000, np.int32)
+    assert shapes.of(plan) == plain.of(plan)
+    found = shapes.of(plan, reads)
+    assert found is not None
+    assert found == Shape(40, differ=False, narrowed=True)
+    reads[3] = 20000
+    assert shapes.of(plan, reads) == found._replace(differ=True)
+    assert shapes.of(step(40, (0, 64)), reads) is None
+    assert plain.of(plan, reads) is None
 
 
 @pytest.mark.parametrize("most", [1, 3, 8, 40, 128])

@@ -88,7 +88,7 @@ def test_points_come_in_their_order_and_every_request_ends(path):
     layer = ["attention_began", "attention_ended"]
     narrow = ["attention_began", "pages_wanted", "attention_ended"]
     steps = ["step_began", *layer * 2, "step_ended"]
-    decode = ["step_began", "rows_narrowed", *narrow * 2, "step_ended"]
+    decode = ["rows_narrowed", "step_began", "choosing_began", *narrow * 2, "step_ended"]
     heard = [point for point in hook.heard if point not in LOOP]
     assert heard[: len(steps) + len(decode)] == [*steps, *decode]
     assert [point for point in hook.heard if point in LOOP] == list(LOOP)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention import AttentionSpec
+from engine.attention import AttentionBatch, AttentionSpec
 from engine.attention.sdpa import SdpaBackend
 from engine.hooks.attention import CalledAttention, HookedAttention
 from engine.hooks.protocol import AttentionHook, Hook, HookError, HookSite, Narrowed
@@ -99,21 +99,41 @@ def plan_of(*terms: int, hooks: int = 1) -> StepPlan:
     )
 
 
+def choosing(graph_pages: int, *, capturable: bool = True) -> Choosing:
+    hook = Choosing("chooses", capturable=capturable)
+    hook.graph_pages = graph_pages
+    return hook
+
+
 @pytest.mark.parametrize(
-    ("hook", "eager"),
+    ("hook", "eager", "graph_pages"),
     [
-        (Heard("plain"), True),
-        (Heard("fits", capturable=True), False),
-        (Choosing("chooses", capturable=True), True),
-        (Hook(), False),  # It is not called in layers.
+        (Heard("plain"), True, 0),
+        (Heard("fits", capturable=True), False, 0),
+        (choosing(2), False, 2),
+        (choosing(1), True, 1),  # It reads two pages.
+        (choosing(2, capturable=False), True, 0),
+        (Hook(), False, 0),  # It is not called in layers.
     ],
-    ids=["plain", "fits", "chooses", "no attention"],
+    ids=["plain", "fits", "chooses", "chooses more", "chooses and does not fit", "no attention"],
 )
-def test_a_step_with_rows_of_a_hook_that_fits_no_graph_is_eager(pool, hook, eager):
+def test_a_step_with_rows_of_a_hook_that_fits_no_graph_is_eager(pool, hook, eager, graph_pages):
     hook.name = "one"
     steps = steps_of(pool, hook, Heard("other"))
-    assert steps.is_eager(plan_of(0, 7, hooks=2)) == eager
-    assert not steps.is_eager(plan_of(0, 0, hooks=2))
+    assert steps.graph_pages == graph_pages
+    for terms, wanted in (((0, 7), eager), ((0, 0), False)):
+        plan = plan_of(*terms, hooks=2)
+        steps.narrow(plan)
+        assert steps.is_eager(plan) == wanted
+
+
+def test_a_hook_that_fails_as_the_step_begins_narrows_nothing(pool):
+    hook = choosing(2)
+    hook.step_began = lambda step: 1 / 0
+    steps, plan = steps_of(pool, hook), plan_of(0, 7)
+    assert steps.narrow(plan) is not None
+    steps.begin(plan)
+    assert steps.narrowed is None
 
 
 def test_layers_call_a_hook_that_fits_and_others_in_steps_with_their_rows(pool):
@@ -122,6 +142,7 @@ def test_layers_call_a_hook_that_fits_and_others_in_steps_with_their_rows(pool):
     attend = CalledAttention(lambda layer, q, k, v: q, steps)
     nothing = torch.zeros(1)
     for terms, heard in (((0, 0), 0), ((0, 7), 2)):
+        steps.narrow(plan_of(*terms, hooks=2))
         steps.begin(plan_of(*terms, hooks=2), 8)
         attend(0, nothing, nothing, nothing)
         assert steps.end_queued()() == ()
@@ -133,6 +154,7 @@ def test_layers_call_a_hook_that_fits_and_others_in_steps_with_their_rows(pool):
 def test_a_graph_contains_the_calls_of_those_that_fit(pool):
     plain, fits = Heard("plain"), Heard("fits", capturable=True)
     steps = steps_of(pool, plain, fits)
+    steps.narrow(plan_of(7, hooks=2))
     steps.begin(plan_of(7, hooks=2))
     steps.capture()
     steps.attention_began(0, *torch.zeros(3, 1))
@@ -165,16 +187,24 @@ class Strict(SdpaBackend):
 @pytest.mark.parametrize("beyond", [False, True])
 def test_failures_are_told_when_the_device_is_done(pool, beyond):
     """Rows beside narrowed ones read all their pages, and narrowed ones nobody else's."""
-    from engine.cuda.packing import batch_of, stores_of
-
     hook = Choosing("chooses")
     hook.beyond = beyond
     steps, plan = steps_of(pool, hook), plan_of(0, 7)
     site = HookSite(pool, (AttentionSpec(1.0),), decodes=True)
     attend = HookedAttention(Strict, site, steps)
-    stores = torch.from_numpy(stores_of(plan, PAGE))
+    table = torch.from_numpy(plan.page_table).long()
+    steps.narrow(plan)
     steps.begin(plan)
-    attend.begin(batch_of(plan, torch.from_numpy(plan.page_table), stores, PAGE))
+    attend.begin(
+        AttentionBatch(
+            query_lens=plan.query_lens,
+            context_lens=plan.context_lens,
+            num_decodes=2,
+            page_table=table,
+            token_pages=table[:, 3],
+            token_offsets=torch.zeros(2, dtype=torch.int64),
+        )
+    )
     torch.manual_seed(0)
     q, k, v = torch.randn(2, HEADS, SIZE), torch.randn(2, HEADS, SIZE), torch.randn(2, HEADS, SIZE)
     out = attend(0, q, k, v)

@@ -11,7 +11,7 @@ from tiny_models import write_tiny_model
 
 from engine.attention import AttentionSpec
 from engine.engine import Engine
-from engine.hooks.protocol import HookSite, StepRows
+from engine.hooks.protocol import DecodeRows, HookSite, StepRows
 from engine.pages.fp8_pool import Fp8Pool
 from engine.pages.kv_pool import PlainPool
 
@@ -52,9 +52,11 @@ def sparse(path):
 # -- which pages ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("in_graph", [False, True])
 @pytest.mark.parametrize("kind", [PlainPool, Fp8Pool])
-def test_the_pages_with_the_best_bounds_are_read(kind):
-    """Against the bound of the paper, written out."""
+def test_the_pages_with_the_best_bounds_are_read(kind, in_graph):
+    """Against the bound of the paper, written out. In a graph all decode rows come, and as many
+    columns in every step."""
     from baton_quest import make
 
     torch.manual_seed(0)
@@ -95,15 +97,21 @@ def test_the_pages_with_the_best_bounds_are_read(kind):
     narrowed = hook.rows_narrowed(step)
     assert narrowed.rows.tolist() == [0, 2]
     assert narrowed.counts.tolist() == [16, 20]
-    q = torch.randn(2, HEADS * GROUP, SIZE)
+    assert hook.graph_pages == 16
+    q = torch.randn(3, HEADS * GROUP, SIZE)
+    rows, counts, most = [0, 2], torch.tensor([16, 20]), 20
+    if in_graph:
+        rows, counts, most = [0, 1, 2], torch.tensor([16, 0, 20]), 24
+    q, lengths = q[rows], torch.from_numpy(contexts[rows])
+    hook.choosing_began(DecodeRows(torch.from_numpy(table[rows]), lengths, counts, most, PAGE))
     assert hook.pages_wanted(0, q) is None
     assert hook.pages_wanted(1, q) is None
     assert hook.pages_wanted(3, q) is None  # A layer with a window.
     found = hook.pages_wanted(2, q)
-    assert found.shape == (2, HEADS, 20)
-    for at, row in enumerate(narrowed.rows.tolist()):
-        used, count = -(-int(contexts[row]) // PAGE), int(narrowed.counts[at])
-        for head in range(HEADS):
+    assert found.shape == (len(rows), HEADS, most)
+    for at, (row, count) in enumerate(zip(rows, counts.tolist(), strict=True)):
+        used = -(-int(contexts[row]) // PAGE)
+        for head in range(HEADS if count else 0):
             best = expected(pool, table[row, :used], q[at], head, count)
             assert table[row, found[at, head, :count]].tolist() == best
 

@@ -27,14 +27,13 @@ from engine.cuda.kernels import greedy
 from engine.cuda.ranks.best import best_of_ranks, told_of_part
 from engine.cuda.ranks.collective import CudaCollective
 from engine.cuda.staging import Int32s
-from engine.hooks.calling import HookFailure
+from engine.hooks.calling import Failures
 from engine.loop.running import SCORE_ROWS
 from engine.loop.waiting import Read
 from engine.model import Model
 from engine.sampling import Masks, SamplePlan, Sampler, SampleResult, Scores, score
 from engine.schedule.step import ScorePlan, ScoreResult, StepResult
 
-Failures = Callable[[], tuple[HookFailure, ...]]
 Logits = Callable[[Tensor], Tensor]
 """[S, H] -> [S, vocab], or a rank's part of it."""
 
