@@ -34,7 +34,7 @@ from engine.tiers.touching import HostMemoryError
 
 if TYPE_CHECKING:
     from engine.cuda.executor import CudaExecutor
-    from engine.cuda.hooked import Hooked
+    from engine.cuda.hooks.hooked import Hooked
 
 Progress = Callable[[str, int, int], None]
 """Called with a phase, the amount done and the total."""
@@ -291,8 +291,8 @@ def _hooked(
     Raises:
         EngineError: a hook cannot work here.
     """
-    from engine.cuda.choosing import ChosenAttention
-    from engine.cuda.hooked import Hooked
+    from engine.cuda.hooks.choosing import ChosenAttention
+    from engine.cuda.hooks.hooked import Hooked
 
     own = hook_steps(config, loaded, pool, hooks)
     if own is None:

@@ -36,6 +36,7 @@ FLOORS = (
         "engine.schedule",
         "engine.loop",
         "engine.cuda",
+        "engine.cuda.hooks",
         "engine.cuda.kv",
         "engine.cuda.products",
         "engine.cuda.experts",

@@ -68,7 +68,7 @@ class CalledAttention:
 
 
 class HookedAttention:
-    """`AttentionBackend` that calls hooks. The fast path has another (`engine.cuda.choosing`)."""
+    """`AttentionBackend` that calls hooks. The fast path has its own (`engine.cuda.hooks`)."""
 
     def __init__(self, make: MakeBackend, site: HookSite, hooks: StepHooks) -> None:
         """`make` makes the wrapped backend over a pool."""

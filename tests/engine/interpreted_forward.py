@@ -26,10 +26,10 @@ from torch import Tensor
 
 from engine.attention import AttentionBatch, Specs
 from engine.attention.triton import TritonBackend
-from engine.cuda.choosing import ChosenAttention
 from engine.cuda.decode_attention import decode_attention
 from engine.cuda.forward import FusedForward, RowEnds
-from engine.cuda.hooked import Hooked
+from engine.cuda.hooks.choosing import ChosenAttention
+from engine.cuda.hooks.hooked import Hooked
 from engine.cuda.kv.prompt_attention import prompt_attention
 from engine.hooks.attention import Attend
 from engine.hooks.protocol import AttentionHook, DecodeRows, HookSite, Narrowed

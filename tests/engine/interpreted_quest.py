@@ -13,7 +13,7 @@ from baton_quest import Quest
 from torch import Tensor
 
 from engine.attention import AttentionSpec
-from engine.cuda.choosing import head_tables
+from engine.cuda.hooks.choosing import head_tables
 from engine.hooks.protocol import DecodeRows, HookSite, StepRows
 from engine.pages.fp8_pool import Fp8Pool
 from engine.pages.kv_pool import PlainPool

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from engine.attention.paged import PagedAttention
-from engine.cuda.choosing import ChosenAttention
+from engine.cuda.hooks.choosing import ChosenAttention
 from engine.cuda.packing import reads_of
 from engine.cuda.shapes import Shape, Shapes
 from engine.hooks.attention import Attend, CalledAttention
