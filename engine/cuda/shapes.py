@@ -4,11 +4,12 @@ Launching a step's kernels one by one takes the host 8 ms and more, because ever
 interpreter to other threads. A graph is one launch. The shapes are:
 
 - decode rows alone, in buckets. Most buckets have two shapes, one for rows that differ in length
-  and one for rows alike (`engine.attention.parts`). If a hook may choose pages in graphs, there are
-  as many again for steps in which it does;
+  and one for rows alike (`engine.attention.parts`);
 - decode rows with a short piece of a prompt, which is all that a decode worker computes beside
   them;
-- prompts alone, up to the longest graph or the largest step without decode rows.
+- prompts alone, up to the longest graph or the largest step without decode rows;
+- if a hook may choose pages in graphs: decode rows of which it narrows some, alone as above, or
+  with a piece of the largest size.
 
 Steps without a shape are longer and keep the device busy meanwhile, or score their prompts, or hold
 many short prompts.
@@ -82,8 +83,10 @@ class Shapes:
         mixed = [_with_prompts(rows, piece) for rows in self._beside for piece in PIECES]
         alone = [_with_prompts(0, tokens) for tokens in self._alone]
         alike = [shape._replace(differ=False) for shape in plain if self._has_two(shape)]
-        narrowed = [shape._replace(narrowed=True) for shape in (*plain, *alike) if self._narrows]
-        shapes = [*plain, *alike, *narrowed, *mixed, *alone]
+        shapes = [*plain, *alike, *mixed, *alone]
+        if self._narrows:
+            beside = [_with_prompts(rows, PIECES[-1]) for rows in self._beside]
+            shapes += [each._replace(narrowed=True) for each in (*plain, *alike, *beside)]
         return sorted(shapes, key=lambda shape: shape.tokens, reverse=True)
 
     def of(self, plan: StepPlan, reads: Int32s | None = None) -> Shape | None:
@@ -95,11 +98,12 @@ class Shapes:
             reads: tokens that each decode row reads, if some rows are narrowed.
         """
         shape = self._smallest(plan)
-        if shape is not None and reads is not None:
-            shape = None if shape.prompt_rows or not self._narrows else shape
-        if shape is None:
+        if shape is None or (reads is not None and not self._narrows):
             return None
-        shape = shape._replace(narrowed=reads is not None)
+        if reads is not None:
+            if shape.prompt_rows:  # One piece is enough: graphs beside prompts take much memory.
+                shape = _with_prompts(shape.decodes, PIECES[-1])
+            shape = shape._replace(narrowed=True)
         if not self._has_two(shape):
             return shape
         lengths = plan.context_lens[: plan.num_decodes] if reads is None else reads

@@ -110,7 +110,9 @@ def test_steps_with_narrowed_rows_have_graphs_of_their_own() -> None:
     narrowed = [shape for shape in shapes.all if shape.narrowed]
     assert [shape for shape in shapes.all if not shape.narrowed] == plain.all
     assert {shape._replace(narrowed=False) for shape in narrowed} == {
-        shape for shape in plain.all if not shape.prompt_rows
+        shape
+        for shape in plain.all
+        if not shape.prompt_rows or (shape.decodes and shape.prompt_tokens == PIECES[-1])
     }
     plan, reads = step(40), np.full(40, 2000, np.int32)
     assert shapes.of(plan) == plain.of(plan)
@@ -119,7 +121,11 @@ def test_steps_with_narrowed_rows_have_graphs_of_their_own() -> None:
     assert found == Shape(40, differ=False, narrowed=True)
     reads[3] = 20000
     assert shapes.of(plan, reads) == found._replace(differ=True)
-    assert shapes.of(step(40, (0, 64)), reads) is None
+    for piece in (1, 64, PIECES[-1]):
+        beside = shapes.of(step(40, (0, piece)), reads)
+        assert beside == Shape(64, PROMPT_ROWS + 1, PIECES[-1], narrowed=True)
+        assert beside in shapes.all
+    assert shapes.of(step(40, (0, PIECES[-1] + 1)), reads) is None
     assert plain.of(plan, reads) is None
 
 
