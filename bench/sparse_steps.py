@@ -2,7 +2,7 @@
 
 python -m bench.sparse_attention steps [--rows 16] [--context 32768] [--budget 2048] [--steps 32]
     [--rounds 5] [--dense N] [--only NAME ...] [--model FOLDER] [--device auto|cuda|cpu]
-    [--json FILE]
+    [--json FILE] [--profile FILE]
 
 A table of five executors over one model and one pool, in one process:
 
@@ -11,6 +11,9 @@ A table of five executors over one model and one pool, in one process:
     quest eager  the same without graphs: its steps run their kernels one by one
     capturable   a hook of `baton.attention` that does nothing and fits graphs
     eager        the same hook, which does not fit: its steps run their kernels one by one
+
+With `--profile`, which needs a GPU, a last turn of the last case is profiled: FILE has its kernels
+by their time.
 
 `ready` is the time to make an executor, with its graphs and the first step, and `MiB` what it takes
 on the device.
@@ -235,6 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--model", default=str(SHAPE), help="folder with a config.json")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--profile", type=Path)
     given = parser.parse_args(arguments)
     device = given.device
     if device == "auto":
@@ -245,6 +249,8 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
         for _ in range(given.rounds):
             for case in rig.cases:
                 case.run(given.steps)
+        if given.profile:
+            given.profile.write_text(_profiled(rig.cases[-1], given.steps))
     finally:
         rig.stop()
     found = [_row_of(case, rig.cases[0]) for case in rig.cases]
@@ -254,6 +260,16 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
         name = torch.cuda.get_device_name() if device != "cpu" else "cpu"
         given.json.write_text(json.dumps({"device": name, **about, "cases": found}, indent=1))
     return found
+
+
+def _profiled(case: Case, steps: int) -> str:
+    """A table of the kernels of a turn on a GPU."""
+    counted = len(case.times_ms)
+    with torch.profiler.profile() as profile:
+        case.run(steps)
+    del case.times_ms[counted:]
+    by_time = profile.key_averages()
+    return str(by_time.table("self_device_time_total", row_limit=40, max_name_column_width=90))
 
 
 def _row_of(case: Case, plain: Case) -> dict[str, Any]:
