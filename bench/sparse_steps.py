@@ -180,11 +180,11 @@ class Rig:
         return Case(name, executor, plan, [], ready_s, (before - self._free()) / 2**20)
 
     def _free(self) -> int:
-        """Memory of the device that is free, or that the allocator holds for others."""
+        """Free memory of the device, bytes. What graphs keep is not free."""
         if self._pool.device.type == "cpu":
             return 0
-        held = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        return torch.cuda.mem_get_info()[0] + held
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info()[0])
 
     def _plan(self, sampler: Sampler, terms: np.ndarray) -> StepPlan:
         slots = np.arange(self._rows, dtype=np.int32)
