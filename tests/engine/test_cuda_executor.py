@@ -119,7 +119,7 @@ def test_pieces_of_prompts_have_graphs_too(loaded, rows, pieces):
     contexts, tokens = random_rows(rows + len(pieces), rows + 1)
     contexts[rows:] = [max(*pair) for pair in zip(contexts[rows:], pieces, strict=True)]
     replayed, launched, exact = (Device(loaded, graphs=graphs) for graphs in (True, False, False))
-    exact.executor._shapes.of = lambda plan: None
+    exact.executor._shapes.of = lambda plan, reads=None: None
     results = [
         device.run(contexts, tokens, seed=1, pieces=pieces)
         for device in (replayed, launched, exact)
