@@ -13,7 +13,14 @@ import numpy as np
 import pytest
 import torch
 from engine_kit import Run, build, check_baseline, finish, submit
-from ranks_kit import Ranks, check_best, check_gather, check_sums, parts_of
+from ranks_kit import (
+    Ranks,
+    check_best,
+    check_gather,
+    check_halves_take_turns,
+    check_sums,
+    parts_of,
+)
 from references import NOISE, references
 from test_engine_demo_model import first_difference
 from tiny_models import write_tiny_model
@@ -46,6 +53,10 @@ def test_sums_of_ranks_on_one_device(count, size):
         check_sums(ranks, 9, size, torch.float32, 1)
         check_sums(ranks, 9, size, torch.float16, 2)
     check_gather(ranks, 256, 3)
+
+
+def test_halves_take_turns_on_one_device():
+    check_halves_take_turns(CUDA)
 
 
 @pytest.mark.parametrize("count", [2, 3])
